@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fsdpckpt.formats.dcp.metadata import parse_metadata
+from fsdpckpt.formats.dcp import parse_metadata
 from fsdpckpt.storage.local import LocalFile
 from tests.readers.test_dcp_scale import rows_of, saved
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedError
 from fsdpckpt.formats.safetensors import read_header
-from fsdpckpt.formats.torch.archive import open_archive
+from fsdpckpt.formats.torch import open_archive
 from fsdpckpt.ir.checkpoint import Checkpoint, Manifest, NamedTensor, Problem, ProblemKind
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Int64Array, Tensor

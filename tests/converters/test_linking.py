@@ -354,14 +354,12 @@ def test_a_reflink_that_the_file_system_refuses_leaves_an_error(tmp_path: Path) 
 def test_a_hard_link_that_the_system_refuses_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    from fsdpckpt.storage import links
-
     def refused(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(links, "os", SimpleNamespace(link=refused))
+    monkeypatch.setattr(linking, "os", SimpleNamespace(link=refused))
     with pytest.raises(FsdpckptError) as caught:
-        links.hardlink(str(tmp_path / "a"), str(tmp_path / "b"))
+        linking.hardlink(str(tmp_path / "a"), str(tmp_path / "b"))
     assert isinstance(caught.value, TargetUnwritableError)
     assert caught.value.why
     assert caught.value.next_step

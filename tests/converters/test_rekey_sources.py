@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.flat.units.build import Settings, build_units
+from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units

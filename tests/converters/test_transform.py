@@ -18,7 +18,7 @@ from fsdpckpt.errors import (
     SourceUnsupportedError,
     UsageError,
 )
-from fsdpckpt.flat.units.build import Settings, build_units
+from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import (
     UNORDERED,
     Checkpoint,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
-from fsdpckpt.flat.units.build import Settings, build_units
+from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, ModelState, OptimState, ParamKey
 from fsdpckpt.ir.tensors import ONE_SLICE, Chunks, Tensor
 from fsdpckpt.ir.units import Strategy, Units

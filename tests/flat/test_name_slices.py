@@ -10,7 +10,7 @@ import pytest
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.unflatten import name_slices
-from fsdpckpt.flat.units.build import Settings, build_units
+from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, OptimState, ParamKey

@@ -8,7 +8,7 @@ import pytest
 
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.names import first_misplaced_module, order_contradictions
-from fsdpckpt.flat.units.build import Settings, build_units
+from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container
 from fsdpckpt.ir.units import Units
 from tests.flat.flat_synthetic import checkpoint, local_model, named, optimizer, sharded_model

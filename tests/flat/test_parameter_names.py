@@ -17,7 +17,7 @@ from fsdpckpt.flat.names import (
     stride_of,
     units_names,
 )
-from fsdpckpt.flat.units.build import Settings, build_units
+from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, ModelState, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor

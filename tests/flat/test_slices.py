@@ -15,7 +15,7 @@ from fsdpckpt.flat.slices import (
     lengths_text,
     slice_lengths,
 )
-from fsdpckpt.flat.units.build import Settings, build_units
+from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import OptimState, ParamKey
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Value

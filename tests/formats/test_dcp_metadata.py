@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsafeError
-from fsdpckpt.formats.dcp.metadata import DcpMetadata, merge_metadata, parse_metadata
-from fsdpckpt.formats.pickle.read import instance_class
+from fsdpckpt.formats.dcp import DcpMetadata, merge_metadata, parse_metadata
+from fsdpckpt.formats.pickle import instance_class
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.storage.local import MemoryFile
 

@@ -26,9 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.formats.dcp import metadata as reader
-from fsdpckpt.formats.dcp import reduce, repeats
-from fsdpckpt.formats.dcp.metadata import DcpMetadata, parse_metadata
+from fsdpckpt.formats import dcp as reader
+from fsdpckpt.formats.dcp import DcpMetadata, parse_metadata, reduce, repeats
 from fsdpckpt.formats.dcp.repeats import ENTRY, Entries
 from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_pickle
 from fsdpckpt.ir.dtypes import DTYPES

@@ -10,7 +10,7 @@ import pytest
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.formats.pickle.cost import check_expansion
-from fsdpckpt.formats.torch.archive import read_archive
+from fsdpckpt.formats.torch import read_archive
 from fsdpckpt.storage.local import LocalFile
 
 

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
+from fsdpckpt.formats.pickle import load
 from fsdpckpt.formats.pickle.allowlist import ALLOWED, Kind, canonical, kind_of
 from fsdpckpt.formats.pickle.check import check_pickle
-from fsdpckpt.formats.pickle.read import load
 from fsdpckpt.ir.values import Global, Object, walk
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)

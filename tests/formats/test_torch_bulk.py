@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.formats.torch import bulk
-from fsdpckpt.formats.torch.archive import local_tensor, read_archive
+from fsdpckpt.formats.torch import bulk, local_tensor, read_archive
 from fsdpckpt.storage.local import MemoryFile
 from tests.formats.torch_saves import INTEGERS, any_values, rewritten, saved
 from tests.fuzz.mutations import mutated

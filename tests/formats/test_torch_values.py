@@ -20,7 +20,7 @@ from fsdpckpt.errors import (
     SourceUnsafeError,
     SourceUnsupportedError,
 )
-from fsdpckpt.formats.torch.archive import load_torch
+from fsdpckpt.formats.torch import load_torch
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Global, Object

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdpckpt.formats.torch.archive import load_torch
+from fsdpckpt.formats.torch import load_torch
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.local import MemoryFile
 from tests.materialise import gather

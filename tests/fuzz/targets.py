@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 
 from fsdpckpt.errors import FsdpckptError, InternalError
+from fsdpckpt.formats.dcp import parse_metadata
 from fsdpckpt.formats.dcp.items import ItemReader
-from fsdpckpt.formats.dcp.metadata import parse_metadata
-from fsdpckpt.formats.pickle.read import load
+from fsdpckpt.formats.pickle import load
 from fsdpckpt.formats.safetensors import read_header
-from fsdpckpt.formats.torch.archive import open_archive, parse_archive
+from fsdpckpt.formats.torch import open_archive, parse_archive
 from fsdpckpt.formats.torch.tensors import TensorBuilder
 from fsdpckpt.formats.zip import ZipRecord, read_directory, top_folder
 from fsdpckpt.ir.codec import decode

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._flat_param import _get_aligned_numel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdpckpt.flat.live.model import dtype_of, flattens_in_memory_order
+from fsdpckpt.flat.live import dtype_of, flattens_in_memory_order
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Box
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.formats.torch.archive import TorchArchive, open_archive, parse_archive, read_archive
+from fsdpckpt.formats.torch import TorchArchive, open_archive, parse_archive, read_archive
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.readers.deepspeed.universal import Forms
 from fsdpckpt.storage.local import LocalFile

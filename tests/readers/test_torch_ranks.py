@@ -471,7 +471,7 @@ def test_random_damage_to_the_metadata_is_never_another_kind_of_error(name: str,
     import io
     import zipfile
 
-    from fsdpckpt.formats.torch.archive import load_torch
+    from fsdpckpt.formats.torch import load_torch
     from fsdpckpt.storage.local import MemoryFile
     from tests.formats.torch_saves import rewritten
 

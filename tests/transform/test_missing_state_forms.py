@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
-from fsdpckpt.flat.units.build import Settings, build_units
+from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Tensor

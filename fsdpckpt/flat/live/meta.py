@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fsdpckpt.errors import SourceUnsupportedError, UsageError, to_copy
-from fsdpckpt.flat.live.model import unit_param
+from fsdpckpt.flat.live import unit_param
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import joined
 from fsdpckpt.ir.units import Strategy, Unit, Units, flaws
@@ -145,7 +145,7 @@ def _shared(
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    from fsdpckpt.flat.live.model import fsdp_modules
+    from fsdpckpt.flat.live import fsdp_modules
 
     if fsdp_modules(model):
         raise UsageError(

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from fsdpckpt.errors import InternalError, SourceUnsupportedError, UsageError
-from fsdpckpt.flat.live.model import (
+from fsdpckpt.flat.live import (
     FsdpModule,
     aligning_dtype,
     contradictions,

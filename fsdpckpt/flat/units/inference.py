@@ -18,7 +18,7 @@ import numpy as np
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.match import FlatMatch, match
 from fsdpckpt.flat.slices import describe_lengths, has_uneven_slices, key_lengths, possible_shard_sizes
-from fsdpckpt.flat.units.build import Settings
+from fsdpckpt.flat.units import Settings
 from fsdpckpt.flat.units.candidates import Candidate, group_candidates
 from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.ir.checkpoint import Checkpoint

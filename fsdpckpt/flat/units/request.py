@@ -21,7 +21,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.names import ParameterNames, model_names, optimizer_names, order_contradictions
-from fsdpckpt.flat.units.build import Settings, expand_globs, innermost_unit
+from fsdpckpt.flat.units import Settings, expand_globs, innermost_unit
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean

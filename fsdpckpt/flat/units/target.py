@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, UsageError
 from fsdpckpt.flat.names import NamedParam, ParameterNames, model_names, optimizer_names, units_names
-from fsdpckpt.flat.units.build import Settings, build_units, expand_globs, keyed_groups, layers_glob
+from fsdpckpt.flat.units import Settings, build_units, expand_globs, keyed_groups, layers_glob
 from fsdpckpt.flat.units.inference import describe_settings, possibly_channels_last
 from fsdpckpt.flat.units.request import (
     ResolvedUnits,

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.formats.dcp.fields import MASK
-from fsdpckpt.formats.pickle.read import load
-from fsdpckpt.formats.torch.archive import check_byteorder, read_pickle
+from fsdpckpt.formats.pickle import load
+from fsdpckpt.formats.torch import check_byteorder, read_pickle
 from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder
 from fsdpckpt.formats.zip import SERIALIZATION_ID, ZipRecord, checksum_places, read_directory
 from fsdpckpt.ir.dtypes import DType

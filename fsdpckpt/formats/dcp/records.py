@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceUnsafeError
 from fsdpckpt.formats.dcp.reduce import Run
+from fsdpckpt.formats.pickle import Swallow, buffered, instance_class
 from fsdpckpt.formats.pickle.check import check_pickle
-from fsdpckpt.formats.pickle.read import Swallow, buffered, instance_class
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS
 from fsdpckpt.text import plural
 

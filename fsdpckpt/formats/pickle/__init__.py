@@ -1,0 +1,434 @@
+"""Reads a pickle without executing anything of it: names become inert stubs, calls become records.
+
+The C unpickler does the parsing. Everything it could act on is replaced: ``find_class`` never imports, and what it
+returns instead is called, filled and extended by the unpickler. REDUCE and NEWOBJ make ``ir.values.Object`` records;
+BUILD, APPENDS and SETITEMS land in those records, or in a ``StubInstance`` for the classes that DTensor, ShardedTensor
+and DCP's metadata are made of; extension codes are refused. Only plain containers, ``collections.OrderedDict``,
+``set``, ``complex``, ``bytes`` and ``bytearray`` become themselves. Names outside ``allowlist`` are collected while the
+rest is parsed and refused all at once. No class or name can be changed by a pickle.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sized
+from functools import cache
+from typing import Protocol, cast
+
+from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
+from fsdpckpt.formats.pickle.allowlist import NESTED_CLASSES, Kind, canonical, kind_of
+from fsdpckpt.formats.pickle.check import check_pickle
+from fsdpckpt.ir.values import Global, Key, Object, Value
+from fsdpckpt.text import plural, truncate
+
+
+class TensorResolver(Protocol):
+    """What a torch file adds to a pickle: storages by persistent id, and tensors on them."""
+
+    def storage(self, persistent_id: object) -> object:
+        """The storage that a persistent id names."""
+        ...
+
+    def rebuild(self, function: str, arguments: tuple[object, ...]) -> object:
+        """What ``torch``'s rebuild function of that name would return."""
+        ...
+
+
+class _Loading(threading.local):
+    """What the load in progress in this thread has made; records are finished when it ends."""
+
+    objects: list[Object]
+    hashed: list[tuple[Object, int]]  # keys and items of sets
+    names: list[Global]
+    dicts: list[OrderedDict[object, object]]
+    refused: dict[str, None]
+    copied: int  # items and bytes that calls took over from their arguments
+    most_copied: int
+    tensors: TensorResolver | None
+
+
+LOADING = _Loading()
+
+
+class _OpenObject(Object):
+    """An Object while the unpickler still writes to it; becomes a plain Object when the load ends."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Value) -> None:
+        self.state = state
+        self.has_state = True
+
+    def append(self, item: Value) -> None:
+        self.items.append(item)
+
+    def extend(self, items: list[Value]) -> None:
+        self.items.extend(items)
+
+    def __setitem__(self, key: Value, value: Value) -> None:
+        self.entries.append((key, value))  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        made = Object.__hash__(self)
+        LOADING.hashed.append((self, made))
+        return made
+
+
+_NEW = object.__new__
+
+
+def _open_object(function: Global, arguments: tuple[object, ...], new: bool) -> Object:  # noqa: FBT001 (hot path)
+    made = _NEW(_OpenObject)
+    made.function = function
+    made.args = arguments  # type: ignore[assignment]
+    made.new = new
+    made.state = None
+    made.has_state = False
+    made.items = []
+    made.entries = []
+    LOADING.objects.append(made)
+    return made
+
+
+class _Name(Global):
+    """A Global while the unpickler may still call it; becomes a plain Global when the load ends."""
+
+    __slots__ = ()
+
+    def __call__(self, *arguments: object) -> object:
+        return _refuse(f"{self.module}.{self.name} (called)")
+
+    def __setstate__(self, _state: object) -> None:
+        raise pickle.UnpicklingError("a name cannot have a state")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Global) and (self.module, self.name) == (other.module, other.name)
+
+    def __hash__(self) -> int:
+        return hash((self.module, self.name))
+
+
+class _Call(_Name):
+    __slots__ = ()
+
+    def __call__(self, *arguments: object) -> object:
+        return _open_object(self, arguments, new=False)
+
+
+class _Rebuild(_Name):
+    __slots__ = ()
+
+    def __call__(self, *arguments: object) -> object:
+        tensors = LOADING.tensors
+        if any(argument is Swallow for argument in arguments):
+            return Swallow()  # a tensor of a class that is refused
+        if tensors is None:
+            return _open_object(self, arguments, new=False)
+        return tensors.rebuild(self.name, arguments)
+
+
+class _Getattr(_Name):
+    __slots__ = ()
+
+    def __call__(self, *arguments: object) -> object:
+        owner, attribute = arguments if len(arguments) == 2 else (None, None)
+        if isinstance(attribute, str):
+            if isinstance(owner, Global):
+                nested = NESTED_CLASSES.get((owner.module, owner.name, attribute))
+                if nested is not None:
+                    return _stub_class(*nested) if LOADING.tensors is None else instance_class(*nested)
+            # Python 3.11.0 to 3.11.3 wrote an enum member as getattr(class, name).
+            if isinstance(owner, _StubClass) and owner.function.name.endswith("MEM_FORMAT_ENCODING"):
+                return _open_object(self, (owner.function, attribute), new=False)
+        return _refuse(f"builtins.getattr({', '.join(map(_named, arguments))})")
+
+
+class _Python(_Name):
+    """A type whose value is plain data: made at once, by the one harmless way of calling it."""
+
+    __slots__ = ()
+
+    def __call__(self, *arguments: object) -> object:
+        for argument in arguments:
+            LOADING.copied += len(argument) if isinstance(argument, Sized) else 0
+        if LOADING.copied > LOADING.most_copied:
+            raise pickle.UnpicklingError("the same data is copied again and again")
+        made = _PYTHON[self.name](*arguments)
+        if isinstance(made, OrderedDict):
+            LOADING.dicts.append(made)
+        return made
+
+
+def _named(argument: object) -> str:
+    return str(argument) if isinstance(argument, (str, Global)) else truncate(argument)
+
+
+def _encode(text: object = "", encoding: object = "latin1") -> bytes:
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
+        raise pickle.UnpicklingError("encode of something that is not text")
+    return text.encode(str(encoding))
+
+
+def _bytes(data: object = b"") -> bytes:
+    if not isinstance(data, (bytes, bytearray, list, tuple)):
+        raise pickle.UnpicklingError("bytes of something that is not data")  # an int would allocate that much
+    return bytes(data)
+
+
+def _bytearray(data: object = b"", encoding: object = "latin1") -> bytearray:
+    return bytearray(_encode(data, encoding) if isinstance(data, str) else _bytes(data))
+
+
+def _ordered_dict() -> OrderedDict[object, object]:
+    return OrderedDict()
+
+
+def _set(items: object = ()) -> set[object]:
+    if not isinstance(items, (list, tuple)):
+        raise pickle.UnpicklingError("a set of something that is no list")
+    LOADING.copied += sum(len(item) for item in items if isinstance(item, tuple))
+    if any(isinstance(part, tuple) for item in items if isinstance(item, tuple) for part in item):
+        raise pickle.UnpicklingError("a set of nested tuples")  # each could take for ever to hash
+    if LOADING.copied > LOADING.most_copied:
+        raise pickle.UnpicklingError("the same data is copied again and again")
+    return set(items)
+
+
+_PYTHON: dict[str, Callable[..., object]] = {
+    "OrderedDict": _ordered_dict,
+    "set": _set,
+    "complex": complex,
+    "bytes": _bytes,
+    "bytearray": _bytearray,
+    "encode": _encode,
+}
+
+
+class _StubClass(type):
+    """The type of stub classes. NEWOBJ insists on a type; making an instance gives a record instead."""
+
+    function: Global
+
+    def __call__(cls, *arguments: object) -> object:
+        if issubclass(cls, StubInstance):
+            return cls.__new__(cls, *arguments)
+        return _open_object(cls.function, arguments, new=False)  # type: ignore[attr-defined]  # all but StubInstance's bases have it
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError("a class cannot be changed")
+
+    def __setstate__(cls, _state: object) -> None:
+        raise pickle.UnpicklingError("a class cannot have a state")
+
+
+@cache
+def _stub_class(module: str, name: str) -> _StubClass:
+    function = Global(module, name)
+
+    def new(_cls: type, *arguments: object) -> Object:
+        return _open_object(function, arguments, new=True)
+
+    return _StubClass(name.replace(".", "_"), (), {"__slots__": (), "__new__": new, "function": function})
+
+
+class StubInstance(metaclass=_StubClass):
+    """An instance of a class that DTensor, ShardedTensor or DCP metadata is made of: only its attributes count.
+
+    A checkpoint has several for each tensor, so the C unpickler makes and fills them by itself; ``torch.distributed``
+    and ``dcp.metadata`` read them, and where they stand on their own they become Objects (``as_object``).
+    """
+
+    def __init__(self, *_: object) -> None: ...  # never called; that it exists makes __new__ accept arguments
+
+
+class _StubWithArguments(StubInstance):
+    """A StubInstance whose class is made with arguments (a NamedTuple): kept under the attribute ``""``."""
+
+    def __new__(cls, *arguments: object) -> _StubWithArguments:
+        made = object.__new__(cls)
+        vars(made)[""] = arguments
+        return made
+
+
+class _StubWithState(StubInstance):
+    """A StubInstance whose state is no dict of attributes, and is not needed."""
+
+    def __setstate__(self, state: object) -> None:
+        vars(self)[""] = (state,)
+
+
+_INSTANCE_MODULES = (
+    "torch.distributed._shard",
+    "torch.distributed._tensor",
+    "torch.distributed.tensor",
+    "torch.distributed.device_mesh",
+    "torch.distributed._mesh_layout",
+    "torch.distributed.remote_device",
+)
+_INSTANCE_BASES = {
+    "ShardOrderEntry": _StubWithArguments,
+    "_MeshLayout": _StubWithArguments,
+    "_FlatLayout": _StubWithArguments,
+    "TensorMeta": StubInstance,
+    "TensorProperties": _StubWithState,
+    "MEM_FORMAT_ENCODING": _StubWithArguments,
+}
+
+
+@cache
+def instance_class(module: str, name: str) -> _StubClass:
+    base = _INSTANCE_BASES.get(name, StubInstance)
+    return _StubClass(name.replace(".", "_"), (base,), {"function": Global(module, name)})
+
+
+def as_object(part: StubInstance) -> Object:
+    """The Object that ``part`` is as a value of its own."""
+    attributes = cast("dict[Key, Value]", dict(vars(part)))
+    arguments = attributes.pop("", ())
+    function = type(part).function
+    return Object(
+        function, cast("tuple[Value, ...]", arguments), new=True, state=attributes, has_state=bool(attributes)
+    )
+
+
+class Swallow:
+    """A refused name: ignores whatever the pickle does with it, so that parsing reaches the other names."""
+
+    __slots__ = ()
+
+    def __new__(cls, *_: object, **__: object) -> Swallow:
+        return object.__new__(cls)
+
+    def __call__(self, *_: object) -> Swallow:
+        return self
+
+    def __setstate__(self, _state: object) -> None: ...
+
+    def append(self, _item: object) -> None: ...
+
+    def extend(self, _items: object) -> None: ...
+
+    def add(self, _item: object) -> None: ...
+
+    def __setitem__(self, _key: object, _value: object) -> None: ...
+
+
+def _refuse(name: str) -> object:
+    LOADING.refused[name] = None
+    return Swallow()
+
+
+_NAMES: dict[Kind, type[_Name]] = {
+    Kind.VALUE: _Name,
+    Kind.STORAGE: _Name,
+    Kind.CALL: _Call,
+    Kind.PYTHON: _Python,
+    Kind.REBUILD: _Rebuild,
+    Kind.GETATTR: _Getattr,
+}
+
+
+def _resolve(module_name: str, global_name: str) -> object:
+    """The stub for a name as the pickle writes it; a name outside the closed set is remembered as refused."""
+    module, name = canonical(module_name, global_name)
+    kind = kind_of(module, name)
+    if kind is None:
+        LOADING.refused[f"{module}.{name}"] = None
+        return Swallow
+    if kind is Kind.CLASS:
+        parts = LOADING.tensors is not None and module.startswith(_INSTANCE_MODULES)
+        return instance_class(module, name) if parts else _stub_class(module, name)
+    made = _NAMES[kind](module, name)
+    LOADING.names.append(made)
+    return made
+
+
+def _finish() -> None:
+    """Turn what the load in progress has made into plain ir values. Raises UnpicklingError for a booby trap."""
+    for made in LOADING.objects:
+        made.__class__ = Object
+    if any(hash(made) != known for made, known in LOADING.hashed):
+        raise pickle.UnpicklingError("a key was changed after it was used")
+    for name in LOADING.names:
+        object.__setattr__(name, "__class__", Global)
+    for mapping in LOADING.dicts:
+        attributes = vars(mapping)
+        if attributes and any(hasattr(OrderedDict, attribute) for attribute in attributes):
+            raise pickle.UnpicklingError("an attribute hides a method of a dictionary")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> object:
+        return _resolve(module_name, global_name)
+
+    def persistent_load(self, persistent_id: object) -> object:
+        if LOADING.tensors is None:
+            raise pickle.UnpicklingError("a storage is named where no storages are")
+        return LOADING.tensors.storage(persistent_id)
+
+
+# Everything the C unpickler raises on bytes that are no pickle; nothing of the file runs, so no other can come.
+_DAMAGE = (
+    pickle.UnpicklingError,
+    EOFError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+    RecursionError,
+    ImportError,
+)
+
+
+def buffered(data: bytes) -> io.BufferedReader:
+    """``data`` as the stream the C unpickler reads fastest: it asks a plain BytesIO for every few bytes."""
+    return io.BufferedReader(cast(io.RawIOBase, io.BytesIO(data)), min(len(data) + 1, 1 << 17))
+
+
+def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Value:
+    """The value that the pickle ``data`` holds, as ir values; ``file`` names it in messages.
+
+    With ``tensors``, storages and rebuild calls of ``torch`` go to that resolver and its results stand in the
+    value. Raises SourceUnsafeError naming every name outside the closed set, SourceCorruptError for bytes that
+    are not a whole pickle.
+    """
+    check_pickle(data, file)
+    outer = dict(vars(LOADING))
+    LOADING.objects, LOADING.names, LOADING.dicts, LOADING.refused, LOADING.tensors = [], [], [], {}, tensors
+    LOADING.copied, LOADING.most_copied, LOADING.hashed = 0, 16 * len(data), []
+    try:
+        value = cast(Value, _Unpickler(buffered(data), encoding="utf-8").load())
+        if LOADING.refused:
+            raise _unsafe(file)
+        _finish()
+    except _DAMAGE as error:
+        if not LOADING.refused:
+            raise SourceCorruptError(
+                f"{file} holds a pickle that cannot be read",
+                file=file,
+                found=f"{type(error).__name__}: {error}".rstrip(": "),
+                why="the file is damaged, or was not written by torch.save",
+                next_step="save or copy the checkpoint again",
+            ) from None
+        raise _unsafe(file) from None
+    finally:
+        vars(LOADING).clear()
+        vars(LOADING).update(outer)
+    return value
+
+
+def _unsafe(file: str) -> SourceUnsafeError:
+    names = sorted(LOADING.refused)
+    return SourceUnsafeError(
+        f"{file} names {plural(len(names), 'thing')} outside the closed set that fsdpckpt reads",
+        details=names,
+        file=file,
+        found=", ".join(names),
+        why="a pickle can run code; fsdpckpt reads only types it knows to be data, and runs nothing",
+        next_step="save the checkpoint again without these objects (tensors, numbers, text, lists and dicts are fine)",
+    )

@@ -1,0 +1,444 @@
+"""Reads a ``torch.save`` archive as values: the pickle's tree with its tensors located in the file.
+
+Nothing is loaded or run. One pass over the unpickled tree makes its leaves, parses its distributed tensors, and refuses
+what cannot be converted, naming every key. ``load_torch`` reads a whole torch file, or one item of a DCP file; for the
+tensor items of a DCP file, one for each shard of each tensor, ``dcp.items`` is faster.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias, cast
+
+import numpy as np
+
+from fsdpckpt.errors import COPY_AGAIN, SourceUnrecognisedError, SourceUnsupportedError, damaged
+from fsdpckpt.formats.pickle import StubInstance, as_object, load
+from fsdpckpt.formats.pickle.check import check_size
+from fsdpckpt.formats.pickle.cost import MAX_DEPTH, check_expansion, too_deep
+from fsdpckpt.formats.torch.distributed import Distributed, DistributedBlocks, DistributedParser
+from fsdpckpt.formats.torch.loadable import array_object, restored, stands_for
+from fsdpckpt.formats.torch.tensors import Refused, StoredBlocks, StoredTensor, TensorBuilder, Wrapped
+from fsdpckpt.formats.zip import ZipColumns, ZipRecord, read_columns
+from fsdpckpt.ir.checkpoint import Checksums, Note
+from fsdpckpt.ir.quantized import taken_apart
+from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
+from fsdpckpt.ir.values import Global, Key, Object, Value
+from fsdpckpt.storage import ByteSource
+from fsdpckpt.text import plural, truncate
+
+_PLAIN: frozenset[type] = frozenset({str, int, float, bool, type(None), bytes, complex, bytearray, Global, Distributed})
+
+
+class TreeWalk:
+    """One pass over an unpickled tree, in place: leaves made, whatever cannot be converted collected with its key."""
+
+    def __init__(
+        self,
+        source: ByteSource,
+        builder: TensorBuilder,
+        leaf: Callable[[StoredTensor], object] | None = None,
+        parser: DistributedParser | None = None,
+    ) -> None:
+        self._source = source
+        self._builder = builder
+        self._parser = DistributedParser(source) if parser is None else parser
+        self._leaf: Callable[[StoredTensor], object] = leaf if leaf is not None else lambda stored: stored
+        self._path: list[Key] = []
+        self._seen: set[int] = set()
+        self._restored: dict[int, tuple[object, Value]] = {}  # stand-ins and their values, kept: ids stay theirs
+        self._tuples: dict[int, tuple[tuple[Value, ...], Value]] = {}  # old and new, kept: ids stay theirs
+        self._dicts: dict[int, tuple[Object, dict[Key, Value]]] = {}  # of defaultdicts, kept: ids stay theirs
+        self._refused: list[str] = []
+        self._inside: str | None = None
+        self.ranks: set[int] = set()
+        self.worlds: dict[int, tuple[int, ...]] = {}
+        self.forms: set[str] = set()
+        self.devices: set[str] = set()
+
+    def value(self, value: object) -> Value:
+        """The ir value of ``value``; containers are changed in place."""
+        kind: type = type(value)
+        if kind in _PLAIN or (kind is Tensor and self._inside is None):  # a tensor that was made in bulk
+            return cast(Value, value)
+        if kind is StoredTensor:
+            return self._stored(cast(StoredTensor, value))
+        if kind is dict or kind is OrderedDict:
+            return self._mapping(cast("dict[Key, Value]", value))
+        if kind is list:
+            return self._list(cast("list[Value]", value))
+        if kind is tuple:
+            return self._tuple(cast("tuple[Value, ...]", value))
+        return self._other(value)
+
+    def _enter(self, key: Key) -> None:
+        self._path.append(key)
+        if len(self._path) > MAX_DEPTH:
+            raise too_deep(self._source.path, key=self._key()[:200])
+
+    def _mapping(self, mapping: dict[Key, Value]) -> Value:
+        if id(mapping) in self._seen:
+            known = self._restored.get(id(mapping))
+            return mapping if known is None else known[1]
+        self._seen.add(id(mapping))
+        clones: list[tuple[Key, StoredTensor]] = []
+        apart: dict[Key, dict[Key, Value]] = {}
+        for key, value in mapping.items():
+            kind: type = type(value)
+            if type(key) is not str and not isinstance(
+                key, (int, float, bool, bytes, tuple, Global, Object, type(None))
+            ):
+                self._refuse(f"a {type(key).__name__} as a key")
+            elif kind is StoredTensor:
+                if self._builder.any_cloned:
+                    clones.append((key, cast(StoredTensor, value)))
+                else:
+                    self._path.append(key)
+                    mapping[key] = self._stored(cast(StoredTensor, value))
+                    self._path.pop()
+            elif kind not in _PLAIN and (kind is not Tensor or self._inside is not None):
+                self._enter(key)
+                made = self._wrapped(value) if isinstance(value, Wrapped) else self.value(value)
+                if isinstance(made, DistributedBlocks | StoredBlocks):
+                    apart[key] = self._parts(key, made)
+                else:
+                    mapping[key] = made
+                self._path.pop()
+        if apart:
+            items = [item for key, value in mapping.items() for item in apart.get(key, {key: value}).items()]
+            mapping.clear()
+            mapping.update(items)
+        if clones:
+            self._full_state_dict(mapping, clones)
+        if stands_for(mapping):
+            self._restored[id(mapping)] = mapping, restored(mapping, self._source.path)
+            return self._restored[id(mapping)][1]
+        return mapping
+
+    def _full_state_dict(self, mapping: dict[Key, Value], tensors: list[tuple[Key, StoredTensor]]) -> None:
+        """FSDP1 marks the parameters of a full model state dict; its other tensors are buffers, whole on every rank."""
+        if any(stored.cloned for _, stored in tensors):
+            for _, stored in tensors:
+                if not stored.cloned and stored.sharded is None:
+                    stored.sharded = False
+        for key, stored in tensors:
+            mapping[key] = self._stored(stored)
+
+    def _list(self, items: list[Value]) -> Value:
+        if id(items) in self._seen:
+            return items
+        self._seen.add(id(items))
+        for index, item in enumerate(items):
+            if type(item) not in _PLAIN:
+                self._enter(index)
+                items[index] = self.value(item)
+                self._path.pop()
+        return items
+
+    def _tuple(self, items: tuple[Value, ...]) -> Value:
+        if all(type(item) in _PLAIN for item in items):
+            return items
+        known = self._tuples.get(id(items))
+        if known is None:
+            values = []
+            for index, item in enumerate(items):
+                self._enter(index)
+                values.append(self.value(item))
+                self._path.pop()
+            known = self._tuples[id(items)] = items, tuple(values)
+        return known[1]
+
+    def _stored(self, stored: StoredTensor) -> Value:
+        if self._inside is not None:
+            return self._refuse(f"a tensor inside a {self._inside}")
+        if stored.array:
+            return self._array(stored)
+        if stored.sharded is None and not stored.shape:
+            stored.sharded = False
+        return cast(Value, self._leaf(stored))
+
+    def _array(self, stored: StoredTensor) -> Value:
+        known = self._restored.get(id(stored))
+        if known is not None:
+            return known[1]
+        nbytes = prod(stored.shape) * stored.dtype.itemsize
+        if stored.stride != contiguous_stride(stored.shape):
+            return self._refuse("a NumPy array whose elements were put into another order")
+        check_size(nbytes, self._source.path)
+        array = array_object(stored.array, self._source.read(stored.offset, nbytes), self._source.path)
+        self._restored[id(stored)] = stored, array
+        return array
+
+    def _other(self, value: object) -> Value:
+        if isinstance(value, Wrapped):
+            made = self._wrapped(value)
+            if isinstance(made, DistributedBlocks | StoredBlocks):
+                return self._refuse(f"{made.blocks}, outside of a dict")
+            return cast(Value, made)
+        if isinstance(value, StubInstance):
+            value = as_object(value)
+        if isinstance(value, Object):
+            return self._object(value)
+        if isinstance(value, frozenset):
+            return Object(Global("builtins", "frozenset"), (cast("list[Value]", sorted(value, key=_order)),))
+        if isinstance(value, set):
+            return cast(Value, value)
+        return self._refuse_kind(value)
+
+    def _wrapped(self, value: Wrapped) -> Distributed | DistributedBlocks | StoredBlocks | None:
+        if self._inside is not None:
+            self._refuse(f"a tensor inside a {self._inside}")
+            return None
+        made = self._parser.parse(value, self._key())
+        if isinstance(made, Distributed):
+            self._note(made)
+        elif isinstance(made, DistributedBlocks):
+            for part in made.parts.values():
+                if isinstance(part, Distributed):
+                    self._note(part)
+        return made
+
+    def _parts(self, key: Key, state: DistributedBlocks | StoredBlocks) -> dict[Key, Value]:
+        """The entries that stand for ``state``, which is called ``key``."""
+        parts = state.whole() if isinstance(state, StoredBlocks) else state.parts
+        made = {n: self._stored(one) if isinstance(one, StoredTensor) else one for n, one in parts.items()}
+        return cast("dict[Key, Value]", taken_apart(key, state.blocks, made))
+
+    def _note(self, distributed: Distributed) -> None:
+        if distributed.rank is not None:
+            self.ranks.add(distributed.rank)
+        # One object for all tensors of a mesh, so its id stands for it: hashing so many ranks would be slow.
+        self.worlds[id(distributed.world)] = distributed.world
+        self.forms.add(distributed.form)
+        if distributed.device:
+            self.devices.add(distributed.device)
+
+    def _refuse_kind(self, value: object) -> Value:
+        if isinstance(value, Refused):
+            return self._refuse(value.what)
+        named = getattr(value, "function", None) if isinstance(value, type) else None
+        if isinstance(named, Global):  # a class as a value, not as what makes one
+            return named
+        return self._refuse("a bare storage" if type(value).__name__ == "_Storage" else f"a {type(value).__name__}")
+
+    def _object(self, value: Object) -> Value:
+        """A record: plain when it holds no tensor; a ``defaultdict`` becomes the dict it is."""
+        if value.function.name == "defaultdict":
+            known = self._dicts.get(id(value))
+            if known is None:
+                known = self._dicts[id(value)] = value, dict(value.entries)
+            return self._mapping(known[1])
+        if id(value) in self._seen:
+            return value
+        self._seen.add(id(value))
+        outer, self._inside = self._inside, str(value.function)
+        self._enter(value.function.name)
+        value.args = cast("tuple[Value, ...]", self.value(value.args))
+        if value.has_state:
+            value.state = self.value(value.state)
+        if value.items:
+            self.value(value.items)
+        if value.entries:
+            value.entries = cast("list[tuple[Key, Value]]", self.value(value.entries))
+        self._path.pop()
+        self._inside = outer
+        return value
+
+    def _refuse(self, what: str) -> Value:
+        """Remember that the value at the current path cannot be converted; None stands in for it until ``finish``."""
+        self._refused.append(f"{self._key() or 'the whole file'}: {what}")
+        return None
+
+    def _key(self) -> str:
+        return ".".join(map(str, self._path))
+
+    def finish(self) -> None:
+        """Raises SourceUnsupportedError naming everything that was refused."""
+        if self._refused:
+            raise SourceUnsupportedError(
+                f"{self._source.path} holds {len(self._refused)} value{'s' * (len(self._refused) != 1)} that fsdpckpt "
+                "does not convert",
+                details=self._refused,
+                file=self._source.path,
+                key=self._refused[0].partition(":")[0],
+                why="only strided tensors (and DTensor and ShardedTensor of them) have bytes that can be moved",
+                next_step="leave these keys out when saving, or save them as plain tensors",
+            )
+
+
+def _order(item: object) -> str:
+    """What the items of a set are sorted by: ``repr`` of scalars."""
+    return repr(item) if isinstance(item, (str, int, float, bytes)) else truncate(item)
+
+
+ChecksumRow: TypeAlias = tuple[int, int, int, int]  # file, offset, nbytes, crc
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedArchive:
+    """One archive, of which only the pickle's bytes were read: ``pickle``. ``source``: what it is in."""
+
+    source: ByteSource
+    columns: ZipColumns
+    pickle: bytes
+
+    def checksums(self, file_id: int) -> Checksums:
+        """The CRC-32 of every record; none when it was saved with ``set_crc32_options(False)``, which leaves all 0."""
+        names, offset, nbytes, crc = self.columns
+        if not crc.any():
+            return Checksums.of([])
+        return Checksums(np.full(len(names), file_id, np.int64), offset, nbytes, crc)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchArchive:
+    """One archive, read. ``root``'s leaves are ``StoredTensor`` (or what ``leaf`` made of them), ``Distributed`` or ir
+    values. ``path``: of the file; ``dropped``: the Python attributes of its tensors, which are left out. ``ranks``: the
+    ranks that its distributed tensors say saved them; ``worlds``: the ranks that they say there are; ``forms``:
+    ``DTensor``, ``ShardedTensor``; ``devices``: the device types of DTensors' meshes. All empty when it holds none."""
+
+    root: Value
+    checksums: Checksums
+    path: str
+    dropped: frozenset[str]
+    ranks: frozenset[int]
+    worlds: tuple[tuple[int, ...], ...]
+    forms: frozenset[str]
+    devices: frozenset[str]
+
+
+def notes_on_dropped(archives: Iterable[TorchArchive]) -> list[Note]:
+    """What there is to say of Python attributes of tensors, which are left out: once for all files with the same."""
+    paths: dict[frozenset[str], list[str]] = {}
+    for archive in archives:
+        paths.setdefault(archive.dropped, []).append(archive.path)
+    notes = []
+    for names, files in paths.items():
+        where = files[0] if len(files) == 1 else f"{files[0]} and {plural(len(files) - 1, 'more file')}"
+        message = f"Python attributes of tensors in {where} are left out: {', '.join(sorted(names))}"
+        notes += [Note("dropped", message)] if names else []
+    return notes
+
+
+def load_torch(
+    source: ByteSource, file_id: int, *, begin: int = 0, end: int | None = None, rank: int = 0
+) -> tuple[Value, list[ChecksumRow]]:
+    """The value in the torch archive at bytes [begin, end), its tensors as ir ``Tensor`` with one chunk in file
+    ``file_id`` held by ``rank``, and its checksum rows. DTensor and ShardedTensor leaves are ``Distributed``.
+
+    Raises what ``read_archive`` raises.
+    """
+    archive = read_archive(
+        source, file_id, begin=begin, end=end, leaf=lambda stored: local_tensor(stored, file_id, rank)
+    )
+    sums = archive.checksums
+    columns = (sums.file.tolist(), sums.offset.tolist(), sums.nbytes.tolist(), sums.crc.tolist())
+    return archive.root, list(zip(*columns, strict=True))
+
+
+def local_tensor(stored: StoredTensor, file_id: int, rank: int = 0, *, offset: int | None = None) -> Tensor:
+    """The ir tensor that is whole in one file, at its own offset or another."""
+    at = stored.offset if offset is None else offset
+    chunks = Chunks.whole(file=file_id, offset=at, shape=stored.shape, stride=stored.stride, rank=rank)
+    return Tensor(stored.dtype, stored.shape, chunks, stored.sharded)
+
+
+def read_archive(
+    source: ByteSource,
+    file_id: int,
+    *,
+    begin: int = 0,
+    end: int | None = None,
+    leaf: Callable[[StoredTensor], object] | None = None,
+) -> TorchArchive:
+    """Read the torch archive at bytes [begin, end) of ``source``; ``leaf`` makes the leaves from stored tensors.
+
+    Raises what ``open_archive`` and ``parse_archive`` raise.
+    """
+    return parse_archive(open_archive(source, begin=begin, end=end), file_id, leaf)
+
+
+def open_archive(source: ByteSource, *, begin: int = 0, end: int | None = None) -> OpenedArchive:
+    """The torch archive at bytes [begin, end) of ``source``.
+
+    Raises SourceUnrecognisedError (a zip of something else), SourceUnsupportedError (big-endian) and
+    SourceCorruptError.
+    """
+    columns = read_columns(source, begin=begin, end=end)
+    places = {name: number for number, name in enumerate(columns.names)}
+    if "data.pkl" not in places or "constants.pkl" in places:
+        raise SourceUnrecognisedError(
+            f"{source.path} is a zip file, but not one that torch.save writes",
+            file=source.path,
+            expected="a record data.pkl and no constants.pkl",
+            found=", ".join(sorted(places)[:8]) or "an empty zip",
+            why="it may be a TorchScript module, or an archive that holds a checkpoint",
+            next_step="give the checkpoint itself: unpack the archive, or torch.save(module.state_dict(), new_path)",
+        )
+    if "byteorder" in places:
+        check_byteorder(source, columns.record(places["byteorder"]))
+    pickled = columns.record(places["data.pkl"])
+    return OpenedArchive(source, columns, read_pickle(source, pickled, summed=bool(columns.crc.any())))
+
+
+def parse_archive(
+    opened: OpenedArchive,
+    file_id: int,
+    leaf: Callable[[StoredTensor], object] | None = None,
+    builder: TensorBuilder | None = None,
+) -> TorchArchive:
+    """What the archive holds; ``leaf`` as in ``read_archive``. ``builder``: another one than that of its records, which
+    may make ir tensors.
+
+    Raises SourceUnsupportedError (values that are no strided tensors, all named by key), SourceUnsafeError and
+    SourceCorruptError.
+    """
+    source = opened.source
+    if builder is None:
+        builder = TensorBuilder(opened.columns.records(), source.path)
+    walk = TreeWalk(source, builder, leaf)
+    root = load(opened.pickle, file=source.path, tensors=builder)
+    root = walk.value(root)
+    walk.finish()
+    check_expansion(root, source.path)
+    return TorchArchive(
+        root,
+        opened.checksums(file_id),
+        source.path,
+        frozenset(builder.dropped),
+        frozenset(walk.ranks),
+        tuple(walk.worlds.values()),
+        frozenset(walk.forms),
+        frozenset(walk.devices),
+    )
+
+
+def read_pickle(source: ByteSource, record: ZipRecord, *, summed: bool) -> bytes:
+    """The bytes of the record. ``summed``: the archive has checksums. Raises SourceCorruptError when this one's is
+    wrong; torch.load checks none."""
+    check_size(record.nbytes, source.path)
+    data = source.read(record.offset, record.nbytes)
+    if not summed:
+        return data
+    crc = zlib.crc32(data)
+    if crc != record.crc:
+        what, why = f"the checksum of {record.name} is wrong", "bytes of the file were changed after it was saved"
+        stored, computed = f"{record.crc:#010x}", f"{crc:#010x}"
+        raise damaged(source.path, what, stored, computed, why=why, next_step=COPY_AGAIN, run_again=True)
+    return data
+
+
+def check_byteorder(source: ByteSource, record: ZipRecord) -> None:
+    order = source.read(record.offset, min(record.nbytes, 16))
+    if order != b"little":
+        raise SourceUnsupportedError(
+            f"{source.path} was written on a big-endian machine",
+            file=source.path,
+            expected="byteorder little",
+            found=repr(order),
+            next_step="in Python, on any machine: torch.save(torch.load(path), new_path)",
+        )

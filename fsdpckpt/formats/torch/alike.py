@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.formats.pickle.read import load
-from fsdpckpt.formats.torch.archive import OpenedArchive, TorchArchive, TreeWalk
+from fsdpckpt.formats.pickle import load
+from fsdpckpt.formats.torch import OpenedArchive, TorchArchive, TreeWalk
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, DistributedParser, Place
 from fsdpckpt.formats.torch.mesh import Hole, Mesh, MeshParser
 from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder, Wrapped

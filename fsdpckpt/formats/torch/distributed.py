@@ -15,7 +15,7 @@ from operator import mul
 from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.formats.pickle.read import StubInstance
+from fsdpckpt.formats.pickle import StubInstance
 from fsdpckpt.formats.torch.mesh import MAX_RANKS, FileParser, Mesh, MeshParser, fields, integers, merged
 from fsdpckpt.formats.torch.tensors import StoredBlocks, StoredTensor, Wrapped, size_of, stored_blocks
 from fsdpckpt.ir.dtypes import DType

@@ -16,7 +16,7 @@ from typing import NoReturn, cast
 import numpy as np
 
 from fsdpckpt.errors import damaged
-from fsdpckpt.formats.pickle.read import StubInstance
+from fsdpckpt.formats.pickle import StubInstance
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import truncate

@@ -23,7 +23,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text, plural
 
 if TYPE_CHECKING:
-    from fsdpckpt.formats.dcp.metadata import DcpMetadata
+    from fsdpckpt.formats.dcp import DcpMetadata
 
 _SUFFIXES = (".distcp", ".metadata")
 _DATA_FILE = re.compile(r"^__(\d{1,6})_\d+\.distcp$")
@@ -150,14 +150,14 @@ def _metadata(path: str, entries: dict[str, Entry], sources: Sources) -> tuple[D
             file=f"{path.rstrip('/')}/__{missing[0]}.metadata",
             rank=missing[0],
         )
-    from fsdpckpt.formats.dcp.metadata import merge_metadata
+    from fsdpckpt.formats.dcp import merge_metadata
 
     parts = [(local[rank].path, _parse(local[rank], sources)) for rank in sorted(local)]
     return merge_metadata(parts), f"a DCP directory with rank-local metadata of {plural(len(local), 'rank')}"
 
 
 def _parse(entry: Entry, sources: Sources) -> DcpMetadata:
-    from fsdpckpt.formats.dcp.metadata import parse_metadata
+    from fsdpckpt.formats.dcp import parse_metadata
     from fsdpckpt.formats.pickle.check import check_size
 
     check_size(sources.open(entry.path).nbytes, entry.path)

@@ -11,9 +11,9 @@ from math import prod
 from typing import NoReturn
 
 from fsdpckpt.errors import SourceUnrecognisedError, SourceUnsupportedError
-from fsdpckpt.formats.dcp.metadata import DcpTensor, PathElement
-from fsdpckpt.formats.pickle.read import load
-from fsdpckpt.formats.torch.archive import open_archive
+from fsdpckpt.formats.dcp import DcpTensor, PathElement
+from fsdpckpt.formats.pickle import load
+from fsdpckpt.formats.torch import open_archive
 from fsdpckpt.formats.torch.tensors import StoredBlocks, TensorBuilder, Wrapped, stored_blocks
 from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks, is_blockwise, taken_apart

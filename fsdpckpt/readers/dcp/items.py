@@ -21,7 +21,7 @@ import numpy.typing as npt
 from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceIncompleteError, SourceUnrecognisedError
 from fsdpckpt.formats.dcp.items import ItemReader, Structures
 from fsdpckpt.formats.safetensors import read_header
-from fsdpckpt.formats.torch.archive import ChecksumRow, load_torch
+from fsdpckpt.formats.torch import ChecksumRow, load_torch
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor, contiguous_stride, contiguous_strides
 from fsdpckpt.ir.values import Value, leaf_tensors

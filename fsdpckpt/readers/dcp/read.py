@@ -17,7 +17,7 @@ from math import prod
 import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, damaged
-from fsdpckpt.formats.dcp.metadata import DcpMetadata, DcpTensor, PathElement
+from fsdpckpt.formats.dcp import DcpMetadata, DcpTensor, PathElement
 from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note, Problem, Section
 from fsdpckpt.ir.tensors import ONE_SLICE, Chunks, Tensor, contiguous_strides
 from fsdpckpt.ir.values import Global, Key, Value

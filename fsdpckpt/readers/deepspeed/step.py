@@ -20,7 +20,7 @@ from math import prod
 from typing import TypeAlias, cast
 
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.formats.torch.archive import TorchArchive, notes_on_dropped, read_archive
+from fsdpckpt.formats.torch import TorchArchive, notes_on_dropped, read_archive
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, all_ranks
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.ir.checkpoint import Checksums, Layout, Note

@@ -20,7 +20,7 @@ from typing import cast
 import numpy as np
 
 from fsdpckpt.errors import SourceIncompleteError
-from fsdpckpt.formats.torch.archive import OpenedArchive, TorchArchive, local_tensor, open_archive, parse_archive
+from fsdpckpt.formats.torch import OpenedArchive, TorchArchive, local_tensor, open_archive, parse_archive
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.formats.zip import SERIALIZATION_ID, checksum_places, find_directory, top_folder
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout

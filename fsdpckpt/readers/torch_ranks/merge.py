@@ -16,7 +16,7 @@ from typing import cast
 
 import numpy as np
 
-from fsdpckpt.formats.torch.archive import local_tensor
+from fsdpckpt.formats.torch import local_tensor
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Problem, Section

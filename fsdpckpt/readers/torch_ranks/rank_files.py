@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdpckpt.formats.torch import TorchArchive, open_archive, parse_archive
 from fsdpckpt.formats.torch.alike import Alike, Changes, Own, archive_of
-from fsdpckpt.formats.torch.archive import TorchArchive, open_archive, parse_archive
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Checksums

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, TypeAlias, cast
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
-from fsdpckpt.formats.torch.archive import TorchArchive, notes_on_dropped
+from fsdpckpt.formats.torch import TorchArchive, notes_on_dropped
 from fsdpckpt.formats.torch.bulk import read_tensors
 from fsdpckpt.ir.checkpoint import (
     Checksums,

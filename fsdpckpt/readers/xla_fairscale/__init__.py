@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
-from fsdpckpt.formats.torch.archive import TorchArchive
+from fsdpckpt.formats.torch import TorchArchive
 from fsdpckpt.formats.torch.distributed import all_ranks
 from fsdpckpt.ir.checkpoint import UNORDERED, Evidence, EvidenceKind, Note, Problem, Section
 from fsdpckpt.ir.values import Key, Value

@@ -10,7 +10,7 @@ import pytest
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.flat.flatten.states import require_equal_scalars
-from fsdpckpt.flat.units.build import Settings, build_units
+from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 
 import fsdpckpt
 from fsdpckpt.errors import InternalError, SourceUnsupportedError, TargetUnwritableError, UsageError
-from fsdpckpt.flat.live.model import flattens_in_memory_order
+from fsdpckpt.flat.live import flattens_in_memory_order
 from fsdpckpt.flat.live.save import save_units, units_of
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Strategy

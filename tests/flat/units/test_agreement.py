@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fsdpckpt.flat.units.build import Settings, build_units
+from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.request import contradictions
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, OptimState
 from fsdpckpt.ir.dtypes import DTYPES

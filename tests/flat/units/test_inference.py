@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.names import NamedParam, ParameterNames, UnitPrefixes, prefixes_of
-from fsdpckpt.flat.units.build import Settings, build_units
+from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.candidates import candidates
 from fsdpckpt.flat.units.inference import Refusal, infer
 from fsdpckpt.flat.units.request import ResolvedUnits

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, UsageError
 from fsdpckpt.flat.names import NamedParam
-from fsdpckpt.flat.units.build import Settings, build_units
+from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
 from fsdpckpt.flat.units.source import find_units, source_units
 from fsdpckpt.flat.units.target import target_units
