@@ -13,12 +13,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpckpt.ir import Section, Strategy
-from fsdpckpt.option_fields import Group, Parameter, Scope, option, parameters
-from fsdpckpt.option_values import DTYPE, FLAG, INTEGER, NUMBER, PAIRS, PATH, SIZE, TEXTS, TOGGLE
+from fsdpckpt.option_fields import (
+    DTYPE,
+    EVERYWHERE,
+    FLAG,
+    INTEGER,
+    NUMBER,
+    PAIRS,
+    PATH,
+    SIZE,
+    TEXTS,
+    Group,
+    Parameter,
+    Scope,
+    option,
+    parameters,
+    repeatable,
+)
 from fsdpckpt.options import SECTIONS, ConvertOptions, LaunchOptions
 
 
-def _as_in_convert(name: str, help_text: str | None = None, *scope: Scope) -> Any:
+def _as_in_convert(name: str, help_text: str | None = None, scope: Scope = EVERYWHERE) -> Any:
     """The option ``name`` of ``convert``, for another command."""
     (same,) = (one for one in parameters(ConvertOptions) if one.name == name)
     declared = dataclasses.replace(same.option, group=Group.OTHER, scope=scope)
@@ -27,15 +42,15 @@ def _as_in_convert(name: str, help_text: str | None = None, *scope: Scope) -> An
     return dataclasses.field(default=same.default, metadata={"option": declared})
 
 
-_UNITS_FILE: Any = {"kind": PATH, "metavar": "FILE"}
-_THREADS: Any = {"metavar": "N", "minimum": 1}
+_UNITS_FILE: Any = {"kind": PATH}
+_THREADS: Any = {"minimum": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class InspectOptions:
     """Options of ``fsdpckpt inspect``."""
 
-    keys: tuple[str, ...] = option("Show only matching keys; may be repeated.", default=(), metavar="GLOB")
+    keys: tuple[str, ...] = repeatable("Show only matching keys; may be repeated.")
     section: Section | None = option("Show only this section.")
     names_only: bool = option(
         "Print only the keys, one per line, for pipes.", default=False, excludes=("as_json", "all_keys", "ranks")
@@ -78,17 +93,11 @@ class VerifyOptions:
 
     digests: bool = option("Print a layout-independent SHA-256 of each tensor.", default=False)
     finite: bool = option("Report NaN and Inf in parameters and optimizer states; reads them all.", default=False)
-    include: tuple[str, ...] = option(
-        "With --finite: search only matching keys, buffers too; may be repeated.",
-        default=(),
-        metavar="GLOB",
-        scope=(Scope.FINITE,),
+    include: tuple[str, ...] = repeatable(
+        "With --finite: search only matching keys, buffers too; may be repeated.", scope=Scope.FINITE
     )
-    exclude: tuple[str, ...] = option(
-        "With --finite: leave out matching keys; may be repeated.",
-        default=(),
-        metavar="GLOB",
-        scope=(Scope.FINITE,),
+    exclude: tuple[str, ...] = repeatable(
+        "With --finite: leave out matching keys; may be repeated.", scope=Scope.FINITE
     )
     ignore_file: tuple[str, ...] = _as_in_convert("ignore_file")
     units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
@@ -113,17 +122,11 @@ class UnitsOptions:
     )
     unit: tuple[str, ...] = _as_in_convert("unit", None, Scope.CHECKPOINT)
     model: str | None = option("Your function or class that builds the model; it is run.", metavar="MODULE:NAME")
-    wrap: tuple[str, ...] = option(
-        "A wrapped class ('none': only the root); may be repeated.",
-        default=(),
-        metavar="MODULE:CLASS",
-        scope=(Scope.LIVE_MODEL,),
+    wrap: tuple[str, ...] = repeatable(
+        "A wrapped class ('none': only the root); may be repeated.", metavar="MODULE:CLASS", scope=Scope.LIVE_MODEL
     )
-    ignore: tuple[str, ...] = option(
-        "With --model: modules and parameters that FSDP ignores; may be repeated.",
-        default=(),
-        metavar="GLOB",
-        scope=(Scope.LIVE_MODEL,),
+    ignore: tuple[str, ...] = repeatable(
+        "With --model: modules and parameters that FSDP ignores; may be repeated.", scope=Scope.LIVE_MODEL
     )
     use_orig_params: bool | None = _as_in_convert("use_orig_params")
     strategy: Strategy | None = _as_in_convert("strategy", "FSDP1's sharding strategy (with --model: full-shard).")
@@ -163,7 +166,7 @@ def _worded(mention: re.Match[str]) -> str:
     one = _OPTIONS.get(flag) or _OPTIONS.get(f"--{flag.removeprefix('--no-')}") if flag else None
     if one is None:
         return mention[0]
-    if one.kind in (FLAG, TOGGLE):
+    if one.kind == FLAG:
         return f"{one.name}={flag == one.flag}" + mention[0].removeprefix(flag)
     if value is None or not _is_value(one, value):
         return one.name + mention[0].removeprefix(flag)

@@ -1,21 +1,26 @@
 """Makes dataclass fields into options: help text, values, and where they apply.
 
 ``option(...)`` declares a field of an option record (``fsdpckpt.options``). The command line, the keywords of the
-Python API, the JSON that workers get and the checks of ``convert`` are all made from these declarations.
+Python API, the JSON that workers get and the checks of ``convert`` are all made from these declarations. The type of a
+field decides its ``Kind`` of values where its declaration names none.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from enum import Enum, StrEnum, auto
+from enum import Enum, Flag, StrEnum, auto
 from functools import cache
-from typing import Any, TypeVar, cast, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from fsdpckpt.errors import UsageError
-from fsdpckpt.option_values import Kind, kind_of, words
+from fsdpckpt.errors import EMPTY, UsageError
 
 Record = TypeVar("Record")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -33,7 +38,7 @@ class Group(StrEnum):
     OTHER = "Other options"
 
 
-class Scope(Enum):
+class Scope(Flag):
     """Where an option applies. Given anywhere else it is refused: it was meant for another source or target."""
 
     MODEL = auto()  # a model section that is taken
@@ -54,14 +59,167 @@ class Scope(Enum):
     LIVE_MODEL = auto()  # units from a model that is built on the meta device
 
 
+EVERYWHERE = Scope(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The values of an option. ``values``: their type on the command line; ``keyword``: their type in the Python API.
+
+    ``convert`` makes the value that the record holds of one from Python, JSON or the command line, and gets the
+    flag of the option for its UsageError. ``choices``: all values there are. ``metavar``: what stands for one in help.
+    """
+
+    values: Any
+    keyword: str
+    convert: Callable[[str, Any], object]
+    choices: tuple[str, ...] = ()
+    metavar: str | None = None
+
+
+def kind_of(annotation: object) -> Kind:
+    """The kind of values of a field with this type."""
+    if get_origin(annotation) in (Union, UnionType):
+        (annotation,) = (one for one in get_args(annotation) if one is not NoneType)
+    if annotation is bool:
+        return FLAG
+    if get_origin(annotation) is Literal:
+        return words(get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return TEXTS if get_args(annotation)[0] is str else PAIRS
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return _enum(annotation)
+    return {str: TEXT, int: INTEGER, float: NUMBER}[cast("type", annotation)]
+
+
+def _integer(flag: str, value: object) -> int:
+    if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value, re.ASCII):
+        return int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UsageError(f"{flag} takes a whole number", found=str(value))
+    return value
+
+
+def _number(flag: str, value: object) -> float:
+    with suppress(ValueError, TypeError, OverflowError):
+        number = float(cast("str", value))
+        if not math.isnan(number) and not isinstance(value, bool):
+            return number
+    raise UsageError(f"{flag} takes a number", found=str(value))
+
+
+def _text(flag: str, value: str) -> str:
+    if not value:
+        raise UsageError(f"{flag} is empty", why=EMPTY, next_step=f"give it a value, or drop {flag}")
+    return value
+
+
+def _texts(flag: str, value: str | Iterable[str]) -> tuple[str, ...]:
+    return tuple(_text(flag, one) for one in ([value] if isinstance(value, str) else value))
+
+
+def _pairs(flag: str, value: Mapping[str, str] | Iterable[str | Iterable[str]]) -> tuple[tuple[str, str], ...]:
+    """``(old, new)`` pairs; on the command line each is written ``OLD=NEW``."""
+    pairs = []
+    for pair in value.items() if isinstance(value, Mapping) else value:
+        if isinstance(pair, str) and ("=" not in pair or pair[0] == "="):
+            example = f"for example {flag} encoder=backbone"
+            raise UsageError(f"{flag} takes OLD=NEW", expected="OLD=NEW", found=pair, next_step=example)
+        old, new = pair.split("=", 1) if isinstance(pair, str) else pair
+        if old == new:
+            same = f"{flag} {old}={new}"
+            raise UsageError(f"{same} has no effect: both names are the same", next_step=f"drop {same}")
+        pairs.append((str(old), str(new)))
+    return tuple(pairs)
+
+
+def _dtype(_flag: str, value: object) -> str:
+    """The name of a dtype; torch.bfloat16 itself is one, too, without an import of torch."""
+    return value if isinstance(value, str) else str(value).removeprefix("torch.")
+
+
+def _size(flag: str, value: int | str) -> int:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except (ValueError, OverflowError):
+        raise UsageError(
+            f"{flag}: {value!r} is not a size", next_step=f"{flag} 128MiB, or 5GB, or 1000 (bytes)"
+        ) from None
+
+
+def _workers(flag: str, value: int | str) -> str:
+    text = str(value)
+    if text not in ("gpu", "auto") and not (text.isdecimal() and int(text)):
+        raise UsageError(f"{flag} takes a number, gpu or auto", found=text, next_step=f"for example {flag} 4")
+    return text
+
+
+def _path(flag: str, value: str | os.PathLike[str]) -> str:
+    return _text(flag, os.fspath(value))
+
+
+def words(choices: tuple[str, ...]) -> Kind:
+    """The kind of values that are one of ``choices``."""
+
+    def convert(flag: str, value: object) -> object:
+        word = value.value if isinstance(value, Enum) else value
+        if word not in choices:
+            raise UsageError(f"{flag} cannot be {value!r}", expected=", ".join(choices), found=str(value))
+        return word
+
+    return Kind(str, f"Literal[{', '.join(map(repr, choices))}]".replace("'", '"'), convert, choices)
+
+
+def _enum(members: type[StrEnum]) -> Kind:
+    check = words(tuple(member.value for member in members))
+
+    def convert(flag: str, value: object) -> object:
+        return members(str(check.convert(flag, value)))
+
+    return dataclasses.replace(check, keyword=f"{members.__name__} | {check.keyword}", convert=convert)
+
+
+def parse_size(text: str) -> int:
+    """``"128MiB"``, ``"5GB"``, ``"1000"`` to bytes. Raises ValueError for anything else."""
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.strip().lower(), re.ASCII)
+    if matched is None:
+        raise ValueError(f"{text!r} is not a size; write for example 128MiB or 5GB")
+    number, prefix, binary = matched.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
+
+
+def _torch_version(flag: str, value: object) -> str:
+    """``2.8``, of ``2.8``, ``2.8.1`` or ``2.13.0+cpu``."""
+    match = re.match(r"(\d+)\.(\d+)(?![\w])", str(value))
+    if match is None:
+        raise UsageError(f"{flag} takes a version", found=str(value), next_step=f"for example {flag} 2.8")
+    return f"{int(match[1])}.{int(match[2])}"
+
+
+TEXT = Kind(str, "str", _text)
+INTEGER = Kind(str, "int", _integer, metavar="N")
+NUMBER = Kind(str, "float", _number)
+FLAG = Kind(bool, "bool", lambda _, value: value)
+TEXTS = Kind(list[str], "str | Iterable[str]", _texts, metavar="GLOB")
+PAIRS = Kind(list[str], "Mapping[str, str] | Iterable[tuple[str, str]]", _pairs, metavar="OLD=NEW")
+PATH = Kind(str, "str | os.PathLike[str]", _path, metavar="FILE")
+DTYPE = Kind(str, "str | torch.dtype", _dtype, metavar="DTYPE")
+SIZE = Kind(str, "int | str", _size, metavar="SIZE")
+WORKERS = Kind(str, "int | str", _workers, metavar="N|gpu|auto")
+TORCH_VERSION = Kind(str, "str", _torch_version, metavar="VERSION")
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """What the type of the field does not say. ``flag``: the long option, where it is not the field's name.
 
-    ``minimum``: of a number. ``offered``: the values that it takes, where they are fewer than its type has.
-    ``completion``: values that the shell completes, of an option that takes others, too. ``synonyms``: what people try
-    instead, without dashes. ``changes_output``: whether the bytes that are written depend on it. ``excludes``: fields,
-    of whichever record, that it cannot be given with.
+    ``metavar``: what stands for a value in help, where it is not that of its kind. ``minimum``: of a number.
+    ``offered``: the values that it takes, where they are fewer than its type has. ``completion``: values that the shell
+    completes, of an option that takes others, too. ``synonyms``: what people try instead, without dashes.
+    ``changes_output``: whether the bytes that are written depend on it. ``excludes``: fields, of whichever record, that
+    it cannot be given with.
     """
 
     help_text: str
@@ -74,7 +232,7 @@ class Option:
     offered: tuple[str, ...] = ()
     completion: tuple[str, ...] = ()
     synonyms: tuple[str, ...] = ()
-    scope: tuple[Scope, ...] = ()
+    scope: Scope = EVERYWHERE
     changes_output: bool = True
     excludes: tuple[str, ...] = ()
 
@@ -82,6 +240,11 @@ class Option:
 def option(help_text: str, group: Group = Group.OTHER, *, default: object = None, **described: Any) -> Any:
     """The field of an option record; ``described``: further fields of ``Option``."""
     return dataclasses.field(default=default, metadata={"option": Option(help_text, group, **described)})
+
+
+def repeatable(help_text: str, group: Group = Group.OTHER, **described: Any) -> Any:
+    """The field of an option that may be given several times: a tuple, empty by default."""
+    return option(help_text, group, default=(), **described)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +260,11 @@ class Parameter:
     def flag(self) -> str:
         """The option on the command line, as messages name it: ``--world-size``."""
         return self.option.flag or "--" + self.name.replace("_", "-")
+
+    @property
+    def metavar(self) -> str | None:
+        """What stands for a value in help."""
+        return f"<{'|'.join(self.choices)}>" if self.choices else self.option.metavar or self.kind.metavar
 
     @property
     def keyword(self) -> str:
@@ -249,13 +417,3 @@ def takes_options(*records: type) -> Callable[[Function], Function]:
 
 def _plain(value: object) -> object:
     return value.value if isinstance(value, Enum) else value
-
-
-def to_json(record: Any) -> dict[str, Any]:
-    """The fields by name, as JSON types, for ``from_json`` in another process."""
-    return dataclasses.asdict(record)
-
-
-def from_json(record: type[Record], document: Mapping[str, Any]) -> Record:
-    """The options that ``to_json`` made ``document`` of."""
-    return changed(record(), document)

@@ -12,8 +12,7 @@ from enum import StrEnum
 from typing import Literal
 
 from fsdpckpt.ir import Container, KeyType, Layout, Section, Strategy
-from fsdpckpt.option_fields import Group, Scope, option
-from fsdpckpt.option_values import DTYPE, PATH, SIZE, TORCH_VERSION, WORKERS
+from fsdpckpt.option_fields import DTYPE, PATH, SIZE, TORCH_VERSION, WORKERS, Group, Scope, option, repeatable
 
 __all__ = [
     "DEVICE_TYPES",
@@ -105,56 +104,49 @@ class ConvertOptions:
     world_size: int | None = option(
         "Number of ranks of the target; for dcp, how it is split into files.",
         Group.WRITTEN,
-        metavar="N",
         minimum=1,
         synonyms=("gpus", "n", "n-gpus", "np", "num-gpus", "num-processes", "num-ranks", "ranks", "world"),
     )
-    mesh: tuple[str, ...] = option(
+    mesh: tuple[str, ...] = repeatable(
         "Device mesh of the target, for example dp_replicate=2,dp_shard=4,tp=2 (default: the source's); may be "
         "repeated where tensors lie on several.",
         Group.WRITTEN,
-        default=(),
         metavar="NAME=SIZE,...",
-        scope=(Scope.SHARDED,),
+        scope=Scope.SHARDED,
     )
     placements: str | None = option(
         "JSON file that says how parameters lie on the mesh, or on which of several.",
         Group.WRITTEN,
         kind=PATH,
-        metavar="FILE",
-        scope=(Scope.SHARDED,),
+        scope=Scope.SHARDED,
     )
     like: str | None = option(
         "Per-rank DTensor files whose meshes and placements the target gets.",
         Group.WRITTEN,
         kind=PATH,
         metavar="PATH",
-        scope=(Scope.SHARDED,),
+        scope=Scope.SHARDED,
     )
     tensor: TensorForm = option(
-        "Tensor type in per-rank torch files.",
-        Group.WRITTEN,
-        default=TensorForm.DTENSOR,
-        scope=(Scope.PER_RANK_FILES,),
+        "Tensor type in per-rank torch files.", Group.WRITTEN, default=TensorForm.DTENSOR, scope=Scope.PER_RANK_FILES
     )
     torch_version: str | None = option(
         "PyTorch version that will load per-rank DTensor files, for example 2.8 (default: the one installed here).",
         Group.WRITTEN,
         kind=TORCH_VERSION,
-        metavar="VERSION",
-        scope=(Scope.PER_RANK_FILES,),
+        scope=Scope.PER_RANK_FILES,
     )
     mesh_device: str | None = option(
         "Device type that DTensors record for their mesh: cuda, cpu, ... (default: the source's, else the flavor's).",
         Group.WRITTEN,
         metavar="TYPE",
         completion=DEVICE_TYPES[:2],
-        scope=(Scope.DTENSORS,),
+        scope=Scope.DTENSORS,
     )
     key_type: KeyType | None = option(
         "Key optimizer state by parameter name or by id (default: as in the source).",
         Group.WRITTEN,
-        scope=(Scope.OPTIMIZER,),
+        scope=Scope.OPTIMIZER,
     )
     flavor: str | None = option(
         f"Framework whose file names and keys are written: {', '.join(FLAVORS)} (default: the source's).",
@@ -168,23 +160,15 @@ class ConvertOptions:
         Group.WRITTEN,
         default=DEFAULT_MAX_SHARD_SIZE,
         kind=SIZE,
-        metavar="SIZE",
-        scope=(Scope.SAFETENSORS,),
+        scope=Scope.SAFETENSORS,
     )
     only: Section | None = option(
         "Convert only this section.", Group.SELECTED, offered=SECTIONS, synonyms=("model-only", "weights-only")
     )
-    include: tuple[str, ...] = option(
-        "Convert only parameters whose names match; may be repeated.", Group.SELECTED, default=(), metavar="GLOB"
-    )
-    exclude: tuple[str, ...] = option(
-        "Leave out parameters whose names match; may be repeated.", Group.SELECTED, default=(), metavar="GLOB"
-    )
-    ignore_file: tuple[str, ...] = option(
-        "Leave out files and directories of SRC with this name or path; may be repeated.",
-        Group.SELECTED,
-        default=(),
-        metavar="GLOB",
+    include: tuple[str, ...] = repeatable("Convert only parameters whose names match; may be repeated.", Group.SELECTED)
+    exclude: tuple[str, ...] = repeatable("Leave out parameters whose names match; may be repeated.", Group.SELECTED)
+    ignore_file: tuple[str, ...] = repeatable(
+        "Leave out files and directories of SRC with this name or path; may be repeated.", Group.SELECTED
     )
     clean_names: bool = option(
         "Remove the prefixes of wrappers (_orig_mod., _checkpoint_wrapped_module., ...) from names.",
@@ -193,83 +177,66 @@ class ConvertOptions:
     )
     strip_prefix: str | None = option("Remove PREFIX from the start of names.", Group.SELECTED, metavar="PREFIX")
     add_prefix: str | None = option("Add PREFIX to the start of names.", Group.SELECTED, metavar="PREFIX")
-    rename: tuple[tuple[str, str], ...] = option(
-        "Rename a key or a dotted prefix; may be repeated, and is applied in order.",
-        Group.SELECTED,
-        default=(),
-        metavar="OLD=NEW",
+    rename: tuple[tuple[str, str], ...] = repeatable(
+        "Rename a key or a dotted prefix; may be repeated, and is applied in order.", Group.SELECTED
     )
     dtype: str | None = option(
         "Cast the model's floating-point tensors, for example to bfloat16 (default: no cast).",
         Group.SELECTED,
         kind=DTYPE,
-        metavar="DTYPE",
         completion=DTYPES,
-        scope=(Scope.MODEL,),
+        scope=Scope.MODEL,
     )
     optim_dtype: str | None = option(
         "Cast the optimizer's floating-point states, but not step and those without dimensions (default: no cast).",
         Group.SELECTED,
         kind=DTYPE,
-        metavar="DTYPE",
         completion=DTYPES,
-        scope=(Scope.OPTIMIZER,),
+        scope=Scope.OPTIMIZER,
     )
     missing_state: MissingState | None = option(
         "For parameters without optimizer state: stop with an error, write zeros, or leave them out.",
         Group.SELECTED,
-        scope=(Scope.OPTIMIZER,),
+        scope=Scope.OPTIMIZER,
     )
-    no_weight_decay: tuple[str, ...] = option(
+    no_weight_decay: tuple[str, ...] = repeatable(
         "Parameters without weight decay ('standard': vectors and biases); may be repeated. Megatron's checkpoints do "
         "not list those of each param group; an optimizer with one group, as DeepSpeed makes it, gets two.",
         Group.SELECTED,
-        default=(),
-        metavar="GLOB",
         completion=("standard",),
-        scope=(Scope.OPTIMIZER,),
+        scope=Scope.OPTIMIZER,
     )
-    buffers: tuple[str, ...] = option(
+    buffers: tuple[str, ...] = repeatable(
         "Model keys that every rank holds whole, such as buffers ('none': there are none); may be repeated.",
         Group.SELECTED,
-        default=(),
-        metavar="GLOB",
-        scope=(Scope.SHARDED_OR_KEYED, Scope.MODEL, Scope.KNOWLEDGE),
+        scope=Scope.SHARDED_OR_KEYED | Scope.MODEL | Scope.KNOWLEDGE,
     )
     units: str | None = option(
         "Units file: the parameters of each flat parameter (fsdpckpt units --help).",
         Group.UNITS,
         kind=PATH,
-        metavar="FILE",
-        scope=(Scope.FLAT_PARAMETERS, Scope.KNOWLEDGE),
+        scope=Scope.FLAT_PARAMETERS | Scope.KNOWLEDGE,
     )
-    unit: tuple[str, ...] = option(
+    unit: tuple[str, ...] = repeatable(
         "Names of the modules that FSDP1 wrapped ('none': only the root); may be repeated.",
         Group.UNITS,
-        default=(),
-        metavar="GLOB",
-        scope=(Scope.FLAT_PARAMETERS,),
+        scope=Scope.FLAT_PARAMETERS,
     )
     use_orig_params: bool | None = option(
-        "The use_orig_params that FSDP1 was, or will be, given.", Group.UNITS, scope=(Scope.FLAT_PARAMETERS,)
+        "The use_orig_params that FSDP1 was, or will be, given.", Group.UNITS, scope=Scope.FLAT_PARAMETERS
     )
     strategy: Strategy | None = option(
-        "FSDP1's sharding strategy (default: full-shard).", Group.UNITS, scope=(Scope.FLAT_PARAMETERS,)
+        "FSDP1's sharding strategy (default: full-shard).", Group.UNITS, scope=Scope.FLAT_PARAMETERS
     )
     param_dtype: str | None = option(
         "MixedPrecision.param_dtype of the training job, which decides how slices are aligned.",
         Group.UNITS,
         kind=DTYPE,
-        metavar="DTYPE",
         completion=DTYPES,
-        scope=(Scope.FLAT_PARAMETERS,),
+        scope=Scope.FLAT_PARAMETERS,
     )
     shard_size: int | None = option(
-        "Number of ranks in one sharding group (hybrid-shard).",
-        Group.UNITS,
-        metavar="N",
-        minimum=1,
-        scope=(Scope.FLAT_PARAMETERS,),
+        "Number of ranks in one sharding group (hybrid-shard).", Group.UNITS, minimum=1, scope=Scope.FLAT_PARAMETERS
     )
     reference: str | None = option(
         "A checkpoint with the model's names, shapes and order; for Hugging Face's weights, a directory with its "
@@ -277,14 +244,13 @@ class ConvertOptions:
         Group.UNITS,
         kind=PATH,
         metavar="PATH",
-        scope=(Scope.REFERENCE, Scope.KNOWLEDGE),
+        scope=Scope.REFERENCE | Scope.KNOWLEDGE,
     )
     parameters: str | None = option(
         "A text file with the names in the order of model.parameters(), one per line.",
         Group.UNITS,
         kind=PATH,
-        metavar="FILE",
-        scope=(Scope.KEYED, Scope.KNOWLEDGE),
+        scope=Scope.KEYED | Scope.KNOWLEDGE,
     )
     dry_run: bool = option("Print the plan and write nothing.", Group.SAFETY, default=False, changes_output=False)
     verify: VerifyLevel = option(
@@ -317,12 +283,9 @@ class ConvertOptions:
         Group.RESOURCES,
         default=DEFAULT_MAX_MEMORY,
         kind=SIZE,
-        metavar="SIZE",
         changes_output=False,
     )
-    threads: int | None = option(
-        "Number of threads that copy.", Group.RESOURCES, metavar="N", minimum=1, changes_output=False
-    )
+    threads: int | None = option("Number of threads that copy.", Group.RESOURCES, minimum=1, changes_output=False)
     # For a path it has no effect, which the summary says: one command may serve both.
     staging: str | None = option(
         "Local directory where a DST for an object store is staged (default: TMPDIR); not used for a path.",
@@ -342,43 +305,34 @@ class LaunchOptions:
         default=Launcher.AUTO,
     )
     nproc_per_node: str | None = option(
-        "Start this many workers on this node.",
-        Group.WORKERS,
-        kind=WORKERS,
-        metavar="N|gpu|auto",
-        scope=(Scope.LAUNCH,),
+        "Start this many workers on this node.", Group.WORKERS, kind=WORKERS, scope=Scope.LAUNCH
     )
     nnodes: int = option(
-        "Number of nodes that run this command.",
-        Group.WORKERS,
-        default=1,
-        metavar="N",
-        minimum=1,
-        scope=(Scope.LAUNCH,),
+        "Number of nodes that run this command.", Group.WORKERS, default=1, minimum=1, scope=Scope.LAUNCH
     )
     node_rank: int | None = option(
-        "Rank of this node, from 0.", Group.WORKERS, metavar="N", minimum=0, scope=(Scope.LAUNCH, Scope.WORKERS)
+        "Rank of this node, from 0.", Group.WORKERS, minimum=0, scope=Scope.LAUNCH | Scope.WORKERS
     )
     rdzv_endpoint: str | None = option(
         "Address at which the nodes meet: the same on every node.",
         Group.WORKERS,
         metavar="HOST:PORT",
-        scope=(Scope.LAUNCH, Scope.WORKERS),
+        scope=Scope.LAUNCH | Scope.WORKERS,
     )
     device: Literal["auto", "cpu", "cuda"] = option(
-        "Device used for communication.", Group.WORKERS, default="auto", scope=(Scope.WORKERS,)
+        "Device used for communication.", Group.WORKERS, default="auto", scope=Scope.WORKERS
     )
     backend: Literal["auto", "nccl", "gloo"] = option(
         "Backend of communication; auto: nccl if every worker has its own GPU, else gloo.",
         Group.WORKERS,
         default="auto",
-        scope=(Scope.WORKERS,),
+        scope=Scope.WORKERS,
     )
     output_visibility: Visibility = option(
         "Who sees DST; node: each node a directory of its own, which gets the files that its ranks load.",
         Group.WORKERS,
         default=Visibility.SHARED,
-        scope=(Scope.WORKERS,),
+        scope=Scope.WORKERS,
     )
     fault_limit: float = option(
         "End all workers this long after one is lost.",
@@ -386,5 +340,5 @@ class LaunchOptions:
         default=15.0,
         metavar="SECONDS",
         minimum=1.0,
-        scope=(Scope.WORKERS,),
+        scope=Scope.WORKERS,
     )

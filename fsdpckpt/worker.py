@@ -16,13 +16,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.target_spec import refuse_unknown_suffix
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError, require_torch
-from fsdpckpt.option_fields import Scope, refuse_unused
+from fsdpckpt.option_fields import Scope, changed, refuse_unused
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.process import process_role, started_as_worker
 from fsdpckpt.progress import Progress, ProgressPipe, follow_progress
@@ -157,7 +158,6 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
     from fsdpckpt.comm.launch import local_workers
     from fsdpckpt.comm.protocol import decode_error, original_error
     from fsdpckpt.converters.publish import attach_leftovers
-    from fsdpckpt.option_fields import to_json
 
     workers = local_workers(launch.nproc_per_node or "auto")
     with tempfile.TemporaryDirectory(prefix="fsdpckpt-") as directory:
@@ -165,8 +165,8 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
         document = {
             "source": source,
             "target": target,
-            "options": to_json(options),
-            "launch": to_json(launch),
+            "options": asdict(options),
+            "launch": asdict(launch),
         }
         with open(request, "w", encoding="utf-8") as file:
             json.dump(document, file)
@@ -208,13 +208,12 @@ def main() -> None:
     from fsdpckpt.comm.protocol import encode_error
     from fsdpckpt.comm.torch_group import TorchGroup
     from fsdpckpt.converters.pipeline import convert as run
-    from fsdpckpt.option_fields import from_json
 
     (request,) = sys.argv[1:]
     with open(request, encoding="utf-8") as file:
         document = json.load(file)
     directory = os.path.dirname(request)
-    launch = from_json(LaunchOptions, document["launch"])
+    launch = changed(LaunchOptions(), document["launch"])
     if os.environ.get("FSDPCKPT_DEBUG") != "1":
         sys.excepthook = lambda *_: None  # the launcher says what went wrong
     try:
@@ -226,7 +225,7 @@ def main() -> None:
                 group,
                 cast("str", document["source"]),
                 cast("str", document["target"]),
-                from_json(ConvertOptions, document["options"]),
+                changed(ConvertOptions(), document["options"]),
                 progress,
                 visibility=launch.output_visibility,
                 workers_here=int(os.environ["LOCAL_WORLD_SIZE"]),

@@ -174,7 +174,7 @@ def _option(one: Parameter) -> signatures.Parameter:
     described = typer.Option(
         *names,
         help=one.option.help_text,
-        metavar=f"<{'|'.join(one.choices)}>" if one.choices else one.option.metavar,
+        metavar=one.metavar,
         show_default=default is not None,
         autocompletion=_completer(known) if (known := one.choices or one.option.completion) else None,
     )

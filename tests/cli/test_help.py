@@ -11,8 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from fsdpckpt.command_options import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
-from fsdpckpt.option_fields import Group, parameters
-from fsdpckpt.option_values import DTYPE
+from fsdpckpt.option_fields import DTYPE, Group, parameters
 from fsdpckpt.options import ConvertOptions, LaunchOptions
 from tests.cli.conftest import Run
 

@@ -9,13 +9,14 @@ import filecmp
 import json
 import shutil
 import tarfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdpckpt.api import convert
-from fsdpckpt.option_fields import from_json, to_json
+from fsdpckpt.option_fields import changed
 from fsdpckpt.options import ConvertOptions
 
 __all__ = ["CASES", "disks", "make_sources", "options", "unequal"]
@@ -58,7 +59,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def options(given: dict[str, Any]) -> ConvertOptions:
-    return from_json(ConvertOptions, {**to_json(ConvertOptions()), **given})
+    return changed(ConvertOptions(), {**asdict(ConvertOptions()), **given})
 
 
 def make_sources(disk: Path) -> None:
@@ -119,7 +120,7 @@ def write_plan(path: Path, base: Path, out: Path, machines: list[dict[str, str]]
         {
             "source": str(base / "disk" / CASES[name][0]),
             "target": str(out / CASES[name][1]),
-            "options": to_json(options(CASES[name][2])),
+            "options": asdict(options(CASES[name][2])),
         }
         for name in names
     ]

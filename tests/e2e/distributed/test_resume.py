@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ import pytest
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.errors import SourceError, TargetError
-from fsdpckpt.option_fields import to_json
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.staging import journal_paths, staging_root
@@ -78,7 +77,7 @@ def _copy(target: Path, folder: Path) -> Path:
 
 def _resumed(base: Path, folder: Path, name: str, targets: list[Path], workers: int, machines: list[dict[str, str]]):
     """What ``workers`` report that go on with each of ``targets``."""
-    given = to_json(replace(options(CASES[name][2]), resume=True))
+    given = asdict(replace(options(CASES[name][2]), resume=True))
     source = str(base / "disk" / CASES[name][0])
     cases = [{"source": source, "target": str(target), "options": given} for target in targets]
     plan = {"disks": machines, "cases": cases, "reports": str(folder / "reports.json")}
@@ -154,7 +153,7 @@ def test_where_one_node_had_its_files_already_they_are_compared_and_the_other_go
             {
                 "source": str(base / "disk" / CASES[RANKS][0]),
                 "target": str(tmp_path / "out" / name),
-                "options": to_json(options(CASES[RANKS][2])),
+                "options": asdict(options(CASES[RANKS][2])),
             }
         ],
     }
