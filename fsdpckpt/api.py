@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from fsdpckpt.converters.report import Report
+    from fsdpckpt.converters import Report
     from fsdpckpt.describe import Description, Json, Selection
     from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
     from fsdpckpt.ir import Container, Section

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from fsdpckpt.converters.report import Report
+from fsdpckpt.converters import Report
 from fsdpckpt.converters.target_spec import refuse_unknown_suffix
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError, require_torch
 from fsdpckpt.option_fields import Scope, changed, refuse_unused

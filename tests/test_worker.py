@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from fsdpckpt.converters.report import PlannedFile, Report
+from fsdpckpt.converters import PlannedFile, Report
 from fsdpckpt.ir.checkpoint import Container, Layout, Note, Section
 from fsdpckpt.ir.units import Strategy
 from fsdpckpt.option_fields import changed

@@ -18,7 +18,7 @@ from fsdpckpt.text import duration_text, plural, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
-    from fsdpckpt.converters.report import PlannedFile, Report
+    from fsdpckpt.converters import PlannedFile, Report
 
 EXAMPLES = """\b
 Examples:

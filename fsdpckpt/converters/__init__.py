@@ -1,0 +1,207 @@
+"""Reports what one conversion did: the result of the command, and ``fsdpckpt.json`` in every directory it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import posixpath
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fsdpckpt.converters.target_spec import TargetSpec
+from fsdpckpt.converters.transform import TransformedCheckpoint
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Note
+from fsdpckpt.ir.targets import LinkedFile, Target
+from fsdpckpt.ir.units_json import encode
+from fsdpckpt.options import LinkMode
+from fsdpckpt.producers import PLAIN
+from fsdpckpt.readers.beside import SEAL
+from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage.local import WritableFile
+from fsdpckpt.storage.staging import Staging
+from fsdpckpt.storage.target_checks import Contents
+from fsdpckpt.text import plural, size_text
+from fsdpckpt.version import __version__
+
+_DERIVED = ("disk_needed", "disk_suffices")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One target file: its path below DST ("" when DST is the file) and length in bytes.
+
+    ``source``: the file that it is a link to, None for one that is written.
+    """
+
+    path: str
+    nbytes: int
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Report:
+    """Sizes are bytes, ``seconds`` wall time. ``peak_memory_planned``: the copy buffers, under ``--max-memory``.
+
+    ``bytes_read`` is tensor data; headers and metadata come on top. ``disk_needed`` is what DST will occupy,
+    ``disk_free`` what a dry run found free there (None: not looked up).
+    ``staged_in``: the local directory it needs that in, when DST is in an object store.
+    ``link``: what the links among ``files`` are, whose bytes count neither as read nor as written.
+    ``replaced``: the files of the checkpoint that was at DST, replaced by ``--overwrite`` (``dry_run``: to be).
+    ``workers``: processes, each with ``threads`` threads and ``peak_memory_planned`` bytes.
+    """
+
+    source: str
+    target: str
+    layout: str
+    container: str
+    flavor: str
+    world_size: int | None
+    tensors: int
+    parameters: int
+    bytes_read: int
+    bytes_written: int
+    peak_memory_planned: int
+    threads: int
+    seconds: float
+    dry_run: bool
+    verified: str
+    notes: tuple[Note, ...] = ()
+    files: tuple[PlannedFile, ...] = ()
+    source_files: int = 0
+    evidence: tuple[str, ...] = field(default=())
+    workers: int = 1
+    disk_free: int | None = None
+    staged_in: str | None = None
+    link: str = LinkMode.COPY
+    replaced: tuple[PlannedFile, ...] = ()
+
+    def __repr__(self) -> str:
+        """What a notebook shows. ``to_json`` has everything."""
+        done = "planned" if self.dry_run else f"verified: {self.verified}"
+        ranks = f", {plural(self.world_size, 'rank')}" if self.world_size is not None else ""
+        size = f"{size_text(self.bytes_written)} in {plural(len(self.files), 'file')}"
+        return (
+            f"<{self.target}: {self.layout}, {self.container} ({self.flavor}){ranks}; "
+            f"{plural(self.tensors, 'tensor')}, {size}; {done}; {plural(len(self.notes), 'note')}>"
+        )
+
+    @property
+    def disk_needed(self) -> int:
+        return self.bytes_written
+
+    @property
+    def disk_suffices(self) -> bool | None:
+        """Whether DST fits; None when that was not looked up."""
+        return None if self.disk_free is None else self.disk_needed <= self.disk_free
+
+    def to_json(self) -> dict[str, object]:
+        """The report as JSON types; keys are the field names, plus ``disk_needed`` and ``disk_suffices``."""
+        document: dict[str, object] = asdict(self)
+        return document | {name: getattr(self, name) for name in _DERIVED}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Report:
+        """The report that ``to_json`` made ``document`` of."""
+        fields = {name: value for name, value in document.items() if name not in _DERIVED}
+        fields["notes"] = tuple(Note(**{**note, "keys": tuple(note["keys"])}) for note in fields["notes"])
+        for name in ("files", "replaced"):
+            fields[name] = tuple(PlannedFile(**file) for file in fields[name])
+        return cls(**{**fields, "evidence": tuple(fields["evidence"])})
+
+
+def replaced_files(replaces: Contents) -> tuple[PlannedFile, ...]:
+    """``Report.replaced`` of what was at DST."""
+    return tuple(PlannedFile(name, found.nbytes) for name, found in sorted(replaces.items()))
+
+
+def encode_manifest(
+    target: Target,
+    transformed: TransformedCheckpoint,
+    spec: TargetSpec,
+    *,
+    link: LinkMode,
+    crcs: Mapping[str, int],
+    digests: Mapping[str, str],
+) -> bytes:
+    """The content of ``fsdpckpt.json``.
+
+    ``link``: how ``target.links`` were made. ``crcs``: CRC-32 of each file that was written, by which ``verify`` finds
+    damage in containers that carry no checksums of their own. A linked file has the one that the source's manifest
+    says, if any. ``digests``: SHA-256 of each tensor's row-major bytes, where ``--verify full`` computed them.
+    """
+    checkpoint = transformed.checkpoint
+    key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
+    notes = [*checkpoint.notes, *target.notes]
+    known = (checkpoint.source, checkpoint.directory) if spec.container is Container.SAFETENSORS else None
+
+    def said(text: str) -> str:
+        """As it is, but in what people upload."""
+        return text if known is None else _without_directories(text, known)
+
+    document = {
+        "program": "fsdpckpt",
+        "version": __version__,
+        "format": 1,
+        "source": said(checkpoint.source),
+        "source_layout": checkpoint.layout,
+        "source_container": checkpoint.container,
+        "source_world_size": checkpoint.world_size,
+        "flavor": spec.flavor.name if spec.flavor is not None else PLAIN,
+        "layout": spec.layout,
+        "container": spec.container,
+        "world_size": spec.world_size,
+        "mesh": str(spec.mesh) if spec.mesh is not None else None,
+        "key_type": transformed.key_type if key_type is not None and transformed.units is not None else key_type,
+        "units": encode(transformed.units) if transformed.units is not None else None,
+        "notes": [
+            {"kind": note.kind, "key": said(note.key or "") or None, "message": said(note.message)} for note in notes
+        ],
+        "undetermined": [key for note in notes if note.kind == "undetermined" for key in note.keys],
+        "files": {
+            **{linked.path: _linked_entry(linked, link, checkpoint, said) for linked in target.links},
+            **{file.path: {"nbytes": file.nbytes, "crc32": f"{crcs[file.path]:08x}"} for file in target.files},
+        },
+        "digests": dict(digests),
+    }
+    body = json.dumps(document, indent=1).removesuffix("\n}")
+    return f'{body}{SEAL}{zlib.crc32(body.encode()):08x}"\n}}\n'.encode()
+
+
+def _linked_entry(
+    linked: LinkedFile, link: LinkMode, checkpoint: Checkpoint, said: Callable[[str], str]
+) -> dict[str, object]:
+    source = checkpoint.files[linked.source]
+    manifest = checkpoint.manifest
+    name = os.path.relpath(source.path, manifest.directory) if manifest is not None else ""
+    known = manifest.files.get(name) if manifest is not None else None
+    crc = known.crc if known is not None and known.nbytes == source.nbytes else None
+    text = f"{crc:08x}" if crc is not None else None
+    return {"nbytes": source.nbytes, "crc32": text, "link": link, "source": said(source.path)}
+
+
+# A path with a directory in it that begins at the root, in a drive or with a scheme.
+_DIRECTORIES = re.compile(r"(?<![\w.:/-])(?:[A-Za-z][\w+.-]*:/)?/(?:[^\s:;,'\"]*/)*")
+
+
+def _without_directories(text: str, known: Sequence[str] = ()) -> str:
+    """``text`` with the last name alone of every path in it that says where something lies on this machine.
+
+    ``known``: paths that may have blanks in them.
+    """
+    for path in sorted(filter(None, known), key=len, reverse=True):
+        text = text.replace(path, posixpath.basename(path.rstrip("/")) or ".")
+    return _DIRECTORIES.sub("", text)
+
+
+def put_manifest(staging: Staging, data: bytes) -> None:
+    """Make ``data`` the ``fsdpckpt.json`` of the staged output, in place of an earlier one."""
+    path = staging.locate(MANIFEST)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    file = WritableFile(path, len(data))
+    file.write(0, data)
+    file.commit()

@@ -24,13 +24,13 @@ import numpy.typing as npt
 
 from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identity
 from fsdpckpt.comm.protocol import Group, Solo, original_error
+from fsdpckpt.converters import Report, encode_manifest, put_manifest, replaced_files
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.converters.lay_out import dtype_rule
 from fsdpckpt.converters.linking import linked_records, make_links, require_linked, without_links
 from fsdpckpt.converters.overwrite import find_replaceable, offering_what_works, still_replaceable
 from fsdpckpt.converters.prepare import Prepared, planned_report, prepare
 from fsdpckpt.converters.publish import Upload
-from fsdpckpt.converters.report import Report, encode_manifest, put_manifest, replaced_files
 from fsdpckpt.converters.resume import (
     attach_staged,
     claim_rows,

@@ -24,8 +24,7 @@ from isal.isal_zlib import crc32, crc32_combine
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan import Copies, Plan
-from fsdpckpt.plan.windows import Range, split_copies
+from fsdpckpt.plan import Copies, Plan, Range, split_copies
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text

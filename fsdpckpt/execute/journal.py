@@ -24,8 +24,7 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from fsdpckpt.execute.checks import Part
-from fsdpckpt.plan import COPY_COLUMNS, Claim, Plan
-from fsdpckpt.plan.windows import Range
+from fsdpckpt.plan import COPY_COLUMNS, Claim, Plan, Range
 from fsdpckpt.storage import FileIdentity, change_between
 from fsdpckpt.storage.local import WritableFile, sync_directory, target_errors
 from fsdpckpt.text import plural

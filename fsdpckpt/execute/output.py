@@ -15,8 +15,7 @@ import numpy.typing as npt
 from fsdpckpt.errors import TargetExistsError
 from fsdpckpt.execute.checks import Part, combine, crc32, patch_effect, window_crc
 from fsdpckpt.execute.window import Assembler
-from fsdpckpt.plan import FilePlan
-from fsdpckpt.plan.windows import Range
+from fsdpckpt.plan import FilePlan, Range
 from fsdpckpt.storage.local import WritableFile, target_errors
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]

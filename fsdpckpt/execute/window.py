@@ -18,9 +18,8 @@ from fsdpckpt.execute.checks import SourceCheck, crc32
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan import Copies, FilePlan, Plan
+from fsdpckpt.plan import Copies, FilePlan, Plan, StridedBatch, strided_batches
 from fsdpckpt.plan.transfer import Window
-from fsdpckpt.plan.windows import StridedBatch, strided_batches
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import BLOCK, aligned_buffer
 from fsdpckpt.storage.remote_file import request_cost

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError
-from fsdpckpt.flat.blocks import read_scales
+from fsdpckpt.flat.flatten.blocks import read_scales
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.proofs import compare_replicas, require_padding
 from fsdpckpt.flat.slices import is_number_per_rank, is_step, slice_lengths

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan import Claim, Copies, FilePlan, Plan
-from fsdpckpt.plan.windows import CopyParts, Range, open_windows, split_copies
+from fsdpckpt.plan import Claim, Copies, CopyParts, FilePlan, Plan, Range, open_windows, split_copies
 
 NEAR = 0.05  # of a part: a rank may have so much more than another if that saves a file from having two writers
 BLOCK = 1 << 16  # bytes: no page of any system in use is larger, so no page of a file has two writers

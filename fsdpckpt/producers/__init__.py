@@ -1,4 +1,7 @@
-"""Says how each framework (a producer of checkpoints) names its files and keys: one table, one module a framework."""
+"""Defines how the checkpoints of a framework are described: where it puts each section, in which layout and container.
+
+A ``Flavor`` is one framework (``--flavor``), a ``Form`` one way in which it saves. ``table`` has them all.
+"""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import fsdpckpt
 from fsdpckpt.comm.protocol import Solo
+from fsdpckpt.converters import Report
 from fsdpckpt.converters.pipeline import convert
-from fsdpckpt.converters.report import Report
 from fsdpckpt.errors import SourceCorruptError, SourceMissingError, SourceUnsupportedError, UsageError
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress

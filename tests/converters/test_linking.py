@@ -17,9 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import fsdpckpt
-from fsdpckpt.converters import linking, pipeline
+from fsdpckpt.converters import Report, linking, pipeline
 from fsdpckpt.converters.linking import can_reflink, reflink
-from fsdpckpt.converters.report import Report
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DTYPES

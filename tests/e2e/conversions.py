@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fsdpckpt.comm.protocol import Solo
+from fsdpckpt.converters import Report
 from fsdpckpt.converters.pipeline import convert
-from fsdpckpt.converters.report import Report
 from fsdpckpt.ir.checkpoint import Container
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress

@@ -11,13 +11,13 @@ import pytest
 
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.execute import ReadBack, read_back
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.journal import Finished, joined
 from fsdpckpt.execute.output import LatePlaces
-from fsdpckpt.execute.resume import ReadBack, read_back
+from fsdpckpt.plan import open_windows
 from fsdpckpt.plan import transfer as partitioning
 from fsdpckpt.plan.transfer import partition, plan_transfers
-from fsdpckpt.plan.windows import open_windows
 from tests.execute.test_resume import Scene, scene
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fsdpckpt.comm.protocol import Solo
+from fsdpckpt.converters import Report
 from fsdpckpt.converters.pipeline import convert
-from fsdpckpt.converters.report import Report
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers.table import flavor_named

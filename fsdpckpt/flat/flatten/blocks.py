@@ -1,20 +1,98 @@
-"""Write the scales of bitsandbytes' 8-bit states for slices of flat parameters; see ``flat.blocks``."""
+"""The scales of bitsandbytes' 8-bit states in slices of flat parameters, one for each block of a rank's slice.
+
+Where every slice begins with a block of its parameter, the scales of other slices are slices of these. Elsewhere the
+states would have to be quantized again, and are refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.flat.blocks import OTHERS, WHY, blocks_apart
+from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError
 from fsdpckpt.flat.flatten.pickle import FlatShard
 from fsdpckpt.ir.checkpoint import ParamKey
 from fsdpckpt.ir.quantized import BITSANDBYTES, block_of, scales_in
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Unit, UnitParam
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import FlatLayout, FlatPart, layout_of
 from fsdpckpt.text import listed
+
+WHY = f"{BITSANDBYTES} keeps one scale for each block of a rank's slice: other blocks would have to be quantized again"
+OTHERS = (
+    f"--only model converts the model alone; {BITSANDBYTES}' 32-bit optimizers are carried for every number of ranks"
+)
+
+
+def blocks_apart(unit: Unit, layout: FlatLayout, block: int, params: Collection[str], *, orig: bool) -> Iterator[str]:
+    """Each slice of ``params`` that does not begin with a block of its parameter and of the rank's vector.
+
+    ``orig``: use_orig_params=True, where each parameter is a vector of its own.
+    """
+    slices = layout.slices()
+    for rank, index, begin, at in zip(
+        slices.rank.tolist(), slices.param.tolist(), slices.begin.tolist(), slices.offset.tolist(), strict=True
+    ):
+        param = unit.params[index]
+        if param.name not in params:
+            continue
+        if param.order is not None:
+            yield f"{param.name} is not row-major"
+        elif begin % block:
+            yield f"{param.name}: the slice of rank {rank} begins at element {begin}, no multiple of {block}"
+        elif at % block and not orig:
+            yield f"{param.name}: begins at element {at} of the slice of rank {rank}, no multiple of {block}"
+
+
+def read_scales(
+    unit: Unit, layout: FlatLayout, params: Sequence[UnitParam], leaf: Tensor, codes: Tensor, *, orig: bool
+) -> dict[str, Tensor]:
+    """The scales of each of ``params`` from the slices ``leaf`` of all of them. Raises SourceUnsupportedError."""
+    held = dict(zip(codes.chunks.rank.tolist(), codes.chunks.size.prod(axis=1).tolist(), strict=True))
+    rows = list(
+        zip(*(column.tolist() for column in (leaf.chunks.rank, leaf.chunks.file, leaf.chunks.offset)), strict=True)
+    )
+    sizes = leaf.chunks.size[:, 0].tolist()
+    block = block_of((held.get(row[0], 0), size) for row, size in zip(rows, sizes, strict=True))
+    names = {param.name for param in params}
+    wrong = (
+        [f"unit {unit.prefix or 'root'!r}: the numbers of codes and of scales fit no size of a block"]
+        if block is None
+        else list(blocks_apart(unit, layout, block, names, orig=orig))
+    )
+    if wrong or block is None:
+        raise SourceUnsupportedError(
+            f"slices begin inside of blocks of {BITSANDBYTES}' 8-bit states",
+            details=wrong,
+            why=f"{WHY}, which changes values",
+            next_step=OTHERS,
+        )
+    slices = layout.slices()
+    pieces = {
+        (rank, index): piece
+        for rank, index, *piece in zip(
+            *(c.tolist() for c in (slices.rank, slices.param, slices.begin, slices.count, slices.offset)), strict=True
+        )
+    }
+    made: dict[str, Tensor] = {}
+    for index, param in enumerate(unit.params):
+        if param.name not in names:
+            continue
+        found = []
+        for rank, file, offset in rows:
+            begin, count, at = pieces.get((rank % layout.shards, index), (0, 0, 0))
+            if count:
+                skipped = 0 if orig else at // block
+                found.append((rank, file, offset + skipped * leaf.dtype.itemsize, begin // block, -(-count // block)))
+        columns = list(zip(*found, strict=True)) or [()] * 5
+        chunks = Chunks.rows(
+            ndim=1, rank=columns[0], file=columns[1], offset=columns[2],
+            start=[(start,) for start in columns[3]], size=[(size,) for size in columns[4]],
+        )  # fmt: skip
+        made[param.name] = Tensor(leaf.dtype, (-(-param.numel // block),), chunks, sharded=True, placement="flattened")
+    return made
+
 
 _TRIED = 256  # ranks, of those that a message proposes
 

@@ -1,4 +1,8 @@
-"""What only a live FSDP1 model knows, or one built on the meta device. Imports torch; reads no checkpoints."""
+"""What only a live FSDP1 model knows: its units, names and order, and the numbers that prove them.
+
+Imports torch; reads no checkpoints. Attributes are those of ``torch/distributed/fsdp/_flat_param.py`` and
+``_common_utils.py``, torch 2.4 to 2.13.
+"""
 
 from __future__ import annotations
 

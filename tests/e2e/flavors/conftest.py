@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fsdpckpt.comm.protocol import Solo
+from fsdpckpt.converters import Report
 from fsdpckpt.converters.pipeline import convert
-from fsdpckpt.converters.report import Report
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 from tests.oracle.launch import torchrun
