@@ -1,7 +1,7 @@
 """Boxes of global tensors that ranks hold, send and fill: each one a view of memory on this rank.
 
 A plain tensor is one box on every rank; a DTensor's and a ShardedTensor's boxes follow their own metadata, by the rules
-of ``layouts.sharded``. ``all_boxes`` tells every rank who holds which boxes, and ``assign_senders`` who sends
+of ``layouts``. ``all_boxes`` tells every rank who holds which boxes, and ``assign_senders`` who sends
 which. ``Stream`` makes tensors one sequence of bytes, of which any part can be read or written: each tensor (a
 view, of any strides) contributes its elements in row-major order, from a multiple of 16 bytes on, so that a chunk whose
 bounds are multiples of 16 cuts no element. Elements are copied as bits: no value is interpreted. ``place_*`` say where
@@ -22,6 +22,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdpckpt import layouts
 from fsdpckpt.comm.dtensor import DTensor, Placement, Shard, compute_local_shape_and_global_offset
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import StateDictMismatchError, UsageError
@@ -29,7 +30,6 @@ from fsdpckpt.ir import tensors as ir
 from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Box, Chunks, Int64Array, Tensor, contiguous_stride
-from fsdpckpt.layouts import sharded
 from fsdpckpt.layouts.flattened import flat_boxes
 
 
@@ -79,13 +79,13 @@ def mesh_boxes(
     placements: Sequence[Placement],
     order: Mapping[int, Sequence[int]] | None,
     key: str,
-) -> tuple[sharded.LocalBox, ...]:
+) -> tuple[layouts.LocalBox, ...]:
     """The boxes of a tensor of ``shape`` that this rank holds on ``mesh``; none outside of it."""
     coordinate = mesh.get_coordinate()
     ours = [_placement(placement, len(shape), key) for placement in placements]
     if coordinate is None:
         return ()
-    return sharded.local_boxes(shape, tuple(mesh.mesh.shape), ours, coordinate, order)
+    return layouts.local_boxes(shape, tuple(mesh.mesh.shape), ours, coordinate, order)
 
 
 def _placement(placement: Placement, dimensions: int, key: str) -> ir.Placement:
@@ -334,7 +334,7 @@ def destination_on_mesh(
 ) -> Destination:
     """A new DTensor: what ``distribute_tensor`` would make of a whole contiguous tensor."""
     boxes = mesh_boxes(shape, mesh, placements, None, key)
-    local_shape = sharded.local_shape(boxes, shape)
+    local_shape = layouts.local_shape(boxes, shape)
     if local_shape is None:
         # This rank holds nothing, of a shape that torch chooses.
         local_shape = tuple(compute_local_shape_and_global_offset(tuple(shape), mesh, list(placements))[0])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fsdpckpt.errors import UsageError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir.tensors import MeshShape, Placement, Replicate, Shard, Sharding
-from fsdpckpt.layouts.sharded import strided
+from fsdpckpt.layouts import strided
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 from fsdpckpt.transform.placements import Rule, Rules, mesh_options

@@ -11,7 +11,7 @@ from fsdpckpt.errors import NeedsInformationError, UsageError, of_option
 from fsdpckpt.ir import Container, Layout, Strategy
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.tensors import MeshShape, Placement, Replicate, Shard, Sharding, placements_text
-from fsdpckpt.layouts.sharded import on_one_dimension
+from fsdpckpt.layouts import on_one_dimension
 from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers import MeshForm
 from fsdpckpt.producers.table import flavor_named

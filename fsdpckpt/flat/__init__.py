@@ -1,0 +1,164 @@
+"""FSDP1's flat parameters. Here: their slices by length, as each rank holds them before any unit is known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey
+from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
+from fsdpckpt.ir.units import Units
+from fsdpckpt.ir.values import Value
+from fsdpckpt.layouts.flattened import is_flat_key
+
+
+def slice_lengths(tensor: Tensor, world_size: int) -> Int64Array | None:
+    """Elements each rank holds of a 1-D tensor, 0 where it has none; None when it is not one plain chunk a rank."""
+    chunks = tensor.chunks
+    if tensor.ndim != 1 or len(np.unique(chunks.rank)) != len(chunks):
+        return None
+    if ((chunks.stride[:, 0] != 1) & (chunks.size[:, 0] > 1)).any():  # no slice of FSDP1's, which are dense
+        return None
+    lengths = np.zeros(world_size, np.int64)
+    lengths[chunks.rank] = chunks.size[:, 0]
+    return lengths
+
+
+def is_number_per_rank(tensor: Tensor) -> bool:
+    """Whether it is one number a rank, in a tensor of shape (1,): no slice then, but like a 0-dim state."""
+    return tensor.ndim == 1 and len(tensor.chunks) > 0 and bool((tensor.chunks.size[:, 0] == 1).all())
+
+
+def is_step(state: str, tensor: Tensor) -> bool:
+    """Whether it is a step of shape (1,): never a slice, even where slices have one element too."""
+    return state == "step" and is_number_per_rank(tensor)
+
+
+def is_sliced(checkpoint: Checkpoint, units: Units) -> bool:
+    """Whether the optimizer holds slices. Of one rank they are whole 1-D tensors, and only the units tell."""
+    optim = checkpoint.optim
+    if optim is None:
+        return False
+    leaves = [
+        leaf for states in optim.state.values() for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim
+    ]
+    if any(leaf.placement == SLICES for leaf in leaves):
+        return True
+    if not leaves:  # SGD without momentum: only the ids are there, and they are ids of what the units say
+        return optim.key_type == "id"
+    if optim.key_type != "id" or units.use_orig_params:
+        return False
+    keys = {unit.key for unit in units.units}
+    states = [
+        leaf
+        for number, key in enumerate(units.id_order())
+        if key in keys
+        for leaf in optim.state.get(number, {}).values()
+    ]
+    return all(leaf.ndim < 2 and leaf.sharded is not True for leaf in states if isinstance(leaf, Tensor))
+
+
+def lengths_text(lengths: Int64Array) -> str:
+    """The elements by rank, for a message."""
+    values: list[int] = lengths.tolist()
+    if len(set(values)) == 1 and len(values) > 1:
+        return f"{values[0]} (each of {len(values)})"
+    return ", ".join(map(str, values[:12])) + (", ..." if len(values) > 12 else "")
+
+
+def lengths_of(tensor: Tensor, world_size: int) -> str:
+    """The elements of a tensor by rank, for a message; its shape where it is no slice."""
+    lengths = slice_lengths(tensor, world_size)
+    return f"shape {list(tensor.shape)}" if lengths is None else lengths_text(lengths)
+
+
+def key_lengths(optim: OptimState, world_size: int) -> dict[ParamKey, Int64Array]:
+    """Elements that each rank holds of each parameter key: of its first state that is one 1-D chunk a rank.
+
+    Keys without such a state are left out.
+    """
+    by_key: dict[ParamKey, Int64Array] = {}
+    for key, states in optim.state.items():
+        for leaf in states.values():
+            lengths = _lengths(leaf, world_size)
+            if lengths is not None:
+                by_key[key] = lengths
+                break
+    return by_key
+
+
+def _lengths(leaf: Tensor | Value, world_size: int) -> Int64Array | None:
+    if not isinstance(leaf, Tensor) or leaf.ndim != 1 or is_number_per_rank(leaf):
+        return None
+    if leaf.placement != SLICES and world_size > 1:  # whole vectors; of one rank, slices look the same
+        return None
+    return slice_lengths(leaf, world_size)
+
+
+def _all_lengths(checkpoint: Checkpoint) -> Iterator[Int64Array]:
+    if checkpoint.model is not None:
+        for key, leaf in checkpoint.model.params.items():
+            if is_flat_key(key) and isinstance(leaf, Tensor):
+                lengths = slice_lengths(leaf, checkpoint.world_size)
+                if lengths is not None:
+                    yield lengths
+    if checkpoint.optim is not None:
+        yield from key_lengths(checkpoint.optim, checkpoint.world_size).values()
+
+
+def possible_shard_sizes(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """The sizes that a sharding group can have, largest first: ranks r and r % size hold equally much of everything."""
+    world_size = checkpoint.world_size
+    sizes = [size for size in range(world_size, 0, -1) if world_size % size == 0]
+    for lengths in _all_lengths(checkpoint):
+        sizes = [size for size in sizes if (lengths == np.resize(lengths[:size], world_size)).all()]
+    return tuple(sizes)
+
+
+def possible_numels(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """How many elements the parameters may have together, padding included, one number for each sharding group.
+
+    Parameters that show nothing (no state, one element a rank) are not counted.
+    """
+    world_size = checkpoint.world_size
+    model = checkpoint.model.params if checkpoint.model is not None else {}
+    flat = [leaf.numel for key, leaf in model.items() if is_flat_key(key) and isinstance(leaf, Tensor)]
+    if flat:
+        return (sum(flat),)
+    optim = checkpoint.optim
+    if optim is None:
+        return ()
+    rows = key_lengths(optim, world_size)
+    whole = sum(_whole(states) for key, states in optim.state.items() if key not in rows)
+    return tuple(
+        whole + sum(int(row[:size].sum()) for row in rows.values()) for size in possible_shard_sizes(checkpoint)
+    )
+
+
+def _whole(states: Mapping[str, Tensor | Value]) -> int:
+    return max((leaf.numel for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim > 1), default=0)
+
+
+def has_uneven_slices(checkpoint: Checkpoint) -> bool:
+    """Whether some optimizer slices differ in length between ranks, as only ``use_orig_params=True`` leaves them."""
+    optim = checkpoint.optim
+    lengths = key_lengths(optim, checkpoint.world_size).values() if optim is not None else ()
+    return any((row != row[0]).any() for row in lengths)
+
+
+def describe_lengths(checkpoint: Checkpoint) -> list[str]:
+    """The same in words, for messages: how many slices of how many elements there are."""
+    lines: list[str] = []
+    if checkpoint.model is not None:
+        flat = {key: leaf for key, leaf in checkpoint.model.params.items() if is_flat_key(key)}
+        lines.extend(f"{key}: {leaf.numel:,} elements" for key, leaf in flat.items() if isinstance(leaf, Tensor))
+    if checkpoint.optim is not None:
+        rows = key_lengths(checkpoint.optim, checkpoint.world_size)
+        same = Counter(tuple(row.tolist()) for row in rows.values())
+        for row, times in same.items():
+            text = f"{row[0]:,}" if len(set(row)) == 1 else ", ".join(f"{n:,}" for n in row)
+            where = "on every rank" if len(set(row)) == 1 else "by rank"
+            lines.append(f"{times} optimizer {'key' if times == 1 else 'keys'} with slices of {text} elements {where}")
+    return lines

@@ -13,10 +13,10 @@ from typing import TypeAlias
 import numpy as np
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError
-from fsdpckpt.flat.flatten.blocks import read_scales
+from fsdpckpt.flat import is_number_per_rank, is_step, slice_lengths
+from fsdpckpt.flat.blocks import read_scales
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.proofs import compare_replicas, require_padding
-from fsdpckpt.flat.slices import is_number_per_rank, is_step, slice_lengths
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
 from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, Problem, group_params

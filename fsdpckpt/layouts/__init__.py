@@ -1,0 +1,314 @@
+"""Which box of a tensor each rank holds when it is cut along its dimensions; ``flattened`` has FSDP1's other layout.
+
+Rules, from PyTorch: ``torch.chunk`` (pieces of ``ceil(n / parts)``, the last ones shorter or empty) is what FSDP1's
+``_ext_chunk_tensor`` and ``_ext_chunk_dtensor``, FSDP2's ``_chunk_with_empty`` and DTensor's ``Shard`` cut with.
+On a mesh, ``torch.distributed.tensor.placement_types`` applies one placement per mesh dimension: in the order of the
+mesh dimensions, or in the order that ``DTensorSpec.shard_order`` or the split factors of ``_StridedShard`` say.
+
+What torch 2.13 holds and saves on meshes of two and three dimensions (seen, and tested against it):
+
+- ``fully_shard`` on a mesh (replicate, shard) gives ``[Replicate(), Shard(0)]``; with ``shard_placement_fn``
+  ``Shard(1)``, which has to divide evenly (``_fsdp_param.py``, ``_init_sharded_param``).
+- After ``parallelize_module``, FSDP cuts each rank's tensor-parallel shard. Where both cut one dimension FSDP's
+  placement is ``_StridedShard(dim, split_factor=<tensor-parallel shards>)`` (``_init_sharding_spec_tp``), else plain.
+  A parameter that tensor parallelism leaves alone is a DTensor on FSDP's own submesh.
+- ``dcp.save`` stores one item for each distinct offset of a tensor. An empty shard's offset is the end of every
+  dimension that leaves it empty (``compute_local_shape_and_global_offset`` in ``tensor/_utils.py``), and all empty ones
+  there are one item. For ``_StridedShard`` and sizes that do not divide evenly that function computes other boxes than
+  the ranks hold; here are those they hold.
+- Among the ranks that hold an item, the first with the fewest bytes so far writes it
+  (``checkpoint/_dedup_save_plans.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.errors import InternalError
+from fsdpckpt.ir.tensors import (
+    Box,
+    Int64Array,
+    MeshShape,
+    Placement,
+    Replicate,
+    Shard,
+    Sharding,
+    StridedShard,
+    Tensor,
+    first_equal,
+)
+
+_Runs: TypeAlias = tuple[tuple[int, int], ...]  # (global start, length) one after the other in the local tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBox:
+    """``box`` of the global tensor, which a rank holds at ``local_offsets`` (elements) of its local tensor."""
+
+    box: Box
+    local_offsets: tuple[int, ...]
+
+
+def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, size) of piece ``index`` of ``parts`` that ``torch.chunk`` cuts ``length`` into; size 0 past the end."""
+    step = -(-length // parts)
+    start = min(index * step, length)
+    return start, min(step, length - start)
+
+
+@lru_cache(maxsize=65536)
+def rank_box(shape: tuple[int, ...], world_size: int, rank: int) -> Box:
+    """What rank ``rank`` holds of a tensor cut along dimension 0 by ``torch.chunk``'s rule.
+
+    ceil(rows / world_size) rows a rank, the last ones fewer or none; an empty shard begins at the end, as
+    ``torch.distributed.tensor`` places it.
+    """
+    start, rows = chunk(shape[0], world_size, rank)
+    return Box((start, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
+
+
+@lru_cache(maxsize=64)
+def on_one_dimension(world_size: int, names: tuple[str, ...] | None = None) -> Sharding:
+    """All ranks, rows cut: FSDP without replicas and without other parallelism."""
+    return Sharding(MeshShape((world_size,), names), (Shard(0),))
+
+
+def strided(mesh: MeshShape, placements: Sequence[Placement | None]) -> Sharding:
+    """``placements`` (plain shards) as ``fully_shard`` makes them: of the mesh dimensions that cut one tensor dimension
+    the last cuts first, which the others say as ``_StridedShard``."""
+    order: dict[int, tuple[int, ...]] = {}
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            order[placement.dim] = (mesh_dim, *order.get(placement.dim, ()))
+    return _in_order(mesh, placements, order)
+
+
+def on_sizes(sharding: Sharding, mesh: MeshShape) -> Sharding:
+    """The same cuts in the same order on ``mesh``, which has the same dimensions in other sizes."""
+    order = _cut_order(sharding)
+    if order is None:
+        raise InternalError(f"{sharding} on {sharding.mesh} has no order of cuts")
+    return _in_order(mesh, sharding.placements, order)
+
+
+def _in_order(mesh: MeshShape, placements: Sequence[Placement | None], order: Mapping[int, Sequence[int]]) -> Sharding:
+    """As ``DTensorSpec._convert_shard_order_to_StridedShard``: see ``decoded_order``, the inverse."""
+    found = list(placements)
+    for dim, mesh_dims in order.items():
+        for place, mesh_dim in enumerate(mesh_dims):
+            factor = prod(mesh.sizes[before] for before in mesh_dims[:place] if before > mesh_dim)
+            found[mesh_dim] = StridedShard(dim, factor) if factor > 1 else Shard(dim)
+    return Sharding(mesh, tuple(found))
+
+
+@lru_cache(maxsize=65536)
+def mesh_box(shape: tuple[int, ...], sharding: Sharding, rank: int) -> Box:
+    """The one box that ``rank`` holds; an empty one begins at the end of each dimension that leaves it empty.
+
+    Raises InternalError for split factors that fit no order (packed weights): these ranks hold several boxes.
+    """
+    mesh = sharding.mesh
+    order = _cut_order(sharding)
+    if order is None:
+        raise InternalError(f"{sharding} on {mesh} is not a single box")
+    coordinate = mesh.coordinate(rank)
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, mesh_dims in order.items():
+        for mesh_dim in mesh_dims:
+            start, sizes[dim] = chunk(sizes[dim], mesh.sizes[mesh_dim], coordinate[mesh_dim])
+            offsets[dim] += start
+        if not sizes[dim]:
+            offsets[dim] = shape[dim]
+    return Box(tuple(offsets), tuple(sizes))
+
+
+@lru_cache(maxsize=4096)
+def _cut_order(sharding: Sharding) -> Mapping[int, tuple[int, ...]] | None:
+    return decoded_order(sharding.mesh.sizes, [placement or Replicate() for placement in sharding.placements])
+
+
+class SharedChunk(NamedTuple):
+    """A box of a tensor that several ranks hold, in order."""
+
+    box: Box
+    ranks: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class RankBoxes:
+    """Which rank stores which box of one tensor, in columns. ``rank`` (n,); ``start``, ``size`` (n, d) in elements."""
+
+    rank: Final[Int64Array]
+    start: Final[Int64Array]
+    size: Final[Int64Array]
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[int, Box]], ndim: int) -> RankBoxes:
+        """From a few (rank, box)es."""
+        boxes = np.array([(box.offsets, box.sizes) for _, box in pairs], np.int64).reshape(len(pairs), 2, ndim)
+        return cls(np.array([rank for rank, _ in pairs], np.int64), boxes[:, 0], boxes[:, 1])
+
+    def take(self, rows: npt.NDArray[np.bool_]) -> RankBoxes:
+        """Those that ``rows`` selects."""
+        return RankBoxes(self.rank[rows], self.start[rows], self.size[rows])
+
+    def with_more(self, more: RankBoxes) -> RankBoxes:
+        """Both, in the order of the ranks."""
+        rank = np.concatenate([self.rank, more.rank])
+        order = np.argsort(rank, kind="stable")
+        start, size = np.concatenate([self.start, more.start]), np.concatenate([self.size, more.size])
+        return RankBoxes(rank[order], start[order], size[order])
+
+
+@dataclass(slots=True, eq=False)
+class HeldChunks:
+    """The distinct boxes of a tensor: ``own``, each on one rank alone (all of these are ``own_ranks``), and
+    ``shared``."""
+
+    own: Final[RankBoxes]
+    own_ranks: Final[frozenset[int]]
+    shared: Final[tuple[SharedChunk, ...]] = ()
+
+
+@lru_cache(maxsize=4096)
+def mesh_chunks(shape: tuple[int, ...], sharding: Sharding) -> HeldChunks:
+    """The items that ``dcp.save`` makes of such a tensor, each kind in the order of the first rank that holds it."""
+    held: dict[tuple[int, ...], tuple[Box, list[int]]] = {}
+    for rank in range(sharding.mesh.world_size):
+        box = mesh_box(shape, sharding, rank)
+        held.setdefault(box.offsets, (box, []))[1].append(rank)
+    own = [(ranks[0], box) for box, ranks in held.values() if len(ranks) == 1]
+    shared = tuple(SharedChunk(box, tuple(ranks)) for box, ranks in held.values() if len(ranks) > 1)
+    return HeldChunks(RankBoxes.of(own, len(shape)), frozenset(rank for rank, _ in own), shared)
+
+
+def source_chunks(tensor: Tensor) -> HeldChunks:
+    """Each distinct box of the source with the rank of its first chunk; an empty box only if there is no other."""
+    chunks = tensor.chunks
+    full = np.flatnonzero((chunks.size > 0).all(axis=1))
+    if not len(full):
+        whole = RankBoxes.of([(0, Box.whole(tensor.shape))], tensor.ndim)
+        return HeldChunks(whole, frozenset((0,)))
+    equal = first_equal(np.concatenate([chunks.start[full], chunks.size[full]], axis=1))
+    first = full[equal == np.arange(len(full))]
+    return HeldChunks(
+        RankBoxes(chunks.rank[first], chunks.start[first], chunks.size[first]), frozenset(chunks.rank[first].tolist())
+    )
+
+
+def decoded_order(
+    mesh: Sequence[int], placements: Sequence[Placement], *, first_of_equals: bool = False
+) -> Mapping[int, tuple[int, ...]] | None:
+    """Tensor dimension -> mesh dimensions in the order they cut it; None when split factors fit no order.
+
+    A split factor is the product of the sizes of the mesh dimensions that cut before and come later in the mesh
+    (``DTensorSpec._convert_shard_order_to_StridedShard``). Beside mesh dimensions of one rank several orders are equal:
+    FSDP cuts last, and its inverse in PyTorch (``_maybe_convert_StridedShard_to_shard_order``) takes the first.
+    """
+    order: dict[int, list[int]] = {}
+    for mesh_dim in reversed(range(len(placements))):
+        placement = placements[mesh_dim]
+        if isinstance(placement, Replicate):
+            continue
+        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+        dims = order.setdefault(placement.dim, [])
+        before = [prod(mesh[d] for d in dims[:i]) for i in range(len(dims) + 1)]
+        if factor not in before:
+            return None
+        dims.insert(before.index(factor) if first_of_equals else len(dims) - before[::-1].index(factor), mesh_dim)
+    return {dim: tuple(mesh_dims) for dim, mesh_dims in order.items()}
+
+
+def local_boxes(
+    shape: Sequence[int],
+    mesh: Sequence[int],
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
+    shard_order: Mapping[int, Sequence[int]] | None = None,
+) -> tuple[LocalBox, ...]:
+    """The boxes that the rank at ``coordinate`` of a mesh of shape ``mesh`` holds; none when it holds nothing.
+
+    One box, unless a ``StridedShard`` cuts on its own (packed weights): its pieces are interleaved rows. Where several
+    mesh dimensions cut one tensor dimension, they cut in ``shard_order``, or in the order the split factors say,
+    each cutting what the one before left.
+    """
+    order = shard_order if shard_order is not None else decoded_order(mesh, placements)
+    if order is None:
+        return in_placement_order(shape, mesh, placements, coordinate)
+    runs: list[_Runs] = [((0, size),) for size in shape]
+    for dim, mesh_dims in order.items():
+        for mesh_dim in mesh_dims:
+            runs[dim] = _cut(runs[dim], mesh[mesh_dim], coordinate[mesh_dim])
+    return _boxes(runs)
+
+
+def in_placement_order(
+    shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
+) -> tuple[LocalBox, ...]:
+    """As ``local_boxes`` for what ``distribute_tensor`` itself cuts: the placements one after the other, a
+    ``StridedShard`` cutting each of its ``split_factor`` pieces (``_StridedShard._split_tensor``)."""
+    runs: list[_Runs] = [((0, size),) for size in shape]
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            continue
+        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+        now = runs[placement.dim]
+        pieces = (_cut(now, factor, i) for i in range(factor))
+        parts = (_cut(piece, mesh[mesh_dim], coordinate[mesh_dim]) for piece in pieces)
+        runs[placement.dim] = _joined([run for part in parts for run in part])
+    return _boxes(runs)
+
+
+def local_shape(boxes: Sequence[LocalBox], shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The shape of the local tensor that ``boxes`` fill, None when there is no box (one dimension is 0 then)."""
+    if not boxes:
+        return None
+    return tuple(max(held.local_offsets[d] + held.box.sizes[d] for held in boxes) for d in range(len(shape)))
+
+
+def _cut(runs: _Runs, parts: int, index: int) -> _Runs:
+    """Piece ``index`` of the ``parts`` that torch.chunk cuts the concatenated ``runs`` into."""
+    low, size = chunk(sum(length for _, length in runs), parts, index)
+    high = low + size
+    cut: list[tuple[int, int]] = []
+    at = 0
+    for start, length in runs:
+        first, last = max(low, at), min(high, at + length)
+        if first < last:
+            cut.append((start + first - at, last - first))
+        at += length
+    return tuple(cut)
+
+
+def _joined(runs: list[tuple[int, int]]) -> _Runs:
+    """Neighbouring runs made one."""
+    joined: list[tuple[int, int]] = []
+    for start, length in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    return tuple(joined)
+
+
+def _boxes(runs: Sequence[_Runs]) -> tuple[LocalBox, ...]:
+    axes = []
+    for dim in runs:
+        at, axis = 0, []
+        for start, length in dim:
+            if length:
+                axis.append((start, length, at))
+            at += length
+        axes.append(axis)
+    return tuple(
+        LocalBox(Box(tuple(a[0] for a in cell), tuple(a[1] for a in cell)), tuple(a[2] for a in cell))
+        for cell in product(*axes)
+    )

@@ -21,7 +21,7 @@ from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import QMAP, parts_in
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
 from fsdpckpt.ir.values import Value
-from fsdpckpt.layouts.sharded import on_sizes
+from fsdpckpt.layouts import on_sizes
 from fsdpckpt.text import first_of, plural, shape_text
 from fsdpckpt.transform.sharded import with_tensors
 

@@ -31,7 +31,7 @@ from fsdpckpt.ir.quantized import (
 )
 from fsdpckpt.ir.tensors import Sharding, Tensor
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.layouts.sharded import mesh_box, on_one_dimension
+from fsdpckpt.layouts import mesh_box, on_one_dimension
 from fsdpckpt.text import listed, plural
 
 SHOWN = 12  # keys listed in one message: enough to recognise the model, short enough to read

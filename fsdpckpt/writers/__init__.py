@@ -17,7 +17,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import MeshShape, Sharding, Tensor
 from fsdpckpt.ir.units import Units
-from fsdpckpt.layouts.sharded import on_one_dimension
+from fsdpckpt.layouts import on_one_dimension
 from fsdpckpt.options import DEFAULT_MAX_SHARD_SIZE, TensorForm
 from fsdpckpt.producers import PLAIN_MESH, PLAIN_NAMES, PLAIN_NESTING, MeshForm, Nesting, RankNames
 from fsdpckpt.text import plural

@@ -29,7 +29,7 @@ from fsdpckpt.ir.quantized import CODES, QMAP, Blocks, Blockwise
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
 from fsdpckpt.ir.tensors import Box, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Value, leaf_tensors
-from fsdpckpt.layouts.sharded import HeldChunks, RankBoxes, SharedChunk, mesh_chunks, source_chunks
+from fsdpckpt.layouts import HeldChunks, RankBoxes, SharedChunk, mesh_chunks, source_chunks
 from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.dcp_links import Linked, LinkedItems
 from fsdpckpt.writers.state_dicts import Leaf, flatten

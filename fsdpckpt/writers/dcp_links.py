@@ -16,7 +16,7 @@ import numpy.typing as npt
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import LinkedFile
 from fsdpckpt.ir.tensors import Int64Array, Tensor, first_equal
-from fsdpckpt.layouts.sharded import RankBoxes
+from fsdpckpt.layouts import RankBoxes
 
 
 class Linked(NamedTuple):

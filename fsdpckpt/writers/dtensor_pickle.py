@@ -30,7 +30,7 @@ from fsdpckpt.ir.tensors import (
     Tensor,
     contiguous_stride,
 )
-from fsdpckpt.layouts.sharded import decoded_order, mesh_box
+from fsdpckpt.layouts import decoded_order, mesh_box
 from fsdpckpt.producers import MeshForm
 from fsdpckpt.writers.rank_pickle import BUILD, NEW, RankPickle
 

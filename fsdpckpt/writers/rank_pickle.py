@@ -20,7 +20,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import CODES, TORCHAO, Blockwise
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Box, Sharding, Tensor, contiguous_stride
-from fsdpckpt.layouts.sharded import mesh_box, rank_box
+from fsdpckpt.layouts import mesh_box, rank_box
 
 NEW = b")\x81}("  # an empty argument tuple, __new__, and the start of the attributes
 BUILD = b"ub"

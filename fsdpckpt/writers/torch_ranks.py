@@ -26,7 +26,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
 from fsdpckpt.ir.tensors import Int64Array, Replicate, Shard, Sharding, Tensor
 from fsdpckpt.ir.values import Value
-from fsdpckpt.layouts.sharded import mesh_box, on_one_dimension
+from fsdpckpt.layouts import mesh_box, on_one_dimension
 from fsdpckpt.options import TensorForm
 from fsdpckpt.text import size_text
 from fsdpckpt.writers import WriteSpec

@@ -17,10 +17,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdpckpt.ir import tensors as ir
 from fsdpckpt.ir.tensors import Box
-from fsdpckpt.layouts import sharded
-from fsdpckpt.layouts.sharded import (
+from fsdpckpt.layouts import (
     LocalBox,
     chunk,
+    decoded_order,
     in_placement_order,
     local_boxes,
     local_shape,
@@ -146,7 +146,7 @@ def test_split_factors_are_decoded_as_dtensor_encodes_them() -> None:
         for order in itertools.permutations(range(3)):
             entry = (ShardOrderEntry(tensor_dim=0, mesh_dims=order),)
             placements = DTensorSpec._convert_shard_order_to_StridedShard(entry, (Shard(0),) * 3, mesh)
-            decoded = sharded.decoded_order((4, 3, 2), ours(placements))
+            decoded = decoded_order((4, 3, 2), ours(placements))
             assert decoded == {0: order}
 
 

@@ -29,7 +29,7 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.layouts.sharded import mesh_chunks, on_one_dimension
+from fsdpckpt.layouts import mesh_chunks, on_one_dimension
 from fsdpckpt.report import MARK, write_report
 from fsdpckpt.report.figures import COLUMNS, holdings, module_tree
 from fsdpckpt.report.page import page

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
 from fsdpckpt.ir.tensors import Shard, StridedShard
-from fsdpckpt.layouts.sharded import strided
+from fsdpckpt.layouts import strided
 from fsdpckpt.options import TensorForm
 from fsdpckpt.writers import WriteSpec, torch_ranks
 from fsdpckpt.writers import dcp as dcp_writer

@@ -6,8 +6,8 @@ What FSDP1's ``LOCAL_STATE_DICT`` and the optimizer's own state dict hold on tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -42,6 +42,20 @@ class FlatShard:
                 file.literal(_element(part.filler, dtype) * part.count)
             else:
                 _write_item(file, self.tensors[part.param], self.params[part.param], part.begin, part.count, dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatScales:
+    """The scales of bitsandbytes' 8-bit states of one unit's parameters, or of one alone; ``block``: codes of each."""
+
+    tensors: Sequence[Tensor]
+    block: int
+
+    def shard(self, parts: Iterable[FlatPart]) -> FlatShard:
+        """Those of the slice that ``parts`` are."""
+        own = [replace(part, begin=part.begin // self.block, count=-(-part.count // self.block)) for part in parts]
+        params = [UnitParam("", tensor.shape, tensor.dtype) for tensor in self.tensors]
+        return FlatShard(params, self.tensors, own, self.tensors[0].dtype, sum(part.count for part in own))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

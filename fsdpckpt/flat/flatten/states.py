@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError
-from fsdpckpt.flat.flatten.blocks import FlatScales, Quantized, require_whole_blocks
+from fsdpckpt.flat.blocks import Quantized, require_whole_blocks
 from fsdpckpt.flat.flatten.keys import FlatKeys
-from fsdpckpt.flat.flatten.pickle import FlatShard, WholeParam
+from fsdpckpt.flat.flatten.pickle import FlatScales, FlatShard, WholeParam
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, stored_entry
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import maps_in, scales_in

@@ -16,8 +16,8 @@ from typing import TypeAlias
 import numpy as np
 
 from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.flat import describe_lengths, has_uneven_slices, key_lengths, possible_shard_sizes
 from fsdpckpt.flat.match import FlatMatch, match
-from fsdpckpt.flat.slices import describe_lengths, has_uneven_slices, key_lengths, possible_shard_sizes
 from fsdpckpt.flat.units import Settings
 from fsdpckpt.flat.units.candidates import Candidate, group_candidates
 from fsdpckpt.flat.units.request import ResolvedUnits

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, UsageError
+from fsdpckpt.flat import describe_lengths, is_sliced
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.names import ParameterNames, UnitPrefixes, model_names, optimizer_names, parameter_order, prefixes_of
-from fsdpckpt.flat.slices import describe_lengths, is_sliced
 from fsdpckpt.flat.units import Settings, expand_globs, layers_glob
 from fsdpckpt.flat.units.candidates import Candidate, candidates
 from fsdpckpt.flat.units.inference import Refusal, infer

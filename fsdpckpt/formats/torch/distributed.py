@@ -31,7 +31,7 @@ from fsdpckpt.ir.tensors import (
     contiguous_stride,
     placements_text,
 )
-from fsdpckpt.layouts.sharded import LocalBox, decoded_order, in_placement_order, local_boxes, local_shape
+from fsdpckpt.layouts import LocalBox, decoded_order, in_placement_order, local_boxes, local_shape
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import truncate
 

@@ -3,7 +3,7 @@
 When FSDP2 and tensor parallelism both shard dimension 0 and the rows do not divide evenly,
 ``compute_local_shape_and_global_offset`` (``torch/distributed/tensor/_utils.py``, seen up to torch 2.14) computes other
 boxes than the ranks hold, and DCP stores the computed ones. The items carry their true number of rows, and the ranks
-that wrote them say where these lie: as ``layouts.sharded.strided`` has it.
+that wrote them say where these lie: as ``layouts.strided`` has it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.tensors import Chunks, MeshShape, Shard
-from fsdpckpt.layouts.sharded import mesh_box, strided
+from fsdpckpt.layouts import mesh_box, strided
 from fsdpckpt.readers.dcp import DcpDirectory
 from fsdpckpt.readers.protocol import ChunkedTensor, Tree
 from fsdpckpt.text import plural

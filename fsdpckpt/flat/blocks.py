@@ -6,26 +6,25 @@ states would have to be quantized again, and are refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError
-from fsdpckpt.flat.flatten.pickle import FlatShard
 from fsdpckpt.ir.checkpoint import ParamKey
 from fsdpckpt.ir.quantized import BITSANDBYTES, block_of, scales_in
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Unit, UnitParam
 from fsdpckpt.ir.values import Value
-from fsdpckpt.layouts.flattened import FlatLayout, FlatPart, layout_of
+from fsdpckpt.layouts.flattened import FlatLayout, layout_of
 from fsdpckpt.text import listed
 
-WHY = f"{BITSANDBYTES} keeps one scale for each block of a rank's slice: other blocks would have to be quantized again"
-OTHERS = (
+_WHY = f"{BITSANDBYTES} keeps one scale for each block of a rank's slice: other blocks would have to be quantized again"
+_OTHERS = (
     f"--only model converts the model alone; {BITSANDBYTES}' 32-bit optimizers are carried for every number of ranks"
 )
 
 
-def blocks_apart(unit: Unit, layout: FlatLayout, block: int, params: Collection[str], *, orig: bool) -> Iterator[str]:
+def _blocks_apart(unit: Unit, layout: FlatLayout, block: int, params: Collection[str], *, orig: bool) -> Iterator[str]:
     """Each slice of ``params`` that does not begin with a block of its parameter and of the rank's vector.
 
     ``orig``: use_orig_params=True, where each parameter is a vector of its own.
@@ -59,14 +58,14 @@ def read_scales(
     wrong = (
         [f"unit {unit.prefix or 'root'!r}: the numbers of codes and of scales fit no size of a block"]
         if block is None
-        else list(blocks_apart(unit, layout, block, names, orig=orig))
+        else list(_blocks_apart(unit, layout, block, names, orig=orig))
     )
     if wrong or block is None:
         raise SourceUnsupportedError(
             f"slices begin inside of blocks of {BITSANDBYTES}' 8-bit states",
             details=wrong,
-            why=f"{WHY}, which changes values",
-            next_step=OTHERS,
+            why=f"{_WHY}, which changes values",
+            next_step=_OTHERS,
         )
     slices = layout.slices()
     pieces = {
@@ -98,20 +97,6 @@ _TRIED = 256  # ranks, of those that a message proposes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FlatScales:
-    """The scales of the parameters of one unit, or of one alone; ``block``: codes of each."""
-
-    tensors: Sequence[Tensor]
-    block: int
-
-    def shard(self, parts: Iterable[FlatPart]) -> FlatShard:
-        """Those of the slice that ``parts`` are."""
-        own = [replace(part, begin=part.begin // self.block, count=-(-part.count // self.block)) for part in parts]
-        params = [UnitParam("", tensor.shape, tensor.dtype) for tensor in self.tensors]
-        return FlatShard(params, self.tensors, own, self.tensors[0].dtype, sum(part.count for part in own))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Quantized:
     """The parameters of one unit that have 8-bit states, and the codes of a block; None where no size fits."""
 
@@ -138,7 +123,7 @@ class Quantized:
         if self.block is None:
             yield f"unit {self.unit.prefix or 'root'!r}: the numbers of codes and of scales fit no size of a block"
             return
-        yield from blocks_apart(self.unit, layout, self.block, self.params, orig=orig)
+        yield from _blocks_apart(self.unit, layout, self.block, self.params, orig=orig)
         for rank in range(layout.shards) if not orig else ():
             begin, end = layout.held(rank)
             if end - begin < layout.shard and (end - begin) % self.block:  # a code of zero is no value of zero
@@ -165,6 +150,6 @@ def require_whole_blocks(
     raise NeedsInformationError(
         f"{source}: slices of the target would cut blocks of {BITSANDBYTES}' 8-bit states",
         details=wrong,
-        why=f"{WHY}, which changes values",
-        next_step=f"--world-size with a number that works for all states: {listed(works)}" if works else OTHERS,
+        why=f"{_WHY}, which changes values",
+        next_step=f"--world-size with a number that works for all states: {listed(works)}" if works else _OTHERS,
     )
