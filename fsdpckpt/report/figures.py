@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array, Tensor
-from fsdpckpt.report.health import Spread
+from fsdpckpt.report import Spread
 from fsdpckpt.text import count_text, plural, size_text
 
 WIDTH = 900  # units of the drawing: the axis of bytes

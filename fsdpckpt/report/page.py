@@ -11,6 +11,7 @@ import numpy as np
 
 from fsdpckpt.describe import Description, Json
 from fsdpckpt.ir.checkpoint import Checkpoint, Section, group_params
+from fsdpckpt.report import Health, health, not_finite, spreads
 from fsdpckpt.report.figures import (
     LONGEST,
     Holdings,
@@ -22,7 +23,6 @@ from fsdpckpt.report.figures import (
     module_tree,
     percent,
 )
-from fsdpckpt.report.health import Health, health, not_finite, spreads
 from fsdpckpt.text import count_text, fold, plural, size_text
 from fsdpckpt.verify.checksums import buffer_keys
 from fsdpckpt.verify.compare import value_text
