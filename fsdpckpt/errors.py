@@ -24,13 +24,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any, ClassVar
 
-_FIELDS = (
-    *("what", "details", "files", "why", "next_step", "run_again", "alternative", "resumable"),
-    *("file", "key", "rank", "expected", "found"),
-)
 NEW_LINE = "\n  "  # before a command to copy
 _AGAIN = "run the command again"
 EMPTY = "most likely a shell variable without a value"
@@ -46,6 +42,7 @@ class Leftover:
     resume: str
 
 
+@dataclass(eq=False, repr=False)
 class FsdpckptError(Exception):
     """What is wrong, why that may be, and the command to type next.
 
@@ -67,44 +64,30 @@ class FsdpckptError(Exception):
         "`fsdpckpt --version`"
     )
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        details: Sequence[str] = (),
-        files: Sequence[str | None] = (),
-        why: str | None = None,
-        next_step: str | None = None,
-        run_again: bool = False,
-        alternative: str | None = None,
-        leftover: Leftover | None = None,
-        resumable: bool = True,
-        file: str | None = None,
-        key: str | None = None,
-        rank: int | None = None,
-        expected: str | None = None,
-        found: str | None = None,
-    ) -> None:
-        super().__init__(what)
-        self.what = what
-        self.details = tuple(details)
-        self.files = tuple(files)
-        self.why = why
-        self.next_step = next_step
-        self.run_again = run_again
-        self.alternative = alternative
-        self.leftover = leftover
-        self.resumable = resumable
-        self.file = file
-        self.key = key
-        self.rank = rank
-        self.expected = expected
-        self.found = found
+    what: str
+    _: KW_ONLY
+    details: Sequence[str] = ()
+    files: Sequence[str | None] = ()
+    why: str | None = None
+    next_step: str | None = None
+    run_again: bool = False
+    alternative: str | None = None
+    resumable: bool = True
+    file: str | None = None
+    key: str | None = None
+    rank: int | None = None
+    expected: str | None = None
+    found: str | None = None
+    leftover: Leftover | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(self.what)
+        self.details, self.files = tuple(self.details), tuple(self.files)
 
     @property
     def findings(self) -> tuple[str, ...]:
         """``details``, and what is left to resume."""
-        return self.details if self.leftover is None else (*self.details, self.leftover.what)
+        return (*self.details, *([] if self.leftover is None else [self.leftover.what]))
 
     @property
     def expectation(self) -> list[str]:
@@ -127,9 +110,7 @@ class FsdpckptError(Exception):
     @property
     def text(self) -> str:
         """All that the error says, in several lines, with the options of the command line."""
-        lines = [self.what]
-        lines.extend(self.expectation)
-        lines.extend(f"  - {detail}" for detail in self.findings)
+        lines = [self.what, *self.expectation, *(f"  - {detail}" for detail in self.findings)]
         if self.why is not None:
             lines.append(f"  why: {self.why}")
         if self.next_steps is not None:
@@ -144,8 +125,7 @@ class FsdpckptError(Exception):
 
     def to_json(self) -> dict[str, Any]:
         """Every field but the class, for ``from_json`` in another process."""
-        fields = {name: getattr(self, name) for name in _FIELDS}
-        return {**fields, "leftover": None if self.leftover is None else asdict(self.leftover)}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> FsdpckptError:
