@@ -7,13 +7,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from math import prod
+from typing import Any, NamedTuple, cast
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
-from fsdpckpt.ir.dtypes import DTYPES, DType
-from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, UnitParam, Units, flaws
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.units import RankOrder, Strategy, Unit, UnitParam, Units, flaws
 from fsdpckpt.version import __version__
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
@@ -92,16 +94,9 @@ def _lines(value: Json, depth: int) -> str:
     if isinstance(value, list) and value:
         return "[\n" + ",\n".join(indent + _lines(item, depth + 1) for item in value) + "\n" + " " * depth + "]"
     if isinstance(value, dict) and isinstance(value.get("params"), list):
-        fields = [f"{indent}{json.dumps(name)}: {_params(name, item, depth + 1)}" for name, item in value.items()]
+        fields = [f"{indent}{json.dumps(name)}: {_lines(item, depth + 1)}" for name, item in value.items()]
         return "{\n" + ",\n".join(fields) + "\n" + " " * depth + "}"
     return json.dumps(value)
-
-
-def _params(name: str, value: Json, depth: int) -> str:
-    if name != "params" or not isinstance(value, list) or not value:
-        return json.dumps(value)
-    indent = " " * (depth + 1)
-    return "[\n" + ",\n".join(indent + json.dumps(item) for item in value) + "\n" + " " * depth + "]"
 
 
 def loads(data: bytes, *, source: str) -> Units:
@@ -138,26 +133,23 @@ def decode(document: object, *, source: str) -> Units:
     Raises SourceUnrecognisedError for another kind of document, SourceUnsupportedError for a later version of it and
     SourceCorruptError, which lists every field that is wrong.
     """
-    fields = document if isinstance(document, dict) else {}
-    _recognise(fields, source)
-    reader = Fields(source)
+    _recognise(document if isinstance(document, dict) else {}, source)
+    complaints = _Complaints()
     units: Units | None = None
-    with suppress(TooManyWrongError):
-        units = _decoded(fields, reader)
-    wrong = reader.wrong or (flaws(units) if units is not None else [])
-    if wrong or units is None:
-        many = f"{len(wrong)} of its fields are wrong" + (", and more" if units is None else "")
-        raise SourceCorruptError(
-            f"{source}: not a valid units file: {many}"
-            if len(wrong) > 1
-            else f"{source}: not a valid units file: {wrong[0]}",
-            details=wrong if len(wrong) > 1 else (),
-            file=source,
-            key=reader.where or None,
-            why="it was edited by hand, or another program wrote it",
-            next_step=_AGAIN,
-        )
-    return units
+    with suppress(_TooManyWrongError):
+        units = _decoded(_Fields(document, "", _FIELDS, complaints))
+    wrong = complaints.texts or (flaws(units) if units is not None else [])
+    if not wrong and units is not None:
+        return units
+    several = f"{len(wrong)} of its fields are wrong" + (", and more" if units is None else "")
+    raise SourceCorruptError(
+        f"{source}: not a valid units file: {several if len(wrong) > 1 else wrong[0]}",
+        details=wrong if len(wrong) > 1 else (),
+        file=source,
+        key=complaints.where or None,
+        why="it was edited by hand, or another program wrote it",
+        next_step=_AGAIN,
+    )
 
 
 def _recognise(document: Mapping[str, object], source: str) -> None:
@@ -187,189 +179,149 @@ def _recognise(document: Mapping[str, object], source: str) -> None:
         )
 
 
-def _decoded(document: Mapping[str, object], reader: Fields) -> Units:
-    reader.only(document, _FIELDS, "")
-    if not isinstance(document.get("program", ""), str):
-        reader.complain("program", "a string", document["program"])
-    reader.strings(document.get("how", []), "how")
+def _decoded(fields: _Fields) -> Units:
+    fields.read("program", _STRING, absent="")  # nothing reads these two
+    fields.read("how", _NAMES, absent=[])
     return Units(
-        units=tuple(
-            _decoded_unit(reader.record(item, f"units[{number}]"), f"units[{number}]", reader)
-            for number, item in enumerate(reader.items(document, "units", ""))
-        ),
-        use_orig_params=reader.flag(document, "use_orig_params", ""),
-        parameters=reader.strings(document.get("parameters"), "parameters"),
-        unmanaged=_decoded_params(document, "unmanaged", "", reader),
-        shared=tuple(
-            reader.pair(item, f"shared[{number}]") for number, item in enumerate(reader.items(document, "shared", ""))
-        ),
-        groups=None if document.get("groups") is None else _decoded_groups(document, "", reader),
-        world_size=reader.count(document, "world_size"),
-        shard_size=reader.count(document, "shard_size"),
-        orders=tuple(
-            _decoded_order(reader.record(item, f"orders[{number}]"), f"orders[{number}]", reader)
-            for number, item in enumerate(reader.items(document, "orders", "") if "orders" in document else ())
-        ),
+        units=tuple(map(_decoded_unit, fields.records("units", _UNIT_FIELDS))),
+        use_orig_params=fields.read("use_orig_params", _FLAG),
+        parameters=fields.read("parameters", _NAMES),
+        unmanaged=tuple(map(_decoded_param, fields.records("unmanaged", _PARAM_FIELDS))),
+        shared=fields.items("shared", _PAIR),
+        groups=fields.items("groups", _NAMES) if fields.has("groups") else None,
+        world_size=fields.read("world_size", _COUNT),
+        shard_size=fields.read("shard_size", _COUNT),
+        orders=tuple(map(_decoded_order, fields.records("orders", _ORDER_FIELDS, absent=[]))),
     )
 
 
-def _decoded_groups(fields: Mapping[str, object], where: str, reader: Fields) -> Groups:
-    place = _place(where, "groups")
-    groups = enumerate(reader.items(fields, "groups", where))
-    return tuple(reader.strings(group, f"{place}[{number}]") for number, group in groups)
+def _decoded_order(fields: _Fields) -> RankOrder:
+    return RankOrder(fields.read("ranks", _RANKS), fields.items("groups", _NAMES))
 
 
-def _decoded_order(fields: Mapping[str, object], where: str, reader: Fields) -> RankOrder:
-    reader.only(fields, _ORDER_FIELDS, where)
-    return RankOrder(reader.ranks(fields.get("ranks"), f"{where}.ranks"), _decoded_groups(fields, where, reader))
-
-
-def _decoded_unit(fields: Mapping[str, object], where: str, reader: Fields) -> Unit:
-    reader.only(fields, _UNIT_FIELDS, where)
+def _decoded_unit(fields: _Fields) -> Unit:
     return Unit(
-        prefix=reader.string(fields, "prefix", where),
-        params=_decoded_params(fields, "params", where, reader),
-        strategy=reader.strategy(fields, "strategy", where),
-        param_dtype=None if fields.get("param_dtype") is None else reader.dtype(fields, "param_dtype", where),
+        prefix=fields.read("prefix", _STRING),
+        params=tuple(map(_decoded_param, fields.records("params", _PARAM_FIELDS))),
+        strategy=fields.read("strategy", _STRATEGY),
+        param_dtype=fields.read("param_dtype", _DTYPE) if fields.has("param_dtype") else None,
     )
 
 
-def _decoded_params(fields: Mapping[str, object], name: str, where: str, reader: Fields) -> tuple[UnitParam, ...]:
-    place = f"{where}.{name}" if where else name
-    return tuple(
-        _decoded_param(reader.record(item, f"{place}[{number}]"), f"{place}[{number}]", reader)
-        for number, item in enumerate(reader.items(fields, name, where))
-    )
-
-
-def _decoded_param(fields: Mapping[str, object], where: str, reader: Fields) -> UnitParam:
-    reader.only(fields, _PARAM_FIELDS, where)
-    stride = fields.get("stride")
+def _decoded_param(fields: _Fields) -> UnitParam:
     return UnitParam(
-        name=reader.string(fields, "name", where),
-        shape=reader.sizes(fields.get("shape"), f"{where}.shape"),
-        dtype=reader.dtype(fields, "dtype", where),
-        stride=None if stride is None else reader.sizes(stride, f"{where}.stride"),
-        requires_grad=reader.flag(fields, "requires_grad", where) if "requires_grad" in fields else True,
+        name=fields.read("name", _STRING),
+        shape=fields.read("shape", _SIZES),
+        dtype=fields.read("dtype", _DTYPE),
+        stride=fields.read("stride", _SIZES) if fields.has("stride") else None,
+        requires_grad=fields.read("requires_grad", _FLAG, absent=True),
     )
+
+
+class _Kind(NamedTuple):
+    """What a field may hold, in words and as a check, and what is made of it."""
+
+    expected: str
+    accepts: Callable[[Any], bool]
+    make: Callable[[Any], Any] = lambda value: value
 
 
 _MOST = 2**62
 """Elements: more than any tensor has, and int64 still holds the bytes' sums that follow from half of it."""
 
 
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < _MOST for item in value)
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_pair(value: object) -> bool:
+    return _is_names(value) and len(cast("list[str]", value)) == 2
+
+
+_LIST = _Kind("a list", lambda value: isinstance(value, list))
+_STRING = _Kind("a string", lambda value: isinstance(value, str))
+_FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
+_COUNT = _Kind("a number of ranks or null", lambda value: value is None or (type(value) is int and 1 <= value < _MOST))
+_NAMES = _Kind("a list of names", _is_names, tuple)
+_PAIR = _Kind("the later and the first name of a shared parameter", _is_pair, tuple)
+_RANKS = _Kind("a list of ranks", _is_numbers, tuple)
+_SIZES = _Kind("a list of numbers of elements", lambda value: _is_numbers(value) and prod(value) < _MOST, tuple)
+_DTYPE = _Kind(
+    "the name of a dtype, as float32", lambda value: isinstance(value, str) and value in DTYPES, DTYPES.__getitem__
+)
+_STRATEGY = _Kind(
+    " or ".join(Strategy), lambda value: isinstance(value, str) and value in frozenset(Strategy), Strategy
+)
+
 _MOST_WRONG = 1000
 """Complaints: a file with more of them is no units file at all, and might go on for gigabytes."""
 
 
-class TooManyWrongError(Exception):
+class _TooManyWrongError(Exception):
     """So many fields are wrong that the rest was not looked at."""
 
 
-class Fields:
-    """Reads typed fields. ``wrong``: what was wrong so far, one sentence each; ``where``: the first place of it."""
+@dataclass(slots=True)
+class _Complaints:
+    """What was wrong so far, one sentence each, and the first place of it."""
 
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.wrong: list[str] = []
-        self.where = ""
+    texts: list[str] = field(default_factory=list)
+    where: str = ""
 
-    def complain(self, where: str, expected: str, found: object) -> None:
-        """Note that the field at ``where`` is wrong."""
-        self._note(where, f"{where}: expected {expected}, found {_brief(found)}")
-
-    def _note(self, where: str, text: str) -> None:
+    def add(self, where: str, text: str) -> None:
         self.where = self.where or where
-        self.wrong.append(text)
-        if len(self.wrong) >= _MOST_WRONG:
-            raise TooManyWrongError
+        self.texts.append(text)
+        if len(self.texts) >= _MOST_WRONG:
+            raise _TooManyWrongError
 
-    def only(self, fields: Mapping[str, object], known: Collection[str], where: str) -> None:
-        """Complain of every field that is not ``known``: a misspelt one would otherwise count as left out."""
-        for name in fields:
-            if name not in known:
-                place = f"{where}.{name}" if where else name
-                self._note(place, f"{_brief(place)}: no such field; the fields are {', '.join(known)}")
-
-    def record(self, value: object, where: str) -> Mapping[str, object]:
-        if isinstance(value, dict):
-            return value
-        self.complain(where, "an object", value)
-        return {}
-
-    def items(self, fields: Mapping[str, object], name: str, where: str) -> Sequence[object]:
-        value = fields.get(name)
-        if isinstance(value, list):
-            return value
-        self.complain(_place(where, name), "a list", value)
-        return ()
-
-    def string(self, fields: Mapping[str, object], name: str, where: str) -> str:
-        value = fields.get(name)
-        if isinstance(value, str):
-            return value
-        self.complain(_place(where, name), "a string", value)
-        return ""
-
-    def flag(self, fields: Mapping[str, object], name: str, where: str) -> bool:
-        value = fields.get(name)
-        if isinstance(value, bool):
-            return value
-        self.complain(_place(where, name), "true or false", value)
-        return False
-
-    def count(self, fields: Mapping[str, object], name: str) -> int | None:
-        value = fields.get(name)
-        if value is None or (type(value) is int and 1 <= value < _MOST):
-            return value
-        self.complain(name, "a number of ranks or null", value)
+    def refuse(self, value: object, where: str, expected: str) -> Any:
+        """Complain of ``value``, which is not what is ``expected``. None stands for it."""
+        self.add(where, f"{where}: expected {expected}, found {_brief(value)}")
         return None
 
-    def strings(self, value: object, where: str) -> tuple[str, ...]:
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        self.complain(where, "a list of names", value)
-        return ()
 
-    def pair(self, value: object, where: str) -> tuple[str, str]:
-        if isinstance(value, list) and len(value) == 2 and all(isinstance(item, str) for item in value):
-            return value[0], value[1]
-        self.complain(where, "the later and the first name of a shared parameter", value)
-        return "", ""
+class _Fields:
+    """Reads the fields of the object ``value``, which is at ``where`` in the document.
 
-    def ranks(self, value: object, where: str) -> tuple[int, ...]:
-        if isinstance(value, list) and all(type(item) is int and 0 <= item < _MOST for item in value):
-            return tuple(value)
-        self.complain(where, "a list of ranks", value)
-        return ()
+    Complains of every field that is not ``known``: a misspelt one would otherwise count as left out.
+    """
 
-    def sizes(self, value: object, where: str) -> tuple[int, ...]:
-        if (
-            isinstance(value, list)
-            and all(type(item) is int and 0 <= item < _MOST for item in value)
-            and prod(value) < _MOST
-        ):
-            return tuple(value)
-        self.complain(where, "a list of numbers of elements", value)
-        return ()
+    def __init__(self, value: object, where: str, known: Collection[str], complaints: _Complaints) -> None:
+        self._complaints = complaints
+        self._head = f"{where}." if where else ""
+        self._fields = value if isinstance(value, dict) else complaints.refuse(value, where, "an object") or {}
+        for name in self._fields:
+            if name not in known:
+                place = f"{self._head}{name}"
+                complaints.add(place, f"{_brief(place)}: no such field; the fields are {', '.join(known)}")
 
-    def dtype(self, fields: Mapping[str, object], name: str, where: str) -> DType:
-        value = fields.get(name)
-        if isinstance(value, str) and value in DTYPES:
-            return DTYPES[value]
-        self.complain(_place(where, name), "the name of a dtype, as float32", value)
-        return DTYPES["float32"]
+    def has(self, name: str) -> bool:
+        """Whether the field is there, and not null."""
+        return self._fields.get(name) is not None
 
-    def strategy(self, fields: Mapping[str, object], name: str, where: str) -> Strategy:
-        value = fields.get(name)
-        if isinstance(value, str) and value in frozenset(Strategy):
-            return Strategy(value)
-        self.complain(_place(where, name), " or ".join(Strategy), value)
-        return Strategy.FULL_SHARD
+    def read(self, name: str, kind: _Kind, *, absent: object = None) -> Any:
+        """What ``kind`` makes of the field; ``absent``: what counts where there is none. None for a wrong one."""
+        value = self._fields.get(name, absent)
+        if kind.accepts(value):
+            return kind.make(value)
+        return self._complaints.refuse(value, self._head + name, kind.expected)
 
+    def items(self, name: str, kind: _Kind) -> tuple[Any, ...]:
+        """What ``kind`` makes of each item of the list in the field."""
+        refuse, head = self._complaints.refuse, self._head + name
+        return tuple(
+            kind.make(item) if kind.accepts(item) else refuse(item, f"{head}[{at}]", kind.expected)
+            for at, item in enumerate(self.read(name, _LIST) or ())
+        )
 
-def _place(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
+    def records(self, name: str, known: Collection[str], *, absent: object = None) -> Iterator[_Fields]:
+        """The objects of the list in the field, each with fields that are ``known``."""
+        for at, item in enumerate(self.read(name, _LIST, absent=absent) or ()):
+            yield _Fields(item, f"{self._head}{name}[{at}]", known, self._complaints)
 
 
 def _brief(value: object) -> str:
