@@ -8,6 +8,7 @@ import pickle
 import shutil
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -425,6 +426,18 @@ def test_data_files_that_another_save_overwrote_are_refused(tmp_path: Path) -> N
     shutil.rmtree(tmp_path / "other")
     with pytest.raises(SourceCorruptError):
         opened(tmp_path)
+
+
+def test_items_of_another_dtype_or_shape_than_the_metadata_declares_are_refused(tmp_path: Path) -> None:
+    save_as_ranks(tmp_path, lambda _: {"model": {"w": torch.randn(4, 3), "v": torch.randn(9, 9)}}, 1)
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    chunk = metadata.state_dict_metadata["model.v"]
+    metadata.state_dict_metadata["model.v"] = replace(chunk, properties=replace(chunk.properties, dtype=torch.int32))
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(SourceCorruptError) as error:
+        opened(tmp_path)
+    assert "holds float32 (9, 9), not int32 (9, 9)" in str(error.value)
 
 
 class Shout(StreamTransformExtension):

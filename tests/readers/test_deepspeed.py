@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy as copy_module
 import shutil
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -276,6 +279,41 @@ def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
     shutil.copy(other / name, directory / name)
     with pytest.raises((SourceCorruptError, SourceIncompleteError)):
         opened(directory)
+
+
+def test_parts_that_lie_elsewhere_than_their_file_says_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass
+    class fragment_address:  # noqa: N801  # as DeepSpeed calls it
+        numel: int
+        start: int
+
+    fragment_address.__module__, fragment_address.__qualname__ = "deepspeed.utils.tensor_fragment", "fragment_address"
+    module = ModuleType("deepspeed.utils.tensor_fragment")
+    module.fragment_address = fragment_address  # type: ignore[attr-defined]
+    for name in ("deepspeed", "deepspeed.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for start in (0, 1):
+        files = _old_files(2)
+        for rank, numel in enumerate((8, 7)):
+            states = files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]["optimizer_state_dict"]
+            states["param_slice_mappings"] = [{"w": fragment_address(numel - start * rank, start * rank)}]
+        save(files, tmp_path / str(start))
+    assert opened(tmp_path / "0").model is not None
+    with pytest.raises(SourceCorruptError, match="not where the shapes and the number of ranks put them"):
+        opened(tmp_path / "1")
+
+
+def test_states_that_are_not_those_of_the_flat_tensors_are_refused(tmp_path: Path) -> None:
+    files = _old_files(2)
+    for rank in range(2):
+        states = files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]["optimizer_state_dict"]
+        states["base_optimizer_state"] = [states["base_optimizer_state"]["state"][0]] * 2
+    save(files, tmp_path / "run")
+    with pytest.raises(SourceCorruptError, match="it has the states of 2 of 1 flat tensors"):
+        opened(tmp_path / "run")
 
 
 def test_one_ranks_file_asks_for_the_directory(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +349,7 @@ def test_ranks_that_disagree_on_a_tensor_are_reported(four: Path) -> None:
 
 
 def test_values_of_the_ranks_own_are_kept_for_each(tmp_path: Path) -> None:
+    states: list[dict[str, Any]] = []
     for rank in range(3):
         generator = torch.Generator().manual_seed(rank)
         state = {
@@ -361,22 +364,25 @@ def test_values_of_the_ranks_own_are_kept_for_each(tmp_path: Path) -> None:
             "best": torch.ones(2) if rank == 0 else None,
             "lists": list(range(rank)),
             "same": torch.full((4,), 2.5),
+            "seen": torch.arange(rank + 1),
+            "scale": torch.rand(2, dtype=torch.float64 if rank == 1 else torch.float32),
         }
+        states.append(state)
         torch.save(state, tmp_path / f"extra_{rank}.pt")
     files = FileTable()
     with Sources() as sources:
         tree = read_torch_ranks({r: str(tmp_path / f"extra_{r}.pt") for r in range(3)}, files, sources)
     assert {path[-1] if len(path) == 1 else path[:2] for path in tree.rank_values} == {
         *(("rng", what) for what in ("cpu", "numpy", "python")),
-        *("best", "lists"),
+        *("best", "lists", "seen", "scale"),
     }
     assert not any(problem.fatal for problem in tree.problems)
     assert tree.rank_values["best",][1:] == (None, None)
     assert tree.rank_values["lists",] == ([], [0], [0, 1])
     assert tree.rank_values["rng", "python", 1, 0] == (0, 1, 2)
-    states = tree.rank_values["rng", "cpu"]
-    for rank, state in enumerate(states):
-        assert held(state, files.files()) == held(torch.Generator().manual_seed(rank).get_state(), ())
+    for path in (("rng", "cpu"), ("seen",), ("scale",)):
+        for found, state in zip(tree.rank_values[path], states, strict=True):
+            assert held(found, files.files()) == held(reduce(getitem, path, state), ())
     assert tree.root["epoch"] == 7  # type: ignore[index,call-overload]
     assert len(tree.root["same"].chunks) == 3  # type: ignore[index,call-overload,union-attr,arg-type]
 

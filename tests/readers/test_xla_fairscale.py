@@ -254,6 +254,16 @@ def test_names_that_are_not_in_the_metadata_settle_nothing(tmp_path: Path) -> No
         full(edited(XLA / "apart", tmp_path / "c", edit), tmp_path / "full.pt")
 
 
+@pytest.mark.parametrize("ids", [[0, 0], [1]], ids=["twice", "never"])
+def test_groups_that_do_not_list_every_id_once_settle_nothing(ids: list[int], tmp_path: Path) -> None:
+    def edit(content: dict[str, Any], rank: int) -> None:
+        group = content["optimizer"]["param_groups"][0]
+        group["params"] = [*ids, *(number for number in group["params"] if number > 1)]
+
+    with pytest.raises(SourceUnsupportedError, match="do not list every id once"):
+        full(edited(XLA / "apart", tmp_path / "c", edit), tmp_path / "full.pt")
+
+
 def test_states_of_another_length_are_refused(tmp_path: Path) -> None:
     def edit(content: dict[str, Any], rank: int) -> None:
         content["optimizer"]["state"][2]["momentum_buffer"] = torch.randn(96)  # a state in blocks, or of 8 bits
