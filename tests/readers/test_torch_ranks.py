@@ -345,6 +345,17 @@ def test_ranks_that_disagree_on_a_tensor_are_reported(four: Path) -> None:
     assert "a DTensor of shape (9, 2) and type float32 in ranks 0, 2, 3" in problem.message
 
 
+@pytest.mark.parametrize("other", [numbered(9, 2).double(), numbered(10, 2)], ids=["dtype", "shape"])
+def test_ranks_that_disagree_on_a_sharded_tensor_are_reported(other: torch.Tensor, four: Path) -> None:
+    with as_rank(1, 4):
+        change(four / "model_1.pt", lambda state: state["model"].update(shard({"a": other}, 4)))
+    tree, _ = read_without_coverage(four)
+    (problem,) = tree.problems
+    assert (problem.kind, problem.fatal, problem.key) == ("rank-mismatch", True, "model.a.weight")
+    assert str(other.dtype).removeprefix("torch.") in problem.message
+    assert str(tuple(other.shape)) in problem.message
+
+
 # Values that differ, replicas, flattened slices
 
 
