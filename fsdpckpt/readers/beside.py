@@ -98,8 +98,10 @@ def units_beside(entries: Sequence[Entry], sources: Sources) -> BesideUnits | No
     notes: list[Note] = []
     for entry in entries:
         if _may_hold_units(entry, sources):
+            from fsdpckpt.ir.units_json import loads
+
             try:
-                files.append((entry.path, _read(entry, sources)))
+                files.append((entry.path, loads(_content(entry, sources), source=entry.path)))
             except SourceError as error:
                 notes.append(_unreadable(error))
     if all(units == files[0][1] for _, units in files[1:]):
@@ -121,19 +123,10 @@ def _may_hold_units(entry: Entry, sources: Sources) -> bool:
     if entry.directory or not entry.name.endswith(".json") or entry.name == MANIFEST:
         return False
     try:
-        source = sources.open(entry.path)
-        head = source.read(0, min(_HEAD, entry.nbytes))
-        if _MARK in head:
-            return True
-        return "units" in entry.name.lower() and _MARK in _content(entry, sources)
+        head = sources.open(entry.path).read(0, min(_HEAD, entry.nbytes))
+        return _MARK in head or ("units" in entry.name.lower() and _MARK in _content(entry, sources))
     except SourceError:  # a file beside the checkpoint that nobody asked for
         return False
-
-
-def _read(entry: Entry, sources: Sources) -> Units:
-    from fsdpckpt.ir.units_json import loads
-
-    return loads(_content(entry, sources), source=entry.path)
 
 
 def _content(entry: Entry, sources: Sources) -> bytes:
@@ -166,14 +159,16 @@ def with_manifest(checkpoint: Checkpoint, directory: str, names: Collection[str]
     """``checkpoint`` with what the manifest in ``directory``, which holds files called ``names``, says of it."""
     document, problems = _document(directory, names, sources)
     if document is None:
+        checkpoint.problems = (*checkpoint.problems, *problems)
         notes = (Note("manifest", problem.message) for problem in problems)  # a conversion tells of these
-        return replace(checkpoint, problems=(*checkpoint.problems, *problems), notes=(*checkpoint.notes, *notes))
-    manifest = _manifest(directory, document)
+        checkpoint.notes = (*checkpoint.notes, *notes)
+        return checkpoint
+    manifest = checkpoint.manifest = _manifest(directory, document)
     present = listed(manifest, sources)
-    checkpoint.problems = (*checkpoint.problems, *check_listing(manifest, present))
     contradictions = _contradictions(manifest, present, sources)
+    checkpoint.problems = (*checkpoint.problems, *check_listing(manifest, present), *contradictions)
     if contradictions:
-        return replace(checkpoint, manifest=manifest, problems=(*checkpoint.problems, *contradictions))
+        return checkpoint
     units = units_in_manifest(document, manifest.path)
     if units is not None:  # it was written with these very files
         with_units(checkpoint, units)
@@ -185,7 +180,8 @@ def with_manifest(checkpoint: Checkpoint, directory: str, names: Collection[str]
     if isinstance(flavor, str) and flavor_named(flavor) is not None:
         checkpoint.flavor = flavor
     evidence = Evidence(EvidenceKind.MANIFEST, f"{MANIFEST}: written by fsdpckpt {document.get('version')}")
-    return replace(checkpoint, manifest=manifest, evidence=(*checkpoint.evidence, evidence))
+    checkpoint.evidence = (*checkpoint.evidence, evidence)
+    return checkpoint
 
 
 def manifest_units(directory: str, names: Iterable[str], sources: Sources) -> Units | None:
@@ -246,8 +242,10 @@ def _damaged(path: str, how: str) -> tuple[Problem, ...]:
 
 
 def _manifest(directory: str, document: Mapping[str, object]) -> Manifest:
-    files, digests = _files(document.get("files")), _digests(document.get("digests"))
-    return Manifest(_path(directory), directory.rstrip("/"), files, digests)
+    digests = document.get("digests")
+    entries = digests.items() if isinstance(digests, dict) else ()
+    texts = {key: value for key, value in entries if isinstance(key, str) and isinstance(value, str)}
+    return Manifest(_path(directory), directory.rstrip("/"), _files(document.get("files")), texts)
 
 
 def _files(listed: object) -> dict[str, ManifestFile]:
@@ -267,11 +265,6 @@ def _files(listed: object) -> dict[str, ManifestFile]:
 def _inside(name: str) -> bool:
     """Whether a file of this name lies in the directory; files elsewhere are never opened."""
     return "\0" not in name and not name.startswith("/") and not {"", ".", ".."} & set(name.split("/"))
-
-
-def _digests(listed: object) -> dict[str, str]:
-    entries = listed.items() if isinstance(listed, dict) else ()
-    return {key: value for key, value in entries if isinstance(key, str) and isinstance(value, str)}
 
 
 def _contradictions(manifest: Manifest, present: Collection[str], sources: Sources) -> list[Problem]:
@@ -323,7 +316,7 @@ _SECTIONS = ((Section.OPTIM, "optim"), (Section.EXTRA, "extra_state"), (Section.
 def check_listing(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
     """Problems of files that are missing, of another length, or among the listed without being one of them.
 
-    ``there``: what ``listed`` found. A missing file that describes a model without being part of it is not fatal.
+    ``present``: what ``listed`` found. A missing file that describes a model without being part of it is not fatal.
     """
     problems: list[Problem] = []
     for name, listed in manifest.files.items():
@@ -362,16 +355,9 @@ def _strays(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
     """Problems of files like those of the checkpoint that were not written with it."""
     kinds = {os.path.splitext(name)[1] for name in manifest.files} - {"", ".json"}
     strays = [name for name in present if os.path.splitext(name)[1] in kinds and name not in manifest.files]
-    return [
-        Problem(
-            "stray",
-            f"{manifest.directory}/{name} is not among the files that {MANIFEST} lists: another save left it, or it "
-            "was put there since",
-            fatal=False,
-            file=f"{manifest.directory}/{name}",
-        )
-        for name in sorted(strays)
-    ]
+    why = f"is not among the files that {MANIFEST} lists: another save left it, or it was put there since"
+    paths = [f"{manifest.directory}/{name}" for name in sorted(strays)]
+    return [Problem("stray", f"{path} {why}", fatal=False, file=path) for path in paths]
 
 
 # Files beside a checkpoint that describe it or belong to other tools: they hold no state that a training job saves.
@@ -387,13 +373,8 @@ def flavor_of(checkpoint: Checkpoint, names: Iterable[str], directory: str) -> s
     known = list(names)
     if MANIFEST in known:  # which says it itself
         return PLAIN
-    flavor = recognise(
-        known,
-        directory=directory,
-        keys=checkpoint.extra,
-        model=checkpoint.nesting.get(Section.MODEL),
-        flattened=checkpoint.flattened_keys,
-    )
+    model, flattened = checkpoint.nesting.get(Section.MODEL), checkpoint.flattened_keys
+    flavor = recognise(known, directory=directory, keys=checkpoint.extra, model=model, flattened=flattened)
     return flavor.name if flavor is not None else PLAIN
 
 

@@ -96,10 +96,8 @@ def optimizer_of(value: Mapping[Key, Value], notes: list[Note]) -> OptimState | 
             return None
         entries[key] = {str(name): item for name, item in states.items()}
     extra = {key: item for key, item in value.items() if key not in (_STATE, _GROUPS)}
-    rebuilt = None
-    if isinstance(groups, list):
-        rebuilt = [dict(group) for group in groups if isinstance(group, dict)]
-    return OptimState(_repair_ids(entries, rebuilt, notes), rebuilt, extra)
+    copies = [dict(group) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else None
+    return OptimState(_repair_ids(entries, copies, notes), copies, extra)
 
 
 def _repair_ids(
@@ -141,12 +139,8 @@ def _unflatten(value: Mapping[Key, Value], notes: list[Note]) -> OptimState:
         _set_state(state.setdefault(param, {}), names, item)
     groups = groups_of_equal_settings(hyper) if hyper else None
     if groups is not None:
-        notes.append(
-            Note(
-                "groups-rebuilt",
-                f"{len(groups)} param groups rebuilt from flattened keys: parameters with equal hyper-parameters",
-            )
-        )
+        message = f"{len(groups)} param groups rebuilt from flattened keys: parameters with equal hyper-parameters"
+        notes.append(Note("groups-rebuilt", message))
     return OptimState(state, groups)
 
 

@@ -6,7 +6,7 @@ forms of an optimizer. Nothing is dropped: what is neither stays in ``extra`` un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -57,18 +57,12 @@ def split(root: Value) -> Sections:
         return Sections(None, None, {"": root})
     if any(isinstance(key, str) and "." in key for key in root):
         root = _regroup(root)
-    notes: list[Note] = []
+    sections = Sections(None, None, {})
     paths = _find_optimizers(root)
     if len(paths) > 1:
-        root = _several_optimizers(root, paths, notes)
-    optim_path = _only(paths, notes)
-    optim, flattened = None, False
-    if optim_path is not None:
-        held = at(root, optim_path)
-        optim, flattened = optimizer_of(held, notes), is_flattened(held)
-        if optim is None:
-            optim_path = None
-    sections = Sections(None, optim, {}, None, optim_path, None, flattened, notes)
+        root = _several_optimizers(root, paths, sections.notes)
+    elif paths:
+        _take_optimizer(at(root, paths[0]), paths[0], sections)
     _find_model(root, sections)
     sections.extra = _remainder(root, sections)
     return sections
@@ -108,19 +102,17 @@ def at(root: Value, path: KeyPath) -> dict[Key, Value]:
 
 def _containers(value: Value, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[Key, Value]]]:
     """Every mapping that may be a section, outermost first; the entries of an optimizer are not among them."""
+    children: Iterable[tuple[Key, Value]] = ()
+    lists = False  # whether to look into lists
     if isinstance(value, dict):
         yield path, value
-        children: Iterator[tuple[Key, Value]] = iter(value.items())
-        if len(path) >= _SEARCH_DEPTH or is_nested(value) or is_flattened(value):
-            return
-        wide = len(value) > _SEARCH_WIDTH
-        for key, child in children:
-            if isinstance(child, dict) or (isinstance(child, list) and not wide):
-                yield from _containers(child, (*path, key))
-    elif isinstance(value, list) and 0 < len(value) <= _SEARCH_WIDTH and len(path) < _SEARCH_DEPTH:
-        for index, child in enumerate(value):
-            if isinstance(child, dict):
-                yield from _containers(child, (*path, index))
+        if len(path) < _SEARCH_DEPTH and not is_nested(value) and not is_flattened(value):
+            children, lists = value.items(), len(value) <= _SEARCH_WIDTH
+    elif isinstance(value, list) and len(value) <= _SEARCH_WIDTH and len(path) < _SEARCH_DEPTH:
+        children = enumerate(value)
+    for key, child in children:
+        if isinstance(child, dict) or (lists and isinstance(child, list)):
+            yield from _containers(child, (*path, key))
 
 
 def _named_optimizer(path: KeyPath) -> bool:
@@ -141,20 +133,17 @@ def _find_optimizers(root: dict[Key, Value]) -> list[KeyPath]:
     return paths
 
 
-def _only(paths: list[KeyPath], notes: list[Note]) -> KeyPath | None:
-    """Where the one optimizer is; None when there is none, or several."""
-    if len(paths) != 1:
-        return None
-    path = paths[0]
+def _take_optimizer(value: dict[Key, Value], path: KeyPath, sections: Sections) -> None:
     if path and path not in {("optim",), ("optimizer",)}:
-        notes.append(Note("optimizer-found", f"the optimizer was found under {dotted(path)}"))
-    return path
+        sections.notes.append(Note("optimizer-found", f"the optimizer was found under {dotted(path)}"))
+    sections.optim, sections.flattened = optimizer_of(value, sections.notes), is_flattened(value)
+    sections.optim_path = path if sections.optim is not None else None
 
 
 def _several_optimizers(root: dict[Key, Value], paths: list[KeyPath], notes: list[Note]) -> dict[Key, Value]:
     """``root`` with the ids in all of its optimizers repaired, which stay extras."""
-    names = ", ".join(dotted(path) for path in paths)
-    notes.append(Note("several-optimizers", f"{len(paths)} optimizers found ({names}): all are kept as extras"))
+    message = f"{len(paths)} optimizers found ({', '.join(map(dotted, paths))}): all are kept as extras"
+    notes.append(Note("several-optimizers", message))
     for path in paths:
         optimizer = at(root, path)
         optim = optimizer_of(optimizer, notes) if is_nested(optimizer) else None
@@ -187,12 +176,12 @@ def _is_model(value: Mapping[Key, Value], *, named: bool) -> bool:
 def _find_model(root: dict[Key, Value], sections: Sections) -> None:
     if sections.optim_path == ():
         return
-    candidates: list[KeyPath] = []
-    for path, value in _containers(root):
-        if path == () or (sections.optim_path is not None and path[: len(sections.optim_path)] == sections.optim_path):
-            continue
-        if _is_model(value, named=path[-1] in _MODEL_NAMES):
-            candidates.append(path)
+    optim = sections.optim_path
+    candidates = [
+        path
+        for path, value in _containers(root)
+        if path and (optim is None or path[: len(optim)] != optim) and _is_model(value, named=path[-1] in _MODEL_NAMES)
+    ]
     named = [path for path in candidates if path[-1] in _MODEL_NAMES]
     if named:  # "model" beside "ema.model": the outer one is the model
         named = [path for path in named if len(path) == min(map(len, named))]
@@ -212,17 +201,13 @@ def _find_model(root: dict[Key, Value], sections: Sections) -> None:
 
 
 def _several(paths: list[KeyPath], sections: Sections) -> None:
-    names = ", ".join(dotted(path) for path in paths)
-    sections.notes.append(
-        Note("several-models", f"{len(paths)} dicts may be the model ({names}): all are kept as extras")
-    )
+    message = f"{len(paths)} dicts may be the model ({', '.join(map(dotted, paths))}): all are kept as extras"
+    sections.notes.append(Note("several-models", message))
 
 
 def _take_model(value: dict[Key, Value], path: KeyPath, sections: Sections) -> None:
-    sections.model = ModelState(
-        {str(key): entry for key, entry in value.items()},
-        vars(value).get("_metadata") if hasattr(value, "__dict__") else None,
-    )
+    metadata = vars(value).get("_metadata") if hasattr(value, "__dict__") else None
+    sections.model = ModelState({str(key): entry for key, entry in value.items()}, metadata)
     sections.model_path = path
     if path not in {("model",), ()}:
         sections.notes.append(Note("model-found", f"the model was found under {dotted(path)}"))
@@ -237,21 +222,16 @@ def _take_top_level(root: dict[Key, Value], direct: list[Key], sections: Section
     sections.model_path = ()
     sections.model_keys = frozenset(direct)
     others = ", ".join(str(key) for key in root if key not in sections.model_keys)
-    sections.notes.append(
-        Note("model-found", f"the model's names are at the top level, beside {others}", key=str(direct[0]))
-    )
+    message = f"the model's names are at the top level, beside {others}"
+    sections.notes.append(Note("model-found", message, key=str(direct[0])))
 
 
 def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
     """``root`` without its sections. A container that becomes empty is gone; one that was empty stays."""
-    taken = [sections.optim_path] if sections.optim_path is not None else []
-    rest: dict[Key, Value] = root
-    if sections.model_path is not None:
-        if sections.model_keys is not None:
-            keys = sections.model_keys
-            rest = {key: value for key, value in root.items() if key not in keys}
-        else:
-            taken.append(sections.model_path)
+    keys = sections.model_keys
+    rest = root if keys is None else {key: value for key, value in root.items() if key not in keys}
+    places = (sections.optim_path, sections.model_path if keys is None else None)
+    taken = [path for path in places if path is not None]
     if () in taken:
         return {}
     for path in sorted(taken, key=_place, reverse=True):  # from the back: taking an item out of a list moves the later

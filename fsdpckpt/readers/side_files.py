@@ -83,7 +83,12 @@ def side_files(
     entries = {entry.name: entry for entry in sources.list_directory(checkpoint.directory)}
     ignored = IgnoredFiles(checkpoint.source, checkpoint.ignored)
     entries = {name: entry for name, entry in entries.items() if not ignored.matches(entry.path)}
-    beside = _beside(entries, source, {file.path for file in checkpoint.files})
+    read = {file.path for file in checkpoint.files}
+    beside = {
+        name: entry
+        for name, entry in sorted(entries.items())
+        if not name.startswith(".") and not _is_state(entry, source, read)
+    }
     files = dict(beside)
     for name in list(files):
         if entries[name].directory:
@@ -113,15 +118,6 @@ def side_files(
 
 def _note(kind: NoteKind, what: str, names: list[str]) -> Note:
     return Note(kind, f"{what}: {names_text(names, _SHOWN)}", keys=tuple(names))
-
-
-def _beside(entries: Mapping[str, Entry], flavor: Flavor | None, read: set[str]) -> dict[str, Entry]:
-    """The files and directories that are not hidden and not part of the state."""
-    return {
-        name: entry
-        for name, entry in sorted(entries.items())
-        if not name.startswith(".") and not _is_state(entry, flavor, read)
-    }
 
 
 def _is_state(entry: Entry, flavor: Flavor | None, read: set[str]) -> bool:
@@ -184,14 +180,8 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
     flavor, names = flavor_named(checkpoint.flavor), sorted(names)
     if flavor is None or any(note.kind in _UNSETTLED for note in checkpoint.notes):
         return []
-    absent = [
-        (section, what)
-        for section, what, held in (
-            (Section.MODEL, "model", checkpoint.model),
-            (Section.OPTIM, "optimizer", checkpoint.optim),
-        )
-        if held is None
-    ]
+    sections = ((Section.MODEL, "model", checkpoint.model), (Section.OPTIM, "optimizer", checkpoint.optim))
+    absent = [(section, what) for section, what, held in sections if held is None]
     files = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in flavor.training_files)]
     beside = [*files, *(key for key in flavor.training_keys if checkpoint.extra.get(key))]
     place = checkpoint.directory or checkpoint.source
@@ -204,10 +194,8 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
         return []
     section, what = absent[0]
     file = _file_of(section, flavor, checkpoint)
-    message = (
-        f"{place} has no {what}{f' ({file})' if file else ''}, with which {flavor.name} always saves "
-        f"{names_text(beside, 3)}"
-    )
+    what += f" ({file})" if file else ""
+    message = f"{place} has no {what}, with which {flavor.name} always saves {names_text(beside, 3)}"
     return [Problem("missing-section", message, section=section)]
 
 

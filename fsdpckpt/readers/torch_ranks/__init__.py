@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -140,18 +140,53 @@ def _require_all_ranks(sets: Sequence[RankSet], directory: str, sizes: Mapping[s
     )
 
 
+class NamedRank(NamedTuple):
+    """What a file name says: the pattern's words, whether it has a number only, how many ranks there are (None: not
+    said) and the rank. ``place``: where the rank's digits begin and end."""
+
+    stem: str
+    bare: bool
+    world: int | None
+    rank: int
+    suffix: str = ""
+    place: tuple[int, int] = (0, 0)
+
+
+def _parse(name: str) -> NamedRank | None:
+    """What the name of a rank's file says; None when it follows no pattern."""
+    for pattern in (_WITH_WORLD, _OF_WORLD, _WITH_WORD, _SHARD, _BARE):
+        match = pattern.match(name)
+        words = match.groupdict() if match else {}
+        if match is None or any(int(words.get(number, 0)) >= MAX_RANKS for number in ("rank", "world")):
+            continue  # a number larger than there can be ranks is something else
+        if pattern is _BARE and _NO_RANK.search(words["stem"]):
+            continue
+        stem = words["stem"] if "stem" in words else f"{words['head']}{words['tail']}".strip("_.-")
+        world = int(words["world"]) if "world" in words else None
+        bare = pattern in (_SHARD, _BARE)
+        return NamedRank(stem or "rank", bare, world, int(words["rank"]), words["suffix"], match.span("rank"))
+    return None
+
+
+def named_rank(stem: str) -> NamedRank | None:
+    """What the name of a rank's file without its suffix says; None when it follows no pattern."""
+    return _parse(f"{stem}.pt")
+
+
 @dataclass(slots=True)
 class RankSet:
     """Files of one stem by rank. ``world``: what the names say, None when they do not.
 
-    ``bare``: the names hold a number only, so that it is a rank is an inference.
+    ``bare``: the names hold a number only, so that it is a rank is an inference. ``place``: where the rank stands in
+    the first name. ``again``: other names of ranks that ``files`` has, with the one there.
     """
 
     stem: str
-    suffix: str
-    files: dict[int, str]
-    world: int | None
     bare: bool
+    world: int | None
+    place: tuple[int, int]
+    files: dict[int, str] = field(default_factory=dict)
+    again: dict[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -159,10 +194,10 @@ class RankSet:
 
     def name(self, rank: int) -> str:
         """The file name that ``rank`` has or would have."""
-        known = next(iter(self.files.values()))
         if rank in self.files:
             return self.files[rank]
-        begin, end = _rank_in(known)
+        known = next(iter(self.files.values()))
+        begin, end = self.place
         digits = end - begin if known[begin] == "0" else 0
         return f"{known[:begin]}{rank:0{digits}}{known[end:]}"
 
@@ -176,20 +211,10 @@ class RankSet:
         absent = (rank for rank in range(self.world_size) if rank not in self.files)
         return [self.name(rank) for rank in islice(absent, _MOST_NAMED)]
 
-
-class NamedRank(NamedTuple):
-    """What a file name says: the pattern's words, the ranks that there are (None: not said) and the rank."""
-
-    stem: str
-    bare: bool
-    world: int | None
-    rank: int
-
-
-def named_rank(stem: str) -> NamedRank | None:
-    """What the name of a rank's file without its suffix says; None when it follows no pattern."""
-    key, rank = _parse(f"{stem}.pt")
-    return NamedRank(key[0], key[3], key[2], rank) if key is not None else None
+    @property
+    def plausible(self) -> bool:
+        """Bare numbers are ranks when several count from 0 with few holes: 0, 1, 3 do; 0, 1000, 2000 are steps."""
+        return not self.bare or (len(self.files) > 1 and 0 in self.files and self.absent < len(self.files))
 
 
 def group_ranks(names: Iterable[str]) -> tuple[list[RankSet], list[str]]:
@@ -197,73 +222,29 @@ def group_ranks(names: Iterable[str]) -> tuple[list[RankSet], list[str]]:
 
     Raises NeedsInformationError for two names of one rank: of which save each is, nothing says.
     """
-    sets: dict[tuple[str, str, int | None, bool], RankSet] = {}
-    again: dict[tuple[str, str, int | None, bool], list[str]] = {}
+    sets: dict[tuple[str, bool, int | None, str], RankSet] = {}
     single: list[str] = []
     for name in sorted(names):
-        key, rank = _parse(name)
-        if key is None:
+        named = _parse(name)
+        if named is None:
             single.append(name)
             continue
-        stem, suffix, world, bare = key
-        rank_set = sets.setdefault(key, RankSet(stem, suffix, {}, world, bare))
-        if rank_set.files.setdefault(rank, name) != name:
-            again.setdefault(key, []).append(name)
-    accepted: list[RankSet] = []
-    for key, rank_set in sets.items():
-        others = again.get(key, [])
-        if rank_set.bare and not _plausible(rank_set):
-            single.extend([*rank_set.files.values(), *others])
-            continue
-        if others:
-            raise _two_saves(rank_set, others)
-        accepted.append(rank_set)
-    return accepted, sorted(single)
-
-
-def _two_saves(rank_set: RankSet, others: list[str]) -> NeedsInformationError:
-    return NeedsInformationError(
-        f"two files each of {plural(len(others), 'rank')}",
-        details=[f"{rank_set.files[_parse(name)[1]]} and {name}" for name in others],
-        why="they belong to two saves, which must not be mixed",
-        next_step="move the files of one save into a directory of their own, and give that directory",
-    )
-
-
-def _match(name: str) -> re.Match[str] | None:
-    for pattern in (_WITH_WORLD, _OF_WORLD, _WITH_WORD, _SHARD):
-        match = pattern.match(name)
-        if match and _possible(match):
-            return match
-    match = _BARE.match(name)
-    return match if match and _possible(match) and not _NO_RANK.search(match["stem"]) else None
-
-
-def _possible(match: re.Match[str]) -> bool:
-    """Whether there can be so many ranks; a larger number in a name is something else."""
-    return all(int(number) < MAX_RANKS for name, number in match.groupdict().items() if name in ("rank", "world"))
-
-
-def _rank_in(name: str) -> tuple[int, int]:
-    """Where the rank stands in a name that follows a pattern."""
-    match = _match(name)
-    return match.span("rank") if match else (len(name), len(name))
-
-
-def _parse(name: str) -> tuple[tuple[str, str, int | None, bool] | None, int]:
-    match = _match(name)
-    if match is None:
-        return None, 0
-    words = match.groupdict()
-    stem = words["stem"] if "stem" in words else f"{words['head']}{words['tail']}".strip("_.-")
-    world = int(words["world"]) if "world" in words else None
-    bare = match.re in (_SHARD, _BARE)
-    return (stem or "rank", words["suffix"], world, bare), int(words["rank"])
-
-
-def _plausible(rank_set: RankSet) -> bool:
-    """Bare numbers are ranks when several count from 0 with few holes: 0, 1, 3 do; 0, 1000, 2000 are steps."""
-    return len(rank_set.files) > 1 and 0 in rank_set.files and rank_set.absent < len(rank_set.files)
+        stem, bare, world, rank, suffix, place = named
+        rank_set = sets.setdefault((stem, bare, world, suffix), RankSet(stem, bare, world, place))
+        first = rank_set.files.setdefault(rank, name)
+        if first != name:
+            rank_set.again[name] = first
+    for rank_set in sets.values():
+        if not rank_set.plausible:
+            single += [*rank_set.files.values(), *rank_set.again]
+        elif rank_set.again:
+            raise NeedsInformationError(
+                f"two files each of {plural(len(rank_set.again), 'rank')}",
+                details=[f"{first} and {name}" for name, first in rank_set.again.items()],
+                why="they belong to two saves, which must not be mixed",
+                next_step="move the files of one save into a directory of their own, and give that directory",
+            )
+    return [one for one in sets.values() if one.plausible], sorted(single)
 
 
 def check_names(
@@ -275,7 +256,7 @@ def check_names(
     swapped: dict[str, str] = {}
     stale: dict[str, str] = {}
     for rank, path in sorted(paths.items()):
-        name = path.replace("\\", "/").rpartition("/")[2]
+        name = file_name(path)
         stem = name.rpartition(".")[0]
         if copied_by_rank(name):
             continue

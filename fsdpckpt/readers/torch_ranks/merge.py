@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from itertools import chain
 from math import prod
 from typing import cast
 
@@ -40,6 +41,7 @@ class _Place(Enum):
     """Where in a state dict a value stands: in a plain tensor's place vectors may be slices."""
 
     ANYWHERE = auto()
+    OPTIMIZER = auto()  # directly in an optimizer's state dict
     STATES = auto()  # an optimizer's "state"
     ENTRY = auto()  # the states of one parameter
     STATE = auto()  # one state
@@ -89,18 +91,17 @@ class Merge:
         keys = list(first)
         inner = _inner(first, place)
         in_blocks: Collection[Key] = {*states, *parts_in(first)} if states else ()
-        if len(have) == len(values) and all(list(other) == keys for other in values[1:]):
-            for key in keys:
-                at = _at(inner, key) if key not in in_blocks else _Place.INSIDE
-                made[key] = self.value([value[key] for value in values], (*path, key), at)
-            return made
-        for i in have[1:]:
-            keys.extend(values[i])
-        for key in dict.fromkeys(keys):
-            column = [value.get(key, _ABSENT) if isinstance(value, dict) else _ABSENT for value in values]
-            at = _at(inner, key) if key not in in_blocks else _Place.INSIDE
-            made[key] = self.value(column, (*path, key), at)
-            if key not in in_blocks:
+        same = len(have) == len(values) and all(list(other) == keys for other in values[1:])
+        if not same:
+            keys = list(dict.fromkeys(chain(*(values[i] for i in have))))
+        for key in keys:
+            if same:
+                column = [value[key] for value in values]
+            else:
+                column = [value.get(key, _ABSENT) if isinstance(value, dict) else _ABSENT for value in values]
+            at = inner if inner is not _Place.OPTIMIZER else _Place.STATES if key == "state" else _Place.ANYWHERE
+            made[key] = self.value(column, (*path, key), at if key not in in_blocks else _Place.INSIDE)
+            if not same and key not in in_blocks:
                 self._check_present(column, have, made[key], (*path, key))
         return made
 
@@ -154,11 +155,12 @@ class Merge:
 
     def _sequence(self, values: Sequence[object], have: list[int], path: KeyPath, place: _Place) -> Value:
         first = cast("Sequence[object]", values[have[0]])
-        items: list[Value] = []
+        columns = (
+            [value[index] if isinstance(value, (list, tuple)) else _ABSENT for value in values]
+            for index in range(len(first))
+        )
         inner = _Place.ANYWHERE if place is _Place.ANYWHERE else _Place.INSIDE
-        for index in range(len(first)):
-            column = [value[index] if isinstance(value, (list, tuple)) else _ABSENT for value in values]
-            items.append(self.value(column, (*path, index), inner))
+        items = [self.value(column, (*path, index), inner) for index, column in enumerate(columns)]
         return items if isinstance(first, list) else tuple(items)
 
     def _tensor(self, values: Sequence[object], have: list[int], path: KeyPath, place: _Place) -> Value:
@@ -246,23 +248,13 @@ class Merge:
         return sorted(rank for i in groups for rank in self._groups[i].ranks)
 
 
-def _inner(mapping: dict[Key, object], place: _Place) -> _Place | str:
-    """The place of what is in ``mapping``; ``"state"`` when only what is under this key is anywhere special."""
-    if place is _Place.STATES:
-        return _Place.ENTRY
-    if place is _Place.ENTRY:
-        return _Place.STATE
-    if place is not _Place.ANYWHERE:
-        return _Place.INSIDE
-    if is_optimizer(mapping):
-        return "state"
-    return _Place.BESIDE_FLAT if any(map(is_flat_key, mapping)) else _Place.ANYWHERE
-
-
-def _at(inner: _Place | str, key: Key) -> _Place:
-    if isinstance(inner, _Place):
-        return inner
-    return _Place.STATES if key == inner else _Place.ANYWHERE
+def _inner(mapping: dict[Key, object], place: _Place) -> _Place:
+    """The place of what is in ``mapping``."""
+    if place is _Place.ANYWHERE and is_optimizer(mapping):
+        return _Place.OPTIMIZER
+    if place is _Place.ANYWHERE:
+        return _Place.BESIDE_FLAT if any(map(is_flat_key, mapping)) else _Place.ANYWHERE
+    return {_Place.STATES: _Place.ENTRY, _Place.ENTRY: _Place.STATE}.get(place, _Place.INSIDE)
 
 
 def _holds_slices(value: Value) -> bool:
@@ -274,14 +266,9 @@ def _holds_slices(value: Value) -> bool:
 def _chunks(rows: Sequence[tuple[int, ...]], ndim: int) -> Chunks:
     """Chunks from rows of (rank, file, offset, start..., size..., stride...)."""
     table = np.array(rows, np.int64).reshape(len(rows), 3 + 3 * ndim)
-    return Chunks(
-        table[:, 0],
-        table[:, 1],
-        table[:, 2],
-        table[:, 3 : 3 + ndim],
-        table[:, 3 + ndim : 3 + 2 * ndim],
-        table[:, 3 + 2 * ndim :],
-    )
+    rank, file, offset = table[:, :3].T
+    start, size, stride = table[:, 3:].reshape(len(rows), 3, ndim).transpose(1, 0, 2)
+    return Chunks(rank, file, offset, start, size, stride)
 
 
 def _joined(parts: Sequence[Chunks | list[tuple[int, ...]]], ndim: int) -> Chunks:
@@ -304,9 +291,8 @@ def _located(value: object, file: RankFile) -> Value:
     if isinstance(value, StoredTensor):
         return local_tensor(value, file.file, file.rank, offset=file.offset(value))
     if isinstance(value, Distributed):
-        ndim = len(value.shape)
-        rows = [(file.rank, file.file, box.offset, *box.start, *box.size, *box.stride) for box in file.boxes(value)]
-        return Tensor(value.dtype, value.shape, _chunks(rows, ndim), sharded=True, placement=value.placement)
+        chunks = _chunks(file.rows(value), len(value.shape))
+        return Tensor(value.dtype, value.shape, chunks, sharded=True, placement=value.placement)
     if isinstance(value, dict):
         return like(value, {key: _located(child, file) for key, child in value.items()})
     if isinstance(value, list):

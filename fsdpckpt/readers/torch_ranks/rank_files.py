@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpckpt.formats.torch import TorchArchive, open_archive, parse_archive
 from fsdpckpt.formats.torch.alike import Alike, Changes, Own, archive_of
-from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed
+from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.tensors import Chunks, Int64Array
@@ -32,9 +32,10 @@ class RankFile:
         """Where this rank has the first element of ``stored``, a leaf of its archive."""
         return stored.offset if self.own is None else self.own.offset(stored.offset)
 
-    def boxes(self, distributed: Distributed) -> Sequence[BoxInFile]:
-        """What this rank has of ``distributed``, a leaf of its archive."""
-        return distributed.boxes if self.own is None else self.own.boxes(distributed)
+    def rows(self, distributed: Distributed) -> list[tuple[int, ...]]:
+        """What this rank has of ``distributed``, a leaf of its archive: (rank, file, offset, start, size, stride)."""
+        boxes = distributed.boxes if self.own is None else self.own.boxes(distributed)
+        return [(self.rank, self.file, box.offset, *box.start, *box.size, *box.stride) for box in boxes]
 
     def holders(self, distributed: Distributed) -> tuple[int, ...]:
         """The ranks that hold ``distributed`` as far as this one knows."""
@@ -94,11 +95,7 @@ class Group:
         own = self.files[0].own
         number, local = own.shared.cut_of.get(id(leaf), (-1, None)) if own is not None else (-1, None)
         if local is None or len(self.files) == 1:
-            return [
-                (file.rank, file.file, box.offset, *box.start, *box.size, *box.stride)
-                for file in self.files
-                for box in file.boxes(leaf)
-            ]
+            return [row for file in self.files for row in file.rows(leaf)]
         table = self._cuts.get(number)
         if table is None:
             table = self._cuts[number] = self._cut(number, len(leaf.shape))
