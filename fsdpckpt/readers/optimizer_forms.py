@@ -170,8 +170,8 @@ def _set_state(states: dict[str, Tensor | Value], names: list[str], item: Value)
 def groups_of_equal_settings(hyper: Mapping[str, dict[Key, Value]]) -> list[dict[Key, Value]]:
     """Parameters with equal hyper-parameters share a group, in order of first appearance.
 
-    Hyper-parameters that are tensors are equal when they lie in one place: ``dcp.read.share_equal_settings`` gives all
-    of equal value the place of the first.
+    Hyper-parameters that are tensors are equal when they lie in one place: the reader of DCP gives all of equal value
+    the place of the first.
     """
     groups: dict[str, dict[Key, Value]] = {}
     for param, values in hyper.items():

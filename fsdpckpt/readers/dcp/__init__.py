@@ -7,7 +7,7 @@ into place last, and with ``use_collectives=False`` each rank leaves its own ``_
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -96,7 +96,15 @@ def open_directory(path: str, sources: Sources) -> DcpDirectory:
     """
     entries = {entry.name: entry for entry in sources.list_directory(path)}
     metadata, evidence = _metadata(path, entries, sources)
-    _refuse_transforms(path, metadata.transforms)
+    if metadata.transforms:
+        names = ", ".join(sorted(metadata.transforms))
+        raise SourceUnsupportedError(
+            f"{path} holds transformed items ({names}), which fsdpckpt does not read",
+            why="it was saved with FileSystemWriter(_extensions=[...]): compressed data has no byte ranges to copy",
+            next_step="load it with torch.distributed.checkpoint and save it again without _extensions",
+            file=path,
+            found=names,
+        )
     needed = _ends(metadata)
     nbytes = _lengths(path, needed, entries, sources)
     ranks = {name: _rank(name) for name in needed}
@@ -104,7 +112,11 @@ def open_directory(path: str, sources: Sources) -> DcpDirectory:
     written = f"data files: {len(needed)}; ranks that wrote them: {world_size}"
     reasons = [Evidence(EvidenceKind.CONTAINER, message) for message in (evidence, written)]
     directory = DcpDirectory(path, metadata, nbytes, ranks, world_size, reasons)
-    _note_strangers(directory, entries)
+    others = [entry.name for entry in entries.values() if entry.name.endswith(".distcp") and entry.nbytes]
+    strays = [name for name in others if name not in nbytes]  # data files the metadata does not name
+    if strays:
+        message = f"{plural(len(strays), 'data file', 'belong')} to another save: {', '.join(strays[:5])}"
+        directory.notes.append(Note(STRAY, message))
     return directory
 
 
@@ -141,13 +153,14 @@ def _metadata(path: str, entries: dict[str, Entry], sources: Sources) -> tuple[D
         )
     missing = sorted((data | set(range(max(local)))) - set(local))
     if missing:
+        files = [f"{path.rstrip('/')}/__{rank}.metadata" for rank in missing]
         raise SourceIncompleteError(
             f"{path} has rank-local metadata, but not of every rank",
             details=[f"__{rank}.metadata" for rank in missing],
-            files=[f"{path.rstrip('/')}/__{rank}.metadata" for rank in missing],
+            files=files,
             why="these ranks did not finish, or their files lie on another machine",
             next_step="copy the files of all ranks into one directory",
-            file=f"{path.rstrip('/')}/__{missing[0]}.metadata",
+            file=files[0],
             rank=missing[0],
         )
     from fsdpckpt.formats.dcp import merge_metadata
@@ -164,52 +177,38 @@ def _parse(entry: Entry, sources: Sources) -> DcpMetadata:
     return sources.parsed(entry.path, parse_metadata)
 
 
-def _refuse_transforms(path: str, transforms: Collection[str]) -> None:
-    if transforms:
-        names = ", ".join(sorted(transforms))
-        raise SourceUnsupportedError(
-            f"{path} holds transformed items ({names}), which fsdpckpt does not read",
-            why="it was saved with FileSystemWriter(_extensions=[...]): compressed data has no byte ranges to copy",
-            next_step="load it with torch.distributed.checkpoint and save it again without _extensions",
-            file=path,
-            found=names,
-        )
-
-
 def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry], sources: Sources) -> dict[str, int]:
     """The length of every file of ``needed``, which says where the last item in each ends."""
-    nbytes: dict[str, int] = {}
-    missing: list[str] = []
-    short: dict[str, str] = {}
+    above = path.rstrip("/") + "/"
     elsewhere = [name for name in needed if name not in entries and ("/" in name or is_url(path))]
-    asked = sources.stat_all([f"{path.rstrip('/')}/{name}" for name in elsewhere])  # a web server lists no hidden files
+    asked = sources.stat_all([above + name for name in elsewhere])  # a web server lists no hidden files
     present = {**entries, **dict(zip(elsewhere, asked, strict=True))}
-    for name, end in needed.items():
-        entry = present.get(name)
-        if entry is None or entry.directory:
-            missing.append(name)
-            continue
-        nbytes[name] = entry.nbytes
-        if entry.nbytes < end:
-            short[name] = f"{name}: {bytes_text(entry.nbytes)}, items end at {bytes_text(end)}"
+    files = ((name, present.get(name)) for name in needed)
+    nbytes = {name: entry.nbytes for name, entry in files if entry is not None and not entry.directory}
+    missing = [name for name in needed if name not in nbytes]
+    short = {
+        name: f"{name}: {bytes_text(held)}, items end at {bytes_text(needed[name])}"
+        for name, held in nbytes.items()
+        if held < needed[name]
+    }
     if missing:
         raise SourceIncompleteError(
             f"{path}: {len(missing)} of {len(needed)} data files {'is' if len(missing) == 1 else 'are'} missing"
             + (f", {len(short)} {'is' if len(short) == 1 else 'are'} truncated" if short else ""),
             details=[*sorted(missing), *short.values()],
-            files=[f"{path.rstrip('/')}/{name}" for name in (*sorted(missing), *short)],
+            files=[above + name for name in (*sorted(missing), *short)],
             why="the copy did not finish, or ranks on other machines wrote to their own disks",
             next_step="copy the missing files into the directory",
-            file=f"{path.rstrip('/')}/{missing[0]}",
+            file=above + missing[0],
         )
     if short:
         raise SourceCorruptError(
             f"{path}: {len(short)} data {'file is' if len(short) == 1 else 'files are'} truncated",
             details=list(short.values()),
-            files=[f"{path.rstrip('/')}/{name}" for name in short],
+            files=[above + name for name in short],
             why="the copy did not finish, or files of another save overwrote them",
             next_step="copy the checkpoint again",
-            file=f"{path.rstrip('/')}/{next(iter(short))}",
+            file=above + next(iter(short)),
         )
     return nbytes
 
@@ -228,16 +227,3 @@ def _world_size(metadata: DcpMetadata, ranks: dict[str, int], entries: dict[str,
             highest = max(highest, int(match[1]))
     chunks = max((len(tensor.chunks) for tensor in metadata.tensors.values()), default=1)
     return max(highest + 1, chunks)
-
-
-def _note_strangers(directory: DcpDirectory, entries: dict[str, Entry]) -> None:
-    """Data files the metadata does not name: another save left them."""
-    strangers = [
-        name
-        for name, entry in entries.items()
-        if name.endswith(".distcp") and name not in directory.nbytes and entry.nbytes
-    ]
-    if strangers:
-        directory.notes.append(
-            Note(STRAY, f"{plural(len(strangers), 'data file', 'belong')} to another save: {', '.join(strangers[:5])}")
-        )

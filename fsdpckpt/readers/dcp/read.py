@@ -32,16 +32,16 @@ from fsdpckpt.text import plural
 UNREAD = Global("fsdpckpt", "unread")
 """Stands for a pickled value that ``locate=False`` left in its file."""
 
-FEW_VALUES = 1 << 14  # pickled values that are read in any case, at some microseconds each: groups, counters, ...
+_FEW_VALUES = 1 << 14  # pickled values that are read in any case, at some microseconds each: groups, counters, ...
 # Those of Megatron that are read however many there are: what all ranks share, and the settings of parameters.
 _GROUPS = re.compile(r"^common_state/|\.optimizer/|(?:^|\.)param_to_group_meta\.")
 
 
 def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | Items) -> Tree:
-    """The checkpoint in ``directory``.
+    """The checkpoint in the directory ``path``.
 
     With ``locate=False`` no tensor's item is opened but those of param groups: all other chunks have offset -1, and
-    pickled values are ``UNREAD`` when there are more than ``FEW_VALUES``, but for those of ``_GROUPS``. With the items
+    pickled values are ``UNREAD`` when there are more than ``_FEW_VALUES``, but for those of ``_GROUPS``. With the items
     of some tensors these are opened too, and all values are read. Raises SourceIncompleteError (no metadata, files or
     items missing: all named), SourceCorruptError (contradictions), SourceUnsafeError (unknown globals),
     SourceUnsupportedError (compressed items).
@@ -53,13 +53,12 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
     if directory.metadata.paths is None:  # only the planner data keep the order
         tree.evidence.append(UNORDERED)
     directory.numbers = {name: files.add(directory.file(name), directory.nbytes[name]) for name in directory.nbytes}
-    flattened = find_flattened(directory.metadata, directory=path, world_size=directory.world_size)
     blockwise = read_blockwise(directory, sources, tree)
     ordinary = blockwise.without(directory)
     if locate is True:
         chunked = locate_chunks(ordinary, sources, tree)
     else:
-        chosen = locate_chunks(part_of(ordinary, locate or frozenset()), sources, tree)
+        chosen = locate_chunks(_part_of(ordinary, locate or frozenset()), sources, tree)
         located = {tensor.key: tensor for tensor in chosen}
         chunked = [located.get(tensor.key, tensor) for tensor in declared_chunks(ordinary)]
     values = read_values(directory, sources, tree) if locate else _few_values(directory, sources, tree)
@@ -67,35 +66,27 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
     if shapes:
         chunked = [_in_shape(one, shapes[one.key], file=path) if one.key in shapes else one for one in chunked]
     tensors = build_tensors(chunked, world_size=directory.world_size)
-    share_equal_settings(tensors, files, sources)
+    _share_equal_settings(tensors, files, sources)
     if any(len(tensor.chunks) > 1 for tensor in tensors.values()) or blockwise.sharded:
         tree.layout = Layout.SHARDED
-    if flattened.layout is not None:
-        tree.layout = flattened.layout
-    for key in flattened.beside:
-        tensors[key] = replace(tensors[key], sharded=None, placement=ONE_SLICE)
-    tree.problems.extend(flattened.problems)
-    tree.problems.extend(misnamed(directory.metadata.order, directory.metadata.paths))
-    tree.notes.extend(flattened.notes)
+    _find_flattened(directory, tensors, tree)
+    tree.problems.extend(_misnamed(directory.metadata.order, directory.metadata.paths))
     leaves: Iterator[tuple[str, Value]] = (
         entry
         for key in directory.metadata.order
         for entry in blockwise.entries.get(key) or ((key, tensors[key] if key in tensors else values[key]),)
     )
-    tree.root = nest(leaves, blockwise.paths(directory.metadata.paths), file=path, notes=tree.notes)
+    tree.root = _nest(leaves, blockwise.paths(directory.metadata.paths), file=path, notes=tree.notes)
     return tree
 
 
 def _few_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[str, Value]:
     items = directory.metadata.items
-    few = items if len(items) <= FEW_VALUES else {key: items[key] for key in items if _GROUPS.search(key)}
+    few = items if len(items) <= _FEW_VALUES else {key: items[key] for key in items if _GROUPS.search(key)}
     if len(few) < len(items):
         tree.notes.append(Note("unread", f"values that are no tensors were not read: {len(items) - len(few):,}"))
     values = read_values(replace(directory, metadata=replace(directory.metadata, items=few)), sources, tree)
     return {key: values.get(key, UNREAD) for key in items}
-
-
-SMALL = 64  # bytes: a setting is one number or a few; anything larger is data and not looked at
 
 
 def _is_setting(key: str) -> bool:
@@ -104,8 +95,8 @@ def _is_setting(key: str) -> bool:
     return bool(groups) and not re.fullmatch(r"\d+\.[^.]+", rest)
 
 
-def part_of(directory: DcpDirectory, items: Items) -> DcpDirectory:
-    """The same directory with no tensors but the small ones of param groups, and those that begin with ``items``."""
+def _part_of(directory: DcpDirectory, items: Items) -> DcpDirectory:
+    """The same directory with no tensors but the settings of param groups, and those that begin with ``items``."""
     numbers = directory.by_file(directory.numbers)
 
     def chosen(tensor: DcpTensor) -> bool:
@@ -114,12 +105,12 @@ def part_of(directory: DcpDirectory, items: Items) -> DcpDirectory:
     tensors = {
         key: tensor
         for key, tensor in directory.metadata.tensors.items()
-        if (_is_setting(key) and len(tensor.shape) == 0 and tensor.dtype.itemsize <= SMALL) or chosen(tensor)
+        if (_is_setting(key) and tensor.shape == ()) or chosen(tensor)
     }
     return replace(directory, metadata=replace(directory.metadata, tensors=tensors, items={}))
 
 
-def share_equal_settings(tensors: MutableMapping[str, Tensor], files: FileTable, sources: Sources) -> None:
+def _share_equal_settings(tensors: MutableMapping[str, Tensor], files: FileTable, sources: Sources) -> None:
     """Make settings with the same dtype and bytes one tensor: so ``sections`` sees which parameters agree."""
     paths = [file.path for file in files.files()]
     seen: dict[tuple[str, bytes], Tensor] = {}
@@ -178,7 +169,7 @@ class _Node(dict[PathElement, Value]):
     """A container being filled; a plain dict below it is a stored value."""
 
 
-def nest(
+def _nest(
     leaves: Iterable[tuple[str, Value]],
     paths: Mapping[str, tuple[PathElement, ...]] | None,
     *,
@@ -206,7 +197,7 @@ def nest(
     return finished if isinstance(finished, dict) else {"": finished}
 
 
-def misnamed(keys: Collection[str], paths: Mapping[str, tuple[PathElement, ...]] | None) -> list[Problem]:
+def _misnamed(keys: Collection[str], paths: Mapping[str, tuple[PathElement, ...]] | None) -> list[Problem]:
     """Keys that are not their path joined by dots, which is fatal: which of the two is right, nothing says; and keys
     that have a path alone or none.
 
@@ -215,16 +206,16 @@ def misnamed(keys: Collection[str], paths: Mapping[str, tuple[PathElement, ...]]
     if paths is None:
         return []
     joined = {key: ".".join(map(str, paths[key])) if key in paths else None for key in keys}
-    misplaced = {key: _elsewhere(place) for key, place in joined.items() if key != place}
+    misplaced = {
+        key: f"says that it lies at {place}" if place is not None else "does not say where in the state dict it lies"
+        for key, place in joined.items()
+        if key != place
+    }
     misplaced |= {key: "holds nothing under that key" for key in paths if key not in joined}
     return [
         Problem("names", f"the metadata calls one entry {key}, and {what}", fatal=joined.get(key) is not None, key=key)
         for key, what in misplaced.items()
     ]
-
-
-def _elsewhere(place: str | None) -> str:
-    return f"says that it lies at {place}" if place is not None else "does not say where in the state dict it lies"
 
 
 def _descend(root: _Node, path: tuple[PathElement, ...], key: str, file: str) -> _Node:
@@ -269,9 +260,8 @@ def _finish(node: _Node, path: tuple[PathElement, ...], notes: list[Note]) -> Va
     if missing:
         dotted = ".".join(map(str, path))
         shown = str(missing) if len(missing) <= 20 else f"{str(missing[:20])[:-1]}, ...]"
-        notes.append(
-            Note("empty-entries", f"{dotted}: entries {shown} were empty when saved, DCP keeps no empty dict", dotted)
-        )
+        message = f"{dotted}: entries {shown} were empty when saved, DCP keeps no empty dict"
+        notes.append(Note("empty-entries", message, dotted))
     return [node.get(index, {}) for index in range(highest + 1)]
 
 
@@ -280,64 +270,47 @@ _STATE_BY_ID = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
 _STATE = re.compile(r"\.state\.|^state\.\d|(?:^|\.)param_groups\.")
 
 
-class FlattenedFindings:
-    """What the metadata shows: ``layout`` is FLATTENED or None; problems are fatal, notes are not.
-
-    ``beside``: keys of vectors beside flat parameters, see ``ir.tensors.ONE_SLICE``.
-    """
-
-    def __init__(self) -> None:
-        self.layout: Layout | None = None
-        self.beside: frozenset[str] = frozenset()
-        self.problems: list[Problem] = []
-        self.notes: list[Note] = []
-
-
-def find_flattened(metadata: DcpMetadata, *, directory: str, world_size: int) -> FlattenedFindings:
-    """Decide from keys, shapes and chunks alone whether a DCP directory holds flat parameters, or lost slices."""
-    result = FlattenedFindings()
+def _find_flattened(directory: DcpDirectory, tensors: dict[str, Tensor], tree: Tree) -> None:
+    """Decide from keys, shapes and chunks alone whether there are flat parameters, or slices that DCP lost."""
+    metadata = directory.metadata
     flat = [key for key in metadata.tensors if is_flat_key(key)]
-    if flat:
-        result.layout = Layout.FLATTENED
-        _find_beside(metadata, flat, result)
     by_id = [key for key in metadata.tensors if _STATE_BY_ID.search(key)]
-    lost = _first_lost(metadata, by_id, world_size) if by_id else None
+    lost = _first_lost(metadata, by_id, directory.world_size) if by_id else None
+    if flat or lost is not None:
+        tree.layout = Layout.FLATTENED
     if lost is not None:
-        result.layout = Layout.FLATTENED
-        result.problems.append(
-            Problem(
-                "flattened-lost",
-                f"{directory} is the raw optimizer.state_dict() of FSDP1, saved through DCP by "
-                f"{plural(world_size, 'rank')}: each rank held another slice of {lost}, and DCP kept one: "
-                "the others are gone. Save it again with FSDP.optim_state_dict or "
-                "torch.distributed.checkpoint.state_dict",
-                file=directory,
-                key=lost,
-                section=Section.OPTIM,
-            )
+        message = (
+            f"{directory.path} is the raw optimizer.state_dict() of FSDP1, saved through DCP by "
+            f"{plural(directory.world_size, 'rank')}: each rank held another slice of {lost}, and DCP kept one: the "
+            "others are gone. Save it again with FSDP.optim_state_dict or torch.distributed.checkpoint.state_dict"
         )
-    return result
-
-
-def _find_beside(metadata: DcpMetadata, flat: list[str], result: FlattenedFindings) -> None:
-    """With use_orig_params=True every parameter also has an entry by name: one rank's slice, often of size 0."""
-    sections = {_section(metadata, key) for key in flat}
-    beside = [
-        key
-        for key, tensor in metadata.tensors.items()
-        if len(tensor.shape) == 1
-        and len(tensor.chunks) == 1
-        and not is_flat_key(key)
-        and not _STATE.search(key)
-        and _section(metadata, key) in sections
-    ]
-    result.beside = frozenset(beside)
+        problem = Problem("flattened-lost", message, file=directory.path, key=lost, section=Section.OPTIM)
+        tree.problems.append(problem)
+    beside = _beside_flat(metadata, flat)
+    for key in beside:
+        tensors[key] = replace(tensors[key], sharded=None, placement=ONE_SLICE)
     if beside:
         message = (
             f"{plural(len(beside), 'vector', 'stand')} beside the flat parameters: buffers, and one rank's slices of "
             "parameters, which are not converted: their data is in the flat parameters"
         )
-        result.notes.append(Note("flattened-names", message, beside[0], tuple(beside)))
+        tree.notes.append(Note("flattened-names", message, beside[0], tuple(beside)))
+
+
+def _beside_flat(metadata: DcpMetadata, flat: list[str]) -> list[str]:
+    """Vectors in one dict with flat parameters: with use_orig_params=True every parameter also has an entry by name,
+    one rank's slice, often of size 0 (``ir.tensors.ONE_SLICE``)."""
+    sections = {_section(metadata, key) for key in flat}
+    return [
+        key
+        for key, tensor in metadata.tensors.items()
+        if flat
+        and len(tensor.shape) == 1
+        and len(tensor.chunks) == 1
+        and not is_flat_key(key)
+        and not _STATE.search(key)
+        and _section(metadata, key) in sections
+    ]
 
 
 def _section(metadata: DcpMetadata, key: str) -> tuple[object, ...]:

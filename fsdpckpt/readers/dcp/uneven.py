@@ -8,7 +8,7 @@ that wrote them say where these lie: as ``layouts.strided`` has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -40,18 +40,13 @@ def correct_uneven(
     ``uneven``: as declared. One mesh must explain every such tensor.
     """
     rows = {tensor.key: _stored_rows(tensor, located[tensor.key].chunks) for tensor in uneven}
-    meshes: set[MeshShape] | None = None
-    for tensor in uneven:
-        fitting: set[MeshShape] = set()
-        items = rows[tensor.key]
-        if items is not None:
-            fitting = _fitting_meshes(tensor.shape[0], items, world_size=directory.world_size)
-        meshes = fitting if meshes is None else meshes & fitting
+    meshes = set.intersection(
+        *(_fitting_meshes(tensor, rows[tensor.key], world_size=directory.world_size) for tensor in uneven)
+    )
     unexplained: dict[str, str] = {}
     for tensor in uneven:
         chunks = located[tensor.key].chunks
-        items = rows[tensor.key]
-        starts = None if items is None else _true_starts(tensor.shape[0], items, meshes or ())
+        starts = _true_starts(tensor, rows[tensor.key], meshes)
         if starts is None:
             unexplained[tensor.key] = _difference(tensor, chunks)
             continue
@@ -59,15 +54,21 @@ def correct_uneven(
         start[:, 0] = starts
         located[tensor.key] = tensor._replace(chunks=replace(chunks, start=start))
     if unexplained:
-        raise _unplaceable(directory, unexplained)
-    tree.notes.append(
-        Note(
-            "chunks-corrected",
-            f"the metadata declares wrong chunks for {plural(len(uneven), 'tensor')} (uneven rows, FSDP2 x TP); "
-            "they were placed by the sizes the items really have",
-            uneven[0].key,
+        raise SourceCorruptError(
+            f"{directory.path}: {plural(len(unexplained), 'tensor', 'have')} items of another size than declared",
+            details=list(unexplained.values())[:50],
+            file=directory.path,
+            key=next(iter(unexplained)),
+            why="FSDP2 x tensor parallel with uneven rows makes torch declare wrong chunks; here several ranks "
+            "declared the same one, so that rows were never stored, or no single mesh explains the sizes; or two saves "
+            "are mixed",
+            next_step="save full state dicts, or one torch.save file per rank",
         )
+    message = (
+        f"the metadata declares wrong chunks for {plural(len(uneven), 'tensor')} (uneven rows, FSDP2 x TP); they were "
+        "placed by the sizes the items really have"
     )
+    tree.notes.append(Note("chunks-corrected", message, uneven[0].key))
 
 
 def _stored_rows(declared: ChunkedTensor, chunks: Chunks) -> list[_StoredRows] | None:
@@ -87,23 +88,12 @@ def _difference(declared: ChunkedTensor, chunks: Chunks) -> str:
     return f"{declared.key}: {'; '.join(texts)}"
 
 
-def _unplaceable(directory: DcpDirectory, unexplained: dict[str, str]) -> SourceCorruptError:
-    return SourceCorruptError(
-        f"{directory.path}: {plural(len(unexplained), 'tensor', 'have')} items of another size than declared",
-        details=list(unexplained.values())[:50],
-        file=directory.path,
-        key=next(iter(unexplained)),
-        why="FSDP2 x tensor parallel with uneven rows makes torch declare wrong chunks; here several ranks declared "
-        "the same one, so that rows were never stored, or no single mesh explains the sizes; or two saves are mixed",
-        next_step="save full state dicts, or one torch.save file per rank",
-    )
-
-
-def _fitting_meshes(rows: int, items: Sequence[_StoredRows], *, world_size: int) -> set[MeshShape]:
+def _fitting_meshes(tensor: ChunkedTensor, items: list[_StoredRows] | None, *, world_size: int) -> set[MeshShape]:
     """Every mesh (FSDP's ranks, tensor-parallel ranks) under which each item has exactly its rank's rows, and all rows
     are there once."""
-    sizes = (tensor for tensor in range(2, world_size // 2 + 1) if world_size % tensor == 0)
-    return {mesh for tensor in sizes if _fits(rows, items, mesh := MeshShape((world_size // tensor, tensor)))}
+    sizes = (size for size in range(2, world_size // 2 + 1) if items is not None and world_size % size == 0)
+    meshes = (MeshShape((world_size // size, size)) for size in sizes)
+    return {mesh for mesh in meshes if _fits(tensor.shape[0], items or [], mesh)}
 
 
 def _rows_of(rows: int, mesh: MeshShape, rank: int) -> tuple[int, int]:
@@ -111,7 +101,7 @@ def _rows_of(rows: int, mesh: MeshShape, rank: int) -> tuple[int, int]:
     return box.offsets[0], box.sizes[0]
 
 
-def _fits(rows: int, items: Sequence[_StoredRows], mesh: MeshShape) -> bool:
+def _fits(rows: int, items: list[_StoredRows], mesh: MeshShape) -> bool:
     total = 0
     for item in items:
         start, count = _rows_of(rows, mesh, item.rank)
@@ -124,7 +114,7 @@ def _fits(rows: int, items: Sequence[_StoredRows], mesh: MeshShape) -> bool:
     return total == rows and len({item.rank for item in items}) == len(items)
 
 
-def _true_starts(rows: int, items: Sequence[_StoredRows], meshes: Iterable[MeshShape]) -> list[int] | None:
+def _true_starts(tensor: ChunkedTensor, items: list[_StoredRows] | None, meshes: set[MeshShape]) -> list[int] | None:
     """The first row of each item, when all ``meshes`` agree on it; None when they do not or there is none."""
-    answers = {tuple(_rows_of(rows, mesh, item.rank)[0] for item in items) for mesh in meshes}
+    answers = {tuple(_rows_of(tensor.shape[0], mesh, item.rank)[0] for item in items or ()) for mesh in meshes}
     return list(answers.pop()) if len(answers) == 1 else None

@@ -7,7 +7,7 @@ of whom, and a file that says another rank saved it is refused.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias, cast
 
@@ -30,7 +30,7 @@ from fsdpckpt.ir.units import Groups, RankOrder, Units
 from fsdpckpt.ir.values import Key, Value, walk
 from fsdpckpt.readers.flat_slices import flat_parameter_keys, optimizers
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree
-from fsdpckpt.readers.sections import split
+from fsdpckpt.readers.sections import replaced, split
 from fsdpckpt.readers.torch_ranks import check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.rank_files import grouped, open_ranks
@@ -67,7 +67,11 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     groups = grouped(opened, _one_order([archive.root for archive in archives], ranks, files.units, tree))
     merge = Merge(groups, sharded=bool(forms))
     tree.root = merge.value([group.root for group in groups])
-    _recognise_slices(tree, merge)
+    keys = flat_parameter_keys(tree.root)
+    if keys:
+        tree.evidence.append(Evidence(EvidenceKind.LAYOUT, f"keys of flat parameters: {first_of(keys, 3)}"))
+    if keys or merge.slices:
+        tree.layout = Layout.FLATTENED
     tree.problems.extend(merge.problems)
     tree.rank_values.update(merge.rank_values)
     tree.absences.update(merge.absences)
@@ -132,16 +136,6 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
             why="files of an earlier run with more ranks were left in the directory",
             next_step="move these files away",
         )
-
-
-def _recognise_slices(tree: Tree, merge: Merge) -> None:
-    """Say in the tree that it holds flat parameters, where that is certain from the files alone."""
-    keys = flat_parameter_keys(tree.root)
-    if keys:
-        message = f"keys of flat parameters: {first_of(keys, 3)}"
-        tree.evidence.append(Evidence(EvidenceKind.LAYOUT, message))
-    if keys or merge.slices:
-        tree.layout = Layout.FLATTENED
 
 
 def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, extras: bool) -> None:
@@ -255,7 +249,7 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
         for index, (optim, one) in enumerate(zip(ours, names, strict=True)):
             tree.problems += _unlisted(optim, ranks[index])
             changed = _rekeyed(optim, one, every, keys, raw)
-            changed_roots[index] = _replaced(changed_roots[index], path, changed)
+            changed_roots[index] = replaced(cast(Value, changed_roots[index]), path, changed)
     return changed_roots
 
 
@@ -266,17 +260,6 @@ def _at(root: object, path: KeyPath) -> _Optimizer | None:
         except (KeyError, IndexError, TypeError):
             return None
     return root if isinstance(root, dict) and isinstance(root.get("state"), dict) else None
-
-
-def _replaced(root: object, path: KeyPath, value: object) -> object:
-    if not path:
-        return value
-    changed = _replaced(cast("Any", root)[path[0]], path[1:], value)
-    if isinstance(root, dict):
-        return {**root, path[0]: changed}
-    listed = list(cast("Sequence[object]", root))
-    listed[cast("int", path[0])] = changed
-    return listed
 
 
 def _groups(optim: _Optimizer) -> list[list[ParamKey]] | None:
@@ -344,44 +327,32 @@ def _note(names: Sequence[Groups], ranks: Sequence[int], every: Groups) -> Note:
     return Note("orders", text)
 
 
-def _lacking(names: Sequence[Groups], ranks: Sequence[int], units: Units) -> list[Problem]:
+def _lacking(names: Sequence[Groups], ranks: Sequence[int], units: Units) -> Iterator[Problem]:
     """A fatal problem for each rank whose optimizer lacks what FSDP shards, and others have: its part is in no file."""
     managed = {unit.key for unit in units.units} | set(units.unit_of())
     every = dict.fromkeys(name for one in names for name in chain(*one) if name in managed)
-    lost = []
     for rank, one in zip(ranks, names, strict=True):
         own = set(chain(*one))
         missing = [name for name in every if name not in own]
         if missing:
-            lost.append(
-                Problem(
-                    "missing-key",
-                    f"the optimizer of rank {rank} has no {first_of(missing, _SHOWN)}, which the optimizers of other "
-                    "ranks have. In PyTorch's words: FSDP currently requires each rank to have at least the optimizer "
-                    "states needed by rank 0's optimizer but some ranks are missing some of those states",
-                    key=missing[0],
-                    rank=rank,
-                    section=Section.OPTIM,
-                )
+            message = (
+                f"the optimizer of rank {rank} has no {first_of(missing, _SHOWN)}, which the optimizers of other ranks "
+                "have. In PyTorch's words: FSDP currently requires each rank to have at least the optimizer states "
+                "needed by rank 0's optimizer but some ranks are missing some of those states"
             )
-    return lost
+            yield Problem("missing-key", message, key=missing[0], rank=rank, section=Section.OPTIM)
 
 
-def _unlisted(optim: _Optimizer, rank: int) -> list[Problem]:
+def _unlisted(optim: _Optimizer, rank: int) -> Iterator[Problem]:
     """A fatal problem for each id with a state that no group lists: nothing says which parameter it is."""
     listed = set(chain(*(_groups(optim) or (optim["state"],))))
-    return [
-        Problem(
-            "parameter-order",
-            f"the optimizer of rank {rank} has a state of id {key}, which no param group lists, and the ranks' "
-            "optimizers list their parameters in different orders: nothing says which parameter it is",
-            key=f"state.{key}",
-            rank=rank,
-            section=Section.OPTIM,
-        )
-        for key in optim["state"]
-        if type(key) is int and key not in listed
-    ]
+    for key in optim["state"]:
+        if type(key) is int and key not in listed:
+            message = (
+                f"the optimizer of rank {rank} has a state of id {key}, which no param group lists, and the ranks' "
+                "optimizers list their parameters in different orders: nothing says which parameter it is"
+            )
+            yield Problem("parameter-order", message, key=f"state.{key}", rank=rank, section=Section.OPTIM)
 
 
 def _raw_names(optim: _Optimizer, names: Groups) -> list[tuple[str, str]]:
