@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
@@ -37,41 +36,18 @@ _MODEL_OF_RANK = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _SHOWN = 6
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroFiles:
-    """The files of one step. ``optim``: path of every data-parallel rank's states; ``model``: of the module states, by
-    rank, or of rank 0 alone (ZeRO 1 and 2). ``directory`` names them in messages."""
-
-    directory: str
-    optim: Mapping[int, str]
-    model: Mapping[int, str]
-
-
-@dataclass(frozen=True, slots=True)
-class UniversalFiles:
-    """The files of one universal checkpoint. ``model``: as in ``ZeroFiles``; ``others``: the module states of tensor
-    parallel ranks and pipeline stages after the first. The weights and states are in ``<directory>/zero``."""
-
-    directory: str
-    model: Mapping[int, str]
-    others: tuple[str, ...]
-
-    @property
-    def zero(self) -> str:
-        return f"{self.directory.rstrip('/')}/{ZERO}"
-
-
 class DeepSpeedReader:
     """Directories that ``DeepSpeedEngine.save_checkpoint`` wrote with ZeRO, and universal checkpoints."""
 
     def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
         """Raises SourceIncompleteError: one file of ZeRO means nothing without those of the other ranks."""
-        if not _OPTIM.match(file.name):
+        match = _OPTIM.match(file.name)
+        if match is None:
             return None
         raise SourceIncompleteError(
             f"{file.path} is one rank's part of a DeepSpeed ZeRO checkpoint",
             file=file.path,
-            rank=int(_OPTIM.match(file.name)[1]),  # type: ignore[index]  # it matched above
+            rank=int(match[1]),
             why="the parts of all ranks together hold the parameters",
             next_step="give the directory with the files of all ranks",
         )
@@ -117,16 +93,13 @@ def _claim_universal(path: str, files: Mapping[str, Entry]) -> Claim:
     taken = whole or matches  # where both are, ZeRO 3 finds the second
     model = {int(match[1] or 0): name for name, match in taken.items() if int(match[2]) == 0}
     require_all_ranks(path, {}, model, per_rank=not whole)
-    universal = UniversalFiles(
-        path,
-        {rank: files[name].path for rank, name in sorted(model.items())},
-        tuple(files[name].path for name, match in sorted(taken.items()) if int(match[2])),
-    )
+    paths = {rank: files[name].path for rank, name in sorted(model.items())}
+    others = [files[name].path for name, match in sorted(taken.items()) if int(match[2])]
 
     def read(table: FileTable, sources: Sources) -> Tree:
         from fsdpckpt.readers.deepspeed.universal import read_universal
 
-        return read_universal(universal, table, sources)
+        return read_universal(path, paths, others, table, sources)
 
     return Claim([Part(path, "deepspeed", read)], {*matches, *(_SCRIPTS & files.keys())}, directories={ZERO})
 
@@ -138,16 +111,13 @@ def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
     model = {int(match[1] or 0): name for name in names if (match := _MODEL.match(name))}
     per_rank = any(name.startswith("zero_pp_rank_") for name in model.values())
     require_all_ranks(path, optim, model, per_rank=per_rank)
-    zero = ZeroFiles(
-        path,
-        {rank: files[name].path for rank, name in sorted(optim.items())},
-        {rank: files[name].path for rank, name in sorted(model.items())},
-    )
+    optim_paths = {rank: files[name].path for rank, name in sorted(optim.items())}
+    model_paths = {rank: files[name].path for rank, name in sorted(model.items())}
 
     def read(table: FileTable, sources: Sources) -> Tree:
         from fsdpckpt.readers.deepspeed.read import read_zero
 
-        return read_zero(zero, table, sources)
+        return read_zero(path, optim_paths, model_paths, table, sources)
 
     return Claim([Part(path, "deepspeed", read)], names | (_SCRIPTS & files.keys()))
 

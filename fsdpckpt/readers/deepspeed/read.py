@@ -6,7 +6,7 @@ parameters in them. ``readers.torch_ranks`` then merges the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,7 +15,7 @@ from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.values import Key, Object, Value
-from fsdpckpt.readers.deepspeed import ZeroFiles, require_all_ranks
+from fsdpckpt.readers.deepspeed import require_all_ranks
 from fsdpckpt.readers.deepspeed.step import (
     FlatGroup,
     FlatGroups,
@@ -38,7 +38,7 @@ from fsdpckpt.readers.deepspeed.step import (
     plain,
     section_of,
 )
-from fsdpckpt.readers.protocol import FileTable, Tree
+from fsdpckpt.readers.protocol import FileTable, Tree, file_name
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
 
@@ -52,28 +52,33 @@ _MOST_RANKS = 100_000  # names have five digits
 _SHOWN = 4
 
 
-def read_zero(zero: ZeroFiles, table: FileTable, sources: Sources) -> Tree:
-    """The model, the optimizer and the extras of the step in ``zero``.
+def read_zero(
+    directory: str, optim_paths: Mapping[int, str], model_paths: Mapping[int, str], table: FileTable, sources: Sources
+) -> Tree:
+    """The model, the optimizer and the extras of one step, which messages call ``directory``.
+
+    ``optim_paths``: of every data-parallel rank's states; ``model_paths``: of the module states, by rank, or of rank 0
+    alone (ZeRO 1 and 2).
 
     Raises SourceCorruptError where the files contradict themselves or each other, SourceUnsupportedError for states
     that are cut in an unknown way, and what ``read_archive`` raises.
     """
-    optim = open_files(zero.optim, table, sources)
-    _require_in_files(zero, optim, sources)
+    optim = open_files(optim_paths, table, sources)
+    _require_in_files(directory, optim, sources)
     stage_3 = "fp32_flat_groups" in optim[0].states
-    return _Step(zero, optim, ModuleStates(open_files(zero.model, table, sources), stage_3)).tree()
+    return _Step(directory, optim, ModuleStates(open_files(model_paths, table, sources), stage_3)).tree()
 
 
-def _require_in_files(zero: ZeroFiles, optim: Sequence[StepFile], sources: Sources) -> None:
+def _require_in_files(step: str, optim: Sequence[StepFile], sources: Sources) -> None:
     """Refuse an optimizer that DeepSpeed offloaded to NVMe: its flat tensors are empty, and what was in them is in swap
     files beside them, raw and without shapes (``save_checkpoint`` of ``deepspeed/runtime/engine.py``).
     """
     flat = optim[0].states.get("fp32_flat_groups")
     swapped = isinstance(flat, (list, tuple)) and any(_is_vector(one) and not one.shape[0] for one in flat)
-    directory = f"{zero.directory.rstrip('/')}/{_SWAPPED}"
+    directory = f"{step.rstrip('/')}/{_SWAPPED}"
     if swapped and sources.stat(directory) is not None:
         raise SourceUnsupportedError(
-            f"{zero.directory} was saved with the optimizer on NVMe: its weights and states are in swap files",
+            f"{step} was saved with the optimizer on NVMe: its weights and states are in swap files",
             file=directory,
             why="with offload_optimizer to nvme only DeepSpeed knows which parameter is where in them",
             next_step="load it with DeepSpeed as it was saved, collect all with safe_get_full_fp32_param and "
@@ -97,13 +102,9 @@ class _RankStates:
 class _Step:
     """One step, being read."""
 
-    zero: ZeroFiles
+    directory: str
     optim: list[StepFile]
     module: ModuleStates
-
-    @property
-    def _stage_3(self) -> bool:
-        return self.module.partitioned
 
     def tree(self) -> Tree:
         ranks = [self._rank_states(file) for file in self.optim]
@@ -147,29 +148,14 @@ class _Step:
         if not isinstance(groups, list) or set(held) - set(range(count)):
             raise contradiction(file.path, f"its optimizer does not have the states of {count} flat tensors")
         param_groups = [as_mapping(group, file.path, "param_groups") for group in groups]
-        self._require_every_number(param_groups, count, file.path)
+        _require_every_number(param_groups, count, file.path)
         by_number = [as_mapping(held.get(number, {}), file.path, f"state.{number}") for number in range(count)]
         return _RankStates(file, flat, by_number, param_groups, paddings)
-
-    def _require_every_number(self, groups: Sequence[StateDict], count: int, path: str) -> None:
-        listed: list[object] = []
-        for group in groups:
-            if group.get("moe"):
-                raise SourceUnsupportedError(
-                    f"{path} holds a param group of experts (moe), which fsdpckpt does not read",
-                    file=path,
-                    why="every rank may hold other experts, and the files do not say whose they are",
-                    next_step="convert it with DeepSpeed's own ds_to_universal.py",
-                )
-            params = group.get("params")
-            listed += params if isinstance(params, (list, tuple)) else []
-        if listed != list(range(count)):
-            raise contradiction(path, f"its param groups list {first_of(listed, _SHOWN)} for {count} flat tensors")
 
     def _partitions(self, ranks: Sequence[_RankStates], shapes: Sequence[FlatGroup]) -> FlatGroups:
         lengths = [[one.shape[0] + pad for one, pad in zip(rank.weights, rank.paddings, strict=True)] for rank in ranks]
         try:
-            if self._stage_3:
+            if self.module.partitioned:
                 return partitions_of_params(shapes, lengths)
             flat = partitions_of_groups(shapes, self._gaps(ranks[0], len(shapes)), lengths)
         except PartitionError as error:
@@ -185,13 +171,10 @@ class _Step:
         """The files say how many ranks shared each flat tensor. Names do not: the last ranks' may be missing."""
         said = rank.file.states.get("partition_count")
         counts = said if isinstance(said, list) else [said]
-        if self.zero.optim and all(map(is_count, counts)):
-            files = (
-                {rank: path.rpartition("/")[2] for rank, path in one.items()}
-                for one in (self.zero.optim, self.zero.model)
-            )
+        if all(map(is_count, counts)):
+            names = ({file.rank: file_name(file.path) for file in one} for one in (self.optim, self.module.files))
             most = min(max(cast("list[int]", counts), default=0), _MOST_RANKS)
-            require_all_ranks(self.zero.directory, *files, per_rank=self._stage_3, world_size=most)
+            require_all_ranks(self.directory, *names, per_rank=self.module.partitioned, world_size=most)
 
     def _gaps(self, rank: _RankStates, groups: int) -> list[list[int]]:
         """The padding after each parameter of each flat tensor (``parameter_alignment``)."""
@@ -212,9 +195,8 @@ class _Step:
                 continue
             computed = [{one.name: (one.count, one.at) for one in group} for group in flat.slices[rank.file.rank]]
             if record != computed:
-                raise contradiction(
-                    rank.file.path, "its parameters are not where the shapes and the number of ranks put them"
-                )
+                what = "its parameters are not where the shapes and the number of ranks put them"
+                raise contradiction(rank.file.path, what)
 
     def _round_robin(self) -> bool:
         """Whether the parameters of a flat tensor were dealt to the ranks in turn."""
@@ -247,17 +229,11 @@ class _Step:
 
     def _named(self, rank: _RankStates, flat: FlatGroups, shapes: FlatGroup) -> StateDict:
         """One rank's optimizer file with parameters in the places of flat tensors."""
-        number_of = {name: number for number, group in enumerate(flat.params) for name in group}
         slices = {one.name: one for group in flat.slices[rank.file.rank] for one in group}
         model: StateDict = {}
         states: StateDict = {}
-        for name, number in number_of.items():
-            place = slices.get(name)
-            model[name] = self._cut(rank, number, "fp32 weights", rank.weights[number], place, shapes[name])
-            entry: StateDict = {
-                key: self._state(rank, number, str(key), leaf, place, shapes[name])
-                for key, leaf in rank.states[number].items()
-            }
+        for name, number in ((name, number) for number, group in enumerate(flat.params) for name in group):
+            model[name], entry = self._parameter(rank, number, slices.get(name), shapes[name])
             if entry:
                 states[name] = entry
         groups = [
@@ -267,53 +243,65 @@ class _Step:
         extra = {key: plain(value) for key, value in rank.file.states.items() if key not in DESCRIBED_STATES}
         return {"model": model, "optimizer": {"state": states, "param_groups": groups}, "extra": extra}
 
-    def _state(
-        self, rank: _RankStates, number: int, key: str, leaf: object, place: Slice | None, shape: tuple[int, ...]
-    ) -> object:
-        """One state of one parameter: its part of a flat tensor, or what all parameters of the flat tensor share."""
-        if not isinstance(leaf, StoredTensor) or not leaf.shape or (key == "step" and leaf.shape == (1,)):
-            return leaf
-        length = rank.weights[number].shape[0]
-        if leaf.shape not in ((length,), (length + rank.paddings[number],)):
-            raise SourceUnsupportedError(
-                f"{rank.file.path}: the state {key} is not cut as the weights are",
-                file=rank.file.path,
-                key=key,
-                rank=rank.file.rank,
-                expected=f"{length} elements",
-                found=f"shape {list(leaf.shape)}",
-                why="an optimizer that factors or quantizes its states keeps them in a form of its own under ZeRO",
-                next_step="convert the weights alone with --only model",
-            )
-        return self._cut(rank, number, key, leaf, place, shape)
+    def _parameter(
+        self, rank: _RankStates, number: int, place: Slice | None, shape: tuple[int, ...]
+    ) -> tuple[Distributed, StateDict]:
+        """The weight and the states of one parameter: its parts of what ``rank`` has of flat tensor ``number``."""
+        path, weight = rank.file.path, rank.weights[number]
+        lengths = ((weight.shape[0],), (weight.shape[0] + rank.paddings[number],))
 
-    def _cut(
-        self,
-        rank: _RankStates,
-        number: int,
-        what: str,
-        stored: StoredTensor,
-        place: Slice | None,
-        shape: tuple[int, ...],
-    ) -> Distributed:
-        if place is not None and place.at + place.count > stored.shape[0]:
-            raise contradiction(
-                rank.file.path,
-                f"flat tensor {number} ({what}) has {stored.shape[0]} elements, and {place.name} ends at "
-                f"{place.at + place.count}",
-            )
-        return part_of(rank.file.rank, len(self.optim), stored, place, shape)
+        def part(what: str, stored: StoredTensor) -> Distributed:
+            if place is not None and place.at + place.count > stored.shape[0]:
+                flat, end = f"flat tensor {number} ({what})", place.at + place.count
+                raise contradiction(path, f"{flat} has {stored.shape[0]} elements, and {place.name} ends at {end}")
+            return part_of(rank.file.rank, len(self.optim), stored, place, shape)
+
+        cut, states = part("fp32 weights", weight), dict(rank.states[number])
+        for key, leaf in states.items():
+            if not isinstance(leaf, StoredTensor) or not leaf.shape or (key == "step" and leaf.shape == (1,)):
+                continue  # all parameters of the flat tensor share it
+            if leaf.shape not in lengths:
+                raise SourceUnsupportedError(
+                    f"{path}: the state {key!s} is not cut as the weights are",
+                    file=path,
+                    key=str(key),
+                    rank=rank.file.rank,
+                    expected=f"{weight.shape[0]} elements",
+                    found=f"shape {list(leaf.shape)}",
+                    why="an optimizer that factors or quantizes its states keeps them in a form of its own under ZeRO",
+                    next_step="convert the weights alone with --only model",
+                )
+            states[key] = part(str(key), leaf)
+        return cut, states
 
     # Reports
 
     def _describe(self, tree: Tree, trained: FlatGroup) -> None:
-        message = f"{self.zero.directory} is a DeepSpeed ZeRO {'3' if self._stage_3 else '1 or 2'} checkpoint"
+        stage = "3" if self.module.partitioned else "1 or 2"
+        message = f"{self.directory} is a DeepSpeed ZeRO {stage} checkpoint"
         tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{message} of {plural(len(self.optim), 'rank')}"))
         tree.notes += self.module.notes_on_copies(trained)
         if isinstance(self.optim[0].states.get("base_optimizer_state"), list):
-            message = "an elastic checkpoint has no hyper-parameters of its param groups"
-            tree.notes.append(Note("groups-rebuilt", message))
+            tree.notes.append(
+                Note("groups-rebuilt", "an elastic checkpoint has no hyper-parameters of its param groups")
+            )
 
 
 def _is_vector(value: object) -> bool:
     return isinstance(value, StoredTensor) and len(value.shape) == 1
+
+
+def _require_every_number(groups: Sequence[StateDict], count: int, path: str) -> None:
+    listed: list[object] = []
+    for group in groups:
+        if group.get("moe"):
+            raise SourceUnsupportedError(
+                f"{path} holds a param group of experts (moe), which fsdpckpt does not read",
+                file=path,
+                why="every rank may hold other experts, and the files do not say whose they are",
+                next_step="convert it with DeepSpeed's own ds_to_universal.py",
+            )
+        params = group.get("params")
+        listed += params if isinstance(params, (list, tuple)) else []
+    if listed != list(range(count)):
+        raise contradiction(path, f"its param groups list {first_of(listed, _SHOWN)} for {count} flat tensors")

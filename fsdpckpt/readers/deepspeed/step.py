@@ -19,7 +19,7 @@ from itertools import chain
 from math import prod
 from typing import TypeAlias, cast
 
-from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.torch import TorchArchive, notes_on_dropped, read_archive
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, all_ranks
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
@@ -47,10 +47,10 @@ _DESCRIBED = frozenset({
 
 def contradiction(path: str, what: str) -> SourceCorruptError:
     """The error for a file that contradicts itself or the others of its step."""
-    return SourceCorruptError(
-        f"{path}: {what}",
-        file=path,
-        expected="the files of one save of DeepSpeed",
+    return damaged(
+        path,
+        what,
+        "the files of one save of DeepSpeed",
         why="files of different saves or world sizes lie together, or a version of DeepSpeed that is not known "
         "wrote them",
         next_step="give a directory with the files of one save, or report it with the version of DeepSpeed",
@@ -60,11 +60,11 @@ def contradiction(path: str, what: str) -> SourceCorruptError:
 def as_mapping(value: object, path: str, what: str) -> StateDict:
     """``value``, which has to be a dict. Raises SourceCorruptError."""
     if not isinstance(value, dict):
-        raise SourceCorruptError(
-            f"{path}: {what} is no dict",
-            file=path,
-            expected="a file that DeepSpeed's save_checkpoint wrote",
-            found=f"a {type(value).__name__}",
+        raise damaged(
+            path,
+            f"{what} is no dict",
+            "a file that DeepSpeed's save_checkpoint wrote",
+            f"a {type(value).__name__}",
             why="the file was changed, or a version of DeepSpeed that is not known wrote it",
             next_step="save it again, or report it with the version of DeepSpeed",
         )

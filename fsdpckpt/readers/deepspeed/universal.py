@@ -12,7 +12,7 @@ that depend on it: one is parsed, the others are only compared with it (``Forms`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import cast
@@ -26,7 +26,7 @@ from fsdpckpt.formats.zip import SERIALIZATION_ID, checksum_places, find_directo
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.readers.deepspeed import OPTIMIZER_STATE, UniversalFiles
+from fsdpckpt.readers.deepspeed import OPTIMIZER_STATE, ZERO
 from fsdpckpt.readers.deepspeed.read import DESCRIBED_STATES
 from fsdpckpt.readers.deepspeed.step import (
     FlatGroup,
@@ -42,7 +42,7 @@ from fsdpckpt.readers.deepspeed.step import (
     plain,
     section_of,
 )
-from fsdpckpt.readers.protocol import FileTable, Tree
+from fsdpckpt.readers.protocol import FileTable, Tree, file_name
 from fsdpckpt.storage import ByteSource, Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
@@ -154,24 +154,30 @@ _PADDED = "vocab_tensor"  # the rows that padded the vocabulary were taken off
 _SHOWN = 4
 
 
-def read_universal(files: UniversalFiles, table: FileTable, sources: Sources) -> Tree:
-    """The model, the optimizer and the extras of the checkpoint in ``files``.
+def read_universal(
+    directory: str, model: Mapping[int, str], others: Sequence[str], table: FileTable, sources: Sources
+) -> Tree:
+    """The model, the optimizer and the extras of the checkpoint in ``directory``.
+
+    ``model``: the paths of the module states, by rank or of rank 0 alone; ``others``: of those of tensor parallel ranks
+    and pipeline stages after the first.
 
     Raises SourceIncompleteError naming the parameters without a weight, SourceCorruptError where the files contradict
     each other, and what ``read_archive`` raises.
     """
-    sources.prefetch_ends([*files.model.values(), *files.others])
-    partitioned = not next(iter(files.model.values())).rpartition("/")[2].startswith("mp_rank_")
-    module = ModuleStates(open_files(files.model, table, sources), partitioned)
-    others = [file for path in files.others for file in open_files({0: path}, table, sources)]
-    return _Universal(files, module, others, table, sources).tree()
+    sources.prefetch_ends([*model.values(), *others])
+    partitioned = not file_name(next(iter(model.values()))).startswith("mp_rank_")
+    module = ModuleStates(open_files(model, table, sources), partitioned)
+    more = [file for path in others for file in open_files({0: path}, table, sources)]
+    return _Universal(directory, f"{directory.rstrip('/')}/{ZERO}", module, more, table, sources).tree()
 
 
 @dataclass(slots=True)
 class _Universal:
-    """One checkpoint, being read."""
+    """One checkpoint, being read. ``zero``: the directory with the weights and states, in ``directory``."""
 
-    files: UniversalFiles
+    directory: str
+    zero: str
     module: ModuleStates
     others: list[StepFile]
     table: FileTable
@@ -181,12 +187,13 @@ class _Universal:
 
     def tree(self) -> Tree:
         groups = self._groups()
-        entries = {entry.name: entry for entry in self.sources.list_directory(self.files.zero)}
+        entries = {entry.name: entry for entry in self.sources.list_directory(self.zero)}
         shapes = {name: shape for group in groups for name, shape in group.items()}
-        stored = self._stored(groups, entries)
-        optimizer = self._optimizer_file(entries)
+        stored = self._stored(groups, shapes, entries)
+        file = entries.get(OPTIMIZER_STATE)
+        optimizer = None if file is None else open_files({0: file.path}, self.table, self.sources)[0]
         if optimizer is None and any(len(one) > 1 for one in stored.values()):
-            raise self._incomplete([f"{self.files.zero}/{OPTIMIZER_STATE}"])
+            raise self._incomplete([f"{self.zero}/{OPTIMIZER_STATE}"])
         common = self._common_states(optimizer, len(groups))
         weights: dict[Key, Value] = {}
         states: dict[Key, Value] = {}
@@ -212,7 +219,7 @@ class _Universal:
         add_extras(tree, merged)
         opened = [*self.module.files, *self.others, *([optimizer] if optimizer is not None else [])]
         add_archives(tree, [*(file.archive for file in opened), *self.archives])
-        message = f"{self.files.zero} has directories for {plural(len(shapes), 'parameter')} (DeepSpeed universal)"
+        message = f"{self.zero} has directories for {plural(len(shapes), 'parameter')} (DeepSpeed universal)"
         tree.notes += self.module.notes_on_copies(shapes, dtypes.pop()) if len(dtypes) == 1 else []
         tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
         return tree
@@ -223,17 +230,17 @@ class _Universal:
         for file in self.others:
             more = self.module.groups(file)
             if len(more) != len(groups):
-                raise contradiction(
-                    file.path, f"it lists {plural(len(more), 'group')} of parameters, and rank 0 {len(groups)}"
-                )
+                what = f"it lists {plural(len(more), 'group')} of parameters, and rank 0 {len(groups)}"
+                raise contradiction(file.path, what)
             for group, added in zip(groups, more, strict=True):
                 group.update(added)
         return groups
 
-    def _stored(self, groups: list[FlatGroup], entries: Mapping[str, Entry]) -> dict[str, dict[str, Value]]:
+    def _stored(
+        self, groups: list[FlatGroup], shapes: FlatGroup, entries: Mapping[str, Entry]
+    ) -> dict[str, dict[str, Value]]:
         """By parameter: its weight and its states, by the names of their files."""
         files: dict[str, dict[str, Entry]] = {}
-        shapes = {name: shape for group in groups for name, shape in group.items()}
         for name in shapes:
             entry = entries.get(name)
             inside = self.sources.list_directory(entry.path) if entry is not None and entry.directory else []
@@ -247,7 +254,7 @@ class _Universal:
             every = {_WEIGHT}.union(*(files[name] for name in group))
             for name in group:
                 lacks = every - files[name].keys() if files[name].keys() - {_WEIGHT} else {_WEIGHT} - files[name].keys()
-                missing += [f"{self.files.zero}/{name}/{state}{_SUFFIX}" for state in sorted(lacks)]
+                missing += [f"{self.zero}/{name}/{state}{_SUFFIX}" for state in sorted(lacks)]
         if missing:
             raise self._incomplete(missing)
         self.sources.prefetch_ends([entry.path for one in files.values() for entry in one.values()])
@@ -258,7 +265,7 @@ class _Universal:
 
     def _incomplete(self, missing: list[str]) -> SourceIncompleteError:
         return SourceIncompleteError(
-            f"{self.files.directory}: {plural(len(missing), 'file')} of the universal checkpoint "
+            f"{self.directory}: {plural(len(missing), 'file')} of the universal checkpoint "
             f"{'is' if len(missing) == 1 else 'are'} missing: {first_of(missing, _SHOWN)}",
             details=missing,
             files=missing,
@@ -297,10 +304,6 @@ class _Universal:
 
     # The optimizer's file
 
-    def _optimizer_file(self, entries: Mapping[str, Entry]) -> StepFile | None:
-        entry = entries.get(OPTIMIZER_STATE)
-        return None if entry is None else open_files({0: entry.path}, self.table, self.sources)[0]
-
     def _common_states(self, file: StepFile | None, count: int) -> list[dict[str, Value]]:
         """By flat tensor: what all of its parameters share, of the optimizer of ZeRO 3's rank 0."""
         common: list[dict[str, Value]] = [{} for _ in range(count)]
@@ -332,8 +335,7 @@ class _Universal:
             members = [groups[number] for number in numbers if type(number) is int and 0 <= number < len(groups)]
             named.append({**group, "params": [name for each in members for name in each]})
         if listed != list(range(len(groups))):
-            raise contradiction(
-                file.path,
-                f"its param groups list {first_of(listed, _SHOWN)} for {plural(len(groups), 'group')} of parameters",
-            )
+            count = plural(len(groups), "group")
+            what = f"its param groups list {first_of(listed, _SHOWN)} for {count} of parameters"
+            raise contradiction(file.path, what)
         return cast(Value, named)
