@@ -17,7 +17,7 @@ from typing import NamedTuple
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, damaged
 from fsdpckpt.formats.safetensors import Header, HeaderTensor, looks_like_safetensors, read_header
 from fsdpckpt.ir.checkpoint import Container, Evidence, EvidenceKind, Layout, Note
-from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.ir.tensors import Chunks
 from fsdpckpt.readers.protocol import (
     ChunkedTensor,
     Claim,
@@ -76,11 +76,8 @@ class SafetensorsReader:
 
 
 def _index_part(path: str) -> Part:
-    return Part(
-        path,
-        file_name(path).removesuffix(_INDEX),
-        lambda files, sources: read_safetensors_index(path, files, sources),
-    )
+    stem = file_name(path).removesuffix(_INDEX)
+    return Part(path, stem, lambda files, sources: read_safetensors_index(path, files, sources))
 
 
 def _files_part(paths: list[str], label: str) -> Part:
@@ -121,9 +118,8 @@ def read_safetensors_index(path: str, files: FileTable, sources: Sources) -> Tre
     headers = [(directory + shard, read_header(sources.open(directory + shard))) for shard in shards]
     tree = _tree(headers, files)
     _compare_with_index(path, weight_map, headers, tree)
-    tree.evidence.insert(
-        0, _evidence(f"{file_name(path)} lists {plural(len(weight_map), 'tensor')} in {plural(len(shards), 'file')}")
-    )
+    message = f"{file_name(path)} lists {plural(len(weight_map), 'tensor')} in {plural(len(shards), 'file')}"
+    tree.evidence.insert(0, Evidence(EvidenceKind.CONTAINER, message))
     return tree
 
 
@@ -169,14 +165,9 @@ def _compare_with_index(
         )
     unlisted = [key for tensors in held.values() for key in tensors if key not in weight_map]
     if unlisted:
-        names = ", ".join(unlisted[:5])
-        tree.notes.append(
-            Note(
-                "unlisted",
-                f"{plural(len(unlisted), 'tensor', 'are')} in the shards but not in the index: {names}",
-                unlisted[0],
-            )
-        )
+        count = plural(len(unlisted), "tensor", "are")
+        message = f"{count} in the shards but not in the index: {', '.join(unlisted[:5])}"
+        tree.notes.append(Note("unlisted", message, unlisted[0]))
 
 
 def _require_all_parts(paths: Sequence[str]) -> None:
@@ -236,10 +227,6 @@ def sharding_info(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | 
     return offsets
 
 
-def _evidence(message: str) -> Evidence:
-    return Evidence(EvidenceKind.CONTAINER, message)
-
-
 def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
     chunked: dict[str, list[_Chunk]] = {}
     documents: list[tuple[str, str]] = []
@@ -255,17 +242,17 @@ def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
         for key, tensor in header.tensors.items():
             start = offsets[key] if offsets is not None else (0,) * len(tensor.shape)
             chunks = chunked.setdefault(key, [])
-            if chunks and (offsets is None or not _fit(chunks[0].tensor, tensor)):
-                raise _contradiction(key, chunks[0], tensor, path)
             chunks.append(_Chunk(path, rank, number, start, tensor))
+            if len(chunks) > 1:
+                _require_fitting(key, chunks[0], chunks[-1], sharded=offsets is not None)
     tensors = build_tensors([_whole(key, chunks) for key, chunks in chunked.items()], world_size=ranks)
-    tree = Tree({}, _layout(tensors, ranks), Container.SAFETENSORS, ranks)
+    sharded = ranks > 1 or any(len(tensor.chunks) > 1 for tensor in tensors.values())
+    tree = Tree({}, Layout.SHARDED if sharded else Layout.FULL, Container.SAFETENSORS, ranks)
     tree.root = assemble(tensors, documents, tree)
-    tree.evidence.append(_evidence(f"{plural(len(headers), 'safetensors file')} with {plural(len(tensors), 'tensor')}"))
+    held = [f"{plural(len(headers), 'safetensors file')} with {plural(len(tensors), 'tensor')}"]
     if ranks > 1:
-        tree.evidence.append(
-            _evidence(f"file names and DCP_SHARDING_INFO say that {plural(ranks, 'rank')} wrote chunks")
-        )
+        held.append(f"file names and {_SHARDING_KEY} say that {plural(ranks, 'rank')} wrote chunks")
+    tree.evidence += [Evidence(EvidenceKind.CONTAINER, message) for message in held]
     return tree
 
 
@@ -279,22 +266,20 @@ class _Chunk(NamedTuple):
     tensor: HeaderTensor
 
 
-def _fit(one: HeaderTensor, other: HeaderTensor) -> bool:
-    return one.dtype is other.dtype and len(one.shape) == len(other.shape)
-
-
-def _contradiction(key: str, known: _Chunk, other: HeaderTensor, path: str) -> SourceCorruptError:
-    return SourceCorruptError(
-        f"{key} stands in two files that do not fit together",
-        details=[known.path, path],
-        file=path,
-        key=key,
-        expected=f"one file, or chunks of one {known.tensor.dtype.name} tensor with "
-        f"{len(known.tensor.shape)} dimensions",
-        found=f"another {other.dtype.name} tensor with {len(other.shape)} dimensions",
-        why="files of different saves lie in one directory",
-        next_step="give only the files of one save",
-    )
+def _require_fitting(key: str, known: _Chunk, other: _Chunk, *, sharded: bool) -> None:
+    """Raise SourceCorruptError unless both can be chunks of one tensor. ``sharded``: whether files have chunks."""
+    one, two = known.tensor, other.tensor
+    if not sharded or one.dtype is not two.dtype or len(one.shape) != len(two.shape):
+        raise SourceCorruptError(
+            f"{key} stands in two files that do not fit together",
+            details=[known.path, other.path],
+            file=other.path,
+            key=key,
+            expected=f"one file, or chunks of one {one.dtype.name} tensor with {len(one.shape)} dimensions",
+            found=f"another {two.dtype.name} tensor with {len(two.shape)} dimensions",
+            why="files of different saves lie in one directory",
+            next_step="give only the files of one save",
+        )
 
 
 def _whole(key: str, chunks: list[_Chunk]) -> ChunkedTensor:
@@ -319,9 +304,3 @@ def _whole(key: str, chunks: list[_Chunk]) -> ChunkedTensor:
         size=[chunk.tensor.shape for chunk in chunks],
     )
     return ChunkedTensor(key, dtype, shape, rows)
-
-
-def _layout(tensors: Mapping[str, Tensor], ranks: int) -> Layout:
-    if ranks > 1 or any(len(tensor.chunks) > 1 for tensor in tensors.values()):
-        return Layout.SHARDED
-    return Layout.FULL

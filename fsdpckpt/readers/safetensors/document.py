@@ -12,7 +12,7 @@ from fsdpckpt.formats.safetensors import METADATA_KEY, VERSION, model_key, state
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, ParamKey
 from fsdpckpt.ir.codec import Json, decode
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.protocol import Tree
 from fsdpckpt.text import plural
@@ -182,13 +182,10 @@ def _references(data: Json) -> set[str]:
     stack: list[Json] = [data]
     while stack:
         item = stack.pop()
-        if isinstance(item, dict):
-            key = item.get("$tensor")
-            if isinstance(key, str):
-                keys.add(key)
-            stack.extend(value for value in item.values() if isinstance(value, (dict, list)))
-        elif isinstance(item, list):
-            stack.extend(value for value in item if isinstance(value, (dict, list)))
+        if isinstance(item, dict) and isinstance(key := item.get("$tensor"), str):
+            keys.add(key)
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        stack.extend(value for value in inner if isinstance(value, (dict, list)))
     return keys
 
 
@@ -209,11 +206,7 @@ def _retyped(file: str, raw: Json, tensors: dict[str, Tensor]) -> dict[str, Tens
             raise _corrupt(file, f"describes {key!r} wrongly")
         if math.prod(shape) * dtype.itemsize != stored.nbytes or math.prod(filter(None, shape)) >= 1 << 59:
             raise _corrupt(file, f"gives {key!r} another size than its bytes")
-        chunk = Chunks.whole(
-            file=int(stored.chunks.file[0]),
-            offset=int(stored.chunks.offset[0]),
-            shape=shape,
-            stride=contiguous_stride(shape),
-        )
+        file_id, offset = int(stored.chunks.file[0]), int(stored.chunks.offset[0])
+        chunk = Chunks.whole(file=file_id, offset=offset, shape=shape)
         typed[key] = Tensor(dtype, shape, chunk, stored.sharded, stored.placement)
     return typed

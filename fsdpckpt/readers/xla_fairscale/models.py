@@ -179,28 +179,21 @@ class RankShards:
     def _aliases(self, model: Mapping[Key, object]) -> dict[str, ShardedTensor]:
         """Keys that the metadata does not list and that lie on the bytes of one it does: they share its storage."""
         places = {_place(stored): tensor for tensor, stored in self._held(model) if len(tensor.params) == 1}
-        unlisted = {
-            str(key): value
-            for key, value in model.items()
-            if isinstance(value, StoredTensor) and self._unlisted(key, value)
-        }
-        return {key: places[_place(value)] for key, value in unlisted.items() if _place(value) in places}
+        unlisted = ((key, _place(stored)) for key, stored in self._unlisted(model).items())
+        return {key: places[place] for key, place in unlisted if place in places}
 
-    def _unlisted(self, key: Key, value: object) -> bool:
-        """Whether ``key`` is a tensor that is neither in the metadata nor a buffer, so may be cut too."""
-        buffers = self.metadata.buffers
-        if not isinstance(value, StoredTensor) or not value.shape or buffers is None:
-            return False
-        return key not in buffers and key not in self._by_key
+    def _unlisted(self, model: Mapping[Key, object]) -> dict[str, StoredTensor]:
+        """Tensors that are neither in the metadata nor buffers, so may be cut too."""
+        if self.metadata.buffers is None:
+            return {}
+        known = self.metadata.buffers | self._by_key.keys()
+        others = ((str(key), leaf) for key, leaf in model.items() if key not in known)
+        return {key: leaf for key, leaf in others if isinstance(leaf, StoredTensor) and leaf.shape}
 
     def unlisted(self) -> list[str]:
         """Tensors of which nothing says whether they are cut."""
-        return [
-            str(key)
-            for model in (self._models.values() if self.world_size > 1 else ())
-            for key, value in model.items()
-            if self._unlisted(key, value) and str(key) not in self._aliases(model)
-        ]
+        models = self._models.values() if self.world_size > 1 else ()
+        return [key for model in models for key in self._unlisted(model) if key not in self._aliases(model)]
 
     def absent(self) -> list[str]:
         """Tensors of the metadata that a state dict with others of them lacks."""

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, isqrt, prod
+from typing import TypeVar
 
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, all_ranks
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
@@ -32,6 +33,7 @@ _FAIRSCALE_FLAT = re.compile(r"(?:^|\.)flat_param_\d+$")
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
 _LARGEST = (1 << 63) - 1
 _MOST_TRIED = 1 << 20  # a length is believed before its bytes are seen
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +164,8 @@ def _require(condition: bool) -> None:  # noqa: FBT001 (reads as a sentence)
         raise _MalformedError
 
 
-def _dict(value: object) -> dict[object, object]:
-    if not isinstance(value, dict):
-        raise _MalformedError
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
+def _checked(value: object, kind: type[_T]) -> _T:
+    if not isinstance(value, kind):
         raise _MalformedError
     return value
 
@@ -193,7 +189,7 @@ def _params(prefix: str, names: object, shapes: object, numels: object) -> tuple
     _require(len({len(column) for column in columns}) == 1)
     params = []
     for name, shape, numel in zip(*columns, strict=True):
-        params.append(Param(joined(prefix, _text(name)), _shape(shape)))
+        params.append(Param(joined(prefix, _checked(name, str)), _shape(shape)))
         _require(params[-1].numel == numel)
     return tuple(params)
 
@@ -202,11 +198,11 @@ def _of_torch_xla(value: Mapping[object, object]) -> ShardMetadata:
     rank, world_size = value["rank"], value["world_size"]
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size <= MAX_RANKS:
         raise _MalformedError
-    flattened = _dict(value["flatten_info"])
+    flattened = _checked(value["flatten_info"], dict)
     tensors = tuple(
-        _xla_tensor(_text(module), _text(name), _dict(entry), flattened)
-        for module, entries in _dict(value["shard_info"]).items()
-        for name, entry in _dict(entries).items()
+        _xla_tensor(_checked(module, str), _checked(name, str), _checked(entry, dict), flattened)
+        for module, entries in _checked(value["shard_info"], dict).items()
+        for name, entry in _checked(entries, dict).items()
     )
     _require(bool(tensors))
     info = value.get("buffer_info")
@@ -221,7 +217,7 @@ def _of_torch_xla(value: Mapping[object, object]) -> ShardMetadata:
 def _xla_tensor(
     module: str, name: str, entry: Mapping[object, object], flattened: Mapping[object, object]
 ) -> ShardedTensor:
-    shape, whole = _shape(entry.get("_orig_size")), joined(module, _text(entry.get("_orig_name")))
+    shape, whole = _shape(entry.get("_orig_size")), joined(module, _checked(entry.get("_orig_name"), str))
     params: tuple[Param, ...] = (Param(without_wrappers(whole), shape),)
     if _XLA_FLAT in whole:
         columns = _list(flattened.get(whole))
@@ -238,32 +234,30 @@ def _of_fairscale(value: Mapping[object, object], modules: Sequence[object]) -> 
     tensors: list[ShardedTensor] = []
     shared: list[tuple[str, str]] = []
     for entry in modules:
-        module = _dict(entry)
+        module = _checked(entry, dict)
         held = list(_fairscale_tensors(module))
         shared.extend(_shared(module, [param.name for tensor in held for param in tensor.params]))
         tensors.extend(held)
-    names = value["buffer_names"]
-    if not tensors or not isinstance(names, list):
-        raise _MalformedError
+    _require(bool(tensors))
     # Flat parameters stand before the modules below them, wherever in the model the parameters stood; one that is not
     # flattened stays in its own module, of which nothing here says the place.
     listed = all(tensor.flattened for tensor in tensors) or len({tensor.module for tensor in tensors}) == 1
-    buffers = frozenset(str(name) for name in names)
+    buffers = frozenset(map(str, _checked(value["buffer_names"], list)))
     return ShardMetadata(
         FAIRSCALE, tuple(tensors), listed=listed, shared=tuple(shared), multiples=(1,), buffers=buffers
     )
 
 
 def _fairscale_tensors(module: Mapping[object, object]) -> Iterator[ShardedTensor]:
-    path = _text(module.get("fsdp_path"))
-    for name, entry in _dict(module.get("params")).items():
-        column = _dict(entry)
+    path = _checked(module.get("fsdp_path"), str)
+    for name, entry in _checked(module.get("params"), dict).items():
+        column = _checked(entry, dict)
         params = _params(path, column.get("names"), column.get("shapes"), column.get("numels"))
-        padding, flat = column.get("padding"), _FAIRSCALE_FLAT.search(_text(name)) is not None
+        padding, flat = column.get("padding"), _FAIRSCALE_FLAT.search(_checked(name, str)) is not None
         if type(padding) is not int:
             raise _MalformedError
         per_rank = bool(module.get("no_broadcast_optim_state"))
-        yield ShardedTensor(joined(path, _text(name)), path, params, flat, padding, per_rank)
+        yield ShardedTensor(joined(path, _checked(name, str)), path, params, flat, padding, per_rank)
 
 
 def _shared(module: Mapping[object, object], names: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -272,10 +266,10 @@ def _shared(module: Mapping[object, object], names: Sequence[str]) -> Iterator[t
     It has the last words of the two names swapped, which shows only where they differ: the parameter that is shared is
     one of ``names``, and the one that shares it is not.
     """
-    path = _text(module.get("fsdp_path"))
+    path = _checked(module.get("fsdp_path"), str)
     for pair in _list(module.get("shared_param_info", ())):
         _require(len(_list(pair)) == 2)
-        first, later = (joined(path, _text(name)) for name in _list(pair))
+        first, later = (joined(path, _checked(name, str)) for name in _list(pair))
         possible = {(later, first), (_with_last_word(later, first), _with_last_word(first, later))}
         fitting = [one for one in possible if one[1] in names and one[0] not in names]
         _require(len(fitting) == 1)
