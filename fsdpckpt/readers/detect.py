@@ -36,7 +36,7 @@ from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_na
 from fsdpckpt.readers import READERS
 from fsdpckpt.readers.assembly import ReadPart, join, read_part, without_exports
 from fsdpckpt.readers.beside import BesideUnits, flavor_of, manifest_units, units_beside, with_manifest, with_units
-from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, IgnoredFiles, Items, Part, ReadOptions, Tree
+from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, IgnoredFiles, Items, Part, ReadOptions
 from fsdpckpt.readers.side_files import missing_sections
 from fsdpckpt.readers.torch_ranks import may_be_torch, slices_of_one_rank
 from fsdpckpt.storage import UPLOADING, Entry, is_url
@@ -168,10 +168,9 @@ class _Opening:
         checkpoint = _with_flavor(join(self.source, [read], self.files, []), [entry.name], "")
         found = (*slices_of_one_rank(checkpoint, part.stem), *missing_sections(checkpoint, ()))
         checkpoint.problems = (*checkpoint.problems, *found)
-        if not is_url(self.source):
-            units = _nearest_units([os.path.dirname(self.source) or "."], self.sources)
-            if units is not None:
-                with_units(checkpoint, units)
+        units = None if is_url(self.source) else _nearest_units([os.path.dirname(self.source) or "."], self.sources)
+        if units is not None:
+            with_units(checkpoint, units)
         return checkpoint
 
     def directory(self) -> Checkpoint:
@@ -187,15 +186,7 @@ class _Opening:
         units = _nearest_units(self._directories_above(searched.path), self.sources)
         written = manifest_units(searched.path, searched.names, self.sources)
         self.files.units = written or (units.units if units is not None else self.files.units)
-        read: list[ReadPart] = []
-        refused: list[FsdpckptError] = []
-        for part in searched.parts:
-            if part.neighbour:
-                self._read_neighbour(part, read, refused, searched.notes)
-            else:
-                read.append(self._read_one_of(part, searched))
-        if refused and all(part.auxiliary for part in read):
-            raise refused[0]
+        read = self._read_parts(searched)
         if self.options.as_dcp:
             read, beside = without_exports(read)
             if beside:
@@ -222,23 +213,40 @@ class _Opening:
             places.append(parent)
         return places
 
-    def _read_one_of(self, part: Part, searched: _SearchResult) -> ReadPart:
-        """Read a part. Where many directories lie side by side, an error means that they are several checkpoints."""
-        try:
-            return self._read(part)
-        except SourceError:
-            if len(searched.directories) <= _MOST_DIRECTORIES:
-                raise
-            raise _several(searched.path, searched.directories) from None
+    def _read_parts(self, searched: _SearchResult) -> list[ReadPart]:
+        """Read every part. A file beside the checkpoint that cannot be read (a training script's classes) is left out.
+
+        Where many directories lie side by side, an error means that they are several checkpoints.
+        """
+        read: list[ReadPart] = []
+        refused: list[FsdpckptError] = []
+        for part in searched.parts:
+            known = len(self.files.files())
+            try:
+                read.append(self._read(part))
+            except SourceError as error:
+                if not part.neighbour and len(searched.directories) > _MOST_DIRECTORIES:
+                    raise _several(searched.path, searched.directories) from None
+                left_out = (SourceUnsafeError, SourceUnrecognisedError, SourceUnsupportedError)
+                if not part.neighbour or not isinstance(error, left_out):
+                    raise
+                self.files.forget(known)
+                refused.append(error)
+                names = ", ".join(error.details[:5]) or error.what
+                searched.notes.append(Note("not-carried", f"{part.label} is left out: {names}", part.stem))
+        if refused and all(part.auxiliary for part in read):
+            raise refused[0]
+        return read
 
     def _read(self, part: Part) -> ReadPart:
         tree = part.read(self.files, self.sources)
         if not isinstance(tree.root, dict):
+            kind = "tensor" if isinstance(tree.root, Tensor) else type(tree.root).__name__
             raise SourceUnrecognisedError(
-                f"{part.label} holds a single {_kind(tree)}, not a state dict",
+                f"{part.label} holds a single {kind}, not a state dict",
                 file=part.label,
                 expected="a dict of tensors, or of models and optimizers",
-                found=_kind(tree),
+                found=kind,
                 next_step="save a state dict: torch.save(model.state_dict(), new_path)",
             )
         read = read_part(part.label, part.stem, tree, extras=part.extras)
@@ -250,22 +258,6 @@ class _Opening:
                 file=part.label,
             )
         return read
-
-    def _read_neighbour(
-        self, part: Part, read: list[ReadPart], refused: list[FsdpckptError], notes: list[Note]
-    ) -> None:
-        """Read a file beside the checkpoint. One that cannot be read (a training script's classes) is not carried."""
-        before = self.files
-        self.files = FileTable(before.units)
-        for file in before.files():
-            self.files.add(file.path, file.nbytes)
-        try:
-            read.append(self._read(part))
-        except (SourceUnsafeError, SourceUnrecognisedError, SourceUnsupportedError) as error:
-            self.files = before
-            refused.append(error)
-            names = ", ".join(error.details[:5]) or error.what
-            notes.append(Note("not-carried", f"{part.label} is left out: {names}", part.stem))
 
     def _list(self, path: str) -> _Listing:
         """What lies directly in the directory ``path``. Raises what ``Reader.recognise_directory`` raises."""
@@ -379,8 +371,7 @@ def _of_a_larger_one(source: str) -> list[Note]:
     if is_url(source):
         return []
     above, name = os.path.split(os.path.abspath(source))
-    names = os.listdir(above) if os.access(above, os.R_OK) else []
-    flavor = _resuming(names)
+    flavor = _resuming(os.listdir(above) if os.access(above, os.R_OK) else [])
     if flavor is None or not re.search(flavor.state, name):
         return []
     folder = os.path.dirname(source.rstrip("/")) or "."
@@ -396,10 +387,6 @@ def _resuming(names: Sequence[str]) -> Flavor | None:
 
 def _parent_quoted(path: str) -> str:
     return shlex.quote(path.rpartition("/")[0] or ".")
-
-
-def _kind(tree: Tree) -> str:
-    return "tensor" if isinstance(tree.root, Tensor) else type(tree.root).__name__
 
 
 def _several(path: str, candidates: list[str]) -> NeedsInformationError:

@@ -177,6 +177,12 @@ class FileTable:
     def files(self) -> tuple[SourceFile, ...]:
         return tuple(self._files)
 
+    def forget(self, known: int) -> None:
+        """Take out all files but the first ``known``."""
+        for file in self._files[known:]:
+            del self._ids[file.path]
+        del self._files[known:]
+
 
 @dataclass(slots=True)
 class Tree:
