@@ -9,10 +9,7 @@ The metadata can be wrong where rows do not divide evenly; then the items decide
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby
-from operator import itemgetter
 from typing import NoReturn
 
 import numpy as np
@@ -72,9 +69,16 @@ def locate_chunks(directory: DcpDirectory, sources: Sources, tree: Tree) -> list
     declared = declared_chunks(directory, offset)
     if not declared:
         return []
-    contents = _Contents(directory, declared, offset)
-    _read_blobs(contents, sources)
-    _read_archives(contents, sources, tree)
+    contents = _Contents({number: directory.file(path) for path, number in directory.numbers.items()}, declared, offset)
+    _read_blobs(contents, directory, sources)
+    try:
+        checksums = contents.read_archives(sources)
+    except SourceUnrecognisedError as error:
+        raise _no_archive(directory, str(error.key), error) from None
+    tree.checksums = Checksums.joined([tree.checksums, *checksums])
+    wrong = contents.wrong()
+    if len(wrong):
+        _refuse(contents, directory, wrong)
     located = contents.located()
     uneven = [tensor for tensor in declared if located[tensor.key].chunks.size is not tensor.chunks.size]
     if uneven:
@@ -88,15 +92,15 @@ _SMALL_VALUE = 1 << 14  # bytes of a pickled value that is compared with those a
 class _Contents:
     """What the items of all chunks hold, in columns, tensor after tensor.
 
-    ``order``: the rows in the order of their files' names and offsets. ``offset``: of the first element, in the file;
-    the column that ``declared`` has. ``kind``: a position in ``structures.kinds``.
+    ``paths``: of the files, by number. ``order``: the rows in the order of their files' names and offsets. ``offset``:
+    of the first element, in the file; the column that ``declared`` has. ``kind``: a position in ``structures.kinds``.
     """
 
-    def __init__(self, directory: DcpDirectory, declared: Sequence[ChunkedTensor], offset: Int64Array) -> None:
-        self.directory, self.declared = directory, declared
+    def __init__(self, paths: Mapping[int, str], declared: Sequence[ChunkedTensor], offset: Int64Array) -> None:
+        self.declared, self._paths = declared, paths
         chunks = [tensor.chunks for tensor in declared]
         self._first = np.cumsum([0, *map(len, chunks)])
-        self._file = np.concatenate([rows.file for rows in chunks])
+        self.file = np.concatenate([rows.file for rows in chunks])
         self.item = np.concatenate([rows.item for rows in chunks if rows.item is not None])
         nbytes: dict[tuple[int, int], Int64Array] = {}
         forms = [(id(one.chunks.size), one.dtype.itemsize) for one in declared]  # tensors that are cut alike share both
@@ -104,20 +108,21 @@ class _Contents:
             if form not in nbytes:
                 nbytes[form] = one.chunks.size.prod(axis=1) * one.dtype.itemsize
         of_data = np.concatenate([nbytes[form] for form in forms])
-        self.is_blob = self.item[:, 1] == of_data  # an archive is always longer than its data
-        self._paths = {number: path for path, number in directory.numbers.items()}
-        names = np.zeros(max(self._paths, default=0) + 1, np.int64)
-        names[[directory.numbers[path] for path in sorted(directory.numbers)]] = np.arange(len(self._paths))
-        self.order = np.lexsort((self.item[:, 1], self.item[:, 0], names[self._file]))
+        self.spare = self.item[:, 1] - of_data  # bytes: an archive is always longer than its data
+        self.is_blob = self.spare == 0
+        names = np.zeros(max(paths, default=0) + 1, np.int64)
+        names[sorted(paths, key=paths.__getitem__)] = np.arange(len(paths))
+        self.order = np.lexsort((self.item[:, 1], self.item[:, 0], names[self.file]))
         self._offset = offset
-        self._kind = np.zeros(len(self._file), np.int64)
+        self.kind = np.zeros(len(self.file), np.int64)
         self.structures = Structures()
 
-    def in_files(self, rows: npt.NDArray[np.intp]) -> Iterator[tuple[str, npt.NDArray[np.intp]]]:
-        """``rows`` file by file, with the relative path of each."""
-        for part in np.split(rows, np.flatnonzero(np.diff(self._file[rows])) + 1):
+    def in_files(self, chosen: npt.NDArray[np.bool_]) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+        """The ``chosen`` rows file by file, with the number of each."""
+        rows = self.order[chosen[self.order]]
+        for part in np.split(rows, np.flatnonzero(np.diff(self.file[rows])) + 1):
             if len(part):
-                yield self._paths[int(self._file[part[0]])], part
+                yield int(self.file[part[0]]), part
 
     def tensor(self, row: int) -> tuple[ChunkedTensor, int]:
         """The tensor that ``row`` is a chunk of, and the number of the chunk."""
@@ -125,21 +130,35 @@ class _Contents:
         return self.declared[number], row - int(self._first[number])
 
     def put(self, rows: npt.NDArray[np.intp], offsets: Int64Array | list[int], kinds: Int64Array | list[int]) -> None:
-        self._offset[rows], self._kind[rows] = offsets, kinds
+        self._offset[rows], self.kind[rows] = offsets, kinds
 
-    def located(self) -> dict[str, ChunkedTensor]:
-        """Every tensor by its key, with the offsets, the sizes and the strides that its items have.
+    def read_archives(self, sources: Sources) -> list[Checksums]:
+        """Find the data of each item that is a torch archive. Raises what ``ItemReader.tensors`` raises."""
+        checksums: list[Checksums] = []
+        for number, rows in self.in_files(~self.is_blob):
+            reader = ItemReader(sources.open(self._paths[number]), self.structures)
+            try:
+                found = reader.tensors(*self.item[rows].T)
+            except SourceUnrecognisedError as error:
+                error.key = self.tensor(int(rows[reader.reading]))[0].key
+                raise
+            self.put(rows, found.offset, found.kind)
+            has = found.crc >= 0
+            file = np.full(int(has.sum()), number, np.int64)
+            checksums.append(Checksums(file, found.record_offset[has], found.record_nbytes[has], found.crc[has]))
+        return checksums
 
-        Raises SourceCorruptError when items have another dtype or number of dimensions than the metadata declares.
-        """
+    def wrong(self) -> npt.NDArray[np.intp]:
+        """The rows of which the item has another dtype or number of dimensions than the metadata declares."""
         kinds = self.structures.kinds
-        counts = np.diff(self._first)
         names = {dtype.name: number for number, (dtype, *_) in enumerate(kinds)}
         declared = np.array([(names.get(t.dtype.name, -1), len(t.shape)) for t in self.declared], np.int64)
         held = np.array([(names[dtype.name], len(shape)) for dtype, shape, _ in kinds], np.int64).reshape(-1, 2)
-        wrong = np.flatnonzero((held[self._kind] != np.repeat(declared, counts, axis=0)).any(axis=1))
-        if len(wrong):
-            self._refuse(wrong)
+        return np.flatnonzero((held[self.kind] != np.repeat(declared, np.diff(self._first), axis=0)).any(axis=1))
+
+    def located(self) -> dict[str, ChunkedTensor]:
+        """Every tensor by its key, with the offsets, the sizes and the strides that its items have."""
+        kinds = self.structures.kinds
         tables: dict[int, npt.NDArray[np.int64]] = {}  # by number of dimensions: shape and strides of each kind
         for number, (_, *form) in enumerate(kinds):
             table = tables.setdefault(len(form[0]), np.zeros((2, len(kinds), len(form[0])), np.int64))
@@ -149,7 +168,7 @@ class _Contents:
             tensor = self.declared[number]
             size, stride = tensor.chunks.size, tensor.chunks.stride
             rows = slice(self._first[number], self._first[number + 1])
-            held_size, held_stride = tables[len(tensor.shape)].take(self._kind[rows], axis=1)
+            held_size, held_stride = tables[len(tensor.shape)].take(self.kind[rows], axis=1)
             size = size if np.array_equal(size, held_size) else held_size
             stride = stride if np.array_equal(stride, held_stride) else held_stride
             located[tensor.key] = tensor._replace(chunks=replace(tensor.chunks, size=size, stride=stride))
@@ -164,7 +183,7 @@ class _Contents:
             tensors = np.flatnonzero((ndim == dimensions) & (counts > 0))
             rows = np.flatnonzero(np.repeat(ndim == dimensions, counts))
             if dimensions and len(tensors):
-                held = table[:, self._kind[rows]]
+                held = table[:, self.kind[rows]]
                 chunks = [self.declared[number].chunks for number in tensors.tolist()]
                 apart: npt.NDArray[np.bool_] = np.any(held[0] != np.concatenate([one.size for one in chunks]), axis=1)
                 apart |= np.any(held[1] != np.concatenate([one.stride for one in chunks]), axis=1)
@@ -173,50 +192,35 @@ class _Contents:
         found: list[int] = np.flatnonzero(differs).tolist()
         return found
 
-    def _refuse(self, wrong: npt.NDArray[np.intp]) -> NoReturn:
-        rows = self.order[np.isin(self.order, wrong)].tolist()
-        texts, files = list[str](), list[str]()
-        for row in rows[:50]:
-            tensor, chunk = self.tensor(row)
-            dtype, shape, _ = self.structures.kinds[int(self._kind[row])]
-            start, size = tuple(tensor.chunks.start[chunk].tolist()), tuple(tensor.chunks.size[chunk].tolist())
-            path = self._paths[int(self._file[row])]
-            files.append(self.directory.file(path))
-            texts.append(f"{tensor.key} at {start}: {path} holds {dtype.name} {shape}, not {tensor.dtype.name} {size}")
-        raise SourceCorruptError(
-            f"{self.directory.path}: {plural(len(rows), 'item', 'are')} not what the metadata says",
-            details=texts,
-            files=files,
-            file=self.directory.path,
-            key=self.tensor(rows[0])[0].key,
-            why="data files of another save overwrote those of this one",
-            next_step="use the checkpoint before this one",
-        )
+
+def _refuse(contents: _Contents, directory: DcpDirectory, wrong: npt.NDArray[np.intp]) -> NoReturn:
+    rows = contents.order[np.isin(contents.order, wrong)].tolist()
+    paths = {number: path for path, number in directory.numbers.items()}
+    texts, files = list[str](), list[str]()
+    for row in rows[:50]:
+        tensor, chunk = contents.tensor(row)
+        dtype, shape, _ = contents.structures.kinds[int(contents.kind[row])]
+        start, size = tuple(tensor.chunks.start[chunk].tolist()), tuple(tensor.chunks.size[chunk].tolist())
+        path = paths[int(contents.file[row])]
+        files.append(directory.file(path))
+        texts.append(f"{tensor.key} at {start}: {path} holds {dtype.name} {shape}, not {tensor.dtype.name} {size}")
+    raise SourceCorruptError(
+        f"{directory.path}: {plural(len(rows), 'item', 'are')} not what the metadata says",
+        details=texts,
+        files=files,
+        file=directory.path,
+        key=contents.tensor(rows[0])[0].key,
+        why="data files of another save overwrote those of this one",
+        next_step="use the checkpoint before this one",
+    )
 
 
-def _read_archives(contents: _Contents, sources: Sources, tree: Tree) -> None:
-    """Find the data of each item that is a torch archive."""
-    directory = contents.directory
-    checksums = [tree.checksums]
-    for path, rows in contents.in_files(contents.order[~contents.is_blob[contents.order]]):
-        reader = ItemReader(sources.open(directory.file(path)), contents.structures)
-        try:
-            found = reader.tensors(*contents.item[rows].T)
-        except SourceUnrecognisedError:
-            with _as_corrupt(directory, contents.tensor(int(rows[reader.reading]))[0].key):
-                raise
-        contents.put(rows, found.offset, found.kind)
-        has = found.crc >= 0
-        file = np.full(int(has.sum()), directory.numbers[path], np.int64)
-        checksums.append(Checksums(file, found.record_offset[has], found.record_nbytes[has], found.crc[has]))
-    tree.checksums = Checksums.joined(checksums)
-
-
-def _read_blobs(contents: _Contents, sources: Sources) -> None:
+def _read_blobs(contents: _Contents, directory: DcpDirectory, sources: Sources) -> None:
     """Files in the safetensors format: the header decides. A name stands in a file once, so a second chunk was lost."""
     lost: list[tuple[str, str, str]] = []  # key, what is lost, of which file
-    directory = contents.directory
-    for path, rows in contents.in_files(contents.order[contents.is_blob[contents.order]]):
+    paths = {number: path for path, number in directory.numbers.items()}
+    for number, rows in contents.in_files(contents.is_blob):
+        path = paths[number]
         file = directory.file(path)
         begin = int(contents.item[rows, 0].min())
         header = read_header(sources.open(file), begin=begin, end=directory.nbytes[path])
@@ -258,8 +262,10 @@ def read_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[s
             values[key], checksums = known[data]
             records.extend((number, begin + at, nbytes, crc) for _, at, nbytes, crc in checksums)
             continue
-        with _as_corrupt(directory, key):
+        try:
             value, checksums = load_torch(source, number, begin=begin, end=begin + length, rank=rank)
+        except SourceUnrecognisedError as error:
+            raise _no_archive(directory, key, error) from None
         records.extend(checksums)
         values[key] = value
         if data and not any(True for _ in leaf_tensors(value)):  # a tensor inside lies in its own item
@@ -268,21 +274,17 @@ def read_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[s
     return values
 
 
-@contextmanager
-def _as_corrupt(directory: DcpDirectory, key: str) -> Iterator[None]:
+def _no_archive(directory: DcpDirectory, key: str, error: SourceUnrecognisedError) -> SourceCorruptError:
     """Bytes that are no archive at all, where the metadata says one is, are damage."""
-    try:
-        yield
-    except SourceUnrecognisedError as error:
-        raise SourceCorruptError(
-            f"{directory.path}: the item of {key} is no torch archive",
-            file=error.file,
-            key=key,
-            expected=error.expected,
-            found=error.found,
-            why="the data file was damaged, or overwritten by another save",
-            next_step=COPY_AGAIN,
-        ) from None
+    return SourceCorruptError(
+        f"{directory.path}: the item of {key} is no torch archive",
+        file=error.file,
+        key=key,
+        expected=error.expected,
+        found=error.found,
+        why="the data file was damaged, or overwritten by another save",
+        next_step=COPY_AGAIN,
+    )
 
 
 def is_located(tensor: Tensor) -> bool:
@@ -312,42 +314,26 @@ def locate_rows(
     checkpoint has to be opened with ``locate=True``. Raises what ``ItemReader.tensors`` raises.
     """
     located = [replace(tensor, chunks=tensor.chunks.take(rows)) for tensor, rows in wanted]
-    jobs = [
-        (file, begin, length, number, row)
-        for number, tensor in enumerate(located)
-        if tensor.chunks.item is not None
-        for row, (file, (begin, length), offset) in enumerate(
-            zip(tensor.chunks.file.tolist(), tensor.chunks.item.tolist(), tensor.chunks.offset.tolist(), strict=True)
-        )
-        if offset < 0
-    ]
-    if not jobs:
+    unplaced = [number for number, tensor in enumerate(located) if not is_located(tensor)]
+    if not unplaced:
         return located
-    columns = {number: located[number].chunks for *_, number, _ in jobs}
-    places = {number: (chunks.offset.copy(), chunks.stride.copy()) for number, chunks in columns.items()}
-    structures = Structures()
-    for file, in_file in groupby(sorted(jobs), key=itemgetter(0)):
-        rows = list(in_file)
-        reader = ItemReader(sources.open(files[file].path), structures)
-        if not all(_is_archive(located[number], row, length) for _, _, length, number, row in rows):
+    ends = np.cumsum([len(located[number].chunks) for number in unplaced])
+    offset = np.full(ends[-1], -1, np.int64)
+    declared: list[ChunkedTensor] = []
+    for number, part in zip(unplaced, np.split(offset, ends[:-1]), strict=True):
+        tensor = located[number]
+        declared.append(ChunkedTensor(str(number), tensor.dtype, tensor.shape, replace(tensor.chunks, offset=part)))
+    contents = _Contents({number: file.path for number, file in enumerate(files)}, declared, offset)
+    if (contents.spare <= 0).any():  # of a blob in the safetensors format only its header says where the data lies
+        return None
+    try:
+        contents.read_archives(sources)
+    except SourceUnrecognisedError:
+        return None
+    if len(contents.wrong()):
+        return None
+    for number, before, after in zip(unplaced, declared, contents.located().values(), strict=True):
+        if after.chunks.size is not before.chunks.size:
             return None
-        try:
-            found = reader.tensors(*np.array([(begin, length) for _, begin, length, *_ in rows], np.int64).T)
-        except SourceUnrecognisedError:
-            return None
-        for kind, offset, (*_, number, row) in zip(found.kind.tolist(), found.offset.tolist(), rows, strict=True):
-            dtype, shape, stride = structures.kinds[kind]
-            if dtype is not located[number].dtype or list(shape) != columns[number].size[row].tolist():
-                return None
-            offsets, strides = places[number]
-            offsets[row], strides[row] = offset, stride
-    for number, (offsets, strides) in places.items():
-        chunks = replace(located[number].chunks, offset=offsets, stride=strides)
-        located[number] = replace(located[number], chunks=chunks)
+        located[number] = replace(located[number], chunks=after.chunks)
     return located
-
-
-def _is_archive(tensor: Tensor, row: int, length: int) -> bool:
-    """Whether an item of ``length`` can be an archive: of a blob in the safetensors format only its header says where
-    the data lies."""
-    return length > tensor.dtype.itemsize * int(np.prod(tensor.chunks.size[row], dtype=np.int64))
