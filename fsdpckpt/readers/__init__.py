@@ -6,8 +6,8 @@ A new format is one subpackage and one line here.
 from __future__ import annotations
 
 from fsdpckpt.readers.dcp import DcpReader
+from fsdpckpt.readers.dcp.megatron import MegatronReader
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
-from fsdpckpt.readers.megatron import MegatronReader
 from fsdpckpt.readers.protocol import Reader
 from fsdpckpt.readers.safetensors import SafetensorsReader
 from fsdpckpt.readers.torch_ranks import TorchReader

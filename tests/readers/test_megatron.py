@@ -37,8 +37,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.loading import StorageReader
 from fsdpckpt.readers.dcp import open_directory
+from fsdpckpt.readers.dcp.megatron import MegatronReader
 from fsdpckpt.readers.dcp.read import UNREAD
-from fsdpckpt.readers.megatron import MegatronReader
 from tests.golden.megatron.net import Net
 from tests.readers.contents import opened
 from tests.readers.reader_contract import WEIGHTS, ReaderContract

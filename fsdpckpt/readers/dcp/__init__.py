@@ -56,7 +56,7 @@ class DcpReader:
 
 def _part(path: str, options: ReadOptions) -> Part:
     def read(files: FileTable, sources: Sources) -> Tree:
-        from fsdpckpt.readers.dcp.megatron_fsdp import unwrap_megatron_fsdp
+        from fsdpckpt.readers.dcp.megatron import unwrap_megatron_fsdp
         from fsdpckpt.readers.dcp.read import read_dcp
 
         tree = read_dcp(path, files, sources, locate=options.locate)

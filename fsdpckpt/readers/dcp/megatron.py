@@ -1,4 +1,4 @@
-"""Read Megatron-core's distributed checkpoints, ``torch_dist`` directories.
+"""Read Megatron-core's distributed checkpoints: ``torch_dist`` directories, and what Megatron FSDP adds to DCP.
 
 ``dist_checkpointing.save`` writes a DCP directory without planner data, ``metadata.json`` with the name of the format,
 and the values that all ranks share in ``common.pt`` (since core 0.19 in the object ``common_state``). The training loop
@@ -8,8 +8,12 @@ puts each into ``iter_<number>/`` and the last number into ``latest_checkpointed
 Tensors have the names and global shapes that Megatron gave them: layers of one form are one tensor with a dimension for
 the layers (``decoder.layers.mlp.linear_fc1.weight``). Optimizer states are ``optimizer.state.<state>.<parameter>``
 (``megatron/core/dist_checkpointing/optimizer.py``, ``megatron/core/optimizer/distrib_optimizer.py``). No param group
-lists its parameters: ``transform.weight_decay`` says which those are. Directories of Megatron FSDP are plain DCP, and
-``dcp.megatron_fsdp`` reads them.
+lists its parameters: ``transform.weight_decay`` says which those are.
+
+Megatron FSDP (``--ckpt-format fsdp_dtensor``) saves a plain DCP directory, and keeps the settings of param groups
+parameter by parameter. Both take the gate (``_w``) and the value (``_v``) of SwiGLU apart, so that tensor parallel
+ranks divide each (``megatron/core/transformer/fsdp_dtensor_checkpoint.py``, ``handle_swiglu_in_state_dict``;
+``optimizer/distrib_optimizer.py``, ``sharded_param_state_fsdp_dtensor``).
 """
 
 from __future__ import annotations
@@ -17,17 +21,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind
-from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value
+import numpy as np
+
+from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError, damaged
+from fsdpckpt.ir.checkpoint import LITERAL, Checksums, Evidence, EvidenceKind
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.beside import claim_named
-from fsdpckpt.readers.dcp.megatron_fsdp import join_halves, join_states, plain, step_tensor
-from fsdpckpt.readers.optimizer_forms import notes_on_copies
+from fsdpckpt.readers.optimizer_forms import groups_of_equal_settings, notes_on_copies
 from fsdpckpt.readers.protocol import Claim, FileTable, Items, Part, ReadOptions, Tree
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
@@ -43,6 +49,11 @@ _BUFFERS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
 _MASTERS = ("fp32_param", "param")  # the weights that the optimizer updates
 _COMMON_OBJECT = "common_state/shard_0_1"
 _NOT_SETTINGS = frozenset({"is_expert_parallel", "default_config", "params"})
+
+_SETTINGS = "param_to_group_meta"
+_GATE = re.compile(r"\.linear_fc1\.(?:weight|bias)\d*_w$")
+_WRAPPERS = re.compile(r"^(?:module\.)+")
+_PLAIN = frozenset({"Namespace", "SimpleNamespace", "Signals"})
 
 _Dict = dict[Key, Value]
 
@@ -124,20 +135,22 @@ def _read_torch_dist(
     tree = read_dcp(path, files, sources, locate=locate)
     saved = _Saved(path, tree)
     shared = _shared(common, saved, files, sources)
-    kept = [saved.buffers.pop(key) for key in list(saved.buffers) if _is_optimizer_object(key)]
+    # Beside the buffers: what a group of data-parallel ranks keeps of its optimizer.
+    kept = [saved.buffers.pop(key) for key in list(saved.buffers) if str(key).partition("/")[0].endswith(".optimizer")]
     optimizers = list(_optimizers(shared.pop("optimizer", None)))
     if kept and isinstance(kept[0], list):
         optimizers += _optimizers(kept[0][0])
     names = saved.states
-    for weights in names.values():
-        weights.update({"step": step} if (step := _step(optimizers, files)) is not None else {})
+    for entry in names.values():
+        if (step := _step(optimizers, files)) is not None:
+            entry["step"] = step
     groups = [group for optimizer in optimizers for group in _groups(optimizer)]
     root: _Dict = {"model": saved.with_masters()}
     if names or saved.buffers or groups:
-        states: _Dict = {name: cast(Value, entry) for name, entry in names.items()}
+        states = cast(_Dict, dict(names))
         root["optimizer"] = {"state": states, "param_groups": _listed(groups, list(map(str, names))), **saved.buffers}
     extras = {**saved.objects, **shared, **_scaler(optimizers)}
-    root.update({key: plain(value) for key, value in extras.items() if key not in root})
+    root.update({key: _plain(value) for key, value in extras.items() if key not in root})
     tree.world_size = saved.ranks
     tree.root, tree.flavor = root, "megatron"
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{path} is a torch_dist checkpoint of Megatron-core"))
@@ -167,7 +180,7 @@ class _Saved:
                 self.model[key] = value
             elif value != [None]:  # modules without a state of their own save None for each layer
                 self.objects[key] = value
-        self.model, self.states = join_halves(self.model, self.path), join_states(self.states, self.path)
+        self.model, self.states = _join_halves(self.model, self.path), _join_states(self.states, self.path)
 
     @property
     def ranks(self) -> int:
@@ -183,12 +196,12 @@ class _Saved:
             weight = self.model.get(name)
             for leaf in (*states.values(), *masters):
                 if isinstance(leaf, Tensor) and isinstance(weight, Tensor) and leaf.shape not in ((), weight.shape):
-                    raise SourceCorruptError(
-                        f"{self.path}: a state of {name!s} does not have the shape of the parameter",
-                        file=self.path,
+                    raise damaged(
+                        self.path,
+                        f"a state of {name!s} does not have the shape of the parameter",
+                        f"shape {list(weight.shape)}",
+                        f"shape {list(leaf.shape)}",
                         key=str(name),
-                        expected=f"shape {list(weight.shape)}",
-                        found=f"shape {list(leaf.shape)}",
                         why="data of several saves lie together, or a version of Megatron-core that is not known "
                         "wrote it",
                         next_step="save it again, or report it with the version of Megatron-core",
@@ -203,7 +216,7 @@ class _Saved:
 
 def _shared(common: Entry | None, saved: _Saved, files: FileTable, sources: Sources) -> _Dict:
     """The values that all ranks share."""
-    value: Value = None
+    value: Value
     if common is not None:
         from fsdpckpt.readers.torch_ranks.read import read_torch_file
 
@@ -236,11 +249,6 @@ def _optimizers(value: Value) -> Iterator[Mapping[Key, Value]]:
         yield {**value, **inner} if isinstance(inner, dict) else value
 
 
-def _is_optimizer_object(key: Key) -> bool:
-    """Whether this is what a group of data-parallel ranks keeps of its optimizer, beside the buffers."""
-    return str(key).partition("/")[0].endswith(".optimizer")
-
-
 def _groups(optimizer: Mapping[Key, Value]) -> list[_Dict]:
     groups = optimizer.get("param_groups")
     return [dict(group) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
@@ -251,10 +259,8 @@ def _step(optimizers: Sequence[Mapping[Key, Value]], files: FileTable) -> Tensor
     for optimizer in optimizers:
         state = optimizer.get("state")
         common = state.get("common_step") if isinstance(state, dict) else None
-        found = [common, *(group.get("step") for group in _groups(optimizer))]
-        for step in found:
-            tensor = step_tensor(step, files)
-            if tensor is not None:
+        for step in (common, *(group.get("step") for group in _groups(optimizer))):
+            if (tensor := _step_tensor(step, files)) is not None:
                 return tensor
     return None
 
@@ -272,3 +278,127 @@ def _listed(groups: list[_Dict], names: list[str]) -> list[Value]:
 def _scaler(optimizers: Sequence[Mapping[Key, Value]]) -> _Dict:
     scaler = next((one["grad_scaler"] for one in optimizers if one.get("grad_scaler")), None)
     return {} if scaler is None else {"grad_scaler": scaler}
+
+
+def unwrap_megatron_fsdp(tree: Tree, files: FileTable, path: str) -> None:
+    """Change ``tree`` where Megatron FSDP saved it: one tensor for both halves, names without ``module.``, and param
+    groups that list their parameters.
+
+    Raises SourceCorruptError for halves that are not alike.
+    """
+    root = tree.root
+    if not isinstance(root, dict) or not _is_megatrons(root):
+        return
+    changed = {key: _plain(value) for key, value in root.items()}
+    model, optimizer = root.get("model"), root.get("optimizer")
+    if isinstance(model, dict):
+        changed["model"] = _join_halves({_unwrapped(key): value for key, value in model.items()}, path)
+    if isinstance(optimizer, dict):
+        changed["optimizer"] = _optimizer(optimizer, files, path)
+    tree.root, tree.flavor = changed, "megatron"
+    tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{path} is an fsdp_dtensor checkpoint of Megatron"))
+
+
+def _is_megatrons(root: Mapping[Key, Value]) -> bool:
+    optimizer = root.get("optimizer")
+    return "model" in root and (
+        (isinstance(optimizer, dict) and _SETTINGS in optimizer) or {"args", "checkpoint_version"} <= root.keys()
+    )
+
+
+def _unwrapped(key: Key) -> Key:
+    return _WRAPPERS.sub("", key) if isinstance(key, str) else key
+
+
+def _optimizer(optimizer: Mapping[Key, Value], files: FileTable, path: str) -> _Dict:
+    state, settings = optimizer.get("state"), optimizer.get(_SETTINGS)
+    if not isinstance(state, dict) or not isinstance(settings, dict):
+        return dict(optimizer)
+    joined = _join_states({_unwrapped(name): entry for name, entry in state.items() if isinstance(entry, dict)}, path)
+    by_name: dict[str, _Dict] = {}
+    for name, own in settings.items():
+        setting = dict(own) if isinstance(own, dict) else {}
+        step = _step_tensor(setting.pop("step", None), files)
+        by_name[str(_unwrapped(name))] = setting
+        if step is not None and _unwrapped(name) in joined:
+            joined[_unwrapped(name)].setdefault("step", step)
+    order: dict[Key, None] = dict.fromkeys([*by_name, *joined])
+    rest = {key: value for key, value in optimizer.items() if key not in ("state", _SETTINGS)}
+    named = cast(_Dict, {name: joined[name] for name in order if name in joined})
+    return {"state": named, "param_groups": cast("list[Value]", groups_of_equal_settings(by_name)), **rest}
+
+
+def _join_states(states: Mapping[Key, Mapping[Key, Value]], path: str) -> dict[Key, dict[Key, Value]]:
+    """``states``, by parameter and then by state, with each gate and value of SwiGLU as one parameter."""
+    joined: dict[Key, dict[Key, Value]] = {}
+    for key in dict.fromkeys(key for entry in states.values() for key in entry):
+        leaves = {name: entry[key] for name, entry in states.items() if key in entry}
+        for name, leaf in _join_halves(leaves, path).items():
+            joined.setdefault(name, {})[key] = leaf
+    return joined
+
+
+def _join_halves(leaves: Mapping[Key, Value], path: str) -> _Dict:
+    """``leaves`` with each gate and value of SwiGLU as one, in the place of the gate."""
+    names = (str(name).removesuffix("_w") for name in leaves if _GATE.search(str(name)))
+    whole = {name: (leaves[f"{name}_w"], leaves[f"{name}_v"]) for name in names if f"{name}_v" in leaves}
+    taken = {f"{name}{half}": name for name in whole for half in ("_w", "_v")}
+    joined: _Dict = {}
+    for key, leaf in leaves.items():
+        name = taken.get(str(key))
+        if name is None:
+            joined[key] = leaf
+            continue
+        gate, value = whole[name]
+        if isinstance(gate, Tensor) and isinstance(value, Tensor) and gate.ndim:
+            joined.setdefault(name, _joined(gate, value, name, path))
+        else:
+            joined.setdefault(name, gate)  # the number of steps: both halves have the parameter's
+    return joined
+
+
+def _joined(gate: Tensor, value: Tensor, name: str, path: str) -> Tensor:
+    if gate.shape != value.shape or gate.dtype is not value.dtype:
+        raise damaged(
+            path,
+            f"the gate and the value of {name} are not alike",
+            f"{gate.dtype.name} {list(gate.shape)}",
+            f"{value.dtype.name} {list(value.shape)}",
+            key=name,
+            why="data of several saves lie together, or the metadata was damaged",
+        )
+    rows = gate.shape[0]
+    first, last = gate.chunks, value.chunks
+    shifted = last.start.copy()
+    shifted[:, 0] += rows
+    columns = {
+        column: np.concatenate([getattr(first, column), getattr(last, column)])
+        for column in ("rank", "file", "offset", "size", "stride")
+    }
+    item = None if first.item is None or last.item is None else np.concatenate([first.item, last.item])
+    chunks = Chunks(start=np.concatenate([first.start, shifted]), item=item, **columns)
+    return replace(gate, shape=(2 * rows, *gate.shape[1:]), chunks=chunks, sharded=True, placement="[Shard(0)]")
+
+
+def _step_tensor(step: Value, files: FileTable) -> Tensor | None:
+    """The number of steps as torch's optimizers keep it for each parameter, of a number that Megatron keeps once."""
+    if isinstance(step, Tensor) or step is None:
+        return step
+    if not isinstance(step, (int, float)) or not abs(step) < 1 << 53:
+        return None
+    number = np.array(step, "<f4").tobytes()
+    file = files.add(f"{LITERAL}{number.hex()}", len(number))
+    return Tensor(DTYPES["float32"], (), Chunks.whole(file=file, offset=0, shape=()), sharded=False)
+
+
+def _plain(value: Value) -> Value:
+    """``value`` with dicts and values for objects of Megatron's classes, so that whoever loads it needs no Megatron."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, tuple):
+        return tuple(_plain(one) for one in value)
+    if isinstance(value, Object) and (value.function.module.startswith("megatron.") or value.function.name in _PLAIN):
+        return _plain(value.state if isinstance(value.state, dict) else value.args[0] if value.args else None)
+    return value
