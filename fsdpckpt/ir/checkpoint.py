@@ -60,88 +60,24 @@ TorchRec's keyed optimizers allow it. ``_optim_state_dict`` copies such a value,
 
 ParamKey: TypeAlias = int | str
 
-NoteKind: TypeAlias = Literal[
-    "buffer-type",
-    "carried",
-    "cast",
-    "chunks-corrected",
-    "cleared",
-    "dropped",
-    "empty-entries",
-    "encoded",
-    "filled",
-    "flattened-names",
-    "found-below",
-    "groups-flattened",
-    "groups-rebuilt",
-    "ids-repaired",
-    "ignored",
-    "inferred",
-    "linked",
-    "manifest",
-    "master-weights",
-    "missing-state",
-    "model-found",
-    "normalised",
-    "not-carried",
-    "part-of",
-    "optimizer-found",
-    "orders",
-    "plain",
-    "rekeyed",
-    "renamed",
-    "repeated",
-    "replicas",
-    "resumed",
-    "several-models",
-    "several-optimizers",
-    "staged",
-    "stray",
-    "tied",
-    "unconfigured",
-    "undetermined",
-    "unflattened",
-    "units",
-    "units-ambiguous",
-    "units-unreadable",
-    "unlisted",
-    "unmatched",
-    "unnamed",
-    "unread",
-    "unshared",
-    "unused",
-    "zero-3",
-]
-"""What a note is about, as ``fsdpckpt.json`` and ``--json`` say it."""
+NoteKind: TypeAlias = (
+    Literal["found-below", "model-found", "optimizer-found", "part-of", "several-models", "several-optimizers", "stray"]
+    | Literal["chunks-corrected", "empty-entries", "ids-repaired", "inferred", "orders", "replicas", "repeated", "tied"]
+    | Literal["buffer-type", "master-weights", "normalised", "unread", "unshared", "unused", "zero-3"]
+    | Literal["missing-state", "undetermined", "unlisted", "unmatched", "unnamed"]
+    | Literal["units", "units-ambiguous", "units-unreadable", "flattened-names", "unflattened"]
+    | Literal["cast", "dropped", "encoded", "filled", "ignored", "rekeyed", "renamed"]
+    | Literal["groups-flattened", "groups-rebuilt", "plain", "unconfigured"]
+    | Literal["carried", "cleared", "linked", "manifest", "not-carried", "resumed", "staged"]
+)
+"""What a note is about, as ``fsdpckpt.json`` and ``--json`` say it: what was found, made of it, and written."""
 
-ProblemKind: TypeAlias = Literal[
-    "aliased-states",
-    "checksum",
-    "digest",
-    "flattened",
-    "flattened-lost",
-    "incomplete",
-    "length",
-    "manifest",
-    "missing-file",
-    "missing-key",
-    "missing-rank",
-    "missing-section",
-    "names",
-    "not-finite",
-    "outside",
-    "overlap",
-    "parameter-order",
-    "quantized",
-    "rank-mismatch",
-    "replica",
-    "state",
-    "step",
-    "stray",
-    "truncated",
-    "units",
-    "unreadable",
-]
+ProblemKind: TypeAlias = (
+    Literal["checksum", "digest", "length", "missing-file", "missing-rank", "not-finite", "truncated", "unreadable"]
+    | Literal["aliased-states", "incomplete", "outside", "overlap", "quantized", "replica", "step"]
+    | Literal["flattened", "flattened-lost", "names", "parameter-order", "rank-mismatch", "state", "units"]
+    | Literal["manifest", "missing-key", "missing-section", "stray"]
+)
 """What is wrong, as ``--json`` says it."""
 
 

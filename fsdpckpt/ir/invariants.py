@@ -9,6 +9,7 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.quantized import maps_in, parts_in, scales_in
-from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor, spans_of
 from fsdpckpt.ir.values import Value
 from fsdpckpt.text import plural
 
@@ -33,8 +34,6 @@ INCOMPLETE = frozenset(
     {"incomplete", "missing-rank", "missing-key", "missing-file", "missing-section", "missing-state"}
 )
 UNSUPPORTED = frozenset({"aliased-states", "flattened", "flattened-lost"})
-
-MANY = 48  # chunks: above this, columns are faster than plain Python
 
 ALIASED_WHY = (
     "FSDP1 with use_orig_params=True, trained on CPU and gathered with offload_to_cpu=True, hands out every state of a "
@@ -124,30 +123,35 @@ def aliased_states(optim: OptimState, checkpoint: Checkpoint) -> Iterator[Proble
             )
 
 
+class _Span(NamedTuple):
+    """The bytes of ``file`` from the first element to the end of the last one of a chunk: that of ``row`` of a tensor,
+    which is number ``tensor`` in a list."""
+
+    file: int
+    begin: int
+    end: int
+    tensor: int
+    row: int
+
+
 def _sharing(tensors: list[tuple[str, Tensor]]) -> tuple[str, str, int] | None:
     """Two states and the file in which they overlap."""
-    if any(len(tensor.chunks) > MANY for _, tensor in tensors) and _plainly_apart([tensor for _, tensor in tensors]):
+    if _plainly_apart([tensor for _, tensor in tensors]):
         return None
-    spans: list[tuple[int, int, int, int, int]] = []
+    spans: list[_Span] = []
     for index, (_, tensor) in enumerate(tensors):
-        chunks = tensor.chunks
-        itemsize = tensor.dtype.itemsize
-        offsets = chunks.offset.tolist()
-        if len(offsets) == 1:
-            number = chunks.file.item()
-            spans.append((number, offsets[0], offsets[0] + _span(tensor, 0, itemsize), index, 0))
-            continue
-        for row, (number, offset) in enumerate(zip(chunks.file.tolist(), offsets, strict=True)):
-            spans.append((number, offset, offset + _span(tensor, row, itemsize), index, row))
+        begin = tensor.chunks.offset
+        ranges = zip(tensor.chunks.file.tolist(), begin.tolist(), (begin + spans_of([tensor])).tolist(), strict=True)
+        spans += [_Span(*places, index, row) for row, places in enumerate(ranges)]
     spans.sort()
-    reached: tuple[int, int, int, int, int] | None = None
+    reached: _Span | None = None
     for span in spans:
-        if span[1] < 0 or span[2] <= span[1]:  # not located, or empty
+        if span.begin < 0 or span.end <= span.begin:  # not located, or empty
             continue
-        overlaps = reached is not None and reached[0] == span[0] and span[1] < reached[2]
-        if reached is not None and overlaps and reached[3] != span[3] and _collide(tensors, reached, span):
-            return tensors[reached[3]][0], tensors[span[3]][0], span[0]
-        if reached is None or not overlaps or span[2] > reached[2]:
+        overlaps = reached is not None and reached.file == span.file and span.begin < reached.end
+        if reached is not None and overlaps and reached.tensor != span.tensor and _collide(tensors, reached, span):
+            return tensors[reached.tensor][0], tensors[span.tensor][0], span.file
+        if reached is None or not overlaps or span.end > reached.end:
             reached = span
     return None
 
@@ -156,14 +160,7 @@ def _plainly_apart(tensors: Sequence[Tensor]) -> bool:
     """True when no two located chunks overlap, found in columns; False says nothing."""
     number = np.concatenate([tensor.chunks.file for tensor in tensors])
     begin = np.concatenate([tensor.chunks.offset for tensor in tensors])
-    spans: dict[tuple[int, int, int], Int64Array] = {}  # by the ids of sizes and strides, which many tensors share
-    parts: list[Int64Array] = []
-    for tensor in tensors:
-        alike = (id(tensor.chunks.size), id(tensor.chunks.stride), tensor.dtype.itemsize)
-        if alike not in spans:
-            spans[alike] = _spans(tensor)
-        parts.append(spans[alike])
-    span = np.concatenate(parts)
+    span = spans_of(tensors)
     kept = (begin >= 0) & (span > 0)
     number, begin, span = number[kept], begin[kept], span[kept]
     order = np.lexsort((begin, number))
@@ -171,42 +168,20 @@ def _plainly_apart(tensors: Sequence[Tensor]) -> bool:
     return not ((number[1:] == number[:-1]) & (begin[1:] < begin[:-1] + span[:-1])).any()
 
 
-def _spans(tensor: Tensor) -> Int64Array:
-    """As ``_span``, for all chunks."""
-    size, stride = tensor.chunks.size, tensor.chunks.stride
-    spans: Int64Array = (((size - 1) * stride).sum(axis=1) + 1) * tensor.dtype.itemsize
-    spans[(size == 0).any(axis=1)] = 0
-    return spans
-
-
-def _span(tensor: Tensor, row: int, itemsize: int) -> int:
-    """Bytes from a chunk's first element to the end of its last."""
-    size = tensor.chunks.size[row].tolist()
-    if 0 in size:
-        return 0
-    stride = tensor.chunks.stride[row].tolist()
-    last = 1
-    for count, step in zip(size, stride, strict=True):
-        last += (count - 1) * step
-    return last * itemsize
-
-
-def _collide(
-    tensors: list[tuple[str, Tensor]], one: tuple[int, int, int, int, int], other: tuple[int, int, int, int, int]
-) -> bool:
+def _collide(tensors: list[tuple[str, Tensor]], one: _Span, other: _Span) -> bool:
     """False for interleaved views (``buffer[:, 0]`` beside ``buffer[:, 1]``): their spans overlap, no element does."""
     period = 0
     widest = 0
-    for _, _, _, index, row in (one, other):
-        tensor = tensors[index][1]
-        itemsize = tensor.dtype.itemsize
+    for span in (one, other):
+        tensor = tensors[span.tensor][1]
+        chunks, itemsize = tensor.chunks, tensor.dtype.itemsize
         widest = max(widest, itemsize)
-        for count, step in zip(tensor.chunks.size[row].tolist(), tensor.chunks.stride[row].tolist(), strict=True):
+        for count, step in zip(chunks.size[span.row].tolist(), chunks.stride[span.row].tolist(), strict=True):
             if count > 1:
                 period = gcd(period, step * itemsize)
     if period == 0:
         return True
-    apart = (other[1] - one[1]) % period
+    apart = (other.begin - one.begin) % period
     return not widest <= apart <= period - widest
 
 

@@ -25,7 +25,7 @@ from fsdpckpt.formats.zip_write import TorchZip
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile, WrittenTensor
-from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride, spans_of
 from fsdpckpt.ir.values import Global, Key, Object, Value, leaf_tensors, walk
 from fsdpckpt.producers import Step
 from fsdpckpt.text import first_of
@@ -278,7 +278,7 @@ def _overlapping(tensors: list[Tensor]) -> list[list[Tensor]]:
         return []
     begin = np.concatenate([tensor.chunks.offset for tensor in tensors])
     file = np.concatenate([tensor.chunks.file for tensor in tensors])
-    end = begin + np.fromiter((_span(tensor) for tensor in tensors), np.int64, len(tensors))
+    end = begin + spans_of(tensors)
     order = np.lexsort((begin, file))
     groups: list[list[Tensor]] = []
     reach, reach_file = -1, -1
@@ -292,13 +292,6 @@ def _overlapping(tensors: list[Tensor]) -> list[list[Tensor]]:
             groups.append([tensors[index]])
             reach, reach_file = until, number
     return [group for group in groups if len(group) > 1]
-
-
-def _span(tensor: Tensor) -> int:
-    """Bytes from the first to past the last element of a one-chunk tensor."""
-    size, stride = tensor.chunks.size[0].tolist(), tensor.chunks.stride[0].tolist()
-    elements: int = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
-    return elements * tensor.dtype.itemsize
 
 
 def _share(group: list[Tensor], casts: Mapping[Tensor, DType], views: dict[Tensor, _SharedView]) -> bool:
@@ -332,7 +325,7 @@ def _share_union(group: list[Tensor], dtype: DType, views: dict[Tensor, _SharedV
     begin = min(begins)
     if any((at - begin) % source.itemsize for at in begins):
         return False
-    end = max(at + _span(tensor) for at, tensor in zip(begins, group, strict=True))
+    end = max(at + span for at, span in zip(begins, spans_of(group).tolist(), strict=True))
     shape = ((end - begin) // source.itemsize,)
     flat = Tensor(source, shape, Chunks.whole(file=int(group[0].chunks.file[0]), offset=begin, shape=shape))
     record = _Shared(flat, dtype, None)
