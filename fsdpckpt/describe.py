@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -110,36 +111,25 @@ def describe(
 ) -> Description:
     """Summarise ``checkpoint`` and list the tensors of ``selection``. ``measure`` computes their statistics."""
     chosen: list[NamedTensor] = []
-    rows: dict[str, _Sums] = {}
+    by_section: dict[str, list[NamedTensor]] = {}
     for named in checkpoint.tensors():
-        rows.setdefault(named.section, _Sums()).add(named)
+        by_section.setdefault(named.section, []).append(named)
         if selection is None or selection.takes(named.section, named.key):
             chosen.append(named)
-    sections = {section: sums.summary() for section, sums in rows.items()}
+    sections = {section: _summary(tensors) for section, tensors in by_section.items()}
     stats = tuple(measure(chosen)) if measure is not None else None
     key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
     return Description(checkpoint, sections, tuple(chosen), stats, key_type)
 
 
-class _Sums:
-    def __init__(self) -> None:
-        self._tensors = 0
-        self._elements = 0
-        self._nbytes = 0
-        self._params: set[str] = set()
-        self._dtypes: dict[str, int] = {}
-
-    def add(self, named: NamedTensor) -> None:
-        tensor = named.tensor
-        numel = tensor.numel
-        self._tensors += 1
-        self._elements += numel
-        self._nbytes += numel * tensor.dtype.itemsize
-        self._params.add(named.param)
-        self._dtypes[tensor.dtype.name] = self._dtypes.get(tensor.dtype.name, 0) + 1
-
-    def summary(self) -> SectionSummary:
-        return SectionSummary(self._tensors, len(self._params), self._elements, self._nbytes, dict(self._dtypes))
+def _summary(tensors: list[NamedTensor]) -> SectionSummary:
+    return SectionSummary(
+        tensors=len(tensors),
+        parameters=len({named.param for named in tensors}),
+        elements=sum(named.tensor.numel for named in tensors),
+        nbytes=sum(named.tensor.nbytes for named in tensors),
+        dtypes=dict(Counter(named.tensor.dtype.name for named in tensors)),
+    )
 
 
 def _rows(description: Description) -> Iterator[dict[str, Json]]:

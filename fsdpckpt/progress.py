@@ -20,15 +20,12 @@ class Progress(Protocol):
 
     def begin(self, stage: str, total_bytes: int) -> None:
         """A stage starts: ``"read"``, ``"copy"``, ``"verify"``, ... ``total_bytes`` 0 when it has no size."""
-        ...
 
     def advance(self, nbytes: int) -> None:
         """``nbytes`` more bytes are done."""
-        ...
 
     def end(self) -> None:
         """The stage is complete."""
-        ...
 
 
 class NoProgress:
@@ -48,7 +45,7 @@ INTERVAL = 0.1  # seconds: as often as a bar is redrawn
 
 
 class ProgressPipe:
-    """A ``Progress`` that appends its events to ``path``, one JSON list a line. Nothing is written before the first."""
+    """A ``Progress`` that appends each call to ``path``, one JSON list a line. Nothing is written before the first."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -118,17 +115,8 @@ def _follow(path: str, progress: Progress, ended: threading.Event) -> None:
             whole = text[: text.rfind("\n") + 1]
             at += len(whole.encode())
             for line in whole.splitlines():
-                _report(progress, json.loads(line))
+                method, *values = json.loads(line)
+                getattr(progress, method)(*values)
         if last:
             return
         ended.wait(INTERVAL)
-
-
-def _report(progress: Progress, event: list[object]) -> None:
-    kind, *rest = event
-    if kind == "begin":
-        progress.begin(str(rest[0]), int(str(rest[1])))
-    elif kind == "advance":
-        progress.advance(int(str(rest[0])))
-    else:
-        progress.end()

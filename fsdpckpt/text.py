@@ -54,22 +54,13 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
-_SINGULAR = {
-    "are": "is",
-    "have": "has",
-    "were": "was",
-    "do": "does",
-    "share": "shares",
-    "differ": "differs",
-    "belong": "belongs",
-    "stand": "stands",
-}
+_SINGULAR = {"are": "is", "have": "has", "were": "was", "do": "does"}  # all others get an s
 
 
 def plural(count: int, word: str, verb: str = "") -> str:
     """``3 tensors``, ``1 tensor``; with the ``verb`` "are" ``3 tensors are``, ``1 tensor is``."""
     if count == 1:
-        return f"1 {word} {_SINGULAR[verb]}" if verb else f"1 {word}"
+        return f"1 {word} {_SINGULAR.get(verb, f'{verb}s')}" if verb else f"1 {word}"
     words = f"{word[:-1]}ies" if word.endswith("try") else f"{word}s"
     return f"{count_text(count)} {words} {verb}".rstrip()
 

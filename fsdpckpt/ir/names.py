@@ -16,7 +16,7 @@ from fsdpckpt.ir.checkpoint import (
     ParamKey,
     group_params,
 )
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Key, Value, like
 from fsdpckpt.text import plural
 
 # FSDP1, checkpoint_wrapper and offload_wrapper, torch.compile, FSDP of torch 1.11 and of fairscale
@@ -57,9 +57,7 @@ def keeps_order(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
     """Whether the model section of ``checkpoint``, whose parameters are ``names``, is in the order of a state dict."""
     if any(one.kind is EvidenceKind.ORDER for one in checkpoint.evidence):
         return False
-    if checkpoint.container is Container.SAFETENSORS:
-        return False
-    return not sorted_by_a_tool(names)
+    return checkpoint.container is not Container.SAFETENSORS and not sorted_by_a_tool(names)
 
 
 def comes_back(names: Iterable[str]) -> bool:
@@ -195,10 +193,8 @@ def _outside_fsdp(name: str) -> str:
 
 def _names(optim: OptimState | None) -> list[str]:
     """Every string key of the optimizer, once, in order."""
-    if optim is None:
-        return []
-    listed = optim.grouped_keys()
-    return list(dict.fromkeys(key for key in (*optim.state, *listed) if isinstance(key, str)))
+    keys = (*optim.state, *optim.grouped_keys()) if optim is not None else ()
+    return list(dict.fromkeys(key for key in keys if isinstance(key, str)))
 
 
 def _bare(names: Mapping[str, str], like: Iterable[str]) -> dict[str, str]:
@@ -226,11 +222,7 @@ def _metadata(metadata: Value) -> Value:
     """``_metadata`` with cleaned module paths. Of a wrapper and its module with one path, the module's entry stays."""
     if not isinstance(metadata, dict):
         return metadata
-    cleaned = {clean(key) if isinstance(key, str) else key: value for key, value in metadata.items()}
-    changed: dict[Key, Value] = type(metadata)(cleaned)
-    if type(metadata) is not dict:
-        vars(changed).update(vars(metadata))
-    return changed
+    return like(metadata, {clean(key) if isinstance(key, str) else key: value for key, value in metadata.items()})
 
 
 def _renamed(optim: OptimState, names: Mapping[str, str]) -> OptimState:

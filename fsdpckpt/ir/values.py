@@ -11,24 +11,16 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isnan
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from typing import Any, TypeAlias, Union
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Tensor
 
 Scalar: TypeAlias = bool | int | float | complex | str | bytes | bytearray | None
 Key: TypeAlias = Union[Scalar, "Global", "Object", tuple["Key", ...]]
 Value: TypeAlias = Union[
-    Scalar,
-    "Tensor",
-    "Global",
-    "Object",
-    list["Value"],
-    tuple["Value", ...],
-    set["Key"],
-    dict["Key", "Value"],
+    Scalar, Tensor, "Global", "Object", list["Value"], tuple["Value", ...], set["Key"], dict["Key", "Value"]
 ]
 
 
@@ -141,11 +133,7 @@ def walk(value: Value, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, 
 
 def leaf_tensors(value: Value) -> Iterator[tuple[tuple[Key, ...], Tensor]]:
     """Every tensor under ``value`` with its path."""
-    from fsdpckpt.ir.tensors import Tensor
-
-    for path, leaf in walk(value):
-        if isinstance(leaf, Tensor):
-            yield path, leaf
+    yield from ((path, leaf) for path, leaf in walk(value) if isinstance(leaf, Tensor))
 
 
 def equal(one: Value, other: Value) -> bool:
