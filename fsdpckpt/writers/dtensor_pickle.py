@@ -92,16 +92,16 @@ class DTensorPickle(RankPickle):
         dims = tuple(dim for dim, placed in enumerate(sharding.placements) if placed is not None)
         self._mesh(sharding.mesh, dims)
         placements = tuple(placement for placement in sharding.placements if placement is not None)
-        raw(text("placements") + self.once(placements, lambda: self._placements(placements)))
+        raw(
+            text("placements")
+            + self.once(placements, lambda: tuple_of([self._placement_of(one) for one in placements]))
+        )
         raw(text("tensor_meta") + name(self._specs, "TensorMeta") + self.size(shape))
         raw(integers(contiguous_stride(shape)) + name("torch", dtype.name) + b"\x87\x81")
         if self._torch >= (2, 10):
             sizes = tuple(sharding.mesh.sizes[dim] for dim in dims)
             self._shard_order(placements, sizes)
         raw(text("_hash") + b"N" + BUILD + b"u\x86tR")
-
-    def _placements(self, placements: Sequence[Placement]) -> bytes:
-        return tuple_of([self._placement_of(placement) for placement in placements])
 
     def _placement_of(self, placement: Placement) -> bytes:
         text, types = self.text, self._placement_types
@@ -135,13 +135,13 @@ class DTensorPickle(RankPickle):
 
     def _order_entries(self, placements: Sequence[Placement], sizes: Sequence[int]) -> bytes:
         """Each cut tensor dimension with its mesh dimensions, in the order in which they cut it."""
-        entries: list[bytes] = []
         order = decoded_order(sizes, placements, first_of_equals=True) or {}  # {}: one that PyTorch has no words for
-        for dim, mesh_dims in sorted(order.items()):
-            # The name is memoised where it is used first, and only if it is.
-            entry = self.name(self._specs, "ShardOrderEntry")
-            entries.append(entry + integer(dim) + integers(mesh_dims) + b"\x86\x81")
-        return tuple_of(entries)
+        return tuple_of(
+            [
+                self.name(self._specs, "ShardOrderEntry") + integer(dim) + integers(mesh_dims) + b"\x86\x81"
+                for dim, mesh_dims in sorted(order.items())
+            ]
+        )
 
     def _mesh(self, mesh: MeshShape, dims: tuple[int, ...]) -> None:
         """The mesh that ``init_device_mesh(device, sizes)`` makes, or its submesh of ``dims``."""
@@ -158,6 +158,13 @@ class DTensorPickle(RankPickle):
         # The cached hash is of the process that saved: None makes the next one compute its own.
         self.raw(self.text("_hash") + b"N" + BUILD + self.once(key, lambda: b""))
 
+    def _whole_mesh(self, mesh: MeshShape, dims: tuple[int, ...]) -> None:
+        """The mesh that the submesh of ``dims`` is one of; None where it is the whole."""
+        if len(dims) < len(mesh.sizes):
+            self._mesh(mesh, tuple(range(len(mesh.sizes))))
+        else:
+            self.raw(b"N")
+
     def _mesh_of_layout(self, mesh: MeshShape, dims: tuple[int, ...]) -> None:
         """The attributes of 2.10 and newer: all ranks of the job, and a layout of sizes and strides into them."""
         text, raw = self.text, self.raw
@@ -173,10 +180,7 @@ class DTensorPickle(RankPickle):
         raw(BUILD + text("_rank_map"))
         self.view(self.literal(DTYPES["int32"], packed))
         raw(text("_mesh_dim_names") + self._dim_names(mesh, dims) + text("_root_mesh"))
-        if len(dims) < len(mesh.sizes):
-            self._mesh(mesh, tuple(range(len(mesh.sizes))))
-        else:
-            raw(b"N")
+        self._whole_mesh(mesh, dims)
         raw(text("_flatten_rank_map") + ranks + text("_thread_id") + b"N" + text("_flatten_mapping") + b"}")
         groups = self._group_names(mesh)
         raw(text("_dim_group_names") + list_of([text(groups[dim]) for dim in dims]))
@@ -186,7 +190,7 @@ class DTensorPickle(RankPickle):
             raw(text("_rank"))
             self.of_rank(integer)
         else:
-            self.of_rank(lambda rank: list_of(list(map(integer, _coordinate(mesh, dims, rank)))))
+            self.of_rank(lambda rank: list_of(map(integer, _coordinate(mesh, dims, rank))))
         if self._torch >= (2, 15):
             raw(text("_preserve_rank_order") + b"\x89")
 
@@ -206,17 +210,14 @@ class DTensorPickle(RankPickle):
         raw(text("_flatten_mesh_list") + integers(ranks) + text("_thread_id") + b"N")
         if self._torch < (2, 5):
             raw(text("_parent_mesh"))
-            if len(dims) < len(mesh.sizes):
-                self._mesh(mesh, tuple(range(len(mesh.sizes))))
-            else:
-                raw(b"N")
+            self._whole_mesh(mesh, dims)
         groups = self._group_names(mesh)
         if self._torch < (2, 8):
             raw(text("_dim_group_infos") + list_of([self._group_info(mesh, dim, groups[dim]) for dim in dims]))
         else:
             raw(text("_dim_group_names") + list_of([text(groups[dim]) for dim in dims]))
         raw(text("_coordinate_on_dim"))
-        self.of_rank(lambda rank: list_of(list(map(integer, _coordinate(mesh, dims, rank)))))
+        self.of_rank(lambda rank: list_of(map(integer, _coordinate(mesh, dims, rank))))
 
     def _group_names(self, mesh: MeshShape) -> list[str]:
         """The names of this rank's process group along each dimension of ``mesh``.

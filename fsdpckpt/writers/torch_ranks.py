@@ -91,49 +91,35 @@ class RankFiles:
 
     def _template(self, rank: int, path: str, value: Value) -> _Template:
         file, pickle, archive = self._one(rank, path, value)
-        sharding = [self.shardings.get(tensor) for tensor, *_ in self.data.tensors]
-        cut = np.array(
-            [
-                self._cuts[tensor.shape, cut] if cut is not None else -1
-                for (tensor, *_), cut in zip(self.data.tensors, sharding, strict=True)
-            ],
-            np.int64,
-        )
+        cuts = [
+            -1 if (sharding := self.shardings.get(tensor)) is None else self._cuts[tensor.shape, sharding]
+            for tensor, *_ in self.data.tensors
+        ]
         names = _in_blob(file, np.array(archive.names(), np.int64))
-        return _Template(file, pickle, archive, cut[as_table(file.item_columns, 4)[:, 2]], names)
+        cut = np.array(cuts, np.int64)[as_table(file.item_columns, 4)[:, 2]]
+        return _Template(file, pickle, archive, cut, names)
 
     def _file(self, template: _Template, rank: int, file: TargetFile) -> TargetFile:
         """``file``, of a rank of the template's kind, with its columns."""
-        path = file.path
         blob = bytearray(template.file.blob)
         begin = int(_in_blob(template.file, np.array([template.archive.pickle_at], np.int64))[0])
         pickle = bytearray(blob[begin : begin + template.archive.pickle_nbytes])
         for at, make in template.pickle.of_ranks:
             number = make(rank)
             if len(number) != len(make(template.pickle.rank)):
-                raise InternalError(f"{path} is not like the file of rank {template.pickle.rank}")
+                raise InternalError(f"{file.path} is not like the file of rank {template.pickle.rank}")
             pickle[at : at + len(number)] = number
-        changes = template.archive.with_pickle(pickle)
-        for place, (_, content) in zip(
-            _in_blob(template.file, np.array([at for at, _ in changes])), changes, strict=True
-        ):
+        offsets, contents = zip(*template.archive.with_pickle(pickle), strict=True)
+        for place, content in zip(_in_blob(template.file, np.array(offsets)), contents, strict=True):
             blob[place : place + len(content)] = content
-        stem = np.frombuffer(_stem(path).encode(), np.uint8)
+        stem = np.frombuffer(_stem(file.path).encode(), np.uint8)
         np.frombuffer(blob, np.uint8)[template.names[:, None] + np.arange(len(stem))] = stem
         items = as_table(template.file.item_columns, 4).copy()
         boxes = [mesh_box(shape, sharding, rank) for shape, sharding in self._cuts]
         places = np.array([self.data.box(box.offsets, box.sizes) for box in boxes], np.int64)
         cut = template.cut >= 0
         items[cut, 3] = places[template.cut[cut]]
-        return TargetFile(
-            path,
-            self.data,
-            template.file.nbytes,
-            blob,
-            template.file.literal_columns,
-            array("q", items.tobytes()),
-            template.file.checksum_columns,
-        )
+        return replace(template.file, path=file.path, blob=blob, item_columns=array("q", items.tobytes()))
 
 
 def _stem(path: str) -> str:
@@ -209,10 +195,8 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         files += section(names.extra, extras)
         notes += extra_notes(checkpoint, world_size)
     if device is None and spec.tensor is TensorForm.DTENSOR:
-        text = (
-            f"DTensors record a mesh of {mesh.device} devices, which the source does not say (--mesh-device changes it)"
-        )
-        notes.append(Note("inferred", text))
+        what = f"a mesh of {mesh.device} devices, which the source does not say (--mesh-device changes it)"
+        notes.append(Note("inferred", f"DTensors record {what}"))
     return Target(files, notes=notes)
 
 

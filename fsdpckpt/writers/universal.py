@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
@@ -74,8 +74,8 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
             else:
                 _add(files, path, leaf if state == _STEP else {"param": leaf, "cat_dim": 0}, casts)
     if checkpoint.optim is not None:
-        _add(files, f"{directory}/zero/optimizer_state.pt", _optimizer_state(checkpoint, groups, extra), casts)
-        notes += _notes_on_groups(checkpoint)
+        _add(files, f"{directory}/zero/optimizer_state.pt", _optimizer_state(checkpoint.optim, groups, extra), casts)
+        notes += _notes_on_groups(checkpoint.optim)
     latest = TargetFile("latest_universal")
     latest.literal(directory.encode())
     left = tuple(str(key) for key in extra if key in _OWN_KEYS and key != "mp_world_size")
@@ -131,14 +131,9 @@ def _weights(
     params: Mapping[str, Tensor | Value], groups: Sequence[Sequence[str]], checkpoint: Checkpoint
 ) -> dict[str, Tensor]:
     """The trained parameters by name. Raises NeedsInformationError and SourceUnsupportedError."""
-    weights: dict[str, Tensor] = {}
-    unlisted: list[str] = []
-    for name in (name for group in groups for name in group):
-        leaf = params.get(name)
-        if isinstance(leaf, Tensor):
-            weights[name] = leaf
-        else:
-            unlisted.append(name)
+    leaves = {name: params.get(name) for group in groups for name in group}
+    weights = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    unlisted = [name for group in groups for name in group if name not in weights]
     if unlisted:
         raise NeedsInformationError(
             f"{plural(len(unlisted), 'parameter')} of the optimizer, not in the model: {first_of(unlisted, _SHOWN)}",
@@ -203,8 +198,9 @@ def _module_states(
     as ZeRO 3 has them. Buffers and frozen parameters are in the first."""
     module: dict[Key, Value] = OrderedDict()
     for name, leaf in params.items():
-        apart = isinstance(leaf, Tensor) and (name in weights or name in shared)
-        module[name] = _placeholder(leaf) if apart and isinstance(leaf, Tensor) else leaf
+        if isinstance(leaf, Tensor) and (name in weights or name in shared):
+            leaf = Tensor(leaf.dtype, (0,), Chunks.whole(file=0, offset=0, shape=(0,)))  # noqa: PLW2901  # a placeholder
+        module[name] = leaf
     shapes = [OrderedDict((name, weights[name].shape) for name in group) for group in groups]
     beside = {key: value for key, value in extra.items() if key not in _OWN_KEYS and key not in _OF_OPTIMIZER}
     if _scaler(extra) is not None:
@@ -232,19 +228,12 @@ def _module_states(
     return [file, of_rank]
 
 
-def _placeholder(tensor: Tensor) -> Tensor:
-    return Tensor(tensor.dtype, (0,), Chunks.whole(file=0, offset=0, shape=(0,)))
-
-
 def _optimizer_state(
-    checkpoint: Checkpoint, groups: Sequence[Sequence[str]], extra: Mapping[Key, Value]
+    optim: OptimState, groups: Sequence[Sequence[str]], extra: Mapping[Key, Value]
 ) -> dict[Key, Value]:
     """What all parameters share: the param groups, where ZeRO 1 and 2 and where ZeRO 3 look for them."""
-    optim = checkpoint.optim
-    held = optim.state if optim is not None else {}
-    settings = optim.param_groups or [] if optim is not None else []
-    param_groups: list[Value] = [{**group, "params": [number]} for number, group in enumerate(settings)]
-    steps = [held[group[0]].get(_STEP) if group else None for group in groups]
+    param_groups: list[Value] = [{**group, "params": [number]} for number, group in enumerate(optim.param_groups or ())]
+    steps = [optim.state[group[0]].get(_STEP) if group else None for group in groups]
     states: dict[Key, Value] = {number: {_STEP: step} for number, step in enumerate(steps) if step is not None}
     version = extra.get("ds_version")
     root: dict[Key, Value] = {key: extra[key] for key in _OF_OPTIMIZER if key in extra}
@@ -254,7 +243,7 @@ def _optimizer_state(
     root["ds_version"] = version if isinstance(version, str) else _VERSION
     root["optimizer_state_dict"] = {"state": states, "param_groups": param_groups}
     root["param_groups"] = param_groups
-    return {**(optim.extra if optim is not None else {}), **root}
+    return {**optim.extra, **root}
 
 
 def _scaler(extra: Mapping[Key, Value]) -> Object | None:
@@ -266,11 +255,10 @@ def _scaler(extra: Mapping[Key, Value]) -> Object | None:
     return Object(Global("deepspeed.runtime.fp16.loss_scaler", name), new=True, state=state, has_state=True)
 
 
-def _notes_on_groups(checkpoint: Checkpoint) -> list[Note]:
+def _notes_on_groups(optim: OptimState) -> list[Note]:
     """What ZeRO 3 does not restore, and says nothing of."""
-    optim = checkpoint.optim
-    groups = optim.param_groups or [] if optim is not None else []
-    states = {state for entry in (optim.state.values() if optim is not None else ()) for state in entry}
+    groups = optim.param_groups or []
+    states = {state for entry in optim.state.values() for state in entry}
     notes: list[Note] = []
     uneven = sorted(
         str(key) for key in groups[0] if key != "params" and any(one.get(key) != groups[0][key] for one in groups)
