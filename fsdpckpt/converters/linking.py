@@ -2,7 +2,7 @@
 
 ``--link`` says how; whether a file system can is tried before anything is laid out, since a layout of links is another
 one than that of copies. Two kinds of target files are links: the data files of a DCP source, to which the writer lets
-the new ``.metadata`` point (``writers.dcp_links``), and whole files of any kind of which the plan shows that it would
+the new ``.metadata`` point (``writers.dcp``), and whole files of any kind of which the plan shows that it would
 write the same bytes to the same places. A linked file is never opened for writing.
 
 A hard link is the same file under a second name. A reflink is a new file that shares the blocks of the other one until

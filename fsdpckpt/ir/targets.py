@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -183,6 +183,57 @@ def as_table(columns: array[int], width: int) -> Int64Array:
 
 def _rows(columns: array[int], width: int) -> list[tuple[int, ...]]:
     return list(zip(*[iter(columns)] * width, strict=True))
+
+
+EACH = -1
+"""In the columns of an item that is put into files at many places: each place says which tensor, and which box."""
+
+
+class ItemKinds:
+    """The columns of several laid-out items, one after the other. Each is a kind of items that files have many of."""
+
+    def __init__(self, kinds: list[TargetFile]) -> None:
+        self._literals = _joined([as_table(kind.literal_columns, 3) for kind in kinds], 3)
+        self._items = _joined([as_table(kind.item_columns, 4) for kind in kinds], 4)
+        self._checksums = _joined([as_table(kind.checksum_columns, 4) for kind in kinds], 4)
+
+    def put(
+        self, file: TargetFile, kind: Int64Array, begin: Int64Array, tensor: Int64Array, box: Int64Array
+    ) -> TargetFile:
+        """``file`` with items of these kinds at these offsets, with these tensors and boxes in place of ``EACH``."""
+        number, literals = _rows_of(self._literals, kind)
+        literals[:, 0] += begin[number]
+        number, items = _rows_of(self._items, kind)
+        items[:, 0] += begin[number]
+        each = items[:, 2] == EACH
+        items[each, 2], items[each, 3] = tensor[number[each]], box[number[each]]
+        number, checksums = _rows_of(self._checksums, kind)
+        checksums += begin[number, None]  # all of them have two places
+        return replace(
+            file,
+            literal_columns=array("q", literals.tobytes()),
+            item_columns=array("q", items.tobytes()),
+            checksum_columns=array("q", checksums.tobytes()),
+            make=None,
+        )
+
+
+_Joined: TypeAlias = tuple[Int64Array, Int64Array, Int64Array]
+
+
+def _joined(tables: list[Int64Array], width: int) -> _Joined:
+    """All rows, and for each table the first of its rows and their number."""
+    count = np.array([len(table) for table in tables], np.int64)
+    return np.concatenate([np.zeros((0, width), np.int64), *tables]), np.cumsum(count) - count, count
+
+
+def _rows_of(joined: _Joined, tables: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """The rows of ``tables``, one table after the other: to which of them each belongs, and the rows."""
+    rows, first, count = joined
+    counts = count[tables]
+    number = np.repeat(np.arange(len(tables)), counts)
+    place = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts - first[tables], counts)
+    return number, rows[place]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,21 +3,25 @@
 Sharded tensors are cut as their mesh cuts them (by default along dimension 0), and rank r's chunks lie in
 ``__{r}_0.distcp``, so that each of N loading ranks reads its own file only. What several ranks hold lies once, in the
 file of the rank that ``torch.distributed.checkpoint._dedup_save_plans`` chooses. Each item is a ``torch.save`` archive.
-Where files of the source may be linked, ``.metadata`` points to the items in them (``dcp_links``).
+
+An item of a data file carries neither names nor the place of its box: ``.metadata`` says both. Where a target wants the
+boxes that a DCP source has, in their dtypes, its ``.metadata`` can point to the source's items: the files are linked.
 """
 
 from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_pickle
 from fsdpckpt.formats.pickle.opcodes import PickleOpcodes, StorageView
@@ -26,12 +30,11 @@ from fsdpckpt.formats.zip_write import ALIGNMENT, TorchZip
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import CODES, QMAP, Blocks, Blockwise
-from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
-from fsdpckpt.ir.tensors import Box, Int64Array, Tensor, contiguous_stride
+from fsdpckpt.ir.targets import EACH, ItemKinds, LinkedFile, Target, TargetData, TargetFile
+from fsdpckpt.ir.tensors import Box, Int64Array, Tensor, contiguous_stride, first_equal
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.layouts import HeldChunks, RankBoxes, SharedChunk, mesh_chunks, source_chunks
 from fsdpckpt.writers import WriteSpec
-from fsdpckpt.writers.dcp_links import Linked, LinkedItems
 from fsdpckpt.writers.state_dicts import Leaf, flatten
 from fsdpckpt.writers.torch_full import lay_out_file
 
@@ -53,18 +56,18 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     held = [_held(leaf.value, spec) for leaf in leaves]
     ranks = world_size or max((rank + 1 for chunks in held if chunks for rank in chunks.own_ranks), default=1)
     placed = _dedup(leaves, held, casts, ranks)
-    links = LinkedItems(
-        [(leaf.tensor, boxes) for leaf, boxes in zip(leaves, placed, strict=True)], casts, spec.linkable
-    )
+    links = _Links([(leaf.tensor, boxes) for leaf, boxes in zip(leaves, placed, strict=True)], casts, spec.linkable)
     names = [links.free_name(rank) for rank in range(ranks)]
     files, entries = _Items(casts, names, links).lay_out(leaves, placed)
-    pickled = metadata_pickle(entries, [*names, *links.names().values()])
-    metadata = TargetFile(_METADATA, nbytes=len(pickled), blob=pickled)
-    metadata.literal_columns.extend((0, 0, len(pickled)))
+    pickled = metadata_pickle(entries, [*names, *links.names.values()])
+    metadata = TargetFile(
+        _METADATA, nbytes=len(pickled), blob=pickled, literal_columns=array("q", (0, 0, len(pickled)))
+    )
     files.append(metadata)
     for file in files:
         file.path = spec.path + file.path
-    return Target(files, notes, links.files(spec.path))
+    linked = [LinkedFile(spec.path + name, number, int(links.used[number])) for number, name in links.names.items()]
+    return Target(files, notes, linked)
 
 
 def _held(value: Value | Blockwise, spec: WriteSpec) -> HeldChunks | None:
@@ -85,14 +88,11 @@ def _of_elements(chunks: HeldChunks, blocks: Blocks) -> HeldChunks:
     """The boxes of a parameter whose codes are ``chunks``."""
     if not blocks.packed:
         return chunks
-
-    def rows(held: RankBoxes) -> RankBoxes:
-        start, size = (np.zeros((len(held.rank), len(blocks.shape)), np.int64) for _ in range(2))
-        size[:] = blocks.shape
-        start[:, 0], size[:, 0] = held.start[:, 0] * blocks.group, held.size[:, 0] * blocks.group
-        return RankBoxes(held.rank, start, size)
-
-    return HeldChunks(rows(chunks.own), chunks.own_ranks)
+    rows = chunks.own
+    start, size = np.zeros((2, len(rows.rank), len(blocks.shape)), np.int64)
+    size[:] = blocks.shape
+    start[:, 0], size[:, 0] = rows.start[:, 0] * blocks.group, rows.size[:, 0] * blocks.group
+    return HeldChunks(RankBoxes(rows.rank, start, size), chunks.own_ranks)
 
 
 def _dedup(
@@ -161,6 +161,78 @@ def _nbytes(value: Value | Blockwise, casts: Mapping[Tensor, DType]) -> int:
     return value.numel * casts.get(value, value.dtype).itemsize if isinstance(value, Tensor) else 0
 
 
+class _Linked(NamedTuple):
+    """Where those boxes of one tensor lie that are in linked files, one row each. ``boxes``: which of all these are.
+
+    ``file``: a number of the source's; ``offset``, ``nbytes``: of the item in it.
+    """
+
+    boxes: npt.NDArray[np.bool_]
+    file: Int64Array
+    offset: Int64Array
+    nbytes: Int64Array
+
+
+class _Links:
+    """The items of the source that a target points to. ``names``: of each linked file, by its number in the source.
+
+    ``used``: the bytes that are taken from each. ``items``: the linked boxes of each value by its number among
+    ``values``, the target's tensors (None for other values) with the boxes of each; others have to be written.
+    ``casts``: the new dtypes. ``linkable``: the source's files that may be linked. Of these, a file is linked when most
+    bytes that the target takes from it are items that stay as they are.
+    """
+
+    def __init__(
+        self, values: Sequence[tuple[Tensor | None, RankBoxes]], casts: Mapping[Tensor, DType], linkable: frozenset[int]
+    ) -> None:
+        files = max(linkable, default=-1) + 1
+        kept, copied, rank = np.zeros((3, files), np.int64)  # bytes of each file, and the rank that wrote it
+        found: dict[int, tuple[Int64Array, Int64Array, Int64Array]] = {}
+        for number, (tensor, boxes) in enumerate(values if linkable else ()):
+            if tensor is not None and tensor.chunks.item is not None:
+                chunks, item = tensor.chunks, tensor.chunks.item
+                stored, rows = _stored_boxes(tensor, item, boxes)
+                usable = stored[np.isin(chunks.file[stored], list(linkable))]
+                wanted = np.isin(usable, rows) & (tensor not in casts)
+                for used, total in ((wanted, kept), (~wanted, copied)):
+                    np.add.at(total, chunks.file[usable[used]], item[usable[used], 1])
+                rank[chunks.file[usable]] = chunks.rank[usable]
+                if tensor not in casts:
+                    found[number] = (rows, np.where(rows < 0, -1, chunks.file[rows]), item[rows])
+        linked = [file for file in sorted(linkable) if kept[file] > copied[file]]
+        self._named: Counter[int] = Counter()
+        self.names = {file: self.free_name(int(rank[file])) for file in linked}
+        self.used = np.zeros(files, np.int64)
+        self.items: dict[int, _Linked] = {}
+        for number, (_, file, item) in found.items():
+            taken = np.isin(file, linked)
+            if taken.any():
+                self.items[number] = _Linked(taken, file[taken], item[taken, 0], item[taken, 1])
+                np.add.at(self.used, file[taken], item[taken, 1])
+
+    def free_name(self, rank: int) -> str:
+        """The name of one more data file of ``rank``, as ``FileSystemWriter`` numbers them."""
+        self._named[rank] += 1
+        return f"__{rank}_{self._named[rank] - 1}.distcp"
+
+
+def _stored_boxes(tensor: Tensor, item: Int64Array, wanted: RankBoxes) -> tuple[Int64Array, Int64Array]:
+    """The chunks that the source stores in items of their own, of replicas the first; and for each box of ``wanted``
+    the one that is it, -1 for none.
+
+    Not those of data files in the safetensors format, which hold one blob for all.
+    """
+    chunks = tensor.chunks
+    nbytes = chunks.size.prod(axis=1) * tensor.dtype.itemsize
+    archives = np.flatnonzero(item[:, 1] > nbytes)
+    start = np.concatenate([chunks.start[archives], wanted.start])
+    equal = first_equal(np.concatenate([start, np.concatenate([chunks.size[archives], wanted.size])], axis=1))
+    count = len(archives)
+    found = equal[count:]
+    stored = archives[equal[:count] == np.arange(count)]
+    return stored, np.where(found < count, archives[np.minimum(found, max(count - 1, 0))] if count else -1, -1)
+
+
 class _Alike(NamedTuple):
     """The items of entries that are cut alike, one row each: its kind, its box in ``TargetData.boxes`` (0 for a value),
     and what ``.metadata`` says of it. The number of a file is the rank that writes it."""
@@ -181,7 +253,7 @@ class _Items:
 
     casts: Mapping[Tensor, DType]
     names: list[str]  # of the data file of each rank
-    links: LinkedItems
+    links: _Links
     data: TargetData = field(default_factory=TargetData)
     blob: bytearray = field(default_factory=bytearray)
     kinds: list[TargetFile] = field(default_factory=list)
@@ -210,7 +282,7 @@ class _Items:
         starts = np.flatnonzero(np.diff(rank, prepend=-1)).tolist()
         ends = np.cumsum(np.array([file.nbytes for file in self.kinds], np.int64)[kind])
         begin = np.concatenate([[0], ends])
-        kinds, files = _Kinds(self.kinds), []
+        kinds, files = ItemKinds(self.kinds), []
         for low, high in pairwise([*starts, len(rank)]):
             rows, at = slice(low, high), int(begin[low])
             begin[rows] -= at
@@ -225,7 +297,7 @@ class _Items:
             dtype, shape = leaf.looks or (None, ())
             dtype = self._dtype(leaf.tensor) if leaf.tensor is not None else dtype
             items, of_leaf = each.items, offset[last - len(each.kind) : last]
-            linked = self.links.of(number)
+            linked = self.links.items.get(number)
             if linked is not None:
                 items, of_leaf = self._with_linked(placed[number], items, of_leaf, linked)
             entries.append(DcpEntry(leaf.key, leaf.path, dtype, shape, items, of_leaf))
@@ -233,17 +305,17 @@ class _Items:
 
     def _written(self, number: int, value: Value | Blockwise, boxes: RankBoxes) -> RankBoxes:
         """Which of ``boxes`` have to be written, on which rank."""
-        if self.links and not isinstance(value, Tensor | Blockwise):
+        if self.links.names and not isinstance(value, Tensor | Blockwise):
             return _whole(0, ())  # the linked files hold the data: one small one for all the rest
-        linked = self.links.of(number)
+        linked = self.links.items.get(number)
         return boxes if linked is None else boxes.take(~linked.boxes)
 
     def _with_linked(
-        self, boxes: RankBoxes, items: StoredItems, offset: Int64Array, linked: Linked
+        self, boxes: RankBoxes, items: StoredItems, offset: Int64Array, linked: _Linked
     ) -> tuple[StoredItems, Int64Array]:
         """The items of one tensor that are written and those that are linked, and where each begins."""
-        numbers = {file: len(self.names) + number for number, file in enumerate(self.links.names())}
-        file, begin, nbytes = (np.empty(len(boxes.rank), np.int64) for _ in range(3))
+        numbers = {file: len(self.names) + number for number, file in enumerate(self.links.names)}
+        file, begin, nbytes = np.empty((3, len(boxes.rank)), np.int64)
         file[linked.boxes] = [numbers[each] for each in linked.file.tolist()]
         begin[linked.boxes], nbytes[linked.boxes] = linked.offset, linked.nbytes
         file[~linked.boxes], begin[~linked.boxes], nbytes[~linked.boxes] = items.file, offset, items.nbytes
@@ -287,7 +359,7 @@ class _Items:
             archive.pickle(opcodes.finish())
             archive.begin_data("0", nbytes)
             if nbytes:
-                file.item_columns.extend((file.nbytes, nbytes, _EACH, _EACH))
+                file.item_columns.extend((file.nbytes, nbytes, EACH, EACH))
                 file.nbytes += nbytes
             archive.finish()
             number = self.numbers[dtype.name, size] = self._kind(file)
@@ -340,55 +412,3 @@ class _Items:
         file.literal(bytes(-file.nbytes % ALIGNMENT))
         self.kinds.append(file)
         return len(self.kinds) - 1
-
-
-_EACH = -1  # in a write item of a kind: each item says which tensor, and which box
-
-
-class _Kinds:
-    """The columns of all kinds, one after the other."""
-
-    def __init__(self, kinds: list[TargetFile]) -> None:
-        self._literals = _joined([as_table(kind.literal_columns, 3) for kind in kinds], 3)
-        self._items = _joined([as_table(kind.item_columns, 4) for kind in kinds], 4)
-        self._checksums = _joined([as_table(kind.checksum_columns, 4) for kind in kinds], 4)
-
-    def put(
-        self, file: TargetFile, kind: Int64Array, begin: Int64Array, tensor: Int64Array, box: Int64Array
-    ) -> TargetFile:
-        """``file`` with items of these kinds at these offsets, and with these tensors and boxes."""
-        number, literals = _rows(self._literals, kind)
-        literals[:, 0] += begin[number]
-        number, items = _rows(self._items, kind)
-        items[:, 0] += begin[number]
-        each = items[:, 2] == _EACH
-        items[each, 2], items[each, 3] = tensor[number[each]], box[number[each]]
-        number, checksums = _rows(self._checksums, kind)
-        checksums += begin[number, None]  # all of them have two places
-        return TargetFile(
-            file.path,
-            file.data,
-            file.nbytes,
-            file.blob,
-            array("q", literals.tobytes()),
-            array("q", items.tobytes()),
-            array("q", checksums.tobytes()),
-        )
-
-
-_Joined: TypeAlias = tuple[Int64Array, Int64Array, Int64Array]
-
-
-def _joined(tables: list[Int64Array], width: int) -> _Joined:
-    """All rows, and for each table the first of its rows and their number."""
-    count = np.array([len(table) for table in tables], np.int64)
-    return np.concatenate([np.zeros((0, width), np.int64), *tables]), np.cumsum(count) - count, count
-
-
-def _rows(joined: _Joined, tables: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """The rows of ``tables``, one table after the other: to which of them each belongs, and the rows."""
-    rows, first, count = joined
-    counts = count[tables]
-    number = np.repeat(np.arange(len(tables)), counts)
-    place = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts - first[tables], counts)
-    return number, rows[place]
