@@ -76,7 +76,7 @@ class Group(Protocol):
     def all_gather_objects(self, value: object, *, name: str = "exchange of values") -> list[object]:
         """Collective: every rank's ``value``, by rank; this rank's own is returned as it is.
 
-        Values cross by a closed encoding (``comm.objects``); UsageError for a type outside it.
+        Values cross by a closed encoding (``comm.trees``); UsageError for a type outside it.
         """
 
     @abstractmethod

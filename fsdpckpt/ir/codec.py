@@ -16,7 +16,7 @@ JSON has fewer types than a checkpoint, so everything it cannot say is an object
     Tensor                                 {"$tensor": the key it is stored under}
 
 Safetensors files hold values this way (``formats.safetensors``). Workers exchange values through a subclass that adds
-types and sends bytes beside the JSON (``comm.objects``).
+types and sends bytes beside the JSON (``comm.trees``).
 """
 
 from __future__ import annotations
