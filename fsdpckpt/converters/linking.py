@@ -214,7 +214,7 @@ def _equal_file(file: FilePlan, linking: Linking, files: Sequence[SourceFile], s
     tensor bytes are those of the source, which a copy would have compared with them.
     """
     copies = file.copies
-    if not len(copies) or auxiliary(posixpath.basename(file.path)):
+    if not len(copies.file) or auxiliary(posixpath.basename(file.path)):
         return None
     number = int(copies.file[0])
     if number not in linking.files or files[number].nbytes != file.nbytes:

@@ -30,7 +30,7 @@ from fsdpckpt.errors import (
     attach_leftover,
 )
 from fsdpckpt.execute.job import Job
-from fsdpckpt.execute.journal import Finished, Record, RunIdentity, joined, plan_digest, read_records, read_run, run_of
+from fsdpckpt.execute.journal import Finished, Record, RunIdentity, joined, read_records, read_run, run_of
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.option_fields import identity as option_texts
@@ -48,7 +48,7 @@ _LOOKUPS = 16  # at a time: a store answers in tens of milliseconds
 
 def run_identity(plan: Plan, options: ConvertOptions, sources: Sequence[Sequence[FileIdentity]]) -> RunIdentity:
     """What a later run has to be to resume this one. ``sources``: see ``source_copies``."""
-    return RunIdentity(__version__, plan_digest(plan), option_texts(options), sources)
+    return RunIdentity(__version__, plan.digest(), option_texts(options), sources)
 
 
 def source_copies(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
@@ -79,8 +80,9 @@ def execute(
     progress.begin("compare" if compare else "copy", own - kept)
     with group.step("find routes"), group.heartbeat():
         run = _Run(
-            group, job, visible, sources, locate, threads, progress, recorder, finished, resumed, written, compare
-        )
+            group, job, visible, sources, locate, threads, progress, recorder, finished or Finished(), resumed, written,
+            compare,
+        )  # fmt: skip
     try:
         if several:
             with group.step("make shared files"):
@@ -94,168 +96,160 @@ def execute(
         raise
 
 
+@dataclass(eq=False)
 class _Run:
-    """This rank's part of one run."""
+    """This rank's part of one run. The fields are as ``execute`` takes them, and what ``resume`` returns."""
 
-    def __init__(
-        self,
-        group: Group,
-        job: Job,
-        visible: Visible,
-        sources: Sources,
-        locate: Callable[[str], str],
-        threads: int,
-        progress: Progress,
-        recorder: Recorder | None,
-        finished: Finished | None,
-        resumed: Mapping[int, Resumed],
-        written: Written,
-        compare: bool,  # noqa: FBT001  # named by the only caller
-    ) -> None:
-        self._group = group
-        self._job = job
-        self._visible = visible
-        self._sources = sources
-        self._files = job.files
-        self._threads = threads
-        self._progress = progress
-        self._recorder = recorder
-        self._finished = finished or Finished()
-        self._transfers = plan_transfers(
+    group: Group
+    job: Job
+    visible: Visible
+    sources: Sources
+    locate: Callable[[str], str]
+    threads: int
+    progress: Progress
+    recorder: Recorder | None
+    finished: Finished
+    resumed: Mapping[int, Resumed]
+    written: Written
+    compare: bool
+    pool: CopyPool | None = None
+
+    def __post_init__(self) -> None:
+        job = self.job
+        self.transfers = plan_transfers(
             job.plan,
             job.segments,
-            visible,
-            rank=group.rank,
+            self.visible,
+            rank=self.group.rank,
             window=job.settings.window,
             round_bytes=job.settings.round_bytes,
-            written=written,
+            written=self.written,
         )
-        self._check = SourceCheck(job.files, job.checksums)
-        self._exchange: Exchange | None = None
+        self.check = SourceCheck(job.files, job.checksums)
+        self.files = job.files
+        self.exchange: Exchange | None = None
         if job.settings.exchange_bytes:  # the same on all ranks, unlike the number of rounds
             from fsdpckpt.execute.send_recv import Exchange
 
-            self._exchange = Exchange(group, job, self._transfers, sources)
-            self._sources, self._files = self._exchange.sources, self._exchange.files
-            self._check = self._exchange.check
-        self._pool: CopyPool | None = None
-        count = Counter(window.segment for window in self._transfers.windows)
-        kind = ComparedOutput if compare else Output
-        self._outputs: dict[int, Output] = {}
-        for number, windows in count.items():
-            segment, file = job.segments[number], self._transfers.files[number]
-            self._outputs[number] = kind(
+            self.exchange = Exchange(self.group, job, self.transfers, self.sources)
+            self.sources, self.files = self.exchange.sources, self.exchange.files
+            self.check = self.exchange.check
+        kind = ComparedOutput if self.compare else Output
+        self.outputs: dict[int, Output] = {}
+        for number, windows in Counter(window.segment for window in self.transfers.windows).items():
+            segment, file = job.segments[number], self.transfers.files[number]
+            self.outputs[number] = kind(
                 file,
-                locate(file.path),
+                self.locate(file.path),
                 windows,
                 first=segment.begin == 0,
                 alone=(segment.begin, segment.end) == (0, file.nbytes),
                 expect_silence=self._expect_silence,
-                resumed=resumed.get(number),
+                resumed=self.resumed.get(number),
             )
 
     def _expect_silence(self, nbytes: int) -> None:
-        if self._pool is not None:
-            self._pool.expect_silence(nbytes)
+        if self.pool is not None:
+            self.pool.expect_silence(nbytes)
 
     @property
     def _patience(self) -> float | None:
         """Seconds to wait for threads and the journal after a failure. Where other ranks wait, a hung disk holds no
         rank up; alone, the journal names everything that was written.
         """
-        return PATIENCE if self._group.world_size > 1 else None
+        return PATIENCE if self.group.world_size > 1 else None
 
     def make_shared_files(self) -> None:
-        made = [output for output in self._outputs.values() if output.first and not output.alone]
-        with self._group.silent_for(sum(output.plan.nbytes for output in made) / SLOWEST_DISK):
+        made = [output for output in self.outputs.values() if output.first and not output.alone]
+        with self.group.silent_for(sum(output.plan.nbytes for output in made) / SLOWEST_DISK):
             for output in made:
                 output.open()
 
     def abandon(self) -> None:
         """The run failed: name what is written in the journal, and close what is open."""
-        if self._recorder is not None:
-            self._recorder.close(complete=False, patience=self._patience)
-        for output in self._outputs.values():
+        if self.recorder is not None:
+            self.recorder.close(complete=False, patience=self._patience)
+        for output in self.outputs.values():
             output.abandon()
 
     def copy(self) -> None:
         """Every window of this rank, and everything that it sends."""
         assemblers = [
-            Assembler(self._job.plan, self._files, self._sources, self._check, self._job.settings.window)
-            for _ in range(self._threads)
+            Assembler(self.job.plan, self.files, self.sources, self.check, self.job.settings.window)
+            for _ in range(self.threads)
         ]
 
         def copy(thread: int, window: Window) -> None:
-            output = self._outputs[window.segment]
+            output = self.outputs[window.segment]
             part = write_window(output, assemblers[thread], window.begin, window.end)
-            if self._recorder is not None:
-                number = self._job.segments[window.segment].file
-                self._recorder.wrote(number, output.open(), part, received=window.round >= 0)
-            if window.round >= 0 and self._exchange is not None:
-                self._exchange.buffers.written(window.round)
-            self._progress.advance(window.end - window.begin)
+            if self.recorder is not None:
+                number = self.job.segments[window.segment].file
+                self.recorder.wrote(number, output.open(), part, received=window.round >= 0)
+            if window.round >= 0 and self.exchange is not None:
+                self.exchange.buffers.written(window.round)
+            self.progress.advance(window.end - window.begin)
 
-        if self._recorder is not None:
-            self._check.fresh()
-            self._recorder.start(self._check.fresh)
-        pool = self._pool = CopyPool(self._transfers.windows, self._threads, copy)
+        if self.recorder is not None:
+            self.check.fresh()
+            self.recorder.start(self.check.fresh)
+        pool = self.pool = CopyPool(self.transfers.windows, self.threads, copy)
         try:
             pool.start()
-            if self._exchange is not None:
-                self._exchange.run(pool, self._watch)
+            if self.exchange is not None:
+                self.exchange.run(pool, self._watch)
             pool.wait(self._watch)
         finally:
             pool.stop(self._patience)
-            self._pool = None  # with it go the buffers, which the collector would find late
-        if self._exchange is not None:
-            self._exchange.buffers.close()
-        self._progress.end()
+            self.pool = None  # with it go the buffers, which the collector would find late
+        if self.exchange is not None:
+            self.exchange.buffers.close()
+        self.progress.end()
 
     def _watch(self) -> None:
-        self._group.watch(moving=self._pool is None or self._pool.moved())
+        self.group.watch(moving=self.pool is None or self.pool.moved())
 
     def finish(self) -> dict[str, int]:
         """Files that others wrote too, and records that others read too; the CRC-32 of every target file."""
-        nbytes = sum(output.plan.nbytes for output in self._outputs.values() if not output.alone)
-        with self._group.silent_for(nbytes / SLOWEST_DISK):
-            states = {number: output.state() for number, output in self._outputs.items() if not output.alone}
+        nbytes = sum(output.plan.nbytes for output in self.outputs.values() if not output.alone)
+        with self.group.silent_for(nbytes / SLOWEST_DISK):
+            states = {number: output.state() for number, output in self.outputs.items() if not output.alone}
         self._check_streams()
         gathered = cast(
             "list[tuple[dict[int, OutputState], SourceRows]]",
-            self._group.all_gather_objects((states, self._check.unfinished() if self._group.rank else []), name="join"),
+            self.group.all_gather_objects((states, self.check.unfinished() if self.group.rank else []), name="join"),
         )
-        if self._group.rank == 0:  # one judge is enough
+        if self.group.rank == 0:  # one judge is enough
             for _, rows in gathered[1:]:
-                self._check.absorb(rows)
-            self._check.absorb(self._finished.parts)
-            self._check.finish()
-        read_rest(self._group, self._job, self._check, self._visible, self._sources)
-        reread_unproved(self._group, self._job, self._check, self._finished, self._visible, self._sources)
-        with self._group.silent_for(nbytes / SLOWEST_DISK):
+                self.check.absorb(rows)
+            self.check.absorb(self.finished.parts)
+            self.check.finish()
+        read_rest(self.group, self.job, self.check, self.visible, self.sources)
+        reread_unproved(self.group, self.job, self.check, self.finished, self.visible, self.sources)
+        with self.group.silent_for(nbytes / SLOWEST_DISK):
             self._finish_shared({number: state for theirs, _ in gathered for number, state in theirs.items()})
-        crcs = {output.plan.path: output.crc for output in self._outputs.values() if output.first}
-        for theirs in self._group.all_gather_objects(crcs, name="checksums"):
+        crcs = {output.plan.path: output.crc for output in self.outputs.values() if output.first}
+        for theirs in self.group.all_gather_objects(crcs, name="checksums"):
             crcs.update(cast("dict[str, int]", theirs))
-        if self._recorder is not None:
-            self._recorder.close(complete=True)
-        self._outputs.clear()  # each knows this run: the plan would be there until the collector comes
+        if self.recorder is not None:
+            self.recorder.close(complete=True)
+        self.outputs.clear()  # each knows this run: the plan would be there until the collector comes
         return crcs
 
     def _check_streams(self) -> None:
         """Compare what was received with what was sent. What was written of damaged bytes is disowned."""
-        if self._exchange is None:
+        if self.exchange is None:
             return
-        gathered = self._group.all_gather_objects(self._exchange.sent.sums, name="stream checksums")
+        gathered = self.group.all_gather_objects(self.exchange.sent.sums, name="stream checksums")
         try:
-            self._exchange.require_what_was_sent(cast("list[dict[int, int]]", gathered))
+            self.exchange.require_what_was_sent(cast("list[dict[int, int]]", gathered))
         except WorkerError:
-            if self._recorder is not None:
-                self._recorder.retract()
+            if self.recorder is not None:
+                self.recorder.retract()
             raise
 
     def _finish_shared(self, states: Mapping[int, OutputState]) -> None:
-        segments = self._job.segments
-        for number, output in self._outputs.items():
+        segments = self.job.segments
+        for number, output in self.outputs.items():
             if output.first and not output.alone:
                 this = (segments[number].file, segments[number].place)
                 output.finish(

@@ -350,7 +350,7 @@ def unproved(check: SourceCheck, plan: Plan, received: Mapping[int, Sequence[Ran
         file = plan.files[number]
         begins, ends = np.asarray(ranges, np.int64).reshape(-1, 2).T
         parts = split_copies(file, plan, np.ones(len(file.copies.rows), bool), begins, ends)
-        _add(spans, parts.copies, parts.nbytes // parts.copies.rows, np.ones(len(parts.copies), bool))
+        _add(spans, parts.copies, parts.nbytes // parts.copies.rows, np.ones(len(parts.nbytes), bool))
     for file in plan.files:
         copies = file.copies
         _add(spans, copies, plan.source_bytes(copies.width, copies.cast), _gapped(plan, copies))

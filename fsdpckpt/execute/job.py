@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
-from typing import TypeAlias, cast
+from typing import cast
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan import COPY_COLUMNS, Copies, FilePlan, Plan
+from fsdpckpt.plan import Copies, FilePlan, Plan
 from fsdpckpt.plan.transfer import Segment
 from fsdpckpt.text import size_text
 
@@ -113,9 +113,6 @@ def for_worker(budget: Budget, local_workers: int, *, max_memory: int, chosen: b
     return make_budget(max_memory=max_memory, threads=max(budget.threads // local_workers, 2))
 
 
-Packed: TypeAlias = dict[str, object]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """What all workers do together. ``segments``: who writes what.
@@ -132,39 +129,33 @@ class Job:
 
     def digest(self) -> str:
         """SHA-256 over every column of it."""
-        total = hashlib.sha256()
-        _add(total, pack_job(self))
+        total = hashlib.sha256(self.plan.digest().encode())
+        total.update(repr((self.plan.bytes_read, self.settings, [file.path for file in self.files])).encode())
+        for table in _tables(self).values():
+            total.update(repr(table.shape).encode())
+            total.update(np.ascontiguousarray(table).data)
         return total.hexdigest()
 
 
-def _add(total: hashlib._Hash, value: object) -> None:
-    if isinstance(value, dict):
-        _add(total, list(value.items()))
-    elif isinstance(value, (list, tuple)):
-        total.update(f"[{len(value)}".encode())
-        for item in value:
-            _add(total, item)
-    elif isinstance(value, np.ndarray):
-        total.update(f"{value.dtype.str}{value.shape}".encode())
-        total.update(np.ascontiguousarray(value).data)
-    else:
-        data = bytes(value) if isinstance(value, (bytes, bytearray)) else repr(value).encode()
-        total.update(f"{type(value).__name__[:4]}{len(data)}:".encode() + data)
-
-
-def pack_job(job: Job) -> Packed:
-    """``job`` as text, bytes, lists and arrays."""
+def _tables(job: Job) -> dict[str, Int64Array]:
+    """What ``job`` has beside its plan, as far as it is numbers."""
     sums = job.checksums
-    blobs, numbers = _blobs(job.plan)
+    segments = [(one.file, one.place, one.begin, one.end, one.owner) for one in job.segments]
     return {
-        "paths": [file.path for file in job.files],
         "nbytes": np.asarray([file.nbytes for file in job.files], np.int64),
         "checksums": np.stack([sums.file, sums.offset, sums.nbytes, sums.crc]),
-        "segments": np.asarray([(s.file, s.place, s.begin, s.end, s.owner) for s in job.segments], np.int64).reshape(
-            -1, 5
-        ),
-        "settings": list(astuple(job.settings)),
+        "segments": np.asarray(segments, np.int64).reshape(-1, 5),
         "claims": job.claims,
+    }
+
+
+def pack_job(job: Job) -> dict[str, object]:
+    """``job`` as text, bytes, lists and arrays."""
+    blobs, numbers = _blobs(job.plan)
+    return {
+        **_tables(job),
+        "paths": [file.path for file in job.files],
+        "settings": list(astuple(job.settings)),
         "bytes_read": job.plan.bytes_read,
         "casts": [[source.name, target.name] for source, target in job.plan.casts],
         "blobs": [bytes(blob) for blob in blobs],
@@ -184,16 +175,8 @@ def _blobs(plan: Plan) -> tuple[list[bytes | bytearray], list[int]]:
 
 
 def _packed_file(file: FilePlan, blob: int) -> list[object]:
-    return [
-        file.path,
-        file.nbytes,
-        blob,
-        file.literals,
-        file.write_items,
-        file.first_copy,
-        np.stack([getattr(file.copies, name) for name in COPY_COLUMNS]),
-        file.checksums,
-    ]
+    tables = (file.literals, file.write_items, file.first_copy, np.stack(file.copies), file.checksums)
+    return [file.path, file.nbytes, blob, *tables]
 
 
 def unpack_job(value: object) -> Job:
@@ -218,15 +201,7 @@ def unpack_job(value: object) -> Job:
 
 
 def _unpacked_file(target: Sequence[object], blobs: Sequence[bytes]) -> FilePlan:
-    path, nbytes, blob, *rest = target
-    literals, write_items, first_copy, copies, checksums = cast("list[Int64Array]", rest)
-    return FilePlan(
-        path=str(path),
-        nbytes=cast("int", nbytes),
-        blob=blobs[cast("int", blob)],
-        literals=literals,
-        write_items=write_items,
-        first_copy=first_copy,
-        copies=Copies(*np.ascontiguousarray(copies)),
-        checksums=checksums,
-    )
+    path, nbytes, blob = cast("tuple[str, int, int]", tuple(target[:3]))
+    literals, write_items, first_copy, copies, checksums = cast("list[Int64Array]", target[3:])
+    columns = Copies(*np.ascontiguousarray(copies))
+    return FilePlan(path, nbytes, blobs[blob], literals, write_items, first_copy, columns, checksums)

@@ -12,7 +12,6 @@ overwrites it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -21,10 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
-import numpy as np
-
 from fsdpckpt.execute.checks import Part
-from fsdpckpt.plan import COPY_COLUMNS, Claim, Plan, Range
+from fsdpckpt.plan import Claim, Range
 from fsdpckpt.storage import FileIdentity, change_between
 from fsdpckpt.storage.local import WritableFile, sync_directory, target_errors
 from fsdpckpt.text import plural
@@ -116,7 +113,7 @@ FORMAT = 2  # of the journal; journals of any other format are ignored
 class RunIdentity:
     """What has to be equal for a run to be resumed.
 
-    ``plan``: ``plan_digest``. ``options``: those that decide what is written, as text, to say what changed.
+    ``plan``: ``Plan.digest``. ``options``: those that decide what is written, as text, to say what changed.
     ``sources``: the files that tensor data comes from, in the checkpoint's order; for each file one copy, or several
     where workers see different disks.
     """
@@ -272,23 +269,6 @@ def _rows(value: object, width: int) -> list[list[int]]:
 
 def _copies(value: object) -> list[list[dict[str, object]]]:
     return value if isinstance(value, list) else []
-
-
-def plan_digest(plan: Plan) -> str:
-    """SHA-256 of everything that decides which bytes a plan writes, where, and where they come from."""
-    total = hashlib.sha256()
-    total.update(repr([(source.name, target.name) for source, target in plan.casts]).encode())
-    blob: bytes | bytearray | None = None
-    for file in plan.files:
-        total.update(repr((file.path, file.nbytes, len(file.blob))).encode())
-        if file.blob != blob:  # files that were laid out together share one
-            blob = file.blob
-            total.update(blob)
-        columns = [getattr(file.copies, name) for name in COPY_COLUMNS]
-        for table in (file.literals, file.write_items, file.first_copy, file.checksums, *columns):
-            total.update(repr(table.shape).encode())
-            total.update(np.ascontiguousarray(table).data)
-    return total.hexdigest()
 
 
 SYNC_SECONDS = 2.0  # between two syncs: a kill loses at most this much work; shorter runs need no extra sync

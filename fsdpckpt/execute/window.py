@@ -18,7 +18,7 @@ from fsdpckpt.execute.checks import SourceCheck, crc32
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan import Copies, FilePlan, Plan, StridedBatch, strided_batches
+from fsdpckpt.plan import Copies, FilePlan, Plan, StridedBatch, rows_within, strided_batches
 from fsdpckpt.plan.transfer import Window
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import BLOCK, aligned_buffer
@@ -172,39 +172,11 @@ class Assembler:
 
     def _strided(self, file: FilePlan, batch: StridedBatch, begin: int, view: memoryview) -> None:
         """Copies by rows, or with a cast. A single one is clipped to the window: part of a row, full rows, a part."""
-        copies, index = file.copies, batch.first
-        number, source, source_pitch = (
-            int(copies.file[index]),
-            int(copies.source[index]),
-            int(copies.source_pitch[index]),
-        )
-        target, pitch, width = int(copies.target[index]), int(copies.target_pitch[index]), int(copies.width[index])
-        cast = int(copies.cast[index])
+        copy = [int(column[batch.first]) for column in file.copies]
+        number, _, source_pitch, _, pitch, _, _, cast = copy
         casting = self._plan.casts[cast] if cast >= 0 else None
-        end = begin + len(view)
-        first = max(0, (begin - target - width) // pitch + 1)
-        last = min(int(copies.rows[index]), -((target - end) // pitch))
-        while first < last:
-            at = target + first * pitch
-            low, high = max(at, begin), min(at + width, end)
-            whole = 1
-            if (low, high) == (at, at + width):
-                whole = min(last - first, (end - at - width) // pitch + 1)
-            skipped = low - at
-            if casting is not None:
-                skipped = skipped // casting[1].itemsize * casting[0].itemsize
-            self._rows(
-                number,
-                source + first * source_pitch + skipped,
-                source_pitch,
-                view[low - begin :],
-                pitch,
-                high - low,
-                whole,
-                casting,
-                batch,
-            )
-            first += whole
+        for source, target, width, rows in rows_within(self._plan, copy, begin, begin + len(view)):
+            self._rows(number, source, source_pitch, view[target - begin :], pitch, width, rows, casting, batch)
 
     def _rows(
         self,

@@ -12,9 +12,9 @@ are one ``StridedBatch``, which is read once, a stretch of each source row at a 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -36,17 +36,12 @@ class Claim(NamedTuple):
     crc: int
 
 
-COPY_COLUMNS = ("file", "source", "source_pitch", "target", "target_pitch", "width", "rows", "cast")
-_SOURCE, _TARGET = (COPY_COLUMNS.index(name) for name in ("source", "target"))
+class Copies(NamedTuple):
+    """Columns with one row a copy, all int64. ``file``: index of the source file.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copies:
-    """One row a copy, all int64. ``file``: index of the source file.
-
-    ``source``, ``target``: byte offsets of the first row.
-    ``width``: bytes of one row in the target. ``cast``: index into ``Plan.casts``, -1 for a plain copy; a cast row
-    takes ``width // target itemsize * source itemsize`` bytes of the source.
+    ``source``, ``target``: byte offsets of the first row. ``width``: bytes of one row in the target. ``cast``: index
+    into ``Plan.casts``, -1 for a plain copy; a cast row takes ``width // target itemsize * source itemsize`` bytes of
+    the source.
     """
 
     file: Int64Array
@@ -58,8 +53,10 @@ class Copies:
     rows: Int64Array
     cast: Int64Array
 
-    def __len__(self) -> int:
-        return len(self.file)
+
+_SOURCE, _SOURCE_PITCH, _TARGET, _PITCH, _WIDTH = (
+    Copies._fields.index(name) for name in ("source", "source_pitch", "target", "target_pitch", "width")
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +108,20 @@ class Plan:
         files = (_outline(file.path, file.nbytes) for file in self.files)
         return Plan(tuple(files), self.casts, self.bytes_read)
 
+    def digest(self) -> str:
+        """SHA-256 of everything that decides which bytes it writes, where, and where they come from."""
+        total = hashlib.sha256(repr([(source.name, target.name) for source, target in self.casts]).encode())
+        blob: bytes | bytearray | None = None
+        for file in self.files:
+            total.update(repr((file.path, file.nbytes, len(file.blob))).encode())
+            if file.blob != blob:  # files that were laid out together share one
+                blob = file.blob
+                total.update(blob)
+            for table in (file.literals, file.write_items, file.first_copy, file.checksums, *file.copies):
+                total.update(repr(table.shape).encode())
+                total.update(np.ascontiguousarray(table).data)
+        return total.hexdigest()
+
     def check(self) -> None:
         """Every target byte is written exactly once. Raises InternalError: a plan that fails must never run."""
         for file in self.files:
@@ -124,7 +135,7 @@ def _check_file(file: FilePlan) -> None:
     starts = np.append(extents[:, 0], file.nbytes)
     if (starts[0] if len(starts) else 0) != 0 or not np.array_equal(starts[1:], ends):
         raise InternalError(f"the plan of {file.path or 'the target file'} leaves a gap or writes bytes twice")
-    filled = np.zeros(len(file.copies) + 1, np.int64)
+    filled = np.zeros(len(file.copies.file) + 1, np.int64)
     np.cumsum(file.copies.width * file.copies.rows, out=filled[1:])
     per_write_item = filled[file.first_copy[1:]] - filled[file.first_copy[:-1]]
     if not np.array_equal(per_write_item, file.write_items[:, 1]):
@@ -224,13 +235,12 @@ def _plan_files(files: Sequence[TargetFile], sources: dict[TargetData, Sources],
     return plans
 
 
-_NONE = np.zeros(0, np.int64)
-_NO_COPIES = Copies(*(_NONE,) * len(COPY_COLUMNS))
+_NONE = np.zeros((0, 4), np.int64)
+_NO_COPIES = Copies(*(_NONE[:, 0],) * len(Copies._fields))
 
 
 def _outline(path: str, nbytes: int) -> FilePlan:
-    none = _NONE.reshape(0, 4)
-    return FilePlan(path, nbytes, b"", none[:, :3], none[:, :2], np.zeros(1, np.int64), _NO_COPIES, none)
+    return FilePlan(path, nbytes, b"", _NONE[:, :3], _NONE[:, :2], np.zeros(1, np.int64), _NO_COPIES, _NONE)
 
 
 class Range(NamedTuple):
@@ -243,32 +253,22 @@ class Range(NamedTuple):
 CAST_GRAIN = 16  # bytes: the largest element; a cast element must not be split between two windows
 
 
-def window_bounds(file: FilePlan, plan: Plan, window: int, *, begin: int = 0, end: int | None = None) -> Int64Array:
-    """Boundaries ``begin`` .. ``end`` (the whole file by default) with at most ``window`` bytes between neighbours.
-
-    A boundary inside a write item that is cast falls between two elements, and inside one filled row by row between
-    two rows where a row is shorter than a window; elsewhere any byte will do.
-    """
-    last = file.nbytes if end is None else end
-    bounds = [begin]
-    while bounds[-1] < last:
-        bounds.append(min(_next_bound(file, plan, bounds[-1], window), last))
-    return np.asarray(bounds, np.int64)
-
-
 def open_windows(
     file: FilePlan, plan: Plan, window: int, *, begin: int = 0, end: int | None = None, written: Sequence[Range] = ()
 ) -> list[Range]:
     """The windows between ``begin`` and ``end`` (the whole file by default) without what is ``written``, in order.
 
+    ``window``: bytes of one at most. A boundary inside a write item that is cast falls between two elements, and inside
+    one filled row by row between two rows where a row is shorter than a window; elsewhere any byte will do.
     ``written``: disjoint windows of an earlier run between ``begin`` and ``end``, in order. Empty when they are all.
     """
     last = file.nbytes if end is None else end
     windows: list[Range] = []
     at = begin
     for low, high in (*written, (last, last)):
-        bounds = window_bounds(file, plan, window, begin=at, end=low).tolist()
-        windows += (Range(*pair) for pair in pairwise(bounds))
+        while at < low:
+            windows.append(Range(at, min(_next_bound(file, plan, at, window), low)))
+            at = windows[-1].end
         at = high
     return windows
 
@@ -296,11 +296,6 @@ def _grain(file: FilePlan, plan: Plan, write_item: int) -> int:
     return CAST_GRAIN if plan.casts and (file.copies.cast[rows] >= 0).any() else 1
 
 
-_SOURCE, _SOURCE_PITCH, _TARGET, _PITCH, _WIDTH, _ROWS = (
-    COPY_COLUMNS.index(name) for name in ("source", "source_pitch", "target", "target_pitch", "width", "rows")
-)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyParts:
     """``copies``: the parts, by window and within it by copy. ``window``, ``copy``: where each lies, what it is of.
@@ -318,7 +313,7 @@ def split_copies(
     file: FilePlan, plan: Plan, wanted: npt.NDArray[np.bool_], begins: Int64Array, ends: Int64Array
 ) -> CopyParts:
     """The ``wanted`` copies of ``file``, as far as they lie in the windows ``begins[i]`` .. ``ends[i]`` (ascending)."""
-    table = np.stack([getattr(file.copies, name) for name in COPY_COLUMNS])
+    table = np.stack(file.copies)
     plain = _plain(table, np.flatnonzero(wanted & (file.copies.rows == 1)), plan, begins, ends)
     pitched = _pitched(table, np.flatnonzero(wanted & (file.copies.rows > 1)), plan, begins, ends)
     rows = np.concatenate([plain, pitched], axis=1)
@@ -352,22 +347,31 @@ def _pitched(
     """Parts of copies of several rows: in each window part of a row, whole rows, part of a row."""
     found: list[tuple[int, ...]] = []
     for number in numbers.tolist():
-        file, source, source_pitch, target, pitch, width, rows, cast = table[:, number].tolist()
-        have, want = (plan.casts[cast][0].itemsize, plan.casts[cast][1].itemsize) if cast >= 0 else (1, 1)
+        copy = table[:, number].tolist()
+        file, _, source_pitch, target, pitch, width, rows, cast = copy
         window = int(np.searchsorted(ends, target, side="right"))
         last_window = int(np.searchsorted(begins, target + (rows - 1) * pitch + width, side="left"))
         for index in range(window, last_window):
-            begin, end = int(begins[index]), int(ends[index])
-            row = max(0, (begin - target - width) // pitch + 1)
-            last = min(rows, -((target - end) // pitch))
-            while row < last:
-                at = target + row * pitch
-                low, high = max(at, begin), min(at + width, end)
-                whole = min(last - row, (end - at - width) // pitch + 1) if (low, high) == (at, at + width) else 1
-                place = source + row * source_pitch + (low - at) // want * have
-                found.append((index, number, low, file, place, source_pitch, low, pitch, high - low, whole, cast))
-                row += whole
-    return np.asarray(found, np.int64).reshape(len(found), 3 + len(COPY_COLUMNS)).T
+            for place, low, nbytes, count in rows_within(plan, copy, int(begins[index]), int(ends[index])):
+                found.append((index, number, low, file, place, source_pitch, low, pitch, nbytes, count, cast))
+    return np.asarray(found, np.int64).reshape(len(found), 3 + len(Copies._fields)).T
+
+
+def rows_within(plan: Plan, copy: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """What of ``copy`` (a row of ``Copies``) lies in [begin, end) of the target: part of a row, whole rows, a part.
+
+    Each as its offsets in source and target, its bytes of one row, and its rows.
+    """
+    _, source, source_pitch, target, pitch, width, rows, cast = copy
+    have, want = (dtype.itemsize for dtype in plan.casts[cast]) if cast >= 0 else (1, 1)
+    row = max(0, (begin - target - width) // pitch + 1)
+    last = min(rows, -((target - end) // pitch))
+    while row < last:
+        at = target + row * pitch
+        low, high = max(at, begin), min(at + width, end)
+        whole = min(last - row, (end - at - width) // pitch + 1) if high - low == width else 1
+        yield source + row * source_pitch + (low - at) // want * have, low, high - low, whole
+        row += whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,15 +393,13 @@ def strided_batches(
     Copies are joined only when they lie whole in the bytes [begin, end) of the target, and when a batch takes at
     most ``limit`` bytes of one source row and ends before the next row of the source begins.
     """
-    columns = {name: getattr(copies, name)[numbers] for name in COPY_COLUMNS}
-    steps, target_steps = np.diff(columns["source"]), np.diff(columns["target"])
-    ends = columns["target"] + (columns["rows"] - 1) * columns["target_pitch"] + columns["width"]
-    inside = (columns["target"] >= begin) & (ends <= end)
-    most = np.minimum(columns["source_pitch"], limit) - source_width
-    linked = inside[:-1] & inside[1:] & (np.diff(numbers) == 1) & (steps > 0) & (steps <= most[:-1])
-    linked &= columns["rows"][:-1] > 1
-    for name in ("file", "source_pitch", "target_pitch", "width", "rows", "cast"):
-        linked &= columns[name][:-1] == columns[name][1:]
+    file, source, source_pitch, target, target_pitch, width, rows, cast = (column[numbers] for column in copies)
+    steps, target_steps = np.diff(source), np.diff(target)
+    inside = (target >= begin) & (target + (rows - 1) * target_pitch + width <= end)
+    most = np.minimum(source_pitch, limit) - source_width
+    linked = inside[:-1] & inside[1:] & (np.diff(numbers) == 1) & (steps > 0) & (steps <= most[:-1]) & (rows[:-1] > 1)
+    for column in (file, source_pitch, target_pitch, width, rows, cast):
+        linked &= column[:-1] == column[1:]
     other = (steps[1:] != steps[:-1]) | (target_steps[1:] != target_steps[:-1])
     broken = ~linked
     broken[1:] |= linked[:-1] & other

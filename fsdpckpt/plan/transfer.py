@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -225,7 +225,7 @@ def _need(
         foreign = ~visible[file.copies.file, owner]
         if foreign.any():
             found = split_copies(file, plan, foreign, begins, ends)
-            if len(found.copies):
+            if len(found.nbytes):
                 parts.append((number, found))
                 needing.append(found.window + first)
     window_of = np.concatenate(needing) if needing else np.zeros(0, np.int64)
@@ -252,7 +252,7 @@ def _by_round(need: _Need, sender: int, rounds: int) -> Int64Array:
 
 def _stream(need: _Need, sender: int) -> FilePlan:
     """The stream from ``sender`` to the owner, as a file that an ``Assembler`` can fill."""
-    table = np.concatenate([np.stack(_columns(found.copies)) for _, found in need.parts], axis=1)
+    table = np.concatenate([np.stack(found.copies) for _, found in need.parts], axis=1)
     chosen = need.sender == sender
     file, source, source_pitch, _, _, _, rows, _ = table[:, chosen]
     nbytes = need.nbytes[chosen]
@@ -270,19 +270,6 @@ def _stream(need: _Need, sender: int) -> FilePlan:
     )
 
 
-def _columns(copies: Copies) -> list[Int64Array]:
-    return [
-        copies.file,
-        copies.source,
-        copies.source_pitch,
-        copies.target,
-        copies.target_pitch,
-        copies.width,
-        copies.rows,
-        copies.cast,
-    ]
-
-
 def _files_with_streams(
     plan: Plan, segments: Sequence[Segment], need: _Need, visible: Visible, rank: int
 ) -> dict[int, FilePlan]:
@@ -294,7 +281,7 @@ def _files_with_streams(
         position[sent] = np.cumsum(need.nbytes[sent]) - need.nbytes[sent]
     first = 0
     for number, found in need.parts:
-        rows = slice(first, first + len(found.copies))
+        rows = slice(first, first + len(found.nbytes))
         first = rows.stop
         files[number] = _with_streams(files[number], found, visible, rank, need.sender[rows], position[rows])
     return files
@@ -304,20 +291,15 @@ def _with_streams(
     file: FilePlan, found: CopyParts, visible: Visible, rank: int, sender: Int64Array, position: Int64Array
 ) -> FilePlan:
     resumed = np.flatnonzero(visible[file.copies.file, rank])
-    parts = np.stack(_columns(found.copies))
+    parts = np.stack(found.copies)
     parts[0] = len(visible) + sender
     parts[1] = position
     parts[2] = found.nbytes // found.copies.rows  # rows lie end to end in a stream
     copy = np.concatenate([resumed, found.copy])
     order = np.argsort(copy, kind="stable")
-    table = np.concatenate([np.stack(_columns(file.copies))[:, resumed], parts], axis=1)[:, order]
-    return FilePlan(
-        path=file.path,
-        nbytes=file.nbytes,
-        blob=file.blob,
-        literals=file.literals,
-        write_items=file.write_items,
+    table = np.concatenate([np.stack(file.copies)[:, resumed], parts], axis=1)[:, order]
+    return replace(
+        file,
         first_copy=np.searchsorted(copy[order], file.first_copy).astype(np.int64),
         copies=Copies(*np.ascontiguousarray(table)),
-        checksums=file.checksums,
     )

@@ -22,7 +22,7 @@ from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.errors import SourceCorruptError, TargetExistsError, TargetUnwritableError
 from fsdpckpt.execute import execute, journal
 from fsdpckpt.execute.job import Budget
-from fsdpckpt.execute.journal import Finished, Recorder, RunIdentity, plan_digest, read_run
+from fsdpckpt.execute.journal import Finished, Recorder, RunIdentity, read_run
 from fsdpckpt.execute.output import LatePlaces
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
@@ -78,7 +78,7 @@ class Scene:
         return os.path.join(self.folder, "out", path)
 
     def identity(self) -> RunIdentity:
-        return RunIdentity("1", plan_digest(self.plan), {"to": "full"}, [[FileIdentity(self.files[0].path, 1, 2, 3)]])
+        return RunIdentity("1", self.plan.digest(), {"to": "full"}, [[FileIdentity(self.files[0].path, 1, 2, 3)]])
 
     def run(self, finished: Finished, progress: NoProgress | None = None) -> dict[str, int]:
         with Sources() as sources:
@@ -404,10 +404,10 @@ def test_finished_files_are_told_from_others_by_every_byte(tmp_path: Path, seed:
 
 
 def test_every_column_of_a_plan_is_in_its_digest(tmp_path: Path) -> None:
-    digests = {plan_digest(scene(str(tmp_path), seed).plan) for seed in range(20)}
+    digests = {scene(str(tmp_path), seed).plan.digest() for seed in range(20)}
     assert len(digests) == 20
     one = scene(str(tmp_path), 5)
-    assert plan_digest(one.plan) == plan_digest(scene(str(tmp_path), 5).plan)
+    assert one.plan.digest() == scene(str(tmp_path), 5).plan.digest()
     file = one.plan.files[0]
     for table in (
         file.literals,
@@ -417,9 +417,9 @@ def test_every_column_of_a_plan_is_in_its_digest(tmp_path: Path) -> None:
         file.copies.width,
         file.first_copy,
     ):
-        before = plan_digest(one.plan)
+        before = one.plan.digest()
         table[0] += 1
-        assert plan_digest(one.plan) != before
+        assert one.plan.digest() != before
         table[0] -= 1
 
 
