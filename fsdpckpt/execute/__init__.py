@@ -22,10 +22,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import WorkerError
-from fsdpckpt.execute.checks import Part, SourceCheck, SourceRecord, crc32, has_gaps, read_sums, reread, unproved
+from fsdpckpt.execute.checks import (
+    Part,
+    SourceCheck,
+    SourcePart,
+    SourceRecord,
+    has_gaps,
+    reread,
+    sum_of,
+    unproved,
+)
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import Finished, Recorder
 from fsdpckpt.execute.output import ComparedOutput, LatePlaces, Output, OutputState, Resumed, TargetChecks, write_window
@@ -33,15 +43,13 @@ from fsdpckpt.execute.window import PATIENCE, SLOWEST_DISK, Assembler, CopyPool
 from fsdpckpt.plan import Claim, FilePlan, Range
 from fsdpckpt.plan.transfer import Segment, Visible, Window, plan_transfers
 from fsdpckpt.progress import Progress
+from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.local import BLOCK, WritableFile, aligned_buffer
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.execute.send_recv import Exchange
-
-SourceRows: TypeAlias = "list[tuple[int, int, int, int, int]]"
-"""What ``SourceCheck.unfinished`` returns."""
 
 
 def execute(
@@ -215,7 +223,7 @@ class _Run:
             states = {number: output.state() for number, output in self.outputs.items() if not output.alone}
         self._check_streams()
         gathered = cast(
-            "list[tuple[dict[int, OutputState], SourceRows]]",
+            "list[tuple[dict[int, OutputState], list[SourcePart]]]",
             self.group.all_gather_objects((states, self.check.unfinished() if self.group.rank else []), name="join"),
         )
         if self.group.rank == 0:  # one judge is enough
@@ -223,8 +231,8 @@ class _Run:
                 self.check.absorb(rows)
             self.check.absorb(self.finished.parts)
             self.check.finish()
-        read_rest(self.group, self.job, self.check, self.visible, self.sources)
-        reread_unproved(self.group, self.job, self.check, self.finished, self.visible, self.sources)
+        self._read_rest()
+        self._reread_unproved()
         with self.group.silent_for(nbytes / SLOWEST_DISK):
             self._finish_shared({number: state for theirs, _ in gathered for number, state in theirs.items()})
         crcs = {output.plan.path: output.crc for output in self.outputs.values() if output.first}
@@ -246,6 +254,50 @@ class _Run:
             if self.recorder is not None:
                 self.recorder.retract()
             raise
+
+    def _read_rest(self) -> None:
+        """Once rank 0 knows all parts that are known: read what is missing of their records."""
+        group = self.group
+        rest: object = self.check.rest() if group.rank == 0 else None
+        ranges = cast("list[tuple[int, int, int, int]]", group.broadcast_object(rest, name="what was not read"))
+        if not ranges:
+            return
+        with group.step("read the rest of records"):
+            sums = [
+                (file, record, offset, nbytes, sum_of(self._source(file), offset, nbytes, group.beat))
+                for file, record, offset, nbytes in self._own(ranges)
+            ]
+        everyone = cast("list[list[SourcePart]]", group.all_gather_objects(sums, name="sums"))
+        with group.step("compare checksums"):
+            if group.rank == 0:
+                for rows in everyone:
+                    self.check.absorb(rows)
+                self.check.finish()
+
+    def _reread_unproved(self) -> None:
+        """Once rank 0 knows all parts that are known: read the records again that lack some."""
+        group, job = self.group, self.job
+        if not len(job.claims) and not has_gaps(job.plan):
+            return
+        found: object = None
+        if group.rank == 0:
+            with group.heartbeat():
+                found = unproved(self.check, job.plan, self.finished.received_ranges())
+        records = self._own(cast("list[SourceRecord]", group.broadcast_object(found)))
+        with group.step("read again what no sum proves"):
+            reread(records, job.files, self.sources, group.beat)
+
+    def _own(self, ranges: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+        """Those that this rank reads. Of each range the source file is first: the ranks that see it take turns."""
+        seers = [np.flatnonzero(self.visible[file]) for file, *_ in ranges]
+        return [
+            row
+            for number, (row, ranks) in enumerate(zip(ranges, seers, strict=True))
+            if ranks[number % len(ranks)] == self.group.rank
+        ]
+
+    def _source(self, file: int) -> ByteSource:
+        return self.sources.open(self.job.files[file].path)
 
     def _finish_shared(self, states: Mapping[int, OutputState]) -> None:
         segments = self.job.segments
@@ -357,48 +409,3 @@ def _claims(job: Job, segment: Segment) -> list[Claim]:
     place, file, begin, end, _ = job.claims.T
     inside = (place == segment.place) & (file == segment.file) & (begin >= segment.begin) & (end <= segment.end)
     return [Claim(low, high, crc) for _, _, low, high, crc in job.claims[np.flatnonzero(inside)].tolist()]
-
-
-def read_rest(group: Group, job: Job, check: SourceCheck, visible: Visible, sources: Sources) -> None:
-    """Once ``check`` on rank 0 knows all parts that are known: read what is missing of their records. All ranks.
-
-    Raises SourceCorruptError.
-    """
-    rest: object = check.rest() if group.rank == 0 else None
-    ranges = cast("list[tuple[int, int, int, int]]", group.broadcast_object(rest, name="what was not read"))
-    if not ranges:
-        return
-    mine = [row for number, row in enumerate(ranges) if _reader(visible, row[0], number) == group.rank]
-    with group.step("read the rest of records"):
-        sums = read_sums(mine, job.files, sources, group.beat)
-    everyone = cast("list[list[tuple[int, int, int, int, int]]]", group.all_gather_objects(sums, name="sums"))
-    with group.step("compare checksums"):
-        if group.rank == 0:
-            for rows in everyone:
-                check.absorb(rows)
-            check.finish()
-
-
-def _reader(visible: Visible, file: int, number: int) -> int:
-    """Which of the ranks that see ``file`` reads range ``number``."""
-    seers = np.flatnonzero(visible[file])
-    return int(seers[number % len(seers)])
-
-
-def reread_unproved(
-    group: Group, job: Job, check: SourceCheck, finished: Finished, visible: Visible, sources: Sources
-) -> None:
-    """Once ``check`` on rank 0 knows all parts that are known: read the records again that lack some. All ranks.
-
-    ``finished``, on rank 0: what the journals say. Raises SourceCorruptError.
-    """
-    if not len(job.claims) and not has_gaps(job.plan):
-        return
-    found: object = None
-    if group.rank == 0:
-        with group.heartbeat():
-            found = [list(record) for record in unproved(check, job.plan, finished.received_ranges())]
-    records = [cast("SourceRecord", tuple(row)) for row in cast("list[list[int]]", group.broadcast_object(found))]
-    mine = [row for number, row in enumerate(records) if _reader(visible, row[0], number) == group.rank]
-    with group.step("read again what no sum proves"):
-        reread(mine, job.files, sources, group.beat)

@@ -29,21 +29,6 @@ from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text
 
-__all__ = [
-    "Part",
-    "SourceCheck",
-    "SourceRecord",
-    "combine",
-    "crc32",
-    "has_gaps",
-    "patch_effect",
-    "read_sums",
-    "reread",
-    "require_checksum",
-    "unproved",
-    "window_crc",
-]
-
 _PART = 5  # numbers of each part
 _RECORD_BITS = 40  # of a number that says the file, too
 _AT_ONCE = 4096  # records
@@ -89,6 +74,9 @@ def patch_effect(value: bytes, following: int) -> int:
 
 SourceRecord = tuple[int, int, int, int]
 """(source file, offset, nbytes, crc) of a record that carries a checksum."""
+
+SourcePart = tuple[int, int, int, int, int]
+"""(source file, number of the record in it, offset, nbytes, crc) of one part of a record."""
 
 
 class _Records:
@@ -252,17 +240,17 @@ class SourceCheck:
         proved = {index for _, index, parts in self._by_record(file) if self._sum(file, index, parts) is not None}
         return [(file, *records.record(index)) for index in touched if index not in proved]
 
-    def fresh(self) -> list[tuple[int, int, int, int, int]]:
+    def fresh(self) -> list[SourcePart]:
         """The parts read since the last call, as ``unfinished`` returns them; none at the first call."""
         with self._lock:
             first, self._reported = self._reported, len(self._parts)
             return [] if first is None else _rows(self._parts[first:])
 
-    def unfinished(self) -> list[tuple[int, int, int, int, int]]:
-        """The parts of records that were read in parts: (file, record, offset, nbytes, crc)."""
+    def unfinished(self) -> list[SourcePart]:
+        """The parts of records that were read in parts."""
         return _rows(self._parts)
 
-    def absorb(self, rows: Iterable[tuple[int, int, int, int, int]]) -> None:
+    def absorb(self, rows: Iterable[SourcePart]) -> None:
         """Add parts of the same records, from another worker's ``unfinished`` or an earlier run's journal."""
         for row in rows:
             self._absorbed.extend(row)
@@ -281,7 +269,7 @@ def _begins(values: Int64Array) -> Int64Array:
     return np.flatnonzero(np.diff(values, prepend=-1))
 
 
-def _rows(parts: array[int]) -> list[tuple[int, int, int, int, int]]:
+def _rows(parts: array[int]) -> list[SourcePart]:
     return list(zip(*(parts[column::_PART] for column in range(_PART)), strict=True))
 
 
@@ -375,20 +363,8 @@ def _gapped(plan: Plan, copies: Copies) -> npt.NDArray[np.bool_]:
     return found
 
 
-def read_sums(
-    ranges: Iterable[tuple[int, int, int, int]],
-    files: Sequence[SourceFile],
-    sources: Sources,
-    moved: Callable[[], None],
-) -> list[tuple[int, int, int, int, int]]:
-    """``ranges``, as ``SourceCheck.rest`` has them, with the CRC-32 of each, as ``SourceCheck.absorb`` takes them."""
-    return [
-        (file, record, offset, nbytes, _sum_of(sources.open(files[file].path), offset, nbytes, moved))
-        for file, record, offset, nbytes in ranges
-    ]
-
-
-def _sum_of(source: ByteSource, offset: int, nbytes: int, moved: Callable[[], None]) -> int:
+def sum_of(source: ByteSource, offset: int, nbytes: int, moved: Callable[[], None]) -> int:
+    """The CRC-32 of ``nbytes`` from ``offset``; calls ``moved`` after every read, to show progress."""
     buffer = memoryview(bytearray(min(CHUNK, nbytes)))
     total = 0
     for at in range(0, nbytes, CHUNK):
@@ -402,11 +378,11 @@ def _sum_of(source: ByteSource, offset: int, nbytes: int, moved: Callable[[], No
 def reread(
     records: Iterable[SourceRecord], files: Sequence[SourceFile], sources: Sources, moved: Callable[[], None]
 ) -> None:
-    """Read ``records`` again and compare their checksums; calls ``moved`` after every read, to show progress.
+    """Read ``records`` again and compare their checksums; ``moved`` as for ``sum_of``.
 
     Raises SourceCorruptError for a record that does not match.
     """
     for file, offset, nbytes, expected in records:
         path = files[file].path
-        total = _sum_of(sources.open(path), offset, nbytes, moved)
+        total = sum_of(sources.open(path), offset, nbytes, moved)
         require_checksum(path, offset, nbytes, expected, total)

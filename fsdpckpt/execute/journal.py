@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
-from fsdpckpt.execute.checks import Part
+from fsdpckpt.execute.checks import Part, SourcePart
 from fsdpckpt.plan import Claim, Range
 from fsdpckpt.storage import FileIdentity, change_between
 from fsdpckpt.storage.local import WritableFile, sync_directory, target_errors
@@ -102,9 +102,6 @@ def _record(line: bytes) -> Record | None:
     record = json.loads(text)
     return record if isinstance(record, dict) else None
 
-
-SourcePart = tuple[int, int, int, int, int]
-"""(source file, record, offset, nbytes, crc), as in ``SourceCheck``."""
 
 FORMAT = 2  # of the journal; journals of any other format are ignored
 

@@ -11,9 +11,10 @@ from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
+from isal.isal_zlib import crc32
 
 from fsdpckpt.errors import TargetExistsError
-from fsdpckpt.execute.checks import Part, combine, crc32, patch_effect, window_crc
+from fsdpckpt.execute.checks import Part, combine, patch_effect, window_crc
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.plan import FilePlan, Range
 from fsdpckpt.storage.local import WritableFile, target_errors

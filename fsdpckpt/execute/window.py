@@ -13,8 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+from isal.isal_zlib import crc32
 
-from fsdpckpt.execute.checks import SourceCheck, crc32
+from fsdpckpt.execute.checks import SourceCheck
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.ir.tensors import Int64Array

@@ -8,8 +8,9 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
+from isal.isal_zlib import crc32
 
-from fsdpckpt.execute.checks import combine, crc32
+from fsdpckpt.execute.checks import combine
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=6), st.randoms(use_true_random=False))
