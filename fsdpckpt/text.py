@@ -87,6 +87,11 @@ def first_of(values: Sequence[object], most: int) -> str:
     return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
 
 
+def some_of(names: Sequence[str], most: int = 4) -> str:
+    """The first ``most`` of ``names``, separated by commas, and how many more there are: ``a, b, c, d and 3 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def truncate(value: object) -> str:
     """A scalar, or a short tuple or list of scalars, in at most 80 characters; of any other value its type and length.
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fsdpckpt.flat import is_number_per_rank, is_sliced, lengths_of, lengths_text, slice_lengths
-from fsdpckpt.flat.names import first_misplaced_module, order_contradictions
+from fsdpckpt.flat.names import first_misplaced_module, order_contradictions, param_names
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState, ParamKey, group_params
 from fsdpckpt.ir.names import clean, keeps_order
 from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.layouts.flattened import FlatLayout, is_flat_key, layout_of
+from fsdpckpt.layouts.flattened import FlatLayout, is_flat_key, layouts_of
 from fsdpckpt.text import plural
 
 
@@ -104,22 +104,9 @@ class _Matching:
             yield from self._optimizer(self.checkpoint.optim)
 
     def _lay_out(self) -> None:
-        for unit in self.units.units:
-            layout = layout_of(
-                unit,
-                use_orig_params=self.units.use_orig_params,
-                world_size=self.world_size,
-                shard_size=self.shard_size,
-            )
+        for unit, layout in layouts_of(self.units, self.world_size):
             self.layouts[unit.key] = layout
-            slices = layout.slices()
-            table = np.zeros((len(unit.params), layout.shards), np.int64)
-            table[slices.param, slices.rank] = slices.count
-            self.counts.update({param.name: table[index] for index, param in enumerate(unit.params)})
-
-    def _spread(self, counts: Int64Array) -> Int64Array:
-        """Numbers for each rank, from numbers for each shard."""
-        return np.resize(counts, self.world_size)
+            self.counts.update(zip((param.name for param in unit.params), layout.counts(), strict=True))
 
     # The model.
 
@@ -207,10 +194,12 @@ class _Matching:
                 "units file beside the rank files, as units.json"
             )
             return
-        matching = KeyMatching(optim, self.units)
-        yield from matching.contradictions()
-        self.keys, self.named_groups = matching.keys, matching.named_groups
-        self.proved += matching.proved
+        if optim.key_type == "name":
+            yield from self._by_name(optim)
+        elif optim.param_groups is None:
+            yield from self._ungrouped(optim)
+        else:
+            yield from self._by_id(optim.param_groups)
         listed = set(optim.grouped_keys())
         compared = 0
         for key, states in optim.state.items():
@@ -269,7 +258,7 @@ class _Matching:
         if layout.shards == 1 and leaf.shape == param.shape and leaf.placement != SLICES:
             return None
         lengths = slice_lengths(leaf, self.world_size)
-        expected = self._spread(self.counts[param.name])
+        expected = np.resize(self.counts[param.name], self.world_size)
         if leaf.placement == ONE_SLICE:  # DCP saved the slice of only one rank, and does not say which rank
             if leaf.shape[0] not in expected:
                 return f"{lengths_text(expected)} elements by rank in the units, found a slice of {leaf.shape[0]}"
@@ -286,48 +275,24 @@ class _Matching:
             and bool((leaf.chunks.size[:, 0] == param.shape[0]).all())
         )
 
+    # The keys of the optimizer.
 
-class KeyMatching:
-    """Maps the keys of one optimizer to the units; ``contradictions`` fills the attributes.
-
-    ``keys``: each key of the optimizer to an original name or a unit's key. ``named_groups``: the groups according to
-    ``param_names``, where the units have no groups. ``proved``: what was compared, for messages.
-    """
-
-    def __init__(self, optim: OptimState, units: Units) -> None:
-        self.optim = optim
-        self.units = units
-        self.params = units.params()
-        self.by_key = {unit.key: unit for unit in units.units}
-        self.keys: dict[ParamKey, str] = {}
-        self.named_groups: tuple[tuple[str, ...], ...] | None = None
-        self.proved: list[str] = []
-
-    def contradictions(self) -> Iterator[str]:
-        """Everything in keys, groups and ``param_names`` that contradicts the units."""
-        if self.optim.key_type == "name":
-            yield from self._by_name()
-        elif self.optim.param_groups is None:
-            yield from self._ungrouped()
-        else:
-            yield from self._by_id(self.optim.param_groups)
-
-    def _by_name(self) -> Iterator[str]:
+    def _by_name(self, optim: OptimState) -> Iterator[str]:
         known = [*self.by_key, *(param.name for param in self.units.unmanaged)]
         possible = dict.fromkeys(self.params if self.units.use_orig_params else known)
-        listed = self.optim.grouped_keys()
-        for key in dict.fromkeys([*self.optim.state, *listed]):
+        listed = optim.grouped_keys()
+        for key in dict.fromkeys([*optim.state, *listed]):
             if clean(str(key)) in possible:
                 self.keys[key] = clean(str(key))
             elif key in listed:
                 yield f"optim: the groups list {key}, which the units do not have"
 
-    def _ungrouped(self) -> Iterator[str]:
+    def _ungrouped(self, optim: OptimState) -> Iterator[str]:
         order = self.units.id_order()
-        self.keys.update({key: order[key] for key in self.optim.state if isinstance(key, int) and key < len(order)})
+        self.keys.update({key: order[key] for key in optim.state if isinstance(key, int) and key < len(order)})
         yield from (
             f"optim {key}: the units have {plural(len(order), 'parameter')}"
-            for key in self.optim.state
+            for key in optim.state
             if key not in self.keys
         )
 
@@ -360,9 +325,9 @@ class KeyMatching:
             if len(self.units.groups) != len(lengths):
                 return f"the optimizer has {len(lengths)} param groups, the units have {len(self.units.groups)}"
             return self.units.groups
-        param_names = [_param_names(group) for group in groups]
-        if all(param_names):
-            self.named_groups = tuple(tuple(clean(name) for name in names) for names in param_names)
+        listed = [param_names(group) for group in groups]
+        if all(listed):
+            self.named_groups = tuple(tuple(map(clean, names)) for names in listed)
             return self.named_groups
         if len(lengths) > 1:
             return (
@@ -379,7 +344,7 @@ class KeyMatching:
         known = {*self.by_key, *self.params}
         compared = 0
         for group in groups:
-            for key, name in zip(group_params(group) or (), _param_names(group), strict=False):
+            for key, name in zip(group_params(group) or (), param_names(group), strict=False):
                 compared += 1
                 if clean(name) not in known:
                     yield f"param_names: {clean(name)} is not among the units' parameters"
@@ -387,8 +352,3 @@ class KeyMatching:
                     yield f"optim {key} is {clean(name)} in param_names, {self.keys[key]} in the units"
         if compared:
             self.proved.append(f"{compared} param_names of the groups agree with the units")
-
-
-def _param_names(group: Mapping[Key, Value]) -> list[str]:
-    names = group.get("param_names")
-    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []

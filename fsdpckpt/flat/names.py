@@ -13,12 +13,12 @@ from math import prod
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, ParamKey, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import WRAPPERS, clean, comes_back, keeps_order, sorted_by_a_tool
 from fsdpckpt.ir.tensors import SLICES, Tensor, contiguous_stride
 from fsdpckpt.ir.units import FLAT_PARAM, UnitParam, Units
-from fsdpckpt.ir.values import Value
+from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
 
 
@@ -159,11 +159,10 @@ def _whole_state(states: Mapping[str, Tensor | Value]) -> Tensor | None:
 def units_names(units: Units, label: str) -> ParameterNames:
     """The parameters of units, in the order of ``model.parameters()``."""
     params, sharded = units.params(), units.unit_of()
-    order: Iterable[ParamKey] = units.parameters
     return ParameterNames(
         tuple(
             NamedParam(param.name, param.shape, param.dtype, param.stride, param.name in sharded, param.requires_grad)
-            for param in (params[str(name)] for name in order)
+            for param in (params[name] for name in units.parameters)
         ),
         ordered=True,
         label=label,
@@ -210,9 +209,14 @@ def raw_names(checkpoint: Checkpoint) -> list[str]:
         return []
     raw = [str(key) for key in optim.state if isinstance(key, str)]
     for group in optim.param_groups or ():
-        names = group.get("param_names")
-        raw.extend(str(name) for name in names) if isinstance(names, (list, tuple)) else None
+        raw += param_names(group)
     return list(dict.fromkeys(raw))
+
+
+def param_names(group: Mapping[Key, Value]) -> list[str]:
+    """The ``param_names`` of a param group; empty when it has none."""
+    names = group.get("param_names")
+    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
 
 
 def parameter_order(checkpoint: Checkpoint) -> list[str]:
@@ -223,8 +227,7 @@ def parameter_order(checkpoint: Checkpoint) -> list[str]:
     if sliced and checkpoint.container is Container.TORCH:
         return [clean(key) for key in sliced]
     groups = (checkpoint.optim.param_groups or []) if checkpoint.optim is not None else []
-    names = groups[0].get("param_names") if len(groups) == 1 else None
-    return [clean(str(name)) for name in names if not is_flat_key(str(name))] if isinstance(names, list) else []
+    return [clean(name) for name in param_names(groups[0]) if not is_flat_key(name)] if len(groups) == 1 else []
 
 
 def _boundaries(names: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ of 16 bytes, the end is padded to a multiple of the ranks, and all of this paddi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -116,6 +116,13 @@ class FlatLayout:
         end = np.minimum(start[param] + numel[param], (rank + 1) * shard)
         return FlatSlices(rank, filled[param], begin - start[param], end - begin, begin - rank * shard)
 
+    def counts(self) -> Int64Array:
+        """Elements that each shard holds of each parameter: (parameters, shards)."""
+        slices = self.slices()
+        table = np.zeros((len(self.numel), self.shards), np.int64)
+        table[slices.param, slices.rank] = slices.count
+        return table
+
     def parts(self, rank: int) -> list[FlatPart]:
         """The whole shard of ``rank``, front to back: slices of parameters, alignment (42), right padding (0)."""
         begin, end = self.held(rank)
@@ -157,6 +164,16 @@ def layout_of(unit: Unit, *, use_orig_params: bool, world_size: int, shard_size:
     )
 
 
+def layouts_of(units: Units, world_size: int) -> Iterator[tuple[Unit, FlatLayout]]:
+    """Every unit, and its layout among ``world_size`` ranks."""
+    shard_size = units.shard_size or world_size
+    for unit in units.units:
+        yield (
+            unit,
+            layout_of(unit, use_orig_params=units.use_orig_params, world_size=world_size, shard_size=shard_size),
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedUnit:
     """One unit and its layout in a sharding group. ``boxes``: the shards that have elements, in order."""
@@ -182,10 +199,8 @@ class PlacedUnit:
 
 def place_units(units: Units, world_size: int) -> list[PlacedUnit]:
     """Every unit over ``world_size`` ranks."""
-    shard_size = units.shard_size or world_size
     placed = []
-    for unit in units.units:
-        layout = layout_of(unit, use_orig_params=units.use_orig_params, world_size=world_size, shard_size=shard_size)
+    for unit, layout in layouts_of(units, world_size):
         ranges = [layout.held(index) for index in range(layout.shards)]
         boxes = tuple(Box((begin,), (end - begin,)) for begin, end in ranges if begin < end)
         placed.append(PlacedUnit(unit, layout, boxes))

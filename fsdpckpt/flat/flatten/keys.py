@@ -14,9 +14,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError, UsageErr
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, ParamKey, group_params
 from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.text import plural
-
-_SHOWN = 4
+from fsdpckpt.text import plural, some_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +123,10 @@ def _group_division(unit: Unit, places: Mapping[str, int]) -> str | None:
         by_group.setdefault(places.get(param.name), []).append(param.name)
     if len(by_group) < 2:
         return None
-    parts = []
-    for number, names in by_group.items():
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        place = "in no group" if number is None else f"in group {number}"
-        parts.append(f"{', '.join(names[:_SHOWN])}{more} {place}")
+    parts = [
+        f"{some_of(names)} {'in no group' if number is None else f'in group {number}'}"
+        for number, names in by_group.items()
+    ]
     return f"unit {unit.prefix or 'root'!r}: {'; '.join(parts)}"
 
 

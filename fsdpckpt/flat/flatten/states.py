@@ -25,6 +25,7 @@ from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import FlatPart, PlacedUnit
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import some_of
 
 _TENSOR = "a tensor"
 
@@ -327,9 +328,6 @@ class FlatOptimizer:
         return self._casts.get(tensor, tensor.dtype)
 
 
-SHOWN = 4  # parameters named for each value
-
-
 def require_equal_scalars(checkpoint: Checkpoint, units: Units, sources: Sources) -> None:
     """Raises SourceUnsupportedError that lists every state on which the parameters of one unit disagree."""
     optim = checkpoint.optim
@@ -356,7 +354,7 @@ def _disagreements(unit: Unit, optim: OptimState, checkpoint: Checkpoint, source
                 seen.setdefault(_identity(leaf, checkpoint, sources), []).append(param.name)
     for state, seen in values.items():
         if len(seen) > 1:
-            values_text = "; ".join(f"{_shown(value)} for {_names(names)}" for value, names in seen.items())
+            values_text = "; ".join(f"{_shown(value)} for {some_of(names)}" for value, names in seen.items())
             yield f"unit {unit.prefix or 'root'!r}, state {state}: {values_text}"
 
 
@@ -374,7 +372,3 @@ def _identity(leaf: Tensor | Value, checkpoint: Checkpoint, sources: Sources) ->
 def _shown(value: tuple[str, object]) -> str:
     kind, content = value
     return f"{kind} 0x{content.hex()}" if isinstance(content, bytes) else str(content)
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

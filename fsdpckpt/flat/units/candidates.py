@@ -27,7 +27,8 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Units
-from fsdpckpt.layouts.flattened import is_flat_key, layout_of
+from fsdpckpt.layouts.flattened import is_flat_key, layouts_of
+from fsdpckpt.text import some_of
 from fsdpckpt.transform.assignment import in_order
 
 _PADDING = 16  # elements: an upper bound of the alignment that one parameter adds
@@ -55,10 +56,7 @@ def candidates(
 ) -> Iterator[Candidate]:
     """The interpretations of ``names``, lower tiers first. ``parameters``: exactly those of ``model.parameters()``."""
     options = _Candidates(checkpoint, names, prefixes)
-    if parameters is not None:
-        yield from options.exact(parameters)
-        return
-    yield from options.all()
+    return options.all() if parameters is None else options.exact(parameters)
 
 
 class _Candidates:
@@ -219,8 +217,7 @@ def _alike(one: NamedParam, other: NamedParam) -> bool:
 
 
 def _some(params: Sequence[NamedParam]) -> str:
-    names = ", ".join(param.name for param in params[:4])
-    return names + (f" and {len(params) - 4} more" if len(params) > 4 else "")
+    return some_of([param.name for param in params])
 
 
 def _flat_dtypes(checkpoint: Checkpoint) -> dict[str, DType]:
@@ -306,18 +303,14 @@ def _tokens(optim: OptimState, world_size: int) -> dict[int, _Token]:
 
 def _expected(units: Units, world_size: int) -> dict[str, set[_Token]]:
     """What each key of ``units`` may show."""
-    shard_size = units.shard_size or world_size
     found: dict[str, set[_Token]] = {}
     for param in units.unmanaged:
         lengths = np.full(world_size, param.numel, np.int64)
         found[param.name] = {param.shape, *([lengths.tobytes()] if len(param.shape) == 1 else [])}
-    for unit in units.units:
-        layout = layout_of(unit, use_orig_params=units.use_orig_params, world_size=world_size, shard_size=shard_size)
+    for unit, layout in layouts_of(units, world_size):
         found[unit.key] = {np.full(world_size, layout.shard, np.int64).tobytes()}
-        slices = layout.slices()
-        table = np.zeros((len(unit.params), layout.shards), np.int64)
-        table[slices.param, slices.rank] = slices.count
-        for index, param in enumerate(unit.params):
-            tokens: set[_Token] = {np.resize(table[index], world_size).astype(np.int64).tobytes()}
-            found[param.name] = tokens | ({param.shape} if layout.shards == 1 else set())
+        for param, counts in zip(unit.params, layout.counts(), strict=True):
+            found[param.name] = {np.resize(counts, world_size).tobytes()} | (
+                {param.shape} if layout.shards == 1 else set()
+            )
     return found
