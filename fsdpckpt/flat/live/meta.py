@@ -42,16 +42,41 @@ def units_from_model(
     ignores. With a ``param_dtype`` normalisations over batches are units of their own, without it, as FSDP makes them.
     The factory is the caller's own code, and is run. Raises UsageError.
     """
-    classes = [_module_class(one) for one in wrap_classes]
-    return units_of_plain_model(
-        build_on_meta(factory),
-        classes,
-        use_orig_params=use_orig_params,
-        param_dtype=param_dtype,
-        strategy=strategy,
-        shard_size=shard_size,
-        ignored=ignored,
+    classes = tuple(_module_class(one) for one in wrap_classes)
+    model = build_on_meta(factory)
+    _refuse_wrapped(model)
+    modules, params = _ignored(model, ignored)
+    # With a param_dtype these are wrapped on their own (``MixedPrecision._module_classes_to_ignore``, its default).
+    norms = (nn.modules.batchnorm._BatchNorm,) if param_dtype is not None else ()
+    chosen = {module for module in model.modules() if isinstance(module, (*classes, *norms)) and module not in modules}
+    _require_found(model, classes)
+    wrapping = SimulatedWrapping(model, use_orig_params, params)
+    wrapping.run(chosen)
+    parameters = list(wrapping.parameters())
+    units = tuple(
+        Unit(
+            unit.prefix,
+            tuple(unit_param(name, param) for name, param in unit.params),
+            strategy,
+            None if isinstance(unit.module, norms) and unit.prefix else param_dtype,
+        )
+        for unit in wrapping.units
     )
+    in_units = {param.name for unit in units for param in unit.params}
+    listed = {name for name, _ in parameters if use_orig_params or name not in in_units}
+    shared = dict(wrapping.shared)
+    for later, first in wrapping.aliases(listed):
+        shared.setdefault(later, first)
+    made = Units(
+        units=units,
+        use_orig_params=use_orig_params,
+        parameters=tuple(name for name, _ in parameters),
+        unmanaged=tuple(unit_param(name, param) for name, param in parameters if name not in in_units),
+        shared=tuple(shared.items()),
+        shard_size=shard_size,
+    )
+    _check(made)
+    return made
 
 
 def _module_class(given: str | type[nn.Module]) -> type[nn.Module]:
@@ -85,65 +110,6 @@ def build_on_meta(factory: str | Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def units_of_plain_model(
-    model: nn.Module,
-    wrap_classes: Sequence[type[nn.Module]],
-    *,
-    use_orig_params: bool,
-    param_dtype: DType | None = None,
-    strategy: Strategy = Strategy.FULL_SHARD,
-    shard_size: int | None = None,
-    ignored: Sequence[str] = (),
-) -> Units:
-    """The units that FSDP1 would make of ``model``, which stays as it is; see ``units_from_model``."""
-    _refuse_wrapped(model)
-    modules, params = _ignored(model, ignored)
-    batch_norms = _left_out(model, modules) if param_dtype is not None else set()
-    chosen = {
-        module
-        for module in model.modules()
-        if module in batch_norms or (isinstance(module, tuple(wrap_classes)) and module not in modules)
-    }
-    _require_found(model, wrap_classes)
-    wrapping = SimulatedWrapping(model, use_orig_params, params)
-    wrapping.run(chosen)
-    parameters = list(wrapping.parameters())
-    units = tuple(
-        Unit(
-            unit.prefix,
-            tuple(unit_param(name, param) for name, param in unit.params),
-            strategy,
-            None if unit.module in batch_norms and unit.prefix else param_dtype,
-        )
-        for unit in wrapping.units
-    )
-    in_units = {param.name for unit in units for param in unit.params}
-    result = Units(
-        units=units,
-        use_orig_params=use_orig_params,
-        parameters=tuple(name for name, _ in parameters),
-        unmanaged=tuple(unit_param(name, param) for name, param in parameters if name not in in_units),
-        shared=_shared(wrapping, parameters, in_units, use_orig_params=use_orig_params),
-        shard_size=shard_size,
-    )
-    _check(result)
-    return result
-
-
-def _shared(
-    wrapping: SimulatedWrapping,
-    parameters: list[tuple[str, nn.Parameter]],
-    in_units: set[str],
-    *,
-    use_orig_params: bool,
-) -> tuple[tuple[str, str], ...]:
-    listed = {name for name, _ in parameters if use_orig_params or name not in in_units}
-    first_names = dict(wrapping.shared)
-    for later, first in wrapping.aliases(listed):
-        first_names.setdefault(later, first)
-    return tuple(first_names.items())
-
-
 def _refuse_wrapped(model: nn.Module) -> None:
     from fsdpckpt.flat.live import fsdp_modules
 
@@ -165,15 +131,6 @@ def _require_found(model: nn.Module, wrap_classes: Sequence[type[nn.Module]]) ->
                 why="a class that is not there would leave its parameters in the root's unit; these are the classes",
                 next_step="--wrap with the class that the training job wraps",
             )
-
-
-def _left_out(model: nn.Module, ignored: Collection[nn.Module]) -> set[nn.Module]:
-    """Modules that ``MixedPrecision._module_classes_to_ignore`` wraps on their own (its default)."""
-    return {
-        module
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module not in ignored
-    }
 
 
 def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[set[nn.Module], set[nn.Parameter]]:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from fsdpckpt.errors import SourceUnsupportedError, UsageError
-from fsdpckpt.flat.live.meta import build_on_meta, units_from_model, units_of_plain_model
+from fsdpckpt.flat.live.meta import build_on_meta, units_from_model
 from fsdpckpt.flat.live.save import units_of
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Strategy
@@ -34,9 +34,7 @@ BOTH = [
 def test_units_without_wrapping_are_those_of_the_wrapped_model(case: Case, use_orig_params: bool, world: World) -> None:
     world(5, rank=3)
     expected = units_of(wrapped(case, case.make(), use_orig_params=use_orig_params))
-    found = units_of_plain_model(
-        build_on_meta(case.make), case.classes, use_orig_params=use_orig_params, ignored=case.ignored
-    )
+    found = units_from_model(case.make, case.classes, use_orig_params=use_orig_params, ignored=case.ignored)
     assert replace(found, world_size=5, parameters=()) == replace(expected, parameters=())
     assert found.optimizer_keys() == expected.optimizer_keys()
     if use_orig_params or not case.mixed:
@@ -65,7 +63,7 @@ def test_the_policy_function_of_older_scripts_wraps_the_same(world: World) -> No
             continue
         policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=set(case.classes))
         expected = units_of(wrapped(case, case.make(), use_orig_params=True, auto_wrap_policy=policy))
-        found = units_of_plain_model(case.make(), case.classes, use_orig_params=True)
+        found = units_from_model(case.make, case.classes, use_orig_params=True)
         assert replace(found, world_size=3) == expected, name
 
 
@@ -122,27 +120,27 @@ def test_classes_and_globs_that_match_nothing_are_errors_that_show_what_there_is
     assert "outer.inner.up" in error.value.details
     world(2)
     with pytest.raises(UsageError, match="wrapped already"):
-        units_of_plain_model(wrapped(CASES["nested"], Nested()), [], use_orig_params=True)
+        units_from_model(lambda: wrapped(CASES["nested"], Nested()), [], use_orig_params=True)
 
 
 def test_what_fsdp_would_refuse_is_refused() -> None:
     frozen = CASES["partly frozen"]
     with pytest.raises(SourceUnsupportedError) as error:
-        units_of_plain_model(frozen.make(), frozen.classes, use_orig_params=False)
+        units_from_model(frozen.make, frozen.classes, use_orig_params=False)
     assert any("requires gradients" in detail for detail in error.value.details)
     with pytest.raises(SourceUnsupportedError, match="one dtype"):
-        units_of_plain_model(Nested(torch.bfloat16), [Outer], use_orig_params=True)
+        units_from_model(lambda: Nested(torch.bfloat16), [Outer], use_orig_params=True)
     scalar = nn.Module()
     scalar.temperature = nn.Parameter(torch.tensor(0.5))
     with pytest.raises(SourceUnsupportedError, match="no dimensions"):
-        units_of_plain_model(scalar, [], use_orig_params=True)
+        units_from_model(lambda: scalar, [], use_orig_params=True)
     with pytest.raises(SourceUnsupportedError, match="no parameter is left"):
-        units_of_plain_model(nn.Tanh(), [], use_orig_params=True)
+        units_from_model(nn.Tanh, [], use_orig_params=True)
 
 
 def test_the_model_stays_as_it_was() -> None:
     model = Nested()
     before = {name: id(param) for name, param in model.named_parameters()}
-    units_of_plain_model(model, [Perceptron], use_orig_params=False)
+    units_from_model(lambda: model, [Perceptron], use_orig_params=False)
     assert {name: id(param) for name, param in model.named_parameters()} == before
     assert all(param.is_meta for param in build_on_meta(Nested).parameters())
