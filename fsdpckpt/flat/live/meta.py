@@ -184,11 +184,12 @@ Named = list[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True, slots=True)
 class WrappedUnit:
-    """One unit: the FQN of its module, its parameters in flattened order."""
+    """One unit: the FQN of its module, its parameters in flattened order, and further names (later, first) of them."""
 
     prefix: str
     module: nn.Module
     params: Named
+    shared: list[tuple[str, str]]
 
 
 @dataclass(slots=True)
@@ -216,16 +217,15 @@ class SimulatedWrapping:
         """Wrap the modules ``chosen``, children before parents, the root last and always."""
         modules: list[tuple[str, nn.Module]] = []
         _post_order(self.model, "", modules, {self.model})
-        shared: dict[str, list[tuple[str, str]]] = {}
         for prefix, module in modules:
             if module is self.model or module in chosen:
-                self._wrap(prefix, module, shared)
+                self._wrap(prefix, module)
         # Found children first, and listed as model.parameters() lists flat parameters: parents first.
         places = {prefix: number for number, (prefix, _) in enumerate(self.model.named_modules())}
         self.units.sort(key=lambda unit: places[unit.prefix])
-        self.shared = [pair for unit in self.units for pair in shared[unit.prefix]]
+        self.shared = [pair for unit in self.units for pair in unit.shared]
 
-    def _wrap(self, prefix: str, root: nn.Module, shared: dict[str, list[tuple[str, str]]]) -> None:
+    def _wrap(self, prefix: str, root: nn.Module) -> None:
         in_units = {
             param
             for module in root.modules()
@@ -235,8 +235,7 @@ class SimulatedWrapping:
         if not in_units:
             return
         first: dict[nn.Parameter, str] = {}
-        unit = WrappedUnit(prefix, root, [])
-        later: list[tuple[str, str]] = []
+        unit = WrappedUnit(prefix, root, [], [])
         touched: dict[tuple[nn.Module, str], nn.Parameter] = {}
         again: dict[tuple[nn.Module, str], nn.Parameter] = {}
         for path, module in root.named_modules(prefix=prefix, remove_duplicate=False):
@@ -244,17 +243,16 @@ class SimulatedWrapping:
                 if param not in in_units:
                     continue
                 if param in first:
-                    later.append((joined(path, name), first[param]))
-                    again.setdefault((module, name), param)
+                    unit.shared.append((joined(path, name), first[param]))
+                    again[module, name] = param
                     continue
                 first[param] = joined(path, name)
                 unit.params.append((joined(path, name), param))
                 self.names[module, name] = joined(path, name)
                 touched[module, name] = param
         self.units.append(unit)
-        shared[prefix] = later
         self._done |= in_units if self.use_orig_params else set()
-        self._register(touched | {slot: held for slot, held in again.items() if slot not in touched})
+        self._register(touched | again)
 
     def _register(self, touched: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
         """What flattening does to the modules' own parameters (``_safe_setattr_tensor_or_param``): each is deleted,

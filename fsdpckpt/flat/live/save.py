@@ -181,7 +181,9 @@ def _unit(one: FsdpModule) -> Unit:
         for number, name in enumerate(one.names)
     )
     mixed = one.param_dtype
-    unit = Unit(one.prefix, params, _strategy(one.state), None if mixed is None else dtype_of(mixed))
+    unit = Unit(
+        one.prefix, params, _STRATEGIES[one.state.sharding_strategy.name], None if mixed is None else dtype_of(mixed)
+    )
     return aligning_dtype(unit, one)
 
 
@@ -196,10 +198,6 @@ def _stride(flat: Any, number: int) -> tuple[int, ...] | None:
 def _requires_grad(one: FsdpModule, number: int) -> bool:
     params = one.flat_param._params
     return bool(one.flat_param.requires_grad if params is None else params[number].requires_grad)
-
-
-def _strategy(state: Any) -> Strategy:
-    return _STRATEGIES[state.sharding_strategy.name]
 
 
 def _prove(units: Units, modules: list[FsdpModule]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -289,27 +290,20 @@ def write_units(units: Units, target: str, *, how: Sequence[str] = ()) -> bytes:
             next_step="write it to a local file and copy that beside the checkpoint",
         )
     folder = os.path.dirname(os.path.abspath(target))
+    staged = os.path.join(folder, f".units-{secrets.token_hex(8)}.partial")
     content = render(encode(units, how=how)).encode()
     try:
         os.makedirs(folder, exist_ok=True)
-        handle, staged = tempfile.mkstemp(prefix=".units-", suffix=".partial", dir=folder)
         try:
-            with os.fdopen(handle, "wb") as file:
+            with open(staged, "xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(staged, 0o666 & ~_umask())
             os.replace(staged, target)
         except BaseException:
-            os.unlink(staged)
+            with suppress(FileNotFoundError):
+                os.unlink(staged)
             raise
     except OSError as error:
         raise TargetUnwritableError(f"{target}: {error.strerror or error}", file=target) from error
     return content
-
-
-def _umask() -> int:
-    """The mask of new files: ``mkstemp`` makes them for the owner alone, and others read checkpoints too."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

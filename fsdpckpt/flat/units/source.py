@@ -196,13 +196,12 @@ def _prefixes(
             f"'{layers_glob(param.name for param in names.params)}' (--unit none when only the root was wrapped), or "
             "--units FILE",
         )
-    if shown is None:
-        return UnitPrefixes(
-            ("", *_expanded(request, names)), complete=False, label=f"--unit {' --unit '.join(request.globs)}"
-        )
-    if not request.globs or target_flattened:
+    if shown is not None and (not request.globs or target_flattened):
         return shown
-    given = {"", *_expanded(request, names)}
+    expanded = expand_globs(request.globs, [param.name for param in names.params])
+    if shown is None:
+        return UnitPrefixes(("", *expanded), complete=False, label=f"--unit {' --unit '.join(request.globs)}")
+    given = {"", *expanded}
     # An optimizer that was not given a frozen unit does not name it; flat parameters name all.
     unknown = sorted(given - {"", *shown.prefixes}) if shown.exact else []
     absent = sorted(set(shown.prefixes) - given)
@@ -215,12 +214,8 @@ def _prefixes(
             ],
             next_step="drop --unit: the checkpoint names its units itself",
         )
-    more = [one for one in _expanded(request, names) if one not in shown.prefixes]
+    more = [one for one in expanded if one not in shown.prefixes]
     return replace(shown, prefixes=(*shown.prefixes, *more))
-
-
-def _expanded(request: UnitsRequest, names: ParameterNames) -> tuple[str, ...]:
-    return expand_globs(request.globs, [param.name for param in names.params])
 
 
 def _refused(
@@ -256,15 +251,11 @@ def prove(units: Units, source: str, sources: Sources) -> tuple[str, ...]:
     """
     checkpoint = open_checkpoint(source, sources=sources)
     if checkpoint.layout is not Layout.FLATTENED:
-        wrong = tuple(option_contradictions(units, UnitsRequest(reference=source), sources))
-        return _confirmed(wrong, (f"names and shapes are those of {source}; its units do not show there",), source)
-    result = match(checkpoint, units)
-    if isinstance(result, Mismatch):
-        return _confirmed(result.contradictions, (), source)
-    return result.proved
-
-
-def _confirmed(wrong: tuple[str, ...], proved: tuple[str, ...], source: str) -> tuple[str, ...]:
+        wrong: Sequence[str] = option_contradictions(units, UnitsRequest(reference=source), sources)
+        proved: tuple[str, ...] = (f"names and shapes are those of {source}; its units do not show there",)
+    else:
+        result = match(checkpoint, units)
+        wrong, proved = (result.contradictions, ()) if isinstance(result, Mismatch) else ((), result.proved)
     if wrong:
         raise SourceCorruptError(
             f"the units of the model are not those of {source}",
