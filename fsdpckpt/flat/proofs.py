@@ -26,7 +26,7 @@ from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import scales_in
 from fsdpckpt.ir.tensors import SLICES, Tensor
-from fsdpckpt.layouts.flattened import FILLER, FlatLayout, is_flat_key
+from fsdpckpt.layouts.flattened import FILLER, is_flat_key
 from fsdpckpt.storage.sources import Sources
 
 
@@ -117,17 +117,11 @@ def _alignment_gaps(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[_Paddi
         if layout is None or not isinstance(leaf, Tensor) or leaf.dtype.numpy is None:
             continue
         for row, rank, _ in _rows(leaf):
-            where = f"model {key}, rank {rank}"
-            gaps = _alignment(layout, rank % layout.shards)
-            yield from (_Padding(where, leaf, row, first, count) for first, count in gaps)
-
-
-def _alignment(layout: FlatLayout, rank: int) -> Iterator[tuple[int, int]]:
-    at = 0
-    for part in layout.parts(rank):
-        if part.filler == FILLER:
-            yield at, part.count
-        at += part.count
+            at = 0
+            for part in layout.parts(rank % layout.shards):
+                if part.filler == FILLER:
+                    yield _Padding(f"model {key}, rank {rank}", leaf, row, at, part.count)
+                at += part.count
 
 
 def _rows(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -146,15 +140,16 @@ def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Pro
 
     Only records with checksums can be compared here, without reading data: ``fsdpckpt verify`` reads the others.
     """
-    groups = checkpoint.world_size // match.shard_size
-    if groups < 2 and all(layout.shards > 1 for layout in match.layouts.values()):
+    shards = [layout.shards for layout in match.layouts.values()]
+    if checkpoint.world_size // match.shard_size < 2 and all(count > 1 for count in shards):
         return [], []
+    most = max(shards)
     sums = checkpoint.checksums.by_place()
     problems: list[Problem] = []
     compared = unknown = 0
     for section, key, tensor in _sliced(checkpoint):
-        shards = _shards(key, section, match)
-        for rank, first in _differing(tensor, shards, sums):
+        layout = match.layouts.get(key) if section is Section.MODEL else None
+        for rank, first in _differing(tensor, layout.shards if layout is not None else most, sums):
             if rank < 0:
                 unknown += 1
                 continue
@@ -177,14 +172,6 @@ def _sliced(checkpoint: Checkpoint) -> Iterator[tuple[Section, str, Tensor]]:
         flat = named.section is Section.MODEL and is_flat_key(named.key)
         if flat or named.tensor.placement == SLICES:
             yield named.section, named.key, named.tensor
-
-
-def _shards(key: str, section: Section, match: FlatMatch) -> int:
-    """How many different slices the ranks of one group hold of a tensor."""
-    shards = max(layout.shards for layout in match.layouts.values())
-    if section is Section.MODEL and key in match.layouts:
-        shards = match.layouts[key].shards
-    return shards
 
 
 def _differing(

@@ -236,8 +236,7 @@ def _tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: int) ->
     """One parameter's tensor: of each run what lies in the parameter, which begins at ``start``, as boxes."""
     order = param.order
     dims = range(len(param.shape)) if order is None else order
-    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
-    boxes: tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [], [])
+    rows = []
     for rank, file, offset, begin, count in runs:
         low = max(begin - start, 0)
         at = offset + (low + start - begin) * dtype.itemsize
@@ -246,15 +245,12 @@ def _tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: int) ->
             stride = [1] * len(box.sizes)
             for dim, step in zip(dims, contiguous_stride([box.sizes[dim] for dim in dims]), strict=True):
                 stride[dim] = step
-            for column, value in zip(columns, (rank, file, at), strict=True):
-                column.append(value)
-            for rows, row in zip(boxes, (box.offsets, box.sizes, tuple(stride)), strict=True):
-                rows.append(row)
+            rows.append((rank, file, at, box.offsets, box.sizes, tuple(stride)))
             at += box.numel * dtype.itemsize
+    ranks, files, offsets, starts, sizes, strides = zip(*rows, strict=True) if rows else [()] * 6
     chunks = Chunks.rows(
-        ndim=len(param.shape), rank=columns[0], file=columns[1], offset=columns[2],
-        start=boxes[0], size=boxes[1], stride=boxes[2],
-    )  # fmt: skip
+        ndim=len(param.shape), rank=ranks, file=files, offset=offsets, start=starts, size=sizes, stride=strides
+    )
     if not param.numel:
         chunks = Chunks.whole(file=0, offset=0, shape=param.shape)
     return Tensor(dtype, param.shape, chunks, sharded=True, placement=PLACEMENT)

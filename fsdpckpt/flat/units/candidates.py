@@ -101,19 +101,16 @@ class _Candidates:
                 yield self._candidate(params, roots, assumed=assumption)
             for params, assumption in self._without_buffers():
                 yield self._candidate(params, roots, assumed=assumption)
-        for roots in self._roots(self.possible):
-            for later, first in self._ties():
-                params = [param for param in self.possible if param.name != later]
-                assumption = f"{later} taken for {first}, shared"
-                yield self._candidate(params, roots, shared=[(later, first)], assumed=assumption, tier=1)
-        for roots in self._roots(self.possible):
-            for kind in self._kinds():
-                buffers = [param for param in self._maybe_buffers() if _last(param) == kind]
-                for later, first in self._ties(buffers):
-                    left_out = {later, *(param.name for param in buffers)}
-                    params = [param for param in self.possible if param.name not in left_out]
-                    assumption = f"treated as buffers: {_some(buffers)}; {later} taken for {first}, shared"
-                    yield self._candidate(params, roots, shared=[(later, first)], assumed=assumption, tier=2)
+        for tier, kinds in ((1, [None]), (2, self._kinds())):
+            for roots in self._roots(self.possible):
+                for kind in kinds:
+                    buffers = [param for param in self._maybe_buffers() if _last(param) == kind]
+                    treated = f"treated as buffers: {_some(buffers)}; " if buffers else ""
+                    for later, first in self._ties(buffers):
+                        left_out = {later, *(param.name for param in buffers)}
+                        params = [param for param in self.possible if param.name not in left_out]
+                        assumption = f"{treated}{later} taken for {first}, shared"
+                        yield self._candidate(params, roots, shared=[(later, first)], assumed=assumption, tier=tier)
 
     def _maybe_buffers(self) -> list[NamedParam]:
         """Names that may be buffers."""
@@ -153,7 +150,7 @@ class _Candidates:
                     params = [param for param in self.possible if param.name not in names]
                     yield params, f"treated as buffers: {_some(buffers)}"
 
-    def _ties(self, omitted: Sequence[NamedParam] = ()) -> Iterator[tuple[str, str]]:
+    def _ties(self, omitted: Sequence[NamedParam]) -> Iterator[tuple[str, str]]:
         """Pairs (later, first) that may be one shared parameter.
 
         Both have one shape, and the optimizer does not list the later one, which is not among ``omitted``.

@@ -34,7 +34,7 @@ from fsdpckpt.transform.parameter_order import from_param_names
 def target_units(
     checkpoint: Checkpoint,
     request: UnitsRequest,
-    source: ResolvedUnits | Units | None,
+    source: ResolvedUnits | None,
     world_size: int | None,
     sources: Sources,
     *,
@@ -63,19 +63,17 @@ def target_units(
 
 
 def _wrapping(
-    checkpoint: Checkpoint, request: UnitsRequest, source: ResolvedUnits | Units | None, sources: Sources
+    checkpoint: Checkpoint, request: UnitsRequest, source: ResolvedUnits | None, sources: Sources
 ) -> tuple[Units, str]:
     """Which parameters are in which unit, and where that is known from."""
     if request.file is not None:
         return load_units(request.file, sources), f"target units: from {request.file}"
-    if isinstance(source, ResolvedUnits):
+    source_units, label = checkpoint.units, f"the units of {checkpoint.units_from}"
+    if source is not None:
         require_model_order(source, checkpoint.source)
-    source_units, unsettled = (source.units, source.unsettled) if isinstance(source, ResolvedUnits) else (source, ())
-    label = "the source's units"
-    if source_units is None and checkpoint.units is not None:
-        source_units, label = checkpoint.units, f"the units of {checkpoint.units_from}"
-    if source_units is not None and request.use_orig_params is None and "use_orig_params" in unsettled:
-        raise _which_parameters(checkpoint, "the source's bytes are the same with both")
+        source_units, label = source.units, "the source's units"
+        if request.use_orig_params is None and "use_orig_params" in source.unsettled:
+            raise _which_parameters(checkpoint, "the source's bytes are the same with both")
     if source_units is not None and not request.globs:
         return source_units, f"target units: {label}"
     if not request.globs:

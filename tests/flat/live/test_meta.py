@@ -119,8 +119,9 @@ def test_classes_and_globs_that_match_nothing_are_errors_that_show_what_there_is
         units_from_model(Nested, [], use_orig_params=True, ignored=["outer.*.nothing"])
     assert "outer.inner.up" in error.value.details
     world(2)
+    model = wrapped(CASES["nested"], Nested())
     with pytest.raises(UsageError, match="wrapped already"):
-        units_from_model(lambda: wrapped(CASES["nested"], Nested()), [], use_orig_params=True)
+        units_from_model(lambda: model, [], use_orig_params=True)
 
 
 def test_what_fsdp_would_refuse_is_refused() -> None:

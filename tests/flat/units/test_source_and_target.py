@@ -292,7 +292,8 @@ def test_a_target_keeps_the_wrapping_and_settings_of_its_source(sources: Sources
 
 
 def test_options_change_the_settings_and_the_groups_follow(sources: Sources) -> None:
-    source = replace(units_of(orig=True), groups=(tuple(param.name for param in PARAMS),))
+    units = replace(units_of(orig=True), groups=(tuple(param.name for param in PARAMS),))
+    source = ResolvedUnits(units, None, ())
     request = UnitsRequest(use_orig_params=False, strategy=Strategy.HYBRID_SHARD, shard_size=2, param_dtype=BF16)
     found = target_units(full(), request, source, 4, sources).units
     assert found.groups == (("_flat_param", "l.0._flat_param", "l.1._flat_param"),)
@@ -301,7 +302,7 @@ def test_options_change_the_settings_and_the_groups_follow(sources: Sources) -> 
 
 
 def test_another_wrapping_by_globs_takes_the_names_of_the_source(sources: Sources) -> None:
-    found = target_units(full(), UnitsRequest(globs=("none",)), units_of(), 4, sources).units
+    found = target_units(full(), UnitsRequest(globs=("none",)), ResolvedUnits(units_of(), None, ()), 4, sources).units
     assert [unit.prefix for unit in found.units] == [""]
     assert [param.name for param in found.units[0].params] == [param.name for param in PARAMS]
 
@@ -351,7 +352,8 @@ def test_units_in_another_order_than_the_model_section_are_refused(tmp_path: Pat
 
 
 def test_without_a_model_section_the_shapes_of_the_states_have_to_agree(sources: Sources) -> None:
-    other = units_of(params=[replace(PARAMS[0], shape=(9, 17)), *PARAMS[1:]])
+    other_units = units_of(params=[replace(PARAMS[0], shape=(9, 17)), *PARAMS[1:]])
+    other = ResolvedUnits(other_units, None, ())
     with pytest.raises(SourceCorruptError) as caught:
         target_units(replace(full(), model=None), UnitsRequest(), other, 4, sources)
     assert caught.value.details == ("e.weight: [9, 17] in the units, its optimizer states are [17, 9]",)
@@ -433,19 +435,21 @@ def test_stored_ties_are_shared_parameters(sources: Sources) -> None:
 def test_groups_are_recorded_so_that_the_ids_can_be_read_again(sources: Sources) -> None:
     names = [param.name for param in PARAMS]
     groups = [[name for name in names if "bias" not in name], [name for name in names if "bias" in name]]
-    found = target_units(full(optim=by_name(groups=groups)), UnitsRequest(), units_of(orig=True), 4, sources).units
+    found = target_units(
+        full(optim=by_name(groups=groups)), UnitsRequest(), ResolvedUnits(units_of(orig=True), None, ()), 4, sources
+    ).units
     assert found.groups == tuple(map(tuple, groups))
 
 
 def test_hybrid_shard_needs_the_size_of_its_groups(sources: Sources) -> None:
     request = UnitsRequest(strategy=Strategy.HYBRID_SHARD)
     with pytest.raises(NeedsInformationError) as caught:
-        target_units(full(), request, units_of(), 4, sources)
+        target_units(full(), request, ResolvedUnits(units_of(), None, ()), 4, sources)
     assert "--shard-size" in str(caught.value.next_step)
     with pytest.raises(UsageError, match="divide"):
-        target_units(full(), replace(request, shard_size=3), units_of(), 4, sources)
+        target_units(full(), replace(request, shard_size=3), ResolvedUnits(units_of(), None, ()), 4, sources)
     with pytest.raises(UsageError, match="hybrid"):
-        target_units(full(), UnitsRequest(shard_size=2), units_of(), 4, sources)
+        target_units(full(), UnitsRequest(shard_size=2), ResolvedUnits(units_of(), None, ()), 4, sources)
 
 
 def test_what_fsdp_cannot_wrap_is_said_before_anything_is_written(sources: Sources) -> None:
