@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.formats.torch import bulk, local_tensor, read_archive
+from fsdpckpt.formats.torch import bulk, local_tensor, open_archive, parse_archive
 from fsdpckpt.storage.local import MemoryFile
 from tests.formats.torch_saves import INTEGERS, any_values, rewritten, saved
 from tests.fuzz.mutations import mutated
@@ -50,7 +50,7 @@ def ends(data: bytes) -> tuple[object, object]:
     found: list[object] = []
     for read in (
         lambda: bulk.read_tensors(source, FILE),
-        lambda: read_archive(source, FILE, leaf=lambda stored: local_tensor(stored, FILE)),
+        lambda: parse_archive(open_archive(source), FILE, lambda stored: local_tensor(stored, FILE)),
     ):
         try:
             archive = read()

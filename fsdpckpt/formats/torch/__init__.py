@@ -34,20 +34,17 @@ from fsdpckpt.text import plural, truncate
 _PLAIN: frozenset[type] = frozenset({str, int, float, bool, type(None), bytes, complex, bytearray, Global, Distributed})
 
 
-class TreeWalk:
+class _TreeWalk:
     """One pass over an unpickled tree, in place: leaves made, whatever cannot be converted collected with its key."""
 
     def __init__(
         self,
         source: ByteSource,
         builder: TensorBuilder,
-        leaf: Callable[[StoredTensor], object] | None = None,
-        parser: DistributedParser | None = None,
+        leaf: Callable[[StoredTensor], object],
+        parser: DistributedParser,
     ) -> None:
-        self._source = source
-        self._builder = builder
-        self._parser = DistributedParser(source) if parser is None else parser
-        self._leaf: Callable[[StoredTensor], object] = leaf if leaf is not None else lambda stored: stored
+        self._source, self._builder, self._leaf, self._parser = source, builder, leaf, parser
         self._path: list[Key] = []
         self._seen: set[int] = set()
         self._restored: dict[int, tuple[object, Value]] = {}  # stand-ins and their values, kept: ids stay theirs
@@ -332,9 +329,8 @@ def load_torch(
 
     Raises what ``read_archive`` raises.
     """
-    archive = read_archive(
-        source, file_id, begin=begin, end=end, leaf=lambda stored: local_tensor(stored, file_id, rank)
-    )
+    opened = open_archive(source, begin=begin, end=end)
+    archive = parse_archive(opened, file_id, lambda stored: local_tensor(stored, file_id, rank))
     sums = archive.checksums
     columns = (sums.file.tolist(), sums.offset.tolist(), sums.nbytes.tolist(), sums.crc.tolist())
     return archive.root, list(zip(*columns, strict=True))
@@ -347,19 +343,9 @@ def local_tensor(stored: StoredTensor, file_id: int, rank: int = 0, *, offset: i
     return Tensor(stored.dtype, stored.shape, chunks, stored.sharded)
 
 
-def read_archive(
-    source: ByteSource,
-    file_id: int,
-    *,
-    begin: int = 0,
-    end: int | None = None,
-    leaf: Callable[[StoredTensor], object] | None = None,
-) -> TorchArchive:
-    """Read the torch archive at bytes [begin, end) of ``source``; ``leaf`` makes the leaves from stored tensors.
-
-    Raises what ``open_archive`` and ``parse_archive`` raise.
-    """
-    return parse_archive(open_archive(source, begin=begin, end=end), file_id, leaf)
+def read_archive(source: ByteSource, file_id: int) -> TorchArchive:
+    """What the torch file ``source`` holds. Raises what ``open_archive`` and ``parse_archive`` raise."""
+    return parse_archive(open_archive(source), file_id)
 
 
 def open_archive(source: ByteSource, *, begin: int = 0, end: int | None = None) -> OpenedArchive:
@@ -388,11 +374,12 @@ def open_archive(source: ByteSource, *, begin: int = 0, end: int | None = None) 
 def parse_archive(
     opened: OpenedArchive,
     file_id: int,
-    leaf: Callable[[StoredTensor], object] | None = None,
+    leaf: Callable[[StoredTensor], object] = lambda stored: stored,
     builder: TensorBuilder | None = None,
+    parser: DistributedParser | None = None,
 ) -> TorchArchive:
-    """What the archive holds; ``leaf`` as in ``read_archive``. ``builder``: another one than that of its records, which
-    may make ir tensors.
+    """What the archive holds; ``leaf`` makes the leaves from stored tensors. ``builder``: another one than that of its
+    records, which may make ir tensors; ``parser``: another one of its distributed tensors.
 
     Raises SourceUnsupportedError (values that are no strided tensors, all named by key), SourceUnsafeError and
     SourceCorruptError.
@@ -400,9 +387,8 @@ def parse_archive(
     source = opened.source
     if builder is None:
         builder = TensorBuilder(opened.columns.records(), source.path)
-    walk = TreeWalk(source, builder, leaf)
-    root = load(opened.pickle, file=source.path, tensors=builder)
-    root = walk.value(root)
+    walk = _TreeWalk(source, builder, leaf, parser or DistributedParser(source))
+    root = walk.value(load(opened.pickle, file=source.path, tensors=builder))
     walk.finish()
     check_expansion(root, source.path)
     return TorchArchive(

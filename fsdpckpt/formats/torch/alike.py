@@ -22,13 +22,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.formats.pickle import load
-from fsdpckpt.formats.torch import OpenedArchive, TorchArchive, TreeWalk
-from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, DistributedParser, Place
+from fsdpckpt.formats.torch import OpenedArchive, TorchArchive, parse_archive
+from fsdpckpt.formats.torch.distributed import BoxInFile, Cut, Distributed, DistributedParser, Place, Placed
 from fsdpckpt.formats.torch.mesh import Hole, Mesh, MeshParser
 from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder, Wrapped
 from fsdpckpt.ir.checkpoint import Checksums
-from fsdpckpt.ir.tensors import Int64Array, Placement, Sharding
+from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.ir.values import Value
 from fsdpckpt.storage import ByteSource
 
@@ -52,31 +51,20 @@ class _Operand(NamedTuple):
     text: bool
 
 
-class _Cut(NamedTuple):
-    """All tensors that are cut alike: ``local`` is what one of them is in the file, ``made`` what came out of it."""
-
-    mesh: Mesh
-    shape: tuple[int, ...]
-    placements: tuple[Placement, ...]
-    order: Mapping[int, tuple[int, ...]] | None
-    local: StoredTensor
-    made: tuple[tuple[Place, ...], str, Sharding | None]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """What is the same for all ranks of one ``Alike``. ``starts``: where the records of the archive that was parsed
-    begin, in ascending order; ``cut_of``: the number of the cut, and the local tensor, of a ``Distributed`` by its id.
+    """What is the same for all ranks of one ``Alike``: ``archive`` but for its checksums, path, ranks and worlds.
+
+    ``starts``: where the records of the archive that was parsed begin, in ascending order. ``cuts``: how tensors are
+    cut, each with one of them, and what came out of it. ``cut_of``: the number of the cut, and the local tensor, of a
+    ``Distributed`` by its id.
     """
 
-    root: Value
-    dropped: frozenset[str]
-    forms: frozenset[str]
-    devices: frozenset[str]
+    archive: TorchArchive
     starts: list[int]
     order: Int64Array
     meshes: list[tuple[object, Mesh]]
-    cuts: list[_Cut]
+    cuts: list[tuple[Cut, Placed]]
     cut_of: Mapping[int, tuple[int, StoredTensor]]
     others: list[Distributed]
 
@@ -154,9 +142,9 @@ class _CutParser(DistributedParser):
 
     def __init__(self, source: ByteSource, meshes: MeshParser) -> None:
         super().__init__(source, meshes)
-        self._known: dict[object, int] = {}
+        self._numbers: dict[object, int] = {}
         self._last: tuple[int, StoredTensor] | None = None
-        self.cuts: list[_Cut] = []
+        self.cuts: list[tuple[Cut, Placed]] = []
         self.cut_of: dict[int, tuple[int, StoredTensor]] = {}
         self.others: list[Distributed] = []
 
@@ -171,22 +159,15 @@ class _CutParser(DistributedParser):
             self.cut_of[id(made)] = self._last
         return made
 
-    def places(
-        self,
-        shape: tuple[int, ...],
-        mesh: Mesh,
-        placements: tuple[Placement, ...],
-        order: Mapping[int, tuple[int, ...]] | None,
-        local: StoredTensor,
-        key: str,
-    ) -> tuple[tuple[Place, ...], str, Sharding | None]:
-        made = super().places(shape, mesh, placements, order, local, key)
-        memo = (id(mesh), shape, id(placements), order and tuple(order.items()), local.shape, local.stride)
-        number = self._known.setdefault(memo, len(self.cuts))
+    def places(self, cut: Cut, key: str) -> Placed:
+        placed = super().places(cut, key)
+        shape, mesh, placements, order, local = cut
+        alike = (id(mesh), shape, id(placements), order and tuple(order.items()), local.shape, local.stride)
+        number = self._numbers.setdefault(alike, len(self.cuts))
         if number == len(self.cuts):
-            self.cuts.append(_Cut(mesh, shape, placements, order, local, made))
+            self.cuts.append((cut, placed))
         self._last = number, local
-        return made
+        return placed
 
 
 class Alike:
@@ -250,29 +231,16 @@ class Alike:
         builder = _WithHoles(self._opened, holes)
         meshes = MeshParser(source, self._values(numbers, {}))
         parser = _CutParser(source, meshes)
-        walk = TreeWalk(_Sealed(source.path), builder, parser=parser)
+        holed = OpenedArchive(_Sealed(source.path), self._opened.columns, b"".join([*parts, data[at:]]))
         try:
-            root = walk.value(load(b"".join([*parts, data[at:]]), file=source.path, tensors=builder))
-            walk.finish()
+            archive = parse_archive(holed, 0, builder=builder, parser=parser)
         except (FsdpckptError, TypeError):  # a hole is where only the number will do
             return None
-        if not _same(root, self._root):
+        if not _same(archive.root, self._root):
             return None
-        order = np.argsort(self._opened.columns.offset)
-        starts = self._opened.columns.offset[order].tolist()
-        dropped, devices = frozenset(builder.dropped), frozenset(walk.devices)
-        return Shared(
-            root,
-            dropped,
-            frozenset(walk.forms),
-            devices,
-            starts,
-            order,
-            meshes.parsed,
-            parser.cuts,
-            parser.cut_of,
-            parser.others,
-        )
+        order = np.argsort(holed.columns.offset)
+        starts = holed.columns.offset[order].tolist()
+        return Shared(archive, starts, order, meshes.parsed, parser.cuts, parser.cut_of, parser.others)
 
     def _values(self, numbers: Sequence[_Operand], changes: Changes) -> list[int | None]:
         """The numbers of a rank with these ``changes``; None for a text, in which nothing reads one."""
@@ -296,16 +264,13 @@ class Alike:
         parser = DistributedParser(source, meshes)
         try:
             of_rank = {id(mesh): meshes.mesh(pickled, "") for pickled, mesh in shared.meshes}
-            held_on = [of_rank[id(cut.mesh)] for cut in shared.cuts]
-            made = [
-                parser.places(cut.shape, mesh, cut.placements, cut.order, cut.local, "")
-                for cut, mesh in zip(shared.cuts, held_on, strict=True)
-            ]
+            cuts = [cut._replace(mesh=of_rank[id(cut.mesh)]) for cut, _ in shared.cuts]
+            placed = [parser.places(cut, "") for cut in cuts]
         except FsdpckptError:
             return None
-        if any(one[1:] != cut.made[1:] for one, cut in zip(made, shared.cuts, strict=True)):
+        if any(one[1:] != parsed[1:] for one, (_, parsed) in zip(placed, shared.cuts, strict=True)):
             return None
-        return replace(moved, places=[one[0] for one in made], meshes=held_on)
+        return replace(moved, places=[one[0] for one in placed], meshes=[cut.mesh for cut in cuts])
 
 
 def archive_of(own: Own, checksums: Checksums, path: str) -> TorchArchive:
@@ -313,15 +278,12 @@ def archive_of(own: Own, checksums: Checksums, path: str) -> TorchArchive:
     shared = own.shared
     ranks = {mesh.rank for mesh in own.meshes} | {other.rank for other in shared.others}
     worlds = [*(mesh.world for mesh in own.meshes), *(other.world for other in shared.others)]
-    return TorchArchive(
-        shared.root,
-        checksums,
-        path,
-        shared.dropped,
-        frozenset(rank for rank in ranks if rank is not None),
-        tuple({id(world): world for world in worlds}.values()),
-        shared.forms,
-        shared.devices,
+    return replace(
+        shared.archive,
+        checksums=checksums,
+        path=path,
+        ranks=frozenset(rank for rank in ranks if rank is not None),
+        worlds=tuple({id(world): world for world in worlds}.values()),
     )
 
 
@@ -332,9 +294,7 @@ def _is_digit(byte: int) -> bool:
 def _operands(pickle: bytes, places: Sequence[int]) -> list[_Operand] | None:
     """The numbers and texts in which ``places``, in ascending order, lie; None where one lies in anything else."""
     found: list[_Operand] = []
-    if not places:
-        return found
-    if places[-1] > _SCANNED:
+    if places and places[-1] > _SCANNED:
         return None
     known = 0  # of places
     name, begin = "", 0

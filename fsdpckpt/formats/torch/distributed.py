@@ -38,6 +38,19 @@ from fsdpckpt.text import truncate
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 """What a rank holds of a tensor: start and size of the box, and how many elements into the local tensor it begins."""
 
+Placed: TypeAlias = tuple[tuple[Place, ...], str, Sharding | None]
+"""The boxes that a local tensor holds, its placements in words, and its sharding."""
+
+
+class Cut(NamedTuple):
+    """How the ``local`` tensor of one rank is cut out of a tensor of ``shape``. ``order``: as ``DTensorSpec``'s."""
+
+    shape: tuple[int, ...]
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    order: Mapping[int, tuple[int, ...]] | None
+    local: StoredTensor
+
 
 class BoxInFile(NamedTuple):
     """A box of the global tensor: ``start``, ``size`` in elements, ``offset`` in bytes, ``stride`` in elements."""
@@ -92,7 +105,7 @@ class DistributedParser(FileParser):
         super().__init__(source)
         self._meshes = MeshParser(source) if meshes is None else meshes
         self._placed: dict[object, tuple[Placement, ...]] = {}
-        self._boxes: dict[object, tuple[tuple[Place, ...], str, Sharding | None]] = {}
+        self._known: dict[object, Placed] = {}
 
     def parse(self, wrapped: Wrapped, key: str) -> Distributed | DistributedBlocks | StoredBlocks:
         """What the file holds of ``wrapped``; ``key`` names it in messages.
@@ -158,37 +171,21 @@ class DistributedParser(FileParser):
         if any(not isinstance(p, Replicate) and not 0 <= p.dim < len(wrapped.shape) for p in placements):
             self._corrupt(key, f"placements do not fit shape {wrapped.shape}", "dimensions", str(placements))
         order = self._shard_order(spec.get("shard_order"), placements, key) if len(placements) > 1 else None
-        places, text, sharding = self.places(wrapped.shape, mesh, placements, order, local, key)
+        places, text, sharding = self.places(Cut(wrapped.shape, mesh, placements, order, local), key)
         first, itemsize, stride = local.offset, local.dtype.itemsize, local.stride
         boxes = tuple([BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in places])
         return Distributed(
             "DTensor", local.dtype, wrapped.shape, text, mesh.rank, mesh.ranks, mesh.world, boxes, mesh.device, sharding
         )
 
-    def places(
-        self,
-        shape: tuple[int, ...],
-        mesh: Mesh,
-        placements: tuple[Placement, ...],
-        order: Mapping[int, tuple[int, ...]] | None,
-        local: StoredTensor,
-        key: str,
-    ) -> tuple[tuple[Place, ...], str, Sharding | None]:
-        """The boxes that ``local`` holds, the placements in words, and the sharding."""
+    def places(self, cut: Cut, key: str) -> Placed:
+        """What ``cut.local`` holds; ``key`` names the tensor in messages."""
+        shape, mesh, placements, order, local = cut
         if mesh.coordinate is None:
             return (), placements_text(placements), None
         # Placements are one object for equal ones (see _placements): their id stands for them.
-        memo = (
-            shape,
-            mesh.shape,
-            mesh.names,
-            mesh.coordinate,
-            id(placements),
-            order and tuple(order.items()),
-            local.shape,
-            local.stride,
-        )
-        known = self._boxes.get(memo)
+        on_mesh = mesh.shape, mesh.names, mesh.coordinate, id(placements), order and tuple(order.items())
+        known = self._known.get((shape, on_mesh, local.shape, local.stride))
         if known is not None:
             return known
         decoded = decoded_order(mesh.shape, placements)
@@ -209,7 +206,8 @@ class DistributedParser(FileParser):
                 f"{local.shape}",
             )
         places = [(held.box.offsets, held.box.sizes, sum(map(mul, held.local_offsets, local.stride))) for held in boxes]
-        known = self._boxes[memo] = (tuple(places), placements_text(placements), sharding)
+        known = tuple(places), placements_text(placements), sharding
+        self._known[shape, on_mesh, local.shape, local.stride] = known
         return known
 
     def _placements(self, pickled: object, key: str) -> tuple[Placement, ...]:
@@ -254,12 +252,11 @@ class DistributedParser(FileParser):
         order: dict[int, tuple[int, ...]] = {}
         for entry in pickled:
             values = fields(entry).get("") if isinstance(entry, StubInstance) else entry
-            if not (isinstance(values, tuple) and len(values) == 2 and type(values[0]) is int):
+            dim, written = values if isinstance(values, tuple) and len(values) == 2 else (None, None)
+            mesh_dims = integers(written)
+            if type(dim) is not int or mesh_dims is None:
                 self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", truncate(entry))
-            mesh_dims = integers(values[1])
-            if mesh_dims is None:
-                self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", truncate(entry))
-            order[values[0]] = mesh_dims
+            order[dim] = mesh_dims
         named = {(dim, mesh_dim) for dim, mesh_dims in order.items() for mesh_dim in mesh_dims}
         cuts = {(p.dim, mesh_dim) for mesh_dim, p in enumerate(placements) if not isinstance(p, Replicate)}
         if named != cuts:
@@ -279,8 +276,9 @@ class DistributedParser(FileParser):
             self._corrupt(key, "an unknown form of ShardedTensor", "a size and a group", truncate(group))
         boxes = tuple(self._shard(shard, shape, key) for shard in state[0])
         world = all_ranks(world_size)
-        text = f"ShardedTensor({self._cut(state[3] if len(state) > 3 else None)})"
-        return Distributed("ShardedTensor", wrapped.dtype, shape, text, rank, world, world, boxes)
+        dim = fields(state[3]).get("dim") if len(state) > 3 else None
+        text = f"Shard({dim})" if type(dim) is int else "shards"
+        return Distributed("ShardedTensor", wrapped.dtype, shape, f"ShardedTensor({text})", rank, world, world, boxes)
 
     def _shard(self, pickled: object, shape: tuple[int, ...], key: str) -> BoxInFile:
         attributes = fields(pickled)
@@ -293,10 +291,6 @@ class DistributedParser(FileParser):
         if len(size) != len(shape) or any(s + n > whole for s, n, whole in zip(start, size, shape, strict=False)):
             self._corrupt(key, "a shard lies outside its tensor", f"inside {shape}", f"{start} + {size}")
         return BoxInFile(start, size, local.offset, local.stride)
-
-    def _cut(self, spec: object) -> str:
-        dim = fields(spec).get("dim")
-        return f"Shard({dim})" if type(dim) is int else "shards"
 
 
 def _fits(boxes: Sequence[LocalBox], shape: Sequence[int], local: Sequence[int]) -> bool:

@@ -19,7 +19,7 @@ from fsdpckpt.formats.torch.loadable import ARRAY, signed
 from fsdpckpt.formats.zip import ZipRecord
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, STORAGE_DTYPES, DType
 from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks
-from fsdpckpt.ir.tensors import Box, contiguous_stride
+from fsdpckpt.ir.tensors import contiguous_stride
 from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.text import bytes_text, truncate
 
@@ -251,18 +251,12 @@ class StoredBlocks:
 
     def whole(self) -> dict[str, StoredTensor]:
         """The parts of a state that is all here, in the shapes of the IR."""
-        made = {part: self.shaped(part, self.blocks) for part in (CODES, SCALE)}
-        if QMAP in self.parts:
-            made[QMAP] = replace(self.parts[QMAP], sharded=False)
+        made: dict[str, StoredTensor] = {}
+        for part, stored in self.parts.items():
+            shape = stored.shape if part == QMAP else self.blocks.shape_of(part)
+            sharded = False if part == QMAP else stored.sharded
+            made[part] = replace(stored, shape=shape, stride=contiguous_stride(shape), sharded=sharded)
         return made
-
-    def shaped(self, part: str, blocks: Blocks) -> StoredTensor:
-        """The codes or the scale with the shape that they have in ``blocks``, whose rows these are."""
-        shape = blocks.shape_of(part)
-        rows = prod(self.blocks.shape) // max(prod(blocks.shape[1:]), 1)
-        box = blocks.box_of(part, Box((0,) * len(blocks.shape), (rows, *blocks.shape[1:])))
-        size = box.sizes if box is not None else shape
-        return replace(self.parts[part], shape=size, stride=contiguous_stride(size))
 
 
 def stored_blocks(wrapped: Wrapped, file: str, key: str) -> StoredBlocks:
