@@ -79,9 +79,7 @@ def read_in_runs(data: bytes) -> tuple[int, int]:
     """The same of a file that is read so to its end, and not by the general reader after all."""
     reduced = reduce.reduce_pickle(MemoryFile(data, "d/.metadata"))
     if reduced is not None:
-        reader._parse(
-            reader.load_records(reduced.pickle, file="d/.metadata", runs=reduced.runs), "d/.metadata", reduced
-        )
+        reader._Parser("d/.metadata", reduced).parse(reader._load(reduced.pickle, "d/.metadata", reduced.runs))
     return in_runs(data)
 
 

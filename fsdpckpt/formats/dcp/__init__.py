@@ -1,13 +1,18 @@
 """Reads the ``.metadata`` file of a DCP directory: which tensors, in which chunks, in which files.
 
-Written by ``torch.distributed.checkpoint`` (``metadata.py``, ``planner_helpers.py``, ``filesystem.py``) of
-torch 2.1 to 2.14. Everything is checked before it is used: chunks lie inside their tensor and are unique, every chunk
-has one stored item, relative paths stay inside the directory, offsets and lengths are counts of bytes.
+Written by ``torch.distributed.checkpoint`` (``metadata.py``, ``planner_helpers.py``, ``filesystem.py``) of torch 2.1 to
+2.14: one plain pickle of a closed set of dataclasses. A checkpoint of 100,000 tensors has millions of them, so their
+names resolve to stub classes that the C unpickler fills by itself (``formats.pickle.StubInstance``); no name is ever
+imported, and those outside the set are reported together.
+
+Everything is checked before it is used: chunks lie inside their tensor and are unique, every chunk has one stored item,
+relative paths stay inside the directory, offsets and lengths are counts of bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -16,20 +21,40 @@ from typing import Final, NamedTuple, NoReturn, TypeGuard
 
 import numpy as np
 
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsafeError, damaged
+from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceIncompleteError, SourceUnsafeError, damaged
 from fsdpckpt.formats.dcp.chunk_table import ChunkTable, Indexes, Stored, StoredChunks, is_inside
 from fsdpckpt.formats.dcp.fields import UnusualError
-from fsdpckpt.formats.dcp.records import TorchName, load_records
 from fsdpckpt.formats.dcp.reduce import Reduced, Run, reduce_pickle
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX
-from fsdpckpt.formats.pickle import StubInstance
+from fsdpckpt.formats.pickle import DAMAGE, StubInstance, Swallow, buffered, instance_class
+from fsdpckpt.formats.pickle.check import check_pickle
 from fsdpckpt.formats.pickle.cost import MAX_DEPTH
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import plural, truncate
 
+_PATHS = "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"
+_CLASSES = frozenset(
+    (module, name)
+    for module, names in (
+        ("torch.distributed.checkpoint.metadata", "Metadata MetadataIndex StorageMeta TensorProperties"),
+        ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix"),
+        ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties MEM_FORMAT_ENCODING"),
+        ("torch.serialization", "_get_layout"),
+        # Megatron-core keeps every rank's plan in the metadata.
+        ("torch.distributed.checkpoint.planner", "SavePlan WriteItem WriteItemType TensorWriteData"),
+        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata MCoreSavePlan"),
+        ("pathlib", _PATHS),
+        ("pathlib._local", _PATHS),
+    )
+    for name in names.split()
+)
 PathElement = int | str
 _INTEGERS = {int}
+_MOST = 1 << 63  # bytes
+_WHY = "the metadata was damaged or edited, or a custom planner wrote it"
 
 
 @dataclass(slots=True, eq=False)
@@ -60,15 +85,74 @@ class DcpMetadata:
     unflattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-class _Context(NamedTuple):
-    file: str
+class _TorchName(str):
+    """``torch.<name>``, a dtype. A name and not the dtype itself: a pickle may set the state of whatever it names."""
 
-    def refuse(
-        self, what: str, *, key: str | None = None, expected: str | None = None, found: object = None
-    ) -> NoReturn:
-        text = None if found is None else found[:200] if isinstance(found, str) else truncate(found)
-        why = "the metadata was damaged or edited, or a custom planner wrote it"
-        raise damaged(self.file, what, expected, text, key=key, why=why)
+    __slots__ = ()
+
+
+def _size(extents: object = ()) -> tuple[int, ...]:
+    """``torch.Size``: few numbers, so that no pickle can build large tuples of sizes of sizes."""
+    few = type(extents) in (tuple, list) and len(extents) <= MAX_DIMENSIONS  # type: ignore[arg-type]
+    if not (few and _INTEGERS.issuperset(map(type, extents))):  # type: ignore[call-overload]
+        raise pickle.UnpicklingError("a size that is no short list of numbers")
+    return tuple(extents)  # type: ignore[arg-type]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Gives every name an inert class, which no file can change. Persistent id n is ``runs[n]``."""
+
+    def __init__(self, data: bytes, runs: Sequence[Run]) -> None:
+        super().__init__(buffered(data))
+        self._runs = runs
+        self.unknown: dict[str, None] = {}
+
+    def find_class(self, module: str, name: str) -> object:
+        if module == "torch" and name == "Size":
+            return _size
+        if module == "torch" and name in DTYPES:
+            return _TorchName(name)
+        if (module, name) in _CLASSES:
+            return instance_class(module, name)
+        self.unknown[f"{module}.{name}"] = None
+        return Swallow
+
+    def persistent_load(self, pid: object) -> Run:
+        if type(pid) is not int or not 0 <= pid < len(self._runs):
+            raise pickle.UnpicklingError("a persistent id has no place in .metadata")
+        return self._runs[pid]
+
+
+def _load(data: bytes, file: str, runs: Sequence[Run] = ()) -> object:
+    """The object in ``data``: records, tuples, dicts, scalars and ``_TorchName``.
+
+    Raises SourceUnsafeError naming every global outside the closed set, SourceCorruptError when it is no pickle.
+    """
+    check_pickle(data, file, "is not a readable DCP metadata file")
+    unpickler = _Unpickler(data, runs)
+    failure: Exception | None = None
+    loaded: object = None
+    try:
+        loaded = unpickler.load()
+    except DAMAGE as error:
+        failure = error
+    if unpickler.unknown:
+        raise SourceUnsafeError(
+            f"{file} names {plural(len(unpickler.unknown), 'global')} that fsdpckpt does not know",
+            details=list(unpickler.unknown),
+            why="a custom save planner or storage writer added them, or somebody tampered with the file",
+            next_step="save again with the planner and writer of torch.distributed.checkpoint",
+            file=file,
+        )
+    if failure is not None:
+        raise SourceCorruptError(
+            f"{file} is not a readable DCP metadata file",
+            found=f"{type(failure).__name__}: {failure}".rstrip(": "),
+            why="the file is damaged, truncated or still being written",
+            next_step=COPY_AGAIN,
+            file=file,
+        )
+    return loaded
 
 
 def parse_metadata(source: ByteSource) -> DcpMetadata:
@@ -81,131 +165,8 @@ def parse_metadata(source: ByteSource) -> DcpMetadata:
     if reduced is not None:
         # Anything unexpected is for the general reader to accept or to name: it sees each record.
         with suppress(UnusualError, SourceCorruptError, SourceUnsafeError):
-            return _parse(load_records(reduced.pickle, file=source.path, runs=reduced.runs), source.path, reduced)
-    return _parse(load_records(source.read(0, source.nbytes), file=source.path), source.path, None)
-
-
-def _parse(root: object, file: str, reduced: Reduced | None) -> DcpMetadata:
-    context = _Context(file)
-    if not isinstance(root, StubInstance) or type(root).__name__ not in ("Metadata", "MCoreMetadata"):
-        context.refuse("this is a pickle, but not DCP metadata", expected="Metadata", found=type(root).__name__)
-    fields = vars(root)
-    entries = fields.get("state_dict_metadata")
-    if not isinstance(entries, dict):
-        context.refuse("there is no table of entries", expected="state_dict_metadata")
-    table = ChunkTable(reduced)
-    known: dict[Run, _Known] = {}
-    _read_storage_data(fields.get("storage_data"), table, context)
-    heads: dict[str, tuple[DType, Indexes]] = {}
-    items: dict[str, Stored] = {}
-    missing: list[tuple[float, str]] = []  # number of tensors before it, what
-    for key, entry in entries.items():
-        if type(entry) is Run and type(key) is str:
-            heads[key] = _again(key, entry, known, table)
-            continue
-        if type(key) is not str or not isinstance(entry, StubInstance):
-            context.refuse("an entry is neither a tensor nor a value", found=key)
-        kind = type(entry).__name__
-        if kind == "TensorStorageMetadata":
-            heads[key] = _tensor(key, entry, table, known, context)
-        elif kind == "BytesStorageMetadata":
-            item = table.single.get((key, None))
-            if item is None:
-                missing.append((len(table) - 0.5, key))
-            else:
-                items[key] = item
-        else:
-            context.refuse("an entry is neither a tensor nor a value", key=key, found=kind)
-    paths = _paths(fields.get("planner_data"))
-    chunks, unstored = table.finish()
-    _require_all([*missing, *unstored], context)
-    tensors = {key: DcpTensor(*head, rows) for (key, head), rows in zip(heads.items(), chunks, strict=True)}
-    version = fields.get("version")
-    order = list(entries)
-    if paths is not None:  # planner_data keeps the state dict's own order, the table of entries does not
-        order = list(dict.fromkeys([*(key for key in paths if key in entries), *order]))
-    transforms = table.transforms.union(*(item.transforms for item in items.values()))
-    version = version if isinstance(version, str) else None
-    unflattened = _unflattened(fields.get("mcore_data"), tensors, context)
-    return DcpMetadata(tensors, items, paths, version, order, table.files, frozenset(transforms), unflattened)
-
-
-def _unflattened(data: object, tensors: Mapping[str, DcpTensor], context: _Context) -> dict[str, tuple[int, ...]]:
-    """What ``mcore_data`` of Megatron-core says of tensors, {} without it."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for key, entry in data.items() if isinstance(data, dict) else ():
-        shape = entry.get("nd_reformulated_orig_global_shape") if isinstance(entry, dict) else None
-        if shape is None:
-            continue
-        extents = tuple(shape) if isinstance(shape, (tuple, list)) else ()
-        valid = 0 < len(extents) <= MAX_DIMENSIONS and all(type(one) is int and 0 <= one < 1 << 59 for one in extents)
-        if type(key) is not str or key not in tensors or not valid:
-            context.refuse("it names the shape of a tensor that is none", found=key)
-        shapes[key] = extents
-    return shapes
-
-
-def _require_all(missing: list[tuple[float, str]], context: _Context) -> None:
-    if missing:
-        names = [name for _, name in sorted(missing, key=itemgetter(0))]
-        raise SourceIncompleteError(
-            f"{context.file}: {plural(len(names), 'entry', 'have')} no stored data",
-            details=names[:50],
-            why="the save did not finish, or the metadata was damaged",
-            next_step="save the checkpoint again",
-            file=context.file,
-            key=names[0],
-        )
-
-
-def _read_storage_data(data: object, table: ChunkTable, context: _Context) -> None:
-    if not isinstance(data, dict):
-        context.refuse("there is no table of stored items", expected="storage_data")
-    checked: set[str] = set()
-    for index, info in data.items():
-        if isinstance(index, Run) and info is index:
-            table.use(index, INDEX)
-            continue
-        try:
-            where = index.__dict__
-            what = info.__dict__
-            path, offset, length = what["relative_path"], what["offset"], what["length"]
-            place = (where["fqn"], where.get("offset"))  # absent for a pickled value
-        except (AttributeError, KeyError, TypeError):
-            context.refuse("an entry of storage_data has another form than torch writes", found=index)
-        if type(path) is not str or path not in checked:
-            checked.add(_checked_path(path, context))
-        fqn, start = place
-        if type(fqn) is not str or not (start is None or _is_shape(start)):
-            context.refuse("an entry of storage_data names no tensor", found=f"{truncate(fqn)} at {truncate(start)}")
-        if type(offset) is not int or type(length) is not int or not (0 <= offset < 1 << 63 and 0 <= length < 1 << 63):
-            context.refuse(
-                "an item lies at an impossible place",
-                key=fqn,
-                found=f"{truncate(offset)}, {truncate(length)} bytes",
-            )
-        transforms = what.get("transform_descriptors")
-        table.single[place] = Stored(path, offset, length, _transforms(transforms, context) if transforms else ())
-
-
-def _transforms(value: object, context: _Context) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)):
-        context.refuse("an item's transforms are no list", found=value)
-    return tuple(name if isinstance(name, str) else truncate(name) for name in value)
-
-
-def _checked_path(path: object, context: _Context) -> str:
-    if type(path) is not str or not is_inside(path):
-        context.refuse(
-            "an item lies outside the checkpoint directory", expected="a relative path", found=truncate(path)
-        )
-    return path
-
-
-def _is_shape(value: object) -> TypeGuard[Indexes]:
-    if type(value) is not tuple:
-        return False
-    return not value or (_INTEGERS.issuperset(map(type, value)) and min(value) >= 0)  # a bool is no extent
+            return _Parser(source.path, reduced).parse(_load(reduced.pickle, source.path, reduced.runs))
+    return _Parser(source.path, None).parse(_load(source.read(0, source.nbytes), source.path))
 
 
 class _Known(NamedTuple):
@@ -217,88 +178,196 @@ class _Known(NamedTuple):
     boxes: list[tuple[Indexes, Indexes]] | None
 
 
-def _again(key: str, entry: Run, known: Mapping[Run, _Known], table: ChunkTable) -> tuple[DType, Indexes]:
-    """Add the chunks of a tensor that is described as another one; returns its dtype and shape."""
-    run = table.run_of(entry)
-    if run not in known:
-        raise UnusualError("a tensor described as one that is none")
-    head, number, boxes = known[run]
-    if boxes is not None:
-        table.add(key, len(head[1]), boxes)
-    else:
-        table.add_again(key, number)
-    return head
+class _Parser:
+    """Parses the records of one file, and adds the chunks of its tensors to a table."""
 
+    def __init__(self, file: str, reduced: Reduced | None) -> None:
+        self._file = file
+        self._table = ChunkTable(reduced)
+        self._known: dict[Run, _Known] = {}
 
-def _tensor(
-    key: str, entry: StubInstance, table: ChunkTable, known: dict[Run, _Known], context: _Context
-) -> tuple[DType, Indexes]:
-    """Add the chunks of a tensor to ``table``, and what can be ``known`` by its run; returns its dtype and shape."""
-    fields = entry.__dict__
-    shape = fields.get("size")
-    dtype = _dtype(key, fields.get("properties"), context)
-    entries = fields.get("chunks")
-    if not _is_shape(shape) or not isinstance(entries, list):
-        context.refuse("a tensor has no shape or no chunks", key=key, found=f"{key}: {truncate(shape)}")
-    if len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:
-        context.refuse("a tensor is larger than any can be", key=key, found=f"{key}: {truncate(shape)}")
-    runs = [record for record in entries if isinstance(record, Run)]
-    for run in runs:
-        table.use(run, CHUNK)
-    alike = len(runs) == len(entries) == 1
-    boxes = None
-    if not runs or len(runs) < len(entries) or not table.add_runs(key, shape, runs):
-        each = _boxes(key, shape, _pairs(entries, table), context)
-        boxes = list(each) if alike else None
-        table.add(key, len(shape), each if boxes is None else boxes)
-    if alike:
-        known[runs[0]] = _Known((dtype, shape), len(table) - 1, boxes)
-    return dtype, shape
+    def _refuse(
+        self, what: str, *, key: str | None = None, expected: str | None = None, found: object = None
+    ) -> NoReturn:
+        text = None if found is None else found[:200] if isinstance(found, str) else truncate(found)
+        raise damaged(self._file, what, expected, text, key=key, why=_WHY)
 
-
-def _pairs(entries: list[object], table: ChunkTable) -> Iterator[tuple[object, object]]:
-    """Start and size of each chunk."""
-    for record in entries:
-        if isinstance(record, Run):
-            start, size = table.of_run(record)
-            yield from zip(map(tuple, start.tolist()), map(tuple, size.tolist()), strict=True)
-        else:
-            fields = getattr(record, "__dict__", {})
-            yield fields.get("offsets"), fields.get("sizes")
-
-
-def _boxes(
-    key: str, shape: Indexes, pairs: Iterable[tuple[object, object]], context: _Context
-) -> Iterator[tuple[Indexes, Indexes]]:
-    """Each box once."""
-    starts: set[Indexes] = set()
-    for start, size in pairs:
-        if not _is_shape(start) or not _is_shape(size) or len(start) != len(shape) or len(size) != len(shape):
-            context.refuse(
-                "a chunk has not its tensor's dimensions", key=key, found=f"{key}: {truncate(start)}, {truncate(size)}"
-            )
-        if not all(map(le, map(add, start, size), shape)):
-            context.refuse(
-                "a chunk lies outside its tensor", key=key, expected=f"inside {shape}", found=f"{start} + {size}"
-            )
-        if start in starts:
-            if 0 in size:  # ranks beyond the last row all write the same empty chunk
+    def parse(self, root: object) -> DcpMetadata:
+        if not isinstance(root, StubInstance) or type(root).__name__ not in ("Metadata", "MCoreMetadata"):
+            self._refuse("this is a pickle, but not DCP metadata", expected="Metadata", found=type(root).__name__)
+        fields = vars(root)
+        entries = fields.get("state_dict_metadata")
+        if not isinstance(entries, dict):
+            self._refuse("there is no table of entries", expected="state_dict_metadata")
+        table = self._table
+        self._read_storage_data(fields.get("storage_data"))
+        heads: dict[str, tuple[DType, Indexes]] = {}
+        items: dict[str, Stored] = {}
+        missing: list[tuple[float, str]] = []  # number of tensors before it, what
+        for key, entry in entries.items():
+            if type(entry) is Run and type(key) is str:
+                heads[key] = self._again(key, entry)
                 continue
-            context.refuse("two chunks of one tensor start at the same place", key=key, found=f"{key} at {start}")
-        starts.add(start)
-        yield start, size
+            if type(key) is not str or not isinstance(entry, StubInstance):
+                self._refuse("an entry is neither a tensor nor a value", found=key)
+            kind = type(entry).__name__
+            if kind == "TensorStorageMetadata":
+                heads[key] = self._tensor(key, entry)
+            elif kind != "BytesStorageMetadata":
+                self._refuse("an entry is neither a tensor nor a value", key=key, found=kind)
+            elif (key, None) in table.single:
+                items[key] = table.single[key, None]
+            else:
+                missing.append((len(table) - 0.5, key))
+        paths = _paths(fields.get("planner_data"))
+        chunks, unstored = table.finish()
+        self._require_all([*missing, *unstored])
+        tensors = {key: DcpTensor(*head, rows) for (key, head), rows in zip(heads.items(), chunks, strict=True)}
+        version = fields.get("version")
+        order = list(entries)
+        if paths is not None:  # planner_data keeps the state dict's own order, the table of entries does not
+            order = list(dict.fromkeys([*(key for key in paths if key in entries), *order]))
+        transforms = table.transforms.union(*(item.transforms for item in items.values()))
+        version = version if isinstance(version, str) else None
+        unflattened = self._unflattened(fields.get("mcore_data"), tensors)
+        return DcpMetadata(tensors, items, paths, version, order, table.files, frozenset(transforms), unflattened)
+
+    def _unflattened(self, data: object, tensors: dict[str, DcpTensor]) -> dict[str, tuple[int, ...]]:
+        """What ``mcore_data`` of Megatron-core says of tensors, {} without it."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for key, entry in data.items() if isinstance(data, dict) else ():
+            shape = entry.get("nd_reformulated_orig_global_shape") if isinstance(entry, dict) else None
+            if shape is None:
+                continue
+            extents = tuple(shape) if isinstance(shape, (tuple, list)) else ()
+            valid = 0 < len(extents) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 1 << 59 for n in extents)
+            if type(key) is not str or key not in tensors or not valid:
+                self._refuse("it names the shape of a tensor that is none", found=key)
+            shapes[key] = extents
+        return shapes
+
+    def _require_all(self, missing: list[tuple[float, str]]) -> None:
+        if missing:
+            names = [name for _, name in sorted(missing, key=itemgetter(0))]
+            raise SourceIncompleteError(
+                f"{self._file}: {plural(len(names), 'entry', 'have')} no stored data",
+                details=names[:50],
+                why="the save did not finish, or the metadata was damaged",
+                next_step="save the checkpoint again",
+                file=self._file,
+                key=names[0],
+            )
+
+    def _read_storage_data(self, data: object) -> None:
+        if not isinstance(data, dict):
+            self._refuse("there is no table of stored items", expected="storage_data")
+        checked: set[str] = set()
+        for index, info in data.items():
+            if isinstance(index, Run) and info is index:
+                self._table.use(index, INDEX)
+                continue
+            try:
+                where, what = index.__dict__, info.__dict__
+                path, offset, length = what["relative_path"], what["offset"], what["length"]
+                fqn, start = where["fqn"], where.get("offset")  # no offset: of a pickled value
+            except (AttributeError, KeyError, TypeError):
+                self._refuse("an entry of storage_data has another form than torch writes", found=index)
+            if type(path) is not str or not (path in checked or is_inside(path)):
+                outside = "an item lies outside the checkpoint directory"
+                self._refuse(outside, expected="a relative path", found=truncate(path))
+            checked.add(path)
+            if type(fqn) is not str or not (start is None or _is_shape(start)):
+                found = f"{truncate(fqn)} at {truncate(start)}"
+                self._refuse("an entry of storage_data names no tensor", found=found)
+            if type(offset) is not int or type(length) is not int or not (0 <= offset < _MOST and 0 <= length < _MOST):
+                found = f"{truncate(offset)}, {truncate(length)} bytes"
+                self._refuse("an item lies at an impossible place", key=fqn, found=found)
+            names: tuple[str, ...] = ()
+            if transforms := what.get("transform_descriptors"):
+                if not isinstance(transforms, (list, tuple)):
+                    self._refuse("an item's transforms are no list", found=transforms)
+                names = tuple(name if isinstance(name, str) else truncate(name) for name in transforms)
+            self._table.single[fqn, start] = Stored(path, offset, length, names)
+
+    def _again(self, key: str, entry: Run) -> tuple[DType, Indexes]:
+        """Add the chunks of a tensor that is described as another one; returns its dtype and shape."""
+        run = self._table.run_of(entry)
+        if run not in self._known:
+            raise UnusualError("a tensor described as one that is none")
+        head, number, boxes = self._known[run]
+        if boxes is not None:
+            self._table.add(key, len(head[1]), boxes)
+        else:
+            self._table.add_again(key, number)
+        return head
+
+    def _tensor(self, key: str, entry: StubInstance) -> tuple[DType, Indexes]:
+        """Add the chunks of a tensor; returns its dtype and shape."""
+        fields = entry.__dict__
+        shape = fields.get("size")
+        dtype = self._dtype(key, fields.get("properties"))
+        entries = fields.get("chunks")
+        if not _is_shape(shape) or not isinstance(entries, list):
+            self._refuse("a tensor has no shape or no chunks", key=key, found=f"{key}: {truncate(shape)}")
+        if len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:
+            self._refuse("a tensor is larger than any can be", key=key, found=f"{key}: {truncate(shape)}")
+        runs = [record for record in entries if isinstance(record, Run)]
+        for run in runs:
+            self._table.use(run, CHUNK)
+        alike = len(runs) == len(entries) == 1
+        boxes = None
+        if not runs or len(runs) < len(entries) or not self._table.add_runs(key, shape, runs):
+            each = self._boxes(key, shape, entries)
+            boxes = list(each) if alike else None
+            self._table.add(key, len(shape), each if boxes is None else boxes)
+        if alike:
+            self._known[runs[0]] = _Known((dtype, shape), len(self._table) - 1, boxes)
+        return dtype, shape
+
+    def _pairs(self, entries: list[object]) -> Iterator[tuple[object, object]]:
+        """Start and size of each chunk."""
+        for record in entries:
+            if isinstance(record, Run):
+                start, size = self._table.of_run(record)
+                yield from zip(map(tuple, start.tolist()), map(tuple, size.tolist()), strict=True)
+            else:
+                fields = getattr(record, "__dict__", {})
+                yield fields.get("offsets"), fields.get("sizes")
+
+    def _boxes(self, key: str, shape: Indexes, entries: list[object]) -> Iterator[tuple[Indexes, Indexes]]:
+        """Each box once."""
+        starts: set[Indexes] = set()
+        for start, size in self._pairs(entries):
+            if not _is_shape(start) or not _is_shape(size) or len(start) != len(shape) or len(size) != len(shape):
+                found = f"{key}: {truncate(start)}, {truncate(size)}"
+                self._refuse("a chunk has not its tensor's dimensions", key=key, found=found)
+            if not all(map(le, map(add, start, size), shape)):
+                expected, found = f"inside {shape}", f"{start} + {size}"
+                self._refuse("a chunk lies outside its tensor", key=key, expected=expected, found=found)
+            if start in starts:
+                if 0 in size:  # ranks beyond the last row all write the same empty chunk
+                    continue
+                self._refuse("two chunks of one tensor start at the same place", key=key, found=f"{key} at {start}")
+            starts.add(start)
+            yield start, size
+
+    def _dtype(self, key: str, properties: object) -> DType:
+        fields = getattr(properties, "__dict__", {})
+        state = fields.get("", (None,))[0]
+        # (dtype, layout, requires_grad, memory_format, pin_memory): TensorProperties.__getstate__
+        dtype = state[0] if isinstance(state, tuple) and state else fields.get("dtype")
+        if isinstance(state, dict):
+            dtype = state.get("dtype")
+        if not isinstance(dtype, _TorchName):
+            found = f"{key}: {truncate(dtype)}"
+            self._refuse("a tensor has no dtype that fsdpckpt knows", key=key, found=found)
+        return DTYPES[dtype]
 
 
-def _dtype(key: str, properties: object, context: _Context) -> DType:
-    fields = getattr(properties, "__dict__", {})
-    state = fields.get("", (None,))[0]
-    # (dtype, layout, requires_grad, memory_format, pin_memory): TensorProperties.__getstate__
-    dtype = state[0] if isinstance(state, tuple) and state else fields.get("dtype")
-    if isinstance(state, dict):
-        dtype = state.get("dtype")
-    if not isinstance(dtype, TorchName):
-        context.refuse("a tensor has no dtype that fsdpckpt knows", key=key, found=f"{key}: {truncate(dtype)}")
-    return DTYPES[dtype]
+def _is_shape(value: object) -> TypeGuard[Indexes]:
+    if type(value) is not tuple:
+        return False
+    return not value or (_INTEGERS.issuperset(map(type, value)) and min(value) >= 0)  # a bool is no extent
 
 
 def _paths(data: object) -> dict[str, tuple[PathElement, ...]] | None:
@@ -328,12 +397,8 @@ def merge_metadata(parts: Iterable[tuple[str, DcpMetadata]]) -> DcpMetadata:
         for key, tensor in part.tensors.items():
             known = merged.tensors.setdefault(key, tensor)
             if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
-                _Context(file).refuse(
-                    "two ranks disagree on a tensor",
-                    key=key,
-                    expected=f"{known.dtype.name} {known.shape}",
-                    found=f"{tensor.dtype.name} {tensor.shape}",
-                )
+                expected, found = (f"{one.dtype.name} {one.shape}" for one in (known, tensor))
+                raise damaged(file, "two ranks disagree on a tensor", expected, found[:200], key=key, why=_WHY)
             chunks.setdefault(key, []).append(replace(tensor.chunks, file=renumbered[tensor.chunks.file]))
         for key, item in part.items.items():
             merged.items.setdefault(key, item)

@@ -12,7 +12,6 @@ all: other opcodes, references into a run, runs that are used for something else
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -22,7 +21,7 @@ import numpy.typing as npt
 
 from fsdpckpt.formats.dcp.fields import END, PLANS, Block, Plans, Texts, UnusualError
 from fsdpckpt.formats.dcp.repeats import ENTRY, Entries, Items, Lists, Piece, Records
-from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, Form, Found, ItemForm, learn
+from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, PUTS, Form, Found, ItemForm, Memo, ReferenceIntoRunError, learn
 from fsdpckpt.storage import ByteSource
 
 _BLOCK = 4 << 20  # bytes that are looked at at a time: what is made of them takes several times as much memory
@@ -44,7 +43,6 @@ _PLAIN = b"|".join(
 _MEMOIZE, _STACK_GLOBAL, _SHORT_TEXT, _TEXT, _LONG, _STOP = 0x94, 0x93, 0x8C, ord("X"), 0x8A, ord(".")
 _GET = ord("h")
 _GETS = {_GET: 1, ord("j"): 4}
-_PUTS = {ord("q"): 1, ord("r"): 4}
 _MEMOISES = {_MEMOIZE: 1, ord("q"): 2, ord("r"): 5}
 _GLOBAL = ord("c")
 _MOST_PLAIN_GETS = 48  # each is learned at the cost of a new pattern
@@ -84,7 +82,7 @@ def reduce_pickle(source: ByteSource) -> Reduced | None:
     """``source`` without its runs; None when it has none, or anything that a DCP save has not."""
     try:
         return _reduce(source, shared_names=False)
-    except _ReferenceIntoRunError:
+    except ReferenceIntoRunError:
         pass
     except (UnusualError, IndexError, ValueError):
         return None
@@ -148,59 +146,6 @@ def _unframed(source: ByteSource) -> Iterator[tuple[bytes, list[int]]]:
     yield b"".join(parts), ends
 
 
-class _ReferenceIntoRunError(UnusualError):
-    pass
-
-
-class _Memo:
-    def __init__(self) -> None:
-        self.count = 0  # of values that have no number written
-        self.numbers: set[int] = set()
-        self.texts: dict[int, bytes] = {}
-        self.names: dict[int, tuple[bytes, bytes]] = {}
-        # Values memoised in runs: the first and the last number of each, and how many up to there.
-        self._first: list[int] = []
-        self._last: list[int] = []
-        self._removed: list[int] = []
-
-    def text(self, number: int) -> bytes | None:
-        return self.texts.get(number)
-
-    def name(self, number: int) -> tuple[bytes, bytes] | None:
-        return self.names.get(number)
-
-    def remove(self, count: int) -> None:
-        """The next ``count`` values are in a run."""
-        if not count:
-            return
-        self._first.append(self.count)
-        self.count += count
-        self._last.append(self.count)
-        self._removed.append(count + (self._removed[-1] if self._removed else 0))
-
-    def put(self, number: int) -> None:
-        """A value is given this number, as protocols before 4 do. No number may come twice."""
-        if number in self.numbers:
-            raise UnusualError("a memo number twice")
-        self.numbers.add(number)
-
-    def next(self, data: bytes, at: int) -> int | None:
-        """The number that a value is given by the opcode at ``at``; None when it memoises nothing."""
-        width = _PUTS.get(data[at])
-        if width is not None:
-            return int.from_bytes(data[at + 1 : at + 1 + width], "little")
-        return self.count if data[at] == _MEMOIZE else None
-
-    def left(self, number: int) -> int:
-        """The number that value ``number`` has without the runs."""
-        place = bisect_right(self._first, number) - 1
-        if place < 0:
-            return number
-        if number < self._last[place]:
-            raise _ReferenceIntoRunError
-        return number - self._removed[place]
-
-
 def _run_of_numbered(kinds: Collection[bytes]) -> re.Pattern[bytes]:
     """A run of opcodes that are copied as they are where memo numbers are written: runs take none of them, so that all
     GETs stay but those of the classes of records, ``kinds``."""
@@ -234,7 +179,7 @@ class _Walk:
         self._block, self._limit = Block(b""), 0
         self._windows: dict[tuple[bytes, bytes], _Window] = {}  # of this block, by the kind of what was found
         self._sizes = {CHUNK: _WINDOW, INDEX: _WINDOW}
-        self._memo = _Memo()
+        self._memo = Memo()
         self._gets: dict[bytes, bytes] = {}  # what a GET becomes
         self._kinds: list[bytes] = []  # the GETs of the classes of records, where memo numbers are written
         self._plain_gets: set[int] = set()  # numbers of which a short GET is copied as it is
@@ -361,7 +306,7 @@ class _Walk:
                 at += width_of[opcode]
             elif opcode == _LONG:
                 at += 2 + data[at + 1]
-            elif opcode in _PUTS:
+            elif opcode in PUTS:
                 self._memoise(data, at)
                 self._entry = -1, 0
                 at += _MEMOISES[opcode]
@@ -372,7 +317,7 @@ class _Walk:
                 name = data[at + 1 : middle], data[middle + 1 : end - 1]
                 if number is not None:
                     memo.names[number] = name
-                    if name in self._counts and data[end] in _PUTS:
+                    if name in self._counts and data[end] in PUTS:
                         self._kinds.append(_get(number))
                         self._run = _run_of_numbered(self._kinds)
                 at = end
@@ -510,7 +455,7 @@ class _Walk:
         different, first, place = np.unique(references[changes], return_index=True, return_inverse=True)
         numbers = np.empty(len(different), np.int32)
         for row in np.argsort(first).tolist():
-            text = self._memo.text(int(different[row]))
+            text = self._memo.texts.get(int(different[row]))
             if text is None:
                 raise UnusualError("a name that is no text")
             numbers[row] = self.texts.number(text)

@@ -312,7 +312,7 @@ class Entries:
 def _marks(head: bytes, memo: Memo) -> int:
     """How many marks are open after ``head``, a tensor up to the first of its chunks; 0 when it is something else."""
     match = _BEGIN.match(head)
-    if match is None or memo.name(_number(match)) != ENTRY:
+    if match is None or memo.names.get(_number(match)) != ENTRY:
         return 0
     at, open_marks = match.end(), 1
     while open_marks:
@@ -320,7 +320,7 @@ def _marks(head: bytes, memo: Memo) -> int:
         if match is None:
             return 0
         last = _END.fullmatch(head, at)
-        if last is not None and memo.text(_number(last)) == b"chunks":
+        if last is not None and memo.texts.get(_number(last)) == b"chunks":
             return open_marks + head.endswith(b"(")
         open_marks += {b"(": 1, b"t": -1, b"e": -1, b"u": -1}.get(match[0], 0)
         at = match.end()

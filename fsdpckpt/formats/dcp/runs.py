@@ -9,13 +9,14 @@ a text: it counts only when an opcode begins there, which the one who walks the 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
-from fsdpckpt.formats.dcp.fields import Block, BoolArray
+from fsdpckpt.formats.dcp.fields import Block, BoolArray, UnusualError
 from fsdpckpt.ir.tensors import Int64Array
 
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -27,16 +28,58 @@ _SIZE = (b"torch", b"Size")
 _MEMOIZE = b"\x94"
 _BUILD = b"ub"
 _GETS = b"hj"
+PUTS = {ord("q"): 1, ord("r"): 4}  # opcodes that write a memo number, and its bytes
 _HINT = rb"(?:N|K.|M..|J.{4}|\x8a.{1,9})"
 _Parse = Callable[[Int64Array], tuple[Int64Array, Int64Array, BoolArray]]  # places to values, ends, whether it fits
 
 
-class Memo(Protocol):
-    """What a pickle's memo holds so far: texts, and names as (module, name)."""
+class ReferenceIntoRunError(UnusualError):
+    """An opcode refers to a value that a run holds."""
 
-    def text(self, number: int) -> bytes | None: ...
 
-    def name(self, number: int) -> tuple[bytes, bytes] | None: ...
+class Memo:
+    """What a pickle's memo holds so far: ``texts`` and ``names``, as (module, name), by number."""
+
+    def __init__(self) -> None:
+        self.count = 0  # of values that have no number written
+        self.numbers: set[int] = set()
+        self.texts: dict[int, bytes] = {}
+        self.names: dict[int, tuple[bytes, bytes]] = {}
+        # Values memoised in runs: the first and the last number of each, and how many up to there.
+        self._first: list[int] = []
+        self._last: list[int] = []
+        self._removed: list[int] = []
+
+    def remove(self, count: int) -> None:
+        """The next ``count`` values are in a run."""
+        if not count:
+            return
+        self._first.append(self.count)
+        self.count += count
+        self._last.append(self.count)
+        self._removed.append(count + (self._removed[-1] if self._removed else 0))
+
+    def put(self, number: int) -> None:
+        """A value is given this number, as protocols before 4 do. No number may come twice."""
+        if number in self.numbers:
+            raise UnusualError("a memo number twice")
+        self.numbers.add(number)
+
+    def next(self, data: bytes, at: int) -> int | None:
+        """The number that a value is given by the opcode at ``at``; None when it memoises nothing."""
+        width = PUTS.get(data[at])
+        if width is not None:
+            return int.from_bytes(data[at + 1 : at + 1 + width], "little")
+        return self.count if data[at] == _MEMOIZE[0] else None
+
+    def left(self, number: int) -> int:
+        """The number that value ``number`` has without the runs."""
+        place = bisect_right(self._first, number) - 1
+        if place < 0:
+            return number
+        if number < self._last[place]:
+            raise ReferenceIntoRunError
+        return number - self._removed[place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +223,7 @@ class ItemForm:
         if not self.shared_names:
             return data[begin + 2 : begin + 2 + data[begin + 1]]
         width = 1 if data[begin] == ord("h") else 4
-        return memo.text(int.from_bytes(data[begin + 1 : begin + 1 + width], "little"))
+        return memo.texts.get(int.from_bytes(data[begin + 1 : begin + 1 + width], "little"))
 
 
 Form: TypeAlias = ChunkForm | ItemForm
@@ -216,7 +259,7 @@ class _Cursor:
         self._at += len(text)
 
     def name(self, name: tuple[bytes, bytes]) -> None:
-        self._require(self._memo.name(self._reference()) == name)
+        self._require(self._memo.names.get(self._reference()) == name)
 
     def new(self, name: tuple[bytes, bytes]) -> None:
         """An instance, its attributes, a dict, and a mark before them."""
@@ -225,13 +268,13 @@ class _Cursor:
         self.literal(b")\x81%b}%b(" % (self.memoize, self.memoize))
 
     def attribute(self, text: bytes) -> None:
-        self._require(self._memo.text(self._reference()) == text)
+        self._require(self._memo.texts.get(self._reference()) == text)
 
     def is_reference(self) -> bool:
         return self._data[self._at] in _GETS
 
     def shared_text(self) -> None:
-        self._require(self._memo.text(self._reference()) is not None)
+        self._require(self._memo.texts.get(self._reference()) is not None)
         self.take()
 
     def value(self, parse: Callable[..., tuple[Int64Array | BoolArray, ...]], *how: bytes) -> None:

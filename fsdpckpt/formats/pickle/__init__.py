@@ -371,7 +371,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 # Everything the C unpickler raises on bytes that are no pickle; nothing of the file runs, so no other can come.
-_DAMAGE = (
+DAMAGE = (
     pickle.UnpicklingError,
     EOFError,
     LookupError,
@@ -406,7 +406,7 @@ def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Va
         if LOADING.refused:
             raise _unsafe(file)
         _finish()
-    except _DAMAGE as error:
+    except DAMAGE as error:
         if not LOADING.refused:
             raise SourceCorruptError(
                 f"{file} holds a pickle that cannot be read",
