@@ -46,9 +46,8 @@ _LOCAL_CRC_AT = 14  # of the checksum in a local header
 LIMIT_32 = 0xFFFFFFFF  # in place of a number that stands in a 64-bit field
 _ENCRYPTED = 0x1
 _MAX_COMMENT = 65535
-_MAX_NAME = (
-    512  # bytes of a record's name: file systems allow 255 bytes for the folder, and data.pkl is the first record
-)
+# Bytes of a record's name: file systems allow 255 bytes for the folder, and data.pkl is the first record.
+_MAX_NAME = 512
 _FIRST_BLOCK = 1 << 15  # local headers are fetched in blocks of this many bytes, of ever more ...
 _MAX_DIRECTORY_BYTES = 1 << 30  # ten million records
 _BLOCK = 1 << 20  # ... up to this, while there are more of them: most archives of one tensor need no second block ...
@@ -91,15 +90,6 @@ class ZipColumns(NamedTuple):
         return {row[0]: ZipRecord._make(row) for row in zip(self.names, *columns, strict=True)}
 
 
-class _Entries(NamedTuple):
-    """``header``: of each local header, relative to the archive's begin."""
-
-    names: list[str]
-    header: Int64Array
-    nbytes: Int64Array
-    crc: Int64Array
-
-
 def read_columns(source: ByteSource, *, begin: int = 0, end: int | None = None) -> ZipColumns:
     """The records of the zip in bytes [begin, end) of ``source``.
 
@@ -108,12 +98,8 @@ def read_columns(source: ByteSource, *, begin: int = 0, end: int | None = None) 
     """
     stop = source.nbytes if end is None else end
     if not 0 <= begin <= stop <= source.nbytes:
-        _corrupt(
-            source,
-            "the end record places the archive outside the file",
-            f"[{begin}, {stop})",
-            bytes_text(source.nbytes),
-        )
+        what, found = "the end record places the archive outside the file", bytes_text(source.nbytes)
+        _corrupt(source, what, f"[{begin}, {stop})", found)
     directory, count, start = find_directory(source, begin, stop)
     entries = _parse_directory(source, directory, count)
     offsets = _data_offsets(source, entries, begin, begin + start)
@@ -121,7 +107,7 @@ def read_columns(source: ByteSource, *, begin: int = 0, end: int | None = None) 
     names = [name.removeprefix(stem) for name in entries.names]
     if len(set(names)) < len(names):
         _corrupt(source, f"two records are named {_first_repeated(names)!r}", "one", "two")
-    return ZipColumns(names, offsets, entries.nbytes, entries.crc)
+    return entries._replace(names=names, offset=offsets)
 
 
 def read_directory(source: ByteSource, *, begin: int = 0, end: int | None = None) -> dict[str, ZipRecord]:
@@ -183,22 +169,18 @@ def find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, in
         if signature != b"PK\6\6":
             _corrupt(source, "the zip64 end record is not where it should be", "PK\\6\\6", repr(signature))
     if size > _MAX_DIRECTORY_BYTES:
-        _corrupt(
-            source,
-            "the zip's directory is impossibly large",
-            f"up to {bytes_text(_MAX_DIRECTORY_BYTES)}",
-            bytes_text(size),
-        )
-    if begin + start + size > base + at:
-        _corrupt(
-            source, "the zip's directory lies outside the archive", bytes_text(start + size), bytes_text(stop - begin)
-        )
-    if begin + start >= base:
-        return tail[begin + start - base : begin + start - base + size], count, start
-    return source.read(begin + start, size), count, start
+        most = f"up to {bytes_text(_MAX_DIRECTORY_BYTES)}"
+        _corrupt(source, "the zip's directory is impossibly large", most, bytes_text(size))
+    inside = begin + start - base
+    if inside + size > at:
+        needed, found = bytes_text(start + size), bytes_text(stop - begin)
+        _corrupt(source, "the zip's directory lies outside the archive", needed, found)
+    directory = tail[inside : inside + size] if inside >= 0 else source.read(begin + start, size)
+    return directory, count, start
 
 
-def _parse_directory(source: ByteSource, directory: bytes, count: int) -> _Entries:
+def _parse_directory(source: ByteSource, directory: bytes, count: int) -> ZipColumns:
+    """The entries of the directory; the offsets are those of local headers from the begin of the archive."""
     begins: list[int] = []
     names: list[str] = []
     at, limit, unpack = 0, len(directory), _CENTRAL_LENGTHS.unpack_from
@@ -220,10 +202,9 @@ def _parse_directory(source: ByteSource, directory: bytes, count: int) -> _Entri
     fields = np.frombuffer(b"".join([directory[at : at + _CENTRAL_SIZE] for at in begins]), _CENTRAL_COLUMNS)
     nbytes, packed, header = (fields[name].astype(np.int64) for name in ("nbytes", "packed", "header"))
     for i in np.flatnonzero((nbytes == LIMIT_32) | (packed == LIMIT_32) | (header == LIMIT_32)).tolist():
-        extra = begins[i] + _CENTRAL_SIZE + int(fields["n_name"][i])
-        wide = _zip64(
-            source, directory[extra : extra + int(fields["n_extra"][i])], int(nbytes[i]), int(packed[i]), int(header[i])
-        )
+        at = begins[i] + _CENTRAL_SIZE + int(fields["n_name"][i])
+        extra = directory[at : at + int(fields["n_extra"][i])]
+        wide = _zip64(source, extra, [int(nbytes[i]), int(packed[i]), int(header[i])])
         nbytes[i], packed[i], header[i] = (min(number, _TOO_LARGE) for number in wide)
     encrypted = (fields["flags"] & _ENCRYPTED) != 0
     refused = [
@@ -244,31 +225,28 @@ def _parse_directory(source: ByteSource, directory: bytes, count: int) -> _Entri
             why="torch.save stores records as they are; another program packed this file",
             next_step=_RESAVE,
         )
-    return _Entries(names, header, nbytes, fields["crc"].astype(np.int64))
+    return ZipColumns(names, header, nbytes, fields["crc"].astype(np.int64))
 
 
-def _zip64(source: ByteSource, extra: bytes, nbytes: int, packed: int, header: int) -> tuple[int, int, int]:
-    """The sizes and offset that did not fit into 32 bits, from the zip64 extra field (id 1)."""
+def _zip64(source: ByteSource, extra: bytes, short: list[int]) -> list[int]:
+    """The sizes and the offset, of which those that did not fit into 32 bits are in the zip64 extra field (id 1)."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)
         if kind == 1:
-            numbers = iter(struct.unpack_from(f"<{min(size, len(extra) - at - 4) // 8}Q", extra, at + 4))
-            try:
-                nbytes = next(numbers) if nbytes == 0xFFFFFFFF else nbytes
-                packed = next(numbers) if packed == 0xFFFFFFFF else packed
-                header = next(numbers) if header == 0xFFFFFFFF else header
-            except StopIteration:
+            numbers = struct.unpack_from(f"<{min(size, len(extra) - at - 4) // 8}Q", extra, at + 4)
+            if short.count(LIMIT_32) > len(numbers):
                 break
-            return nbytes, packed, header
+            wide = iter(numbers)
+            return [next(wide) if number == LIMIT_32 else number for number in short]
         at += 4 + size
     _corrupt(source, "a record larger than 4 GiB has no zip64 sizes", "an extra field", "none")
 
 
-def _data_offsets(source: ByteSource, entries: _Entries, begin: int, directory: int) -> Int64Array:
+def _data_offsets(source: ByteSource, entries: ZipColumns, begin: int, directory: int) -> Int64Array:
     """The absolute offset of each record's data, read from the local headers, which must not overlap."""
-    order = np.argsort(entries.header, kind="stable")
-    headers = begin + entries.header[order]
+    order = np.argsort(entries.offset, kind="stable")
+    headers = begin + entries.offset[order]
     limits = np.minimum(np.append(headers[1:], directory), directory)
     tight = np.flatnonzero(headers + _LOCAL_SIZE > limits)
     if len(tight):

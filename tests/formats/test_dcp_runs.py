@@ -29,6 +29,7 @@ from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.formats import dcp as reader
 from fsdpckpt.formats.dcp import DcpMetadata, parse_metadata, reduce, repeats
 from fsdpckpt.formats.dcp.repeats import ENTRY, Entries
+from fsdpckpt.formats.dcp.runs import Memo
 from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_pickle
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.storage.local import MemoryFile
@@ -342,14 +343,12 @@ def test_a_known_tensor_that_is_used_otherwise_is_judged_by_the_general_reader(
         assert fast == general
 
 
-class _Names:
-    """A memo: 0 is the class of tensors, 1 and 2 are names of attributes."""
-
-    def name(self, number: int) -> tuple[bytes, bytes] | None:
-        return ENTRY if number == 0 else None
-
-    def text(self, number: int) -> bytes | None:
-        return {1: b"chunks", 2: b"size"}.get(number)
+def memo() -> Memo:
+    """0 is the class of tensors, 1 and 2 are names of attributes."""
+    made = Memo()
+    made.names[0] = ENTRY
+    made.texts.update({1: b"chunks", 2: b"size"})
+    return made
 
 
 @pytest.mark.parametrize(
@@ -369,7 +368,7 @@ class _Names:
 def test_only_a_whole_tensor_is_known_again(head: bytes, end: bytes, whole: bool) -> None:
     data = head + b"h\4ub" + end
     known = Entries()
-    assert known.add(data, 0, len(head), len(head) + 4, 5, 2, _Names()) is whole
+    assert known.add(data, 0, len(head), len(head) + 4, 5, 2, memo()) is whole
     taken = known.take(b"--" + data, 2)
     assert (taken is not None and (taken.rows.start, taken.memoised, taken.end) == (5, 2, len(data) + 1)) is whole
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from pickle import encode_long
 from typing import NamedTuple
 
 from fsdpckpt.ir.dtypes import DType
@@ -18,8 +19,6 @@ TUPLE_ENDS = (b"", b"\x85", b"\x86", b"\x87")  # for one to three items on the s
 _PROTOCOL_2 = b"\x80\x02"
 # Protocol 2 names the modules of Python 2; every unpickler maps them back.
 _PYTHON_2_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
-_PERSISTENT_STORAGE = "storage"
-_CPU = "cpu"
 
 
 class StorageView(NamedTuple):
@@ -45,10 +44,7 @@ def integer(value: int) -> bytes:
         return b"M" + struct.pack("<H", value)
     if -0x80000000 <= value <= 0x7FFFFFFF:
         return b"J" + struct.pack("<i", value)
-    nbytes = (value.bit_length() >> 3) + 1
-    data = value.to_bytes(nbytes, "little", signed=True)
-    if value < 0 and nbytes > 1 and data[-1] == 0xFF and data[-2] & 0x80:
-        data = data[:-1]
+    data = encode_long(value)
     return (b"\x8a%c" % len(data) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
 
 
@@ -154,6 +150,7 @@ class PickleOpcodes:
         head = self._heads.get(dtype.name)
         if head is None:
             head = self._head(dtype)
+            self._heads[dtype.name] = self._head(dtype)  # now every part of it is a memo reference
         start, location, end = head
         key = view.key.encode()
         extents = self._extents
@@ -177,8 +174,6 @@ class PickleOpcodes:
             stride,
             end,
         )
-        if dtype.name not in self._heads:
-            self._heads[dtype.name] = self._head(dtype)  # now every part of it is a memo reference
 
     def wrapper(
         self, cls: tuple[str, str], shape: tuple[int, ...], dtype: DType, *, requires_grad: bool = False
@@ -204,13 +199,11 @@ class PickleOpcodes:
         return self.name("torch", "Size") + integers(shape) + b"\x85R"
 
     def _head(self, dtype: DType) -> tuple[bytes, bytes, bytes]:
-        if dtype.storage is not None:
-            start = self.name("torch._utils", "_rebuild_tensor_v2") + b"(("
-            start += self.text(_PERSISTENT_STORAGE) + self.name("torch", dtype.storage)
-        else:
-            start = self.name("torch._utils", "_rebuild_tensor_v3") + b"(("
-            start += self.text(_PERSISTENT_STORAGE) + self.name("torch.storage", "UntypedStorage")
-        location = self.text(_CPU)
+        function, storage = "_rebuild_tensor_v2", ("torch", dtype.storage or "")
+        if dtype.storage is None:
+            function, storage = "_rebuild_tensor_v3", ("torch.storage", "UntypedStorage")
+        start = self.name("torch._utils", function) + b"((" + self.text("storage") + self.name(*storage)
+        location = self.text("cpu")
         end = b"\x89" + self.name("collections", "OrderedDict") + b")R"
         if dtype.storage is None:
             end += self.name("torch", dtype.name)

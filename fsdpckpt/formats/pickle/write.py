@@ -44,11 +44,11 @@ class PickleWriter(PickleOpcodes):
         self._shared: dict[int, bytes] = {}
         self._open: set[int] = set()
         self._writers: dict[type, Callable[[Any], None]] = {
-            type(None): self._none,
-            bool: self._bool,
-            int: self._int,
-            float: self._float,
-            str: self._str,
+            type(None): lambda _: self.raw(b"N"),
+            bool: lambda value: self.raw(flag(value)),
+            int: lambda value: self.raw(integer(value)),
+            float: lambda value: self.raw(b"G" + struct.pack(">d", value)),
+            str: lambda value: self.raw(self.text(value)),
             complex: self._complex,
             bytes: self._bytes,
             bytearray: self._bytearray,
@@ -74,25 +74,10 @@ class PickleWriter(PickleOpcodes):
             raise InternalError(f"a value of type {type(value).__name__} cannot be written as a pickle")
         write(value)
 
-    def _none(self, _: None) -> None:
-        self.out += b"N"
-
-    def _bool(self, value: Any) -> None:
-        self.out += b"\x88" if value else b"\x89"
-
-    def _int(self, value: int) -> None:
-        self.out += integer(value)
-
-    def _float(self, value: float) -> None:
-        self.out += b"G" + struct.pack(">d", value)
-
-    def _str(self, value: str) -> None:
-        self.out += self.text(value)
-
     def _complex(self, value: complex) -> None:
         self.out += self.name("builtins", "complex")
-        self._float(value.real)
-        self._float(value.imag)
+        self.value(value.real)
+        self.value(value.imag)
         self.out += b"\x86R"
 
     def _bytes(self, value: bytes) -> None:
