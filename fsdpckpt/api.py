@@ -172,10 +172,10 @@ def _measure(
             advance=stages.advance,
         )
         stages.end()
-        found: list[dict[str, Json] | None] = [None] * len(tensors)
+        measures: list[dict[str, Json] | None] = [None] * len(tensors)
         for number, value in zip(whole, values, strict=True):
-            found[number] = dataclasses.asdict(value) if value is not None else None
-        return found
+            measures[number] = dataclasses.asdict(value) if value is not None else None
+        return measures
 
     return measure
 

@@ -173,10 +173,8 @@ def _chunk_texts(description: Description) -> Iterator[str]:
             known[cut] = [f'"nbytes": {held}, "box": {box}}}' for held, box in zip(nbytes, boxes, strict=True)]
         files = [paths[file] if 0 <= file < len(paths) else "null" for file in chunks.file.tolist()]
         columns = zip(chunks.rank.tolist(), files, chunks.offset.tolist(), known[cut], strict=True)
-        pieces = [
-            f'{{"rank": {rank}, "file": {file}, "offset": {offset}, {rest}' for rank, file, offset, rest in columns
-        ]
-        yield f"[{', '.join(pieces)}]"
+        rows = [f'{{"rank": {rank}, "file": {file}, "offset": {offset}, {rest}' for rank, file, offset, rest in columns]
+        yield f"[{', '.join(rows)}]"
 
 
 def extra_json(checkpoint: Checkpoint) -> list[Json]:

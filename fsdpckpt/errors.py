@@ -93,8 +93,8 @@ class FsdpckptError(Exception):
     def expectation(self) -> list[str]:
         """The line of ``expected`` and ``found``, if either is known."""
         pair = (("expected", self.expected), ("found", self.found))
-        told = ", ".join(f"{word} {value}" for word, value in pair if value is not None)
-        return [f"  {told}"] if told else []
+        line = ", ".join(f"{word} {value}" for word, value in pair if value is not None)
+        return [f"  {line}"] if line else []
 
     @property
     def next_steps(self) -> str | None:

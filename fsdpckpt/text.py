@@ -213,8 +213,8 @@ def names_text(names: Sequence[str], most: int) -> str:
     """``most`` of ``names``, those of ranks as one: ``scheduler.pt, rng_state_{0..5}.pth and 2 more``."""
     groups: dict[tuple[str, str], list[int | None]] = {}
     for name in names:
-        found = _LAST_NUMBER.fullmatch(name)
-        before, number, after = found.groups() if found is not None else (name, None, "")
+        match = _LAST_NUMBER.fullmatch(name)
+        before, number, after = match.groups() if match is not None else (name, None, "")
         groups.setdefault((before, after), []).append(None if number is None else int(number))
     shown = [
         (before + numbers_text(sorted(number for number in numbers if number is not None)) + after, len(numbers))

@@ -191,8 +191,8 @@ def error_text(error: FsdpckptError) -> str:
     lines.extend(error.expectation)
     shown = "\n".join((error.what, *error.findings))
     for label, value in (("file", error.file), ("key", error.key), ("rank", error.rank)):
-        told = str(value) in shown or (label == "file" and str(value).rpartition("/")[2] in error.findings)
-        if value is not None and not told:  # once is enough
+        shown_already = str(value) in shown or (label == "file" and str(value).rpartition("/")[2] in error.findings)
+        if value is not None and not shown_already:  # once is enough
             lines.append(f"  {label}: {value}")
     lines.extend("  - " + finding.replace("\n", "\\n") for finding in error.findings[:MOST_DETAILS])
     if len(error.findings) > MOST_DETAILS:

@@ -93,9 +93,9 @@ def _by_section(rows: Sequence[Row], more: Sequence[str], columns: int) -> tuple
     cells: list[Sequence[Cell]] = []
     headings = set()
     for section, of_section in sections.items():
-        told = ", ".join(text for field, text in common[section].items() if field not in fields)
+        shared = ", ".join(text for field, text in common[section].items() if field not in fields)
         headings.add(len(cells))
-        cells.append((Name(f"{section}: {told}" if told else str(section)), *fields, *more))
+        cells.append((Name(f"{section}: {shared}" if shared else str(section)), *fields, *more))
         cells += [row.cells(("key", *fields)) for row in of_section]
     return _lines(cells, ("key", *fields, *more), columns), frozenset(headings)
 
@@ -104,8 +104,8 @@ def _common(rows: Sequence[Row]) -> dict[str, str]:
     """The dtype and the placement of all rows, as far as they have one; a scalar that is whole goes with any."""
     dtypes = {row.dtype for row in rows}
     placements = {row.placement for row in rows if (row.shape, row.placement) != ("[]", "whole")} or {"whole"}
-    found = {"dtype": dtypes, "placement": placements}
-    return {field: next(iter(texts)) for field, texts in found.items() if len(texts) == 1}
+    texts_by_field = {"dtype": dtypes, "placement": placements}
+    return {field: next(iter(texts)) for field, texts in texts_by_field.items() if len(texts) == 1}
 
 
 def _row(named: NamedTensor) -> Row:
@@ -146,9 +146,9 @@ def _pieces(description: Description, rows: Sequence[Row]) -> Iterator[Row]:
             zip(*(column.tolist() for column in columns), strict=True)
         ):
             path = paths[file] if 0 <= file < len(paths) else "?"
-            piece = (str(rank), box_text(start, size), Name(path), str(offset))
+            place = (str(rank), box_text(start, size), Name(path), str(offset))
             again = number > 0
-            yield replace(row, more=(*(("",) * len(row.more) if again else row.more), *piece), again=again)
+            yield replace(row, more=(*(("",) * len(row.more) if again else row.more), *place), again=again)
         if number < 0:
             yield replace(row, more=(*row.more, "", "", "", ""))
 
@@ -203,8 +203,8 @@ def _states(tensors: Sequence[NamedTensor]) -> list[Row]:
         for row in _folded(keyed):
             several.setdefault((row.key, row.dtype, row.shape, row.placement, row.count), []).append((state, row))
     rows = [
-        _joined(_with_states(found[0][1].key, [state for state, _ in found if state]), [row for _, row in found])
-        for found in several.values()
+        _joined(_with_states(members[0][1].key, [state for state, _ in members if state]), [row for _, row in members])
+        for members in several.values()
     ]
     return sorted(rows, key=lambda row: row.first)
 
@@ -240,8 +240,8 @@ def _of_all_parameters(
         else:
             several.setdefault(tuple(map(str, fields)), []).append((state, rows))
     general = []
-    for (_, shape, placement), found in several.items():
-        row = _joined(_with_states("*", [state for state, _ in found]), [row for _, rows in found for row in rows])
+    for (_, shape, placement), of_form in several.items():
+        row = _joined(_with_states("*", [state for state, _ in of_form]), [row for _, rows in of_form for row in rows])
         general.append(replace(row, shape=shape, placement=placement))
     return general, rest
 

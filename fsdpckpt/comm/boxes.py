@@ -56,11 +56,11 @@ def held_boxes(tensor: torch.Tensor, key: str) -> list[HeldBox]:
     """The boxes of ``tensor`` on this rank; none where the rank holds nothing. ``key`` names it in messages."""
     if isinstance(tensor, ShardedTensor):
         shards = tensor.local_shards()
-        found = [
+        held = [
             HeldBox(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
             for s in shards
         ]
-        return [each for each in found if each.data.numel()]
+        return [each for each in held if each.data.numel()]
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             local = tensor.to_local()
@@ -145,18 +145,18 @@ def _packed(boxes: Sequence[Sequence[Box]]) -> Int64Array:
 
 def _unpacked(row: Int64Array, dimensions: Sequence[int]) -> list[list[Box]]:
     numbers, at = row.tolist(), 0
-    found: list[list[Box]] = []
+    boxes: list[list[Box]] = []
     for d in dimensions:
         count, at = numbers[at], at + 1
         steps = range(at, at + count * 2 * d, 2 * d) if d else [at] * count
-        found.append([Box(tuple(numbers[i : i + d]), tuple(numbers[i + d : i + 2 * d])) for i in steps])
+        boxes.append([Box(tuple(numbers[i : i + d]), tuple(numbers[i + d : i + 2 * d])) for i in steps])
         at += count * 2 * d
-    return found
+    return boxes
 
 
 def check_coverage(keys: Sequence[str], shapes: Sequence[Sequence[int]], every: list[list[list[Box]]]) -> None:
     """Raise StateDictMismatchError unless the ranks' boxes hold every element of every tensor, replicas aside."""
-    found: list[str] = []
+    problems: list[str] = []
     for index, (key, shape) in enumerate(zip(keys, shapes, strict=True)):
         rows = [(rank, box) for rank, boxes in enumerate(every) for box in boxes[index]]
         chunks = Chunks.rows(
@@ -170,9 +170,9 @@ def check_coverage(keys: Sequence[str], shapes: Sequence[Sequence[int]], every: 
         if not rows and 0 in shape:
             continue
         tensor = Tensor(DTYPES["uint8"], tuple(shape), chunks, sharded=True, placement="boxes")
-        found += [f"{key}: {f.elements} elements {f.kind}, first {box_text(f.start, f.size)}" for f in flaws(tensor)]
-    if found:
-        raise StateDictMismatchError("the ranks do not hold every element exactly once", details=found)
+        problems += [f"{key}: {f.elements} elements {f.kind}, first {box_text(f.start, f.size)}" for f in flaws(tensor)]
+    if problems:
+        raise StateDictMismatchError("the ranks do not hold every element exactly once", details=problems)
 
 
 def assign_senders(

@@ -140,9 +140,9 @@ class Exchanger:
         if unknown or sends.get(group.rank, 0) != receives.get(group.rank, 0):
             raise InternalError(f"rank {group.rank} was to exchange what it cannot: {dict(sends)}, {dict(receives)}")
         for to, source in self.pairs():
-            own = torch.tensor([sends.get(to, 0)], dtype=torch.int64, device=group.device)
-            theirs = torch.empty_like(own)
-            group.transport.send_recv(send=own, to=to, receive=theirs, source=source).wait()
+            ours = torch.tensor([sends.get(to, 0)], dtype=torch.int64, device=group.device)
+            theirs = torch.empty_like(ours)
+            group.transport.send_recv(send=ours, to=to, receive=theirs, source=source).wait()
             if int(theirs) != receives.get(source, 0):
                 raise InternalError(
                     f"the plans of rank {source} and rank {group.rank} differ",

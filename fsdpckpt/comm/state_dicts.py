@@ -119,12 +119,12 @@ def _transfer(
     budget: int,
 ) -> None:
     here = [{each.box: each.data for each in one.here} for one in sharded]
-    mine = Stream([here[wanted.index][wanted.box] for wanted in sends[group.rank]])
+    outgoing = Stream([here[wanted.index][wanted.box] for wanted in sends[group.rank]])
     into = [Stream([view_of(whole[w.index], w.box) for w in each]) if whole else None for each in sends]
     on_device = on_group_device(group, [*whole, *(data for one in here for data in one.values())])
 
     def read(_: int, offset: int, buffer: torch.Tensor) -> None:
-        mine.read(offset, buffer)
+        outgoing.read(offset, buffer)
 
     def write(source: int, offset: int, buffer: torch.Tensor) -> None:
         stream = into[source]
@@ -140,7 +140,7 @@ def _transfer(
             spread(group, sizes=sizes, read=read, write=write, budget=budget, on_device=on_device, name="gather")
             return
         coming = {rank: stream.size for rank, stream in enumerate(into) if stream is not None and rank != group.rank}
-        leaving = {to: mine.size} if group.rank != to else {}
+        leaving = {to: outgoing.size} if group.rank != to else {}
         exchange(
             group,
             sends=leaving,
@@ -259,7 +259,7 @@ def _destinations(
     """A place for each tensor, and what does not fit."""
     if (mesh is None) != (placements is None) or (like is not None and mesh is not None):
         raise UsageError("pass like, or mesh and placements: they say where tensors go")
-    found: list[Destination] = []
+    destinations: list[Destination] = []
     templates: dict[str, torch.Tensor] = {}
     problems: list[str] = []
     if like is not None:
@@ -267,10 +267,12 @@ def _destinations(
         templates = dict(zip(wanted.keys, wanted.tensors, strict=True))
         problems = _misfits(whole, templates)
     for index, (key, shape, dtype) in enumerate(zip(whole.keys, whole.shapes, whole.dtypes, strict=True)):
-        own = None if tree is None else tree.tensors[index]
-        target = torch.device("cpu") if not shape else device or (torch.device("cpu") if own is None else own.device)
-        found.append(_destination(key, shape, dtype, target, own, templates.get(key), mesh, placements))
-    return found, problems
+        source = None if tree is None else tree.tensors[index]
+        target = (
+            torch.device("cpu") if not shape else device or (torch.device("cpu") if source is None else source.device)
+        )
+        destinations.append(_destination(key, shape, dtype, target, source, templates.get(key), mesh, placements))
+    return destinations, problems
 
 
 def _destination(
@@ -278,31 +280,31 @@ def _destination(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    own: torch.Tensor | None,
+    source: torch.Tensor | None,
     template: torch.Tensor | None,
     mesh: DeviceMesh | None,
     placements: Placements | None,
 ) -> Destination:
-    if template is not None and (kind_of(template) != "Tensor" or own is None):
+    if template is not None and (kind_of(template) != "Tensor" or source is None):
         return destination_like(template, key, device)
     chosen = (placements(key, shape) if callable(placements) else placements) if shape else None
     if mesh is not None and chosen is not None:
         return destination_on_mesh(shape, dtype, key, device, mesh, chosen)
-    if own is not None:
-        moved = own.detach().to(device)
+    if source is not None:
+        moved = source.detach().to(device)
         return Destination(held_boxes(moved, key), moved, filled=True)
     return destination_whole(shape, dtype, device)
 
 
 def _misfits(whole: _Whole, templates: dict[str, torch.Tensor]) -> list[str]:
     there = dict(zip(whole.keys, zip(whole.shapes, whole.dtypes, strict=True), strict=True))
-    found = [f"{key}: not in the whole state dict" for key in templates if key not in there]
-    found += [f"{key}: nothing asks for it" for key in there if key not in templates]
+    misfits = [f"{key}: not in the whole state dict" for key in templates if key not in there]
+    misfits += [f"{key}: nothing asks for it" for key in there if key not in templates]
     for key, (shape, dtype) in there.items():
         wanted = templates.get(key)
         if wanted is not None and (tuple(wanted.shape) != shape or wanted.dtype != dtype):
-            found.append(f"{key}: {list(shape)} {dtype}, wanted {list(wanted.shape)} {wanted.dtype}")
-    return found
+            misfits.append(f"{key}: {list(shape)} {dtype}, wanted {list(wanted.shape)} {wanted.dtype}")
+    return misfits
 
 
 def _fill(destinations: Sequence[Destination], tensors: Sequence[torch.Tensor]) -> None:

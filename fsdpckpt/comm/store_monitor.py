@@ -151,10 +151,10 @@ class StoreMonitor:
         self._sequence += 1
         self._step = name if place is None else place
         self._report_position()
-        own = json.dumps([name, digest])
-        pinned, opened = self._call(lambda: self._enter(own))
-        if pinned != own:
-            raise self._out_of_step(own, pinned)
+        entered = json.dumps([name, digest])
+        pinned, opened = self._call(lambda: self._enter(entered))
+        if pinned != entered:
+            raise self._out_of_step(entered, pinned)
         interval = 0.0005
         while not opened:
             time.sleep(interval)
@@ -180,11 +180,11 @@ class StoreMonitor:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _enter(self, own: str) -> tuple[str, bool]:
+    def _enter(self, entered: str) -> tuple[str, bool]:
         key = f"step/{self._sequence}"
         self._write_heartbeat()
-        pinned = self._store.compare_set(f"{key}/what", "", own).decode()
-        if pinned == own and self._store.add(f"{key}/count", 1) == self.world_size:
+        pinned = self._store.compare_set(f"{key}/what", "", entered).decode()
+        if pinned == entered and self._store.add(f"{key}/count", 1) == self.world_size:
             self._store.set(f"{key}/open", "1")
             self._forget(self._sequence - 2)  # everybody has left that one: all have arrived at a later one
             return pinned, True
@@ -198,8 +198,8 @@ class StoreMonitor:
     def _is_open(self) -> bool:
         return bool(self._store.check([f"step/{self._sequence}/open"]))
 
-    def _out_of_step(self, own: str, pinned: str) -> WorkerError:
-        (name, _), (other, _) = json.loads(own), json.loads(pinned)
+    def _out_of_step(self, entered: str, pinned: str) -> WorkerError:
+        (name, _), (other, _) = json.loads(entered), json.loads(pinned)
         if name == other:
             return self.fail(self.rank, "it brought different data to this step than the ranks before it", 6)
         elsewhere = self._call(self._ranks_elsewhere)

@@ -178,12 +178,12 @@ class TorchGroup(Group):
             return self._spread(value, has_value=self.rank == source)[source]
 
     def _spread(self, value: object, *, has_value: bool) -> list[object]:
-        own = encode(value) if has_value else b""
-        sizes = [size for (size,) in self.transport.all_counts([len(own)])]
+        encoded = encode(value) if has_value else b""
+        sizes = [size for (size,) in self.transport.all_counts([len(encoded)])]
         received = [bytearray(size if rank != self.rank else 0) for rank, size in enumerate(sizes)]
 
         def read(_: int, offset: int, buffer: torch.Tensor) -> None:
-            buffer.copy_(torch.frombuffer(bytearray(own[offset : offset + len(buffer)]), dtype=torch.uint8))
+            buffer.copy_(torch.frombuffer(bytearray(encoded[offset : offset + len(buffer)]), dtype=torch.uint8))
 
         def write(source: int, offset: int, buffer: torch.Tensor) -> None:
             received[source][offset : offset + len(buffer)] = buffer.numpy().tobytes()

@@ -133,9 +133,9 @@ class Transport:
 
     def all_counts(self, counts: Sequence[int]) -> list[list[int]]:
         """Every rank's ``counts``, of one length everywhere, by rank. All ranks."""
-        own = torch.tensor(list(counts), dtype=torch.int64, device=self.device)
-        gathered = [torch.empty_like(own) for _ in range(self.monitor.world_size)]
-        self._start(lambda: [dist.all_gather(gathered, own, group=self._group, async_op=True)], None).wait()
+        local = torch.tensor(list(counts), dtype=torch.int64, device=self.device)
+        gathered = [torch.empty_like(local) for _ in range(self.monitor.world_size)]
+        self._start(lambda: [dist.all_gather(gathered, local, group=self._group, async_op=True)], None).wait()
         return [tensor.tolist() for tensor in gathered]
 
     def _start(self, post: _Post, peer: int | None) -> Transfer:

@@ -195,37 +195,37 @@ def describe(state: object, *, plain_shapes: bool = True) -> Description:
 
     Keys that are not strings are shown by their ``repr``, and so are strings of digits, so that 0 and "0" differ.
     """
-    found: Description = {}
-    _describe(state, "", found, plain_shapes=plain_shapes)
-    return found
+    description: Description = {}
+    _describe(state, "", description, plain_shapes=plain_shapes)
+    return description
 
 
-def _describe(value: object, key: str, found: Description, *, plain_shapes: bool) -> None:
+def _describe(value: object, key: str, description: Description, *, plain_shapes: bool) -> None:
     if isinstance(value, torch.Tensor):
         kind = kind_of(value)
         words = f"{kind} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        found[key] = words if plain_shapes or kind != "Tensor" else kind
+        description[key] = words if plain_shapes or kind != "Tensor" else kind
     elif isinstance(value, Mapping):
-        found[key] = f"dict of {len(value)}"
+        description[key] = f"dict of {len(value)}"
         for name, child in value.items():
             part = name if isinstance(name, str) and not name.isdigit() else repr(name)
-            _describe(child, f"{key}.{part}" if key else part, found, plain_shapes=plain_shapes)
+            _describe(child, f"{key}.{part}" if key else part, description, plain_shapes=plain_shapes)
     elif isinstance(value, (list, tuple)):
-        found[key] = f"{type(value).__name__} of {len(value)}"
+        description[key] = f"{type(value).__name__} of {len(value)}"
         for index, child in enumerate(value):
-            _describe(child, f"{key}[{index}]", found, plain_shapes=plain_shapes)
+            _describe(child, f"{key}[{index}]", description, plain_shapes=plain_shapes)
     else:
-        found[key] = type(value).__name__
+        description[key] = type(value).__name__
 
 
 def differences(one: Description, other: Description, names: tuple[str, str] = ("one", "the other")) -> list[str]:
     """Every difference, one line each. A dict is not listed itself when only its entries differ."""
-    found = [f"{key}: only in {names[0]} ({words})" for key, words in one.items() if key not in other]
-    found += [f"{key}: only in {names[1]} ({words})" for key, words in other.items() if key not in one]
+    lines = [f"{key}: only in {names[0]} ({words})" for key, words in one.items() if key not in other]
+    lines += [f"{key}: only in {names[1]} ({words})" for key, words in other.items() if key not in one]
     for key, words in one.items():
         if key in other and words != other[key] and not (words.startswith("dict of") and "dict of" in other[key]):
-            found.append(f"{key or 'the whole'}: {words} in {names[0]}, {other[key]} in {names[1]}")
-    return found
+            lines.append(f"{key or 'the whole'}: {words} in {names[0]}, {other[key]} in {names[1]}")
+    return lines
 
 
 def check_similar(state: object, companion: object) -> None:
@@ -243,29 +243,31 @@ def agree_on_structure(group: Group, state: object) -> None:
     if len(set(group.all_gather_objects(digest, name="compare structures"))) == 1:
         return
     every = cast("list[Description]", group.all_gather_objects(description, name="list the differences"))
-    found: list[str] = []
+    lines: list[str] = []
     for rank, other in enumerate(every[1:], 1):
-        found += differences(every[0], other, ("rank 0", f"rank {rank}"))
-    _raise(found or ["the keys are in a different order"])
+        lines += differences(every[0], other, ("rank 0", f"rank {rank}"))
+    _raise(lines or ["the keys are in a different order"])
 
 
 def raise_on_all_ranks(group: Group, problems: list[str]) -> None:
     """Collective. Raise StateDictMismatchError with the ``problems`` of all ranks on every rank, if there are any."""
     every = cast("list[list[str]]", group.all_gather_objects(problems, name="compare structures"))
-    found: dict[str, list[int]] = {}
+    ranks_by_problem: dict[str, list[int]] = {}
     for rank, rank_problems in enumerate(every):
         for problem in rank_problems:
-            found.setdefault(problem, []).append(rank)
-    _raise([text if len(ranks) == len(every) else f"{text} (rank {ranks[0]})" for text, ranks in found.items()])
+            ranks_by_problem.setdefault(problem, []).append(rank)
+    _raise(
+        [text if len(ranks) == len(every) else f"{text} (rank {ranks[0]})" for text, ranks in ranks_by_problem.items()]
+    )
 
 
-def _raise(found: list[str]) -> None:
-    if not found:
+def _raise(problems: list[str]) -> None:
+    if not problems:
         return
-    more = [f"and {len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
+    more = [f"and {len(problems) - MOST_SHOWN} more"] if len(problems) > MOST_SHOWN else []
     raise StateDictMismatchError(
-        f"the state dicts do not match: {len(found)} difference{'s' if len(found) > 1 else ''}",
-        details=[*found[:MOST_SHOWN], *more],
+        f"the state dicts do not match: {len(problems)} difference{'s' if len(problems) > 1 else ''}",
+        details=[*problems[:MOST_SHOWN], *more],
         next_step="build the same model and optimizer on every rank, wrapped the same way",
     )
 

@@ -307,7 +307,7 @@ def _misplaced(planner: LoadPlanner, entries: Entries) -> dict[str, list[_Wanted
     ``compute_local_shape_and_global_offset`` computes for the plan are wrong (torch 2.13): another part of the tensor,
     or more elements than the local tensor has.
     """
-    found: dict[str, list[_Wanted]] = {}
+    wanted: dict[str, list[_Wanted]] = {}
     for key, value in getattr(planner, "state_dict", {}).items():
         if not isinstance(value, DTensor) or key not in entries.values:
             continue
@@ -317,8 +317,8 @@ def _misplaced(planner: LoadPlanner, entries: Entries) -> dict[str, list[_Wanted
         computed = [Box(tuple(offset), tuple(size))] if prod(size) else []
         held = held_boxes(value, key)
         if [one.box for one in held] != computed:
-            found[key] = [_Wanted(key, key, one.box, one.data.detach()) for one in held]
-    return found
+            wanted[key] = [_Wanted(key, key, one.box, one.data.detach()) for one in held]
+    return wanted
 
 
 def _boxes(wanted: list[_Wanted], entries: Entries) -> list[BoxToRead]:

@@ -117,11 +117,11 @@ def entries_of(checkpoint: Checkpoint, names: Names, rank: int) -> Entries:
                 next_step="give the sections other names: StorageReader(path, model=..., optimizer=...)",
             )
         values[key], paths[key] = value, path
-    found = _MatchingNames(values)
+    matching = _MatchingNames(values)
     if of_rank.optim is not None and not names.flattened:
         prefix = prefixes.get("optimizer", ("optimizer",))
-        found.others = {".".join(map(str, (*prefix, *path[1:]))): value for path, value in _settings(of_rank.optim)}
-    return Entries(found, paths)
+        matching.others = {".".join(map(str, (*prefix, *path[1:]))): value for path, value in _settings(of_rank.optim)}
+    return Entries(matching, paths)
 
 
 def _loadable(leaf: Leaf) -> Value:

@@ -179,13 +179,13 @@ def not_finite(
     tensors: Sequence[NamedTensor], stats: Sequence[dict[str, Json] | None], buffers: frozenset[str]
 ) -> tuple[list[str], list[str]]:
     """A line for each tensor that contains NaN or Inf, and one for each of ``buffers`` with Inf alone, as masks."""
-    found: tuple[list[str], list[str]] = [], []
+    lines: tuple[list[str], list[str]] = [], []
     for named, values in zip(tensors, stats, strict=True):
         nan, inf = (_integer(values, name) for name in ("nan", "inf"))
         if nan or inf:
             line = f"{named.section} {named.key}: {nan:,} NaN and {inf:,} Inf of {named.tensor.numel:,} elements"
-            found[named.section is Section.MODEL and named.key in buffers and not nan].append(line)
-    return found
+            lines[named.section is Section.MODEL and named.key in buffers and not nan].append(line)
+    return lines
 
 
 def _integer(values: dict[str, Json] | None, name: str) -> int:

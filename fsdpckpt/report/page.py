@@ -92,8 +92,8 @@ def _content(described: Description) -> dict[str, Any]:
     buffers: Sequence[str] = ()
     problems = [problem.message for problem in checkpoint.problems]
     if described.stats is not None:
-        found, buffers = not_finite(described.tensors, described.stats, buffer_keys(checkpoint))
-        problems += found
+        lines, buffers = not_finite(described.tensors, described.stats, buffer_keys(checkpoint))
+        problems += lines
     if sums is not None and len(sums.steps) > 1:
         problems.append(f"optimizer: the steps disagree: {_steps_text(sums.steps)}")
     return {
