@@ -14,20 +14,6 @@ from typing import Literal
 from fsdpckpt.ir import Container, KeyType, Layout, Section, Strategy
 from fsdpckpt.option_fields import DTYPE, PATH, SIZE, TORCH_VERSION, WORKERS, Group, Scope, option, repeatable
 
-__all__ = [
-    "DEVICE_TYPES",
-    "DTYPES",
-    "FLAVORS",
-    "ConvertOptions",
-    "LaunchOptions",
-    "LinkMode",
-    "Launcher",
-    "MissingState",
-    "TensorForm",
-    "VerifyLevel",
-    "Visibility",
-]
-
 DEFAULT_MAX_MEMORY = 128 * 1024 * 1024  # bytes of copy buffers: several windows a thread, far below a laptop's memory
 DEFAULT_MAX_SHARD_SIZE = 5_000_000_000  # bytes, the split Hugging Face's own writers use
 

@@ -14,34 +14,7 @@ from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
 
-__all__ = [
-    "Checkpoint",
-    "Checksums",
-    "Container",
-    "Evidence",
-    "EvidenceKind",
-    "LITERAL",
-    "KeyType",
-    "BARE_VALUE",
-    "Layout",
-    "Manifest",
-    "ModelState",
-    "NamedTensor",
-    "Note",
-    "NoteKind",
-    "OptimState",
-    "ParamKey",
-    "Problem",
-    "ProblemKind",
-    "Section",
-    "STRAY",
-    "SourceFile",
-    "ManifestFile",
-    "UNORDERED",
-    "ZEROS",
-    "group_params",
-    "stored_entry",
-]
+__all__ = ["Container", "KeyType", "Layout", "Section"]  # of ``ir``: who needs a checkpoint needs them, too
 
 STRAY: Final = "stray"
 """The kind of notes on files of another save that lie among those of a checkpoint."""

@@ -176,17 +176,12 @@ def _counted(
             begin[k], end[k] = int(edges[k][first[axis]]), int(edges[k][first[axis] + 1])
         box = tuple(e - b for b, e in zip(begin, end, strict=True))
         ranks = _holding(holders, begin, end) if kind == "overlap" else ()
-        elements = _volume(wrong, [edges[k] for k in cut]) * prod(n for k, n in enumerate(shape) if k not in cut)
+        volume: Int64Array = wrong.astype(np.int64)  # of the marked cells, over the cut dimensions
+        for k in reversed(cut):
+            volume = volume @ np.diff(edges[k])
+        elements = int(volume) * prod(n for k, n in enumerate(shape) if k not in cut)
         flaws.append(Flaw(kind, elements, tuple(begin), box, ranks))
     return flaws
-
-
-def _volume(cells: npt.NDArray[np.bool_], edges: list[Int64Array]) -> int:
-    """Elements of the marked cells, over the cut dimensions."""
-    volume: npt.NDArray[np.int64] = cells.astype(np.int64)
-    for edge in reversed(edges):
-        volume = volume @ np.diff(edge)
-    return int(volume)
 
 
 def _holding(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdpckpt.errors import SourceUnsupportedError
@@ -176,7 +176,8 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
     notes = checkpoint.notes
     lost = [] if any(map(_in_fsdp, like)) else [own for own in own_optim.values() if _in_fsdp(own)]
     if lost:
-        own_optim = {name: _outside_fsdp(own) for name, own in own_optim.items()}
+        outside = {own: ".".join(word for word in own.split(".") if word != _FSDP) for own in own_optim.values()}
+        own_optim = {name: outside[own] for name, own in own_optim.items()}
         message = f"{plural(len(lost), 'key')} of the optimizer lost the prefixes of FSDP1's wrappers: {lost[0]}, ..."
         notes = (*notes, Note("normalised", message, keys=tuple(lost)))
     names = SourceNames(own_model, own_optim, metadata, leading)
@@ -185,10 +186,6 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
 
 def _in_fsdp(name: str) -> bool:
     return _FSDP in name.split(".")
-
-
-def _outside_fsdp(name: str) -> str:
-    return ".".join(segment for segment in name.split(".") if segment != _FSDP)
 
 
 def _names(optim: OptimState | None) -> list[str]:
@@ -229,14 +226,9 @@ def _renamed(optim: OptimState, names: Mapping[str, str]) -> OptimState:
     def new(key: ParamKey) -> ParamKey:
         return names.get(key, key) if isinstance(key, str) else key
 
-    groups = optim.param_groups
-    return OptimState(
-        {new(key): entry for key, entry in optim.state.items()},
-        None if groups is None else [_with_params(group, new) for group in groups],
-        optim.extra,
-    )
-
-
-def _with_params(group: dict[Key, Value], new: Callable[[ParamKey], ParamKey]) -> dict[Key, Value]:
-    params = group_params(group)
-    return group if params is None else {**group, "params": [new(key) for key in params]}
+    groups: list[dict[Key, Value]] = [
+        group if (params := group_params(group)) is None else {**group, "params": [new(key) for key in params]}
+        for group in optim.param_groups or ()
+    ]
+    state = {new(key): entry for key, entry in optim.state.items()}
+    return OptimState(state, groups if optim.param_groups is not None else None, optim.extra)

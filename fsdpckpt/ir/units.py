@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 from fsdpckpt.ir import Strategy
 from fsdpckpt.ir.dtypes import DType
 
-__all__ = ["FLAT_PARAM", "Groups", "RankOrder", "Strategy", "Unit", "UnitParam", "Units", "flaws", "state_dict_order"]
+__all__ = ["Strategy"]  # of ``ir``: who needs units needs it, too
 
 FLAT_PARAM = "_flat_param"
 
@@ -225,11 +225,8 @@ def _orders(units: Units) -> Iterator[str]:
     """``parameters`` has every parameter, ``groups`` only what an optimizer of the wrapped model could hold."""
     known = set(units.params())
     listed = set(units.parameters)
-    yield from (
-        f"parameters: {name} is in no unit and not listed as unmanaged"
-        for name in units.parameters
-        if name not in known
-    )
+    unknown = [name for name in units.parameters if name not in known]
+    yield from (f"parameters: {name} is in no unit and not listed as unmanaged" for name in unknown)
     yield from (f"parameters: {name} is missing" for name in units.params() if name not in listed)
     yield from _astray(units)
     unmanaged = {param.name for param in units.unmanaged}
@@ -273,11 +270,8 @@ def _unit_flaws(unit: Unit, *, use_orig_params: bool) -> Iterator[str]:
         if not use_orig_params and one.requires_grad != other.requires_grad:
             yield f"unit {unit.prefix!r}: only one of {one.name} and {other.name} requires gradients"
     inside = f"{unit.prefix}." if unit.prefix else ""
-    yield from (f"unit {unit.prefix!r}: {p.name} is outside of it" for p in unit.params if not _within(p.name, inside))
-
-
-def _within(name: str, inside: str) -> bool:
-    return name.startswith(inside) and len(name) > len(inside)
+    outside = [p.name for p in unit.params if not p.name.startswith(inside) or p.name == inside]
+    yield from (f"unit {unit.prefix!r}: {name} is outside of it" for name in outside)
 
 
 def _stride_flaws(param: UnitParam) -> Iterator[str]:

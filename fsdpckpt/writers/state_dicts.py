@@ -43,7 +43,7 @@ def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]
 
 
 def _merged(common: dict[Key, Value], of_rank: dict[Key, Value]) -> dict[Key, Value]:
-    """Both, ``own`` first: its order is that of the file."""
+    """Both, those of the rank first: their order is that of the file."""
     merged = like(of_rank, of_rank)
     for key, value in of_rank.items():
         known = common.get(key)
@@ -155,9 +155,8 @@ class _Walk:
 
     def mapping(self, path: Path, prefix: str, value: dict[Key, Value]) -> None:
         if not value and path != self.ids:
-            self.notes.append(
-                Note("dropped", f"{prefix} is an empty dict: a DCP directory has no place for it", prefix)
-            )
+            message = f"{prefix} is an empty dict: a DCP directory has no place for it"
+            self.notes.append(Note("dropped", message, prefix))
         for key, item in put_together(value):
             part = key if type(key) is str else self.renamed(prefix, key)
             inner = f"{prefix}.{part}" if prefix else part
@@ -195,11 +194,10 @@ def flatten(checkpoint: Checkpoint, nesting: Nesting = PLAIN_NESTING) -> tuple[l
     notes: list[Note] = []
     walk = _Walk(leaves, notes)
     if checkpoint.model is not None:
-        model: dict[Key, Value] = dict(checkpoint.model.params.items())
-        walk.mapping(nesting.model, _dotted(nesting.model), model)
+        walk.mapping(nesting.model, _dotted(nesting.model), dict(checkpoint.model.params.items()))
         if checkpoint.model.metadata is not None:
-            what = "the model state dict's _metadata (module versions)"
-            notes.append(Note("dropped", f"{what} has no place in a DCP directory"))
+            message = "the model state dict's _metadata (module versions) has no place in a DCP directory"
+            notes.append(Note("dropped", message))
     if checkpoint.optim is not None:
         if nesting.flattened:
             leaves.extend(_flat_optimizer(checkpoint.optim, nesting.optim, notes))
@@ -237,9 +235,8 @@ def _flat_optimizer(optim: OptimState, at: Path, notes: list[Note]) -> Iterator[
     for key, value in entries:
         yield Leaf(_dotted((*at, key)), (*at, key), value)
     if len(optim.param_groups or []) > 1:
-        notes.append(
-            Note("groups-flattened", "each parameter has its own settings: the order of the groups is not kept")
-        )
+        message = "each parameter has its own settings: the order of the groups is not kept"
+        notes.append(Note("groups-flattened", message))
     for extra in optim.extra:
         notes.append(Note("dropped", f"{extra!s} of the optimizer has no place among flattened keys", str(extra)))
 

@@ -97,17 +97,13 @@ def lay_out_file(
 
 
 def _numbers_note(value: Value) -> Note:
-    found = ((path, next(filter(_numbered, enumerate((*path, leaf))), None)) for path, leaf in walk(value))
-    keys = list(dict.fromkeys(".".join(map(str, path[: first[0]])) for path, first in found if first is not None))
+    paths = [(path, [at for at, step in enumerate((*path, leaf)) if _has_number(step)]) for path, leaf in walk(value)]
+    keys = list(dict.fromkeys(".".join(map(str, path[: found[0]])) for path, found in paths if found))
     message = (
         "NumPy numbers are written as Python numbers of the same value, which optimizers and torch.load take: "
         f"{first_of(keys, 8)}. A float16 or float32 computes with more digits from then on"
     )
     return Note("encoded", message, keys=tuple(keys))
-
-
-def _numbered(step: tuple[int, Value]) -> bool:
-    return _has_number(step[1])
 
 
 def _has_number(value: Value) -> bool:
@@ -297,9 +293,8 @@ def _overlapping(tensors: list[Tensor]) -> list[list[Tensor]]:
 def _share(group: list[Tensor], casts: Mapping[Tensor, DType], views: dict[Tensor, _SharedView]) -> bool:
     first = group[0]
     dtype = casts.get(first, first.dtype)
-    for tensor in group:
-        if tensor.dtype is not first.dtype or casts.get(tensor, tensor.dtype) is not dtype:
-            return False
+    if any(tensor.dtype is not first.dtype or casts.get(tensor, tensor.dtype) is not dtype for tensor in group):
+        return False
     if all(_same_memory(tensor, first) for tensor in group):
         order, stride = order_of(first)
         record = _Shared(first, dtype, order)
