@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
@@ -115,21 +116,12 @@ def inspect(
     that matches nothing.
     """
     from fsdpckpt.describe import Selection, describe
-    from fsdpckpt.readers.detect import open_checkpoint
-    from fsdpckpt.readers.protocol import require_matches
 
     named = {"keys": keys, "section": section, "ignore_file": ignore_file, "units": units}
     options = changed(InspectOptions(), named)
     wanted = Selection(options.keys, options.section)
     with Sources() as sources:
-        opened = open_checkpoint(
-            os.fspath(source),
-            sources=sources,
-            locate=ranks or stats,
-            units=_given_units(units),
-            ignore_file=options.ignore_file,
-        )
-        require_matches(options.ignore_file, opened)
+        (opened,) = _opened([source], sources, units, options.ignore_file, locate=ranks or stats)
         checkpoint = _named(opened, sources, options.units)
         if checkpoint is not opened:
             checkpoint = dataclasses.replace(checkpoint, problems=(*checkpoint.problems, *problems(checkpoint)))
@@ -229,8 +221,6 @@ def diff(
     flattened shards on either side. Raises NeedsInformationError when
     id and name keys cannot be matched, SourceError.
     """
-    from fsdpckpt.readers.detect import open_checkpoint
-    from fsdpckpt.readers.protocol import require_matches
     from fsdpckpt.verify.blocks import threads_for
     from fsdpckpt.verify.compare import compare, only_section
     from fsdpckpt.verify.elements import Tolerance, without_repeats
@@ -239,12 +229,7 @@ def diff(
     options = changed(DiffOptions(), {"only": only, "ignore_file": ignore_file, "units": units})
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     with Sources() as sources:
-        given_units = _given_units(units)
-        opened = [
-            open_checkpoint(os.fspath(one), sources=sources, units=given_units, ignore_file=options.ignore_file)
-            for one in (a, b)
-        ]
-        require_matches(options.ignore_file, *opened)
+        opened = _opened([a, b], sources, units, options.ignore_file)
         pair = [_named(without_repeats(one, sources), sources, options.units) for one in opened]
         one, other = (only_section(checkpoint, options.only) for checkpoint in pair)
         stages.begin("compare", sum(tensor.nbytes for tensor in one.leaves()))
@@ -312,20 +297,15 @@ def open(  # noqa: A001  # the contract's name
     Raises SourceError.
     """
     from fsdpckpt.lazy import LazyCheckpoint
-    from fsdpckpt.readers.detect import open_checkpoint
-    from fsdpckpt.readers.protocol import require_matches
     from fsdpckpt.verify.elements import without_repeats
 
-    sources = Sources()
-    try:
+    with ExitStack() as until_opened:
+        sources = until_opened.enter_context(Sources())
         globs = changed(InspectOptions(), {"ignore_file": ignore_file}).ignore_file
-        given_units = _given_units(units)
-        checkpoint = open_checkpoint(os.fspath(source), sources=sources, units=given_units, ignore_file=globs)
-        require_matches(globs, checkpoint)
-        return LazyCheckpoint(_named(without_repeats(checkpoint, sources), sources, units), sources)
-    except BaseException:
-        sources.__exit__()
-        raise
+        (checkpoint,) = _opened([source], sources, units, globs)
+        lazy = LazyCheckpoint(_named(without_repeats(checkpoint, sources), sources, units), sources)
+        until_opened.pop_all()
+        return lazy
 
 
 def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> None:
@@ -340,6 +320,22 @@ def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> Non
     from fsdpckpt.flat.live.save import save_units as save
 
     save(model, optimizer, path)
+
+
+def _opened(
+    paths: Sequence[Path], sources: Sources, units: Path | None, ignore_file: tuple[str, ...], *, locate: bool = True
+) -> list[Checkpoint]:
+    """The checkpoints at ``paths``. Raises UsageError for a glob of ``ignore_file`` that matches no file of them."""
+    from fsdpckpt.readers.detect import open_checkpoint
+    from fsdpckpt.readers.protocol import require_matches
+
+    given = _given_units(units)
+    opened = [
+        open_checkpoint(os.fspath(path), sources=sources, locate=locate, units=given, ignore_file=ignore_file)
+        for path in paths
+    ]
+    require_matches(ignore_file, *opened)
+    return opened
 
 
 def _given_units(path: Path | None) -> Units | None:

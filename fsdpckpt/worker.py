@@ -47,9 +47,8 @@ def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOpt
         if launch.launcher is Launcher.LOCAL:
             refuse_unused(launch, Scope.LAUNCH, "--launcher local is one process")
         if launch.nproc_per_node is None and launch.nnodes == 1:
-            raise UsageError(
-                "--launcher torchrun starts workers, and nothing says how many", next_step="add --nproc-per-node N"
-            )
+            what = "--launcher torchrun starts workers, and nothing says how many"
+            raise UsageError(what, next_step="add --nproc-per-node N")
         return _launched(source, target, options, launch, progress)
     refuse_unused(launch, Scope.WORKERS, "there are no workers", "add --nproc-per-node N")
     from fsdpckpt.comm.protocol import Solo
@@ -162,14 +161,8 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
     workers = local_workers(launch.nproc_per_node or "auto")
     with tempfile.TemporaryDirectory(prefix="fsdpckpt-") as directory:
         request = os.path.join(directory, REQUEST)
-        document = {
-            "source": source,
-            "target": target,
-            "options": asdict(options),
-            "launch": asdict(launch),
-        }
         with open(request, "w", encoding="utf-8") as file:
-            json.dump(document, file)
+            json.dump({"source": source, "target": target, "options": asdict(options), "launch": asdict(launch)}, file)
         try:
             with follow_progress(os.path.join(directory, PROGRESS), progress):
                 start(
@@ -203,6 +196,13 @@ def _read(directory: str) -> dict[str, Any]:
     return document
 
 
+def _write(directory: str, document: dict[str, Any]) -> None:
+    """Report to the process that launched the workers of this node: the first of them does."""
+    if os.environ["LOCAL_RANK"] == "0":
+        with open(os.path.join(directory, REPORT), "w", encoding="utf-8") as file:
+            json.dump(document, file)
+
+
 def main() -> None:
     """One worker of ``_launched``. The launcher says everything; this process only works, and ends."""
     from fsdpckpt.comm.protocol import encode_error
@@ -230,15 +230,11 @@ def main() -> None:
                 visibility=launch.output_visibility,
                 workers_here=int(os.environ["LOCAL_WORLD_SIZE"]),
             )
-            if os.environ["LOCAL_RANK"] == "0":
-                with open(os.path.join(directory, REPORT), "w", encoding="utf-8") as file:
-                    json.dump({"report": report.to_json(), "speaks": group.rank == 0}, file)
+            _write(directory, {"report": report.to_json(), "speaks": group.rank == 0})
     except WorkerError as error:
         _end(error.exit_code)
     except FsdpckptError as error:  # before there was a group: every worker says the same
-        if os.environ["LOCAL_RANK"] == "0":
-            with open(os.path.join(directory, REPORT), "w", encoding="utf-8") as file:
-                json.dump({"error": encode_error(error)}, file)
+        _write(directory, {"error": encode_error(error)})
         _end(error.exit_code)
     _end(0)
 
