@@ -12,7 +12,7 @@ of ``ceil(numel / ranks)`` elements, and joins a rank's parts of a *sub-group* o
 from __future__ import annotations
 
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -288,7 +288,7 @@ class FlatGroups:
     slices: list[list[list[Slice]]]
 
 
-def _numels(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+def _numels(shapes: FlatGroup) -> dict[str, int]:
     for name, shape in shapes.items():
         if len(shape) > MAX_DIMENSIONS or prod(shape) >= _MOST_ELEMENTS:
             raise PartitionError(f"the shape of {name} is {list(shape)}")
@@ -296,9 +296,7 @@ def _numels(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def partitions_of_groups(
-    groups: Sequence[Mapping[str, tuple[int, ...]]],
-    gaps: Sequence[Sequence[int]],
-    lengths: Sequence[Sequence[int]],
+    groups: Sequence[FlatGroup], gaps: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]
 ) -> FlatGroups:
     """ZeRO 1 and 2. ``groups``: the shape of every parameter, by param group, in the order of the flat tensors.
     ``gaps``: the elements of padding after each parameter, by group; [] for none. ``lengths``: by rank and group, the
@@ -321,18 +319,13 @@ def partitions_of_groups(
                 f"flat tensor {number} has {part * len(lengths)} elements, and its parameters take {total}"
             )
         for rank, slices in enumerate(result.slices):
-            slices.append(_slices(starts, numels, rank * part, (rank + 1) * part))
+            begin, end = rank * part, (rank + 1) * part
+            slices.append([])
+            for name, start in starts.items():
+                low, high = max(start, begin), min(start + numels[name], end)
+                if low < high:
+                    slices[-1].append(Slice(name, low - start, high - low, low - begin))
     return result
-
-
-def _slices(starts: Mapping[str, int], numels: Mapping[str, int], begin: int, end: int) -> list[Slice]:
-    """What of each parameter lies in elements ``begin`` .. ``end`` of a flat tensor."""
-    slices: list[Slice] = []
-    for name, start in starts.items():
-        low, high = max(start, begin), min(start + numels[name], end)
-        if low < high:
-            slices.append(Slice(name, low - start, high - low, low - begin))
-    return slices
 
 
 def dealt(names: Sequence[str], ranks: int) -> list[str]:
@@ -345,9 +338,7 @@ def dealt(names: Sequence[str], ranks: int) -> list[str]:
     return [name for _, name in sorted(zip(order, names, strict=True))]
 
 
-def partitions_of_params(
-    shapes: Iterable[Mapping[str, tuple[int, ...]]], lengths: Sequence[Sequence[int]]
-) -> FlatGroups:
+def partitions_of_params(shapes: Iterable[FlatGroup], lengths: Sequence[Sequence[int]]) -> FlatGroups:
     """ZeRO 3. ``shapes``: of every parameter, in the order of the sub-groups. ``lengths``: by rank, the elements of
     each of its flat tensors, one a sub-group. Raises PartitionError.
     """
@@ -355,21 +346,20 @@ def partitions_of_params(
     ranks = len(lengths)
     if any(list(one) != list(lengths[0]) for one in lengths):
         raise PartitionError("the flat tensors of the ranks do not have the same lengths")
-    placed: list[list[tuple[str, int]]] = [[]]
-    at = 0
-    ends = list(lengths[0])
-    for name, numel in numels.items():
-        part = -(-numel // ranks)
-        while len(placed) <= len(ends) and at + part > ends[len(placed) - 1] == at:
-            placed.append([])
-            at = 0
-        if len(placed) > len(ends) or at + part > ends[len(placed) - 1]:
-            raise PartitionError(f"{name} does not fit into the flat tensors, which have {ends} elements")
-        placed[-1].append((name, at))
-        at += part
-    while len(placed) < len(ends):
+    parts = {name: -(-numel // ranks) for name, numel in numels.items()}
+    waiting, ends = deque(numels), list(lengths[0])
+    placed: list[list[tuple[str, int]]] = []
+    for end in ends:
         placed.append([])
-    used = [sum(-(-numels[name] // ranks) for name, _ in group) for group in placed]
+        at = 0
+        while waiting and at + parts[waiting[0]] <= end:
+            placed[-1].append((waiting[0], at))
+            at += parts[waiting.popleft()]
+        if waiting and at < end:
+            break
+    if waiting:
+        raise PartitionError(f"{waiting[0]} does not fit into the flat tensors, which have {ends} elements")
+    used = [sum(parts[name] for name, _ in group) for group in placed or [[]]]
     if used != ends:
         raise PartitionError(f"the parameters take {used} elements of the flat tensors, which have {ends}")
     slices = [

@@ -11,7 +11,6 @@ that depend on it: one is parsed, the others are only compared with it (``Forms`
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -54,13 +53,13 @@ _LONGEST = 1 << 15  # bytes of a form
 @dataclass(frozen=True, slots=True, eq=False)
 class _Form:
     """``head``: the file's bytes before the data; ``tail``: those from the zip's directory on, at ``tail_at``. Both
-    with zeros for the checksums that differ, at ``head_crc`` (-1: none) and ``own``. ``crcs``: where in ``tail`` that
-    of each record is."""
+    with zeros for the checksums that differ, at ``in_head`` and ``own``. ``crcs``: where in ``tail`` that of each
+    record is."""
 
     head: bytes
     tail: bytes
     tail_at: int
-    head_crc: int
+    in_head: list[int]
     own: list[int]
     crcs: list[int]
     archive: TorchArchive
@@ -68,8 +67,7 @@ class _Form:
     def of(self, source: ByteSource, file_id: int) -> TorchArchive | None:
         """The archive in ``source``; None when it is of another form."""
         head, tail = source.read(0, len(self.head)), source.read(self.tail_at, len(self.tail))
-        same = _without(tail, self.own) == self.tail
-        if not same or _without(head, [self.head_crc] if self.head_crc >= 0 else []) != self.head:
+        if _without(tail, self.own) != self.tail or _without(head, self.in_head) != self.head:
             return None
         sums = self.archive.checksums
         crc = [int.from_bytes(tail[at : at + 4], "little") for at in self.crcs]
@@ -84,19 +82,16 @@ class Forms:
     """The forms of the archives that were read, by what the caller calls their kind."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], list[_Form]] = defaultdict(list)
+        self._known: dict[tuple[str, int], list[_Form]] = {}
 
     def match(self, source: ByteSource, file_id: int, kind: str) -> TorchArchive | None:
         """What ``read_archive`` would read in ``source``, if an archive of this kind and form was remembered."""
-        for form in self._known.get((kind, source.nbytes), ()):
-            archive = form.of(source, file_id)
-            if archive is not None:
-                return archive
-        return None
+        archives = (form.of(source, file_id) for form in self._known.get((kind, source.nbytes), ()))
+        return next((archive for archive in archives if archive is not None), None)
 
     def remember(self, opened: OpenedArchive, archive: TorchArchive, kind: str) -> None:
         """``archive`` was read from ``opened``. One that has more than a tensor and plain values is left out."""
-        known = self._known[kind, opened.source.nbytes]
+        known = self._known.setdefault((kind, opened.source.nbytes), [])
         form = _form(opened, archive) if len(known) < _MOST_ALIKE else None
         if form is not None:
             known.append(form)
@@ -118,15 +113,12 @@ def _form(opened: OpenedArchive, archive: TorchArchive) -> _Form | None:
     if len(places) != len(columns.names):
         return None
     head_crc = places[data[0]].local if data else -1
-    own = [
-        place.entry for number, place in enumerate(places) if number in data or place.name.endswith(SERIALIZATION_ID)
-    ]
-    crcs = [place.entry for place in places]
+    own = [at.entry for number, at in enumerate(places) if number in data or at.name.endswith(SERIALIZATION_ID)]
     if not tail.startswith(directory) or (head_crc >= 0 and head_crc + 4 > end):
         return None
     kept = replace(archive, root=_copied(archive.root))
-    differing = [head_crc] if head_crc >= 0 else []
-    return _Form(_without(head, differing), _without(tail, own), start, head_crc, own, crcs, kept)
+    in_head = [head_crc] if head_crc >= 0 else []
+    return _Form(_without(head, in_head), _without(tail, own), start, in_head, own, [at.entry for at in places], kept)
 
 
 def _without(data: bytes, places: list[int]) -> bytes:
