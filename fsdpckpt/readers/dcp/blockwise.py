@@ -17,7 +17,7 @@ from fsdpckpt.formats.torch import open_archive
 from fsdpckpt.formats.torch.tensors import StoredBlocks, TensorBuilder, Wrapped, stored_blocks
 from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks, is_blockwise, taken_apart
-from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Box, Chunks, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.readers.dcp import DcpDirectory
 from fsdpckpt.readers.protocol import ChunkedTensor, Tree, build_tensors
@@ -130,13 +130,10 @@ def _state(
     parts = {}
     for part, held in columns.items():
         rank, file, offset, boxes = zip(*held, strict=True)
-        made = Chunks.rows(
-            ndim=len(boxes[0].sizes), rank=rank, file=file, offset=offset,
-            start=[box.offsets for box in boxes], size=[box.sizes for box in boxes],
-            stride=[contiguous_stride(box.sizes) for box in boxes],
-        )  # fmt: skip
+        start, size = [box.offsets for box in boxes], [box.sizes for box in boxes]
+        made = Chunks.rows(ndim=len(size[0]), rank=rank, file=file, offset=offset, start=start, size=size)
         dtype = next(item.parts[part].dtype for item in items if item is not None)
-        shape = boxes[0].sizes if part == QMAP else blocks.shape_of(part)
+        shape = size[0] if part == QMAP else blocks.shape_of(part)
         parts[part] = ChunkedTensor(part, dtype, shape, made)
     tensors: dict[str, Tensor] = build_tensors(list(parts.values()), world_size=directory.world_size)
     tensors[SCALE] = replace(tensors[SCALE], sharded=tensors[CODES].sharded, placement=tensors[CODES].placement)

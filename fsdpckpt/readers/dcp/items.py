@@ -158,39 +158,28 @@ class _Contents:
 
     def located(self) -> dict[str, ChunkedTensor]:
         """Every tensor by its key, with the offsets, the sizes and the strides that its items have."""
-        kinds = self.structures.kinds
-        tables: dict[int, npt.NDArray[np.int64]] = {}  # by number of dimensions: shape and strides of each kind
-        for number, (_, *form) in enumerate(kinds):
-            table = tables.setdefault(len(form[0]), np.zeros((2, len(kinds), len(form[0])), np.int64))
-            table[:, number] = form
         located = {tensor.key: tensor for tensor in self.declared}
-        for number in self._differing(tables):
-            tensor = self.declared[number]
-            size, stride = tensor.chunks.size, tensor.chunks.stride
-            rows = slice(self._first[number], self._first[number + 1])
-            held_size, held_stride = tables[len(tensor.shape)].take(self.kind[rows], axis=1)
-            size = size if np.array_equal(size, held_size) else held_size
-            stride = stride if np.array_equal(stride, held_stride) else held_stride
-            located[tensor.key] = tensor._replace(chunks=replace(tensor.chunks, size=size, stride=stride))
-        return located
-
-    def _differing(self, tables: Mapping[int, Int64Array]) -> list[int]:
-        """The numbers of tensors of which any chunk has another size or stride than the metadata declares."""
-        differs = np.zeros(len(self.declared), np.bool_)
-        counts = np.diff(self._first)
+        kinds, counts = self.structures.kinds, np.diff(self._first)
         ndim = np.array([len(tensor.shape) for tensor in self.declared], np.int64)
-        for dimensions, table in tables.items():
-            tensors = np.flatnonzero((ndim == dimensions) & (counts > 0))
-            rows = np.flatnonzero(np.repeat(ndim == dimensions, counts))
-            if dimensions and len(tensors):
-                held = table[:, self.kind[rows]]
-                chunks = [self.declared[number].chunks for number in tensors.tolist()]
-                apart: npt.NDArray[np.bool_] = np.any(held[0] != np.concatenate([one.size for one in chunks]), axis=1)
-                apart |= np.any(held[1] != np.concatenate([one.stride for one in chunks]), axis=1)
-                begins = np.cumsum(counts[tensors]) - counts[tensors]
-                differs[tensors] = np.logical_or.reduceat(apart, begins)
-        found: list[int] = np.flatnonzero(differs).tolist()
-        return found
+        for dimensions in {len(shape) for _, shape, _ in kinds if shape}:
+            numbers = np.flatnonzero((ndim == dimensions) & (counts > 0))
+            if not len(numbers):
+                continue
+            nothing = ((0,) * dimensions,) * 2  # for kinds of another number of dimensions
+            forms = [(shape, stride) if len(shape) == dimensions else nothing for _, shape, stride in kinds]
+            rows = np.repeat(ndim == dimensions, counts)
+            held = np.array(forms, np.int64).swapaxes(0, 1).take(self.kind[rows], axis=1)
+            tensors = [self.declared[number] for number in numbers.tolist()]
+            declared = [(tensor.chunks.size, tensor.chunks.stride) for tensor in tensors]
+            begins = np.cumsum(counts[numbers]) - counts[numbers]
+            apart = [held[at] != np.concatenate(column) for at, column in enumerate(zip(*declared, strict=True))]
+            sizes, strides = (np.logical_or.reduceat(one.any(axis=1), begins) for one in apart)
+            for at in np.flatnonzero(sizes | strides).tolist():
+                tensor, own = tensors[at], slice(begins[at], begins[at] + counts[numbers[at]])
+                size = held[0, own].copy() if sizes[at] else tensor.chunks.size
+                stride = held[1, own].copy() if strides[at] else tensor.chunks.stride
+                located[tensor.key] = tensor._replace(chunks=replace(tensor.chunks, size=size, stride=stride))
+        return located
 
 
 def _refuse(contents: _Contents, directory: DcpDirectory, wrong: npt.NDArray[np.intp]) -> NoReturn:
