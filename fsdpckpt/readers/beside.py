@@ -215,13 +215,17 @@ def _document(
     path = _path(directory)
     source = sources.open(path)
     data = source.read(0, source.nbytes)
+    document, how = None, "it is not a JSON object"
     if _seal_broken(data):
-        return None, _damaged(path, "its bytes do not match the checksum at its end")
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return None, _damaged(path, "it is not JSON")
-    return (document, ()) if isinstance(document, dict) else (None, _damaged(path, "it is not a JSON object"))
+        how = "its bytes do not match the checksum at its end"
+    else:
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError):
+            how = "it is not JSON"
+    if isinstance(document, dict):
+        return document, ()
+    return None, (Problem("manifest", f"{path} is damaged, and is ignored: {how}", fatal=False, file=path),)
 
 
 def _seal_broken(data: bytes) -> bool:
@@ -234,11 +238,6 @@ def _seal_broken(data: bytes) -> bool:
 
 def _path(directory: str) -> str:
     return f"{directory.rstrip('/')}/{MANIFEST}"
-
-
-def _damaged(path: str, how: str) -> tuple[Problem, ...]:
-    message = f"{path} is damaged, and is ignored: {how}"
-    return (Problem("manifest", message, fatal=False, file=path),)
 
 
 def _manifest(directory: str, document: Mapping[str, object]) -> Manifest:

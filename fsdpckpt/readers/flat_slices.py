@@ -69,16 +69,11 @@ def mappings(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[
 def is_optimizer(value: Mapping[Key, object]) -> bool:
     """Whether ``value`` has the form of ``torch.optim.Optimizer.state_dict``: states by parameter, maybe groups."""
     state = value.get("state")
-    return isinstance(state, dict) and ("param_groups" in value or (len(value) == 1 and _only_states(state)))
-
-
-def _only_states(state: Mapping[Key, object]) -> bool:
-    return bool(state) and all(type(key) is int and isinstance(entry, dict) for key, entry in state.items())
-
-
-def optimizers(root: Value) -> Iterator[tuple[KeyPath, dict[Key, Value]]]:
-    """Every optimizer in ``root`` and where it stands."""
-    return ((path, mapping) for path, mapping in mappings(root) if is_optimizer(mapping))
+    if not isinstance(state, dict):
+        return False
+    alone = len(value) == 1 and bool(state)
+    by_id = alone and all(type(key) is int and isinstance(entry, dict) for key, entry in state.items())
+    return by_id or "param_groups" in value
 
 
 def flat_parameter_keys(root: object) -> list[str]:
@@ -107,7 +102,7 @@ def why_sliced(
     proved = [leaf for leaf in leaves if leaf.placement == SLICES]
     if proved:
         return f"{len(proved)} optimizer states have a different number of elements on each rank"
-    vectors = [leaf for leaf in leaves if leaf.ndim == 1 and _plain(leaf)]
+    vectors = [leaf for leaf in leaves if leaf.ndim == 1 and leaf.placement == "whole"]
     if vectors and any(is_flat_key(key) for key in state):
         return "the optimizer's keys are those of flat parameters"
     # Of one rank a slice is all there is: only units can tell.
@@ -132,10 +127,6 @@ def _why_not_replicas(
     return None
 
 
-def _plain(tensor: Tensor) -> bool:
-    return tensor.placement == "whole"
-
-
 def _whole_shapes(model: ModelState | None) -> set[tuple[int, ...]]:
     """The shapes of all tensors of the model that are no flat parameters."""
     params = model.params if model is not None else {}
@@ -151,9 +142,8 @@ def _differ(tensors: Sequence[Tensor], checksums: Checksums | None) -> bool:
     records = checksums.by_place() if checksums is not None else {}
     for tensor in tensors:
         places = zip(tensor.chunks.file.tolist(), tensor.chunks.offset.tolist(), strict=True)
-        sums = [records.get(place) for place in places]
-        exact = {record for record in sums if record is not None and record[0] == tensor.nbytes}
-        if len(exact) > 1:
+        sums = {records.get(place) for place in places} - {None}
+        if sum(record is not None and record[0] == tensor.nbytes for record in sums) > 1:
             return True
     return False
 
@@ -188,7 +178,7 @@ def _of_ranks(leaf: Tensor | Value, ranks: Int64Array) -> Tensor | Value:
 
 def as_slices(tensor: Tensor) -> Tensor:
     """A vector that every rank has, each one its own; any other tensor as it is."""
-    if tensor.ndim != 1 or not _plain(tensor):
+    if tensor.ndim != 1 or tensor.placement != "whole":
         return tensor
     size = tensor.chunks.size
     start = np.cumsum(size, axis=0, dtype=np.int64) - size

@@ -34,26 +34,16 @@ def is_nested(value: Mapping[Key, Value]) -> bool:
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return False
     state = value.get(_STATE)
-    if _is_state(state):
-        return True
-    if not isinstance(state, dict) or not any(isinstance(entry, dict) for entry in state.values()):
+    if not isinstance(state, dict) or not all(isinstance(key, (int, str)) for key in state):
         return False
     loose = [key for key, entry in state.items() if not isinstance(entry, dict)]
-    listed = {key for group in groups if isinstance(group, dict) for key in _listed(group)}
-    return all(isinstance(key, str) and key not in listed for key in loose) and all(
-        isinstance(key, (int, str)) for key in state
-    )
+    listed = {key for group in groups if loose and isinstance(group, dict) for key in _listed(group)}
+    return not loose or (len(loose) < len(state) and all(isinstance(key, str) and key not in listed for key in loose))
 
 
 def _listed(group: Mapping[Key, Value]) -> list[Value]:
     params = group.get("params")
     return [key for key in params if isinstance(key, (int, str))] if isinstance(params, (list, tuple)) else []
-
-
-def _is_state(value: Value) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(entry, dict) and isinstance(key, (int, str)) for key, entry in value.items()
-    )
 
 
 def is_flattened(value: Mapping[Key, Value]) -> bool:
@@ -66,12 +56,11 @@ def is_state_only(value: Mapping[Key, Value], *, named: bool) -> bool:
     if value.keys() == {_GROUPS}:
         groups = value[_GROUPS]
         return named and isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
-    if value.keys() != {_STATE} or not _is_state(value[_STATE]):
+    entries = value[_STATE] if value.keys() == {_STATE} else None
+    if not isinstance(entries, dict) or not entries or not all(isinstance(key, (int, str)) for key in entries):
         return False
-    entries = value[_STATE]
-    if not isinstance(entries, dict) or not entries:
-        return False
-    return named or any(not _STATE_NAMES.isdisjoint(entry) for entry in entries.values() if isinstance(entry, dict))
+    states = [entry for entry in entries.values() if isinstance(entry, dict)]
+    return len(states) == len(entries) and (named or any(not _STATE_NAMES.isdisjoint(entry) for entry in states))
 
 
 def optimizer_of(value: Mapping[Key, Value], notes: list[Note]) -> OptimState | None:
