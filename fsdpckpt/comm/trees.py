@@ -5,7 +5,7 @@ descends into dicts, lists and tuples and keeps the types of keys; any other val
 
 ``encode`` makes a structure, or any value of a closed set of types, bytes: nothing that another worker sends is
 executed. Layout: 8 bytes (length of the JSON, little-endian), the JSON, then the blobs one after another. The JSON is
-that of ``ir.codec`` with a few more types; it refers to bytes and arrays by their index among the blobs. Every value
+that of ``ir.values`` with a few more types; it refers to bytes and arrays by their index among the blobs. Every value
 comes back equal and of the same type.
 
 A trainer that saves every few minutes reuses one state dict in host memory (``empty_on_cpu``). Pinned memory lets the
@@ -33,7 +33,7 @@ from fsdpckpt.comm.boxes import kind_of
 from fsdpckpt.comm.dtensor import DTensor
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import InternalError, StateDictMismatchError, UsageError
-from fsdpckpt.ir.codec import Decoder, Encoder, Json
+from fsdpckpt.ir.values import Decoder, Encoder, Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ Tensor keys
     a tensor inside extras or param groups: any key (the writer uses ``extra.<path>``, ``optimizer.<path>``), found
     through the ``{"$tensor": key}`` that stands in its place in the encoded value.
 
-The document (every entry but ``version`` may be absent; "encoded" means ``ir.codec.encode``)
+The document (every entry but ``version`` may be absent; "encoded" means ``ir.values.encode``)
     ``version``          1
     ``sections``         true when both sections share one file, see above
     ``model_aliases``    {alias: key}: tied weights, stored once under ``key`` (a model FQN)

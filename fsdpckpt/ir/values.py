@@ -3,18 +3,43 @@
 Plain scalars, lists, tuples and dicts stay themselves (``collections.OrderedDict`` too, its attributes such
 as ``_metadata`` kept in ``vars()``). Everything else a checkpoint may hold from the closed set of
 ``formats.pickle.allowlist`` is kept as a record of what was written: ``Global`` for a name, ``Object`` for a call.
+
+``encode`` and ``decode`` keep values as JSON, exactly: they come back equal, and of the same types. JSON has fewer types
+than a checkpoint, so everything it cannot say is an object with one ``$``-tag:
+
+    None, bool, int, str, finite float     themselves (Python writes the shortest digits that read back equal)
+    list                                   array
+    dict with string keys without ``$``    object
+    any other dict                         {"$dict": [[key, value], ...]}
+    collections.OrderedDict                {"$ordered": [[key, value], ...], "attributes": {...} when it has any}
+    tuple, set                             {"$tuple": [...]}, {"$set": [...]}
+    inf, -inf, nan                         {"$float": 16 hexadecimal digits of the IEEE bits, big-endian}
+    complex                                {"$complex": [real, imaginary]}
+    bytes, bytearray                       {"$bytes": base64}, {"$bytearray": base64}
+    Global                                 {"$global": [module, name]}
+    Object                                 {"$object": {"function": [...], "args": [...], ...}}
+    Tensor                                 {"$tensor": the key it is stored under}
+
+Safetensors files hold values this way (``formats.safetensors``). Workers exchange values through a subclass that adds
+types and sends bytes beside the JSON (``comm.trees``).
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import json
+import math
+import struct
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import isnan
 from typing import Any, TypeAlias, Union
 
 import numpy as np
 
+from fsdpckpt.errors import InternalError, SourceCorruptError
 from fsdpckpt.ir.tensors import Tensor
 
 Scalar: TypeAlias = bool | int | float | complex | str | bytes | bytearray | None
@@ -141,9 +166,236 @@ def equal(one: Value, other: Value) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, float) and isinstance(other, float):
-        return one == other or (isnan(one) and isnan(other))
+        return one == other or (math.isnan(one) and math.isnan(other))
     if isinstance(one, dict) and isinstance(other, dict):
         return list(one) == list(other) and all(equal(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(equal, one, other))
     return one == other
+
+
+Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
+
+_PLAIN = frozenset({type(None), bool, int, str})
+
+
+def encode(value: Value, *, tensor_key: Callable[[Tensor], str] | None = None) -> Json:
+    """``value`` as JSON. ``tensor_key`` gives the name each tensor inside it is stored under.
+
+    Raises InternalError for a tensor without ``tensor_key``, or a type that is no checkpoint value.
+    """
+    return _ValueEncoder(tensor_key).json(value, "")
+
+
+def decode(data: Json, *, tensors: Mapping[str, Tensor] | None = None, file: str | None = None) -> Value:
+    """The value ``encode`` was given. ``tensors`` resolves ``$tensor``; ``file`` names the source in messages.
+
+    Raises SourceCorruptError for an unknown tag, a malformed one, or a tensor that is not there.
+    """
+    try:
+        return _ValueDecoder({} if tensors is None else tensors).value(data)  # type: ignore[return-value]
+    except (KeyError, TypeError, ValueError, struct.error, binascii.Error, RecursionError) as error:
+        raise SourceCorruptError(
+            "a value kept as JSON cannot be read back",
+            file=file,
+            found=f"{type(error).__name__}: {error}",
+            why="the text was edited, or a newer fsdpckpt wrote it",
+        ) from None
+
+
+class Encoder(ABC):
+    """Values to JSON. A subclass adds types in ``extension``, and may keep bytes elsewhere with ``blob``.
+
+    Types are matched exactly: a subclass of ``int`` or ``dict`` could be more than its value. ``where`` is the path of
+    a value inside the outermost one, for messages.
+    """
+
+    def json(self, value: object, where: str) -> Json:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value  # type: ignore[return-value]  # narrowed by the exact type
+        if kind is list:
+            return self.items(value, where)  # type: ignore[arg-type]
+        if kind is dict or kind is OrderedDict:
+            return self._mapping(value, where)  # type: ignore[arg-type]
+        encode = _ENCODERS.get(kind)
+        return self.extension(value, where) if encode is None else encode(self, value, where)
+
+    def blob(self, data: bytes) -> Json:
+        """``data`` as base64."""
+        return base64.b64encode(data).decode("ascii")
+
+    @abstractmethod
+    def extension(self, value: object, where: str) -> Json:
+        """``value`` of a type that is not in the table. Raises what the subclass decides."""
+
+    def items(self, values: Iterable[object], where: str) -> list[Json]:
+        return [
+            value if type(value) in _PLAIN else self.json(value, f"{where}[{index}]")  # type: ignore[misc]
+            for index, value in enumerate(values)
+        ]
+
+    def _mapping(self, value: dict[object, object], where: str) -> Json:
+        if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return {str(key): self.json(item, f"{where}.{key}") for key, item in value.items()}
+        pairs = self.pairs(value.items(), where)
+        if type(value) is dict:
+            return {"$dict": pairs}
+        attributes = vars(value)
+        if not attributes:
+            return {"$ordered": pairs}
+        return {"$ordered": pairs, "attributes": self.json(dict(attributes), f"{where} attributes")}
+
+    def pairs(self, pairs: Iterable[tuple[object, object]], where: str) -> list[Json]:
+        return [[self.json(key, where), self.json(item, f"{where}.{key}")] for key, item in pairs]
+
+    def object(self, value: Object, where: str) -> Json:
+        record: dict[str, Json] = {
+            "function": [value.function.module, value.function.name],
+            "args": self.items(value.args, where),
+        }
+        if value.new:
+            record["new"] = True
+        if value.has_state:
+            record["state"] = self.json(value.state, where)
+        if value.items:
+            record["items"] = self.items(value.items, where)
+        if value.entries:
+            record["entries"] = self.pairs(value.entries, where)
+        return record
+
+
+def _float(value: float) -> Json:
+    return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+
+
+_ENCODERS: Mapping[type, Callable[[Encoder, Any, str], Json]] = {
+    float: lambda _, value, where: _float(value),
+    complex: lambda _, value, where: {"$complex": [_float(value.real), _float(value.imag)]},
+    bytes: lambda encoder, value, where: {"$bytes": encoder.blob(value)},
+    bytearray: lambda encoder, value, where: {"$bytearray": encoder.blob(bytes(value))},
+    tuple: lambda encoder, value, where: {"$tuple": encoder.items(value, where)},
+    set: lambda encoder, value, where: {
+        # In one order, so that the same set gives the same file every time.
+        "$set": sorted(encoder.items(value, where), key=lambda item: json.dumps(item, sort_keys=True))
+    },
+    Global: lambda _, value, where: {"$global": [value.module, value.name]},
+    Object: lambda encoder, value, where: {"$object": encoder.object(value, where)},
+}
+
+
+class _ValueEncoder(Encoder):
+    def __init__(self, tensor_key: Callable[[Tensor], str] | None) -> None:
+        self._tensor_key = tensor_key
+
+    def extension(self, value: object, where: str) -> Json:
+        if not isinstance(value, Tensor):
+            raise InternalError(f"a value of type {type(value).__name__} cannot be written as JSON", key=where or None)
+        if self._tensor_key is None:
+            raise InternalError("a tensor was to be written as JSON where no tensor can be stored", key=where or None)
+        return {"$tensor": self._tensor_key(value)}
+
+
+class Decoder:
+    """JSON to values. A subclass adds types in ``extension``, and may find bytes elsewhere with ``blob``.
+
+    Raises KeyError, TypeError, ValueError or struct.error for what no encoder wrote.
+    """
+
+    def value(self, data: Json) -> object:
+        if isinstance(data, list):
+            return [self.value(item) for item in data]
+        if not isinstance(data, dict):
+            return data
+        tag = next(iter(data), "")
+        if not tag.startswith("$"):
+            return {key: self.value(item) for key, item in data.items()}
+        decode = _DECODERS.get(tag)
+        return self.extension(tag, data[tag]) if decode is None else decode(self, data)
+
+    def blob(self, data: Json) -> bytes:
+        """The bytes of ``Encoder.blob``."""
+        return base64.b64decode(str(data), validate=True)
+
+    def extension(self, tag: str, data: Json) -> object:
+        """The value of a tag that is not in the table."""
+        raise KeyError(tag)
+
+    def items(self, data: Json) -> list[object]:
+        if not isinstance(data, list):
+            raise TypeError("an array was expected")
+        return [self.value(item) for item in data]
+
+    def pairs(self, data: Json) -> list[tuple[Key, Value]]:
+        pairs: list[tuple[Key, Value]] = []
+        for pair in self.items(data):
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise TypeError("a pair was expected")
+            pairs.append((_key(pair[0]), pair[1]))
+        return pairs
+
+    def ordered(self, data: dict[str, Json]) -> object:
+        ordered: OrderedDict[Key, Value] = OrderedDict(self.pairs(data["$ordered"]))
+        attributes = self.value(data.get("attributes", {}))
+        if not isinstance(attributes, dict):
+            raise TypeError("attributes must be an object")
+        for name, value in attributes.items():
+            vars(ordered)[str(name)] = value
+        return ordered
+
+    def object(self, record: Json) -> Object:
+        if not isinstance(record, dict):
+            raise TypeError("an object record was expected")
+        args, items = self.items(record["args"]), self.items(record.get("items", []))
+        return Object(
+            _global(record["function"]),
+            tuple(args),  # type: ignore[arg-type]  # values, by this decoder
+            new=record.get("new") is True,
+            state=self.value(record.get("state")),  # type: ignore[arg-type]
+            has_state="state" in record,
+            items=items,  # type: ignore[arg-type]
+            entries=self.pairs(record.get("entries", [])),
+        )
+
+
+class _ValueDecoder(Decoder):
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def extension(self, tag: str, data: Json) -> Tensor:
+        if tag != "$tensor":
+            raise KeyError(tag)
+        return self._tensors[str(data)]
+
+
+def _key(value: object) -> Key:
+    if isinstance(value, (list, dict, set, Tensor)):
+        raise TypeError(f"a {type(value).__name__} cannot be a key")
+    return value  # type: ignore[return-value]  # a tuple of unhashable values raises TypeError when it is used
+
+
+def _global(data: Json) -> Global:
+    if not isinstance(data, list) or len(data) != 2:
+        raise TypeError("a module and a name were expected")
+    return Global(str(data[0]), str(data[1]))
+
+
+def _complex(decoder: Decoder, data: Json) -> complex:
+    parts = decoder.items(data)
+    if len(parts) != 2 or not all(isinstance(part, float) for part in parts):
+        raise TypeError("two floats were expected")
+    return complex(parts[0], parts[1])  # type: ignore[call-overload,no-any-return]
+
+
+_DECODERS: Mapping[str, Callable[[Decoder, dict[str, Json]], object]] = {
+    "$dict": lambda decoder, data: dict(decoder.pairs(data["$dict"])),
+    "$ordered": Decoder.ordered,
+    "$tuple": lambda decoder, data: tuple(decoder.items(data["$tuple"])),
+    "$set": lambda decoder, data: {_key(item) for item in decoder.items(data["$set"])},
+    "$float": lambda _, data: struct.unpack(">d", bytes.fromhex(str(data["$float"])))[0],
+    "$complex": lambda decoder, data: _complex(decoder, data["$complex"]),
+    "$bytes": lambda decoder, data: decoder.blob(data["$bytes"]),
+    "$bytearray": lambda decoder, data: bytearray(decoder.blob(data["$bytearray"])),
+    "$global": lambda _, data: _global(data["$global"]),
+    "$object": lambda decoder, data: decoder.object(data["$object"]),
+}

@@ -13,9 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Note, OptimState, ParamKey
-from fsdpckpt.ir.codec import encode
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Key, Value, encode
 from fsdpckpt.text import plural
 
 _STATE, _GROUPS = "state", "param_groups"

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.safetensors import METADATA_KEY, VERSION, model_key, state_key
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
-from fsdpckpt.ir.codec import Json, encode
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value, leaf_tensors
+from fsdpckpt.ir.values import Json, Key, Value, encode, leaf_tensors
 from fsdpckpt.producers import EXTRA_STEM
 from fsdpckpt.text import plural
 from fsdpckpt.writers import DtypeRule, WriteSpec

@@ -13,8 +13,8 @@ from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch import open_archive, parse_archive
 from fsdpckpt.formats.torch.tensors import TensorBuilder
 from fsdpckpt.formats.zip import ZipRecord, read_directory, top_folder
-from fsdpckpt.ir.codec import decode
 from fsdpckpt.ir.units_json import loads
+from fsdpckpt.ir.values import decode
 from fsdpckpt.readers.deepspeed.universal import Forms
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.readers.safetensors import read_safetensors

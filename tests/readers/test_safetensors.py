@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.safetensors import METADATA_KEY
 from fsdpckpt.ir.checkpoint import Container, Layout
-from fsdpckpt.ir.codec import encode
+from fsdpckpt.ir.values import encode
 from tests.readers.contents import held, opened, same_values
 from tests.readers.played_ranks import save_as_ranks, shard
 

@@ -12,7 +12,7 @@ In a file that people load, therefore,
     any other value                  is ``{ENCODED: value}``
     that would be refused
 
-All but numbers come back equal, and of the same types. What stands for a value is ``ir.codec``'s JSON, and begins with
+All but numbers come back equal, and of the same types. What stands for a value is ``ir.values``'s JSON, and begins with
 its own digest: a user's key or attribute of the same name is left as it is.
 """
 
@@ -27,10 +27,9 @@ from typing import TypeAlias
 
 from fsdpckpt.errors import SourceUnsafeError, damaged
 from fsdpckpt.formats.pickle.allowlist import kind_of
-from fsdpckpt.ir.codec import Json, decode, encode
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.quantized import blocks_of
-from fsdpckpt.ir.values import Global, Key, Object, Value, like, numpy_code
+from fsdpckpt.ir.values import Global, Json, Key, Object, Value, decode, encode, like, numpy_code
 
 ARRAY = "_fsdpckpt_array"
 ENCODED = "fsdpckpt.value"

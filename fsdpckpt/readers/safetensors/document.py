@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, damaged
 from fsdpckpt.formats.safetensors import METADATA_KEY, VERSION, model_key, state_key
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, ParamKey
-from fsdpckpt.ir.codec import Json, decode
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Json, Key, Value, decode
 from fsdpckpt.readers.protocol import Tree
 from fsdpckpt.text import plural
 

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import InternalError, SourceCorruptError
-from fsdpckpt.ir.codec import decode, encode
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.values import Global, Object
+from fsdpckpt.ir.values import Global, Object, decode, encode
 
 
 def through_text(value: Any, **how: Any) -> Any:
