@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, group_params
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.names import WRAPPERS, clean, comes_back, keeps_order, sorted_by_a_tool
+from fsdpckpt.ir.names import WRAPPERS, clean, keeps_order, revisits_a_module, sorted_by_a_tool
 from fsdpckpt.ir.tensors import SLICES, Tensor, contiguous_stride
 from fsdpckpt.ir.units import FLAT_PARAM, UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
@@ -93,7 +93,7 @@ def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
     if not named:
         return None
     possible = [param.name for param in named if param.possible]
-    ordered = keeps_order(checkpoint, possible) and not comes_back(possible)
+    ordered = keeps_order(checkpoint, possible) and not revisits_a_module(possible)
     return ParameterNames(tuple(named), ordered, label, tuple(shared))
 
 

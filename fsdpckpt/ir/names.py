@@ -60,7 +60,7 @@ def keeps_order(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
     return checkpoint.container is not Container.SAFETENSORS and not sorted_by_a_tool(names)
 
 
-def comes_back(names: Iterable[str]) -> bool:
+def revisits_a_module(names: Iterable[str]) -> bool:
     """Whether a module has names in two places, which ``Module.state_dict`` does not do: it lists a module's own
     tensors, then one child after the other."""
     path: list[str] = []

@@ -130,7 +130,7 @@ def part_name(name: object, part: str) -> str:
     return f"{name!s}.{part}"
 
 
-def taken_apart(name: Key, blocks: Blocks, parts: Mapping[str, _Item]) -> dict[Key, _Item | Object]:
+def split_state(name: Key, blocks: Blocks, parts: Mapping[str, _Item]) -> dict[Key, _Item | Object]:
     """The entries of a dict that stand for one state, which is called ``name`` there."""
     return {name: blocks.record(), **{part_name(name, part): item for part, item in parts.items()}}
 
@@ -145,8 +145,8 @@ def parts_in(entry: Mapping[_Name, object]) -> dict[str, tuple[Blocks, str]]:
     }
 
 
-def put_together(entry: Mapping[_Name, Value]) -> Iterator[tuple[_Name, Value | Blockwise]]:
-    """The items of ``entry``, as ``taken_apart`` found them. Raises SourceCorruptError for a state without a part."""
+def joined_states(entry: Mapping[_Name, Value]) -> Iterator[tuple[_Name, Value | Blockwise]]:
+    """The items of ``entry``, as ``split_state`` found them. Raises SourceCorruptError for a state without a part."""
     parts = parts_in(entry) if any(type(value) is Object for value in entry.values()) else {}
     for name, value in entry.items():
         blocks = blocks_of(value) if parts else None

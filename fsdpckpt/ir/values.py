@@ -4,8 +4,8 @@ Plain scalars, lists, tuples and dicts stay themselves (``collections.OrderedDic
 as ``_metadata`` kept in ``vars()``). Everything else a checkpoint may hold from the closed set of
 ``formats.pickle.allowlist`` is kept as a record of what was written: ``Global`` for a name, ``Object`` for a call.
 
-``encode`` and ``decode`` keep values as JSON, exactly: they come back equal, and of the same types. JSON has fewer types
-than a checkpoint, so everything it cannot say is an object with one ``$``-tag:
+``encode`` and ``decode`` keep values as JSON, exactly: they come back equal, and of the same types. JSON has fewer
+types than a checkpoint, so everything it cannot say is an object with one ``$``-tag:
 
     None, bool, int, str, finite float     themselves (Python writes the shortest digits that read back equal)
     list                                   array

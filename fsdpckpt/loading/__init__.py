@@ -90,28 +90,13 @@ class StorageReader(TorchStorageReader):
         if key_type not in ("name", "id"):
             raise UsageError(f"key_type cannot be {key_type!r}", expected="name, id", found=str(key_type))
         self._names = Names(model, optimizer, flatten_optimizer_state_dict)
-        self._options = changed(
-            ConvertOptions(),
-            {
-                "key_type": key_type,
-                "clean_names": True,
-                "units": units,
-                "unit": unit,
-                "use_orig_params": use_orig_params,
-                "strategy": strategy,
-                "param_dtype": param_dtype,
-                "shard_size": shard_size,
-                "reference": reference,
-                "parameters": parameters,
-                "buffers": buffers,
-                "missing_state": missing_state,
-                "no_weight_decay": no_weight_decay,
-                "ignore_file": ignore_file,
-                "strip_prefix": strip_prefix,
-                "add_prefix": add_prefix,
-                "rename": rename,
-            },
-        )
+        given: dict[str, object] = {"key_type": key_type, "clean_names": True}
+        given |= {"units": units, "unit": unit, "use_orig_params": use_orig_params, "strategy": strategy}
+        given |= {"param_dtype": param_dtype, "shard_size": shard_size, "reference": reference}
+        given |= {"parameters": parameters, "buffers": buffers, "missing_state": missing_state}
+        given |= {"no_weight_decay": no_weight_decay, "ignore_file": ignore_file}
+        given |= {"strip_prefix": strip_prefix, "add_prefix": add_prefix, "rename": rename}
+        self._options = changed(ConvertOptions(), given)
         self._threads = threads if threads is not None else DEFAULT_THREADS
         self._open(os.fspath(path), locate=False)
 
@@ -138,9 +123,7 @@ class StorageReader(TorchStorageReader):
             self._open(self._path, locate=False)
         entries = self._entries_of_rank()
         return Metadata(
-            state_dict_metadata=matching_names(
-                entries.values, lambda key, value: _storage_metadata(key, value, self._path)
-            ),
+            state_dict_metadata=matching_names(entries.values, self._storage_metadata),
             planner_data=dict(entries.paths),
             storage_data={},
             storage_meta=StorageMeta(checkpoint_id=self._path),
@@ -169,13 +152,10 @@ class StorageReader(TorchStorageReader):
         Raises StateDictMismatchError, naming every tensor that does not fit, SourceError where a file has changed.
         """
         values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
         entries = self._entries_of_rank()
         misplaced = _misplaced(planner, entries)
-        shards = [
-            item
-            for item in plan.items
-            if item.type is not LoadItemType.BYTE_IO and item.storage_index.fqn not in misplaced
-        ]
+        shards = [item for item in tensors if item.storage_index.fqn not in misplaced]
         targets = [planner.resolve_tensor(item).detach() for item in shards]
         wanted = [_wanted(item, target) for item, target in zip(shards, targets, strict=True)]
         wanted += [one for held in misplaced.values() for one in held]
@@ -223,6 +203,20 @@ class StorageReader(TorchStorageReader):
         self._open(self._path, locate=True)
         return self._entries_of_rank()
 
+    def _storage_metadata(self, key: str, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
+        if not isinstance(value, Tensor):
+            return BytesStorageMetadata()
+        dtype = getattr(torch, value.dtype.name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise SourceUnsupportedError(
+                f"{self._path}: {key} is {value.dtype.name}, a dtype that torch {torch.__version__} does not have",
+                key=key,
+                next_step="load it with a newer torch",
+            )
+        shape = torch.Size(value.shape)
+        whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
+        return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [whole])
+
     def _require_match(self, wanted: list[_Wanted], planner: LoadPlanner, entries: Entries) -> None:
         """Raises when a tensor has another dtype, or another shape: the plans of older torch do not check it.
 
@@ -262,21 +256,6 @@ def _as_named_by(state: Mapping[str, Any], item: ReadItem, entries: Entries) -> 
         return value
     called = {clean(name): name for name in held if isinstance(name, str)}
     return [called.get(name, name) if isinstance(name, str) else name for name in value]
-
-
-def _storage_metadata(key: str, value: object, path: str) -> TensorStorageMetadata | BytesStorageMetadata:
-    if not isinstance(value, Tensor):
-        return BytesStorageMetadata()
-    dtype = getattr(torch, value.dtype.name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise SourceUnsupportedError(
-            f"{path}: {key} is {value.dtype.name}, a dtype that torch {torch.__version__} does not have",
-            key=key,
-            next_step="load it with a newer torch",
-        )
-    shape = torch.Size(value.shape)
-    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [whole])
 
 
 def _tensor(entries: Entries, key: str) -> Tensor:

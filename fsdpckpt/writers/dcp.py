@@ -116,8 +116,8 @@ def _dedup(
         if chunks is None:
             while least[0] != loads[least[0] % ranks] * ranks + least[0] % ranks:
                 heapq.heappop(least)
-            rank, looks = least[0] % ranks, leaves[number].looks
-            placed.append(_whole(rank, looks[1] if looks is not None else ()))
+            rank = least[0] % ranks
+            placed.append(_whole(rank, leaves[number].form[1]))
         else:
             placed.append(chunks.own)
             first = chunks.shared[0] if chunks.shared and not chunks.shared[0].ranks[0] else None
@@ -294,7 +294,7 @@ class _Items:
         lasts = np.cumsum(counts).tolist()
         entries = []
         for number, (leaf, each, last) in enumerate(zip(leaves, alike, lasts, strict=True)):
-            dtype, shape = leaf.looks or (None, ())
+            dtype, shape = leaf.form
             dtype = self._dtype(leaf.tensor) if leaf.tensor is not None else dtype
             items, of_leaf = each.items, offset[last - len(each.kind) : last]
             linked = self.links.items.get(number)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, ModelState, Note, OptimState, group_params, stored_entry
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.quantized import Blockwise, put_together
+from fsdpckpt.ir.quantized import Blockwise, joined_states
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, like
 from fsdpckpt.producers import PLAIN_NESTING, Nesting, Step
@@ -125,15 +125,11 @@ class Leaf(NamedTuple):
         return self.value if isinstance(self.value, Tensor) else None
 
     @property
-    def looks(self) -> tuple[DType, tuple[int, ...]] | None:
-        """The dtype and shape of a tensor; None of any other value."""
-        match self.value:
-            case Tensor():
-                return self.value.dtype, self.value.shape
-            case Blockwise():
-                return self.value.blocks.dtype, self.value.blocks.shape
-            case _:
-                return None
+    def form(self) -> tuple[DType | None, tuple[int, ...]]:
+        """The dtype and shape of a tensor; None and () of any other value."""
+        if isinstance(self.value, Blockwise):
+            return self.value.blocks.dtype, self.value.blocks.shape
+        return (self.value.dtype, self.value.shape) if isinstance(self.value, Tensor) else (None, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +153,7 @@ class _Walk:
         if not value and path != self.ids:
             message = f"{prefix} is an empty dict: a DCP directory has no place for it"
             self.notes.append(Note("dropped", message, prefix))
-        for key, item in put_together(value):
+        for key, item in joined_states(value):
             part = key if type(key) is str else self.renamed(prefix, key)
             inner = f"{prefix}.{part}" if prefix else part
             if type(item) is Tensor or isinstance(item, Blockwise):
@@ -225,7 +221,7 @@ def _flat_optimizer(optim: OptimState, at: Path, notes: list[Note]) -> Iterator[
         )
     entries: list[tuple[str, Value | Blockwise]] = []
     for param, states in optim.state.items():
-        for name, value in put_together(states):
+        for name, value in joined_states(states):
             entries.append((f"state.{param}.{name}" if name != BARE_VALUE else f"state.{param}", value))
     for group in optim.param_groups or []:
         for param in group_params(group) or ():

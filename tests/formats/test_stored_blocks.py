@@ -10,7 +10,7 @@ from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUns
 from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, stored_blocks
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, taken_apart
+from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, split_state
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global
 from fsdpckpt.transform.sharded import refuse_casts, require_whole_blocks
@@ -83,7 +83,7 @@ def test_codes_that_do_not_lie_row_by_row_are_refused() -> None:
 
 def test_states_among_the_extras_are_seen() -> None:
     found = stored_blocks(state(), "a.pt", "w.exp_avg")
-    extra: Any = taken_apart("ema", found.blocks, {})
+    extra: Any = split_state("ema", found.blocks, {})
     checkpoint = Checkpoint("a.pt", Layout.FULL, Container.TORCH, "plain", 1, (), None, None, {"averages": [extra]})
     with pytest.raises(UsageError, match=r"cannot cast averages\.0\.ema"):
         refuse_casts(checkpoint)
@@ -93,7 +93,7 @@ def test_only_states_that_ranks_share_are_cut() -> None:
     blocks = stored_blocks(state(), "a.pt", "w.exp_avg").blocks
     for sharded in (False, True):
         codes = Tensor(DTYPES["uint8"], (6, 4), Chunks.whole(file=0, offset=0, shape=(6, 4)), sharded)
-        extra: Any = taken_apart("ema", blocks, {CODES: codes})
+        extra: Any = split_state("ema", blocks, {CODES: codes})
         checkpoint = Checkpoint("a.pt", Layout.FULL, Container.TORCH, "plain", 1, (), None, None, extra)
         require_whole_blocks(checkpoint, 3, placed=False)
         if sharded:

@@ -11,7 +11,7 @@ import torch
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.names import clean, comes_back, leading_wrapper, normalise
+from fsdpckpt.ir.names import clean, leading_wrapper, normalise, revisits_a_module
 from fsdpckpt.ir.tensors import Chunks, Tensor
 
 
@@ -153,7 +153,7 @@ def test_ids_and_entries_of_a_user_pass_untouched() -> None:
     ],
 )
 def test_a_state_dict_has_the_tensors_of_a_module_in_one_place(names: str, back: bool) -> None:
-    assert comes_back(names.split()) is back
+    assert revisits_a_module(names.split()) is back
 
 
 def test_no_module_lists_its_tensors_apart() -> None:
@@ -168,4 +168,4 @@ def test_no_module_lists_its_tensors_apart() -> None:
         return made
 
     names = list(module(3).state_dict())
-    assert len(names) == 30 and not comes_back(names)
+    assert len(names) == 30 and not revisits_a_module(names)

@@ -18,7 +18,7 @@ from typing import Any
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from fsdpckpt.formats.pickle.allowlist import kind_of
 from fsdpckpt.formats.pickle.opcodes import TUPLE_ENDS, PickleOpcodes, StorageView, flag, integer
-from fsdpckpt.ir.quantized import CODES, SCALE, Blockwise, put_together
+from fsdpckpt.ir.quantized import CODES, SCALE, Blockwise, joined_states
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Object, Value
 
@@ -143,7 +143,7 @@ class PickleWriter(PickleOpcodes):
         self.out += b"}"
         self._remember(value)
         with self._inside(value):
-            items = list(put_together(value))
+            items = list(joined_states(value))
             if len(items) == 1:
                 self._pairs(items, b"s")
             elif items:
@@ -158,7 +158,7 @@ class PickleWriter(PickleOpcodes):
         self.out += self.name("collections", "OrderedDict") + b")R"
         self._remember(value)
         with self._inside(value):
-            self._setitems(list(put_together(value)))
+            self._setitems(list(joined_states(value)))
             attributes: Value = vars(value)  # type: ignore[assignment]  # a dict of str is one of Key
             if attributes:
                 self.value(attributes)

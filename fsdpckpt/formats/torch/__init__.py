@@ -25,7 +25,7 @@ from fsdpckpt.formats.torch.loadable import array_object, restored, stands_for
 from fsdpckpt.formats.torch.tensors import Refused, StoredBlocks, StoredTensor, TensorBuilder, Wrapped
 from fsdpckpt.formats.zip import ZipColumns, ZipRecord, read_columns
 from fsdpckpt.ir.checkpoint import Checksums, Note
-from fsdpckpt.ir.quantized import taken_apart
+from fsdpckpt.ir.quantized import split_state
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.storage import ByteSource
@@ -203,7 +203,7 @@ class _TreeWalk:
         """The entries that stand for ``state``, which is called ``key``."""
         parts = state.whole() if isinstance(state, StoredBlocks) else state.parts
         made = {n: self._stored(one) if isinstance(one, StoredTensor) else one for n, one in parts.items()}
-        return cast("dict[Key, Value]", taken_apart(key, state.blocks, made))
+        return cast("dict[Key, Value]", split_state(key, state.blocks, made))
 
     def _note(self, distributed: Distributed) -> None:
         if distributed.rank is not None:

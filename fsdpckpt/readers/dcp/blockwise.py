@@ -16,7 +16,7 @@ from fsdpckpt.formats.pickle import load
 from fsdpckpt.formats.torch import open_archive
 from fsdpckpt.formats.torch.tensors import StoredBlocks, TensorBuilder, Wrapped, stored_blocks
 from fsdpckpt.ir.checkpoint import Checksums
-from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks, is_blockwise, taken_apart
+from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks, is_blockwise, split_state
 from fsdpckpt.ir.tensors import Box, Chunks, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.readers.dcp import DcpDirectory
@@ -139,7 +139,7 @@ def _state(
     tensors[SCALE] = replace(tensors[SCALE], sharded=tensors[CODES].sharded, placement=tensors[CODES].placement)
     if QMAP in tensors:
         tensors[QMAP] = replace(tensors[QMAP], sharded=False)
-    return [(str(name), value) for name, value in taken_apart(key, blocks, tensors).items()]
+    return [(str(name), value) for name, value in split_state(key, blocks, tensors).items()]
 
 
 def _refuse(directory: DcpDirectory, key: str, blocks: Blocks, found: str) -> NoReturn:
