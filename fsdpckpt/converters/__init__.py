@@ -115,7 +115,7 @@ class Report:
 
 def replaced_files(replaces: Contents) -> tuple[PlannedFile, ...]:
     """``Report.replaced`` of what was at DST."""
-    return tuple(PlannedFile(name, found.nbytes) for name, found in sorted(replaces.items()))
+    return tuple(PlannedFile(name, contents.nbytes) for name, contents in sorted(replaces.items()))
 
 
 def encode_manifest(

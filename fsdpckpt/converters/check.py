@@ -88,16 +88,16 @@ class OutputCheck:
             return {}
         names = [self._name(file.path) for file in written]
         lengths = [file.nbytes for file in written]
-        shares = [pairs, []]
+        divided = [pairs, []]
         if group.world_size > 1:
             message = [pack_pairs(pairs), names, lengths]
             packed, names, lengths = cast(
                 "tuple[object, list[str], list[int]]", group.broadcast_object(message, name="what is to be compared")
             )
             pairs = pairs if group.rank == 0 else unpack_pairs(packed)
-            shares = divide_pairs(pairs, self.visible, self._visible_output(names), group.world_size)
-        verdicts = self._compare(shares[group.rank], names, lengths)
-        verdicts |= self._compare_rest(shares[-1], written)
+            divided = divide_pairs(pairs, self.visible, self._visible_output(names), group.world_size)
+        verdicts = self._compare(divided[group.rank], names, lengths)
+        verdicts |= self._compare_rest(divided[-1], written)
         with group.step("are the sources what was copied"):
             self.require_unchanged()
         with group.step("judge the output"):
@@ -112,8 +112,8 @@ class OutputCheck:
                 return _match(self.transformed, self.path, dtypes=self.dtypes, level=self.options.verify, opener=opener)
 
     def _serve(self) -> None:
-        root, own = (self.places.paths[place][0] for place in (0, self.places.place[self.group.rank] or 0))
-        serve_sources(self.group, roots={root: own})
+        root, local = (self.places.paths[place][0] for place in (0, self.places.place[self.group.rank] or 0))
+        serve_sources(self.group, roots={root: local})
 
     def _name(self, path: str) -> str:
         return "" if path == self.path else os.path.relpath(path, self.path)
@@ -129,9 +129,9 @@ class OutputCheck:
         paths = [self.places.locate(self.group.rank, name) for name in names]
         written = [SourceFile(*each) for each in zip(paths, lengths, strict=True)]
         with self.group.step("compare the output"), self.group.heartbeat(), Sources() as sources:
-            own = self._verdicts(pairs, sources, written)
+            computed = self._verdicts(pairs, sources, written)
         verdicts: dict[str, Verdict] = {}
-        for each in self.group.all_gather_objects(own, name="what was compared"):
+        for each in self.group.all_gather_objects(computed, name="what was compared"):
             verdicts.update(cast("dict[str, Verdict]", each))
         return verdicts
 
@@ -252,16 +252,16 @@ def divide_pairs(pairs: Sequence[Pair], source: Visible, written: Visible, worke
 
     ``source``, ``written``: ``[file, worker]``, who sees which.
     """
-    shares: list[list[Pair]] = [[] for _ in range(workers + 1)]
+    divided: list[list[Pair]] = [[] for _ in range(workers + 1)]
     load = np.zeros(workers, np.int64)
     for pair in pairs:
         sees = source[pair.source.chunks.file].all(axis=0) & written[pair.written.chunks.file].all(axis=0)
         able = np.flatnonzero(sees)
         worker = int(able[np.argmin(load[able])]) if len(able) else workers
-        shares[worker].append(pair)
+        divided[worker].append(pair)
         if len(able):
             load[worker] += pair.written.nbytes
-    return shares
+    return divided
 
 
 Packed: TypeAlias = "list[object]"

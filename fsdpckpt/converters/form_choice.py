@@ -151,8 +151,8 @@ def _preferred(flavor: Flavor, forms: list[Form], source: Checkpoint) -> Form:
 
 def _layout(flavor: Flavor, source: Checkpoint) -> Layout:
     """The source's layout; a DCP directory that one rank saved has tensors in one piece, and is no other form."""
-    own = source.flavor == flavor.name and source.container == Container.DCP
-    return Layout.SHARDED if own and source.layout is Layout.FULL else source.layout
+    same_flavor = source.flavor == flavor.name and source.container == Container.DCP
+    return Layout.SHARDED if same_flavor and source.layout is Layout.FULL else source.layout
 
 
 def _what_to_change(flavor: Flavor, suffix: str, options: ConvertOptions, source: Checkpoint) -> str:

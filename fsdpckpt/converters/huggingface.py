@@ -45,10 +45,12 @@ def finish_export(
     files = dict(side_files)
     folders = [checkpoint.directory, f"{checkpoint.directory.rstrip('/')}/huggingface"] if checkpoint.directory else []
     if reference is not None:
-        own = files_of_model(reference, checkpoint.files, sources)
-        files.update(own.files)
+        of_model = files_of_model(reference, checkpoint.files, sources)
+        files.update(of_model.files)
         folders = [reference]
-        checkpoint = replace(checkpoint, files=(*checkpoint.files, *own.sources), notes=(*checkpoint.notes, *own.notes))
+        checkpoint = replace(
+            checkpoint, files=(*checkpoint.files, *of_model.sources), notes=(*checkpoint.notes, *of_model.notes)
+        )
         _check_against(reference, checkpoint, sources)
         _check_configuration(reference, checkpoint, sources)
     if _CONFIG not in files:
@@ -155,8 +157,8 @@ def _tied_by_configuration(
     if not isinstance(head, Tensor) or not isinstance(word, Tensor) or head.shape != word.shape:
         return {}
     if head.dtype == word.dtype:
-        own = (checkpoint.files, sources)
-        if first_difference((head, *own), (word, *own), None) is None:
+        opened = (checkpoint.files, sources)
+        if first_difference((head, *opened), (word, *opened), None) is None:
             return {heads[0]: words[0]}
     if reference is not None:
         raise SourceUnsupportedError(
@@ -198,15 +200,15 @@ def _configuration(folders: Sequence[str], sources: Sources) -> Mapping[str, obj
 
 def _require_fitting(checkpoint: Checkpoint, reference: Checkpoint) -> None:
     """Raises SourceUnsupportedError, naming every weight, when the model is not the reference's by names and shapes."""
-    found, expected = _shapes(checkpoint), _shapes(reference)
-    wrong = [f"{name}: not in {reference.source}" for name in found if name not in expected]
-    wrong += [f"{name}: not in {checkpoint.source}" for name in expected if name not in found]
+    shapes, expected = _shapes(checkpoint), _shapes(reference)
+    wrong = [f"{name}: not in {reference.source}" for name in shapes if name not in expected]
+    wrong += [f"{name}: not in {checkpoint.source}" for name in expected if name not in shapes]
     wrong = [
         each for each in wrong if not _OUTPUT_LAYER.search(each.partition(":")[0])
     ]  # one has it, the other ties it
     wrong += [
         f"{name}: expected {list(expected[name])}, found {list(shape)}"
-        for name, shape in found.items()
+        for name, shape in shapes.items()
         if name in expected and shape != expected[name]
     ]
     if wrong:

@@ -159,9 +159,9 @@ def choose_linking(requested: LinkMode, files: Sequence[SourceFile], target: str
     else:
         first = {device: local[number] for number, device in reversed(devices.items())}
         able = {device for device, path in first.items() if can_reflink(path, parent)}
-    found = frozenset(number for number, device in devices.items() if device in able)
-    if found:
-        return Linking(requested, mode, found)
+    linkable = frozenset(number for number, device in devices.items() if device in able)
+    if linkable:
+        return Linking(requested, mode, linkable)
     if requested is LinkMode.AUTO:
         return Linking(requested)
     if not devices:
@@ -227,10 +227,10 @@ def _same_literals(file: FilePlan, sources: Sources, path: str) -> bool:
     source = sources.open(path)
     places = np.sort(file.checksums[:, 2:].ravel()).tolist()
     for at, start, nbytes in file.literals.tolist():
-        found = bytearray(source.read(at, nbytes))
+        content = bytearray(source.read(at, nbytes))
         for place in places[bisect_left(places, at) : bisect_left(places, at + nbytes)]:
-            found[place - at : place - at + 4] = bytes(min(4, at + nbytes - place))
-        if found != file.blob[start : start + nbytes]:
+            content[place - at : place - at + 4] = bytes(min(4, at + nbytes - place))
+        if content != file.blob[start : start + nbytes]:
             return False
     return True
 
@@ -258,10 +258,10 @@ def make_links(
 def require_linked(target: Target, files: Sequence[SourceFile], path: str) -> None:
     """Where a complete DST is at ``path``: its linked files are those of the source. Raises TargetExistsError."""
     for link in target.links:
-        found = os.path.join(path, link.path) if link.path else path
+        linked = os.path.join(path, link.path) if link.path else path
         source = files[link.source].path
-        if not os.path.isfile(found) or not (
-            os.path.samefile(found, source) or filecmp.cmp(found, source, shallow=False)
+        if not os.path.isfile(linked) or not (
+            os.path.samefile(linked, source) or filecmp.cmp(linked, source, shallow=False)
         ):
             raise target_differs(path)
 

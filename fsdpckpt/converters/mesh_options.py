@@ -45,7 +45,7 @@ def parse_meshes(texts: Sequence[str]) -> tuple[MeshShape, ...]:
                 next_step="change a size",
             )
     names = [set(mesh.dimension_names) for mesh in meshes]
-    twice = next((mesh for mesh, own in zip(meshes, names, strict=True) if names.count(own) > 1), None)
+    twice = next((mesh for mesh, dimensions in zip(meshes, names, strict=True) if names.count(dimensions) > 1), None)
     if twice is not None:
         raise UsageError(
             f"two meshes have the dimensions {', '.join(twice.dimension_names)}",
@@ -111,22 +111,22 @@ def _entry(path: str, glob: str, placed: object, meshes: Sequence[MeshShape]) ->
             found=json.dumps(placed),
             next_step=_form(meshes),
         )
-    found: dict[str, Placement] = {}
+    placements: dict[str, Placement] = {}
     known = list(dict.fromkeys(name for mesh in meshes for name in mesh.dimension_names))
     for name, text in placed:
-        if name not in known or name in found:
+        if name not in known or name in placements:
             raise UsageError(
                 f"{path}: {glob} names the mesh dimension {name}"
-                + (" twice" if name in found else f", which {mesh_options(meshes)} does not have"),
+                + (" twice" if name in placements else f", which {mesh_options(meshes)} does not have"),
                 file=path,
                 key=glob,
                 expected=", ".join(known),
                 found=name,
                 next_step="correct the name, or add the dimension to --mesh",
             )
-        found[name] = _placement(path, glob, text)
-    mesh = _mesh_with(path, glob, list(found), meshes)
-    return strided(mesh, [found.get(name) for name in mesh.dimension_names])
+        placements[name] = _placement(path, glob, text)
+    mesh = _mesh_with(path, glob, list(placements), meshes)
+    return strided(mesh, [placements.get(name) for name in mesh.dimension_names])
 
 
 def _mesh_with(path: str, glob: str, names: Sequence[str], meshes: Sequence[MeshShape]) -> MeshShape:

@@ -45,14 +45,14 @@ def find_replaceable(target: str) -> Contents:
     """
     with Sources() as sources, target_errors(target):
         where = target.rstrip("/") if is_url(target) else os.path.realpath(target)
-        found = _contents_of_url(where, sources) if is_url(where) else contents_of(where)
-        mine = [name for name in found if not is_left_behind(name)]
-        if not mine or (mine == [""] and not found[""].nbytes):
-            return found
-        foreign = list(_foreign(where, target, found, sources))
+        contents = _contents_of_url(where, sources) if is_url(where) else contents_of(where)
+        present = [name for name in contents if not is_left_behind(name)]
+        if not present or (present == [""] and not contents[""].nbytes):
+            return contents
+        foreign = list(_foreign(where, target, contents, sources))
     if foreign:
         raise foreign_files_error(target, foreign)
-    return found
+    return contents
 
 
 def still_replaceable(target: str, before: Contents) -> Contents:
@@ -92,30 +92,30 @@ def foreign_files_error(target: str, names: Iterable[str]) -> TargetExistsError:
     )
 
 
-def _foreign(where: str, target: str, found: Contents, sources: Sources) -> Iterator[str]:
-    """The files of ``found``, at ``where``, that are no part of the checkpoint there.
+def _foreign(where: str, target: str, contents: Contents, sources: Sources) -> Iterator[str]:
+    """The files of ``contents``, at ``where``, that are no part of the checkpoint there.
 
     Raises TargetExistsError when there is none, or when several are.
     """
-    if "" in found:
-        _open(where, target, sources, found)
+    if "" in contents:
+        _open(where, target, sources, contents)
         return
-    names = [name for name in found if "/" not in name]
+    names = [name for name in contents if "/" not in name]
     manifest, _ = read_manifest(where, names, sources)
     checkpoint = None
     if manifest is not None and manifest.files:
         parts = {MANIFEST, *manifest.files}
     else:
-        checkpoint = _open(where, target, sources, found)
+        checkpoint = _open(where, target, sources, contents)
         opened = {posixpath.relpath(file.path, where) for file in checkpoint.files}
         parts = {name for name in opened if _is_training_state(posixpath.basename(name))} or opened
     flavor = flavor_named(checkpoint.flavor) if checkpoint is not None else None
     folders = {"", *EXPORT_DIRECTORIES, *(posixpath.dirname(name) for name in parts)}
-    for name in found:
+    for name in contents:
         folder, base = posixpath.split(name)
         described = folder in folders and (_DESCRIBING.fullmatch(base) or describes_model(base))
         part = name in parts or described or belongs(flavor, name) or is_left_behind(name)
-        if not part or found[name].tag == LINK:
+        if not part or contents[name].tag == LINK:
             yield name
 
 
@@ -123,9 +123,9 @@ def _is_training_state(name: str) -> bool:
     return not name.endswith(_TORCH) or _TRAINING_STATE.search(name) is not None
 
 
-def _open(where: str, target: str, sources: Sources, found: Contents) -> Checkpoint:
+def _open(where: str, target: str, sources: Sources, contents: Contents) -> Checkpoint:
     """The checkpoint at ``where``, by its metadata alone."""
-    shown = [name or posixpath.basename(where) for name in sorted(found)]
+    shown = [name or posixpath.basename(where) for name in sorted(contents)]
     shown = [*shown[:_SHOWN], *([f"and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else [])]
     try:
         checkpoint = open_checkpoint(where, sources=sources, locate=False)

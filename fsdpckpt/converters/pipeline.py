@@ -140,7 +140,7 @@ class _Conversion:
     _sources: list[Sources] = field(default_factory=list)  # they know what each file was when it was first opened
     _opened: list[str] = field(default_factory=list)  # every file that rank 0 has read
     _staging: list[Staging] = field(default_factory=list)  # what this rank leads: one or none
-    _own: bool = False  # what is staged is this run's, not an earlier one's
+    _staged_now: bool = False  # what is staged is this run's, not an earlier one's
     _locks: list[int] = field(default_factory=list)
     _recorder: Recorder | None = None
     _note: Note | None = None
@@ -321,7 +321,7 @@ class _Conversion:
                     staging.restart()
                 elif staging.resumed:
                     staging.keep_only(files)
-                self._own = True
+                self._staged_now = True
                 staging.require_space(nbytes, files=len(files) + len(self._linked))
         with group.step("lock staging"):
             if place is None or places.existing[place]:
@@ -460,7 +460,7 @@ class _Conversion:
         if not lost:
             self.group.all_stopped()
         for staging in self._staging:
-            if lost or (staging.resumed and not self._own):
+            if lost or (staging.resumed and not self._staged_now):
                 continue
             if not staging.committed and is_resumable(original) and self._is_journaled(staging):
                 self._attach_leftover(error, staging)

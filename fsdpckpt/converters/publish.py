@@ -163,8 +163,8 @@ class Upload:
         One that this machine began, and has the output of, is continued; another one only when asked to.
         """
         options, announced = self._requested, remote.announced()
-        mine = bool(announced.upload) and announced.upload == directory.upload()
-        if not (mine or options.overwrite or options.resume):
+        is_ours = bool(announced.upload) and announced.upload == directory.upload()
+        if not (is_ours or options.overwrite or options.resume):
             raise TargetExistsError(
                 f"{remote.url} holds an upload that was not completed",
                 file=f"{remote.url}/{UPLOADING}",
@@ -181,10 +181,10 @@ class Upload:
             "" if options.dry_run else self._locks.enter_context(directory.locked(resume=options.resume is not False))
         )
 
-    def _choose_directory(self, own: UploadDirectory) -> None:
+    def _choose_directory(self, directory: UploadDirectory) -> None:
         """One directory for all, or one a node where they do not all see that of rank 0."""
         group = self._group
-        everyone = group.all_gather_objects([node_label(), own.root, own.path], name="staging")
+        everyone = group.all_gather_objects([node_label(), directory.root, directory.path], name="staging")
         rows = cast("list[tuple[str, str, str]]", everyone)
         labels = [label for label, _, _ in rows]
         self._directory = UploadDirectory(*rows[0][1:])

@@ -149,9 +149,9 @@ def _of_framework(spec: TargetSpec, source: Checkpoint, form: MeshForm, world_si
     the source has more."""
     meshes, names = _whole_meshes(source), form.hybrid
     if len(meshes) == 1 and names and {one.placements for one in _all_shardings(source, meshes)} == {_HYBRID}:
-        [(own, target)] = _resized(spec, source, meshes, world_size).items()
-        found = replace(target, names=names)
-        return TargetMesh((found,), None, _rows(found), _note({replace(own, names=names): found}))
+        [(before, target)] = _resized(spec, source, meshes, world_size).items()
+        named = replace(target, names=names)
+        return TargetMesh((named,), None, _rows(named), _note({replace(before, names=names): named}))
     meshes = source_meshes(source)
     if not any(len(mesh.sizes) > 1 for mesh in meshes):
         return None
@@ -212,9 +212,9 @@ def _as_source(
 ) -> TargetMesh:
     """The source's placements, each mesh replaced; tensors without any (of flat parameters) lie as all others do, if
     all are alike."""
-    own = AsSource(meshes)
-    placed = {own.sharding(sharding) for sharding in shardings}
-    return TargetMesh(tuple(meshes.values()), own, placed.pop() if len(placed) == 1 else None, note)
+    as_source = AsSource(meshes)
+    placed = {as_source.sharding(sharding) for sharding in shardings}
+    return TargetMesh(tuple(meshes.values()), as_source, placed.pop() if len(placed) == 1 else None, note)
 
 
 def _has_hybrid(flavor: str) -> bool:
@@ -241,9 +241,9 @@ def _whole_meshes(checkpoint: Checkpoint) -> list[MeshShape]:
 
 def _shardings(checkpoint: Checkpoint, meshes: Sequence[MeshShape]) -> dict[MeshShape, list[Sharding]]:
     """The different shardings on each of ``meshes``."""
-    found = dict.fromkeys(tensor.sharding for tensor in checkpoint.leaves())
+    distinct = dict.fromkeys(tensor.sharding for tensor in checkpoint.leaves())
     shardings: dict[MeshShape, list[Sharding]] = {mesh: [] for mesh in meshes}
-    for sharding in found:
+    for sharding in distinct:
         mesh = whole_of(sharding.mesh, meshes) if sharding is not None else None
         if sharding is not None and mesh is not None:
             shardings[mesh].append(replaced_on(sharding, mesh))
@@ -254,19 +254,19 @@ def _all_shardings(checkpoint: Checkpoint, meshes: Sequence[MeshShape]) -> list[
     return [sharding for on_mesh in _shardings(checkpoint, meshes).values() for sharding in on_mesh]
 
 
-def _by_dimensions(own: Sequence[MeshShape], meshes: Sequence[MeshShape]) -> dict[MeshShape, MeshShape] | None:
-    """For each mesh of ``own`` that of ``meshes`` which has the same dimensions; None where they are not pairs."""
-    found = {mesh.dimension_names: mesh for mesh in meshes}
-    if not own or sorted(mesh.dimension_names for mesh in own) != sorted(found):
+def _by_dimensions(before: Sequence[MeshShape], meshes: Sequence[MeshShape]) -> dict[MeshShape, MeshShape] | None:
+    """For each mesh of ``before`` that of ``meshes`` which has the same dimensions; None where they are not pairs."""
+    by_names = {mesh.dimension_names: mesh for mesh in meshes}
+    if not before or sorted(mesh.dimension_names for mesh in before) != sorted(by_names):
         return None
-    return {mesh: found[mesh.dimension_names] for mesh in own}
+    return {mesh: by_names[mesh.dimension_names] for mesh in before}
 
 
 def _like(path: str, options: ConvertOptions, meshes: Sequence[MeshShape], sources: Sources) -> TargetMesh:
     with of_option("--like"):
         other = open_checkpoint(path, sources=sources, locate=False)
-    own = _whole_meshes(other)
-    if not own:
+    whole = _whole_meshes(other)
+    if not whole:
         raise UsageError(
             f"--like {path} does not say how its tensors lie on a mesh",
             why=f"its tensors are on meshes of some ranks only: {known}"
@@ -276,15 +276,15 @@ def _like(path: str, options: ConvertOptions, meshes: Sequence[MeshShape], sourc
             next_step="give the mesh and the placements instead: --mesh NAME=SIZE,... --placements FILE",
         )
     if meshes:
-        pairs = _by_dimensions(own, meshes)
+        pairs = _by_dimensions(whole, meshes)
     else:
-        pairs = resized(_shardings(other, own), options.world_size or other.world_size, source=path)
+        pairs = resized(_shardings(other, whole), options.world_size or other.world_size, source=path)
     if pairs is None:
         raise UsageError(
             f"{mesh_options(meshes)} does not have the dimensions of --like {path}",
-            expected=" and ".join(", ".join(mesh.dimension_names) for mesh in own),
+            expected=" and ".join(", ".join(mesh.dimension_names) for mesh in whole),
             found=" and ".join(", ".join(mesh.dimension_names) for mesh in meshes),
-            next_step=f"{mesh_options(own)} with other sizes, or --placements FILE instead of --like",
+            next_step=f"{mesh_options(whole)} with other sizes, or --placements FILE instead of --like",
         )
     target = AsSource(pairs)
     shardings: dict[str, Sharding | None] = {}
@@ -296,8 +296,8 @@ def _like(path: str, options: ConvertOptions, meshes: Sequence[MeshShape], sourc
 
 
 def _how_to_place(meshes: Sequence[MeshShape], source: Checkpoint) -> NeedsInformationError:
-    own, mesh = source_meshes(source), meshes[0]
-    for one in own:
+    present, mesh = source_meshes(source), meshes[0]
+    for one in present:
         if mesh.names is None and one.names is not None and len(one.sizes) == len(mesh.sizes):
             return NeedsInformationError(
                 f"--mesh {mesh} has no names, and the mesh of {source.source} has: {one}",
@@ -306,8 +306,8 @@ def _how_to_place(meshes: Sequence[MeshShape], source: Checkpoint) -> NeedsInfor
             )
     *others, last = mesh.dimension_names
     placed = ", ".join([*(f'"{name}": "Replicate()"' for name in others), f'"{last}": "Shard(0)"'])
-    known = " and ".join(map(str, own))
-    several = f"give all its meshes ({mesh_options(own)} with other sizes), or " if len(own) > 1 else ""
+    known = " and ".join(map(str, present))
+    several = f"give all its meshes ({mesh_options(present)} with other sizes), or " if len(present) > 1 else ""
     return NeedsInformationError(
         f"nothing says how tensors lie on {mesh_options(meshes)}",
         why=f"{source.source} is on {f'the mesh {known}' if known else 'no mesh of several dimensions'}",

@@ -61,10 +61,10 @@ def make_target_spec(target: str, options: ConvertOptions, source: Checkpoint) -
     named = suffix if suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX) else ""
     notes: tuple[Note, ...] = ()
     if options.flavor is None:
-        found = default_form(named, options, source)
-        if not isinstance(found, Note) and found is not None:
-            return _producer_spec(*found, options, source)
-        notes = () if found is None else (found,)
+        default = default_form(named, options, source)
+        if not isinstance(default, Note) and default is not None:
+            return _producer_spec(*default, options, source)
+        notes = () if default is None else (default,)
     elif options.flavor != PLAIN:
         flavor = writable_flavor(options.flavor)
         return _producer_spec(flavor, requested_form(flavor, named, options, source), options, source)

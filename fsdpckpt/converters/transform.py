@@ -97,9 +97,9 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
         checkpoint = name_slices(checkpoint, resolved, sources)
         if ORDER in resolved.unsettled:
             checkpoint = replace(checkpoint, evidence=(*checkpoint.evidence, UNORDERED))
-    own_names = list(opened.model.params) if opened.model is not None else ()
-    leading = leading_wrapper(own_names) if resolved is not None else ""
-    checkpoint, called = normalise(checkpoint, leading=leading, like=own_names)
+    source_names = list(opened.model.params) if opened.model is not None else ()
+    leading = leading_wrapper(source_names) if resolved is not None else ""
+    checkpoint, called = normalise(checkpoint, leading=leading, like=source_names)
     checkpoint = _with_equal_copies(checkpoint)
     if options.clean_names and (to_flattened or not called.wrapped):
         names = "flat parameters" if to_flattened else f"the names in {checkpoint.source}"
@@ -118,7 +118,7 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
     checkpoint = steps.key(steps.place(checkpoint, spec.mesh), options.key_type or source_keys)
     _require_common_ids(checkpoint, steps.units, spec.layout)
     # Names change last: sections are matched by names without the prefixes of wrappers.
-    own = not (options.clean_names or weights)
+    keep_names = not (options.clean_names or weights)
     if spec.layout is Layout.SHARDED:
         # A cut that a DCP loader does not expect costs nothing; a DTensor where the model has a buffer does not load.
         checkpoint = steps.shard(checkpoint, strict=spec.container is Container.TORCH)
@@ -126,7 +126,9 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
         checkpoint = place_rest(checkpoint, spec.mesh)
     if spec.layout is Layout.SHARDED and spec.world_size is not None:
         require_whole_blocks(checkpoint, spec.world_size, placed=spec.mesh is not None)
-    return TransformedCheckpoint(steps.rename(called.restored(checkpoint) if own else called.cleaned(checkpoint)))
+    return TransformedCheckpoint(
+        steps.rename(called.restored(checkpoint) if keep_names else called.cleaned(checkpoint))
+    )
 
 
 def _refuse_states(checkpoint: Checkpoint, options: ConvertOptions, spec: TargetSpec) -> None:

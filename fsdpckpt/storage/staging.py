@@ -147,8 +147,8 @@ class Staging:
             if os.path.lexists(self._aside):
                 self._settle_aside()
             self._refuse_writers()
-            found = remains_of(self._target, resume=resume)
-            self.leftover, self.resumed, self.removed = found.leftover, found.resumed, found.removed
+            remains = remains_of(self._target, resume=resume)
+            self.leftover, self.resumed, self.removed = remains.leftover, remains.resumed, remains.removed
             if self.leftover and not self.resumed:
                 self.discard()
             self._refuse_to_replace()

@@ -46,8 +46,8 @@ def contents_of(path: str) -> dict[str, FileIdentity]:
 
 
 def _identity(name: str, status: os.stat_result) -> FileIdentity:
-    found = identity_of_status(name, status)
-    return replace(found, tag=LINK) if stat.S_ISLNK(status.st_mode) else found
+    identity = identity_of_status(name, status)
+    return replace(identity, tag=LINK) if stat.S_ISLNK(status.st_mode) else identity
 
 
 def _below(directory: str) -> Iterator[str]:
@@ -64,7 +64,7 @@ def _raise(error: OSError) -> None:
 
 def added_since(before: Contents, now: Contents) -> list[str]:
     """The files that came or changed after ``before``, in order."""
-    return sorted(name for name, found in now.items() if before.get(name) != found and not is_left_behind(name))
+    return sorted(name for name, identity in now.items() if before.get(name) != identity and not is_left_behind(name))
 
 
 def is_empty_directory(path: str) -> bool:

@@ -96,11 +96,11 @@ def _extend(
 
 
 def _answer(path: _Path | None, total: int) -> Answer:
-    found = [0] * total
+    names = [0] * total
     while path is not None:
-        found[path.number] = path.name
+        names[path.number] = path.name
         path = path.before
-    return tuple(found)
+    return tuple(names)
 
 
 def in_any_order(ids: int, names: int, fits: Fits) -> Answer | None:
@@ -111,16 +111,16 @@ def in_any_order(ids: int, names: int, fits: Fits) -> Answer | None:
     if ids * names > _PAIRS:
         return None
     choices = [{name for name in range(names) if fits(number, name)} for number in range(ids)]
-    found: dict[int, int] = {}
+    name_of: dict[int, int] = {}
     taken: set[int] = set()
-    while len(found) < ids:
+    while len(name_of) < ids:
         forced = {
             number: next(iter(left))
             for number, choice in enumerate(choices)
-            if number not in found and len(left := choice - taken) == 1
+            if number not in name_of and len(left := choice - taken) == 1
         }
         if not forced or len(set(forced.values())) < len(forced):
             return None
-        found.update(forced)
+        name_of.update(forced)
         taken.update(forced.values())
-    return tuple(found[number] for number in range(ids))
+    return tuple(name_of[number] for number in range(ids))

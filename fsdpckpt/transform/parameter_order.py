@@ -93,8 +93,8 @@ def from_param_names(optim: OptimState, like: Collection[str] = ()) -> Parameter
 
 def _param_names(group: Mapping[Key, Value]) -> list[str] | None:
     """The clean ``param_names`` of one group, None unless there is one for each key."""
-    params, recorded = group_params(group) or [], group.get("param_names")
-    names = [clean(name) for name in recorded if isinstance(name, str)] if isinstance(recorded, (list, tuple)) else []
+    params, listed = group_params(group) or [], group.get("param_names")
+    names = [clean(name) for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
     return None if len(names) != len(params) or any(map(is_flat_key, names)) else names
 
 
@@ -265,7 +265,7 @@ def shapes_of_states(states: Mapping[str, Tensor | Value], shaped: Collection[st
     ``shaped``: of ``shaped_states``. A parameter whose moments have no dimensions has none either.
     """
     parts = parts_in(states)
-    found = frozenset(blocks.shape for blocks, _ in parts.values()) | frozenset(
+    shapes = frozenset(blocks.shape for blocks, _ in parts.values()) | frozenset(
         state.shape
         for name, state in states.items()
         if isinstance(state, Tensor)
@@ -274,11 +274,11 @@ def shapes_of_states(states: Mapping[str, Tensor | Value], shaped: Collection[st
         and state.placement != SLICES
         and _FACTORS.isdisjoint(name.split("_"))
     )
-    if not found and any(
+    if not shapes and any(
         isinstance(state, Tensor) and not state.ndim and name in shaped for name, state in states.items()
     ):
         return frozenset({()})
-    return found
+    return shapes
 
 
 def has_scalars(optim: OptimState) -> bool:

@@ -59,11 +59,13 @@ class AsSource:
 
     meshes: Mapping[MeshShape, MeshShape]
 
-    def sharding(self, own: Sharding) -> Sharding:
-        whole = whole_of(own.mesh, self.meshes)
+    def sharding(self, sharding: Sharding) -> Sharding:
+        whole = whole_of(sharding.mesh, self.meshes)
         if whole is None:
-            raise InternalError(f"{own.mesh} is on none of the source's meshes, {' and '.join(map(str, self.meshes))}")
-        return replaced_on(own, self.meshes[whole])
+            raise InternalError(
+                f"{sharding.mesh} is on none of the source's meshes, {' and '.join(map(str, self.meshes))}"
+            )
+        return replaced_on(sharding, self.meshes[whole])
 
 
 Placing: TypeAlias = Rules | Like | AsSource
@@ -115,8 +117,8 @@ def is_submesh(mesh: MeshShape, whole: MeshShape) -> bool:
     if mesh.names is None or whole.names is None:
         return False
     sizes = dict(zip(whole.names, whole.sizes, strict=True))
-    own = dict(zip(mesh.names, mesh.sizes, strict=True))
-    return [name for name in whole.names if name in own] == list(mesh.names) and own.items() <= sizes.items()
+    part = dict(zip(mesh.names, mesh.sizes, strict=True))
+    return [name for name in whole.names if name in part] == list(mesh.names) and part.items() <= sizes.items()
 
 
 def resized(
@@ -222,14 +224,14 @@ def _fitting(mesh: MeshShape, over: int, world_size: int) -> list[MeshShape]:
                     yield (size, *others)
 
     dims = [*range(over + 1, len(mesh.sizes)), *range(over)]
-    found = []
+    meshes = []
     for chosen in rest(dims, world_size):
         sizes = list(mesh.sizes)
         for dim, size in zip(dims, chosen, strict=True):
             sizes[dim] = size
         sizes[over] = world_size // prod(chosen)
-        found.append(replace(mesh, sizes=tuple(sizes)))
-    return found
+        meshes.append(replace(mesh, sizes=tuple(sizes)))
+    return meshes
 
 
 def place(checkpoint: Checkpoint, named: Checkpoint, target: TargetMesh) -> Checkpoint:
@@ -259,11 +261,11 @@ def replaced_on(sharding: Sharding, mesh: MeshShape) -> Sharding:
     """The same placements on ``mesh``, which has the same dimensions, and perhaps more, in other sizes."""
     if sharding.mesh.names == mesh.names:
         return on_sizes(sharding, mesh)
-    own = dict(zip(sharding.mesh.names or (), sharding.placements, strict=False))
+    placements = dict(zip(sharding.mesh.names or (), sharding.placements, strict=False))
     sizes = dict(zip(sharding.mesh.names or (), sharding.mesh.sizes, strict=False))
     names = mesh.names or ()
     before = replace(mesh, sizes=tuple(sizes.get(name, 1) for name in names))
-    return on_sizes(Sharding(before, tuple(own.get(name) for name in names)), mesh)
+    return on_sizes(Sharding(before, tuple(placements.get(name) for name in names)), mesh)
 
 
 def _follow(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding | None]) -> None:
@@ -278,13 +280,13 @@ def _follow(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding | None]) ->
 
 
 def _by_rules(named: Checkpoint, rules: Rules) -> dict[Tensor, Sharding | None]:
-    found: dict[str, int | None] = {}  # the entry that decides, by parameter
+    decided: dict[str, int | None] = {}  # the entry that decides, by parameter
 
     def entry(name: str) -> int | None:
-        if name not in found:
+        if name not in decided:
             globs = enumerate(rules.entries)
-            found[name] = next((number for number, one in globs if fnmatchcase(name, one.glob)), None)
-        return found[name]
+            decided[name] = next((number for number, one in globs if fnmatchcase(name, one.glob)), None)
+        return decided[name]
 
     shardings: dict[Tensor, Sharding | None] = {}
     unmatched: list[str] = []
@@ -296,12 +298,12 @@ def _by_rules(named: Checkpoint, rules: Rules) -> dict[Tensor, Sharding | None]:
             rule = rules.entries[number]
             _require_dimensions(rule.sharding, one, f"{rules.file}: {rule.glob}")
             shardings[one.tensor] = rule.sharding
-    used = set(found.values())
+    used = set(decided.values())
     whole = _whole(named)
     for number, rule in enumerate(rules.entries):
         known = rule.sharding is None and any(fnmatchcase(name, rule.glob) for name in whole)
         if number not in used and not known:
-            raise _idle(rules, rule.glob, list(found), whole)
+            raise _idle(rules, rule.glob, list(decided), whole)
     _require_matched(list(dict.fromkeys(unmatched)), f"{rules.file} says nothing of", '"*": {...} as its last entry')
     return shardings
 
@@ -360,14 +362,14 @@ def _parameters(named: Checkpoint) -> Iterator[tuple[str, NamedTensor]]:
     in_blocks: dict[Tensor, tuple[int, ...]] = {}  # the parts of states that are cut, with their parameter's shape
     for key, states in named.optim.state.items() if named.optim is not None else ():
         parts = parts_in(states)
-        own: set[tuple[int, ...]] = set()
+        of_states: set[tuple[int, ...]] = set()
         for name, leaf in states.items():
             if isinstance(leaf, Tensor) and leaf.shape and name not in parts:
-                own.add(leaf.shape)
+                of_states.add(leaf.shape)
             elif isinstance(leaf, Tensor) and name in parts and parts[name][1] != QMAP:
                 in_blocks[leaf] = parts[name][0].shape
-                own.add(in_blocks[leaf])
-        shapes.setdefault(str(key), next(iter(own)) if len(own) == 1 else None)
+                of_states.add(in_blocks[leaf])
+        shapes.setdefault(str(key), next(iter(of_states)) if len(of_states) == 1 else None)
     for one in named.tensors():
         tensor = one.tensor
         if not tensor.shape or tensor.sharded is False:
@@ -476,5 +478,7 @@ def _with_shardings(checkpoint: Checkpoint, shardings: Mapping[Tensor, Sharding 
         extra = {key: with_tensors(value, leaf) for key, value in optim.extra.items()}
         optim = OptimState({key: states(entry) for key, entry in optim.state.items()}, optim.param_groups, extra)
     extra = {key: with_tensors(value, leaf) for key, value in checkpoint.extra.items()}
-    rank_extra = tuple({key: with_tensors(value, leaf) for key, value in own.items()} for own in checkpoint.rank_extra)
+    rank_extra = tuple(
+        {key: with_tensors(value, leaf) for key, value in extras.items()} for extras in checkpoint.rank_extra
+    )
     return replace(checkpoint, model=model, optim=optim, extra=extra, rank_extra=rank_extra)

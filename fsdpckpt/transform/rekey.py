@@ -97,14 +97,14 @@ def _require_param_names(
     """Raises SourceCorruptError when a group has ``param_names`` that differ from ``names``."""
     wrong = []
     for group in optim.param_groups or ():
-        recorded, params = group.get("param_names"), group_params(group) or []
+        param_names, params = group.get("param_names"), group_params(group) or []
         if (
-            not isinstance(recorded, (list, tuple))
-            or len(recorded) != len(params)
-            or any(is_flat_key(str(name)) for name in recorded)
+            not isinstance(param_names, (list, tuple))
+            or len(param_names) != len(params)
+            or any(is_flat_key(str(name)) for name in param_names)
         ):
             continue
-        for key, name in zip(params, recorded, strict=True):
+        for key, name in zip(params, param_names, strict=True):
             expected = str(names.get(key))
             if clean(str(name)) not in (expected, f"module.{expected}"):
                 wrong.append(f"id {key} is {clean(str(name))} in param_names, {expected} in {order.source}")
@@ -202,8 +202,8 @@ def _rekeyed_group(
 
 def _sorted_apart(params: Sequence[ParamKey], names: Sequence[Value]) -> bool:
     """Whether both list the same names in different orders, as after ``FSDP.rekey_optim_state_dict``."""
-    keys, recorded = [clean(str(key)) for key in params], [clean(str(name)) for name in names]
-    return keys != recorded and sorted(keys) == sorted(recorded)
+    keys, param_names = [clean(str(key)) for key in params], [clean(str(name)) for name in names]
+    return keys != param_names and sorted(keys) == sorted(param_names)
 
 
 _CANDIDATES = 48  # ids whose candidates are listed: each is compared with every name

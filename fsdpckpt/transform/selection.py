@@ -39,10 +39,11 @@ def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
     """Keep one section. Raises SourceMissingError when the checkpoint has no such section."""
     if only is None:
         return checkpoint
-    found = {Section.MODEL: checkpoint.model is not None, Section.OPTIM: checkpoint.optim is not None}
-    if not found.get(only, False):
+    sections = {Section.MODEL: checkpoint.model is not None, Section.OPTIM: checkpoint.optim is not None}
+    if not sections.get(only, False):
         present = (
-            ", ".join(section for section, is_present in found.items() if is_present) or "neither model nor optimizer"
+            ", ".join(section for section, is_present in sections.items() if is_present)
+            or "neither model nor optimizer"
         )
         raise SourceMissingError(
             f"{checkpoint.source} has no {only} section",
@@ -50,7 +51,7 @@ def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
             found=present,
             next_step=to_copy("see what it holds", f"fsdpckpt inspect {shlex.quote(checkpoint.source)}"),
         )
-    dropped = [name for name, is_present in found.items() if is_present and name != only]
+    dropped = [name for name, is_present in sections.items() if is_present and name != only]
     dropped.extend([Section.EXTRA] if checkpoint.extra or checkpoint.rank_extra else [])
     notes = [Note("dropped", f"--only {only}: the section {name} was left out") for name in dropped]
     return replace(

@@ -85,8 +85,8 @@ def records_of(checkpoint: Checkpoint, sources: Sources) -> Records:
     table = table[:, first]
     paths = tuple(file.path for file in checkpoint.files)
     file, offset, nbytes, crc = table
-    own = Records(paths, file, offset, nbytes, crc, np.zeros(len(file), np.bool_))
-    return own if checkpoint.manifest is None else own + _listed(checkpoint.manifest, sources)
+    records = Records(paths, file, offset, nbytes, crc, np.zeros(len(file), np.bool_))
+    return records if checkpoint.manifest is None else records + _listed(checkpoint.manifest, sources)
 
 
 def _listed(manifest: Manifest, sources: Sources) -> Records:
@@ -133,11 +133,11 @@ def _parts(records: Records) -> _Parts:
     depth = np.cumsum(np.where(order < len(rows), 1, -1))  # how many records are open after this edge: 0 in gaps
     covered = np.flatnonzero((depth[:-1] > 0) & (at[1:] > at[:-1]))
     file, begin, end = files[covered], at[covered], at[covered + 1]
-    pieces = -(-(end - begin) // READ_BYTES)
-    number = np.concatenate([[0], np.cumsum(pieces)])
-    begin = np.repeat(begin, pieces) + (np.arange(number[-1]) - np.repeat(number[:-1], pieces)) * READ_BYTES
-    end = np.minimum(np.repeat(end, pieces), begin + READ_BYTES)
-    file = np.repeat(file, pieces)
+    reads = -(-(end - begin) // READ_BYTES)
+    number = np.concatenate([[0], np.cumsum(reads)])
+    begin = np.repeat(begin, reads) + (np.arange(number[-1]) - np.repeat(number[:-1], reads)) * READ_BYTES
+    end = np.minimum(np.repeat(end, reads), begin + READ_BYTES)
+    file = np.repeat(file, reads)
     first, stop = np.zeros((2, len(records)), np.int64)
     first[rows], stop[rows] = np.split(number[np.searchsorted(covered, place)], 2)
     return _Parts(file, begin, end, _reads(file, begin, end), first, stop)
@@ -192,8 +192,8 @@ def check_records(
     results = for_each(reads, work, make_reader=lambda: memoryview(bytearray(READ_BYTES)), threads=threads)
     stage.end()
     unreadable = [problem for problem in results if problem is not None]
-    found = _sums(parts, crcs)
-    wrong = np.flatnonzero((found >= 0) & (found != records.crc))
+    computed = _sums(parts, crcs)
+    wrong = np.flatnonzero((computed >= 0) & (computed != records.crc))
     with_sums = frozenset(records.file[~records.listed].tolist())  # a tensor in these has a record of its own
     hit = frozenset(records.file[wrong][~records.listed[wrong]].tolist())
     problems = []
@@ -201,7 +201,7 @@ def check_records(
         file, listed = int(records.file[row]), bool(records.listed[row])
         where = ", outside of its tensors" if listed and file in with_sums - hit else ""
         named = None if listed and file in with_sums else tensors
-        problems.append(_mismatch(records, row, int(found[row]), where, named))
+        problems.append(_mismatch(records, row, int(computed[row]), where, named))
     return [*unreadable, *problems]
 
 
@@ -210,24 +210,24 @@ def _sums(parts: _Parts, crcs: Int64Array) -> Int64Array:
     from isal.isal_zlib import crc32_combine
 
     count = parts.stop - parts.first
-    found = np.where(count == 1, np.append(crcs, 0)[parts.first], 0)
+    sums = np.where(count == 1, np.append(crcs, 0)[parts.first], 0)
     for row in np.flatnonzero(count > 1).tolist():
         of_record = slice(int(parts.first[row]), int(parts.stop[row]))
         total = 0
         sizes = parts.end[of_record] - parts.begin[of_record]
         for crc, nbytes in zip(crcs[of_record].tolist(), sizes.tolist(), strict=True):
             total = crc32_combine(total, crc, nbytes) if min(total, crc) >= 0 else -1
-        found[row] = total
-    return found
+        sums[row] = total
+    return sums
 
 
-def _mismatch(records: Records, row: int, found: int, where: str, tensors: TensorsInFiles | None) -> Problem:
+def _mismatch(records: Records, row: int, computed: int, where: str, tensors: TensorsInFiles | None) -> Problem:
     """``where``: in the file, as far as that is known of a whole file."""
     path, offset, nbytes = records.paths[records.file[row]], int(records.offset[row]), int(records.nbytes[row])
     if records.listed[row]:
-        what = f"{path} was changed{where}: it has CRC-32 {found:08x}, and {MANIFEST} says"
+        what = f"{path} was changed{where}: it has CRC-32 {computed:08x}, and {MANIFEST} says"
     else:
-        what = f"{bytes_text(nbytes)} at offset {offset:,} of {path} have CRC-32 {found:08x}, and were written with"
+        what = f"{bytes_text(nbytes)} at offset {offset:,} of {path} have CRC-32 {computed:08x}, and were written with"
     message = f"{what} {int(records.crc[row]):08x}"
     return _problem("checksum", message, path, offset, offset + nbytes, tensors)
 
@@ -253,15 +253,15 @@ def damaged_files(directory: str, sources: Sources) -> list[Problem]:
         problems = (*problems, *check_listing(manifest, listed(manifest, sources)))
         records = _listed(manifest, sources)
     else:
-        found: list[tuple[str, int, int, int]] = []
+        rows: list[tuple[str, int, int, int]] = []
         for entry in entries:
             try:
-                found += _own_records(entry, sources)
+                rows += _own_records(entry, sources)
             except SourceUnrecognisedError:  # a zip file of something else
                 continue
             except SourceError as error:
                 problems = (*problems, Problem("unreadable", error.what, file=entry.path))
-        records = Records.of(found)
+        records = Records.of(rows)
     return [*problems, *check_records(records, sources=sources)]
 
 

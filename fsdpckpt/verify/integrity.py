@@ -327,10 +327,10 @@ def _strays(checkpoint: Checkpoint) -> list[Problem]:
 
 def _changed(checkpoint: Checkpoint, sums: Sequence[TensorDigest]) -> list[Problem]:
     """Tensors whose digests are not those that ``fsdpckpt.json`` recorded."""
-    recorded = checkpoint.manifest.digests if checkpoint.manifest is not None else {}
+    digests = checkpoint.manifest.digests if checkpoint.manifest is not None else {}
     problems = []
     for one in sums:
-        expected = recorded.get(f"{one.section} {one.key}")
+        expected = digests.get(f"{one.section} {one.key}")
         if expected is not None and one.sha256 is not None and expected != one.sha256:
             message = f"{one.section} {one.key} has SHA-256 {one.sha256}, and {MANIFEST} recorded {expected}"
             problems.append(Problem("digest", message, key=one.key))
@@ -382,12 +382,12 @@ def _add_damage(error: SourceError, source: str, sources: Sources) -> None:
     entry = sources.stat(place)
     if entry is None or not entry.directory:
         place = os.path.dirname(place) or "."
-    found = damaged_files(place, sources)
-    damaged = {os.path.normpath(one.file) for one in found if one.file is not None}
-    own = list(zip_longest(error.details, error.files)) or [(error.what, error.file)]
-    rest = [(text, file) for text, file in own if os.path.normpath(file or "") not in damaged]
-    others = damaged - {os.path.normpath(file or "") for file in (error.file, *(file for _, file in own))}
-    findings = dict.fromkeys((*rest, *((one.message, one.file) for one in found)))
+    damages = damaged_files(place, sources)
+    damaged = {os.path.normpath(one.file) for one in damages if one.file is not None}
+    listed = list(zip_longest(error.details, error.files)) or [(error.what, error.file)]
+    rest = [(text, file) for text, file in listed if os.path.normpath(file or "") not in damaged]
+    others = damaged - {os.path.normpath(file or "") for file in (error.file, *(file for _, file in listed))}
+    findings = dict.fromkeys((*rest, *((one.message, one.file) for one in damages)))
     if list(findings) != [(error.what, error.file)]:
         error.details, error.files = zip(*findings, strict=True)
     if others:
