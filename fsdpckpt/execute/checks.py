@@ -79,22 +79,6 @@ SourcePart = tuple[int, int, int, int, int]
 """(source file, number of the record in it, offset, nbytes, crc) of one part of a record."""
 
 
-class _Records:
-    """The checksummed records of one source file, sorted by offset. ``table``: offset, nbytes and CRC-32 of each."""
-
-    def __init__(self, table: Int64Array) -> None:
-        self.table = table
-
-    def at(self, offset: int) -> int:
-        """The number of the last record that begins at ``offset`` or before; -1 when none does."""
-        return int(self.table[0].searchsorted(offset, side="right")) - 1
-
-    def record(self, index: int) -> tuple[int, int, int]:
-        """(offset, nbytes, crc) of one record."""
-        offset, nbytes, crc = self.table[:, index].tolist()
-        return offset, nbytes, crc
-
-
 class SourceCheck:
     """Compares every record that is read completely with the CRC-32 that the source stores for it.
 
@@ -104,7 +88,7 @@ class SourceCheck:
 
     def __init__(self, files: Sequence[SourceFile], checksums: Checksums) -> None:
         self._files = files
-        self._records: dict[int, _Records] = {}
+        self._records: dict[int, Int64Array] = {}  # offset, nbytes and CRC-32 of those of a file, by offset
         self._parts = array("q")  # file, record, offset, nbytes and CRC-32 of each part that was read here
         self._absorbed = array("q")  # the same of those that were read elsewhere
         self._reported: int | None = None  # how many of ``_parts`` are fresh no more
@@ -115,9 +99,7 @@ class SourceCheck:
         for number in numbers[np.diff(numbers, prepend=-1) != 0].tolist():
             rows = order[slice(*np.searchsorted(numbers, [number, number + 1]).tolist())]
             if checksums.crc[rows].any():
-                self._records[number] = _Records(
-                    np.stack([checksums.offset[rows], checksums.nbytes[rows], checksums.crc[rows]])
-                )
+                self._records[number] = np.stack([checksums.offset[rows], checksums.nbytes[rows], checksums.crc[rows]])
 
     def saw(self, file: int, offset: int, data: memoryview) -> int:
         """As ``summed``, of ``data`` that was read from ``offset`` of ``file``; returns its CRC-32."""
@@ -134,12 +116,14 @@ class SourceCheck:
         records = self._records.get(file)
         if records is None:
             return
-        index = records.at(offset)
-        begin, length, _ = records.record(index) if index >= 0 else (0, 0, 0)
-        if index < 0 or offset + nbytes > begin + length:
+        index = int(records[0].searchsorted(offset, side="right")) - 1  # the last that begins here or before
+        if index < 0:
+            return
+        begin, length, _ = self._record(file, index)
+        if offset + nbytes > begin + length:
             return
         if nbytes == length:
-            self._compare(file, records, index, crc)
+            self._compare(file, index, crc)
         else:
             with self._lock:
                 self._parts.extend((file, index, offset, nbytes, crc))
@@ -149,8 +133,8 @@ class SourceCheck:
         records = self._records.get(file)
         if records is None:
             return
-        index = np.searchsorted(records.table[0], offset, side="right") - 1
-        begin, length, expected = records.table[:, np.maximum(index, 0)]
+        index = np.searchsorted(records[0], offset, side="right") - 1
+        begin, length, expected = records[:, np.maximum(index, 0)]
         right = (begin == offset) & (length == nbytes) & (expected == crc)
         for row in np.flatnonzero(~right).tolist():
             self.summed(file, int(offset[row]), int(nbytes[row]), int(crc[row]))
@@ -160,7 +144,7 @@ class SourceCheck:
         for file, index, parts in self._by_record():
             crc = self._sum(file, index, parts)
             if crc is not None:
-                self._compare(file, self._records[file], index, crc)
+                self._compare(file, index, crc)
 
     def _by_record(self, only: int | None = None) -> Iterator[tuple[int, int, list[Part]]]:
         """File, record, and its parts in order, each once. ``only``: of this file."""
@@ -184,7 +168,7 @@ class SourceCheck:
         A record may have been read more than once, split differently each time: any parts that tile it will do. Raises
         SourceCorruptError when two reads of the same bytes differ.
         """
-        begin, length, _ = self._records[file].record(index)
+        begin, length, _ = self._record(file, index)
         at, tiled = begin, 0
         for offset, nbytes, crc in parts:
             if offset != at:
@@ -213,7 +197,7 @@ class SourceCheck:
         for file, index, parts in self._by_record():
             if self._sum(file, index, parts) is not None:
                 continue
-            begin, length, _ = self._records[file].record(index)
+            begin, length, _ = self._record(file, index)
             at = begin
             gaps: list[tuple[int, int]] = []
             overlap = False
@@ -232,13 +216,13 @@ class SourceCheck:
         records = self._records.get(file)
         if records is None:
             return []
-        offsets, lengths, _ = records.table
+        offsets, lengths, _ = records
         change = np.zeros(len(offsets) + 1, np.int64)
         np.add.at(change, np.searchsorted(offsets + lengths, begins, side="right"), 1)
         np.add.at(change, np.searchsorted(offsets, ends, side="left"), -1)
         touched = np.flatnonzero(np.cumsum(change[:-1]) > 0).tolist()
         proved = {index for _, index, parts in self._by_record(file) if self._sum(file, index, parts) is not None}
-        return [(file, *records.record(index)) for index in touched if index not in proved]
+        return [(file, *self._record(file, index)) for index in touched if index not in proved]
 
     def fresh(self) -> list[SourcePart]:
         """The parts read since the last call, as ``unfinished`` returns them; none at the first call."""
@@ -255,8 +239,13 @@ class SourceCheck:
         for row in rows:
             self._absorbed.extend(row)
 
-    def _compare(self, file: int, records: _Records, index: int, crc: int) -> None:
-        require_checksum(self._files[file].path, *records.record(index), crc)
+    def _record(self, file: int, index: int) -> tuple[int, int, int]:
+        """(offset, nbytes, crc) of a record."""
+        offset, nbytes, crc = self._records[file][:, index].tolist()
+        return offset, nbytes, crc
+
+    def _compare(self, file: int, index: int, crc: int) -> None:
+        require_checksum(self._files[file].path, *self._record(file, index), crc)
 
 
 def _record_of(rows: Int64Array) -> Int64Array:

@@ -214,11 +214,8 @@ class TargetChecks:
         """What remains to be written once every window is: (file offset, 4 bytes)."""
         for index, parts in self._parts.items():
             value = combine(parts).to_bytes(4, "little")
-            self._late.extend((place, value) for place in self._places(index))
+            self._late.extend((place, value) for place in self._file.checksums[index, 2:].tolist() if place >= 0)
         return self._late
-
-    def _places(self, index: int) -> list[int]:
-        return [place for place in self._file.checksums[index, 2:].tolist() if place >= 0]
 
 
 _NEAR = 4096  # bytes between two late checksums that are read and written with them
@@ -325,9 +322,6 @@ class _ExistingFile(WritableFile):
         found = memoryview(bytearray(len(data)))
         self.read_into(offset, found)
         self._late.clear(offset, found)
-        self.expect(found, data)
-
-    def expect(self, found: memoryview, data: memoryview | bytes) -> None:
         if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(data, np.uint8)):
             raise target_differs(self.path)
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +57,8 @@ class Assembler:
 
         The view is valid until the next call. ``into``: a buffer of the caller's to use instead.
         """
-        view = self.buffer(begin, end) if into is None else into
+        shift = begin % BLOCK  # the same alignment in memory as in the file, as direct writes need it
+        view = self._window[shift : shift + end - begin] if into is None else into
         self._literals(file, begin, view)
         low = int(file.write_items[:, 0].searchsorted(begin, side="right")) - 1
         high = int(file.write_items[:, 0].searchsorted(end, side="left"))
@@ -74,11 +75,6 @@ class Assembler:
             for batch in strided_batches(file.copies, numbers, widths, begin, end, len(self._scratch)):
                 self._strided(file, batch, begin, view)
         return view, known
-
-    def buffer(self, begin: int, end: int) -> memoryview:
-        """The buffer for the bytes [begin, end) of a file; valid until the next call."""
-        shift = begin % BLOCK  # the same alignment in memory as in the file, as direct writes need it
-        return self._window[shift : shift + end - begin]
 
     def _literals(self, file: FilePlan, begin: int, view: memoryview) -> None:
         literals = file.literals
@@ -174,42 +170,31 @@ class Assembler:
     def _strided(self, file: FilePlan, batch: StridedBatch, begin: int, view: memoryview) -> None:
         """Copies by rows, or with a cast. A single one is clipped to the window: part of a row, full rows, a part."""
         copy = [int(column[batch.first]) for column in file.copies]
-        number, _, source_pitch, _, pitch, _, _, cast = copy
-        casting = self._plan.casts[cast] if cast >= 0 else None
         for source, target, width, rows in rows_within(self._plan, copy, begin, begin + len(view)):
-            self._rows(number, source, source_pitch, view[target - begin :], pitch, width, rows, casting, batch)
+            self._rows(copy, source, view[target - begin :], width, rows, batch)
 
-    def _rows(
-        self,
-        number: int,
-        source: int,
-        source_pitch: int,
-        view: memoryview,
-        pitch: int,
-        width: int,
-        rows: int,
-        casting: tuple[DType, DType] | None,
-        batch: StridedBatch,
-    ) -> None:
+    def _rows(self, copy: list[int], source: int, view: memoryview, width: int, rows: int, batch: StridedBatch) -> None:
         """``rows`` full rows of ``width`` target bytes, through scratch, as many in one read as fit there.
 
         One read takes the copies of ``batch`` of every row: ``stretch`` bytes of each.
         """
-        have, want = _item_types(casting, width)
+        number, _, source_pitch, _, pitch, _, _, cast = copy
+        have, want = _item_types(self._plan.casts[cast] if cast >= 0 else None, width)
         source_width = width // want.itemsize * have.itemsize
         stretch = (batch.count - 1) * batch.source_step + source_width
         limit = len(self._scratch)
-        done = 0
-        while done < rows:
-            if source_width > limit:
-                self._wide_row(number, source + done * source_pitch, view[done * pitch :], width, (have, want))
-                done += 1
-                continue
-            gap = source_pitch - stretch
-            apart = gap > self._cost(number) and (stretch >= WIDE_ROW or gap > GAP)
-            # rows may overlap in the source; the last one of a span then ends beyond its pitch
-            count = 1 if apart else (limit - stretch) // max(source_pitch, 1) + 1
-            count = min(rows - done, count)
+        if source_width > limit:
+            most = limit // have.itemsize * want.itemsize
+            for row, at in product(range(rows), range(0, width, most)):
+                place = source + row * source_pitch + at // want.itemsize * have.itemsize
+                self._rows(copy, place, view[row * pitch + at :], min(most, width - at), 1, batch)
+            return
+        gap = source_pitch - stretch
+        apart = gap > self._cost(number) and (stretch >= WIDE_ROW or gap > GAP)
+        # rows may overlap in the source; the last one of a span then ends beyond its pitch
+        most = 1 if apart else (limit - stretch) // max(source_pitch, 1) + 1
+        for done in range(0, rows, most):
+            count = min(rows - done, most)
             span = self._scratch[: (count - 1) * source_pitch + stretch]
             at = source + done * source_pitch
             self._read(number, at, span)
@@ -223,27 +208,6 @@ class Assembler:
                 shape, want, view, done * pitch, (batch.target_step, pitch, want.itemsize)
             )
             _store(taken, placed)
-            done += count
-
-    def _wide_row(
-        self,
-        number: int,
-        source: int,
-        view: memoryview,
-        width: int,
-        types: tuple[np.dtype[np.generic], np.dtype[np.generic]],
-    ) -> None:
-        """One row longer than scratch, in parts."""
-        have, want = types
-        step = len(self._scratch) // have.itemsize
-        for element in range(0, width // want.itemsize, step):
-            count = min(step, width // want.itemsize - element)
-            span = self._scratch[: count * have.itemsize]
-            self._read(number, source + element * have.itemsize, span)
-            self._check.saw(number, source + element * have.itemsize, span)
-            taken: npt.NDArray[np.generic] = np.frombuffer(span, have)
-            placed: npt.NDArray[np.generic] = np.ndarray((count,), want, view, element * want.itemsize)
-            _store(taken[None, None], placed[None, None])
 
 
 def _item_types(casting: tuple[DType, DType] | None, width: int) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:

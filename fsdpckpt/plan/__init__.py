@@ -122,13 +122,9 @@ class Plan:
                 total.update(np.ascontiguousarray(table).data)
         return total.hexdigest()
 
-    def check(self) -> None:
-        """Every target byte is written exactly once. Raises InternalError: a plan that fails must never run."""
-        for file in self.files:
-            _check_file(file)
 
-
-def _check_file(file: FilePlan) -> None:
+def check_file(file: FilePlan) -> None:
+    """Every byte of ``file`` is written exactly once. Raises InternalError: a plan that fails must never run."""
     extents = np.concatenate([file.literals[:, [0, 2]], file.write_items])
     extents = extents[np.argsort(extents[:, 0], kind="stable")]
     ends = extents[:, 0] + extents[:, 1]
@@ -160,7 +156,7 @@ def make_plan(target: Target, *, totals_only: bool = False) -> Plan:
     for batch in _batches(target.files):
         planned = _plan_files([each.made() for each in batch], sources, casts)
         for file in planned:
-            _check_file(file)
+            check_file(file)
             bytes_read += _bytes_read(file, casts.pairs)
         files += [_outline(each.path, each.nbytes) for each in batch] if totals_only else planned
     return Plan(tuple(files), tuple(casts.pairs), bytes_read)
