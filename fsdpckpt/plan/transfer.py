@@ -69,7 +69,7 @@ def partition(
     return segments
 
 
-def _snapped(mark: int, ends: np.ndarray[tuple[int], np.dtype[np.int64]], share: int) -> int:
+def _snapped(mark: int, ends: Int64Array, share: int) -> int:
     """``mark`` or the end of a file near it."""
     index = int(np.searchsorted(ends, mark))
     near = [int(end) for end in ends[max(index - 1, 0) : index + 1]]
@@ -164,7 +164,7 @@ def plan_transfers(
     empty window. A window must not need more than ``round_bytes``; rounds are fuller the less it needs.
     """
     senders = _senders(visible)
-    own: dict[int, list[int]] = {}
+    own: dict[int, list[int]] = {rank: []}
     for number, segment in enumerate(segments):
         own.setdefault(segment.owner, []).append(number)
     served = (~visible & (senders == rank)).any(axis=0)
@@ -175,17 +175,14 @@ def plan_transfers(
         if served[owner]
     ]
     rounds = max((int(need.round.max()) + 1 for need in needs if len(need.round)), default=0)
-    own_need = next((need for need in needs if need.owner == rank), None)
-    receives: dict[int, Int64Array] = {}
-    if own_need is not None:
-        receives = {s: _by_round(own_need, s, rounds) for s in sorted(set(own_need.sender.tolist()))}
+    own_need = next(need for need in needs if need.owner == rank)
     streams = {need.owner: _stream(need, rank) for need in needs if (need.sender == rank).any()}
     return TransferPlan(
-        windows=tuple(own_need.windows) if own_need is not None else (),
-        files=_files_with_streams(plan, segments, own_need, visible, rank) if own_need is not None else {},
+        windows=tuple(own_need.windows),
+        files=_files_with_streams(plan, segments, own_need, visible, rank),
         streams=streams,
         sends={need.owner: _by_round(need, rank, rounds) for need in needs if need.owner in streams},
-        receives=receives,
+        receives={s: _by_round(own_need, s, rounds) for s in sorted(set(own_need.sender.tolist()))},
         rounds=rounds,
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from fsdpckpt.flat.flatten.keys import flat_keys, wrapped_metadata
-from fsdpckpt.flat.flatten.pickle import FlatParameter, FlatPickle, FlatShard, FlatView, WholeParam
+from fsdpckpt.flat.flatten.pickle import FlatParameter, FlatPickle, FlatShard, FlatView, whole
 from fsdpckpt.flat.flatten.states import FlatOptimizer
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.dtypes import DType
@@ -39,43 +39,32 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     units, world_size, names = spec.units, spec.ranks(), spec.names
     casts, notes = spec.dtypes.casts(checkpoint)
     placed = place_units(units, world_size)
-    shard_size = units.shard_size or world_size
+    ranks = range(world_size)
     files: list[TargetFile] = []
     data = TargetData()
+
+    def file_of(rank: int, name: str, value: Any) -> TargetFile:
+        file = TargetFile(name.format(rank=rank, world_size=world_size), data)
+        writer = FlatPickle(rank=rank, world_size=world_size, shard_size=units.shard_size or world_size, casts=casts)
+        writer.value(value)
+        writer.write(file, stem=posixpath.splitext(posixpath.basename(file.path))[0])
+        if not rank:
+            require_memory(len(file.blob), world_size)
+        return file
+
     if checkpoint.model is not None:
         model = FlatModel(checkpoint, checkpoint.model, units=units, placed=placed, casts=casts)
-        files += [
-            _file(data, names.model, model.value(rank), rank, world_size, shard_size, casts)
-            for rank in range(world_size)
-        ]
+        files += [file_of(rank, names.model, model.value(rank)) for rank in ranks]
     if checkpoint.optim is not None:
         keys = flat_keys(checkpoint, units, spec.key_type)
         notes += keys.notes
         optim = FlatOptimizer(checkpoint, checkpoint.optim, units=units, placed=placed, keys=keys, casts=casts)
-        files += [
-            _file(data, names.optim, optim.value(rank), rank, world_size, shard_size, casts)
-            for rank in range(world_size)
-        ]
-    extras = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
+        files += [file_of(rank, names.optim, optim.value(rank)) for rank in ranks]
+    extras = [extras_of_rank(checkpoint, rank) for rank in ranks]
     if any(extras):
-        files += [
-            _file(data, names.extra, extra, rank, world_size, shard_size, casts) for rank, extra in enumerate(extras)
-        ]
+        files += [file_of(rank, names.extra, extra) for rank, extra in enumerate(extras)]
         notes += extra_notes(checkpoint, world_size)
     return Target(files, notes=notes)
-
-
-def _file(
-    data: TargetData, name: str, value: Any, rank: int, world_size: int, shard_size: int, casts: Mapping[Tensor, DType]
-) -> TargetFile:
-    file = TargetFile(name.format(rank=rank, world_size=world_size), data)
-    stem = posixpath.splitext(posixpath.basename(file.path))[0]
-    writer = FlatPickle(rank=rank, world_size=world_size, shard_size=shard_size, casts=casts)
-    writer.value(value)
-    writer.write(file, stem=stem)
-    if not rank:
-        require_memory(len(file.blob), world_size)
-    return file
 
 
 class FlatModel:
@@ -113,7 +102,8 @@ class FlatModel:
         state_dict: OrderedDict[str, Any] = OrderedDict()
         for key in self._keys:
             cut = flat_values.get(self._first.get(key, key))
-            state_dict[key] = self._whole(key) if cut is None else cut
+            param = self._params.get(self._first.get(key, key))
+            state_dict[key] = whole(param, self._leaves[key], self._casts) if cut is None else cut
         if self._metadata is not None:
             vars(state_dict)["_metadata"] = self._metadata
         return state_dict
@@ -135,13 +125,6 @@ class FlatModel:
                 offset += part.count
         return values
 
-    def _whole(self, key: str) -> Any:
-        leaf = self._leaves[key]
-        param = self._params.get(self._first.get(key, key))
-        if param is not None and param.stride is not None and isinstance(leaf, Tensor):
-            return WholeParam(param, leaf, self._dtype(leaf))
-        return leaf
-
     def _unit_tensors(self, placed: PlacedUnit) -> list[Tensor]:
         leaves = [self._leaves[param.name] for param in placed.unit.params]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -152,11 +135,11 @@ class FlatModel:
             tensors = self._tensors[placed.unit.key]
             dtypes: dict[str, UnitParam] = {}
             for tensor, param in zip(tensors, placed.unit.params, strict=True):
-                dtypes.setdefault(self._dtype(tensor).name, param)
+                dtypes.setdefault(self._casts.get(tensor, tensor.dtype).name, param)
             if len(dtypes) > 1:
                 dtypes_text = ", ".join(f"{param.name} is {dtype}" for dtype, param in dtypes.items())
                 wrong.append(f"unit {placed.unit.prefix or 'root'!r}: {dtypes_text}")
-            unit_dtypes[placed.unit.key] = self._dtype(tensors[0])
+            unit_dtypes[placed.unit.key] = self._casts.get(tensors[0], tensors[0].dtype)
         if wrong:
             raise SourceUnsupportedError(
                 f"{checkpoint.source}: the parameters of a flat parameter have one dtype, and these have several",
@@ -185,6 +168,3 @@ class FlatModel:
         if listed == [name for name in self._units.parameters if name in self._params]:
             return names
         return list(dict.fromkeys([*self._units.parameters, *names]))
-
-    def _dtype(self, tensor: Tensor) -> DType:
-        return self._casts.get(tensor, tensor.dtype)

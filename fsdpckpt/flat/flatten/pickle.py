@@ -18,6 +18,7 @@ from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.ir.units import UnitParam
+from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import FlatPart, PlacedUnit, flat_boxes
 from fsdpckpt.writers.rank_pickle import ShardedTensorPickle, ShardList
 
@@ -68,6 +69,13 @@ class WholeParam:
 
     def fill(self, file: TargetFile, dtype: DType) -> None:
         file.write_item(self.tensor, dtype=dtype, order=self.param.order)
+
+
+def whole(param: UnitParam | None, leaf: Tensor | Value, casts: Mapping[Tensor, DType]) -> WholeParam | Tensor | Value:
+    """``leaf`` in the memory order of ``param``, if it has its shape and that order is not row-major."""
+    if isinstance(leaf, Tensor) and param is not None and param.stride is not None and leaf.shape == param.shape:
+        return WholeParam(param, leaf, casts.get(leaf, leaf.dtype))
+    return leaf
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.flat.blocks import Quantized, require_whole_blocks
 from fsdpckpt.flat.flatten.keys import FlatKeys
-from fsdpckpt.flat.flatten.pickle import FlatScales, FlatShard, WholeParam
+from fsdpckpt.flat.flatten.pickle import FlatScales, FlatShard, whole
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, stored_entry
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import maps_in, scales_in
@@ -247,7 +247,9 @@ class FlatOptimizer:
             holder = self._holder.get(name)
             states = self._state[name]
             if holder is None or not holder.sharded:
-                state[own.keys[name]] = {item: self._whole(name, leaf) for item, leaf in states.items()}
+                state[own.keys[name]] = {
+                    item: whole(self._params[name], leaf, self._casts) for item, leaf in states.items()
+                }
             elif name in slices:
                 state[own.keys[name]] = self._slice_entry(name, states, *slices[name])
         for key, entry in self._state.items():
@@ -283,7 +285,7 @@ class FlatOptimizer:
     def _slice_entry(self, name: str, states: Mapping[str, Tensor | Value], begin: int, count: int) -> dict[str, Any]:
         param, part = self._params[name], FlatPart(0, begin, count)
         entry: dict[str, Any] = {
-            item: FlatShard((param,), (leaf,), (part,), self._dtype(leaf), count)
+            item: FlatShard((param,), (leaf,), (part,), self._casts.get(leaf, leaf.dtype), count)
             if isinstance(leaf, Tensor) and leaf.shape and leaf.shape == param.shape
             else leaf
             for item, leaf in states.items()
@@ -292,12 +294,6 @@ class FlatOptimizer:
             if isinstance(leaf := states[scale], Tensor):
                 entry[scale] = FlatScales((leaf,), self._blocks[name]).shard((part,))
         return entry
-
-    def _whole(self, name: str, leaf: Tensor | Value) -> Any:
-        param = self._params[name]
-        if isinstance(leaf, Tensor) and param.stride is not None and leaf.shape == param.shape:
-            return WholeParam(param, leaf, self._dtype(leaf))
-        return leaf
 
     def _misshapen(self, name: str) -> list[str]:
         """What is wrong with the states of a parameter: one that is not sharded may have states of any shape."""
@@ -323,9 +319,6 @@ class FlatOptimizer:
             else leaf
             for item, leaf in states.items()
         }
-
-    def _dtype(self, tensor: Tensor) -> DType:
-        return self._casts.get(tensor, tensor.dtype)
 
 
 def require_equal_scalars(checkpoint: Checkpoint, units: Units, sources: Sources) -> None:
