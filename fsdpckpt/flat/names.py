@@ -117,14 +117,9 @@ def stride_of(tensor: Tensor) -> tuple[int, ...] | None:
         step *= size[dim]
     if order == wide:
         return None
-    return _dense(tensor.shape, [*(dim for dim in range(tensor.ndim) if dim not in wide), *order])
-
-
-def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor whose dimensions lie in ``order`` in memory, slowest first."""
-    inner = contiguous_stride([shape[dim] for dim in order])
-    by_dim = dict(zip(order, inner, strict=True))
-    return tuple(by_dim[dim] for dim in range(len(shape)))
+    order = [*(dim for dim in range(tensor.ndim) if dim not in wide), *order]  # slowest in memory first
+    by_dim = dict(zip(order, contiguous_stride([tensor.shape[dim] for dim in order]), strict=True))
+    return tuple(by_dim[dim] for dim in range(tensor.ndim))
 
 
 def optimizer_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:

@@ -137,7 +137,7 @@ def _of_unit(
                 by_name[name][item] = tensor
         else:
             for entry in by_name.values():
-                entry[item] = _own(leaf)
+                entry[item] = replace(leaf) if isinstance(leaf, Tensor) and not leaf.ndim else _whole(leaf)
     return by_name
 
 
@@ -156,12 +156,6 @@ def _scales(
 def _fits(leaf: Tensor, shard: int, world_size: int) -> bool:
     lengths = slice_lengths(leaf, world_size)
     return lengths is not None and bool((lengths == shard).all())
-
-
-def _own(leaf: Tensor | Value) -> Tensor | Value:
-    return (
-        _whole(leaf) if isinstance(leaf, Tensor) and leaf.ndim else replace(leaf) if isinstance(leaf, Tensor) else leaf
-    )
 
 
 def _of_param(param: UnitParam, leaf: Tensor | Value, match: FlatMatch, world_size: int) -> Tensor | Value:

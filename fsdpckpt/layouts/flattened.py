@@ -214,31 +214,23 @@ def flat_boxes(shape: Sequence[int], begin: int, count: int, order: Sequence[int
     boxes, each contiguous in that order: the rest of a row, whole rows, the rest of a plane, and so on.
     """
     dims = tuple(range(len(shape))) if order is None else tuple(order)
-    sizes = [shape[dim] for dim in dims]
     boxes: list[Box] = []
     end = begin + count
     while begin < end:
-        # The largest dimension at whose boundary ``begin`` lies and that fits: one box of whole slices of it.
-        inner = 1
-        level = len(sizes)
-        while level > 0 and begin % (inner * sizes[level - 1]) == 0 and begin + inner * sizes[level - 1] <= end:
+        # The slowest dimension at whose boundary ``begin`` lies and of which a slice fits: one box of whole slices.
+        inner, level = 1, len(dims)
+        while level and begin % (inner * shape[dims[level - 1]]) == 0 and begin + inner * shape[dims[level - 1]] <= end:
             level -= 1
-            inner *= sizes[level]
-        if level == 0:
-            start, size = [0] * len(sizes), list(sizes)
-            taken = inner
-        else:
-            room = sizes[level - 1] - begin // inner % sizes[level - 1]
-            rows = min(room, (end - begin) // inner)
-            start, rest = [0] * len(sizes), begin
-            for axis in reversed(range(len(sizes))):
-                start[axis] = rest % sizes[axis]
-                rest //= sizes[axis]
-            size = [1] * (level - 1) + [rows] + sizes[level:]
-            taken = rows * inner
-        back_start, back_size = [0] * len(sizes), [0] * len(sizes)
-        for axis, dim in enumerate(dims):
-            back_start[dim], back_size[dim] = start[axis], size[axis]
-        boxes.append(Box(tuple(back_start), tuple(back_size)))
-        begin += taken
+            inner *= shape[dims[level]]
+        start, size, rest = [0] * len(shape), [1] * len(shape), begin
+        for dim in reversed(dims):
+            rest, start[dim] = divmod(rest, shape[dim])
+        for dim in dims[level:]:
+            size[dim] = shape[dim]
+        if level:
+            dim = dims[level - 1]
+            size[dim] = min(shape[dim] - start[dim], (end - begin) // inner)
+            inner *= size[dim]
+        boxes.append(Box(tuple(start), tuple(size)))
+        begin += inner
     return boxes

@@ -177,15 +177,12 @@ def _group(
     group: Mapping[Key, Value], names: Sequence[str], keys: Mapping[str, ParamKey], prefixes: frozenset[str]
 ) -> dict[Key, Value]:
     written = dict(group)
-    if "params" not in group:
-        return written
-    # In the order of the ids also where names are listed: ``Optimizer.load_state_dict`` goes by position.
-    params: list[Value] = [keys[name] for name in names]
-    written["params"] = params
-    if "param_names" in group:
-        # What the wrapped model's named_parameters() gives, as ``Optimizer.load_state_dict`` takes them over unseen.
-        names_there: list[Value] = [wrapped_name(name, prefixes) for name in names]
-        written["param_names"] = names_there
+    if "params" in group:
+        # In the order of the ids also where names are listed: ``Optimizer.load_state_dict`` goes by position.
+        written["params"] = [keys[name] for name in names]
+        if "param_names" in group:
+            # What the wrapped model's named_parameters() gives: ``Optimizer.load_state_dict`` takes them over unseen.
+            written["param_names"] = [wrapped_name(name, prefixes) for name in names]
     return written
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -27,9 +27,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import UnitParam, Units
+from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.units_json import MOST_BYTES, UNITS_FILE, encode, loads, render
-from fsdpckpt.ir.values import Value
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.sources import Sources
 
@@ -234,18 +233,14 @@ def _optimizer(units: Units, optim: OptimState) -> Iterator[str]:
             # What no group lists is a user's own entry beside the parameters' (TorchRec's keyed optimizers have them).
             if tensors and (name in listed or not listed):
                 yield f"the optimizer has states of {name}, which the units do not have"
-        else:
-            yield from _states(name, param, states)
+            continue
+        # They may have other shapes than their parameter (factors), but not all of them one single other shape.
+        shapes = {leaf.shape for leaf in tensors if leaf.numel > 1}
+        if len(shapes) == 1 and param.shape not in shapes:
+            yield f"{name}: {list(param.shape)} in the units, its optimizer states are {list(next(iter(shapes)))}"
     for later, first in units.shared:
         if optim.state.get(first) and optim.state.get(later):
             yield f"the optimizer has states for {first} and for {later}, which are one parameter in the units"
-
-
-def _states(name: str, param: UnitParam, states: Mapping[str, Tensor | Value]) -> Iterator[str]:
-    """States may have other shapes than their parameter (factors), but not all of them one single other shape."""
-    shapes = {leaf.shape for leaf in states.values() if isinstance(leaf, Tensor) and leaf.numel > 1}
-    if len(shapes) == 1 and param.shape not in shapes:
-        yield f"{name}: {list(param.shape)} in the units, its optimizer states are {list(next(iter(shapes)))}"
 
 
 def _groups(units: Units, optim: OptimState) -> Iterator[str]:

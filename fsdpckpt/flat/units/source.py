@@ -162,10 +162,12 @@ def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> P
         lists.append(reference_names(request.reference, sources))
     known = [names for names in lists if names is not None]
     if not known:
+        unused = [note.message for note in checkpoint.notes if note.kind == "units-unreadable"]
         raise NeedsInformationError(
             f"{checkpoint.source} holds flat parameters, and nothing says which parameters they hold",
             details=describe_lengths(checkpoint),
-            why="PyTorch does not save names and shapes with them, and " + _why_no_units_file(checkpoint),
+            why="PyTorch does not save names and shapes with them, and "
+            + ("; ".join(unused) or "no units file lies beside the checkpoint"),
             next_step="add --units FILE (save_units or `fsdpckpt units` makes one), or --reference PATH of a full or "
             "sharded checkpoint of this model",
         )
@@ -174,12 +176,6 @@ def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> P
     if (best.ordered and best.in_model_order) or request.parameters is not None:
         return best
     return best.reordered(parameter_order(checkpoint), "the checkpoint's own names")
-
-
-def _why_no_units_file(checkpoint: Checkpoint) -> str:
-    """Why no units file beside the checkpoint was used, for messages."""
-    unused = [note.message for note in checkpoint.notes if note.kind == "units-unreadable"]
-    return "; ".join(unused) if unused else "no units file lies beside the checkpoint"
 
 
 def _prefixes(
