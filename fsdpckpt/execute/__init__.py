@@ -19,7 +19,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -38,7 +38,7 @@ from fsdpckpt.execute.checks import (
 )
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import Finished, Recorder
-from fsdpckpt.execute.output import ComparedOutput, LatePlaces, Output, OutputState, Resumed, TargetChecks, write_window
+from fsdpckpt.execute.output import ComparedOutput, LatePlaces, Output, OutputState, TargetChecks, write_window
 from fsdpckpt.execute.window import PATIENCE, SLOWEST_DISK, Assembler, CopyPool
 from fsdpckpt.plan import Claim, FilePlan, Range
 from fsdpckpt.plan.transfer import Segment, Visible, Window, plan_transfers
@@ -117,7 +117,7 @@ class _Run:
     progress: Progress
     recorder: Recorder | None
     finished: Finished
-    resumed: Mapping[int, Resumed]
+    resumed: Mapping[int, OutputState]
     written: Written
     compare: bool
     pool: CopyPool | None = None
@@ -220,10 +220,10 @@ class _Run:
         """Files that others wrote too, and records that others read too; the CRC-32 of every target file."""
         nbytes = sum(output.plan.nbytes for output in self.outputs.values() if not output.alone)
         with self.group.silent_for(nbytes / SLOWEST_DISK):
-            states = {number: output.state() for number, output in self.outputs.items() if not output.alone}
+            states = {number: list(output.state()) for number, output in self.outputs.items() if not output.alone}
         self._check_streams()
         gathered = cast(
-            "list[tuple[dict[int, OutputState], list[SourcePart]]]",
+            "list[tuple[dict[int, list[Any]], list[SourcePart]]]",
             self.group.all_gather_objects((states, self.check.unfinished() if self.group.rank else []), name="join"),
         )
         if self.group.rank == 0:  # one judge is enough
@@ -234,7 +234,9 @@ class _Run:
         self._read_rest()
         self._reread_unproved()
         with self.group.silent_for(nbytes / SLOWEST_DISK):
-            self._finish_shared({number: state for theirs, _ in gathered for number, state in theirs.items()})
+            self._finish_shared(
+                {number: OutputState(*state) for theirs, _ in gathered for number, state in theirs.items()}
+            )
         crcs = {output.plan.path: output.crc for output in self.outputs.values() if output.first}
         for theirs in self.group.all_gather_objects(crcs, name="checksums"):
             crcs.update(cast("dict[str, int]", theirs))
@@ -340,12 +342,11 @@ class ReadBack:
             self._checks.window(begin, view, {})
             self._parts.append((begin, end - begin, crc))
 
-    def close(self) -> Resumed:
+    def close(self) -> OutputState:
         """What ``take`` has kept."""
         if self._file is not None:
             self._file.close()
-        rows, late = self._checks.unfinished()
-        return Resumed(tuple(sorted(self._parts)), tuple(rows), tuple(late))
+        return OutputState(sorted(self._parts), *self._checks.unfinished())
 
 
 def read_back(
@@ -373,7 +374,7 @@ def read_back(
 
 def resume(
     group: Group, job: Job, locate: Callable[[str], str], threads: int, progress: Progress
-) -> tuple[dict[int, Resumed], Written]:
+) -> tuple[dict[int, OutputState], Written]:
     """What this rank keeps of its segments, and what all ranks keep of theirs; each by segment. All ranks."""
     if not len(job.claims):
         return {}, {}

@@ -7,7 +7,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,57 +21,48 @@ from fsdpckpt.storage.local import WritableFile, target_errors
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-OutputState: TypeAlias = "list[object]"
-"""What one rank knows of its part of a file, as plain values: see ``Output.state``."""
 
+class OutputState(NamedTuple):
+    """What is written of one target file: ``parts`` of it, and what ``TargetChecks.unfinished`` says of them."""
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """Of one target file what is kept: ``parts`` of it, in order, and what ``TargetChecks.unfinished`` says of them."""
-
-    parts: tuple[Part, ...] = ()
-    rows: tuple[tuple[int, int, int, int], ...] = ()
-    late: tuple[tuple[int, bytes], ...] = ()
+    parts: Sequence[Part]
+    rows: Sequence[tuple[int, int, int, int]]
+    late: Sequence[tuple[int, bytes]]
 
     @property
     def ranges(self) -> list[Range]:
         return [Range(begin, begin + nbytes) for begin, nbytes, _ in self.parts]
 
 
+@dataclass(eq=False)
 class Output:
     """This rank's windows of one target file, in any order: created by the first window, committed by the last.
 
-    ``windows``: how many there are. ``first``: this rank creates the file; ``alone``: no other rank writes to it.
-    ``expect_silence(nbytes)`` is called before something that may take long. ``resumed``: what an interrupted run left
-    of the file; None for a new one.
+    ``left``: how many windows there are still to come. ``first``: this rank creates the file; ``alone``: no other rank
+    writes to it. ``expect_silence(nbytes)`` is called before something that may take long. ``resumed``: what an
+    interrupted run left of the file; None for a new one.
     """
 
-    def __init__(
-        self,
-        file: FilePlan,
-        path: str,
-        windows: int,
-        *,
-        first: bool = True,
-        alone: bool = True,
-        expect_silence: Callable[[int], None] = lambda _: None,
-        resumed: Resumed | None = None,
-    ) -> None:
-        self.plan = file
-        self.checks = TargetChecks(file)
-        self.path = path
+    plan: FilePlan
+    path: str
+    left: int
+    first: bool
+    alone: bool
+    expect_silence: Callable[[int], None]
+    resumed: OutputState | None
+
+    def __post_init__(self) -> None:
+        self.checks = TargetChecks(self.plan)
         self.parts: list[Part] = []
-        self.first = first
-        self.alone = alone
-        self._expect_silence = expect_silence
-        self._resumed = resumed is not None
-        self._left = windows
         self._lock = threading.Lock()
         self._file: WritableFile | None = None
         self._patched = 0
-        if resumed is not None:
-            self.parts += resumed.parts
-            self.checks.absorb(resumed.rows, resumed.late)
+        if self.resumed is not None:
+            self._take(self.resumed)
+
+    def _take(self, state: OutputState) -> None:
+        self.parts.extend(state.parts)
+        self.checks.absorb(state.rows, state.late)
 
     @property
     def crc(self) -> int:
@@ -88,11 +79,11 @@ class Output:
         """The file itself: new, another rank's, or the one an interrupted run left with its full length."""
         if not self.first:
             return WritableFile(self.path, self.plan.nbytes, existing=True)
-        self._expect_silence(self.plan.nbytes)
+        self.expect_silence(self.plan.nbytes)
         directory = os.path.dirname(self.path)
         if not os.path.isdir(directory):
             os.makedirs(directory, exist_ok=True)
-        left = self._resumed and os.path.isfile(self.path)
+        left = self.resumed is not None and os.path.isfile(self.path)
         if left and os.path.getsize(self.path) != self.plan.nbytes:
             os.unlink(self.path)
             left = False
@@ -102,8 +93,8 @@ class Output:
         """One window is written. The last one of a file of this rank's alone makes it durable."""
         with self._lock:
             self.parts.append(part)
-            self._left -= 1
-            if self._left > 0 or not self.alone:
+            self.left -= 1
+            if self.left > 0 or not self.alone:
                 return
         self._complete()
 
@@ -111,7 +102,7 @@ class Output:
         """All windows are written: patch the checksums, make the file durable and close it."""
         if self._file is None:
             return
-        self._expect_silence(self.plan.nbytes)
+        self.expect_silence(self.plan.nbytes)
         for begin, values, here in _close_together(self.checks.patches()):
             self._patch(self._file, begin, values, here)
             self._patched ^= patch_effect(values.tobytes(), self.plan.nbytes - begin - len(values))
@@ -128,14 +119,12 @@ class Output:
         """For a part whose windows are written: make it durable; what the rank that finishes the file must know."""
         if not self.first:
             self.open().commit()
-        rows, late = self.checks.unfinished()
-        return [self.parts, rows, late]
+        return OutputState(self.parts, *self.checks.unfinished())
 
-    def finish(self, others: Sequence[OutputState]) -> None:
+    def finish(self, others: Iterable[OutputState]) -> None:
         """On the rank that created the file: the ``state`` of all other parts; patches checksums, makes it durable."""
-        for parts, rows, late in others:
-            self.parts.extend(cast("list[Part]", parts))
-            self.checks.absorb(cast("list[tuple[int, int, int, int]]", rows), cast("list[tuple[int, bytes]]", late))
+        for state in others:
+            self._take(state)
         self._complete()
 
     def abandon(self) -> None:

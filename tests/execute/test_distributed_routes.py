@@ -73,6 +73,8 @@ class Worker:
                 count[number],
                 first=segment.begin == 0,
                 alone=segment.end - segment.begin == file.nbytes,
+                expect_silence=lambda _: None,
+                resumed=None,
             )
 
     def copy(self, number: int) -> None:
