@@ -24,7 +24,7 @@ from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan.copies import Casts, Sources
+from fsdpckpt.plan.copies import Casts, SourceChunks
 from fsdpckpt.text import bytes_text
 
 
@@ -149,17 +149,17 @@ def make_plan(target: Target, *, totals_only: bool = False) -> Plan:
 
     ``totals_only``: file by file, of each of which only the path and the length are kept, and what all of them read.
     """
-    casts = Casts()
-    sources: dict[TargetData, Sources] = {}
+    casts: Casts = {}
+    sources: dict[TargetData, SourceChunks] = {}
     files: list[FilePlan] = []
     bytes_read = 0
     for batch in _batches(target.files):
         planned = _plan_files([each.made() for each in batch], sources, casts)
         for file in planned:
             check_file(file)
-            bytes_read += _bytes_read(file, casts.pairs)
+            bytes_read += _bytes_read(file, list(casts))
         files += [_outline(each.path, each.nbytes) for each in batch] if totals_only else planned
-    return Plan(tuple(files), tuple(casts.pairs), bytes_read)
+    return Plan(tuple(files), tuple(casts), bytes_read)
 
 
 _AT_ONCE = 1 << 12  # files of few items: what numpy costs for each call is then divided among them
@@ -191,11 +191,11 @@ def _bytes_read(file: FilePlan, casts: Sequence[tuple[DType, DType]]) -> int:
     return int(_source_bytes(casts, file.copies.width * file.copies.rows, file.copies.cast).sum())
 
 
-def _plan_files(files: Sequence[TargetFile], sources: dict[TargetData, Sources], casts: Casts) -> list[FilePlan]:
+def _plan_files(files: Sequence[TargetFile], sources: dict[TargetData, SourceChunks], casts: Casts) -> list[FilePlan]:
     """The plans of files that share their data: planned as one file in which they lie end to end, then parted."""
     data = files[0].data
     if data not in sources:
-        sources[data] = Sources(data.tensors, casts)
+        sources[data] = SourceChunks(data.tensors, casts)
     ends = np.cumsum([file.nbytes for file in files])
     begins = ends - [file.nbytes for file in files]
     counts = [len(file.item_columns) // 4 for file in files]

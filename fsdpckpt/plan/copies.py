@@ -19,24 +19,13 @@ from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 CopyTable = tuple[Int64Array, ...]
 """The number of the write item of each copy, then the columns of ``Copies``."""
 
+Casts = dict[tuple[DType, DType], int]
+"""The number of each (source, target) pair of dtypes of one plan."""
+
 _AT_ONCE = 1 << 17  # pairs of a write item and a chunk: bounds the memory of what is computed of them
 
 
-class Casts:
-    """Numbers the (source, target) dtype pairs of one plan."""
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[DType, DType]] = []
-
-    def number(self, source: DType, target: DType) -> int:
-        if source is target:
-            return -1
-        if (source, target) not in self.pairs:
-            self.pairs.append((source, target))
-        return self.pairs.index((source, target))
-
-
-class Sources:
+class SourceChunks:
     """The chunks of ``tensors``, to be intersected with write items of them."""
 
     def __init__(self, tensors: Sequence[WrittenTensor], casts: Casts) -> None:
@@ -101,11 +90,11 @@ class _Group:
         self._scalars = ndim == 0  # each is one row of one element
         self._ndim = max(ndim, 1)
         self._order = tuple(range(self._ndim)) if order is None else order or (0,)
-        columns = [
-            (tensor.shape[0] if ndim else 1, tensor.dtype.itemsize, dtype.itemsize, casts.number(tensor.dtype, dtype))
-            for tensor, dtype, _ in tensors
-        ]
-        length, self._source_item, self._target_item, self._cast = np.asarray(columns, np.int64).T
+        length = np.array([tensor.shape[0] if ndim else 1 for tensor, _, _ in tensors], np.int64)
+        dtypes = [(tensor.dtype, dtype) for tensor, dtype, _ in tensors]
+        numbers = [-1 if have is want else casts.setdefault((have, want), len(casts)) for have, want in dtypes]
+        self._cast = np.array(numbers, np.int64)
+        self._source_item, self._target_item = np.array([(a.itemsize, b.itemsize) for a, b in dtypes], np.int64).T
         self._base = np.cumsum(length) - length  # where each tensor begins on the line
         self._chunks = _on_one_line([tensor for tensor, *_ in tensors], self._ndim, self._base)
 
