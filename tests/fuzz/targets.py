@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import numpy as np
+
 from fsdpckpt.errors import FsdpckptError, InternalError
 from fsdpckpt.formats.dcp import parse_metadata
-from fsdpckpt.formats.dcp.items import ItemReader
+from fsdpckpt.formats.dcp.items import ItemReader, Structures
 from fsdpckpt.formats.pickle import load
 from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch import open_archive, parse_archive
@@ -39,6 +41,10 @@ def _zip(data: bytes) -> object:
     return top_folder(source), read_directory(source)
 
 
+def _item(data: bytes) -> object:
+    return ItemReader(MemoryFile(data, "__0_0.distcp"), Structures()).tensors(np.array([0]), np.array([len(data)]))
+
+
 def _torch(data: bytes) -> object:
     source = MemoryFile(data, "it.pt")
     opened = open_archive(source)
@@ -68,7 +74,7 @@ TARGETS: dict[str, Target] = {
     "dcp-metadata": lambda data: parse_metadata(MemoryFile(data, "d/.metadata")),
     "zip": _zip,
     "torch": _torch,
-    "dcp-item": lambda data: ItemReader(MemoryFile(data, "__0_0.distcp")).tensor(0, len(data)),
+    "dcp-item": _item,
     "safetensors-header": lambda data: read_header(MemoryFile(data, "it.safetensors")),
     "safetensors": _safetensors,
     "safetensors-index": checkpoints.safetensors_index,

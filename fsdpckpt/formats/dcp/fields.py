@@ -185,7 +185,7 @@ class Texts:
         place[place == len(known)] = 0
         new = known[place] != hashes if len(known) else np.ones(len(hashes), np.bool_)
         if new.any():
-            first = _first_of_each(hashes[new])
+            _, first = np.unique(hashes[new], return_index=True)
             added, rows = hashes[new][first], table[new][first]
             fresh = np.array([self.number(row.tobytes()[:length]) for row in rows], np.int64)
             order = np.argsort(known := np.concatenate([known, added]))
@@ -197,14 +197,6 @@ class Texts:
             raise UnusualError("two texts with one hash")
         result: Int64Array = numbers[place]
         return result
-
-
-def _first_of_each(values: UInt64Array) -> Int64Array:
-    """The index of the first of each value. (np.unique would import numpy.ma.)"""
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    first: Int64Array = order[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
-    return first
 
 
 PLANS = b"all_local_plans"

@@ -37,29 +37,30 @@ _MAX_SAME_LENGTH = 16  # structures of one length remembered: comparing with mor
 _END_RECORD = struct.Struct("<4s6xHIIH")  # signature, entries, bytes and offset of the central directory, comment
 
 
-class ItemTensor(NamedTuple):
-    """The tensor of one item. ``offset``: absolute byte offset of its first element; ``record_offset``,
-    ``record_nbytes``, ``crc``: the zip record it lies in and its CRC-32 (None when the file carries none)."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    record_offset: int
-    record_nbytes: int
-    crc: int | None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemTensors:
-    """The tensors of n items, in columns (n,). ``kind``: a position in ``Structures.kinds``; the others as in
-    ``ItemTensor``, but for ``crc``, which is -1 when the file carries none."""
+    """The tensors of n items, in columns (n,).
+
+    ``kind``: a position in ``Structures.kinds``. ``offset``: absolute byte offset of the first element.
+    ``record_offset``, ``record_nbytes``, ``crc``: the zip record it lies in and its CRC-32, -1 when the file carries
+    none.
+    """
 
     kind: Int64Array
     offset: Int64Array
     record_offset: Int64Array
     record_nbytes: Int64Array
     crc: Int64Array
+
+
+class _ItemTensor(NamedTuple):
+    """As one row of ``ItemTensors``, with offsets from the begin of the item."""
+
+    kind: int
+    offset: int
+    record_offset: int
+    record_nbytes: int
+    crc: int
 
 
 class _Ends(NamedTuple):
@@ -87,7 +88,7 @@ class _Template(NamedTuple):
     """The structure of one item: the ``words`` at ``places``, offsets from its begin, under their ``masks``.
 
     They are what comes before the data and, from number ``head`` on, the central directory, both without the checksums
-    that differ from item to item. ``crc_at``: where the data's checksum is; ``tensor``: with offsets from the begin.
+    that differ from item to item. ``crc_at``: where the data's checksum is.
     """
 
     places: Int64Array
@@ -95,7 +96,7 @@ class _Template(NamedTuple):
     masks: npt.NDArray[np.uint64]
     head: int
     crc_at: int
-    tensor: ItemTensor
+    tensor: _ItemTensor
 
 
 class Structures:
@@ -127,31 +128,19 @@ class Structures:
 class ItemReader:
     """Reads the items of one DCP file. ``reading``: the number of the item that could not be read, after an error."""
 
-    def __init__(self, source: ByteSource, structures: Structures | None = None) -> None:
+    def __init__(self, source: ByteSource, structures: Structures) -> None:
         self._source = source
-        self._known = structures if structures is not None else Structures()
+        self._known = structures
         self.reading = 0
-
-    def tensor(self, begin: int, end: int) -> ItemTensor:
-        """The tensor in the item at bytes [begin, end). Raises what ``tensors`` raises."""
-        found = self.tensors(np.array([begin], np.int64), np.array([end - begin], np.int64))
-        crc = int(found.crc[0])
-        return ItemTensor(
-            *self._known.kinds[int(found.kind[0])],
-            int(found.offset[0]),
-            int(found.record_offset[0]),
-            int(found.record_nbytes[0]),
-            crc if crc >= 0 else None,
-        )
 
     def tensors(self, begin: Int64Array, length: Int64Array) -> ItemTensors:
         """The tensors in the items of ``length`` bytes at ``begin``; quickest in the order of the file.
 
         Raises SourceCorruptError when an item is damaged or holds no tensor, SourceUnsupportedError when it is no
-        strided tensor, and what ``zip.read_directory`` and ``pickle.read.load`` raise.
+        strided tensor, and what ``zip.read_directory`` and ``pickle.load`` raise.
         """
-        inside = (begin >= 0) & (length > 0) & (begin <= self._source.nbytes - np.minimum(length, self._source.nbytes))
-        inside &= length <= self._source.nbytes
+        nbytes = self._source.nbytes
+        inside = (begin >= 0) & (length > 0) & (length <= nbytes) & (begin <= nbytes - np.minimum(length, nbytes))
         if not inside.all():
             self.reading = first = int(np.argmin(inside))
             raise self._outside(int(begin[first]), int(begin[first] + length[first]))
@@ -177,49 +166,52 @@ class ItemReader:
                 if tried == len(templates):
                     number = int(left[0])
                     self.reading = rows.start + number
-                    self._parse(found, int(begin[self.reading]), int(length[self.reading]), ends.of(number))
+                    tensor = self._parse(int(begin[self.reading]), int(length[self.reading]), ends.of(number))
+                    self._put(found, tensor, begin, left[:1] + rows.start, tensor.crc)
                     left = left[1:]
                 for template in templates[tried:]:
                     fits = ends.match(template, left)
-                    self._put(found, template, begin, rows.start + left[fits], ends.crcs(template, left[fits]))
+                    crcs = ends.crcs(template, left[fits])
+                    self._put(found, template.tensor, begin, left[fits] + rows.start, crcs)
                     left = left[~fits]
                 tried = len(templates)
 
     def _put(
-        self, found: ItemTensors, template: _Template, begin: Int64Array, rows: Int64Array, crcs: Int64Array
+        self,
+        found: ItemTensors,
+        tensor: _ItemTensor,
+        begin: Int64Array,
+        rows: npt.NDArray[np.intp],
+        crcs: Int64Array | int,
     ) -> None:
-        """Put down the template's tensor for some items, with their own checksums."""
-        dtype, shape, stride, offset, record_offset, record_nbytes, crc = template.tensor
-        found.kind[rows] = self._known.kind(dtype, shape, stride)
-        found.offset[rows] = begin[rows] + offset
-        found.record_offset[rows] = begin[rows] + record_offset
-        found.record_nbytes[rows] = record_nbytes
-        if crc is not None:
+        """Put down ``tensor`` for some items, with their own checksums."""
+        found.kind[rows] = tensor.kind
+        found.offset[rows] = begin[rows] + tensor.offset
+        found.record_offset[rows] = begin[rows] + tensor.record_offset
+        found.record_nbytes[rows] = tensor.record_nbytes
+        if tensor.crc >= 0:
             found.crc[rows] = crcs
 
-    def _parse(self, found: ItemTensors, begin: int, length: int, ends: _Ends) -> None:
+    def _parse(self, begin: int, length: int, ends: _Ends) -> _ItemTensor:
         """Parse the item's zip directory and pickle: the slow path."""
         records = self._records(begin, length, ends)
         pickled = records.get("data.pkl")
         if pickled is None:
             raise self._no_tensor(begin, "no data.pkl")
-        data = read_pickle(self._source, pickled, summed=any(entry.crc for entry in records.values()))
+        summed = any(entry.crc for entry in records.values())
+        data = read_pickle(self._source, pickled, summed=summed)
         pickles = self._known.pickles
         described = pickles.get(data)
         if described is None or described.record not in records or records[described.record].nbytes < described.last:
             described = pickles[data] = self._describe(data, records, begin)
         record, held = records[described.record], described.tensor
-        dtype, shape, stride = held.dtype, held.shape, held.stride
-        crc = record.crc if any(entry.crc for entry in records.values()) else None
-        at = self.reading
-        found.kind[at] = self._known.kind(dtype, shape, stride)
-        found.offset[at], found.record_offset[at] = record.offset + described.first, record.offset
-        found.record_nbytes[at], found.crc[at] = record.nbytes, -1 if crc is None else crc
+        kind = self._known.kind(held.dtype, held.shape, held.stride)
         data_at = record.offset - begin
-        tensor = ItemTensor(dtype, shape, stride, data_at + described.first, data_at, record.nbytes, crc)
+        tensor = _ItemTensor(kind, data_at + described.first, data_at, record.nbytes, record.crc if summed else -1)
         template = _template(tensor, f"/{described.record}", length, ends)
         if template is not None:
             self._known.remember(length, template)
+        return tensor
 
     def _records(self, begin: int, length: int, ends: _Ends) -> Mapping[str, ZipRecord]:
         if length > _SMALL:
@@ -329,12 +321,9 @@ def _requests(
     return at, zip(place.tolist(), offset.tolist(), (last - offset).tolist(), strict=False), int(place[-1])
 
 
-def _template(made: ItemTensor, record: str, length: int, ends: _Ends) -> _Template | None:
-    """What the next item of this length is compared with; None when the bytes at hand do not hold the structure.
-
-    ``made``: the tensor, its offsets from the begin of the item.
-    """
-    data_at = made.record_offset
+def _template(tensor: _ItemTensor, record: str, length: int, ends: _Ends) -> _Template | None:
+    """What the next item of this length is compared with; None when the bytes at hand do not hold the structure."""
+    data_at = tensor.record_offset
     head = ends.head[:data_at]
     end_record = ends.tail_at + length - _END_RECORD.size
     signature, _, size, start, comment = _END_RECORD.unpack_from(ends.tail, end_record)
@@ -359,7 +348,7 @@ def _template(made: ItemTensor, record: str, length: int, ends: _Ends) -> _Templ
     opening = _words([(0, head[:local]), (local + 4, head[local + 4 :])])
     rows = [*opening, *_words(runs)]
     places, words, masks = (np.array(column) for column in zip(*rows, strict=True))
-    return _Template(places, words, masks, len(opening), crc_at, made)
+    return _Template(places, words, masks, len(opening), crc_at, tensor)
 
 
 def _words(runs: _Runs) -> list[tuple[np.int64, np.uint64, np.uint64]]:
