@@ -175,7 +175,7 @@ def journal(bench: Bench) -> Row:
     """What the journal costs: the same conversion with a journal that is synced, and with one that never is."""
     source, target = bench.make("full", bench.options.size, ".pt"), bench.path("out")
     words = ["convert", source, target, "--quiet", "--to", "sharded", "--world-size", "4"]
-    run = "from fsdpckpt.execute import journal; {}; from fsdpckpt.cli.main import main; main()"
+    run = "from fsdpckpt.execute import journal; {}; from fsdpckpt.cli import main; main()"
     with_it, without = (run.format(code) for code in ("journal.SYNC_SECONDS", "journal.SYNC_SECONDS = 1e6"))
     contenders = [
         Contender("fsdpckpt", [sys.executable, "-c", with_it, *words]),

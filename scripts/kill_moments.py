@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fsdpckpt.cli.main import main as fsdpckpt
+from fsdpckpt.cli import main as fsdpckpt
 from fsdpckpt.converters import pipeline  # noqa: F401  # loaded before the forks
 from fsdpckpt.execute import journal
 

@@ -26,7 +26,7 @@ from memory_groups import Group, NoGroup, group_of
 
 MIB = 1 << 20
 PROGRAM = [sys.executable, "-m", "fsdpckpt"]
-BUFFERED = [sys.executable, "-c", "import os; del os.O_DIRECT; from fsdpckpt.cli.main import main; main()"]
+BUFFERED = [sys.executable, "-c", "import os; del os.O_DIRECT; from fsdpckpt.cli import main; main()"]
 SHARDED = ["--to", "sharded", "--buffers", "none", "--world-size"]
 FLATTENED = ["--to", "flattened", "--world-size", "3", "--unit", "none", "--buffers", "none", "--use-orig-params"]
 ROW = 1024  # elements

@@ -1,20 +1,113 @@
-"""The command line. Until a command works, a signal just ends the process: imports nothing that takes time."""
+"""The command line: options in, one call of the API, an exit code out.
+
+Until a command works, a signal just ends the process; what takes time to import is imported after that.
+"""
+
+from __future__ import annotations
 
 import _signal as signal  # type: ignore[import-not-found]  # without the time that signal's enums take
 import os
+import sys
+
+TYPE_CHECKING = False  # typing's own, without the time that importing it takes
+if TYPE_CHECKING:
+    from fsdpckpt.cli.output import Output
+
+NEAR = 0.8  # likeness of a mistyped option to one that is suggested: --verbose is not --overwrite
 
 
-def end_on_signals() -> None:
-    """From now on a signal ends the process at once, with one line and exit code 130: nothing has been begun yet.
-
-    An exception would be lost where Python cannot raise one, in the middle of an import.
-    """
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+def main() -> None:
+    """Run the command line and exit with the contract's code."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # until the command has loaded what it needs, and catches them
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
+    from contextlib import suppress
+
+    from fsdpckpt.cli.errors import Interruption, guarded, ignore_signals
+    from fsdpckpt.process import process_role, started_as_worker
+
+    worker = False
+    try:
+        from fsdpckpt.cli.output import Output
+
+        worker = process_role.worker = sys.argv[1:2] == ["convert"] and started_as_worker()
+        output = Output(as_json="--json" in sys.argv[1:], quiet=False)
+        code = guarded(output, lambda: _run(output))
+    except Interruption:
+        ignore_signals()
+        sys.stderr.write("error: interrupted\n")
+        code = 130
+    if worker or process_role.lost:  # torch's threads may abort an orderly end, or hang when their group failed
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # nobody listens any more
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _end(_number: int, _frame: object) -> None:
+    """End the process at once, with one line and exit code 130: nothing has been begun yet.
+
+    An exception would be lost where Python cannot raise one, in the middle of an import.
+    """
     os.write(2, b"error: interrupted\n")
     os._exit(130)
+
+
+def _run(output: Output) -> int:
+    import typer
+
+    from fsdpckpt.cli.app import USAGE_ERRORS, app
+    from fsdpckpt.cli.errors import report
+    from fsdpckpt.errors import InterruptedRunError
+
+    try:
+        code = app(prog_name="fsdpckpt", standalone_mode=False)  # also for python -m: completion is by name
+    except typer.Abort:
+        return report(output, InterruptedRunError("while reading the command line"))
+    except USAGE_ERRORS as error:
+        return report(output, _usage(error))
+    return code if isinstance(code, int) else 0
+
+
+def _usage(error: BaseException) -> BaseException:
+    """A typer usage error in the form of this program's."""
+    from fsdpckpt.errors import UsageError
+
+    unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
+    said = str(getattr(error, "format_message", lambda: str(error))()).rstrip(".")
+    what = f"there is no option {unknown}" if unknown else said[:1].lower() + said[1:]
+    expected = _expected(error, said)
+    return UsageError(what, expected=expected, next_step=_meant_option(error, unknown) if unknown else None)
+
+
+def _expected(error: BaseException, said: str) -> str | None:
+    """The commands, where one was meant, and the arguments of a command that lacks some."""
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return None
+    if said.startswith("No such command"):
+        return ", ".join(context.command.list_commands(context))
+    if said.startswith("Missing argument"):
+        return " ".join((context.command_path, *context.command.collect_usage_pieces(context)[1:]))
+    return None
+
+
+def _meant_option(error: BaseException, unknown: str) -> str | None:
+    """What was meant by an option that does not exist."""
+    from difflib import get_close_matches
+
+    from fsdpckpt.errors import to_copy
+    from fsdpckpt.option_fields import synonym
+    from fsdpckpt.options import ConvertOptions
+
+    meant = synonym([ConvertOptions], unknown.lstrip("-")) if sys.argv[1:2] == ["convert"] else None
+    if meant is not None:
+        return f"{meant.flag}: {meant.option.help_text}"
+    if unknown == "--version":
+        return to_copy("this shows the version", "fsdpckpt --version")
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    known = [flag for one in getattr(command, "params", ()) for flag in (*one.opts, *one.secondary_opts)]
+    near = get_close_matches(unknown, known, n=1, cutoff=NEAR)
+    return f"did you mean {near[0]}?" if near else None

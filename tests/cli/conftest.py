@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdpckpt.cli.main import main
+from fsdpckpt.cli import main
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def test_a_signal_to_the_process_is_130(tmp_path: Path, number: int) -> None:
         "    time.sleep(60)\n"
         "fsdpckpt.api.inspect = slow\n"
         "sys.argv = ['fsdpckpt', 'inspect', 'x']\n"
-        "from fsdpckpt.cli.main import main\n"
+        "from fsdpckpt.cli import main\n"
         "main()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -199,7 +199,7 @@ def test_help_and_inspect_start_quickly_and_import_nothing_heavy(saved: Path) ->
     code = (
         "import sys\n"
         "sys.argv = ['fsdpckpt', *sys.argv[1:]]\n"
-        "from fsdpckpt.cli.main import main\n"
+        "from fsdpckpt.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "heavy = ('torch', 'rich', 'numpy', 'fsspec', 'jinja2')\n"

@@ -94,7 +94,7 @@ def test_bash_completes_the_values_of_every_option_that_lists_them(
 
 def test_completion_works_in_a_shell() -> None:
     environment = {"_FSDPCKPT_COMPLETE": "complete_bash", "COMP_WORDS": "fsdpckpt convert --dtype b", "COMP_CWORD": "3"}
-    program = "import sys; sys.argv = ['fsdpckpt']; from fsdpckpt.cli.main import main; main()"
+    program = "import sys; sys.argv = ['fsdpckpt']; from fsdpckpt.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, **environment},

@@ -229,7 +229,7 @@ def test_ctrl_c_while_the_program_loads_shows_no_traceback(saved: Path, imports:
         "        if not self.left: os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Finder())\n"
         f"sys.argv = ['fsdpckpt', 'inspect', {str(saved)!r}]\n"
-        "from fsdpckpt.__main__ import main\n"
+        "from fsdpckpt.cli import main\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)

@@ -32,7 +32,7 @@ def test_an_interrupt_with_json_is_a_document(run: Run, saved: Path, monkeypatch
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_the_program_still_loads_is_130(number: int) -> None:
     code = (
-        "import os, sys, fsdpckpt.cli.main as program\n"
+        "import os, sys, fsdpckpt.cli as program\n"
         "class Slow:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name == 'fsdpckpt.cli.app':\n"
@@ -63,7 +63,7 @@ def test_a_signal_in_the_middle_of_a_conversion_leaves_what_resume_needs_and_not
         "WritableFile.write = stop\n"
         f"sys.argv = ['fsdpckpt', 'convert', {str(tmp_path / 'a.pt')!r}, {str(tmp_path / 'out' / 'dst')!r},"
         " '--to', 'sharded']\n"
-        "from fsdpckpt.cli.main import main\n"
+        "from fsdpckpt.cli import main\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -105,7 +105,7 @@ def test_two_state_dicts_that_differ_are_told_apart_in_every_way() -> None:
 
 def test_offline_parts_import_no_torch_and_no_communication() -> None:
     code = (
-        "import sys, fsdpckpt, fsdpckpt.cli.main, fsdpckpt.converters.pipeline, fsdpckpt.verify.integrity\n"
+        "import sys, fsdpckpt, fsdpckpt.cli.app, fsdpckpt.converters.pipeline, fsdpckpt.verify.integrity\n"
         "assert 'torch' not in sys.modules\n"
         "torch_free = {'protocol', 'solo', 'liveness'}\n"
         "comm = {name.split('.')[2] for name in sys.modules if name.startswith('fsdpckpt.comm.')}\n"

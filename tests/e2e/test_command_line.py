@@ -129,7 +129,7 @@ def test_verify_finds_nothing_wrong_with_what_pytorch_saved(run: Run, oracle: Or
 
 def test_the_module_is_the_program_and_neither_imports_torch(oracle: Oracle) -> None:
     code = (
-        "import sys; from fsdpckpt.cli.main import main\n"
+        "import sys; from fsdpckpt.cli import main\n"
         "try: main()\n"
         "except SystemExit as end: assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules"

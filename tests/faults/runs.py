@@ -27,7 +27,7 @@ def hooked(self, *arguments):
     write(self, *arguments)
 if "HOOK" in os.environ:
     WritableFile.write = hooked
-from fsdpckpt.cli.main import main
+from fsdpckpt.cli import main
 main()
 """
 SMALL = ["--threads", "2", "--max-memory", "1MiB"]  # many windows
