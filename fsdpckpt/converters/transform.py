@@ -34,9 +34,9 @@ from fsdpckpt.options import ConvertOptions, MissingState
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
-from fsdpckpt.transform.key_type import apply_key_type, key_type_of
 from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, require_complete
 from fsdpckpt.transform.placements import Like, Rules, TargetMesh, place, place_rest
+from fsdpckpt.transform.rekey import apply_key_type, key_type_of
 from fsdpckpt.transform.selection import (
     SHOWN,
     differing_copies,

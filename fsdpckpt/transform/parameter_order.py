@@ -55,6 +55,51 @@ class ParameterOrder:
         return replace(self, shapes={name: known[name] for name in self.names if name in known})
 
 
+def parameter_orders(
+    checkpoint: Checkpoint,
+    *,
+    units: Units | None,
+    reference: Checkpoint | None,
+    parameters: Sequence[str] | None,
+    buffers: tuple[str, ...] = (),
+) -> list[ParameterOrder]:
+    """Every source that states an order, the one to use first: those that do not keep the order come last."""
+    held = units if units is not None else checkpoint.units
+    like = _known_names(checkpoint)
+    orders: list[ParameterOrder | None] = []
+    if held is not None:
+        beside = held is checkpoint.units and checkpoint.units_from
+        orders.append(from_units(held, f"the units of {checkpoint.units_from}" if beside else "the units"))
+    if checkpoint.optim is not None:
+        orders.append(from_param_names(checkpoint.optim, like))
+    if parameters is not None:
+        orders.append(from_list(parameters, like=like))
+    keyed = _keyed_names(checkpoint).union(*(order.names for order in orders if order is not None))
+    scalars = checkpoint.optim is not None and has_scalars(checkpoint.optim)
+    if reference is not None:
+        about = f"the reference {reference.source}"
+        orders.append(from_model(reference, about, buffers, like, keyed, scalars=scalars))
+    about = "the checkpoint's own model section"
+    orders.append(from_model(checkpoint, about, buffers, keyed=keyed, scalars=scalars))
+    known = [order for order in orders if order is not None]
+    return sorted(known, key=lambda order: not order.ordered)
+
+
+def _known_names(checkpoint: Checkpoint) -> list[str]:
+    """The names that the checkpoint itself uses."""
+    if checkpoint.model is not None:
+        return list(checkpoint.model.params)
+    return [key for key in checkpoint.optim.state if isinstance(key, str)] if checkpoint.optim is not None else []
+
+
+def _keyed_names(checkpoint: Checkpoint) -> set[str]:
+    """The names that the optimizer has states or groups for."""
+    if checkpoint.optim is None:
+        return set()
+    listed = checkpoint.optim.grouped_keys()
+    return {clean(key) for key in (*checkpoint.optim.state, *listed) if isinstance(key, str)}
+
+
 def from_units(units: Units, source: str) -> ParameterOrder:
     """The order in a units file, which also has shapes, groups and shared names."""
     params = units.params()

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, ParamKey, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.text import plural
@@ -24,9 +25,51 @@ from fsdpckpt.transform.parameter_order import (
     StateShapes,
     contradictions,
     fits,
+    parameter_orders,
     shaped_states,
     shapes_of_states,
 )
+
+
+def apply_key_type(
+    checkpoint: Checkpoint,
+    key_type: KeyType | None,
+    *,
+    units: Units | None,
+    reference: Checkpoint | None,
+    parameters: Sequence[str] | None,
+    buffers: Sequence[str] = (),
+) -> Checkpoint:
+    """``checkpoint`` with its optimizer keyed as ``key_type`` says; None leaves the keys as they are.
+
+    ``units``: those of the source or of ``--units``; when None, those beside the checkpoint. ``reference``: a
+    checkpoint whose model section states names, shapes and order. ``parameters``: names in the order of
+    ``model.parameters()``. ``buffers``: globs of model keys that are not parameters.
+
+    Raises NeedsInformationError when nothing states the order, or what does leaves several answers, and
+    SourceCorruptError when the sources contradict the optimizer or each other.
+    """
+    optim = checkpoint.optim
+    if optim is None or key_type is None or optim.key_type is None or key_type == key_type_of(optim):
+        return checkpoint
+    orders = parameter_orders(
+        checkpoint, units=units, reference=reference, parameters=parameters, buffers=tuple(buffers)
+    )
+    if not orders:
+        raise NeedsInformationError(
+            f"nothing in {checkpoint.source} says which parameter each optimizer "
+            + ("id is" if key_type == "name" else "name's id is"),
+            why="it has no model section, and its param groups have no param_names",
+            next_step="add --reference PATH (a checkpoint of this model), --parameters FILE (the names of "
+            "model.parameters(), one per line) or --units FILE",
+        )
+    first, *others = orders
+    return to_names(checkpoint, first, others) if key_type == "name" else to_ids(checkpoint, first, others)
+
+
+def key_type_of(optim: OptimState) -> KeyType:
+    """How ``optim`` is keyed."""
+    return "id" if is_keyed_by_id(optim) else "name"
 
 
 def is_keyed_by_id(optim: OptimState) -> bool:

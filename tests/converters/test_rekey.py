@@ -17,7 +17,8 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.transform.key_type import apply_key_type, parameter_orders
+from fsdpckpt.transform.parameter_order import parameter_orders
+from fsdpckpt.transform.rekey import apply_key_type
 from tests.oracle import toy
 from tests.oracle.session import Oracle
 

@@ -13,7 +13,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, Pa
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.transform.key_type import apply_key_type, parameter_orders
+from fsdpckpt.transform.parameter_order import parameter_orders
+from fsdpckpt.transform.rekey import apply_key_type
 from tests.flat.flat_synthetic import checkpoint, named, sharded_model, whole
 
 PARAMS = (named("w", 5, 3), named("b", 5), named("v", 2, 5))
