@@ -83,9 +83,9 @@ def execute(
     with group.step("agree on the plan", agree=job.digest() if several else ""):
         pass
     resumed, written = resume(group, job, locate, threads, progress)
-    own = sum(segment.end - segment.begin for segment in job.segments if segment.owner == group.rank)
+    owned_bytes = sum(segment.end - segment.begin for segment in job.segments if segment.owner == group.rank)
     kept = sum(nbytes for file in resumed.values() for _, nbytes, _ in file.parts)
-    progress.begin("compare" if compare else "copy", own - kept)
+    progress.begin("compare" if compare else "copy", owned_bytes - kept)
     with group.step("find routes"), group.heartbeat():
         run = _Run(
             group, job, visible, sources, locate, threads, progress, recorder, finished or Finished(), resumed, written,
@@ -267,7 +267,7 @@ class _Run:
         with group.step("read the rest of records"):
             sums = [
                 (file, record, offset, nbytes, sum_of(self._source(file), offset, nbytes, group.beat))
-                for file, record, offset, nbytes in self._own(ranges)
+                for file, record, offset, nbytes in self._shared_out(ranges)
             ]
         everyone = cast("list[list[SourcePart]]", group.all_gather_objects(sums, name="sums"))
         with group.step("compare checksums"):
@@ -281,15 +281,15 @@ class _Run:
         group, job = self.group, self.job
         if not len(job.claims) and not has_gaps(job.plan):
             return
-        found: object = None
+        unproved_ranges: object = None
         if group.rank == 0:
             with group.heartbeat():
-                found = unproved(self.check, job.plan, self.finished.received_ranges())
-        records = self._own(cast("list[SourceRecord]", group.broadcast_object(found)))
+                unproved_ranges = unproved(self.check, job.plan, self.finished.received_ranges())
+        records = self._shared_out(cast("list[SourceRecord]", group.broadcast_object(unproved_ranges)))
         with group.step("read again what no sum proves"):
             reread(records, job.files, self.sources, group.beat)
 
-    def _own(self, ranges: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    def _shared_out(self, ranges: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
         """Those that this rank reads. Of each range the source file is first: the ranks that see it take turns."""
         seers = [np.flatnonzero(self.visible[file]) for file, *_ in ranges]
         return [
@@ -393,15 +393,15 @@ def resume(
             resumed = {number: back.close() for number, back in backs.items()}
         progress.end()
     lost: set[tuple[int, int]] = set()
-    own: list[list[int]] = []
+    missing: list[list[int]] = []
     for number, each in resumed.items():
         there = set(each.ranges)
-        own += [[number, begin] for begin, end, _ in claims[number] if (begin, end) not in there]
-    for theirs in cast("list[list[list[int]]]", group.all_gather_objects(own, name="what is there")):
+        missing += [[number, begin] for begin, end, _ in claims[number] if (begin, end) not in there]
+    for theirs in cast("list[list[list[int]]]", group.all_gather_objects(missing, name="what is there")):
         lost |= {(number, begin) for number, begin in theirs}
     written = {
-        number: [Range(begin, end) for begin, end, _ in found if (number, begin) not in lost]
-        for number, found in claims.items()
+        number: [Range(begin, end) for begin, end, _ in windows if (number, begin) not in lost]
+        for number, windows in claims.items()
     }
     return resumed, written
 

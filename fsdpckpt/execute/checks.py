@@ -331,10 +331,10 @@ def unproved(check: SourceCheck, plan: Plan, received: Mapping[int, Sequence[Ran
     for file in plan.files:
         copies = file.copies
         _add(spans, copies, plan.source_bytes(copies.width, copies.cast), _gapped(plan, copies))
-    found: list[SourceRecord] = []
+    records: list[SourceRecord] = []
     for source, several in sorted(spans.items()):
-        found += check.unproved(source, *np.concatenate(several, axis=1))
-    return found
+        records += check.unproved(source, *np.concatenate(several, axis=1))
+    return records
 
 
 def _add(spans: dict[int, list[Int64Array]], copies: Copies, width: Int64Array, wanted: npt.NDArray[np.bool_]) -> None:
@@ -346,10 +346,10 @@ def _add(spans: dict[int, list[Int64Array]], copies: Copies, width: Int64Array, 
 
 
 def _gapped(plan: Plan, copies: Copies) -> npt.NDArray[np.bool_]:
-    found: npt.NDArray[np.bool_] = (copies.rows > 1) & (
+    gapped: npt.NDArray[np.bool_] = (copies.rows > 1) & (
         copies.source_pitch != plan.source_bytes(copies.width, copies.cast)
     )
-    return found
+    return gapped
 
 
 def sum_of(source: ByteSource, offset: int, nbytes: int, moved: Callable[[], None]) -> int:

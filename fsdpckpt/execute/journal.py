@@ -194,12 +194,12 @@ class Finished:
 
     def claims(self) -> dict[int, list[Claim]]:
         """By file: the windows in order, disjoint. Of two that overlap (one was written again) the first is used."""
-        found: dict[int, list[Claim]] = {}
+        by_file: dict[int, list[Claim]] = {}
         for (file, begin, end), crc in sorted(self.crcs.items(), key=lambda item: (*item[0][:2], -item[0][2])):
-            own = found.setdefault(file, [])
-            if begin < end and (not own or own[-1][1] <= begin):
-                own.append(Claim(begin, end, crc))
-        return found
+            windows = by_file.setdefault(file, [])
+            if begin < end and (not windows or windows[-1][1] <= begin):
+                windows.append(Claim(begin, end, crc))
+        return by_file
 
 
 def joined(several: Sequence[Finished]) -> Finished:

@@ -233,9 +233,9 @@ def _close_together(
 
 
 def _read(file: WritableFile, begin: int, nbytes: int) -> Bytes:
-    found = bytearray(nbytes)
-    file.read_into(begin, memoryview(found))
-    return np.frombuffer(found, np.uint8)
+    content = bytearray(nbytes)
+    file.read_into(begin, memoryview(content))
+    return np.frombuffer(content, np.uint8)
 
 
 class LatePlaces:
@@ -308,10 +308,10 @@ class _ExistingFile(WritableFile):
                 raise target_differs(path)
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
-        found = memoryview(bytearray(len(data)))
-        self.read_into(offset, found)
-        self._late.clear(offset, found)
-        if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(data, np.uint8)):
+        there = memoryview(bytearray(len(data)))
+        self.read_into(offset, there)
+        self._late.clear(offset, there)
+        if not np.array_equal(np.frombuffer(there, np.uint8), np.frombuffer(data, np.uint8)):
             raise target_differs(self.path)
 
     def sync(self) -> None:

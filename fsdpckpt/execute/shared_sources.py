@@ -39,9 +39,9 @@ def serve_sources(group: Group, *, roots: Mapping[str, str] | None = None) -> No
             what, path, offset, nbytes = cast("Question", group.receive_object(source=0))
             if what == "done":
                 return
-            for root, own in (roots or {}).items():
+            for root, resolved in (roots or {}).items():
                 if path == root or path.startswith(f"{root}/"):
-                    path = own + path[len(root) :]
+                    path = resolved + path[len(root) :]
             try:
                 answer: object = _answer(sources, what, path, offset, nbytes)
             except (FsdpckptError, OSError) as error:  # raised on rank 0, as if its own disk had failed
@@ -88,26 +88,26 @@ class UnionSources(Sources):
             raise decode_error(answer)
         return answer
 
-    def _union(self, what: str, path: str, own: list[Entry], join: str) -> list[Entry]:
-        found = {entry.name: entry for entry in own}
+    def _union(self, what: str, path: str, entries: list[Entry], join: str) -> list[Entry]:
+        by_name = {entry.name: entry for entry in entries}
         for rank in range(1, self._group.world_size):
             for name, nbytes, directory in cast("list[tuple[str, int, bool]]", self.ask(rank, what, path)):
-                if name not in found:
-                    found[name] = Entry(name, f"{join}{name}" if join else path, nbytes, directory)
-                    self._holders[found[name].path] = rank
-        return [found[name] for name in sorted(found)]
+                if name not in by_name:
+                    by_name[name] = Entry(name, f"{join}{name}" if join else path, nbytes, directory)
+                    self._holders[by_name[name].path] = rank
+        return [by_name[name] for name in sorted(by_name)]
 
     def stat(self, path: str) -> Entry | None:
-        own = super().stat(path)
-        if own is not None or self._group.world_size == 1:
-            return own
+        entry = super().stat(path)
+        if entry is not None or self._group.world_size == 1:
+            return entry
         return next(iter(self._union("stat", path, [], "")), None)
 
     def list_directory(self, path: str) -> list[Entry]:
         if self._group.world_size == 1 or is_url(path):
             return super().list_directory(path)
-        own = super().list_directory(path) if os.path.isdir(path) else []
-        return self._union("list", path, own, os.path.join(path, ""))
+        entries = super().list_directory(path) if os.path.isdir(path) else []
+        return self._union("list", path, entries, os.path.join(path, ""))
 
     def open(self, path: str) -> ByteSource:
         self.opened.setdefault(path)
@@ -196,7 +196,7 @@ def _identity(path: str, sources: Sources) -> bytes:
     return total.digest()
 
 
-def find_visible(paths: Sequence[str], found: Sequence[Sequence[bytes]]) -> npt.NDArray[np.bool_]:
+def find_visible(paths: Sequence[str], identities: Sequence[Sequence[bytes]]) -> npt.NDArray[np.bool_]:
     """``visible[path, worker]`` from every worker's ``content_identities``.
 
     Raises SourceCorruptError that lists every path under which workers see different files, or nobody sees one.
@@ -204,7 +204,7 @@ def find_visible(paths: Sequence[str], found: Sequence[Sequence[bytes]]) -> npt.
     wrong: list[str] = []
     for number, path in enumerate(paths):
         seen: dict[bytes, list[int]] = {}
-        for worker, identity in enumerate(column[number] for column in found):
+        for worker, identity in enumerate(column[number] for column in identities):
             seen.setdefault(identity, []).append(worker)
         seen.pop(b"", None)
         if len(seen) != 1:
@@ -218,7 +218,9 @@ def find_visible(paths: Sequence[str], found: Sequence[Sequence[bytes]]) -> npt.
             why="each machine has a file of this name on its own disk, and they are not the same",
             next_step="remove the ones that do not belong to this checkpoint, or copy the right ones over them",
         )
-    return np.asarray([[bool(identity) for identity in column] for column in found], bool).reshape(-1, len(paths)).T
+    return (
+        np.asarray([[bool(identity) for identity in column] for column in identities], bool).reshape(-1, len(paths)).T
+    )
 
 
 def _workers(workers: Sequence[int]) -> str:

@@ -68,9 +68,9 @@ def read_scales(
             next_step=_OTHERS,
         )
     slices = layout.slices()
-    pieces = {
-        (rank, index): piece
-        for rank, index, *piece in zip(
+    slice_of = {
+        (rank, index): place
+        for rank, index, *place in zip(
             *(c.tolist() for c in (slices.rank, slices.param, slices.begin, slices.count, slices.offset)), strict=True
         )
     }
@@ -78,13 +78,13 @@ def read_scales(
     for index, param in enumerate(unit.params):
         if param.name not in names:
             continue
-        found = []
+        located = []
         for rank, file, offset in rows:
-            begin, count, at = pieces.get((rank % layout.shards, index), (0, 0, 0))
+            begin, count, at = slice_of.get((rank % layout.shards, index), (0, 0, 0))
             if count:
                 skipped = 0 if orig else at // block
-                found.append((rank, file, offset + skipped * leaf.dtype.itemsize, begin // block, -(-count // block)))
-        columns = list(zip(*found, strict=True)) or [()] * 5
+                located.append((rank, file, offset + skipped * leaf.dtype.itemsize, begin // block, -(-count // block)))
+        columns = list(zip(*located, strict=True)) or [()] * 5
         chunks = Chunks.rows(
             ndim=1, rank=columns[0], file=columns[1], offset=columns[2],
             start=[(start,) for start in columns[3]], size=[(size,) for size in columns[4]],

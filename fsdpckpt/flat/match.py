@@ -90,9 +90,9 @@ class _Matching:
         self.flat_optimizer = is_sliced(checkpoint, units)
 
     def contradictions(self) -> Iterator[str]:
-        recorded = self.units.world_size
-        if recorded is not None and recorded != self.world_size:
-            yield f"the units were recorded on {recorded} ranks, the checkpoint has {self.world_size}"
+        saved_on = self.units.world_size
+        if saved_on is not None and saved_on != self.world_size:
+            yield f"the units were recorded on {saved_on} ranks, the checkpoint has {self.world_size}"
         if self.world_size % self.shard_size:
             groups = plural(self.shard_size, "rank")
             yield f"sharding groups of {groups} do not divide {plural(self.world_size, 'rank')}"

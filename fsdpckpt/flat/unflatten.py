@@ -67,8 +67,8 @@ def _model(model: ModelState, match: FlatMatch, notes: list[Note]) -> ModelState
             params[later] = params[first]
     # LOCAL_STATE_DICT has the innermost units first: the order of model.parameters() is what others rely on.
     params = {name: params[name] for name in dict.fromkeys([*match.units.parameters, *params]) if name in params}
-    found = f"{plural(len(sharded), 'parameter', 'were')} found in {plural(len(by_key), 'flat parameter')}"
-    notes.append(Note("unflattened", f"model: {found}"))
+    counted = f"{plural(len(sharded), 'parameter', 'were')} found in {plural(len(by_key), 'flat parameter')}"
+    notes.append(Note("unflattened", f"model: {counted}"))
     return ModelState(params, model.metadata)
 
 

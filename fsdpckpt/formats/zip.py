@@ -298,15 +298,15 @@ class ChecksumPlaces(NamedTuple):
 
 def checksum_places(directory: bytes) -> list[ChecksumPlaces] | None:
     """Of each record in the bytes of a ``directory``; None when they are none."""
-    found: list[ChecksumPlaces] = []
+    places: list[ChecksumPlaces] = []
     at = 0
     while at + _CENTRAL_SIZE <= len(directory):
         _, n_name, n_extra, n_comment = _CENTRAL_LENGTHS.unpack_from(directory, at)
         name = directory[at + _CENTRAL_SIZE : at + _CENTRAL_SIZE + n_name].decode(errors="replace")
         header = int.from_bytes(directory[at + _HEADER_AT : at + _HEADER_AT + 4], "little")
-        found.append(ChecksumPlaces(name, at + _CRC_AT, header + _LOCAL_CRC_AT))
+        places.append(ChecksumPlaces(name, at + _CRC_AT, header + _LOCAL_CRC_AT))
         at += _CENTRAL_SIZE + n_name + n_extra + n_comment
-    return found if at == len(directory) else None
+    return places if at == len(directory) else None
 
 
 def _explain_no_zip(source: ByteSource, begin: int, stop: int) -> NoReturn:

@@ -255,10 +255,10 @@ def fatal(problems: Iterable[Problem], *, source: str = "the checkpoint") -> Sou
     first = wrong[0]
     one, what, why, next_step = _class_of({problem.kind for problem in wrong}, source)
     for problem in wrong if {problem.kind for problem in wrong} == {"replica"} else ():
-        own = _OWN.get((problem.key or "").rpartition(".")[2])
-        if own is not None:
+        reason = _OWN.get((problem.key or "").rpartition(".")[2])
+        if reason is not None:
             one, what = SourceUnsupportedError, f"{source} holds optimizer states that each rank keeps for itself"
-            why, next_step = own, "--only model converts the model alone"
+            why, next_step = reason, "--only model converts the model alone"
     if first.kind == "missing-section":
         present = Section.MODEL if first.section is Section.OPTIM else Section.OPTIM
         why = "the copy or the save did not finish"

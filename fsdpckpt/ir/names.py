@@ -107,7 +107,7 @@ class SourceNames:
     def wrapped(self) -> bool:
         """Whether any name has the prefix of a wrapper."""
         names = (self.model, self.optim)
-        return bool(self.leading) or any(own != name for each in names for name, own in each.items())
+        return bool(self.leading) or any(wrapped != name for each in names for name, wrapped in each.items())
 
     def of_model(self, name: str) -> str:
         return self.model.get(name, self.leading + name)
@@ -120,8 +120,8 @@ class SourceNames:
         """``checkpoint`` with the source's names in place of those without wrappers' prefixes."""
         model, optim = checkpoint.model, checkpoint.optim
         if model is not None:
-            cleaned, own = self.metadata
-            metadata = own if model.metadata is cleaned else model.metadata
+            cleaned, in_source = self.metadata
+            metadata = in_source if model.metadata is cleaned else model.metadata
             model = ModelState({self.of_model(name): leaf for name, leaf in model.params.items()}, metadata)
         if optim is not None and optim.key_type == "name":
             optim = _renamed(optim, {name: self.of_optimizer(name) for name in _names(optim)})
@@ -129,8 +129,8 @@ class SourceNames:
 
     def cleaned(self, checkpoint: Checkpoint) -> Checkpoint:
         """``checkpoint`` as it is, with a note that lists the names that lost a prefix."""
-        pairs = [(own, name) for names in (self.model, self.optim) for name, own in names.items()]
-        listed = list(dict.fromkeys(f"{own} -> {name}" for own, name in pairs if own != name))
+        pairs = [(wrapped, name) for names in (self.model, self.optim) for name, wrapped in names.items()]
+        listed = list(dict.fromkeys(f"{wrapped} -> {name}" for wrapped, name in pairs if wrapped != name))
         if not listed:
             return checkpoint
         more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
@@ -174,10 +174,12 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
         optim = _renamed(optim, in_optim)
     own_model, own_optim = ({new: old for old, new in names.items()} for names in (in_model, in_optim))
     notes = checkpoint.notes
-    lost = [] if any(map(_in_fsdp, like)) else [own for own in own_optim.values() if _in_fsdp(own)]
+    lost = [] if any(map(_in_fsdp, like)) else [wrapped for wrapped in own_optim.values() if _in_fsdp(wrapped)]
     if lost:
-        outside = {own: ".".join(word for word in own.split(".") if word != _FSDP) for own in own_optim.values()}
-        own_optim = {name: outside[own] for name, own in own_optim.items()}
+        outside = {
+            wrapped: ".".join(word for word in wrapped.split(".") if word != _FSDP) for wrapped in own_optim.values()
+        }
+        own_optim = {name: outside[wrapped] for name, wrapped in own_optim.items()}
         message = f"{plural(len(lost), 'key')} of the optimizer lost the prefixes of FSDP1's wrappers: {lost[0]}, ..."
         notes = (*notes, Note("normalised", message, keys=tuple(lost)))
     names = SourceNames(own_model, own_optim, metadata, leading)

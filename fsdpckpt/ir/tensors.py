@@ -86,11 +86,11 @@ class MeshShape:
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """The place of ``rank`` in the mesh."""
-        found: list[int] = []
+        reversed_coordinate: list[int] = []
         for size in reversed(self.sizes):
             rank, at = divmod(rank, size)
-            found.append(at)
-        return tuple(reversed(found))
+            reversed_coordinate.append(at)
+        return tuple(reversed(reversed_coordinate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +143,13 @@ def contiguous_strides(size: Int64Array) -> Int64Array:
 
 def first_equal(rows: Int64Array) -> Int64Array:
     """For each row (n, d) the number of the first one that equals it."""
-    found = np.zeros(len(rows), np.int64)
+    first = np.zeros(len(rows), np.int64)
     if rows.shape[1]:
         order = np.lexsort(rows.T)  # stable: the first of equals comes first
         new = np.ones(len(rows), np.bool_)
         new[1:] = (rows[order[1:]] != rows[order[:-1]]).any(axis=1)
-        found[order] = order[new][np.cumsum(new) - 1]
-    return found
+        first[order] = order[new][np.cumsum(new) - 1]
+    return first
 
 
 @lru_cache(maxsize=1 << 16)

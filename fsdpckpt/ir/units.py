@@ -242,10 +242,10 @@ def _order_flaws(order: RankOrder, groups: Groups) -> Iterator[str]:
     if len(order.groups) != len(groups):
         yield f"{len(order.groups)} groups, and groups has {len(groups)}"
         return
-    for index, (own, every) in enumerate(zip(order.groups, groups, strict=True)):
+    for index, (members, every) in enumerate(zip(order.groups, groups, strict=True)):
         known = set(every)
-        yield from (f"{key} is not in group {index} of groups" for key in own if key not in known)
-        yield from (f"{key} is listed {times} times" for key, times in _twice(own))
+        yield from (f"{key} is not in group {index} of groups" for key in members if key not in known)
+        yield from (f"{key} is listed {times} times" for key, times in _twice(members))
 
 
 def _astray(units: Units) -> Iterator[str]:

@@ -101,12 +101,12 @@ def on_sizes(sharding: Sharding, mesh: MeshShape) -> Sharding:
 
 def _in_order(mesh: MeshShape, placements: Sequence[Placement | None], order: Mapping[int, Sequence[int]]) -> Sharding:
     """As ``DTensorSpec._convert_shard_order_to_StridedShard``: see ``decoded_order``, the inverse."""
-    found = list(placements)
+    decoded = list(placements)
     for dim, mesh_dims in order.items():
         for place, mesh_dim in enumerate(mesh_dims):
             factor = prod(mesh.sizes[before] for before in mesh_dims[:place] if before > mesh_dim)
-            found[mesh_dim] = StridedShard(dim, factor) if factor > 1 else Shard(dim)
-    return Sharding(mesh, tuple(found))
+            decoded[mesh_dim] = StridedShard(dim, factor) if factor > 1 else Shard(dim)
+    return Sharding(mesh, tuple(decoded))
 
 
 @lru_cache(maxsize=65536)
@@ -170,11 +170,11 @@ class RankBoxes:
 
 @dataclass(slots=True, eq=False)
 class HeldChunks:
-    """The distinct boxes of a tensor: ``own``, each on one rank alone (all of these are ``own_ranks``), and
+    """The distinct boxes of a tensor: ``unshared``, each on one rank alone (all of these are ``unshared_ranks``), and
     ``shared``."""
 
-    own: Final[RankBoxes]
-    own_ranks: Final[frozenset[int]]
+    unshared: Final[RankBoxes]
+    unshared_ranks: Final[frozenset[int]]
     shared: Final[tuple[SharedChunk, ...]] = ()
 
 
@@ -185,9 +185,9 @@ def mesh_chunks(shape: tuple[int, ...], sharding: Sharding) -> HeldChunks:
     for rank in range(sharding.mesh.world_size):
         box = mesh_box(shape, sharding, rank)
         held.setdefault(box.offsets, (box, []))[1].append(rank)
-    own = [(ranks[0], box) for box, ranks in held.values() if len(ranks) == 1]
+    unshared = [(ranks[0], box) for box, ranks in held.values() if len(ranks) == 1]
     shared = tuple(SharedChunk(box, tuple(ranks)) for box, ranks in held.values() if len(ranks) > 1)
-    return HeldChunks(RankBoxes.of(own, len(shape)), frozenset(rank for rank, _ in own), shared)
+    return HeldChunks(RankBoxes.of(unshared, len(shape)), frozenset(rank for rank, _ in unshared), shared)
 
 
 def source_chunks(tensor: Tensor) -> HeldChunks:
@@ -261,8 +261,8 @@ def in_placement_order(
             continue
         factor = placement.split_factor if isinstance(placement, StridedShard) else 1
         now = runs[placement.dim]
-        pieces = (_cut(now, factor, i) for i in range(factor))
-        parts = (_cut(piece, mesh[mesh_dim], coordinate[mesh_dim]) for piece in pieces)
+        split = (_cut(now, factor, i) for i in range(factor))
+        parts = (_cut(one, mesh[mesh_dim], coordinate[mesh_dim]) for one in split)
         runs[placement.dim] = _joined([run for part in parts for run in part])
     return _boxes(runs)
 
@@ -275,7 +275,7 @@ def local_shape(boxes: Sequence[LocalBox], shape: Sequence[int]) -> tuple[int, .
 
 
 def _cut(runs: _Runs, parts: int, index: int) -> _Runs:
-    """Piece ``index`` of the ``parts`` that torch.chunk cuts the concatenated ``runs`` into."""
+    """Part ``index`` of the ``parts`` that torch.chunk cuts the concatenated ``runs`` into."""
     low, size = chunk(sum(length for _, length in runs), parts, index)
     high = low + size
     cut: list[tuple[int, int]] = []

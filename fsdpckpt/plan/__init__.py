@@ -180,11 +180,11 @@ def _batches(files: Sequence[TargetFile]) -> Iterator[list[TargetFile]]:
 
 
 def _source_bytes(casts: Sequence[tuple[DType, DType]], target_bytes: Int64Array, cast: Int64Array) -> Int64Array:
-    found = target_bytes.copy()
+    source_bytes = target_bytes.copy()
     for index, (source, target) in enumerate(casts):
         of_cast = cast == index
-        found[of_cast] = found[of_cast] // target.itemsize * source.itemsize
-    return found
+        source_bytes[of_cast] = source_bytes[of_cast] // target.itemsize * source.itemsize
+    return source_bytes
 
 
 def _bytes_read(file: FilePlan, casts: Sequence[tuple[DType, DType]]) -> int:
@@ -214,7 +214,7 @@ def _plan_files(files: Sequence[TargetFile], sources: dict[TargetData, SourceChu
     last = 0
     for file, count in zip(files, counts, strict=True):
         first, last = last, last + count
-        own = slice(int(first_copy[first]), int(first_copy[last]))
+        copy_rows = slice(int(first_copy[first]), int(first_copy[last]))
         checksums = as_table(file.checksum_columns, 4)
         plans.append(
             FilePlan(
@@ -223,8 +223,8 @@ def _plan_files(files: Sequence[TargetFile], sources: dict[TargetData, SourceChu
                 blob=file.blob,
                 literals=as_table(file.literal_columns, 3),
                 write_items=as_table(file.item_columns, 4)[:, :2],
-                first_copy=first_copy[first : last + 1] - own.start,
-                copies=Copies(*table[:, own]),
+                first_copy=first_copy[first : last + 1] - copy_rows.start,
+                copies=Copies(*table[:, copy_rows]),
                 checksums=checksums[np.argsort(checksums[:, 0], kind="stable")],
             )
         )
@@ -341,7 +341,7 @@ def _pitched(
     table: Int64Array, numbers: npt.NDArray[np.intp], plan: Plan, begins: Int64Array, ends: Int64Array
 ) -> Int64Array:
     """Parts of copies of several rows: in each window part of a row, whole rows, part of a row."""
-    found: list[tuple[int, ...]] = []
+    split: list[tuple[int, ...]] = []
     for number in numbers.tolist():
         copy = table[:, number].tolist()
         file, _, source_pitch, target, pitch, width, rows, cast = copy
@@ -349,8 +349,8 @@ def _pitched(
         last_window = int(np.searchsorted(begins, target + (rows - 1) * pitch + width, side="left"))
         for index in range(window, last_window):
             for place, low, nbytes, count in rows_within(plan, copy, int(begins[index]), int(ends[index])):
-                found.append((index, number, low, file, place, source_pitch, low, pitch, nbytes, count, cast))
-    return np.asarray(found, np.int64).reshape(len(found), 3 + len(Copies._fields)).T
+                split.append((index, number, low, file, place, source_pitch, low, pitch, nbytes, count, cast))
+    return np.asarray(split, np.int64).reshape(len(split), 3 + len(Copies._fields)).T
 
 
 def rows_within(plan: Plan, copy: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:

@@ -49,15 +49,15 @@ class SourceChunks:
 
         Items ascend by offset. One that chunks do not fill has too few copies.
         """
-        found: list[CopyTable] = []
+        tables: list[CopyTable] = []
         groups = self._group[items[:, 2]]
         for number in np.flatnonzero(np.bincount(groups)).tolist():
             rows = np.flatnonzero(groups == number)
             tensor = self._index[items[rows, 2]]
-            found += self._groups[number].copies(rows, tensor, items[rows, 0], items[rows, 3], boxes)
-        if not found:
+            tables += self._groups[number].copies(rows, tensor, items[rows, 0], items[rows, 3], boxes)
+        if not tables:
             return (np.zeros(0, np.int64),) * 9
-        table = found[0] if len(found) == 1 else tuple(map(np.concatenate, zip(*found, strict=True)))
+        table = tables[0] if len(tables) == 1 else tuple(map(np.concatenate, zip(*tables, strict=True)))
         if (table[4][1:] < table[4][:-1]).any():
             order = np.argsort(table[4], kind="stable")
             table = tuple(column[order] for column in table)

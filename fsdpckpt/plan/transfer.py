@@ -164,14 +164,14 @@ def plan_transfers(
     empty window. A window must not need more than ``round_bytes``; rounds are fuller the less it needs.
     """
     senders = _senders(visible)
-    own: dict[int, list[int]] = {rank: []}
+    owned: dict[int, list[int]] = {rank: []}
     for number, segment in enumerate(segments):
-        own.setdefault(segment.owner, []).append(number)
+        owned.setdefault(segment.owner, []).append(number)
     served = (~visible & (senders == rank)).any(axis=0)
     served[rank] = True
     needs = [
-        _need(plan, segments, own[owner], visible, senders, owner, window, round_bytes, written or {})
-        for owner in sorted(own)
+        _need(plan, segments, owned[owner], visible, senders, owner, window, round_bytes, written or {})
+        for owner in sorted(owned)
         if served[owner]
     ]
     rounds = max((int(need.round.max()) + 1 for need in needs if len(need.round)), default=0)
@@ -189,17 +189,17 @@ def plan_transfers(
 
 def _senders(visible: Visible) -> Int64Array:
     """Which rank sends file f to rank o, as [f, o], where one has to: those that see f take turns."""
-    found = np.zeros(visible.shape, np.int64)
+    senders = np.zeros(visible.shape, np.int64)
     for file in np.flatnonzero(~visible.all(axis=1)).tolist():
         sees = np.flatnonzero(visible[file])
-        found[file] = sees[(file + np.arange(visible.shape[1])) % len(sees)]
-    return found
+        senders[file] = sees[(file + np.arange(visible.shape[1])) % len(sees)]
+    return senders
 
 
 def _need(
     plan: Plan,
     segments: Sequence[Segment],
-    own: Sequence[int],
+    numbers: Sequence[int],
     visible: Visible,
     senders: Int64Array,
     owner: int,
@@ -210,7 +210,7 @@ def _need(
     bounds: list[tuple[int, int, int]] = []
     parts: list[tuple[int, CopyParts]] = []
     needing: list[Int64Array] = []
-    for number in own:
+    for number in numbers:
         segment = segments[number]
         file = plan.files[segment.file]
         windows = open_windows(
@@ -221,13 +221,13 @@ def _need(
         begins, ends = np.asarray(windows, np.int64).reshape(-1, 2).T
         foreign = ~visible[file.copies.file, owner]
         if foreign.any():
-            found = split_copies(file, plan, foreign, begins, ends)
-            if len(found.nbytes):
-                parts.append((number, found))
-                needing.append(found.window + first)
+            needed = split_copies(file, plan, foreign, begins, ends)
+            if len(needed.nbytes):
+                parts.append((number, needed))
+                needing.append(needed.window + first)
     window_of = np.concatenate(needing) if needing else np.zeros(0, np.int64)
-    nbytes = np.concatenate([found.nbytes for _, found in parts]) if parts else np.zeros(0, np.int64)
-    sender = np.concatenate([senders[found.copies.file, owner] for _, found in parts]) if parts else nbytes
+    nbytes = np.concatenate([needed.nbytes for _, needed in parts]) if parts else np.zeros(0, np.int64)
+    sender = np.concatenate([senders[needed.copies.file, owner] for _, needed in parts]) if parts else nbytes
     per_window = np.bincount(window_of, weights=nbytes, minlength=len(bounds)).astype(np.int64)
     # Windows that begin within the same stretch take at most that and one window's bytes more.
     stretch = max(round_bytes - int(per_window.max(initial=0)), 1)
@@ -249,7 +249,7 @@ def _by_round(need: _Need, sender: int, rounds: int) -> Int64Array:
 
 def _stream(need: _Need, sender: int) -> FilePlan:
     """The stream from ``sender`` to the owner, as a file that an ``Assembler`` can fill."""
-    table = np.concatenate([np.stack(found.copies) for _, found in need.parts], axis=1)
+    table = np.concatenate([np.stack(needed.copies) for _, needed in need.parts], axis=1)
     chosen = need.sender == sender
     file, source, source_pitch, _, _, _, rows, _ = table[:, chosen]
     nbytes = need.nbytes[chosen]
@@ -277,24 +277,24 @@ def _files_with_streams(
         sent = need.sender == sender
         position[sent] = np.cumsum(need.nbytes[sent]) - need.nbytes[sent]
     first = 0
-    for number, found in need.parts:
-        rows = slice(first, first + len(found.nbytes))
+    for number, needed in need.parts:
+        rows = slice(first, first + len(needed.nbytes))
         first = rows.stop
-        files[number] = _with_streams(files[number], found, visible, rank, need.sender[rows], position[rows])
+        files[number] = _with_streams(files[number], needed, visible, rank, need.sender[rows], position[rows])
     return files
 
 
 def _with_streams(
-    file: FilePlan, found: CopyParts, visible: Visible, rank: int, sender: Int64Array, position: Int64Array
+    file: FilePlan, needed: CopyParts, visible: Visible, rank: int, sender: Int64Array, position: Int64Array
 ) -> FilePlan:
-    resumed = np.flatnonzero(visible[file.copies.file, rank])
-    parts = np.stack(found.copies)
+    seen = np.flatnonzero(visible[file.copies.file, rank])
+    parts = np.stack(needed.copies)
     parts[0] = len(visible) + sender
     parts[1] = position
-    parts[2] = found.nbytes // found.copies.rows  # rows lie end to end in a stream
-    copy = np.concatenate([resumed, found.copy])
+    parts[2] = needed.nbytes // needed.copies.rows  # rows lie end to end in a stream
+    copy = np.concatenate([seen, needed.copy])
     order = np.argsort(copy, kind="stable")
-    table = np.concatenate([np.stack(file.copies)[:, resumed], parts], axis=1)[:, order]
+    table = np.concatenate([np.stack(file.copies)[:, seen], parts], axis=1)[:, order]
     return replace(
         file,
         first_copy=np.searchsorted(copy[order], file.first_copy).astype(np.int64),

@@ -360,10 +360,10 @@ def _extras(parts: Sequence[ReadPart], world_size: int) -> tuple[dict[Key, Value
         common = without(common, path)
     of_ranks: list[dict[Key, Value]] = []
     for rank in range(max((len(values) for _, values in changes), default=world_size)):
-        own: Value = extra
+        of_rank: Value = extra
         for path, values in changes:
-            own = replaced(own, path, values[rank]) if rank < len(values) else without(own, path)
+            of_rank = replaced(of_rank, path, values[rank]) if rank < len(values) else without(of_rank, path)
         for path, lacking in absences:
-            own = without(own, path) if rank in lacking else own
-        of_ranks.append(own if isinstance(own, dict) else {})
+            of_rank = without(of_rank, path) if rank in lacking else of_rank
+        of_ranks.append(of_rank if isinstance(of_rank, dict) else {})
     return common if isinstance(common, dict) else extra, tuple(of_ranks)

@@ -97,8 +97,8 @@ def _side_parts(names: Sequence[str], files: Mapping[str, Entry], sources: Sourc
     """A part for each of ``files`` that is a side file of the framework which keeps ``names`` in a directory."""
     flavor = recognise(names)
     beside = [file for name, file in files.items() if flavor is not None and re.search(flavor.side_files, name)]
-    found = [reader.recognise_file(file, sources) for file in beside if may_be_torch(file) for reader in READERS]
-    return [replace(part, neighbour=True, extras=True) for part in found if part is not None]
+    parts = [reader.recognise_file(file, sources) for file in beside if may_be_torch(file) for reader in READERS]
+    return [replace(part, neighbour=True, extras=True) for part in parts if part is not None]
 
 
 def _refuse_uploads(path: str, entries: Sequence[Entry]) -> None:
@@ -166,8 +166,8 @@ class _Opening:
             error.run_again = False
             raise
         checkpoint = _with_flavor(join(self.source, [read], self.files, []), [entry.name], "")
-        found = (*slices_of_one_rank(checkpoint, part.stem), *missing_sections(checkpoint, ()))
-        checkpoint.problems = (*checkpoint.problems, *found)
+        problems = (*slices_of_one_rank(checkpoint, part.stem), *missing_sections(checkpoint, ()))
+        checkpoint.problems = (*checkpoint.problems, *problems)
         units = None if is_url(self.source) else _nearest_units([os.path.dirname(self.source) or "."], self.sources)
         if units is not None:
             with_units(checkpoint, units)
@@ -401,8 +401,8 @@ def _several(path: str, candidates: list[str]) -> NeedsInformationError:
 
 def _nearest_units(places: Sequence[str], sources: Sources) -> BesideUnits | None:
     """The units of the nearest of the directories ``places`` that has any."""
-    found = (units_beside(sources.list_directory(place), sources) for place in places)
-    return next((units for units in found if units is not None), None)
+    beside = (units_beside(sources.list_directory(place), sources) for place in places)
+    return next((units for units in beside if units is not None), None)
 
 
 def missing(source: str) -> SourceMissingError:

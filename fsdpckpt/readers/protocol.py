@@ -60,9 +60,9 @@ def _matches(glob: str, path: str) -> bool:
 
 def require_matches(globs: Sequence[str], *checkpoints: Checkpoint) -> None:
     """Raises UsageError for a glob that no file of the ``checkpoints`` matched."""
-    found = [path for checkpoint in checkpoints for path in checkpoint.ignored]
+    ignored = [path for checkpoint in checkpoints for path in checkpoint.ignored]
     for glob in globs:
-        if not any(_matches(glob, path) for path in found):
+        if not any(_matches(glob, path) for path in ignored):
             names = [file.path for checkpoint in checkpoints for file in checkpoint.files]
             sources = " or ".join(checkpoint.source for checkpoint in checkpoints)
             raise UsageError(

@@ -71,14 +71,14 @@ def with_own_tensors(checkpoint: Checkpoint) -> Checkpoint:
     """
     model, optim = checkpoint.model, checkpoint.optim
     if model is not None:
-        model = ModelState({name: _own(leaf) for name, leaf in model.params.items()}, model.metadata)
+        model = ModelState({name: _copied(leaf) for name, leaf in model.params.items()}, model.metadata)
     if optim is not None:
-        state = {key: {name: _own(leaf) for name, leaf in entry.items()} for key, entry in optim.state.items()}
+        state = {key: {name: _copied(leaf) for name, leaf in entry.items()} for key, entry in optim.state.items()}
         optim = OptimState(state, optim.param_groups, optim.extra)
     return replace(checkpoint, model=model, optim=optim)
 
 
-def _own(leaf: Tensor | Value) -> Tensor | Value:
+def _copied(leaf: Tensor | Value) -> Tensor | Value:
     return replace(leaf) if isinstance(leaf, Tensor) else leaf
 
 

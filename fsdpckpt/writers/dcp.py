@@ -54,7 +54,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     leaves, flattening = flatten(checkpoint, spec.nesting)
     notes += flattening
     held = [_held(leaf.value, spec) for leaf in leaves]
-    ranks = world_size or max((rank + 1 for chunks in held if chunks for rank in chunks.own_ranks), default=1)
+    ranks = world_size or max((rank + 1 for chunks in held if chunks for rank in chunks.unshared_ranks), default=1)
     placed = _dedup(leaves, held, casts, ranks)
     links = _Links([(leaf.tensor, boxes) for leaf, boxes in zip(leaves, placed, strict=True)], casts, spec.linkable)
     names = [links.free_name(rank) for rank in range(ranks)]
@@ -88,11 +88,11 @@ def _of_elements(chunks: HeldChunks, blocks: Blocks) -> HeldChunks:
     """The boxes of a parameter whose codes are ``chunks``."""
     if not blocks.packed:
         return chunks
-    rows = chunks.own
+    rows = chunks.unshared
     start, size = np.zeros((2, len(rows.rank), len(blocks.shape)), np.int64)
     size[:] = blocks.shape
     start[:, 0], size[:, 0] = rows.start[:, 0] * blocks.group, rows.size[:, 0] * blocks.group
-    return HeldChunks(RankBoxes(rows.rank, start, size), chunks.own_ranks)
+    return HeldChunks(RankBoxes(rows.rank, start, size), chunks.unshared_ranks)
 
 
 def _dedup(
@@ -119,25 +119,27 @@ def _dedup(
             rank = least[0] % ranks
             placed.append(_whole(rank, leaves[number].form[1]))
         else:
-            placed.append(chunks.own)
+            placed.append(chunks.unshared)
             first = chunks.shared[0] if chunks.shared and not chunks.shared[0].ranks[0] else None
             for chunk in chunks.shared[1:] if first is not None else chunks.shared:
                 later.setdefault(chunk.ranks[0], []).append((number, chunk))
             if first is not None:
                 rank = _smallest(first, loads)
                 moved.setdefault(number, []).append((rank, first.box))
-            elif 0 not in chunks.own_ranks:
+            elif 0 not in chunks.unshared_ranks:
                 continue
         loads[rank] += nbytes[number]
         heapq.heappush(least, loads[rank] * ranks + rank)
-    with_own = [(number, chunks.own_ranks) for number, chunks in enumerate(held) if chunks and chunks.own_ranks]
+    with_own = [
+        (number, chunks.unshared_ranks) for number, chunks in enumerate(held) if chunks and chunks.unshared_ranks
+    ]
     for holder in sorted(later):
-        own = iter([number for number, own_ranks in with_own if holder in own_ranks])
-        before = next(own, len(leaves))
+        unshared = iter([number for number, unshared_ranks in with_own if holder in unshared_ranks])
+        before = next(unshared, len(leaves))
         for number, chunk in later[holder]:
             while before < number:
                 loads[holder] += nbytes[before]
-                before = next(own, len(leaves))
+                before = next(unshared, len(leaves))
             rank = _smallest(chunk, loads)
             moved.setdefault(number, []).append((rank, chunk.box))
             loads[rank] += nbytes[number]
@@ -187,7 +189,7 @@ class _Links:
     ) -> None:
         files = max(linkable, default=-1) + 1
         kept, copied, rank = np.zeros((3, files), np.int64)  # bytes of each file, and the rank that wrote it
-        found: dict[int, tuple[Int64Array, Int64Array, Int64Array]] = {}
+        links: dict[int, tuple[Int64Array, Int64Array, Int64Array]] = {}
         for number, (tensor, boxes) in enumerate(values if linkable else ()):
             if tensor is not None and tensor.chunks.item is not None:
                 chunks, item = tensor.chunks, tensor.chunks.item
@@ -198,13 +200,13 @@ class _Links:
                     np.add.at(total, chunks.file[usable[used]], item[usable[used], 1])
                 rank[chunks.file[usable]] = chunks.rank[usable]
                 if tensor not in casts:
-                    found[number] = (rows, np.where(rows < 0, -1, chunks.file[rows]), item[rows])
+                    links[number] = (rows, np.where(rows < 0, -1, chunks.file[rows]), item[rows])
         linked = [file for file in sorted(linkable) if kept[file] > copied[file]]
         self._named: Counter[int] = Counter()
         self.names = {file: self.free_name(int(rank[file])) for file in linked}
         self.used = np.zeros(files, np.int64)
         self.items: dict[int, _Linked] = {}
-        for number, (_, file, item) in found.items():
+        for number, (_, file, item) in links.items():
             taken = np.isin(file, linked)
             if taken.any():
                 self.items[number] = _Linked(taken, file[taken], item[taken, 0], item[taken, 1])
@@ -228,9 +230,9 @@ def _stored_boxes(tensor: Tensor, item: Int64Array, wanted: RankBoxes) -> tuple[
     start = np.concatenate([chunks.start[archives], wanted.start])
     equal = first_equal(np.concatenate([start, np.concatenate([chunks.size[archives], wanted.size])], axis=1))
     count = len(archives)
-    found = equal[count:]
+    of_wanted = equal[count:]
     stored = archives[equal[:count] == np.arange(count)]
-    return stored, np.where(found < count, archives[np.minimum(found, max(count - 1, 0))] if count else -1, -1)
+    return stored, np.where(of_wanted < count, archives[np.minimum(of_wanted, max(count - 1, 0))] if count else -1, -1)
 
 
 class _Alike(NamedTuple):

@@ -166,20 +166,20 @@ class ShardedTensorPickle(RankPickle):
         shape: tuple[int, ...],
         dtype: DType,
         shards: ShardList,
-        own: tuple[int, StorageView] | None,
+        local: tuple[int, StorageView] | None,
         *,
         placed: int | None = None,
         requires_grad: bool = False,
     ) -> None:
-        """Write a ShardedTensor of which this rank holds the shard ``own`` (index in ``shards``, view), or none.
+        """Write a ShardedTensor of which this rank holds the shard ``local`` (index in ``shards``, view), or none.
 
         ``placed``: the rank that the shard says it is on, None for that of ``shards``.
         """
         name, raw = self.name, self.raw
         self.wrapper((f"{_SHARD}.sharded_tensor.api", "ShardedTensor"), shape, dtype, requires_grad=requires_grad)
         raw(b"(]")
-        if own is not None:
-            index, view = own
+        if local is not None:
+            index, view = local
             raw(name(f"{_SHARD}.sharded_tensor.shard", "Shard") + b")\x81N}(" + self.text("tensor"))
             self.view(view, requires_grad=requires_grad)
             on = shards.ranks[index] if placed is None else placed

@@ -98,7 +98,7 @@ def lay_out_file(
 
 def _numbers_note(value: Value) -> Note:
     paths = [(path, [at for at, step in enumerate((*path, leaf)) if _has_number(step)]) for path, leaf in walk(value)]
-    keys = list(dict.fromkeys(".".join(map(str, path[: found[0]])) for path, found in paths if found))
+    keys = list(dict.fromkeys(".".join(map(str, path[: places[0]])) for path, places in paths if places))
     message = (
         "NumPy numbers are written as Python numbers of the same value, which optimizers and torch.load take: "
         f"{first_of(keys, 8)}. A float16 or float32 computes with more digits from then on"

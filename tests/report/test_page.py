@@ -48,7 +48,7 @@ HOSTILE = (
 
 def sharded(shape: tuple[int, ...], ranks: int, skip: frozenset[int] = frozenset()) -> Tensor:
     """A tensor of which every rank but those of ``skip`` holds its rows."""
-    own = mesh_chunks(shape, on_one_dimension(ranks)).own
+    own = mesh_chunks(shape, on_one_dimension(ranks)).unshared
     boxes = [row for row in zip(own.rank.tolist(), own.start, own.size, strict=True) if row[0] not in skip]
     chunks = Chunks.rows(
         ndim=len(shape),

@@ -163,9 +163,9 @@ def _other_groups(listed: Sequence[Sequence[str]], expected: Sequence[Sequence[s
     if len(listed) != len(expected):
         return [f"the checkpoint has {len(listed)} param groups, the units have {len(expected)}"]
     wrong = []
-    for number, (members, recorded) in enumerate(zip(listed, expected, strict=True)):
-        only = [key for key in members if key not in set(recorded)]
-        missing = [key for key in recorded if key not in set(members)]
+    for number, (members, in_units) in enumerate(zip(listed, expected, strict=True)):
+        only = [key for key in members if key not in set(in_units)]
+        missing = [key for key in in_units if key not in set(members)]
         wrong += [f"group {number}: {key} is not in it according to the units" for key in only]
         wrong += [
             f"group {number}: {key} is in it according to the units, but not in the checkpoint" for key in missing

@@ -54,9 +54,13 @@ class FlatScales:
 
     def shard(self, parts: Iterable[FlatPart]) -> FlatShard:
         """Those of the slice that ``parts`` are."""
-        own = [replace(part, begin=part.begin // self.block, count=-(-part.count // self.block)) for part in parts]
+        scale_parts = [
+            replace(part, begin=part.begin // self.block, count=-(-part.count // self.block)) for part in parts
+        ]
         params = [UnitParam("", tensor.shape, tensor.dtype) for tensor in self.tensors]
-        return FlatShard(params, self.tensors, own, self.tensors[0].dtype, sum(part.count for part in own))
+        return FlatShard(
+            params, self.tensors, scale_parts, self.tensors[0].dtype, sum(part.count for part in scale_parts)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

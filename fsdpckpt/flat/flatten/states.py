@@ -236,28 +236,28 @@ class FlatOptimizer:
         """The state dict of ``rank``."""
         state: dict[Any, Any] = {}
         slices = self._slices(rank) if self._units.use_orig_params else {}
-        own = self._keys.of(rank)
+        rank_keys = self._keys.of(rank)
         for name in self._order:
-            if name not in own.keys:  # the optimizer of this rank does not have it
+            if name not in rank_keys.keys:  # the optimizer of this rank does not have it
                 continue
             unit = self._of_units.get(name)
             if unit is not None:
-                state[own.keys[name]] = self._unit_entry(self._placed[name], unit, rank)
+                state[rank_keys.keys[name]] = self._unit_entry(self._placed[name], unit, rank)
                 continue
             holder = self._holder.get(name)
             states = self._state[name]
             if holder is None or not holder.sharded:
-                state[own.keys[name]] = {
+                state[rank_keys.keys[name]] = {
                     item: whole(self._params[name], leaf, self._casts) for item, leaf in states.items()
                 }
             elif name in slices:
-                state[own.keys[name]] = self._slice_entry(name, states, *slices[name])
+                state[rank_keys.keys[name]] = self._slice_entry(name, states, *slices[name])
         for key, entry in self._state.items():
             if key not in self._params:
                 state[key] = stored_entry(entry)
         root: dict[Any, Any] = {"state": state}
-        if own.groups is not None:
-            root["param_groups"] = own.groups
+        if rank_keys.groups is not None:
+            root["param_groups"] = rank_keys.groups
         return {**root, **self._extra}
 
     def _require_groups(self, checkpoint: Checkpoint) -> None:

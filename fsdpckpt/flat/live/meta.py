@@ -194,7 +194,7 @@ class WrappedUnit:
 
 @dataclass(slots=True)
 class SimulatedWrapping:
-    """A model during wrapping. ``own``: the parameters that each module still has, in its own order.
+    """A model during wrapping. ``params``: the parameters that each module still has, in its own order.
 
     With ``use_orig_params=True`` flattened parameters stay where they are and are not flattened again; otherwise they
     are gone from the unit's modules, and a parameter shared with a module outside is flattened there once more.
@@ -203,7 +203,7 @@ class SimulatedWrapping:
     model: nn.Module
     use_orig_params: bool
     ignored: AbstractSet[nn.Parameter]
-    own: dict[nn.Module, Named] = field(init=False)
+    params: dict[nn.Module, Named] = field(init=False)
     units: list[WrappedUnit] = field(init=False, default_factory=list)
     shared: list[tuple[str, str]] = field(init=False, default_factory=list)
     names: dict[tuple[nn.Module, str], str] = field(init=False, default_factory=dict)
@@ -211,7 +211,7 @@ class SimulatedWrapping:
     _done: set[nn.Parameter] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        self.own = {module: _own(module) for module in self.model.modules()}
+        self.params = {module: _params_of(module) for module in self.model.modules()}
 
     def run(self, chosen: Collection[nn.Module]) -> None:
         """Wrap the modules ``chosen``, children before parents, the root last and always."""
@@ -229,7 +229,7 @@ class SimulatedWrapping:
         in_units = {
             param
             for module in root.modules()
-            for _, param in self.own[module]
+            for _, param in self.params[module]
             if param not in self.ignored and param not in self._done
         }
         if not in_units:
@@ -239,7 +239,7 @@ class SimulatedWrapping:
         touched: dict[tuple[nn.Module, str], nn.Parameter] = {}
         again: dict[tuple[nn.Module, str], nn.Parameter] = {}
         for path, module in root.named_modules(prefix=prefix, remove_duplicate=False):
-            for name, param in self.own[module]:
+            for name, param in self.params[module]:
                 if param not in in_units:
                     continue
                 if param in first:
@@ -258,17 +258,17 @@ class SimulatedWrapping:
         """What flattening does to the modules' own parameters (``_safe_setattr_tensor_or_param``): each is deleted,
         and with ``use_orig_params=True`` set again, which puts it last."""
         for (module, name), param in touched.items():
-            self.own[module] = [one for one in self.own[module] if one[0] != name]
+            self.params[module] = [one for one in self.params[module] if one[0] != name]
             if self.use_orig_params:
-                self.own[module].append((name, param))
+                self.params[module].append((name, param))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """``model.named_parameters()``: of the wrapped model with ``use_orig_params=True``, else of the original."""
         known = {param: name for unit in self.units for name, param in unit.params} if self.use_orig_params else {}
         seen: set[nn.Parameter] = set()
         for path, module in self.model.named_modules():
-            params = self.own[module] if self.use_orig_params else _own(module)
-            left = {param for _, param in self.own[module]}
+            params = self.params[module] if self.use_orig_params else _params_of(module)
+            left = {param for _, param in self.params[module]}
             for name, param in params:
                 flattened_name = self.names.get((module, name))
                 if not self.use_orig_params and flattened_name is not None:
@@ -281,13 +281,13 @@ class SimulatedWrapping:
         """(later name, listed name) of parameters that are still in the modules under another name too."""
         names = {param: name for name, param in self.parameters()}
         for path, module in self.model.named_modules(remove_duplicate=False):
-            for name, param in self.own[module]:
+            for name, param in self.params[module]:
                 first = names.get(param)
                 if first is not None and first in listed and first != joined(path, name):
                     yield joined(path, name), first
 
 
-def _own(module: nn.Module) -> Named:
+def _params_of(module: nn.Module) -> Named:
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 

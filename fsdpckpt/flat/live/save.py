@@ -118,14 +118,14 @@ def _place(model: nn.Module) -> tuple[int, list[Any]]:
 
 
 def _agreed(modules: list[FsdpModule]) -> bool:
-    found = {one.use_orig_params for one in modules}
-    if len(found) > 1:
+    values = {one.use_orig_params for one in modules}
+    if len(values) > 1:
         raise SourceUnsupportedError(
             "some FSDP modules of this model have use_orig_params=True and some False",
             why="FSDP itself refuses such a model in its first forward",
             next_step="wrap all modules with the same use_orig_params",
         )
-    return found.pop()
+    return values.pop()
 
 
 def _ranks(modules: list[FsdpModule]) -> tuple[int, int | None]:
@@ -248,15 +248,15 @@ class SharedOrders:
     def say(self, units: Units) -> bool:
         """Leave what this rank's optimizer lists; True when a file that is written already may lack it."""
         document = json.dumps(encode(units))
-        own = _digest(document)
-        if not self.store.check([f"{_PREFIX}/{own}"]):
-            self.store.set(f"{_PREFIX}/{own}", document)
+        digest = _digest(document)
+        if not self.store.check([f"{_PREFIX}/{digest}"]):
+            self.store.set(f"{_PREFIX}/{digest}", document)
         said = self._said()
-        if said.get(self.rank, self._compare_set("first", "", own)) == own:
+        if said.get(self.rank, self._compare_set("first", "", digest)) == digest:
             return False
         while True:
             before = self._get("others")
-            after = f"{before}{self.rank} {own}\n"
+            after = f"{before}{self.rank} {digest}\n"
             if self._compare_set("others", before, after) == after:
                 return True
 

@@ -201,11 +201,11 @@ def _nothing(glob: str, paths: Sequence[str]) -> UsageError:
 
 def layers_glob(names: Iterable[str]) -> str:
     """The glob of the numbered modules that most of ``names`` lie in, for an example: ``model.layers.*``."""
-    found: Counter[str] = Counter()
+    globs: Counter[str] = Counter()
     for name in names:
         words = name.split(".")
-        found.update(".".join((*words[:at], "*")) for at, word in enumerate(words) if word.isdigit())
-    return max(found, key=lambda glob: (found[glob], -len(glob))) if found else "model.layers.*"
+        globs.update(".".join((*words[:at], "*")) for at, word in enumerate(words) if word.isdigit())
+    return max(globs, key=lambda glob: (globs[glob], -len(glob))) if globs else "model.layers.*"
 
 
 def innermost_unit(name: str, prefixes: Collection[str]) -> str | None:

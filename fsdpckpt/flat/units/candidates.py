@@ -300,14 +300,14 @@ def _tokens(optim: OptimState, world_size: int) -> dict[int, _Token]:
 
 def _expected(units: Units, world_size: int) -> dict[str, set[_Token]]:
     """What each key of ``units`` may show."""
-    found: dict[str, set[_Token]] = {}
+    tokens: dict[str, set[_Token]] = {}
     for param in units.unmanaged:
         lengths = np.full(world_size, param.numel, np.int64)
-        found[param.name] = {param.shape, *([lengths.tobytes()] if len(param.shape) == 1 else [])}
+        tokens[param.name] = {param.shape, *([lengths.tobytes()] if len(param.shape) == 1 else [])}
     for unit, layout in layouts_of(units, world_size):
-        found[unit.key] = {np.full(world_size, layout.shard, np.int64).tobytes()}
+        tokens[unit.key] = {np.full(world_size, layout.shard, np.int64).tobytes()}
         for param, counts in zip(unit.params, layout.counts(), strict=True):
-            found[param.name] = {np.resize(counts, world_size).tobytes()} | (
+            tokens[param.name] = {np.resize(counts, world_size).tobytes()} | (
                 {param.shape} if layout.shards == 1 else set()
             )
-    return found
+    return tokens

@@ -251,13 +251,13 @@ def _groups(units: Units, optim: OptimState) -> Iterator[str]:
     yield from (
         f"the param groups list {name}, which the units do not have" for name in unknown if name not in with_state
     )
-    recorded = units.named_groups()
-    if recorded is None or unknown or not listed:
+    in_units = units.named_groups()
+    if in_units is None or unknown or not listed:
         return
-    if len(recorded) != len(listed):
-        yield f"the optimizer has {len(listed)} param groups, the units have {len(recorded)}"
+    if len(in_units) != len(listed):
+        yield f"the optimizer has {len(listed)} param groups, the units have {len(in_units)}"
         return
-    for number, (names, by_units) in enumerate(zip(listed, recorded, strict=True)):
+    for number, (names, by_units) in enumerate(zip(listed, in_units, strict=True)):
         for name in sorted(set(names) - set(by_units)):
             yield f"param group {number} lists {name}, and the units do not"
 

@@ -123,20 +123,20 @@ def _require_description(units: Units, checkpoint: Checkpoint, request: UnitsReq
 
 
 def _require_orders(
-    recorded: Units, units: Units, world_size: int | None, checkpoint: Checkpoint, *, given: bool
+    from_file: Units, units: Units, world_size: int | None, checkpoint: Checkpoint, *, given: bool
 ) -> None:
     """Where optimizers differ by rank, units say it of the ranks they were recorded on, and of no other target.
 
-    ``given``: ``recorded`` are those of ``--units``.
+    ``given``: ``from_file`` are those of ``--units``.
     """
-    same = recorded.world_size == world_size and recorded.use_orig_params == units.use_orig_params
-    lost = not recorded.orders and not given and checkpoint.orders  # only param_names said that they differ
-    if checkpoint.optim is not None and (lost or (recorded.orders and not same)):
+    same = from_file.world_size == world_size and from_file.use_orig_params == units.use_orig_params
+    lost = not from_file.orders and not given and checkpoint.orders  # only param_names said that they differ
+    if checkpoint.optim is not None and (lost or (from_file.orders and not same)):
         raise NeedsInformationError(
             f"the optimizers of the ranks list their parameters in different orders, and nothing says in which orders "
             f"those of the {world_size} ranks that load {checkpoint.source} do",
             expected=f"units of {world_size} ranks",
-            found=f"units of {recorded.world_size} ranks",
+            found=f"units of {from_file.world_size} ranks",
             why="an id is the place of a parameter in the optimizer of its own rank",
             next_step="add --units FILE that save_units wrote on every rank of the job that will load it, or give the "
             "optimizer its parameters in the same order on every rank and save units again",
@@ -210,8 +210,8 @@ def _groups(units: Units, checkpoint: Checkpoint) -> tuple[tuple[str, ...], ...]
     by_order = keyed_groups(units, names) if names else None
     if by_order is None or not units.use_orig_params:
         return by_order
-    recorded = from_param_names(checkpoint.optim, units.parameters)
-    groups = recorded.groups if recorded is not None else None
+    named = from_param_names(checkpoint.optim, units.parameters)
+    groups = named.groups if named is not None else None
     same = groups is not None and [set(group) for group in groups] == [set(group) for group in by_order]
     return groups if same else by_order
 
@@ -288,15 +288,15 @@ def _apart(names: ParameterNames, buffers: Sequence[str]) -> ParameterNames:
     )
 
 
-def _with_reference(own: ParameterNames | None, reference: ParameterNames) -> ParameterNames:
+def _with_reference(stored: ParameterNames | None, reference: ParameterNames) -> ParameterNames:
     """The reference's names and order, with the dtypes and what else the checkpoint itself says of them."""
-    by_name = {param.name: param for param in own.params} if own is not None else {}
+    by_name = {param.name: param for param in stored.params} if stored is not None else {}
     params = tuple(
         replace(param, dtype=by_name[param.name].dtype, stride=by_name[param.name].stride or param.stride)
         if param.name in by_name
         else param
         for param in reference.params
-        if own is None or param.name in by_name
+        if stored is None or param.name in by_name
     )
     return replace(reference, params=params)
 

@@ -144,17 +144,17 @@ class ItemReader:
         if not inside.all():
             self.reading = first = int(np.argmin(inside))
             raise self._outside(int(begin[first]), int(begin[first] + length[first]))
-        found = ItemTensors(*np.full((5, len(begin)), -1, np.int64))
+        tensors = ItemTensors(*np.full((5, len(begin)), -1, np.int64))
         gaps = np.clip(begin - np.concatenate([begin[:1], begin[:-1] + length[:-1]]), 0, _NEAR)
         needed = np.cumsum(np.where(length > _SMALL, 2 * _END, length) + gaps)
         first = 0
         while first < len(begin):
             end = max(int(np.searchsorted(needed, (needed[first - 1] if first else 0) + _BATCH, "right")), first + 1)
-            self._batch(found, begin, length, slice(first, end))
+            self._batch(tensors, begin, length, slice(first, end))
             first = end
-        return found
+        return tensors
 
-    def _batch(self, found: ItemTensors, begin: Int64Array, length: Int64Array, rows: slice) -> None:
+    def _batch(self, tensors: ItemTensors, begin: Int64Array, length: Int64Array, rows: slice) -> None:
         """Find the tensors of some items: read their ends, compare them with what is known, parse the others."""
         ends = _BatchEnds(self._source, begin[rows], length[rows])
         order = np.argsort(length[rows], kind="stable")
@@ -167,30 +167,30 @@ class ItemReader:
                     number = int(left[0])
                     self.reading = rows.start + number
                     tensor = self._parse(int(begin[self.reading]), int(length[self.reading]), ends.of(number))
-                    self._put(found, tensor, begin, left[:1] + rows.start, tensor.crc)
+                    self._put(tensors, tensor, begin, left[:1] + rows.start, tensor.crc)
                     left = left[1:]
                 for template in templates[tried:]:
                     fits = ends.match(template, left)
                     crcs = ends.crcs(template, left[fits])
-                    self._put(found, template.tensor, begin, left[fits] + rows.start, crcs)
+                    self._put(tensors, template.tensor, begin, left[fits] + rows.start, crcs)
                     left = left[~fits]
                 tried = len(templates)
 
     def _put(
         self,
-        found: ItemTensors,
+        tensors: ItemTensors,
         tensor: _ItemTensor,
         begin: Int64Array,
         rows: npt.NDArray[np.intp],
         crcs: Int64Array | int,
     ) -> None:
         """Put down ``tensor`` for some items, with their own checksums."""
-        found.kind[rows] = tensor.kind
-        found.offset[rows] = begin[rows] + tensor.offset
-        found.record_offset[rows] = begin[rows] + tensor.record_offset
-        found.record_nbytes[rows] = tensor.record_nbytes
+        tensors.kind[rows] = tensor.kind
+        tensors.offset[rows] = begin[rows] + tensor.offset
+        tensors.record_offset[rows] = begin[rows] + tensor.record_offset
+        tensors.record_nbytes[rows] = tensor.record_nbytes
         if tensor.crc >= 0:
-            found.crc[rows] = crcs
+            tensors.crc[rows] = crcs
 
     def _parse(self, begin: int, length: int, ends: _Ends) -> _ItemTensor:
         """Parse the item's zip directory and pickle: the slow path."""

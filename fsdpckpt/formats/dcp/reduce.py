@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.formats.dcp.fields import END, PLANS, Block, Plans, Texts, UnusualError
-from fsdpckpt.formats.dcp.repeats import ENTRY, Entries, Items, Lists, Piece, Records
-from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, PUTS, Form, Found, ItemForm, Memo, ReferenceIntoRunError, learn
+from fsdpckpt.formats.dcp.repeats import ENTRY, Begins, Entries, Items, Lists, Records
+from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, PUTS, Form, ItemForm, Matches, Memo, ReferenceIntoRunError, learn
 from fsdpckpt.storage import ByteSource
 
 _BLOCK = 4 << 20  # bytes that are looked at at a time: what is made of them takes several times as much memory
@@ -258,7 +258,7 @@ class _Walk:
                         self._learn_entry(data, at, taken)
                     at = kept = taken.end
                     while 0 <= frame <= at:
-                        _require_boundary(data, _last_before(taken.pieces, frame), frame)
+                        _require_boundary(data, _last_before(taken.begins, frame), frame)
                         frame = next(frames, -1)
                     continue
                 kept_text = texts.get(old)
@@ -378,7 +378,7 @@ class _Walk:
         if taken is not None:
             self._sizes[kind] = _WINDOW if self._items.scattered else 1
             return taken
-        return self._found(kind, window if window is not None and searched else self._open(kind, form, at), at)
+        return self._records_at(kind, window if window is not None and searched else self._open(kind, form, at), at)
 
     def _learn(self, kind: tuple[bytes, bytes], at: int) -> Form | None:
         if self._unlike[kind] == _MOST_UNLIKE:
@@ -400,17 +400,17 @@ class _Walk:
         window = self._windows[kind] = _Window(at, end, form.find(self._block, at, end), [])
         return window
 
-    def _found(self, kind: tuple[bytes, bytes], window: _Window, at: int) -> Records | None:
-        found = window.found
-        row = int(np.searchsorted(found.begin, at))
-        if row == len(found.begin) or found.begin[row] != at:
+    def _records_at(self, kind: tuple[bytes, bytes], window: _Window, at: int) -> Records | None:
+        matches = window.matches
+        row = int(np.searchsorted(matches.begin, at))
+        if row == len(matches.begin) or matches.begin[row] != at:
             return None
-        stop = int(found.last[row]) + 1
+        stop = int(matches.last[row]) + 1
         window.taken.append(slice(row, stop))
         count = self._counts[kind]
         self._counts[kind] += stop - row
-        rows, begins = slice(count, count + stop - row), found.begin[row:stop]
-        taken = Records(rows, int(found.memoised[row:stop].sum()), int(found.end[stop - 1]), [(0, begins)])
+        rows, begins = slice(count, count + stop - row), matches.begin[row:stop]
+        taken = Records(rows, int(matches.memoised[row:stop].sum()), int(matches.end[stop - 1]), [(0, begins)])
         if kind == CHUNK:
             self._lists.add(self._block.data, begins, taken.end, rows, taken.memoised)
         return taken
@@ -430,14 +430,14 @@ class _Walk:
         window = self._windows.pop(kind, None)
         if window is None or not window.taken:
             return
-        found, block = window.found, self._block
+        matches, block = window.matches, self._block
         rows = np.concatenate([np.arange(part.start, part.stop) for part in window.taken])
-        columns = {name: column[rows] for name, column in found.columns.items()}
+        columns = {name: column[rows] for name, column in matches.columns.items()}
         if kind == INDEX:
             text, nbytes = columns.pop("text"), columns.pop("nbytes")
             shared = isinstance(form := self._forms[kind], ItemForm) and form.shared_names
             columns["name"] = self._shared(text) if shared else self.texts.numbers(block, text, nbytes)
-            self._items.add(block, found, rows, columns)
+            self._items.add(block, matches, rows, columns)
         self.columns[kind].append(self._compact(columns))
 
     def _compact(self, columns: Columns) -> Columns:
@@ -468,7 +468,7 @@ class _Window:
 
     begin: int
     end: int
-    found: Found
+    matches: Matches
     taken: list[slice]
 
 
@@ -476,9 +476,9 @@ def _narrow(column: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.signedinteg
     return column.astype(np.int32) if column.max(initial=0) <= np.iinfo(np.int32).max else column
 
 
-def _last_before(pieces: list[Piece], place: int) -> int:
+def _last_before(stretches: list[Begins], place: int) -> int:
     """Where the last record before ``place`` begins."""
-    shift, begins = next(piece for piece in reversed(pieces) if piece[0] + piece[1][0] < place)
+    shift, begins = next(each for each in reversed(stretches) if each[0] + each[1][0] < place)
     return shift + int(begins[np.searchsorted(begins, place - shift) - 1])
 
 

@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.formats.dcp.fields import MASK, Block
-from fsdpckpt.formats.dcp.runs import METADATA, Found, ItemForm, Memo
+from fsdpckpt.formats.dcp.runs import METADATA, ItemForm, Matches, Memo
 from fsdpckpt.ir.tensors import Int64Array
 
-__all__ = ["Items", "Lists", "Piece", "Records"]
+__all__ = ["Items", "Lists", "Begins", "Records"]
 
 _MOST_ALIKE = 8  # lists that begin with the same bytes
 _MOST_KEY = 512  # bytes by which they are told apart
@@ -34,7 +34,7 @@ _SHORT = 128  # items in a row, on average, that are joined with those around th
 _AT_ONCE = 1024  # items compared at once: a batch of the pickler has a thousand
 _NUMBERS = ("index", "path", "offset", "length")  # of an item; then its start
 
-Piece: TypeAlias = tuple[int, Int64Array]
+Begins: TypeAlias = tuple[int, Int64Array]
 """Where records begin: a place, and how far from it each is."""
 
 NameAt: TypeAlias = Callable[[int], int]
@@ -47,7 +47,7 @@ class Records(NamedTuple):
     rows: slice
     memoised: int
     end: int
-    pieces: list[Piece]
+    begins: list[Begins]
 
 
 class _List(NamedTuple):
@@ -142,22 +142,22 @@ class _Stretch:
 def _joined(parts: list[tuple[_Stretch, int, int]]) -> _Stretch:
     """The items of several parts, first to end (exclusive) of each, one after the other."""
     numbers = max(len(stretch.places) for stretch, *_ in parts)
-    pieces = [stretch.part(first, end, numbers) for stretch, first, end in parts]
-    shifts = np.cumsum([0, *(len(piece.content) for piece in pieces)])
-    counts = np.cumsum([0, *(int(piece.memoised[-1]) for piece in pieces)])
+    stretches = [stretch.part(first, end, numbers) for stretch, first, end in parts]
+    shifts = np.cumsum([0, *(len(each.content) for each in stretches)])
+    counts = np.cumsum([0, *(int(each.memoised[-1]) for each in stretches)])
     return _Stretch(
-        np.concatenate([piece.content for piece in pieces]),
-        np.concatenate([piece.mask for piece in pieces]),
+        np.concatenate([each.content for each in stretches]),
+        np.concatenate([each.mask for each in stretches]),
         np.append(
-            np.concatenate([piece.begins[:-1] + shift for piece, shift in zip(pieces, shifts[:-1], strict=True)]),
+            np.concatenate([each.begins[:-1] + shift for each, shift in zip(stretches, shifts[:-1], strict=True)]),
             shifts[-1],
         ),
-        np.concatenate([piece.places + shift for piece, shift in zip(pieces, shifts[:-1], strict=True)], axis=1),
-        np.concatenate([piece.masks for piece in pieces], axis=1),
-        np.concatenate([piece.names for piece in pieces]),
-        np.concatenate([piece.ndim for piece in pieces]),
+        np.concatenate([each.places + shift for each, shift in zip(stretches, shifts[:-1], strict=True)], axis=1),
+        np.concatenate([each.masks for each in stretches], axis=1),
+        np.concatenate([each.names for each in stretches]),
+        np.concatenate([each.ndim for each in stretches]),
         np.append(
-            np.concatenate([piece.memoised[:-1] + count for piece, count in zip(pieces, counts[:-1], strict=True)]),
+            np.concatenate([each.memoised[:-1] + count for each, count in zip(stretches, counts[:-1], strict=True)]),
             counts[-1],
         ),
     )
@@ -172,9 +172,9 @@ class Items:
         self.scattered = False  # those that were taken last followed each other nowhere: parsing more joins them
         self._taken: list[tuple[_Stretch, int, int, int]] = []  # first item, end, where the first begins in the block
 
-    def add(self, block: Block, found: Found, rows: npt.NDArray[np.intp], columns: dict[str, Int64Array]) -> None:
+    def add(self, block: Block, matches: Matches, rows: npt.NDArray[np.intp], columns: dict[str, Int64Array]) -> None:
         """Remember the items in ``rows``; ``columns`` has their names and dimensions."""
-        begin, end = found.begin[rows], found.end[rows]
+        begin, end = matches.begin[rows], matches.end[rows]
         begins = np.append(0, np.cumsum(end - begin))
         cut = np.flatnonzero(begin[1:] != end[:-1])
         firsts, lasts = np.append(0, cut + 1), np.append(cut, len(rows) - 1)
@@ -195,20 +195,20 @@ class Items:
                 mask[places[-1][top] + byte] = 0x80  # a number that is negative here is none that was parsed
 
         for name in _NUMBERS:
-            at = found.places[name][rows]
+            at = matches.places[name][rows]
             if name == "path":
                 width = block.references(at)[1] - at - 1
                 number(at + 1, width, np.zeros(len(at), np.bool_))
             else:
                 number(*block.operands(at))
-        at = found.places["start"][rows]
+        at = matches.places["start"][rows]
         at = at + (block.opcodes(at) == ord("("))
         for dimension in range(int(columns["ndim"].max(initial=0))):
             place, width, signed = block.operands(at)
             width = np.where(columns["ndim"] > dimension, width, 0)
             number(place, width, signed)
             at = place + width
-        memoised = np.append(0, np.cumsum(found.memoised[rows]))
+        memoised = np.append(0, np.cumsum(matches.memoised[rows]))
         names, ndim = columns["name"], columns["ndim"]
         self._remember(_Stretch(content, mask, begins, np.stack(places), np.stack(masks), names, ndim, memoised))
 
@@ -227,24 +227,24 @@ class Items:
             return None
         separator = form.append[:1] + b"("
         expected: tuple[_Stretch, int] | None = None
-        pieces: list[Piece] = []
+        stretch_begins: list[Begins] = []
         memoised = count = 0
-        while len(pieces) < 4 or count >= _WORTH * len(pieces):
-            begin = at + len(separator) if pieces and block.data.startswith(separator, at) else at
+        while len(stretch_begins) < 4 or count >= _WORTH * len(stretch_begins):
+            begin = at + len(separator) if stretch_begins and block.data.startswith(separator, at) else at
             stretch, first, end = self._same(block, begin, expected, name_at)
             if stretch is None or end == first:
                 break
             shift = begin - int(stretch.begins[first])
-            pieces.append((shift, stretch.begins[first:end]))
+            stretch_begins.append((shift, stretch.begins[first:end]))
             self._taken.append((stretch, first, end, shift))
             memoised += int(stretch.memoised[end] - stretch.memoised[first])
             count += end - first
             at = shift + int(stretch.begins[end])
             expected = stretch, end
-        self.scattered = 0 < count < _WORTH * len(pieces)
-        if _WORTH * len(pieces) <= count < _SHORT * len(pieces):
-            self._remember(_joined([taken[:3] for taken in self._taken[-len(pieces) :]]))
-        return Records(slice(0, count), memoised, at, pieces) if pieces else None
+        self.scattered = 0 < count < _WORTH * len(stretch_begins)
+        if _WORTH * len(stretch_begins) <= count < _SHORT * len(stretch_begins):
+            self._remember(_joined([taken[:3] for taken in self._taken[-len(stretch_begins) :]]))
+        return Records(slice(0, count), memoised, at, stretch_begins) if stretch_begins else None
 
     def _same(
         self, block: Block, at: int, expected: tuple[_Stretch, int] | None, name_at: NameAt

@@ -83,7 +83,7 @@ class Memo:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Matches:
     """The records in one block, in the order of their places.
 
     ``begin``, ``end``: of their bytes. ``memoised``: how many values each memoises. ``last``: for each the number of
@@ -132,7 +132,7 @@ class ChunkForm:
     objects: int = 1
     append: bytes = b"ea"
 
-    def find(self, block: Block, begin: int, end: int) -> Found:
+    def find(self, block: Block, begin: int, end: int) -> Matches:
         """The whole records that begin in [begin, end)."""
         at = _candidates(block, self.prefix, begin, end)
         start, ndim, after, ok = block.sizes(at + len(self.prefix), self.memoize)
@@ -144,7 +144,7 @@ class ChunkForm:
         at, after, ndim = at[rows], after[rows], ndim[rows]
         last = _runs(block, at, after, self.append, ndim)
         memoised = len(self.memoize) * (2 + 2 * np.where(ndim > 0, 3, 2))
-        return Found(at, after, memoised, last, {"start": start[rows], "size": size[rows], "ndim": ndim})
+        return Matches(at, after, memoised, last, {"start": start[rows], "size": size[rows], "ndim": ndim})
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class ItemForm:
     objects: int = 2
     append: bytes = b"us"
 
-    def find(self, block: Block, begin: int, end: int) -> Found:
+    def find(self, block: Block, begin: int, end: int) -> Matches:
         """The whole records that begin in [begin, end)."""
         at = _candidates(block, self.prefix, begin, end)
         if self.shared_names:
@@ -202,7 +202,7 @@ class ItemForm:
         columns = {name: column[rows] for name, column in {**fields, "offset": offset, "length": length}.items()}
         last = _runs(block, at[rows], after[rows], self.append, None)
         memoised = len(self.memoize) * (4 + np.where(columns["ndim"] > 0, 3, 2)) + (not self.shared_names)
-        return Found(
+        return Matches(
             at[rows], after[rows], memoised, last, columns, {name: each[rows] for name, each in places.items()}
         )
 

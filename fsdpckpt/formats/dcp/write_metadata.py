@@ -123,10 +123,10 @@ class _Writer(PickleOpcodes):
         if known is not None:
             return known
         memo = self._memo
-        found = make()
+        made = make()
         if kept.left[items]:
-            kept.made[items] = found if self._memo == memo else make()
-        return found
+            kept.made[items] = made if self._memo == memo else make()
+        return made
 
     def storage_metadata(self, entry: DcpEntry) -> bytes:
         key, dtype, shape = self.text(entry.key), entry.dtype, entry.shape

@@ -182,8 +182,8 @@ _SINGLE = rb"ScNRQabe\]}stu\x81\x85-\x89\x8f\x90\x91\x93"
 _ITEM = rb"(?:S" + _MEMOISED + rb"?+|[Kh].|M..|[Jj].{4})"  # of a tuple that holds no other: a number, a text
 
 
-def _finding(found: bytes, *, skipped: bytes) -> re.Pattern[bytes]:
-    """Finds ``found`` among opcodes of which nothing is memoised but ``skipped``; one match more at the end."""
+def _finding(opcode: bytes, *, skipped: bytes) -> re.Pattern[bytes]:
+    """Finds ``opcode`` among opcodes of which nothing is memoised but ``skipped``; one match more at the end."""
     return re.compile(
         rb"(?:"
         + skipped
@@ -191,7 +191,7 @@ def _finding(found: bytes, *, skipped: bytes) -> re.Pattern[bytes]:
         + rb"|["
         + _SINGLE
         + rb"](?![qr\x94])|\)R?+(?![qr\x94])|\((?!t))*+(?:"
-        + found
+        + opcode
         + rb")",
         re.DOTALL,
     )

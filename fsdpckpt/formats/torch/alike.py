@@ -31,7 +31,7 @@ from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.ir.values import Value
 from fsdpckpt.storage import ByteSource
 
-__all__ = ["Alike", "Changes", "Own", "Shared", "archive_of"]
+__all__ = ["Alike", "Changes", "RankPlaces", "Shared", "archive_of"]
 
 _MOST_DIFFERENT = 64  # bytes in which pickles may differ: an own place in a mesh and the number of a GPU are a few
 _SCANNED = 1 << 20  # bytes from the begin on in which they are looked for: a mesh stands where it is used first
@@ -74,12 +74,12 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Own:
-    """What one rank has of its own: ``starts`` of its records as in ``Shared``, its boxes and its mesh by cut."""
+class RankPlaces:
+    """Where one rank has what is its own: ``starts`` of its records as in ``Shared``, its boxes and its mesh by cut."""
 
     shared: Shared
     starts: Int64Array
-    places: list[tuple[Place, ...]]
+    by_cut: list[tuple[Place, ...]]
     meshes: list[Mesh]
 
     def offset(self, offset: int) -> int:
@@ -93,7 +93,7 @@ class Own:
             return [box._replace(offset=self.offset(box.offset)) for box in distributed.boxes]
         first = self.offset(local.offset)
         itemsize, stride = local.dtype.itemsize, local.stride
-        return [BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in self.places[number]]
+        return [BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in self.by_cut[number]]
 
     def holders(self, distributed: Distributed) -> tuple[int, ...]:
         number, _ = self.shared.cut_of.get(id(distributed), (-1, None))
@@ -251,7 +251,7 @@ class Alike:
             values.append(None if number.text else int.from_bytes(content, "little", signed=signed))
         return values
 
-    def own(self, source: ByteSource, offsets: Int64Array, changes: Changes) -> Own | None:
+    def places_of(self, source: ByteSource, offsets: Int64Array, changes: Changes) -> RankPlaces | None:
         """What the rank has of its own whose archive, with records at ``offsets``, has these ``changes``.
 
         None where its tensors are not what its place in the mesh gives it: parsing the archive says which.
@@ -259,7 +259,7 @@ class Alike:
         shared = self.shared
         if shared is None:
             return None
-        moved = Own(shared, offsets[shared.order], [], [])
+        moved = RankPlaces(shared, offsets[shared.order], [], [])
         meshes = MeshParser(source, self._values(self._numbers, changes), moved.offset)
         parser = DistributedParser(source, meshes)
         try:
@@ -270,14 +270,14 @@ class Alike:
             return None
         if any(one[1:] != parsed[1:] for one, (_, parsed) in zip(placed, shared.cuts, strict=True)):
             return None
-        return replace(moved, places=[one[0] for one in placed], meshes=[cut.mesh for cut in cuts])
+        return replace(moved, by_cut=[one[0] for one in placed], meshes=[cut.mesh for cut in cuts])
 
 
-def archive_of(own: Own, checksums: Checksums, path: str) -> TorchArchive:
+def archive_of(places: RankPlaces, checksums: Checksums, path: str) -> TorchArchive:
     """The archive at ``path`` of a rank like the one that was parsed, whose bytes the leaves of its root locate."""
-    shared = own.shared
-    ranks = {mesh.rank for mesh in own.meshes} | {other.rank for other in shared.others}
-    worlds = [*(mesh.world for mesh in own.meshes), *(other.world for other in shared.others)]
+    shared = places.shared
+    ranks = {mesh.rank for mesh in places.meshes} | {other.rank for other in shared.others}
+    worlds = [*(mesh.world for mesh in places.meshes), *(other.world for other in shared.others)]
     return replace(
         shared.archive,
         checksums=checksums,
@@ -293,7 +293,7 @@ def _is_digit(byte: int) -> bool:
 
 def _operands(pickle: bytes, places: Sequence[int]) -> list[_Operand] | None:
     """The numbers and texts in which ``places``, in ascending order, lie; None where one lies in anything else."""
-    found: list[_Operand] = []
+    operands: list[_Operand] = []
     if places and places[-1] > _SCANNED:
         return None
     known = 0  # of places
@@ -305,10 +305,10 @@ def _operands(pickle: bytes, places: Sequence[int]) -> list[_Operand] | None:
             operand = _Operand(begin, begin + 1 + counted, at or 0, bool(counted))
             if not (counted or name in _INTEGERS) or places[known] < operand.begin:
                 return None
-            found.append(operand)
+            operands.append(operand)
             known += inside
         if known == len(places):
-            return found
+            return operands
         name, begin = opcode.code, at or 0
     return None
 

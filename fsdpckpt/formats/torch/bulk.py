@@ -106,25 +106,25 @@ def read_tensors(source: ByteSource, file_id: int) -> TorchArchive:
 
 def _scan(data: bytes) -> _Scanned:
     """The pickle with its plain tensors taken out. Raises _UnusualError when it has none."""
-    found = _Scanned()
+    scanned = _Scanned()
     at, window = 0, _FIRST
-    while not found.out or found.out[-1] != b".":
+    while not scanned.out or scanned.out[-1] != b".":
         stop = min(at + window, len(data))
-        begin, at = at, _scan_window(data, at, stop, found)
+        begin, at = at, _scan_window(data, at, stop, scanned)
         if stop - at <= _CUT:
             window = min(4 * window, _MOST)
         else:
-            at, window = _long_text(data, at, found), _FIRST
+            at, window = _long_text(data, at, scanned), _FIRST
         if at == begin:
             raise _UnusualError("opcodes that do not end")
-    if not found.key:
+    if not scanned.key:
         raise _UnusualError("no tensors in bulk")
-    return found
+    return scanned
 
 
-def _scan_window(data: bytes, at: int, stop: int, found: _Scanned) -> int:
+def _scan_window(data: bytes, at: int, stop: int, scanned: _Scanned) -> int:
     """Go over the opcodes from ``at`` to ``stop``; returns where the first one begins that is not whole, or unusual."""
-    out, forms, form_of, key_of = found.out, found.forms, found.form, found.key
+    out, forms, form_of, key_of = scanned.out, scanned.forms, scanned.form, scanned.key
     last = stop if stop == len(data) else stop - _CUT
     dropped: list[bytes] = []
     for (
@@ -138,7 +138,7 @@ def _scan_window(data: bytes, at: int, stop: int, found: _Scanned) -> int:
             number = forms.get(parts)
             if number is None:
                 number = forms[parts] = len(forms)
-                found.met.append(len(out))
+                scanned.met.append(len(out))
             out.append(b"J%bQ" % len(key_of).to_bytes(4, "little"))
             form_of.append(number)
             key_of.append(key)
@@ -154,21 +154,21 @@ def _scan_window(data: bytes, at: int, stop: int, found: _Scanned) -> int:
         else:
             break
     if dropped:
-        found.dropped.append(_places(b"".join(dropped)))
-        if found.dropped[-1].max() >= len(data):
+        scanned.dropped.append(_places(b"".join(dropped)))
+        if scanned.dropped[-1].max() >= len(data):
             raise _UnusualError("a place that no memo has")
     return at
 
 
-def _long_text(data: bytes, at: int, found: _Scanned) -> int:
+def _long_text(data: bytes, at: int, scanned: _Scanned) -> int:
     """Go past the long text at ``at``, and the place in the memo that it is put at."""
     if data[at : at + 1] != b"X" or at + _TEXT_HEAD.size > len(data):
         raise _UnusualError("another opcode")
     end = at + _TEXT_HEAD.size + int(_TEXT_HEAD.unpack_from(data, at)[0])
     put = _PUTS.match(data, end)
-    found.out.append(data[at:end])
+    scanned.out.append(data[at:end])
     if put is not None:
-        found.out.append(put[0])
+        scanned.out.append(put[0])
     return end if put is None else put.end()
 
 

@@ -42,13 +42,13 @@ class BlockwiseStates:
         """``paths``, and those of the pairs: beside the state itself."""
         if paths is None or not self.entries:
             return paths
-        own = {
+        part_paths = {
             part: (*paths[key][:-1], f"{paths[key][-1]}{part[len(key) :]}")
             for key, pairs in self.entries.items()
             if key in paths
             for part, _ in pairs
         }
-        return {**paths, **own}
+        return {**paths, **part_paths}
 
     def without(self, directory: DcpDirectory) -> DcpDirectory:
         """``directory`` with the tensors that are none of these."""

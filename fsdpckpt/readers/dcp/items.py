@@ -138,14 +138,14 @@ class _Contents:
         for number, rows in self.in_files(~self.is_blob):
             reader = ItemReader(sources.open(self._paths[number]), self.structures)
             try:
-                found = reader.tensors(*self.item[rows].T)
+                located = reader.tensors(*self.item[rows].T)
             except SourceUnrecognisedError as error:
                 error.key = self.tensor(int(rows[reader.reading]))[0].key
                 raise
-            self.put(rows, found.offset, found.kind)
-            has = found.crc >= 0
+            self.put(rows, located.offset, located.kind)
+            has = located.crc >= 0
             file = np.full(int(has.sum()), number, np.int64)
-            checksums.append(Checksums(file, found.record_offset[has], found.record_nbytes[has], found.crc[has]))
+            checksums.append(Checksums(file, located.record_offset[has], located.record_nbytes[has], located.crc[has]))
         return checksums
 
     def wrong(self) -> npt.NDArray[np.intp]:
@@ -175,9 +175,9 @@ class _Contents:
             apart = [held[at] != np.concatenate(column) for at, column in enumerate(zip(*declared, strict=True))]
             sizes, strides = (np.logical_or.reduceat(one.any(axis=1), begins) for one in apart)
             for at in np.flatnonzero(sizes | strides).tolist():
-                tensor, own = tensors[at], slice(begins[at], begins[at] + counts[numbers[at]])
-                size = held[0, own].copy() if sizes[at] else tensor.chunks.size
-                stride = held[1, own].copy() if strides[at] else tensor.chunks.stride
+                tensor, rows_of_it = tensors[at], slice(begins[at], begins[at] + counts[numbers[at]])
+                size = held[0, rows_of_it].copy() if sizes[at] else tensor.chunks.size
+                stride = held[1, rows_of_it].copy() if strides[at] else tensor.chunks.stride
                 located[tensor.key] = tensor._replace(chunks=replace(tensor.chunks, size=size, stride=stride))
         return located
 

@@ -316,8 +316,8 @@ def _optimizer(optimizer: Mapping[Key, Value], files: FileTable, path: str) -> _
         return dict(optimizer)
     joined = _join_states({_unwrapped(name): entry for name, entry in state.items() if isinstance(entry, dict)}, path)
     by_name: dict[str, _Dict] = {}
-    for name, own in settings.items():
-        setting = dict(own) if isinstance(own, dict) else {}
+    for name, saved in settings.items():
+        setting = dict(saved) if isinstance(saved, dict) else {}
         step = _step_tensor(setting.pop("step", None), files)
         by_name[str(_unwrapped(name))] = setting
         if step is not None and _unwrapped(name) in joined:

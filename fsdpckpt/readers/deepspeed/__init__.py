@@ -129,12 +129,12 @@ def _require_data_parallel(path: str, names: set[str]) -> None:
     others = sorted(
         name for name in names if (match := _OPTIM.match(name) or _MODEL.match(name)) is not None and int(match[2]) > 0
     )
-    for kind, found in (("experts", experts), ("pipeline stages", layers), ("tensor parallel ranks", others)):
-        if found:
+    for kind, files in (("experts", experts), ("pipeline stages", layers), ("tensor parallel ranks", others)):
+        if files:
             raise SourceUnsupportedError(
                 f"{path} is a DeepSpeed checkpoint with files of {kind}, which fsdpckpt does not read",
-                details=found[:_SHOWN],
-                file=f"{path.rstrip('/')}/{found[0]}",
+                details=files[:_SHOWN],
+                file=f"{path.rstrip('/')}/{files[0]}",
                 why="how the tensors of these files belong together is in the code of the model, not in the files",
                 next_step="convert it with the model's own script (ds_to_universal.py, or convert_*.py of the trainer)",
             )

@@ -132,10 +132,10 @@ class _Step:
             raise contradiction(file.path, "its fp32 weights are no list of flat tensors")
         count = len(weights)
         paddings = [0] * count
-        found = states.get("group_paddings")
+        saved = states.get("group_paddings")
         stripped = "zero_stage" in states  # BF16_Optimizer does not take the padding off, and names no stage
-        if stripped and isinstance(found, (list, tuple)) and len(found) == count and all(map(is_count, found)):
-            paddings = [int(one) for one in found]
+        if stripped and isinstance(saved, (list, tuple)) and len(saved) == count and all(map(is_count, saved)):
+            paddings = [int(one) for one in saved]
         flat = cast("list[StoredTensor]", list(weights))
         if isinstance(base, list):  # elastic checkpoints have the states alone
             if len(base) != count:

@@ -197,11 +197,11 @@ class ModuleStates:
         groups = file.root.get("param_shapes")
         if not isinstance(groups, (list, tuple)) or not groups:
             raise contradiction(file.path, "it does not say the shapes of the parameters (param_shapes)")
-        found = [_shapes_in(group, file.path) for group in groups]
-        repeated = [name for name, count in Counter(chain.from_iterable(found)).items() if count > 1]
+        shapes = [_shapes_in(group, file.path) for group in groups]
+        repeated = [name for name, count in Counter(chain.from_iterable(shapes)).items() if count > 1]
         if repeated:
             raise contradiction(file.path, f"param_shapes has {repeated[0]} in several groups")
-        return found
+        return shapes
 
     def aliases(self) -> dict[str, str]:
         """Parameters that share another's storage, and that other's name. Under ZeRO 3 only rank 0 knows."""

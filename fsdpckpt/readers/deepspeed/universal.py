@@ -53,21 +53,21 @@ _LONGEST = 1 << 15  # bytes of a form
 @dataclass(frozen=True, slots=True, eq=False)
 class _Form:
     """``head``: the file's bytes before the data; ``tail``: those from the zip's directory on, at ``tail_at``. Both
-    with zeros for the checksums that differ, at ``in_head`` and ``own``. ``crcs``: where in ``tail`` that of each
+    with zeros for the checksums that differ, at ``in_head`` and ``in_tail``. ``crcs``: where in ``tail`` that of each
     record is."""
 
     head: bytes
     tail: bytes
     tail_at: int
     in_head: list[int]
-    own: list[int]
+    in_tail: list[int]
     crcs: list[int]
     archive: TorchArchive
 
     def of(self, source: ByteSource, file_id: int) -> TorchArchive | None:
         """The archive in ``source``; None when it is of another form."""
         head, tail = source.read(0, len(self.head)), source.read(self.tail_at, len(self.tail))
-        if _without(tail, self.own) != self.tail or _without(head, self.in_head) != self.head:
+        if _without(tail, self.in_tail) != self.tail or _without(head, self.in_head) != self.head:
             return None
         sums = self.archive.checksums
         crc = [int.from_bytes(tail[at : at + 4], "little") for at in self.crcs]
@@ -113,12 +113,14 @@ def _form(opened: OpenedArchive, archive: TorchArchive) -> _Form | None:
     if len(places) != len(columns.names):
         return None
     head_crc = places[data[0]].local if data else -1
-    own = [at.entry for number, at in enumerate(places) if number in data or at.name.endswith(SERIALIZATION_ID)]
+    in_tail = [at.entry for number, at in enumerate(places) if number in data or at.name.endswith(SERIALIZATION_ID)]
     if not tail.startswith(directory) or (head_crc >= 0 and head_crc + 4 > end):
         return None
     kept = replace(archive, root=_copied(archive.root))
     in_head = [head_crc] if head_crc >= 0 else []
-    return _Form(_without(head, in_head), _without(tail, own), start, in_head, own, [at.entry for at in places], kept)
+    return _Form(
+        _without(head, in_head), _without(tail, in_tail), start, in_head, in_tail, [at.entry for at in places], kept
+    )
 
 
 def _without(data: bytes, places: list[int]) -> bytes:
@@ -315,12 +317,12 @@ class _Universal:
 
     def _param_groups(self, file: StepFile, groups: list[FlatGroup]) -> Value:
         """The param groups, which list numbers of flat tensors, with the names of parameters."""
-        found = file.root.get("param_groups")
-        if not isinstance(found, list):
+        saved = file.root.get("param_groups")
+        if not isinstance(saved, list):
             raise contradiction(file.path, "it has no param_groups")
         named: list[StateDict] = []
         listed: list[object] = []
-        for group in (as_mapping(one, file.path, "param_groups") for one in found):
+        for group in (as_mapping(one, file.path, "param_groups") for one in saved):
             numbers = group.get("params")
             numbers = list(numbers) if isinstance(numbers, (list, tuple)) else []
             listed += numbers

@@ -119,10 +119,10 @@ class Merge:
             flat = self._sharded is None and len(self._ranks_of(have)) > 1
             if uneven or flat:
                 key = _dotted((*path, name))
-                found = "a rank's slice of a flat parameter"
+                instead = "a rank's slice of a flat parameter"
                 if not flat:
-                    found = f"not quantized on {_ranks_text(self._ranks_of(uneven))}"
-                message = f"{key} is {blocks}, and {found}: nothing says what it is for another number of ranks"
+                    instead = f"not quantized on {_ranks_text(self._ranks_of(uneven))}"
+                message = f"{key} is {blocks}, and {instead}: nothing says what it is for another number of ranks"
                 self.problems.append(Problem("quantized", message, key=key, section=Section.OPTIM))
             for i in plain:
                 made[i] = {key: item for key, item in made[i].items() if key != name}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdpckpt.formats.torch import TorchArchive, open_archive, parse_archive
-from fsdpckpt.formats.torch.alike import Alike, Changes, Own, archive_of
+from fsdpckpt.formats.torch.alike import Alike, Changes, RankPlaces, archive_of
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Checksums
@@ -26,20 +26,20 @@ class RankFile:
     rank: int
     file: int
     archive: TorchArchive
-    own: Own | None = None
+    places: RankPlaces | None = None
 
     def offset(self, stored: StoredTensor) -> int:
         """Where this rank has the first element of ``stored``, a leaf of its archive."""
-        return stored.offset if self.own is None else self.own.offset(stored.offset)
+        return stored.offset if self.places is None else self.places.offset(stored.offset)
 
     def rows(self, distributed: Distributed) -> list[tuple[int, ...]]:
         """What this rank has of ``distributed``, a leaf of its archive: (rank, file, offset, start, size, stride)."""
-        boxes = distributed.boxes if self.own is None else self.own.boxes(distributed)
+        boxes = distributed.boxes if self.places is None else self.places.boxes(distributed)
         return [(self.rank, self.file, box.offset, *box.start, *box.size, *box.stride) for box in boxes]
 
     def holders(self, distributed: Distributed) -> tuple[int, ...]:
         """The ranks that hold ``distributed`` as far as this one knows."""
-        return distributed.holders if self.own is None else self.own.holders(distributed)
+        return distributed.holders if self.places is None else self.places.holders(distributed)
 
 
 def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, alike: bool) -> list[RankFile]:
@@ -70,9 +70,9 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
                 waiting.append((index, number, others[-1], {}, archive.columns.offset, parsed.checksums))
     for index, number, one, changes, offsets, checksums in waiting:
         path = paths[ranks[index]]
-        own = one.own(sources.open(path), offsets, changes)
-        if own is not None:
-            opened[index] = RankFile(ranks[index], number, archive_of(own, checksums, path), own)
+        places = one.places_of(sources.open(path), offsets, changes)
+        if places is not None:
+            opened[index] = RankFile(ranks[index], number, archive_of(places, checksums, path), places)
         elif opened[index] is None:
             opened[index] = RankFile(ranks[index], number, parse_archive(open_archive(sources.open(path)), number))
     return [file for file in opened if file is not None]
@@ -92,8 +92,8 @@ class Group:
 
     def distributed(self, leaf: Distributed) -> Chunks | list[tuple[int, ...]]:
         """What the ranks hold of ``leaf``, as chunks or as their rows; rank after rank."""
-        own = self.files[0].own
-        number, local = own.shared.cut_of.get(id(leaf), (-1, None)) if own is not None else (-1, None)
+        places = self.files[0].places
+        number, local = places.shared.cut_of.get(id(leaf), (-1, None)) if places is not None else (-1, None)
         if local is None or len(self.files) == 1:
             return [row for file in self.files for row in file.rows(leaf)]
         table = self._cuts.get(number)
@@ -107,7 +107,7 @@ class Group:
     def plain(self, leaf: StoredTensor) -> Chunks | list[tuple[int, ...]]:
         """The replicas of ``leaf`` that the ranks hold, as ``distributed``."""
         ndim = len(leaf.shape)
-        if len(self.files) == 1 or self.files[0].own is None:
+        if len(self.files) == 1 or self.files[0].places is None:
             zeros = (0,) * ndim
             return [(file.rank, file.file, file.offset(leaf), *zeros, *leaf.shape, *leaf.stride) for file in self.files]
         table = self._cuts.get(-1)
@@ -122,16 +122,16 @@ class Group:
         rows = [
             (index, file.rank, file.file, at, *start, *size)
             for index, file in enumerate(self.files)
-            if file.own is not None
-            for start, size, at in file.own.places[number]
+            if file.places is not None
+            for start, size, at in file.places.by_cut[number]
         ]
         return np.array(rows, np.int64).reshape(len(rows), 4 + 2 * ndim)
 
     def _offsets(self, offset: int) -> Int64Array:
         """Where each rank has the bytes that are at ``offset`` of the archive that was parsed."""
-        owns = [file.own for file in self.files if file.own is not None]
+        owns = [file.places for file in self.files if file.places is not None]
         if self._starts is None:
-            self._starts = np.stack([own.starts for own in owns], axis=1)
+            self._starts = np.stack([places.starts for places in owns], axis=1)
         record = owns[0].shared.record(offset)
         moved: Int64Array = self._starts[record] + (offset - owns[0].shared.starts[record])
         return moved

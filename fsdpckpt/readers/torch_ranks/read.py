@@ -226,8 +226,8 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
     """
     changed_roots = list(roots)
     for path in [path for path, mapping in mappings(roots[0]) if is_optimizer(mapping)]:
-        found = [_at(root, path) for root in roots]
-        ours = [optim for optim in found if optim is not None]
+        every_optimizer = [_at(root, path) for root in roots]
+        ours = [optim for optim in every_optimizer if optim is not None]
         if len(ours) < len(roots):
             continue
         names = _by_units(ours, ranks, units) if units is not None and units.orders else None
@@ -286,12 +286,12 @@ def _by_units(ours: Sequence[_Optimizer], ranks: Sequence[int], units: Units) ->
 
 def _fits(optim: _Optimizer, groups: Groups) -> bool:
     """Whether ``groups`` may be those of ``optim``, whose keys are ids."""
-    own = _groups(optim)
+    listed = _groups(optim)
     if not _by_id(optim):
         return False
-    if own is None:
+    if listed is None:
         return all(key < sum(map(len, groups)) for key in optim["state"])
-    return [len(keys) for keys in own] == [len(names) for names in groups]
+    return [len(keys) for keys in listed] == [len(names) for names in groups]
 
 
 def _own_names(ours: Sequence[_Optimizer]) -> list[Groups] | None:
@@ -303,8 +303,8 @@ def _own_names(ours: Sequence[_Optimizer]) -> list[Groups] | None:
             return None
         texts = groups
         if _by_id(optim):
-            recorded = [group.get("param_names") for group in optim["param_groups"]]
-            texts = [list(one) if isinstance(one, (list, tuple)) else [] for one in recorded]
+            saved = [group.get("param_names") for group in optim["param_groups"]]
+            texts = [list(one) if isinstance(one, (list, tuple)) else [] for one in saved]
         names: Groups = tuple(tuple(str(text) for text in one) for one in texts)
         every = list(chain(*names))
         if [len(one) for one in names] != [len(keys) for keys in groups] or len(set(every)) < len(every):
@@ -329,11 +329,11 @@ def _note(names: Sequence[Groups], ranks: Sequence[int], every: Groups) -> Note:
 
 def _lacking(names: Sequence[Groups], ranks: Sequence[int], units: Units) -> Iterator[Problem]:
     """A fatal problem for each rank whose optimizer lacks what FSDP shards, and others have: its part is in no file."""
-    managed = {unit.key for unit in units.units} | set(units.unit_of())
-    every = dict.fromkeys(name for one in names for name in chain(*one) if name in managed)
+    in_units = {unit.key for unit in units.units} | set(units.unit_of())
+    every = dict.fromkeys(name for one in names for name in chain(*one) if name in in_units)
     for rank, one in zip(ranks, names, strict=True):
-        own = set(chain(*one))
-        missing = [name for name in every if name not in own]
+        names_here = set(chain(*one))
+        missing = [name for name in every if name not in names_here]
         if missing:
             message = (
                 f"the optimizer of rank {rank} has no {first_of(missing, _SHOWN)}, which the optimizers of other ranks "
@@ -358,19 +358,19 @@ def _unlisted(optim: _Optimizer, rank: int) -> Iterator[Problem]:
 def _raw_names(optim: _Optimizer, names: Groups) -> list[tuple[str, str]]:
     """(name, what ``param_names`` calls it)."""
     pairs: list[tuple[str, str]] = []
-    for group, own in zip(optim.get("param_groups") or (), names, strict=False):
-        recorded = group.get("param_names")
-        if isinstance(recorded, (list, tuple)) and len(recorded) == len(own):
-            pairs += zip(own, map(str, recorded), strict=True)
+    for group, group_names in zip(optim.get("param_groups") or (), names, strict=False):
+        saved = group.get("param_names")
+        if isinstance(saved, (list, tuple)) and len(saved) == len(group_names):
+            pairs += zip(group_names, map(str, saved), strict=True)
     return pairs
 
 
 def _rekeyed(
-    optim: _Optimizer, own: Groups, every: Groups, keys: Mapping[str, ParamKey], raw: Mapping[str, str]
+    optim: _Optimizer, members: Groups, every: Groups, keys: Mapping[str, ParamKey], raw: Mapping[str, str]
 ) -> _Optimizer:
     groups = _groups(optim)
-    listed = range(sum(map(len, own))) if groups is None else chain(*groups)
-    new = {key: keys[name] for key, name in zip(listed, chain(*own), strict=True)}
+    listed = range(sum(map(len, members))) if groups is None else chain(*groups)
+    new = {key: keys[name] for key, name in zip(listed, chain(*members), strict=True)}
     changed = {**optim, "state": {new.get(key, key): states for key, states in optim["state"].items()}}
     if groups is not None:
         changed["param_groups"] = [
