@@ -46,12 +46,12 @@ class PlannedFile:
 class Report:
     """Sizes are bytes, ``seconds`` wall time. ``peak_memory_planned``: the copy buffers, under ``--max-memory``.
 
-    ``bytes_read`` is tensor data; headers and metadata come on top. ``disk_needed`` is what DST will occupy,
-    ``disk_free`` what a dry run found free there (None: not looked up).
-    ``staged_in``: the local directory it needs that in, when DST is in an object store.
-    ``link``: what the links among ``files`` are, whose bytes count neither as read nor as written.
-    ``replaced``: the files of the checkpoint that was at DST, replaced by ``--overwrite`` (``dry_run``: to be).
-    ``workers``: processes, each with ``threads`` threads and ``peak_memory_planned`` bytes.
+    ``bytes_read`` is tensor data, without headers and metadata. ``disk_needed`` is what DST will occupy; ``disk_free``
+    is the space a dry run found there, None if it was not measured. ``staged_in``: the local directory that needs this
+    space when DST is in an object store. ``link``: how the linked files among ``files`` were made; their bytes count
+    neither as read nor as written. ``replaced``: the files of the checkpoint at DST that ``--overwrite`` replaced (in a
+    dry run: would replace). ``workers``: the number of processes, each with ``threads`` threads and
+    ``peak_memory_planned`` bytes.
     """
 
     source: str
@@ -95,7 +95,7 @@ class Report:
 
     @property
     def disk_suffices(self) -> bool | None:
-        """Whether DST fits; None when that was not looked up."""
+        """Whether DST fits on its disk; None if the space was not measured."""
         return None if self.disk_free is None else self.disk_needed <= self.disk_free
 
     def to_json(self) -> dict[str, object]:
@@ -105,7 +105,7 @@ class Report:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Report:
-        """The report that ``to_json`` made ``document`` of."""
+        """The inverse of ``to_json``."""
         fields = {name: value for name, value in document.items() if name not in _DERIVED}
         fields["notes"] = tuple(Note(**{**note, "keys": tuple(note["keys"])}) for note in fields["notes"])
         for name in ("files", "replaced"):
@@ -114,7 +114,7 @@ class Report:
 
 
 def replaced_files(replaces: Contents) -> tuple[PlannedFile, ...]:
-    """``Report.replaced`` of what was at DST."""
+    """``Report.replaced`` for the given contents of DST."""
     return tuple(PlannedFile(name, contents.nbytes) for name, contents in sorted(replaces.items()))
 
 
@@ -127,11 +127,11 @@ def encode_manifest(
     crcs: Mapping[str, int],
     digests: Mapping[str, str],
 ) -> bytes:
-    """The content of ``fsdpckpt.json``.
+    """Return the content of ``fsdpckpt.json``.
 
-    ``link``: how ``target.links`` were made. ``crcs``: CRC-32 of each file that was written, by which ``verify`` finds
-    damage in containers that carry no checksums of their own. A linked file has the one that the source's manifest
-    says, if any. ``digests``: SHA-256 of each tensor's row-major bytes, where ``--verify full`` computed them.
+    ``link``: how ``target.links`` were made. ``crcs``: the CRC-32 of each written file; ``verify`` uses it to find
+    damage in containers without checksums. A linked file keeps the CRC-32 from the source's manifest, if there is one.
+    ``digests``: the SHA-256 of each tensor's row-major bytes, if ``--verify full`` computed them.
     """
     checkpoint = transformed.checkpoint
     key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
@@ -139,7 +139,7 @@ def encode_manifest(
     known = (checkpoint.source, checkpoint.directory) if spec.container is Container.SAFETENSORS else None
 
     def said(text: str) -> str:
-        """As it is, but in what people upload."""
+        """``text``, without local paths if people will upload the directory."""
         return text if known is None else _without_directories(text, known)
 
     document = {
@@ -188,9 +188,9 @@ _DIRECTORIES = re.compile(r"(?<![\w.:/-])(?:[A-Za-z][\w+.-]*:/)?/(?:[^\s:;,'\"]*
 
 
 def _without_directories(text: str, known: Sequence[str] = ()) -> str:
-    """``text`` with the last name alone of every path in it that says where something lies on this machine.
+    """Replace every local path in ``text`` by its last component.
 
-    ``known``: paths that may have blanks in them.
+    ``known``: paths that may contain spaces.
     """
     for path in sorted(filter(None, known), key=len, reverse=True):
         text = text.replace(path, posixpath.basename(path.rstrip("/")) or ".")
@@ -198,7 +198,7 @@ def _without_directories(text: str, known: Sequence[str] = ()) -> str:
 
 
 def put_manifest(staging: Staging, data: bytes) -> None:
-    """Make ``data`` the ``fsdpckpt.json`` of the staged output, in place of an earlier one."""
+    """Write ``data`` as the ``fsdpckpt.json`` of the staged output, replacing an earlier one."""
     path = staging.locate(MANIFEST)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)

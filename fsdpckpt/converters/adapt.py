@@ -1,6 +1,6 @@
-"""Adapts a checkpoint to the form in which a producer saves: which sections, side files and extras it takes, and where.
+"""Adapts a checkpoint to a producer's form: which sections, side files and extras it has, and where they go.
 
-Every place that is not the source's own is in the notes, and so is all that the producer has no place for.
+The notes list everything that moves to another place and everything the producer has no place for.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def adapt_to_form(
     only: Section | None,
     divided: bool,
 ) -> tuple[Checkpoint, Form, Mapping[str, Tensor]]:
-    """``checkpoint`` with the sections that ``form`` has a place for, ``form`` with the places that this source needs,
-    and the files beside it that go along.
+    """Return the checkpoint reduced to the sections ``form`` has a place for, ``form`` with the places this source
+    needs, and the side files to copy.
 
-    ``only``: the section that is taken. ``divided``: whether a param group that is the only one will be two.
+    ``only``: the section to take. ``divided``: whether a single param group will be split in two.
     """
     _require_its_section(checkpoint, flavor, form, only)
     beside = side_files(checkpoint, flavor, world_size, sources, only=only)
@@ -90,7 +90,7 @@ def adapt_to_form(
 
 
 def _require_its_section(checkpoint: Checkpoint, flavor: Flavor, form: Form, only: Section | None) -> None:
-    """Raises UsageError or SourceMissingError where nothing is left of what ``form`` has a place for."""
+    """Raises UsageError or SourceMissingError if the checkpoint has none of the sections in ``form``."""
     if form.optim is None and only is Section.OPTIM:
         raise UsageError(
             f"--only optim does not go with --flavor {flavor.name}, which has no place for the optimizer",
@@ -104,9 +104,11 @@ def _require_its_section(checkpoint: Checkpoint, flavor: Flavor, form: Form, onl
 
 
 def _model_alone_has_none(flavor: Flavor, form: Form) -> bool:
-    """Whether a model saved alone has no extras: they would say that the optimizer was saved, or be names of the model.
+    """Whether extras must be dropped because the target holds only a model: a loader would read them as a sign that the
+    optimizer was saved, or as names of the model.
 
-    The first is what the file says in which the framework keeps them; the second, where it has both at the top.
+    The first case applies to frameworks that keep extras in the model's file, the second to files with both at the top
+    level.
     """
     if form.extra is None:
         return False
@@ -116,20 +118,20 @@ def _model_alone_has_none(flavor: Flavor, form: Form) -> bool:
 
 
 def _of_both(flavor: Flavor, form: Form, extras: Iterable[Mapping[Key, Value]]) -> tuple[str, ...]:
-    """The extras that ``verify`` takes as a sign that both the model and the optimizer were saved."""
+    """The extras that ``verify`` takes as proof that both the model and the optimizer were saved."""
     keys = dict.fromkeys(str(key) for extra in extras for key in extra)
     return tuple(key for key in keys if _model_alone_has_none(flavor, form) or key in flavor.training_keys)
 
 
 def _unplaced(checkpoint: Checkpoint, beside: SideFiles, placed: tuple[Step, ...]) -> tuple[str, ...]:
-    """The extras that are not ``placed``, and of which no side file is, or is said to be left out."""
+    """The extras that are neither in ``placed``, nor in a side file, nor already reported as left out."""
     files = [*beside.files, *(name for note in beside.notes for name in note.keys)]
     said = {*map(str, placed), *_stems(files)}
     return tuple(str(key) for key in checkpoint.extra if key not in said)
 
 
 def _stems(files: Iterable[str]) -> set[str]:
-    """The names of the extras that ``files`` hold: of random_states_0.pkl random_states."""
+    """The names of the extras in ``files``: ``random_states`` for ``random_states_0.pkl``."""
     stems = {name.rpartition(".")[0] for name in files}
     return stems | {re.sub(r"_\d+$", "", stem) for stem in stems}
 
@@ -137,9 +139,10 @@ def _stems(files: Iterable[str]) -> set[str]:
 def _with_schedule(
     checkpoint: Checkpoint, flavor: Flavor, form: Form, beside: SideFiles, sources: Sources, *, divided: bool
 ) -> tuple[Form, dict[Key, Value]]:
-    """``form`` with a place for the source's LR scheduler, in the file that ``flavor`` has for it, and that as extras.
+    """Add a place for the source's LR scheduler to ``form``: the file that ``flavor`` uses, with the scheduler as
+    extras.
 
-    ``beside`` gets the notes: of this file, and of what is lacking. ``divided``: as in ``adapt_to_form``.
+    Appends to ``beside`` the notes about this file and about what is missing. ``divided``: as in ``adapt_to_form``.
     """
     names, extra = set(beside.files), dict[Key, Value]()
     schedule = _schedule(checkpoint)
@@ -156,10 +159,10 @@ def _with_schedule(
 
 
 def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: Sources) -> Checkpoint:
-    """``checkpoint`` with the extras that ``form``'s loader opens, as it wants them; what was done is in the notes.
+    """Keep the extras that ``form``'s loader opens, in the shape it expects; the notes say what changed.
 
-    An extra of a name that it opens, but not made as it makes it, is left out; the state of the source's LR scheduler
-    goes where this producer has it; what its loader stops without is added.
+    An extra with a name the loader opens but another content is left out. The source's LR scheduler moves to where this
+    producer keeps it. What the loader cannot do without is added.
     """
     notes = list(checkpoint.notes)
     extra, rank_extra = dict(checkpoint.extra), checkpoint.rank_extra
@@ -191,7 +194,7 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
 def _schedule_note(
     place: str, schedule: Mapping[Key, Value], checkpoint: Checkpoint, flavor: Flavor, sources: Sources
 ) -> Note:
-    """That ``schedule`` goes to ``place``, and what of it another framework may take otherwise."""
+    """The note that ``schedule`` goes to ``place``, and what another framework may read differently in it."""
     message = f"{place} is the state of the source's LR scheduler, unchanged"
     if flavor.schedule_file and _LAMBDAS not in schedule:
         message += ", which is no LambdaLR: resume with a scheduler of the same class"
@@ -208,7 +211,7 @@ def _schedule_note(
 
 
 def _schedule(checkpoint: Checkpoint) -> Value:
-    """The state dict of the source's LR scheduler, None where its producer keeps none that is torch's own."""
+    """The state dict of the source's LR scheduler; None if its producer does not use a torch scheduler."""
     path = _schedule_path(checkpoint)
     value: Value = checkpoint.extra if path else None
     for step in path:
@@ -226,7 +229,7 @@ def _schedule_path(checkpoint: Checkpoint) -> tuple[Step, ...]:
 
 
 def _steps(checkpoint: Checkpoint, sources: Sources) -> int:
-    """How many steps the optimizer has made of its first parameter that counts them; 0 where none does."""
+    """The optimizer's step count, from the first parameter that has one; 0 if none has."""
     entries = checkpoint.optim.state.values() if checkpoint.optim is not None else ()
     step = next((entry["step"] for entry in entries if "step" in entry), 0)
     if isinstance(step, Tensor) and step.numel == 1 and step.dtype.numpy is not None:

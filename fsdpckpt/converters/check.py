@@ -1,8 +1,8 @@
-"""Checks the finished output: opens it again through the readers, and compares it with what was to be written.
+"""Checks the finished output: opens it again through the readers and compares it with what was to be written.
 
-By all ranks: 1. Rank 0 opens the output and matches its tensors with the source's, while the others serve it the files
-that only they see. With ``--verify full``: 2. All get the pairs, and each compares its share of those whose files it
-sees. 3. Rank 0 compares the rest, while the others serve it.
+All ranks take part. 1. Rank 0 opens the output and matches its tensors with the source's; the other ranks serve it the
+files that only they see. With ``--verify full``: 2. Every rank gets the pairs and compares a share of those whose files
+it sees. 3. Rank 0 compares the rest, again served by the others.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class OutputCheck:
-    """One rank's part. ``transformed``: what was to be written, on rank 0; None on the others.
+    """One rank's part of the check. ``transformed``: what was to be written, on rank 0; None on the others.
 
-    ``files``: the source's; ``visible``: who sees which. ``holders``: by target file who sees it. ``path``: what rank 0
-    finds the output at, a directory or one file. ``require_unchanged`` raises SourceError when a file of the source is
-    not what was copied: bytes that differ are then no fault of the output.
+    ``files``: the source's files; ``visible``: which rank sees which of them. ``holders``: for each target file the
+    ranks that see it. ``path``: where rank 0 finds the output, a directory or one file. ``require_unchanged`` raises
+    SourceError if a source file changed after it was copied: differing bytes are then not the output's fault.
     """
 
     group: Group
@@ -76,11 +76,12 @@ class OutputCheck:
     require_unchanged: Callable[[], None]
 
     def run(self) -> dict[str, str]:
-        """Every tensor must be in the output with its shape and dtype, its bytes in its file. Collective.
+        """Check that every tensor is in the output with its shape and dtype, and that its bytes are in the file.
+        Collective.
 
-        With ``--verify full`` every element is read from both sides and compared, casts applied; returns, on rank 0,
-        the SHA-256 of each tensor by ``<section> <key>``, else nothing. Raises InternalError: an output that fails is
-        discarded, never published.
+        With ``--verify full`` read every element from both sides and compare, with casts applied; rank 0 gets the
+        SHA-256 of each tensor by ``<section> <key>``, otherwise the result is empty. Raises InternalError: an output
+        that fails is discarded, never published.
         """
         group = self.group
         pairs, written = self._match()
@@ -125,7 +126,7 @@ class OutputCheck:
         return visible
 
     def _compare(self, pairs: Sequence[Pair], names: Sequence[str], lengths: Sequence[int]) -> dict[str, Verdict]:
-        """This rank's share; returns the verdicts of all ranks."""
+        """Compare this rank's share; return the verdicts of all ranks."""
         paths = [self.places.locate(self.group.rank, name) for name in names]
         written = [SourceFile(*each) for each in zip(paths, lengths, strict=True)]
         with self.group.step("compare the output"), self.group.heartbeat(), Sources() as sources:
@@ -146,7 +147,9 @@ class OutputCheck:
                 return self._verdicts(pairs, sources, written)
 
     def _verdicts(self, pairs: Sequence[Pair], sources: Sources, written: Sequence[SourceFile]) -> dict[str, Verdict]:
-        """Each of ``pairs`` read from both sides, with ``--max-memory`` bytes of buffers. By name."""
+        """Read each of ``pairs`` from both sides, with ``--max-memory`` bytes of buffers; return the verdicts
+        by name.
+        """
         self.progress.begin("verify", sum(pair.written.nbytes for pair in pairs))
         verdicts: dict[str, Verdict] = {}
         for pair in pairs:
@@ -166,8 +169,8 @@ class OutputCheck:
 def _match(
     transformed: TransformedCheckpoint, path: str, *, dtypes: DtypeRule, level: VerifyLevel, opener: Sources
 ) -> tuple[list[Pair], Sequence[SourceFile]]:
-    """Every tensor of ``transformed`` with the one that was written for it, where ``level`` asks to compare them, and
-    the files of the latter. ``opener`` opens the output. Raises InternalError when they are not the same tensors.
+    """Pair every tensor of ``transformed`` with the one written for it, if ``level`` compares tensors; also return the
+    files of the output. ``opener`` opens the output. Raises InternalError if the tensors are not the same.
     """
     expected, units = transformed.checkpoint, transformed.units
     written = _reopen(path, opener, locate=level is VerifyLevel.FULL, units=units)
@@ -193,7 +196,7 @@ def _match(
 
 
 def _digests(pairs: Sequence[Pair], verdicts: Mapping[str, Verdict], path: str) -> dict[str, str]:
-    """The SHA-256 of each of ``pairs``, in their order. Raises InternalError for those that differ."""
+    """The SHA-256 of each of ``pairs``, in order. Raises InternalError for pairs that differ."""
     ordered = {pair.name: verdicts[pair.name] for pair in pairs}
     wrong = [
         f"{name} differs from the source at element {at}" for name, at in ordered.items() if not isinstance(at, str)
@@ -219,7 +222,7 @@ def _reopen(path: str, sources: Sources, *, locate: bool, units: Units | None = 
 
 
 def _named(written: Checkpoint, units: Units, path: str) -> Checkpoint:
-    """Flattened output as whole tensors by name, proved by the units it was written with."""
+    """Flattened output as whole tensors by name, unflattened with the units it was written with."""
     matched = match(written, units)
     if isinstance(matched, Mismatch):
         raise InternalError(
@@ -233,9 +236,10 @@ def _named(written: Checkpoint, units: Units, path: str) -> Checkpoint:
 
 
 def _compared(checkpoint: Checkpoint, empty: Collection[str]) -> Iterator[NamedTensor]:
-    """Model and optimizer states: their keys are the same in every container, those of extras follow each container.
+    """The values to compare. Keys of the model and optimizer are the same in every container; keys of extras depend on
+    it.
 
-    States of parameters without elements, ``empty``, have no place in slices.
+    ``empty``: parameters without elements, whose states have no place in slices.
     """
     for named in checkpoint.tensors():
         state = named.section is Section.OPTIM and named.state is not None and named.param not in empty
@@ -248,9 +252,10 @@ def _form(named: NamedTensor) -> str:
 
 
 def divide_pairs(pairs: Sequence[Pair], source: Visible, written: Visible, workers: int) -> list[list[Pair]]:
-    """A share of ``pairs`` for each worker that sees all files of its pairs, about as many bytes each; last the rest.
+    """Give each worker a share of the ``pairs`` whose files it sees, of about the same number of bytes; the last share
+    is the rest.
 
-    ``source``, ``written``: ``[file, worker]``, who sees which.
+    ``source``, ``written``: ``[file, worker]``, which worker sees which file.
     """
     divided: list[list[Pair]] = [[] for _ in range(workers + 1)]
     load = np.zeros(workers, np.int64)
@@ -268,7 +273,7 @@ Packed: TypeAlias = "list[object]"
 
 
 def pack_pairs(pairs: Sequence[Pair]) -> Packed:
-    """``pairs`` as text and arrays."""
+    """Encode ``pairs`` as text and arrays."""
     return [
         [pair.name for pair in pairs],
         _pack([pair.source for pair in pairs]),
@@ -277,7 +282,7 @@ def pack_pairs(pairs: Sequence[Pair]) -> Packed:
 
 
 def unpack_pairs(value: object) -> list[Pair]:
-    """The pairs that ``pack_pairs`` made ``value`` of; of their tensors what is needed to read them."""
+    """The inverse of ``pack_pairs``: the tensors have only what is needed to read them."""
     names, sources, written = cast("tuple[list[str], Packed, Packed]", value)
     return [Pair(*each) for each in zip(names, _unpack(sources), _unpack(written), strict=True)]
 

@@ -1,4 +1,4 @@
-"""Chooses the form in which a conversion writes: of the source's own framework by default, or of ``--flavor``."""
+"""Chooses the form of the output: by default that of the source's framework, otherwise that of ``--flavor``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ABBREVIATED = {"hf": HUGGINGFACE.name, "transformers": HUGGINGFACE.name}
 
 
 def writable_flavor(name: str) -> Flavor:
-    """The flavor of that name. Raises UsageError when none is written under it."""
+    """Look up a flavor by name. Raises UsageError for one that cannot be written."""
     flavor = flavor_named(name)
     if flavor is None or not flavor.forms:
         meant = get_close_matches(_ABBREVIATED.get(name, name), WRITABLE, n=1) if flavor is None else []
@@ -37,21 +37,21 @@ def writable_flavor(name: str) -> Flavor:
 
 
 def is_per_rank(layout: Layout, container: Container) -> bool:
-    """Whether each rank has files of its own."""
+    """Whether the form has files for each rank."""
     return layout is Layout.FLATTENED or (layout is Layout.SHARDED and container is Container.TORCH)
 
 
 def ranks_of(flavor: Flavor, form: Form, options: ConvertOptions, source: Checkpoint) -> int | None:
-    """The world size of the target: ``--world-size``; without it the source's, where its files by rank are kept."""
+    """The target's world size: ``--world-size``, else the source's if its rank files are kept."""
     kept = _kept(flavor, form, source) and is_per_rank(form.layout, form.container)
     return source.world_size if options.world_size is None and kept else options.world_size
 
 
 def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tuple[Flavor, Form] | Note | None:
-    """The form of the source's framework that is written without ``--flavor``, or a note why the target is plain.
+    """The form of the source's framework to write without ``--flavor``, or a note that says why the target is plain.
 
-    It has the layout that the options ask for (else the source's), and a place for each section that is taken. None
-    for a source of no framework. ``suffix``: that of a DST which is one file by its name, else "".
+    It has the layout the options ask for (else the source's) and a place for every section that is taken. None if the
+    source is from no framework. ``suffix``: that of DST if its name is a file's, else "".
     """
     flavor = flavor_named(source.flavor)
     if flavor is None:
@@ -75,9 +75,10 @@ def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tu
 
 
 def _takes(form: Form, options: ConvertOptions, source: Checkpoint) -> bool:
-    """Whether ``form`` has a place for the sections that are taken, a model among them, and fits the optimizer's keys.
+    """Whether ``form`` has a place for the sections that are taken, a model among them, and matches the optimizer's
+    keys.
 
-    A DCP directory that only looks like the framework's by its names has keys that its loader does not expect.
+    A DCP directory that only has the framework's file names may have keys that its loader does not expect.
     """
     if source.model is None or options.only is Section.OPTIM:
         return False
@@ -90,7 +91,7 @@ def _takes(form: Form, options: ConvertOptions, source: Checkpoint) -> bool:
 
 
 def _as_the_source(form: Form, source: Checkpoint) -> Form:
-    """``form`` with the source's own keys, where the framework leaves them to its user."""
+    """``form`` with the source's own keys, if the framework lets the user choose them."""
     model, optim = (source.nesting.get(section) for section in (Section.MODEL, Section.OPTIM))
     if not form.own_keys or model is None:
         return form
@@ -103,7 +104,7 @@ def _steps(path: tuple[Key, ...]) -> tuple[Step, ...]:
 
 
 def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source: Checkpoint) -> Form:
-    """The form of ``--flavor`` that fits the options best. Raises UsageError when none does."""
+    """The form of ``--flavor`` that best matches the options. Raises UsageError if none does."""
     fitting = _fitting(flavor, suffix, options, source)
     if not fitting:
         raise UsageError(
@@ -134,7 +135,7 @@ def _fitting(flavor: Flavor, suffix: str, options: ConvertOptions, source: Check
 
 
 def _by_rank_beside(flavor: Flavor, form: Form, source: Checkpoint) -> bool:
-    """Whether a full checkpoint of the source's own framework has files for each rank: random states."""
+    """Whether a full checkpoint of the source's framework has a file for each rank: its random states."""
     return form.directory and bool(flavor.rank_files) and _kept(flavor, form, source)
 
 
@@ -150,13 +151,13 @@ def _preferred(flavor: Flavor, forms: list[Form], source: Checkpoint) -> Form:
 
 
 def _layout(flavor: Flavor, source: Checkpoint) -> Layout:
-    """The source's layout; a DCP directory that one rank saved has tensors in one piece, and is no other form."""
+    """The source's layout. A DCP directory that one rank saved counts as sharded, although its tensors are whole."""
     same_flavor = source.flavor == flavor.name and source.container == Container.DCP
     return Layout.SHARDED if same_flavor and source.layout is Layout.FULL else source.layout
 
 
 def _what_to_change(flavor: Flavor, suffix: str, options: ConvertOptions, source: Checkpoint) -> str:
-    """The least change after which one of the forms fits."""
+    """The smallest change to the options that makes one of the forms match."""
     without: Mapping[str, tuple[str, ConvertOptions]] = {
         "drop --container": (suffix, replace(options, container=None)),
         "drop --to": (suffix, replace(options, to=None)),

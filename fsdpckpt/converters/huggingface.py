@@ -1,4 +1,4 @@
-"""Makes weights into a directory that ``from_pretrained`` loads: tied ones once, the model's own files beside them."""
+"""Prepares weights for ``from_pretrained``: tied weights once, and the model's own files beside them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _NEEDED = (
 def finish_export(
     checkpoint: Checkpoint, side_files: Mapping[str, Tensor], reference: str | None, sources: Sources
 ) -> tuple[Checkpoint, Mapping[str, Tensor]]:
-    """The weights of ``checkpoint`` for ``from_pretrained``, and the files beside them.
+    """Return the weights of ``checkpoint`` for ``from_pretrained``, and the files that go with them.
 
-    ``side_files``: those that lie beside the source. ``reference``: a directory whose configuration, tokenizer and
-    generation settings are taken instead; where it holds weights, these must have the same names and shapes. Raises
-    SourceUnsupportedError when they have not, or its configuration states other sizes, SourceMissingError when there is
-    no such directory.
+    ``side_files``: the files beside the source. ``reference``: a directory whose configuration, tokenizer and
+    generation settings replace them; if it holds weights, their names and shapes must match. Raises
+    SourceUnsupportedError if they do not or if its configuration states other sizes, SourceMissingError if the
+    directory does not exist.
     """
     files = dict(side_files)
     folders = [checkpoint.directory, f"{checkpoint.directory.rstrip('/')}/huggingface"] if checkpoint.directory else []
@@ -68,9 +68,9 @@ def _check_against(reference: str, checkpoint: Checkpoint, sources: Sources) -> 
 
 
 def _check_configuration(reference: str, checkpoint: Checkpoint, sources: Sources) -> None:
-    """Raises SourceUnsupportedError when ``config.json`` in ``reference`` states other sizes than the weights have.
+    """Raises SourceUnsupportedError if ``config.json`` in ``reference`` states sizes that differ from the weights'.
 
-    Only what is certain counts: one size for all weights that a field is about, and one stack of layers.
+    Compares only what is certain: fields whose weights all have one size, and models with one stack of layers.
     """
     document = _configuration([reference], sources)
     shapes = _shapes(checkpoint)
@@ -112,11 +112,11 @@ def _list(value: object) -> Sequence[object]:
 
 
 def _export(checkpoint: Checkpoint, folders: Sequence[str], sources: Sources, reference: str | None) -> Checkpoint:
-    """``checkpoint`` without second copies of tied weights: those that share memory, and the output layer where the
-    model's configuration ties it to the word embeddings and the two are equal to the byte.
+    """Drop the second copy of tied weights: of those that share memory, and of the output layer if the model's
+    configuration ties it to the word embeddings and the bytes are equal.
 
-    FSDP saves tied weights under both names, each with its own bytes. Copies that differ both stay, with a note.
-    ``folders``: where the configuration is looked for, first to last.
+    FSDP saves tied weights under both names, each with its own bytes. If the copies differ, both stay, with a note.
+    ``folders``: where to look for the configuration, in order.
     """
     model = checkpoint.model
     if model is None:
@@ -147,7 +147,7 @@ def _tied_by_configuration(
     notes: list[Note],
     reference: str | None,
 ) -> dict[str, str]:
-    """The output layer to the word embeddings, where ``config.json`` says so and their bytes agree."""
+    """Map the output layer to the word embeddings if ``config.json`` ties them and their bytes agree."""
     heads = [name for name in model.params if _OUTPUT_LAYER.search(name) and name not in known]
     words = [name for name in model.params if _WORD_EMBEDDINGS.search(name)]
     tied = _configuration(folders, sources).get("tie_word_embeddings") is True
@@ -177,7 +177,7 @@ def _tied_by_configuration(
 
 
 def _configuration(folders: Sequence[str], sources: Sources) -> Mapping[str, object]:
-    """What the first ``config.json`` in ``folders`` says of the language model; empty where there is none."""
+    """The language model's fields in the first ``config.json`` in ``folders``; empty if there is none."""
     for folder in folders:
         path = f"{folder.rstrip('/')}/{_CONFIG}"
         if sources.stat(path) is None:
@@ -199,7 +199,7 @@ def _configuration(folders: Sequence[str], sources: Sources) -> Mapping[str, obj
 
 
 def _require_fitting(checkpoint: Checkpoint, reference: Checkpoint) -> None:
-    """Raises SourceUnsupportedError, naming every weight, when the model is not the reference's by names and shapes."""
+    """Raises SourceUnsupportedError that lists every weight whose name or shape differs from the reference's."""
     shapes, expected = _shapes(checkpoint), _shapes(reference)
     wrong = [f"{name}: not in {reference.source}" for name in shapes if name not in expected]
     wrong += [f"{name}: not in {checkpoint.source}" for name in expected if name not in shapes]

@@ -1,4 +1,4 @@
-"""Lays out the target files of a conversion: plain, or in the form in which one producer saves."""
+"""Lays out the target files of a conversion: plain, or in a producer's form."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WRITERS: Mapping[tuple[Container, Layout], Writer] = {
 
 
 def dtype_rule(options: ConvertOptions) -> DtypeRule:
-    """``--dtype`` and ``--optim-dtype`` as the writers take them."""
+    """``--dtype`` and ``--optim-dtype`` in the form the writers take."""
     return DtypeRule(
         model=DTYPES[options.dtype] if options.dtype is not None else None,
         optim=DTYPES[options.optim_dtype] if options.optim_dtype is not None else None,
@@ -43,11 +43,11 @@ def lay_out(
     side_files: Mapping[str, Tensor],
     linkable: frozenset[int] = frozenset(),
 ) -> Target:
-    """The target files of ``transformed``, laid out by the writers of ``spec``.
+    """Lay out the target files of ``transformed`` with the writers for ``spec``.
 
-    ``side_files``: files that are copied unchanged into a producer's form, by target name. ``linkable``: numbers of the
-    source's files that may be linked. Raises what the writers raise, and NeedsInformationError when the source's
-    DTensors name several device types.
+    ``side_files``: files to copy unchanged into a producer's form, by target name. ``linkable``: the numbers of the
+    source files that may be linked. Raises what the writers raise, and NeedsInformationError if the source's DTensors
+    name several device types.
     """
     if spec.form is not None:
         return _lay_out_form(transformed, spec, spec.form, options, side_files, linkable)
@@ -56,7 +56,7 @@ def lay_out(
 
 
 def _kept_nesting(checkpoint: Checkpoint, spec: TargetSpec) -> Nesting:
-    """From DCP to DCP the keys under which the sections stand, and the form of the optimizer's, are the source's."""
+    """From DCP to DCP, keep the keys that hold the sections and the form of the optimizer."""
     if checkpoint.container is not Container.DCP or spec.container is not Container.DCP:
         return PLAIN_NESTING
     model, optim = (
@@ -69,7 +69,7 @@ def _kept_nesting(checkpoint: Checkpoint, spec: TargetSpec) -> Nesting:
 
 @dataclass(slots=True)
 class _Document:
-    """The sections of one file, or of one set of files by rank, or of one DCP directory."""
+    """The sections of one file, one set of rank files, or one DCP directory."""
 
     place: Place
     checkpoint: Checkpoint
@@ -86,7 +86,7 @@ def _lay_out_document(
     options: ConvertOptions,
     linkable: frozenset[int],
 ) -> Target:
-    """The files of one document, laid out by the writer of its container and layout."""
+    """Lay out the files of one document with the writer for its container and layout."""
     plain = spec.form is None
     if layout is Layout.FLATTENED and transformed.units is None:
         layout = Layout.SHARDED
@@ -125,7 +125,7 @@ def _lay_out_form(
     side_files: Mapping[str, Tensor],
     linkable: frozenset[int],
 ) -> Target:
-    """Every file of ``form``: those of the sections, the producer's small ones, and the side files unchanged."""
+    """Lay out every file of ``form``: the sections, the producer's small files, and the side files unchanged."""
     files: list[TargetFile] = []
     links: list[LinkedFile] = []
     notes: list[Note] = []
@@ -153,7 +153,7 @@ def _is_metadata(file: TargetFile) -> bool:
 
 
 def _documents(checkpoint: Checkpoint, form: Form) -> Iterator[_Document]:
-    """The sections that ``checkpoint`` has and ``form`` has a place for, those of one place together."""
+    """The sections of ``checkpoint`` that ``form`` has a place for, grouped by place."""
     empty = replace(checkpoint, model=None, optim=None, extra={}, rank_extra=())
     documents: dict[tuple[str, Container, Layout], _Document] = {}
 

@@ -1,12 +1,12 @@
-"""Links files of the source that come out the same, so that a conversion of names alone moves no data.
+"""Links source files that would be written unchanged, so that a conversion that only renames moves no data.
 
-``--link`` says how; whether a file system can is tried before anything is laid out, since a layout of links is another
-one than that of copies. Two kinds of target files are links: the data files of a DCP source, to which the writer lets
-the new ``.metadata`` point (``writers.dcp``), and whole files of any kind of which the plan shows that it would
-write the same bytes to the same places. A linked file is never opened for writing.
+``--link`` chooses how. The file system is tried before the layout, because links need another layout than copies. Two
+kinds of target files can be links: the data files of a DCP source, which the new ``.metadata`` refers to
+(``writers.dcp``), and whole files whose plan would write the same bytes to the same places. A linked file is never
+opened for writing.
 
-A hard link is the same file under a second name. A reflink is a new file that shares the blocks of the other one until
-either is written to.
+A hard link is a second name for the same file. A reflink is a new file that shares blocks with the old one until either
+is written to.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PROBE = 1 << 20  # bytes: a multiple of every block size
 
 
 def can_reflink(path: str, directory: str) -> bool:
-    """Whether a new file in ``directory`` can share blocks with the file at ``path``. Nothing stays there."""
+    """Whether a new file in ``directory`` can share blocks with the file at ``path``. Leaves nothing behind."""
     try:
         with open(path, "rb") as source, tempfile.TemporaryFile(dir=directory) as probe:
             nbytes = _PROBE if os.fstat(source.fileno()).st_size > _PROBE else 0  # 0: to the end
@@ -54,7 +54,9 @@ def can_reflink(path: str, directory: str) -> bool:
 
 
 def hardlink(source: str, path: str) -> None:
-    """Give the file at ``source`` the second name ``path``, durably but for the name. Raises TargetUnwritableError."""
+    """Give the file at ``source`` the second name ``path``; the caller syncs the directory. Raises
+    TargetUnwritableError.
+    """
     try:
         os.link(source, path, follow_symlinks=False)
     except OSError as error:
@@ -63,7 +65,7 @@ def hardlink(source: str, path: str) -> None:
 
 
 def reflink(source: str, path: str) -> None:
-    """Make ``path`` a new file with the bytes of ``source``. Raises TargetUnwritableError."""
+    """Create ``path`` with the bytes of ``source``. Raises TargetUnwritableError."""
     with target_errors(path):
         new = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
@@ -99,9 +101,9 @@ def _refused(source: str, path: str, error: OSError) -> TargetUnwritableError:
 
 @dataclass(frozen=True, slots=True)
 class Linking:
-    """How files are linked (``COPY``: none is), and the numbers of the source's ``files`` that can be linked so.
+    """How files are linked (``COPY``: not at all), and the numbers of the source ``files`` that can be linked.
 
-    ``requested``: what ``--link`` says.
+    ``requested``: the value of ``--link``.
     """
 
     requested: LinkMode
@@ -109,7 +111,7 @@ class Linking:
     files: frozenset[int] = frozenset()
 
     def notes(self, target: Target, files: Sequence[SourceFile]) -> list[Note]:
-        """What was linked, in words. Raises UsageError where links are asked for and no file comes out equal."""
+        """The note on what was linked. Raises UsageError if links were requested and no file would be unchanged."""
         if not target.links:
             if self.requested in (LinkMode.HARDLINK, LinkMode.REFLINK):
                 raise UsageError(
@@ -135,17 +137,17 @@ class Linking:
 
 
 def without_links(options: ConvertOptions, why: str) -> ConvertOptions:
-    """``options`` of a run that cannot link files, as ``why`` says. Raises UsageError where links are asked for."""
+    """``options`` for a run that cannot link files because of ``why``. Raises UsageError if links were requested."""
     if options.link in (LinkMode.HARDLINK, LinkMode.REFLINK):
         raise UsageError(f"--link {options.link} cannot be done here: {why}", next_step="drop --link")
     return replace(options, link=LinkMode.COPY)
 
 
 def choose_linking(requested: LinkMode, files: Sequence[SourceFile], target: str) -> Linking:
-    """The files that can be linked to new ones beside ``target``; those that cannot will be copied.
+    """Find the files that can be linked into the directory of ``target``; the others are copied.
 
-    With a file that only other workers see none can: what is written must not depend on who sees what. Raises
-    TargetUnwritableError or UsageError where none can and ``requested`` is a certain kind of link.
+    If only other workers see a file, nothing is linked: the output must not depend on who sees what. Raises
+    TargetUnwritableError or UsageError if nothing can be linked and ``requested`` names a kind of link.
     """
     if requested is LinkMode.COPY:
         return Linking(requested)
@@ -189,7 +191,7 @@ def choose_linking(requested: LinkMode, files: Sequence[SourceFile], target: str
 def link_equal_files(
     target: Target, plan: Plan, linking: Linking, files: Sequence[SourceFile], sources: Sources
 ) -> tuple[Target, Plan]:
-    """``target`` and ``plan`` with links in place of files that would be written as a file of the source is.
+    """Replace files that would equal a source file by links, in ``target`` and ``plan``.
 
     Small text files that describe a model are copied all the same: people edit them.
     """
@@ -208,10 +210,10 @@ def link_equal_files(
 
 
 def _equal_file(file: FilePlan, linking: Linking, files: Sequence[SourceFile], sources: Sources) -> int | None:
-    """The number of the linkable file that has the bytes of ``file``; None when no file is known to.
+    """The number of the linkable file with the bytes of ``file``; None if there is none.
 
-    All tensor bytes would come from the same places of that file, and what lies between is compared. Checksums of
-    tensor bytes are those of the source, which a copy would have compared with them.
+    All tensor bytes must come from the same places of that file, and the bytes between them are compared. Checksums of
+    tensor bytes are taken from the source: a copy would have compared the bytes with them.
     """
     copies = file.copies
     if not len(copies.file) or auxiliary(posixpath.basename(file.path)):
@@ -238,9 +240,10 @@ def _same_literals(file: FilePlan, sources: Sources, path: str) -> bool:
 def make_links(
     target: Target, linking: Linking, files: Sequence[SourceFile], staging: Staging, sources: Sources
 ) -> None:
-    """Make the links of ``target`` in ``staging``, durably but for their names. ``sources`` knows each of ``files``.
+    """Make the links of ``target`` in ``staging``; their names become durable when it is committed.
 
-    Raises TargetUnwritableError; SourceCorruptError for a file that has changed since it was read.
+    ``sources`` knows each of ``files``. Raises TargetUnwritableError, and SourceCorruptError for a file that changed
+    since it was read.
     """
     for link in target.links:
         source, path = files[link.source].path, staging.locate(link.path)
@@ -256,7 +259,7 @@ def make_links(
 
 
 def require_linked(target: Target, files: Sequence[SourceFile], path: str) -> None:
-    """Where a complete DST is at ``path``: its linked files are those of the source. Raises TargetExistsError."""
+    """Raises TargetExistsError unless the linked files of the complete DST at ``path`` are those of the source."""
     for link in target.links:
         linked = os.path.join(path, link.path) if link.path else path
         source = files[link.source].path
@@ -267,7 +270,7 @@ def require_linked(target: Target, files: Sequence[SourceFile], path: str) -> No
 
 
 def linked_records(target: Target, checksums: Checksums) -> list[SourceRecord]:
-    """The records in linked files whose checksum the source says: what ``--verify full`` reads of these files."""
+    """The records of linked files with a checksum in the source: what ``--verify full`` reads of these files."""
     linked = np.isin(checksums.file, [link.source for link in target.links])
     summed = np.isin(checksums.file, checksums.file[linked & (checksums.crc != 0)])  # all 0: saved without checksums
     columns = (checksums.file, checksums.offset, checksums.nbytes, checksums.crc)

@@ -20,7 +20,9 @@ _REPLICATE = re.compile(r"replicate(\(\s*\))?", re.IGNORECASE)
 
 
 def parse_meshes(texts: Sequence[str]) -> tuple[MeshShape, ...]:
-    """Every ``--mesh``: all of as many ranks, no two of the same dimensions. Raises UsageError."""
+    """Parse every ``--mesh``. Raises UsageError unless all have the same number of ranks and no two the same
+    dimensions.
+    """
     meshes = tuple(map(parse_mesh, texts))
     for mesh in meshes:
         if mesh.world_size > MAX_RANKS:
@@ -56,7 +58,7 @@ def parse_meshes(texts: Sequence[str]) -> tuple[MeshShape, ...]:
 
 
 def parse_mesh(text: str) -> MeshShape:
-    """``dp_replicate=2,dp_shard=4,tp=2`` or, for a mesh without names, ``2,4``. Raises UsageError."""
+    """Parse ``dp_replicate=2,dp_shard=4,tp=2`` or, for a mesh without names, ``2,4``. Raises UsageError."""
     parts = [part.strip() for part in text.split(",")]
     pairs = [part.rpartition("=") for part in parts]
     names = [name.strip() for name, _, _ in pairs]
@@ -80,7 +82,7 @@ def parse_mesh(text: str) -> MeshShape:
 
 
 def parse_placements(path: str, meshes: Sequence[MeshShape], sources: Sources) -> Rules:
-    """The rules in the JSON file ``path``, whose dimensions are those of ``meshes``. Raises UsageError."""
+    """Read the rules in the JSON file ``path``, whose dimensions are those of ``meshes``. Raises UsageError."""
     source = sources.open(path)
     try:
         document = json.loads(source.read(0, source.nbytes), object_pairs_hook=_Pairs)
@@ -96,7 +98,7 @@ def parse_placements(path: str, meshes: Sequence[MeshShape], sources: Sources) -
 
 
 class _Pairs(list[tuple[str, object]]):
-    """A JSON object with all its keys, equal ones too."""
+    """A JSON object with all its keys, including repeated ones."""
 
 
 def _entry(path: str, glob: str, placed: object, meshes: Sequence[MeshShape]) -> Sharding | None:
@@ -130,9 +132,10 @@ def _entry(path: str, glob: str, placed: object, meshes: Sequence[MeshShape]) ->
 
 
 def _mesh_with(path: str, glob: str, names: Sequence[str], meshes: Sequence[MeshShape]) -> MeshShape:
-    """The mesh of ``meshes`` that has the dimensions ``names``; any of them where these are the same ranks in all.
+    """The mesh of ``meshes`` that has the dimensions ``names``; any of them if these dimensions hold the same ranks in
+    all.
 
-    Raises UsageError when none has, or several have them as other ranks.
+    Raises UsageError if no mesh has them, or several have them with different ranks.
     """
     fitting = [mesh for mesh in meshes if set(names) <= set(mesh.dimension_names)]
     if len({mesh.steps(names) for mesh in fitting}) == 1:

@@ -1,8 +1,8 @@
-"""Says what ``--overwrite`` may delete: one checkpoint, in which every file is a part of it.
+"""Decides what ``--overwrite`` may delete: one checkpoint in which every file belongs to it.
 
-Parts are what the readers open, what ``fsdpckpt.json`` lists, and the side files that frameworks and Hugging Face's
-libraries keep in a checkpoint. Anything else (a project, notes, results, a link, a file that is no checkpoint) is a
-user's own: it is named, and nothing is deleted.
+A file belongs to it if the readers open it, ``fsdpckpt.json`` lists it, or it is a side file that a framework or a
+Hugging Face library keeps in a checkpoint. Anything else (a project, notes, results, a link, a file that is not a
+checkpoint) is the user's: the error names it, and nothing is deleted.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _TRAINING_STATE = re.compile(
 
 
 def find_replaceable(target: str) -> Contents:
-    """What is at ``target``, a path or a URL, of which all may be deleted; nothing when nothing is there.
+    """What is at ``target``, a path or a URL, if all of it may be deleted; empty if nothing is there.
 
-    Raises TargetExistsError when it is neither empty nor a checkpoint, or when it holds a file that is no part of one.
+    Raises TargetExistsError if it is neither empty nor a checkpoint, or holds a file that does not belong to one.
     """
     with Sources() as sources, target_errors(target):
         where = target.rstrip("/") if is_url(target) else os.path.realpath(target)
@@ -56,7 +56,7 @@ def find_replaceable(target: str) -> Contents:
 
 
 def still_replaceable(target: str, before: Contents) -> Contents:
-    """What is at ``target`` now; it is looked at again where it is not what was looked at ``before``."""
+    """What is at ``target`` now. Checks it again if it differs from ``before``."""
     with target_errors(target):
         now = contents_of(os.path.realpath(target))
     return now if not added_since(before, now) else find_replaceable(target)
@@ -64,9 +64,8 @@ def still_replaceable(target: str, before: Contents) -> Contents:
 
 @contextmanager
 def offering_what_works(target: str) -> Iterator[None]:
-    """An error in the block that offers ``--overwrite`` for what is at ``target`` says why that would be refused, too.
-
-    Where it would not be, the error stays as it is.
+    """If an error in the block suggests ``--overwrite`` and that would be refused for ``target``, make the error say
+    why.
     """
     try:
         yield
@@ -81,7 +80,7 @@ def offering_what_works(target: str) -> Iterator[None]:
 
 
 def foreign_files_error(target: str, names: Iterable[str]) -> TargetExistsError:
-    """The error for files at ``target`` that are no part of a checkpoint, by their paths below it."""
+    """The error for files at ``target`` that do not belong to a checkpoint. ``foreign``: their paths below it."""
     foreign = sorted(names)
     more = [f"and {len(foreign) - _SHOWN} more"] if len(foreign) > _SHOWN else []
     return _refused(
@@ -93,9 +92,9 @@ def foreign_files_error(target: str, names: Iterable[str]) -> TargetExistsError:
 
 
 def _foreign(where: str, target: str, contents: Contents, sources: Sources) -> Iterator[str]:
-    """The files of ``contents``, at ``where``, that are no part of the checkpoint there.
+    """The files of ``contents``, at ``where``, that do not belong to the checkpoint there.
 
-    Raises TargetExistsError when there is none, or when several are.
+    Raises TargetExistsError if there is no checkpoint, or several.
     """
     if "" in contents:
         _open(where, target, sources, contents)
@@ -124,7 +123,7 @@ def _is_training_state(name: str) -> bool:
 
 
 def _open(where: str, target: str, sources: Sources, contents: Contents) -> Checkpoint:
-    """The checkpoint at ``where``, by its metadata alone."""
+    """Open the checkpoint at ``where``, reading only its metadata."""
     shown = [name or posixpath.basename(where) for name in sorted(contents)]
     shown = [*shown[:_SHOWN], *([f"and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else [])]
     try:

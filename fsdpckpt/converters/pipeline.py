@@ -1,11 +1,11 @@
-"""Converts one checkpoint: read, transform, lay out, plan, execute, verify, publish; the same on one process or many.
+"""Converts one checkpoint: read, transform, lay out, plan, execute, verify, publish; on one process or many.
 
-By all ranks of the group: 1. Rank 0 reads the source and plans; the others serve it the files that only they see.
-2. Each says which of the files that were read it sees. 3. The leader of each place makes its staging directory, or
-opens what an interrupted run left in it. 4. Rank 0 divides the work, all get it and run it. 5. The output is read back
-(``check``). 6. Leaders publish it by a rename. A DST in an object store is converted to a local disk in the same way,
-and then uploaded (``publish``). With ``Solo``, a group of one process, nothing is communicated, and torch is never
-imported.
+All ranks of the group take part. 1. Rank 0 reads the source and plans; the others serve it the files that only they
+see. 2. Each rank states which of these files it sees. 3. The leader of each place makes its staging directory, or opens
+what an interrupted run left there. 4. Rank 0 divides the work; every rank gets its part and executes it. 5. The output
+is read back (``check``). 6. The leaders publish it by a rename. If DST is in an object store, the output is written to
+a local disk in the same way and then uploaded (``publish``). With ``Solo``, a group of one process, nothing is
+communicated and torch is never imported.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ def convert(
     visibility: Visibility = Visibility.SHARED,
     workers_here: int = 1,
 ) -> Report:
-    """Convert ``source`` to ``target``. Collective; every byte written is the same for any number of ranks.
+    """Convert ``source`` to ``target``. Collective; the output is the same for any number of ranks.
 
     DST appears complete or not at all; the source is never written to. With ``options.dry_run`` everything is planned
-    and nothing written. ``workers_here``: how many ranks share this machine's processors. Returns rank 0's report.
+    and nothing is written. ``workers_here``: how many ranks share this machine's processors. Returns rank 0's report.
 
     Raises SourceError (exit code 3), NeedsInformationError (4), UsageError (2) and TargetError (5); on several ranks
     WorkerError with one of these as its ``original``, the same on all.
@@ -121,9 +121,9 @@ def convert(
 
 @dataclass(slots=True, eq=False)
 class _Conversion:
-    """One rank's part of one conversion to a local disk. ``holders``: by target file the ranks that see it.
+    """One rank's part of one conversion to a local disk. ``holders``: for each target file the ranks that see it.
 
-    ``for_upload``: DST is a directory of this program, and what is there already was converted by an interrupted run.
+    ``for_upload``: DST is one of this program's own directories, and what is in it comes from an interrupted run.
     """
 
     group: Group
@@ -149,12 +149,12 @@ class _Conversion:
 
     @property
     def _solo(self) -> bool:
-        """Whether errors pass unchanged."""
+        """Whether errors are raised unchanged, not as a WorkerError."""
         return isinstance(self.group, Solo)
 
     @property
     def _compares(self) -> bool:
-        """Whether DST may exist, and is then compared with what would be written."""
+        """Whether DST may exist and is then compared with the planned output."""
         if self.for_upload:
             return True
         if self.options.overwrite or self.options.resume is False:
@@ -183,7 +183,9 @@ class _Conversion:
             raise
 
     def _foresee(self, prepared: Prepared, budget: Budget) -> None:
-        """The note of what this run would do with the remains of an interrupted one. Raises what it would raise."""
+        """Set the note on what a real run would do with the remains of an interrupted one. Raises what that run would
+        raise.
+        """
         if self._compares and os.path.lexists(os.path.realpath(self.target)):
             return
         options, files = self.options, prepared.transformed.checkpoint.files
@@ -244,7 +246,9 @@ class _Conversion:
             self.progress.end()
 
     def _share_files(self) -> tuple[list[SourceFile], bool]:
-        """The source files of the plan, and whether DST is a directory. Which files are links is noted, too."""
+        """Tell every rank the source files of the plan, whether DST is a directory, and which target files
+        are links.
+        """
         message = None
         if self._prepared is not None:
             files = self._prepared.transformed.checkpoint.files
@@ -256,7 +260,7 @@ class _Conversion:
         return [SourceFile(*each) for each in zip(self._opened, lengths, strict=False)], directory
 
     def _look_at_sources(self, files: list[SourceFile]) -> npt.NDArray[np.bool_]:
-        """``[file, rank]``: who sees which of ``files``."""
+        """Which rank sees which of ``files``: ``[file, rank]``."""
         if self._alone:
             return np.ones((len(files), 1), bool)
         rows: list[bytes] = []
@@ -274,7 +278,9 @@ class _Conversion:
     def _divide(
         self, files: list[SourceFile], visible: npt.NDArray[np.bool_], budget: Budget, *, directory: bool
     ) -> tuple[Places, Job, Callable[[], RunIdentity], Finished]:
-        """Who writes what where; this run's identity; and on rank 0 what an interrupted run has finished."""
+        """Decide which rank writes what, and where. Also returns this run's identity and, on rank 0, what an
+        interrupted run finished.
+        """
         group, options, prepared = self.group, self.options, self._prepared
         copies = source_copies(group, files, self._sources[-1], visible[:, group.rank].tolist())
         places = open_staging(
@@ -303,7 +309,7 @@ class _Conversion:
         return places, unpack_job(plan), lambda: run[0], finished if prepared is not None else Finished()
 
     def _identity(self, copies: Sequence[Sequence[FileIdentity]]) -> RunIdentity:
-        """This run's, on rank 0, before ``_drop_columns``."""
+        """This run's identity. Only on rank 0, and before ``_drop_columns``."""
         if self._prepared is None:
             raise InternalError("only the first rank knows the plan")
         return run_identity(self._prepared.plan, self.options, copies)
@@ -311,7 +317,7 @@ class _Conversion:
     def _prepare_staging(
         self, job: Job, places: Places, identity: Callable[[], RunIdentity], finished: Finished
     ) -> None:
-        """Staging as this run needs it, without what is not resumed; and the journal of a rank that writes."""
+        """Remove what is not resumed from staging, check the free space, and open the journal of a rank that writes."""
         group = self.group
         place = places.place[group.rank]
         with group.step("prepare staging"):
@@ -333,7 +339,7 @@ class _Conversion:
             self._recorder = Recorder(journal_path(root, writer), identity, finished if self._alone else Finished())
 
     def _link(self, places: Places) -> None:
-        """The linked files, before anything is copied: what a file system refuses is known at once."""
+        """Make the links before anything is copied, so that a file system that refuses them does so at once."""
         with self.group.step("link"):
             if self._prepared is None:
                 return
@@ -346,7 +352,7 @@ class _Conversion:
     def _execute(
         self, job: Job, places: Places, visible: npt.NDArray[np.bool_], budget: Budget, finished: Finished
     ) -> dict[str, int]:
-        """The CRC-32 of every target file."""
+        """Write the target files; return the CRC-32 of each."""
         rank = self.group.rank
         place = places.place[rank]
         with self._sources[-1] as sources:
@@ -375,7 +381,7 @@ class _Conversion:
         return crcs
 
     def _drop_columns(self, job: Job) -> Job:
-        """``job``, and what was prepared, without literals, write items and copies: their memory is for the check."""
+        """Free the memory of literals, write items and copies, which the check does not need."""
         if self._prepared is not None:
             output = self._prepared.output
             files = [TargetFile(file.path, nbytes=file.nbytes) for file in output.files]
@@ -384,7 +390,7 @@ class _Conversion:
         return replace(job, plan=job.plan.outline())
 
     def _write_manifest(self, crcs: Mapping[str, int], digests: Mapping[str, str], *, directory: bool) -> None:
-        """``fsdpckpt.json`` where ranks write: at every place, with the same bytes."""
+        """Write the same ``fsdpckpt.json`` at every place."""
         if not directory:
             return
         prepared, data = self._prepared, b""
@@ -404,7 +410,7 @@ class _Conversion:
                 put_manifest(staging, data)
 
     def _verify(self, job: Job, places: Places, visible: npt.NDArray[np.bool_]) -> dict[str, str]:
-        """The output read back; on rank 0 the digests of its tensors."""
+        """Read the output back. Returns, on rank 0, the digests of its tensors."""
         check = OutputCheck(
             self.group,
             self._prepared.transformed if self._prepared is not None else None,
@@ -424,7 +430,7 @@ class _Conversion:
         return digests
 
     def _read_linked(self) -> None:
-        """Compare linked files with the checksums in them, as copying does with what it reads."""
+        """Compare linked files with the checksums they carry, as copying would."""
         with self.group.step("read the linked files"):
             if self._prepared is not None:
                 checkpoint = self._prepared.transformed.checkpoint
@@ -437,7 +443,7 @@ class _Conversion:
             sources.require_unchanged()
 
     def _publish(self, job: Job, places: Places) -> None:
-        """Every output appears under its name, or is discarded where it has no file."""
+        """Rename every output to its final name; discard the staging directory of a place without files."""
         with self.group.step("are the sources unchanged"):
             self._require_unchanged()
         with self.group.step("commit"):
@@ -453,7 +459,7 @@ class _Conversion:
         self._release()
 
     def _undo(self, error: BaseException) -> None:
-        """End ranks that are stopped. Remove what was staged, unless this or another run may resume it."""
+        """Kill ranks that are stopped. Remove the staged output, unless this or another run may resume it."""
         kill_stopped(self._peers)
         original = original_error(error) if isinstance(error, WorkerError) else error
         lost = not self._solo and (isinstance(original, WorkerError) or not isinstance(error, WorkerError))
@@ -474,7 +480,9 @@ class _Conversion:
         return not unused and bool(journal_paths(staging.root))
 
     def _attach_leftover(self, error: BaseException, staging: Staging) -> None:
-        """Add to ``error`` what is kept. Of several ranks, whoever shows the error does so (``publish``)."""
+        """Add to ``error`` what is kept for the next run. With several ranks, the process that shows the error does
+        this (``publish``).
+        """
         if self._solo and self._recorder is not None and self._prepared is not None:
             total = self._prepared.plan.bytes_written
             kept = f"{size_text(self._recorder.nbytes)} of {size_text(total)} are kept in {staging.root}"
@@ -491,7 +499,7 @@ class _Conversion:
         self._locks.clear()
 
     def _report(self, budget: Budget, begun: float) -> Report:
-        """Rank 0's, on every rank. The note is not in ``fsdpckpt.json``: a resumed run's is an undisturbed one's."""
+        """Rank 0's report, on every rank. The note is not in ``fsdpckpt.json``, which is the same for a resumed run."""
         report = None
         if self._prepared is not None:
             notes = () if self._note is None else (self._note,)

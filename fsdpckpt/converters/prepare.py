@@ -1,6 +1,6 @@
-"""Prepares a conversion: reads, transforms, lays out and plans. Only headers are read, and nothing is written.
+"""Prepares a conversion: reads, transforms, lays out and plans. Reads only headers and writes nothing.
 
-Rank 0 does this; ``--dry-run`` does nothing else.
+Only rank 0 does this, and ``--dry-run`` does nothing else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fsdpckpt.verify.elements import without_repeats
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A conversion of which only the copying is left."""
+    """A conversion that is ready to be executed."""
 
     transformed: TransformedCheckpoint
     spec: TargetSpec
@@ -48,7 +48,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Selected:
-    """What is to be written, and how: before its files are laid out."""
+    """What is to be written, and in which form, before the layout."""
 
     transformed: TransformedCheckpoint
     spec: TargetSpec
@@ -57,7 +57,7 @@ class _Selected:
 
 
 def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
-    """Read ``source``, transform it, lay ``target`` out and plan the copies. Tensor data is not read."""
+    """Read ``source``, transform it, lay out ``target`` and plan the copies. Does not read tensor data."""
     selected = _select(source, target, options, sources)
     transformed, spec, options, side_files = selected.transformed, selected.spec, selected.options, selected.side_files
     files = transformed.checkpoint.files
@@ -70,10 +70,10 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
 
 
 def _select(source: str, target: str, options: ConvertOptions, sources: Sources) -> _Selected:
-    """What ``options`` take of ``source``. Of a DCP directory no items are opened but those of what is taken.
+    """Read and transform what ``options`` select. Of a DCP directory, open only the items of the selected tensors.
 
-    What is taken is known by the metadata. Where they are not enough (flat parameters, rows that ranks cut otherwise
-    than the metadata say, anything that is refused) all items are opened.
+    The metadata shows which tensors these are. If it is not enough (flat parameters, rows that ranks cut differently
+    from the metadata, anything that is refused), open all items.
     """
     if options.only is not None or options.include or options.exclude:
         with suppress(FsdpckptError):  # all items may say otherwise, or the same with all that is wrong
@@ -88,7 +88,9 @@ def _select(source: str, target: str, options: ConvertOptions, sources: Sources)
 
 
 def _read(source: str, target: str, options: ConvertOptions, sources: Sources, *, locate: bool | Items) -> _Selected:
-    """The source, transformed, with the items located that ``ReadOptions.locate`` says; of flat parameters all."""
+    """The transformed source, with the items located that ``ReadOptions.locate`` selects; with flat parameters all of
+    them.
+    """
     units = load_units(options.units, sources) if options.units is not None else None
     opened = open_checkpoint(
         source, sources=sources, locate=locate, only=options.only, units=units, ignore_file=options.ignore_file
@@ -126,7 +128,9 @@ def _read(source: str, target: str, options: ConvertOptions, sources: Sources, *
 def planned_report(
     prepared: Prepared, target: str, options: ConvertOptions, budget: Budget, workers: int, manifest: bytes
 ) -> Report:
-    """What was done, or with ``options.dry_run`` would be. ``budget``: that of each of the ``workers``."""
+    """The report of what was done or, with ``options.dry_run``, would be. ``budget``: that of each of the
+    ``workers``.
+    """
     checkpoint, spec, output, plan = prepared.transformed.checkpoint, prepared.spec, prepared.output, prepared.plan
     linked = [(link.path, checkpoint.files[link.source]) for link in output.links]
     files = [PlannedFile(path, file.nbytes, source=file.path) for path, file in linked]

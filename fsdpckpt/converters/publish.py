@@ -1,17 +1,17 @@
 """Publishes the output: a rename on a local disk, an upload to an object store.
 
-On a local disk, the output grows in a staging directory beside DST, and one rename makes it visible
+On a local disk, the output is written to a staging directory beside DST, and one rename makes it visible
 (``storage.staging``).
 
-For an object store the same conversion writes to a local disk, is checked there, and is then uploaded
-(``storage.upload``). The output is staged and not streamed, because the check before anything is visible, ``--verify
-full`` and resuming need all of it at hand, and a zip file's checksums stand before the data that they are of. It
-takes DST's size of local disk.
+For an object store, the same conversion writes to a local disk, is checked there, and is then uploaded
+(``storage.upload``). The output is staged rather than streamed because the check before publishing, ``--verify full``
+and resuming need all of it, and because a zip file has its checksums before the data. Staging needs as much local disk
+as DST will occupy.
 
-The upload, by all ranks: 1. Rank 0 looks at DST, and locks the directory to upload from. Where the others see it too,
-all write to that one; else the leader of each node locks one of its own. 2. They convert to it, as to any DST. 3. Rank
-0 announces the upload. 4. Each file is sent by one rank that sees it. 5. Rank 0 sends the lists that name the files,
-and ends the upload. 6. The directories are removed.
+All ranks take part in an upload. 1. Rank 0 looks at DST and locks the directory to upload from. If the other ranks see
+that directory, all write to it; otherwise the leader of each node locks one. 2. They convert to it, as to any DST. 3.
+Rank 0 announces the upload. 4. One rank that sees a file sends it. 5. Rank 0 sends the files that list the others, and
+ends the upload. 6. The directories are removed.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ Holders: TypeAlias = "Mapping[str, Sequence[int]]"
 
 
 class Upload:
-    """One rank's part of a conversion to the object store at ``target``. As a context, it holds the locks.
+    """One rank's part of a conversion to the object store at ``target``. As a context manager, holds the locks.
 
-    ``path``, ``options`` and ``visibility``: those of the conversion to the local disk, once entered. After a failure
+    ``path``, ``options`` and ``visibility``: those of the conversion to the local disk, set on entry. After a failure
     the local output stays for the next run, and readers refuse what was uploaded so far.
     """
 
@@ -158,9 +158,10 @@ class Upload:
         return [remote.url, remote.root, list(remote.names), upload, [[file.path, file.nbytes] for file in replaced]]
 
     def _require_own(self, remote: RemoteTarget, directory: UploadDirectory) -> None:
-        """Raises TargetExistsError when the upload that was interrupted there may be another's, or holds others' files.
+        """Raises TargetExistsError if the upload interrupted there may belong to another run, or holds other files.
 
-        One that this machine began, and has the output of, is continued; another one only when asked to.
+        An upload that this machine began and still has the output of is continued; any other only with ``--resume``, or
+        replaced with ``--overwrite``.
         """
         options, announced = self._requested, remote.announced()
         is_ours = bool(announced.upload) and announced.upload == directory.upload()
@@ -182,7 +183,7 @@ class Upload:
         )
 
     def _choose_directory(self, directory: UploadDirectory) -> None:
-        """One directory for all, or one a node where they do not all see that of rank 0."""
+        """Choose one directory for all ranks, or one for each node if not all ranks see rank 0's."""
         group = self._group
         everyone = group.all_gather_objects([node_label(), directory.root, directory.path], name="staging")
         rows = cast("list[tuple[str, str, str]]", everyone)
@@ -201,7 +202,7 @@ class Upload:
                 self._lock(self._directory)
 
     def publish(self, report: Report, holders: Holders) -> Report:
-        """Upload what was converted, and remove the directories. Collective. Returns the report of the whole run."""
+        """Upload the output and remove the directories. Collective. Returns the report of the whole run."""
         if not report.dry_run:
             self._converted = True
             self._send(report, holders)
@@ -242,7 +243,7 @@ class Upload:
                 self._directory.remove()
 
     def _sent_earlier(self) -> dict[str, str]:
-        """What earlier runs of this upload noted, on whichever node."""
+        """What earlier runs of this upload sent, from the notes on all nodes."""
         noted = self._directory.sent(self._upload) if self._requested.resume is not False else {}
         tags: dict[str, str] = {}
         for each in self._group.all_gather_objects(noted, name="what was sent"):
@@ -259,10 +260,10 @@ class Upload:
         )
 
     def _attend(self, work: Callable[[Callable[[int], None]], T]) -> T:
-        """What ``work(sent)`` returns, done on another thread while this one looks after the other ranks.
+        """Run ``work(sent)`` on another thread while this one stays in touch with the other ranks; return its result.
 
-        When one of them fails it is called off. A store that hangs does not make this rank a lost one: its package
-        gives up by itself.
+        If another rank fails, the work is cancelled. A store that hangs does not make this rank a lost one: its client
+        library times out.
         """
         if isinstance(self._group, Solo):
             return work(self._progress.advance)
@@ -288,11 +289,11 @@ class Upload:
 
 
 class _CalledOff(Exception):
-    """The upload is of no use any more."""
+    """The upload was cancelled because another rank failed."""
 
 
 def assign_senders(sizes: Mapping[str, int], holders: Holders) -> dict[str, int]:
-    """Which rank sends each file of ``sizes`` (bytes by name): one that sees it, so that all send about as much."""
+    """Assign each file of ``sizes`` (bytes by name) to a rank that sees it, so that all send about the same amount."""
     load: dict[int, int] = {}
     senders: dict[str, int] = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -302,7 +303,7 @@ def assign_senders(sizes: Mapping[str, int], holders: Holders) -> dict[str, int]
 
 
 def _require_same_bytes(url: str, path: str) -> None:
-    """Raises TargetUnwritableError when the object at ``url`` is not the file at ``path``, byte for byte."""
+    """Raises TargetUnwritableError if the object at ``url`` differs from the file at ``path``."""
     remote = RemoteStore().open(url)
     with open(path, "rb") as file:
         offset = 0
@@ -319,7 +320,7 @@ def _require_same_bytes(url: str, path: str) -> None:
 
 
 def attach_leftovers(error: BaseException, target: str, options: ConvertOptions) -> None:
-    """Add to ``error`` what workers left of the DST ``target`` to continue with, as far as this process sees it."""
+    """Add to ``error`` what the workers left for ``target``, as far as this process sees it."""
     if not is_url(target):
         attach_staged(error, target, options)
         return

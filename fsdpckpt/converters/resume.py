@@ -1,11 +1,11 @@
-"""Resumes interrupted runs: what their journals name is read back, if the source and the command are still the same.
+"""Resumes interrupted runs: reads back what their journals list, if the source and the command are still the same.
 
-Staging is kept after a signal or a kill, and after an error of the disk or of the operating system on
-either side (full, I/O error, a source that went away), if a journal names at least one window. After any other error it
-is removed: what is staged would be wrong, or no command could finish it.
+Staging is kept after a signal or a kill, and after an error of the disk or the operating system on either side (full,
+I/O error, a source that went away), if a journal lists at least one window. After any other error it is removed,
+because the staged data would be wrong or no command could finish it.
 
-The same command continues by itself. What another command, or another source, has left is never removed unless the
-user says so (``--no-resume``): that command could still finish it. Where its source has changed since, none could.
+The same command resumes without being asked. What another command or another source has left is removed only with
+``--no-resume``: that command could still finish it. If its source has changed since, no command can.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LOOKUPS = 16  # at a time: a store answers in tens of milliseconds
 
 
 def run_identity(plan: Plan, options: ConvertOptions, sources: Sequence[Sequence[FileIdentity]]) -> RunIdentity:
-    """What a later run has to be to resume this one. ``sources``: see ``source_copies``."""
+    """What a later run must have in common with this one to resume it. ``sources``: see ``source_copies``."""
     return RunIdentity(__version__, plan.digest(), option_texts(options), sources)
 
 
@@ -56,8 +56,8 @@ def source_copies(
 ) -> list[list[FileIdentity]]:
     """The distinct copies of each source file that the ranks see, the same list on every rank. Collective.
 
-    ``visible[file]``: whether this rank sees it. ``sources`` knows what each file was when it was first opened. Raises
-    SourceCorruptError when the length of a local file changed since the checkpoint was read.
+    ``visible[file]``: whether this rank sees it. ``sources`` knows the identity each file had when it was first opened.
+    Raises SourceCorruptError if the length of a local file changed since the checkpoint was read.
     """
     data = [(file, see) for file, see in zip(files, visible, strict=True) if not file.made_up]
     with group.step("identify the sources"), ThreadPoolExecutor(_LOOKUPS) as pool:
@@ -82,7 +82,7 @@ def _identity(path: str, row: Sequence[object]) -> FileIdentity:
 
 
 def journals_of(group: Group, staging: Staging | None) -> list[list[list[Record]]]:
-    """By rank the records of each journal that an interrupted run left in its staging directory. Collective.
+    """For each rank the records of every journal that an interrupted run left in its staging directory. Collective.
 
     ``staging``: this rank's, if it leads a place.
     """
@@ -97,11 +97,11 @@ def finished_windows(
     identity: Callable[[], RunIdentity],
     options: ConvertOptions,
 ) -> tuple[dict[int, Finished], list[str]]:
-    """By place the windows that an interrupted run has written, and why what another one has written is of no use.
+    """For each place the windows that an interrupted run has written, and why the windows of another run are of no use.
 
-    A place is left out, and starts over, when no journal is readable, one window is longer than ``max_memory`` bytes,
-    or its source has changed since (unless ``--resume`` asks for it). ``identity``: this run's. Raises SourceError or
-    TargetError when a journal is another run's.
+    A place starts over if no journal is readable, a window is longer than ``max_memory`` bytes, or its source has
+    changed since (unless ``--resume`` was given). ``identity``: this run's. Raises SourceError or TargetError if a
+    journal is another run's.
     """
     windows: dict[int, Finished] = {}
     useless: list[str] = []
@@ -120,7 +120,7 @@ def finished_windows(
 
 
 def _require_same_run(before: RunIdentity, now: RunIdentity, held: str) -> None:
-    """``held``: what is there, the beginning of a sentence."""
+    """Raises the error for the first difference. ``held``: the beginning of its sentence, which names what is there."""
     changes = before.source_changes(now)
     if changes:
         raise SourceError(
@@ -142,7 +142,7 @@ def _require_same_run(before: RunIdentity, now: RunIdentity, held: str) -> None:
 
 
 def other_upload(path: str) -> TargetError:
-    """The error for a converted checkpoint at ``path`` that waits to be uploaded, and is not what this run makes."""
+    """The error for a converted checkpoint at ``path`` that waits for its upload and is not this run's output."""
     return TargetError(
         f"{path} holds what an interrupted run of another command has converted and not yet uploaded",
         file=path,
@@ -153,7 +153,7 @@ def other_upload(path: str) -> TargetError:
 
 
 def claim_rows(finished: Mapping[int, Finished], segments: Sequence[Segment]) -> Int64Array:
-    """The rows of ``Job.claims``: the windows in ``finished`` that lie within one segment of their place."""
+    """The rows of ``Job.claims``: the windows in ``finished`` that are inside one segment of their place."""
     bounds: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for segment in segments:
         bounds.setdefault((segment.place, segment.file), []).append((segment.begin, segment.end))
@@ -170,9 +170,9 @@ def claim_rows(finished: Mapping[int, Finished], segments: Sequence[Segment]) ->
 def resume_note(
     job: Job, target: str, staging: Staging | Remains | None, options: ConvertOptions, useless: Sequence[str]
 ) -> Note | None:
-    """What to report of an interrupted run's remains.
+    """The note on the remains of an interrupted run.
 
-    ``staging``: None where DST exists and is complete. ``useless``: what ``finished_windows`` says.
+    ``staging``: None if DST exists and is complete. ``useless``: from ``finished_windows``.
     """
     if len(job.claims):
         total = sum(segment.end - segment.begin for segment in job.segments)
@@ -199,7 +199,7 @@ def _cleared(staging: Staging | Remains, options: ConvertOptions, useless: Seque
 
 
 def is_resumable(error: BaseException) -> bool:
-    """Whether the same command may finish after ``error`` what was staged before it."""
+    """Whether, after ``error``, the same command may finish what was staged."""
     if not isinstance(error, FsdpckptError):
         return isinstance(error, (OSError, MemoryError)) or not isinstance(error, Exception)
     passing = type(error) is SourceError or isinstance(error, (SourceMissingError, TargetUnwritableError))
@@ -207,12 +207,12 @@ def is_resumable(error: BaseException) -> bool:
 
 
 def continues(options: ConvertOptions) -> str:
-    """What the same command does with what is left of it, for ``Leftover.resume``."""
+    """What the same command does with the remains, for ``Leftover.resume``."""
     return "continues from there" + (" without --no-resume" if options.resume is False else "")
 
 
 def attach_staged(error: BaseException, target: str, options: ConvertOptions) -> None:
-    """Add to ``error`` what workers left for ``target`` to resume, as far as this process sees it."""
+    """Add to ``error`` what the workers left for ``target`` to resume, as far as this process sees it."""
     if isinstance(error, FsdpckptError) and not error.resumable:
         return
     root = staging_root(target)

@@ -1,9 +1,9 @@
-"""Divides the output among workers: in a staging directory that all of them see, or in one on each node.
+"""Divides the output among workers: in one staging directory that all of them see, or in one on each node.
 
-A *place* is one staging directory, made and committed by its *leader*. Workers that do not see it write nothing: what
-they see of the source they send to those that do. One process is one worker, which leads the only place.
+A *place* is one staging directory, made and committed by its *leader*. Workers that do not see it write nothing: they
+send what they see of the source to those that do. A single process is one worker, which leads the only place.
 
-``UploadDirectory`` keeps what is to be uploaded to one DST, with notes of what the store has of it already.
+``UploadDirectory`` holds the output for one DST in an object store, and notes of what is already there.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _SIGN = "sign"
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """``place[worker]``: where it writes, None for one that writes nothing. ``leaders[place]``. ``nodes[worker]``.
+    """``place[worker]``: where it writes, None if it writes nothing. ``leaders[place]``. ``nodes[worker]``.
 
-    ``paths[place]``: where its target files go, and the path of a target that is one file.
-    ``existing[place]``: DST itself exists there, and is compared with what would be written.
+    ``paths[place]``: the directory for its target files, and the path of a target that is one file.
+    ``existing[place]``: DST itself exists there and is compared with the planned output.
     """
 
     nodes: tuple[int, ...]
@@ -61,21 +61,21 @@ class Places:
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """``roots[place]``: the staging directory, where the journals are."""
+        """``roots[place]``: the staging directory, which has the journals."""
         return tuple(os.path.dirname(directory) for directory, _ in self.paths)
 
     def workers(self, place: int) -> list[int]:
-        """Those that write to ``place``."""
+        """The workers that write to ``place``."""
         return [worker for worker, at in enumerate(self.place) if at == place]
 
     def locate(self, rank: int, path: str) -> str:
-        """Where worker ``rank`` finds the target file ``path`` ("" is the one of a target that is a file)."""
+        """Where worker ``rank`` finds the target file ``path`` ("": the target is one file)."""
         directory, file = self.paths[self.place[rank] or 0]
         return os.path.join(directory, path) if path else file
 
 
 def node_label(environment: Mapping[str, str] | None = None) -> str:
-    """Which node this worker runs on, as torchrun or srun counts them; empty when neither says."""
+    """The node this worker runs on, as numbered by torchrun or srun; empty without either."""
     variables = os.environ if environment is None else environment
     return variables.get("GROUP_RANK") or variables.get("SLURM_NODEID") or ""
 
@@ -91,11 +91,11 @@ def open_staging(
     replaces: Contents,
     compare: bool,
 ) -> Places:
-    """Make the staging directories, and find out who sees which. Collective. A leader's own is added to ``made``.
+    """Make the staging directories and find out who sees which. Collective. Appends a leader's own to ``made``.
 
-    One that an interrupted run left with a journal stays, unless ``--no-resume`` was given. With ``compare`` none is
-    made where DST exists. ``directory``: whether the target is one. ``replaces``: what was found at DST that may be
-    deleted. Raises UsageError when a node's workers do not see their leader's.
+    A directory that an interrupted run left with a journal stays, unless ``--no-resume`` was given. With ``compare``
+    none is made where DST exists. ``directory``: whether the target is one. ``replaces``: what is at DST and may be
+    deleted. Raises UsageError if a node's workers do not see their leader's directory.
     """
     labels = [str(label) for label in group.all_gather_objects(node_label(), name="nodes")]
     order = list(dict.fromkeys(labels))
@@ -138,7 +138,7 @@ def open_staging(
 def _make(
     group: Group, target: str, options: ConvertOptions, made: list[Staging], replaces: Contents, *, directory: bool
 ) -> tuple[str, str, str]:
-    """Where the output goes, the path of a target that is one file, and a token that lies in the directory."""
+    """Where the output goes, the path of a target that is one file, and a token to recognise the directory by."""
     seen = still_replaceable(target, replaces) if options.overwrite else None
     staging = Staging(target, directory=directory, replaces=seen, resume=options.resume is not False)
     made.append(staging)
@@ -168,11 +168,12 @@ def _sees(opened: tuple[str, str, str], *, existing: bool) -> bool:
 def assign_segments(
     plan: Plan, spec: TargetSpec, places: Places, finished: Mapping[int, Finished] | None = None
 ) -> list[Segment]:
-    """Who writes which bytes of which file, at which place. ``finished``: by place what an interrupted run has written.
+    """Assign the bytes of every file to a worker and a place. ``finished``: for each place what an interrupted run has
+    written.
 
-    With one place all goes there. With one a node, the files of target rank r go to the node of worker
-    ``r * workers // ranks``, which will load them; files of no rank (metadata) to every node that has files of some;
-    and a full checkpoint, which nobody loads by ranks, to the first node.
+    With one place everything goes there. With one for each node, the files of target rank r go to the node of worker
+    ``r * workers // ranks``, which will load them; files of no rank (metadata) go to every node that has rank files; a
+    full checkpoint, which is not loaded by ranks, goes to the first node.
     """
     files: dict[int, list[int]] = {place: [] for place in range(len(places.leaders))}
     ranks = [_rank_of(file.path) for file in plan.files]
@@ -200,14 +201,14 @@ def _rank_of(path: str) -> int | None:
 
 
 def files_at(job: Job, place: int | None) -> tuple[list[str], int]:
-    """The target files that are written at ``place``, and how many bytes of them."""
+    """The target files that are written at ``place``, and their total size in bytes."""
     segments = [segment for segment in job.segments if segment.place == place]
     names = dict.fromkeys(job.plan.files[segment.file].path for segment in segments)
     return list(names), sum(segment.end - segment.begin for segment in segments)
 
 
 def holders_of(job: Job, places: Places, *, directory: bool) -> dict[str, list[int]]:
-    """By target file the workers that see it where it was written. ``directory``: with ``fsdpckpt.json`` in it."""
+    """For each target file the workers that see it where it was written. ``directory``: include ``fsdpckpt.json``."""
     holders: dict[str, set[int]] = {}
     for segment in job.segments:
         workers = places.workers(segment.place)
@@ -221,10 +222,10 @@ _UPLOAD, _SENT = "upload", "sent-"
 
 @dataclass(frozen=True, slots=True)
 class UploadDirectory:
-    """A local directory to upload from, for one DST alone and the same in every run. ``path``: the output in it.
+    """A local directory to upload from, for one DST and the same in every run. ``path``: the output in it.
 
-    It holds the converted output, and notes of what the store has of it already. A note counts for one *upload* only,
-    which a run with ``--no-resume`` begins anew, and one that finds no output: what an earlier one has sent may be of
+    It holds the converted output and notes of what the store already has. A note counts for one *upload* only. A run
+    with ``--no-resume``, or one that finds no output, begins a new upload: what an earlier one sent may belong to
     another checkpoint.
     """
 
@@ -233,14 +234,15 @@ class UploadDirectory:
 
     @classmethod
     def of(cls, url: str, directory: str | None) -> UploadDirectory:
-        """That of ``url`` in ``directory``, by default the system's for temporary files."""
+        """The directory for ``url`` in ``directory``, by default the system's directory for temporary files."""
         above = directory or tempfile.gettempdir()
         root = os.path.join(above, f"fsdpckpt-{os.getuid()}-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
         return cls(root, os.path.join(root, url.rpartition("/")[2]))
 
     @contextlib.contextmanager
     def locked(self, *, resume: bool) -> Iterator[str]:
-        """One run at a time on this machine. The value says which upload it is; anew unless to ``resume``.
+        """Lock the directory against other runs on this machine. The value names the upload; a new one unless
+        ``resume``.
 
         Raises TargetExistsError, TargetUnwritableError.
         """
@@ -271,7 +273,7 @@ class UploadDirectory:
             os.close(lock)
 
     def upload(self) -> str:
-        """Which upload is under way; empty when none is, or this process does not see it."""
+        """The name of the current upload; empty if there is none, or this process does not see it."""
         try:
             with open(os.path.join(self.root, _UPLOAD), encoding="utf-8") as file:
                 return file.read()
@@ -285,13 +287,13 @@ class UploadDirectory:
         return upload
 
     def note_sent(self, upload: str, rank: int, name: str, info: Mapping[str, object]) -> None:
-        """Note that the store has the file ``name``, with the ``info`` it returned. ``rank``: who sent it."""
+        """Note that ``rank`` sent the file ``name``, and the ``info`` that the store returned."""
         line = json.dumps([upload, name, remote_identity(name, info).tag])
         with open(os.path.join(self.root, f"{_SENT}{rank}"), "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def sent(self, upload: str) -> dict[str, str]:
-        """What earlier runs of ``upload`` noted: tag by name."""
+        """What earlier runs of ``upload`` sent: the store's tag for each name."""
         tags: dict[str, str] = {}
         for path in self._notes():
             with open(path, encoding="utf-8") as file:
@@ -309,11 +311,11 @@ class UploadDirectory:
             return []
 
     def locate(self, name: str) -> str:
-        """The path of the file ``name``; "" is the name of a DST that is one file."""
+        """The path of the file ``name``; "" if DST is one file."""
         return os.path.join(self.path, name) if name else self.path
 
     def _clear(self) -> None:
-        """Forget what earlier runs have converted and sent; what a conversion has staged it clears itself."""
+        """Delete what earlier runs converted and sent. A conversion clears what it has staged itself."""
         for path in (os.path.join(self.root, _UPLOAD), *self._notes()):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -323,13 +325,13 @@ class UploadDirectory:
             os.unlink(self.path)
 
     def remove(self) -> None:
-        """All of it; first what makes notes count."""
+        """Delete the directory, beginning with the file that makes the notes valid."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.root, _UPLOAD))
         shutil.rmtree(self.root, ignore_errors=True)
 
 
 def is_sent(earlier: Mapping[str, str], name: str, info: Mapping[str, object]) -> bool:
-    """Whether what the store says of ``name`` (``info``) is what one of the ``earlier`` tags noted."""
+    """Whether the store's ``info`` on ``name`` matches one of the ``earlier`` tags."""
     tag = remote_identity(name, info).tag
     return bool(tag) and earlier.get(name) == tag

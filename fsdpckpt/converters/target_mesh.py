@@ -1,4 +1,4 @@
-"""Decides on which device mesh a target is sharded: ``--mesh``, ``--placements``, ``--like``, else the source's own."""
+"""Chooses the device mesh of a sharded target: ``--mesh``, ``--placements``, ``--like``, else the source's mesh."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ from fsdpckpt.transform.placements import (
 
 
 def check_mesh(options: ConvertOptions) -> tuple[MeshShape, ...]:
-    """What ``--mesh`` says, () when it says nothing. Raises UsageError when the options contradict each other.
-
-    Nothing is opened.
-    """
+    """Parse ``--mesh``, () without it. Opens nothing. Raises UsageError if the options contradict each other."""
     meshes = parse_meshes(options.mesh)
     if meshes and options.world_size not in (None, meshes[0].world_size):
         product = " x ".join(map(str, meshes[0].sizes)) + " = " if len(meshes[0].sizes) > 1 else ""
@@ -56,10 +53,10 @@ def check_mesh(options: ConvertOptions) -> tuple[MeshShape, ...]:
 
 
 def requested_mesh(options: ConvertOptions, source: Checkpoint, sources: Sources) -> TargetMesh | None:
-    """The meshes that ``--mesh``, ``--placements`` and ``--like`` ask for; None without any of them.
+    """The meshes from ``--mesh``, ``--placements`` and ``--like``; None without any of them.
 
-    Raises what ``check_mesh`` raises, UsageError for placements or another checkpoint that do not fit the mesh,
-    NeedsInformationError where nothing says how tensors lie on it.
+    Raises what ``check_mesh`` raises, UsageError for placements or another checkpoint that do not match the mesh,
+    NeedsInformationError if the placement of some tensors is not known.
     """
     meshes = check_mesh(options)
     if meshes and options.placements is not None:
@@ -80,8 +77,8 @@ def requested_mesh(options: ConvertOptions, source: Checkpoint, sources: Sources
 
 
 def with_mesh(options: ConvertOptions, source_layout: Layout, mesh: TargetMesh | None) -> ConvertOptions:
-    """``options`` with the world size of ``mesh``; of flat parameters on two dimensions with the sharding groups that
-    FSDP1 makes of them: the first replicates, the second shards.
+    """Set the world size of ``options`` to that of ``mesh``. For flat parameters on two dimensions also set FSDP1's
+    sharding groups: the first dimension replicates, the second shards.
 
     Raises UsageError for flat parameters on a mesh that FSDP1 does not have.
     """
@@ -112,10 +109,10 @@ def with_mesh(options: ConvertOptions, source_layout: Layout, mesh: TargetMesh |
 
 
 def on_mesh(spec: TargetSpec, source: Checkpoint, mesh: TargetMesh | None) -> TargetSpec:
-    """``spec`` on ``mesh``, without one on that of the source with as many ranks as ``spec`` has.
+    """``spec`` on ``mesh``; without ``mesh``, on the source's resized to the ranks of ``spec``.
 
-    ShardedTensors, and frameworks that make their own mesh, get one dimension unless they are asked for another.
-    Raises NeedsInformationError where no mesh of that many ranks keeps what the source has.
+    ShardedTensors, and frameworks that make their own mesh, get one dimension unless another mesh is requested. Raises
+    NeedsInformationError if no mesh of that many ranks keeps the source's dimensions.
     """
     flat = spec.layout is Layout.FLATTENED
     alone = (flat and spec.form is None) or (mesh is None and (flat or spec.tensor is TensorForm.SHARDED_TENSOR))
@@ -145,8 +142,9 @@ def _resized(
 
 
 def _of_framework(spec: TargetSpec, source: Checkpoint, form: MeshForm, world_size: int) -> TargetMesh | None:
-    """A framework's own mesh: that of replicas for a source with replicas, else its one dimension, which is said where
-    the source has more."""
+    """The framework's own mesh: with replicas if the source has them, else one dimension; the note says so if the
+    source has more.
+    """
     meshes, names = _whole_meshes(source), form.hybrid
     if len(meshes) == 1 and names and {one.placements for one in _all_shardings(source, meshes)} == {_HYBRID}:
         [(before, target)] = _resized(spec, source, meshes, world_size).items()
@@ -171,7 +169,7 @@ def _note(meshes: Mapping[MeshShape, MeshShape]) -> str:
 
 
 def _strange(source: Checkpoint, meshes: Sequence[MeshShape]) -> str:
-    """Why no mesh of all ranks says how DTensors of the source lie, with their placements or meshes; "" if one does."""
+    """Why no mesh of all ranks can describe the source's DTensors, with their placements or meshes; "" if one can."""
     tensors = list(source.leaves())
     unknown = {one.placement for one in tensors if one.sharded and one.sharding is None and one.placement[0] == "["}
     if not meshes:
@@ -194,7 +192,7 @@ def _strange(source: Checkpoint, meshes: Sequence[MeshShape]) -> str:
 
 
 def _on_one_dimension(spec: TargetSpec, source: Checkpoint, why: str, world_size: int) -> TargetMesh:
-    """For DCP, which loads on any mesh. Raises NeedsInformationError for files by rank."""
+    """One dimension for DCP, which loads on any mesh. Raises NeedsInformationError for rank files."""
     if spec.container is not Container.DCP:
         raise NeedsInformationError(
             f"nothing says how the tensors of {source.source} lie on {plural(world_size, 'rank')}",
@@ -210,15 +208,16 @@ def _on_one_dimension(spec: TargetSpec, source: Checkpoint, why: str, world_size
 def _as_source(
     meshes: Mapping[MeshShape, MeshShape], shardings: Sequence[Sharding], note: str | None = None
 ) -> TargetMesh:
-    """The source's placements, each mesh replaced; tensors without any (of flat parameters) lie as all others do, if
-    all are alike."""
+    """Keep the source's placements and replace each mesh. Tensors without placements (of flat parameters) get those of
+    all others, if these are alike.
+    """
     as_source = AsSource(meshes)
     placed = {as_source.sharding(sharding) for sharding in shardings}
     return TargetMesh(tuple(meshes.values()), as_source, placed.pop() if len(placed) == 1 else None, note)
 
 
 def _has_hybrid(flavor: str) -> bool:
-    """Whether a framework's own mesh of two dimensions says how tensors lie on it."""
+    """Whether the framework has a mesh of two dimensions that can describe the tensors."""
     known = flavor_named(flavor)
     return known is not None and any(form.mesh.hybrid is not None for form in known.forms)
 
@@ -228,13 +227,13 @@ def _rows(mesh: MeshShape) -> Sharding:
 
 
 def _hybrid(mesh: MeshShape) -> dict[str, Placement]:
-    """What FSDP does without being told: the last dimension cuts rows, those before it replicate."""
+    """FSDP's default: the last dimension cuts rows, those before it replicate."""
     *before, last = mesh.dimension_names
     return {**dict.fromkeys(before, Replicate()), last: Shard(0)}
 
 
 def _whole_meshes(checkpoint: Checkpoint) -> list[MeshShape]:
-    """The meshes that the DTensors of ``checkpoint`` are on, or on submeshes of, if all are of all ranks; else none."""
+    """The meshes of all ranks that the DTensors of ``checkpoint`` are on, or on submeshes of; else none."""
     meshes = source_meshes(checkpoint)
     return meshes if all(mesh.world_size == checkpoint.world_size for mesh in meshes) else []
 
@@ -255,7 +254,7 @@ def _all_shardings(checkpoint: Checkpoint, meshes: Sequence[MeshShape]) -> list[
 
 
 def _by_dimensions(before: Sequence[MeshShape], meshes: Sequence[MeshShape]) -> dict[MeshShape, MeshShape] | None:
-    """For each mesh of ``before`` that of ``meshes`` which has the same dimensions; None where they are not pairs."""
+    """For each mesh of ``before`` the one of ``meshes`` with the same dimensions; None if they do not pair up."""
     by_names = {mesh.dimension_names: mesh for mesh in meshes}
     if not before or sorted(mesh.dimension_names for mesh in before) != sorted(by_names):
         return None

@@ -1,6 +1,6 @@
 """Decides what a conversion writes, and refuses options that do not apply to it.
 
-Layout, container and world size come from the options, DST's suffix and the source.
+The layout, container and world size come from the options, DST's suffix and the source.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ _SHORT |= {"fp64": "float64", "double": "float64", "fp8": "float8_e4m3fn", "floa
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
-    """What is written. ``world_size``: ranks of the target, None to keep the source's cuts (DCP) or for one file.
+    """What is written. ``world_size``: ranks of the target; None for one file, and for DCP that keeps the source's
+    cuts.
 
-    ``directory``: whether DST is a directory. ``flavor``, ``form``: the producer whose names it gets; None is plain.
-    ``notes``: why it is plain, where the source is not.
-    ``mesh``: the device mesh of a sharded target, None for one dimension along which rows are cut.
+    ``directory``: whether DST is a directory. ``flavor``, ``form``: the producer whose form it has; None is plain.
+    ``notes``: why it is plain although the source is not. ``mesh``: the device mesh of a sharded target; None for one
+    dimension that cuts rows.
     """
 
     layout: Layout
@@ -53,9 +54,10 @@ class TargetSpec:
 
 
 def make_target_spec(target: str, options: ConvertOptions, source: Checkpoint) -> TargetSpec:
-    """The spec of one conversion of ``source``. Without ``--flavor`` the source's own, where it has such a form.
+    """The spec for one conversion of ``source``. Without ``--flavor`` the source's own form, if it has one that can be
+    written.
 
-    Raises UsageError when the options contradict each other or DST's suffix.
+    Raises UsageError if the options contradict each other or DST's suffix.
     """
     suffix = os.path.splitext(target.rstrip("/"))[1]
     named = suffix if suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX) else ""
@@ -72,10 +74,10 @@ def make_target_spec(target: str, options: ConvertOptions, source: Checkpoint) -
 
 
 def refuse_unknown_suffix(target: str) -> None:
-    """Raises UsageError when DST looks like a file of a kind that is not written: ``q.tp``, ``notes.json``.
+    """Raises UsageError if DST looks like a kind of file that is not written: ``q.tp``, ``notes.json``.
 
-    A suffix is a dot, a letter, and letters and digits up to the end. A directory of such a name is written with a
-    slash behind it; ``step-1.5`` and ``v0.2`` have no suffix.
+    A suffix is a dot, a letter, then letters and digits up to the end. A trailing slash makes such a name a directory;
+    ``step-1.5`` and ``v0.2`` have no suffix.
     """
     stem, suffix = os.path.splitext(target)
     if suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX, DCP_SUFFIX) or not _SUFFIX.fullmatch(suffix):
@@ -91,7 +93,7 @@ def refuse_unknown_suffix(target: str) -> None:
 
 
 def require_file_name(target: str, spec: TargetSpec, options: ConvertOptions) -> None:
-    """Raises UsageError when DST is, or ends as, the name of a directory, and one file is written."""
+    """Raises UsageError if one file is written and DST is a directory or ends with a slash."""
     if not spec.directory and (target.endswith("/") or is_empty_directory(target)):
         name = os.path.join(target, "full" + (SAFETENSORS_SUFFIX if spec.container is Container.SAFETENSORS else ".pt"))
         other = "; or add --to sharded for a directory" if options.to is None else ""
@@ -203,7 +205,7 @@ def _layout(container: Container, suffix: str, options: ConvertOptions, source_l
 
 
 def check_options(options: ConvertOptions) -> None:
-    """Raises UsageError for a flavor, a dtype or a device type that cannot be written. Nothing is opened."""
+    """Raises UsageError for a flavor, dtype or device type that cannot be written. Opens nothing."""
     if options.flavor is not None and options.flavor != PLAIN:
         writable_flavor(options.flavor)
     for option, name in (("--dtype", options.dtype), ("--optim-dtype", options.optim_dtype)):
@@ -229,9 +231,9 @@ def check_options(options: ConvertOptions) -> None:
 def refuse_target_options(
     options: ConvertOptions, *, layout: Layout, container: Container, source_layout: Layout, weights: bool = False
 ) -> None:
-    """Raises UsageError for an option that a target of this layout and container has no use for.
+    """Raises UsageError for an option that has no effect on a target of this layout and container.
 
-    ``weights``: the target is one for Hugging Face's libraries.
+    ``weights``: the target is for Hugging Face's libraries.
     """
     per_rank = layout is Layout.SHARDED and container is Container.TORCH
     flat = Layout.FLATTENED in (layout, source_layout)
@@ -252,7 +254,7 @@ def refuse_target_options(
 def refuse_section_options(
     options: ConvertOptions, opened: Checkpoint, *, flavor: Flavor | None, form: Form | None
 ) -> None:
-    """Raises UsageError for an option about a section that is not there, not taken, or not written.
+    """Raises UsageError for an option about a section that does not exist, is not selected, or is not written.
 
     ``flavor`` and ``form``: the framework whose files are written, and which of its forms.
     """
@@ -273,9 +275,9 @@ def refuse_section_options(
 
 
 def refuse_flat_options(options: ConvertOptions, source: str, *, has_flat: Callable[[], bool]) -> None:
-    """Raises UsageError for options about FSDP1's flat parameters where there are none.
+    """Raises UsageError for options about FSDP1's flat parameters if there are none.
 
-    ``has_flat``: whether the source or the target has any; called only if there are such options.
+    ``has_flat``: whether the source or the target has any; called only if such options were given.
     """
     # Keys and names need the order of the parameters, which a units file has.
     ordered = options.key_type or options.include or options.exclude or options.missing_state

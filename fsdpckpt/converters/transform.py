@@ -1,4 +1,4 @@
-"""Transforms a checkpoint between reading and writing: selects, unflattens, keys, fills, renames, shards."""
+"""Transforms a checkpoint between reading and writing: selects, unflattens, rekeys, fills, renames, shards."""
 
 from __future__ import annotations
 
@@ -59,10 +59,9 @@ from fsdpckpt.transform.weight_decay import list_parameters, note_one_group
 
 @dataclass(frozen=True, slots=True)
 class TransformedCheckpoint:
-    """What is to be written: whole tensors.
+    """The checkpoint to write, with whole tensors.
 
-    ``units``: those of a flattened target, whose optimizer is keyed by name until the writer gives it keys of
-    ``key_type``.
+    ``units``: those of a flattened target. Its optimizer is keyed by name; the writer rekeys it to ``key_type``.
     """
 
     checkpoint: Checkpoint
@@ -71,7 +70,7 @@ class TransformedCheckpoint:
 
 
 def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sources: Sources) -> TransformedCheckpoint:
-    """Select, unflatten, key, rename and shard: ``opened`` as ``options`` and ``spec`` ask for it.
+    """Select, unflatten, rekey, rename and shard ``opened`` as ``options`` and ``spec`` ask.
 
     Raises SourceError for a source that is incomplete or contradicts itself, NeedsInformationError, UsageError.
     """
@@ -132,7 +131,7 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
 
 
 def _refuse_states(checkpoint: Checkpoint, options: ConvertOptions, spec: TargetSpec) -> None:
-    """Raises UsageError or SourceUnsupportedError for states that the target, or an option, would change."""
+    """Raises UsageError or SourceUnsupportedError for states whose values the target, or an option, would change."""
     if options.optim_dtype is not None:
         refuse_casts(checkpoint)
     if options.missing_state is MissingState.ZEROS:
@@ -144,7 +143,7 @@ def _refuse_states(checkpoint: Checkpoint, options: ConvertOptions, spec: Target
 
 
 def _refuse_samples(checkpoint: Checkpoint) -> None:
-    """Raises SourceUnsupportedError for states of some of the elements that a rank holds."""
+    """Raises SourceUnsupportedError for states that cover only some of a rank's elements."""
     for group in (checkpoint.optim.param_groups if checkpoint.optim is not None else None) or ():
         step = group.get("slice_p")
         if isinstance(step, int) and step > 1 and "d_numerator" in group:
@@ -157,7 +156,7 @@ def _refuse_samples(checkpoint: Checkpoint) -> None:
 
 
 def _with_states_in_sight(checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint`` with what bitsandbytes hides from FSDP, which is cut as any other state."""
+    """Make the states that bitsandbytes hides from FSDP ordinary states, which are cut like any other."""
     optim = checkpoint.optim
     if optim is None:
         return checkpoint
@@ -166,7 +165,7 @@ def _with_states_in_sight(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _require_sound(checkpoint: Checkpoint, only: Section | None) -> None:
-    """Raises a SourceError that lists every fatal problem of the sections that are asked for, present or not."""
+    """Raises a SourceError that lists every fatal problem of the requested sections, present or not."""
     sections = {None, only} if only is not None else {None, *Section}
     problems = [problem for problem in checkpoint.problems if problem.fatal and problem.section in sections]
     if problems:
@@ -176,7 +175,7 @@ def _require_sound(checkpoint: Checkpoint, only: Section | None) -> None:
 def _note_unused(
     checkpoint: Checkpoint, options: ConvertOptions, spec: TargetSpec, key_types: set[KeyType | str | None]
 ) -> Checkpoint:
-    """``checkpoint`` with a note of the options that were to say what it says itself.
+    """Add a note on options that supply what the checkpoint states itself.
 
     ``key_types``: those that its optimizer will have.
     """
@@ -195,9 +194,9 @@ def _with_unused(checkpoint: Checkpoint, message: str) -> Checkpoint:
 
 
 def _require_common_ids(checkpoint: Checkpoint, units: Units | None, layout: Layout) -> None:
-    """Raises NeedsInformationError for ids in a target whose ranks count them in different orders.
+    """Raises NeedsInformationError if the target has ids and its ranks number parameters differently.
 
-    A full checkpoint has the ids of rank 0, as ``FSDP.rekey_optim_state_dict`` gives them there.
+    A full checkpoint has rank 0's ids, as ``FSDP.rekey_optim_state_dict`` gives them there.
     """
     optim = checkpoint.optim
     orders = checkpoint.orders or (units.orders if units is not None else ())
@@ -212,7 +211,7 @@ def _require_common_ids(checkpoint: Checkpoint, units: Units | None, layout: Lay
 
 
 def _with_equal_copies(checkpoint: Checkpoint) -> Checkpoint:
-    """Raises SourceCorruptError where ranks have to agree and do not; a note says where they need not."""
+    """Raises SourceCorruptError if ranks differ where they must agree; adds a note where they may differ."""
     problems = list(differing_copies(checkpoint))
     if any(problem.fatal for problem in problems):
         raise fatal(problems, source=checkpoint.source)
@@ -225,7 +224,7 @@ def _with_equal_copies(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _ordered_units(resolved: ResolvedUnits | None, request: UnitsRequest, sources: Sources) -> Units | None:
-    """The units that say which id is which parameter: the source's, or those of ``--units``."""
+    """The units that map ids to parameters: the source's, or those of ``--units``."""
     if resolved is None:
         return load_units(request.file, sources) if request.file else None
     return None if ORDER in resolved.unsettled else resolved.units
@@ -233,7 +232,7 @@ def _ordered_units(resolved: ResolvedUnits | None, request: UnitsRequest, source
 
 @dataclass(frozen=True)
 class _Steps:
-    """The single steps. ``units``: see ``_ordered_units``; ``called``: the source's own names."""
+    """The single steps. ``units``: see ``_ordered_units``; ``called``: the names in the source."""
 
     options: ConvertOptions
     request: UnitsRequest
@@ -247,7 +246,7 @@ class _Steps:
         return select_keys(checkpoint, include=options.include, exclude=options.exclude, also_called=also)
 
     def key(self, checkpoint: Checkpoint, key_type: KeyType | None) -> Checkpoint:
-        """The optimizer keyed as ``key_type`` says; None leaves the keys as they are."""
+        """Rekey the optimizer to ``key_type``; None keeps the keys."""
         optim = checkpoint.optim
         if optim is None or key_type is None or key_type == key_type_of(optim):
             return checkpoint
@@ -261,7 +260,7 @@ class _Steps:
         )
 
     def fill(self, checkpoint: Checkpoint, units: Units | None) -> Checkpoint:
-        """As ``--missing-state`` says; without it nothing is made, and what has no state is noted."""
+        """Apply ``--missing-state``. Without it no state is made, and a note lists the parameters that have none."""
         missing = self.options.missing_state
         choice: Choice = missing.value if missing is not None else "skip"
         return fill_missing(checkpoint, choice, units=units, sources=self.sources)
@@ -275,7 +274,7 @@ class _Steps:
         return with_own_tensors(checkpoint) if cast else checkpoint
 
     def place(self, checkpoint: Checkpoint, target: TargetMesh | None) -> Checkpoint:
-        """Every sharded tensor on the mesh of the target, by the names that it will have there."""
+        """Place every sharded tensor on the target's mesh, by the names it will have there."""
         if target is None:
             return checkpoint
         if target.note is not None:
@@ -286,7 +285,7 @@ class _Steps:
         return place(checkpoint, named, target)
 
     def written(self, checkpoint: Checkpoint) -> Checkpoint:
-        """``checkpoint`` with the names that options and other checkpoints may use: those that will be written."""
+        """``checkpoint`` with the names that will be written, which options and other checkpoints may use too."""
         options = self.options
         if not options.clean_names:
             checkpoint = self.called.restored(checkpoint)
@@ -295,11 +294,11 @@ class _Steps:
         )
 
     def shard(self, checkpoint: Checkpoint, *, strict: bool) -> Checkpoint:
-        """Decide which tensors are sharded, by ``--buffers`` and ``--reference``."""
+        """Decide which tensors are sharded, with ``--buffers`` and ``--reference``."""
         return decide_sharded(checkpoint, self.hints(checkpoint), strict=strict)
 
     def hints(self, checkpoint: Checkpoint) -> ShardingHints:
-        """What ``--buffers`` and ``--reference`` say."""
+        """The hints from ``--buffers`` and ``--reference``."""
         reference = None
         opened = self._reference
         if opened is not None:
@@ -317,7 +316,7 @@ class _Steps:
         spec: TargetSpec,
         source_keys: KeyType | None,
     ) -> TransformedCheckpoint:
-        """Whole tensors by name, complete and consistent within each unit of the target."""
+        """Check that the whole tensors by name are complete and consistent within each unit of the target."""
         options = self.options
         if checkpoint.model is None and checkpoint.optim is None:
             raise UsageError(
@@ -357,7 +356,7 @@ class _Steps:
 
 
 def units_request(options: ConvertOptions) -> UnitsRequest:
-    """What the options say about units. Raises SourceMissingError when the file of parameter names cannot be read."""
+    """The options about units. Raises SourceMissingError if the file of parameter names cannot be read."""
     return UnitsRequest(
         file=options.units,
         globs=options.unit,
@@ -405,5 +404,5 @@ def _names_of(path: str) -> tuple[str, ...]:
 
 
 def fill_missing(checkpoint: Checkpoint, choice: Choice, *, units: Units | None, sources: Sources) -> Checkpoint:
-    """``transform.missing_state.fill`` of a checkpoint keyed by name, 0-dim states read from its files."""
+    """``transform.missing_state.fill`` for a checkpoint keyed by name; reads 0-dim states from its files."""
     return fill(checkpoint, choice, units=units, read=lambda tensor: sources.read_elements(checkpoint.files, tensor))

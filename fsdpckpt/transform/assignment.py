@@ -1,9 +1,9 @@
-"""Assigns parameter names to the ids of an optimizer: finds every assignment that fits, and stops at two.
+"""Assigns parameter names to the ids of an optimizer: searches for every assignment that fits, and stops at two.
 
-Ids count group by group, and inside a group in the order of the model's parameters (``torch.optim.Optimizer.
-state_dict``). It may not be known which group a parameter is in, or which names are in no group (buffers, frozen
-parameters). Then every way to distribute the names in their order is an assignment. Only when exactly one fits is it
-proved; two are enough to know that it is ambiguous.
+Ids count group by group, and within a group in the order of the model's parameters
+(``torch.optim.Optimizer.state_dict``). If it is not known which group a parameter is in, or which names are in no group
+(buffers, frozen parameters), every way to distribute the names in their order is a candidate. An assignment is proved
+only if exactly one fits; two show that the answer is ambiguous.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Path:
 def in_order(groups: Sequence[int], names: int, fits: Fits, *, effort: int | None = None) -> list[Answer] | None:
     """At most two ways to distribute ``names`` ordered names to groups of ``groups[i]`` ids; names may be left over.
 
-    None when the search would take more than ``effort`` steps beside those that one answer takes.
+    None if the search needs more than ``effort`` steps beyond those of a single answer.
     """
     if len(groups) == 1:
         return _one_group(groups[0], names, fits)
@@ -46,7 +46,7 @@ def in_order(groups: Sequence[int], names: int, fits: Fits, *, effort: int | Non
 
 
 def _one_group(ids: int, names: int, fits: Fits) -> list[Answer]:
-    """The answers that use each name as early, and as late, as possible; one if they are equal, none if none fits."""
+    """The answers that use each name as early and as late as possible: one if they are equal, none if none fits."""
     early: list[int] = []
     at = 0
     for number in range(ids):
@@ -68,7 +68,7 @@ def _one_group(ids: int, names: int, fits: Fits) -> list[Answer]:
 
 
 def _several_groups(groups: Sequence[int], names: int, fits: Fits, effort: int) -> list[Answer] | None:
-    """Breadth-first search, name by name; its state is how many ids of each group have a name already."""
+    """Breadth-first search, name by name. Its state is how many ids of each group have a name already."""
     total = sum(groups)
     first = [end - size for end, size in zip(accumulate(groups), groups, strict=True)]
     frontier: dict[tuple[int, ...], list[_Path | None]] = {(0,) * len(groups): [None]}
@@ -104,7 +104,7 @@ def _answer(path: _Path | None, total: int) -> Answer:
 
 
 def in_any_order(ids: int, names: int, fits: Fits) -> Answer | None:
-    """The only way to give each id its own name when the names have no order; None when there is none, or several.
+    """The only way to give each id its own name if the names have no order; None if there is none, or several.
 
     Repeatedly assigns the ids that fit only one of the remaining names.
     """

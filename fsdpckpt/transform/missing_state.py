@@ -1,7 +1,8 @@
-"""Parameters without optimizer state: named, left out, or given zeros in the form of their group's other states.
+"""Handles parameters without optimizer state: reports them, leaves them out, or gives them zeros in the form of their
+group's other states.
 
 torch creates states at the first step that has a gradient, so a parameter may have none. FSDP1 gives zeros to those
-that share a flat parameter with others that have states, and refuses where that would need a ``step``
+that share a flat parameter with others that have states, and refuses if that needs a ``step``
 (``_flatten_optim_state``, ``_flatten_zero_dim_tensor_optim_state``).
 """
 
@@ -27,7 +28,8 @@ _ALIGNED = 64  # bytes between two zero tensors: each has bytes of its own, or t
 
 
 def without_state(checkpoint: Checkpoint, units: Units | None = None) -> list[ParamKey]:
-    """Parameters that a group lists and that have no state, where others have; frozen ones as far as ``units`` tell.
+    """The parameters that a group lists and that have no state although others have; without frozen ones if ``units``
+    name them.
 
     Empty for an optimizer that keeps no states at all.
     """
@@ -41,11 +43,12 @@ def without_state(checkpoint: Checkpoint, units: Units | None = None) -> list[Pa
 
 
 def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, read: Read | None = None) -> Checkpoint:
-    """What ``--missing-state`` says. ``read`` gives the bytes of a 0-dim tensor: those of a group have to be equal.
+    """Apply ``--missing-state``. ``read`` returns the bytes of a 0-dim tensor: those of a group must be equal.
 
-    ``error`` raises SourceIncompleteError that names every parameter without state; ``skip`` leaves them without.
-    ``zeros`` makes their states: those of the parameter's shape zero, ``step`` and what is no tensor as the others of
-    the group have it. Raises NeedsInformationError where the shape of a parameter or the form of a state is not known.
+    ``error`` raises SourceIncompleteError that lists every parameter without state; ``skip`` leaves them without.
+    ``zeros`` makes their states: zeros in the parameter's shape, and ``step`` and values that are not tensors as the
+    rest of the group has them. Raises NeedsInformationError if the shape of a parameter or the form of a state is not
+    known.
     """
     units = units if units is not None else checkpoint.units
     missing = without_state(checkpoint, units)
@@ -94,9 +97,10 @@ class _StateMaker:
         return None if param is None else KnownParam(param.shape, param.dtype, key in self.unit_of)
 
     def group(self, keys: list[ParamKey], present: Mapping[ParamKey, States], absent: Collection[ParamKey]) -> Made:
-        """The states of the ``absent`` ones among ``keys``, in the form of the states that the group has.
+        """The states for the ``absent`` ones among ``keys``, in the form of the group's states.
 
-        The parameters in the same flat parameter decide, because they share one ``step``; without any, the whole group.
+        The parameters in the same flat parameter decide the form, because they share one ``step``; without any, the
+        whole group.
         """
         by_unit: dict[str, dict[ParamKey, States]] = {}
         for key, states in present.items():
@@ -193,9 +197,9 @@ def note_elementless(checkpoint: Checkpoint, units: Units) -> Checkpoint:
 
 
 def require_complete(checkpoint: Checkpoint, units: Units) -> None:
-    """Raises NeedsInformationError where some parameters of one unit have optimizer states, and others have none.
+    """Raises NeedsInformationError if some parameters of one unit have optimizer states and others have none.
 
-    A flat parameter has all states or none, so ``use_orig_params=False`` cannot express what is absent in part.
+    A flat parameter has all states or none, so ``use_orig_params=False`` cannot express a partial absence.
     """
     optim = checkpoint.optim
     if optim is None or units.use_orig_params:
@@ -244,7 +248,8 @@ class ZeroForm:
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
-    """``states``, in order: a form for those in the parameter's shape, the value itself for what all have equal.
+    """``states``, in order: a form for states in the parameter's shape, the value itself for those that are equal for
+    all.
 
     ``problems``: why there is no common form.
     """
@@ -260,10 +265,10 @@ def _has_dimensions(leaf: Tensor | Value) -> bool:
 def state_form(
     siblings: Mapping[ParamKey, States], param_of: ParamOf, read: Read | None, shaped: Collection[str] = ()
 ) -> StateForm:
-    """The common form of the states of ``siblings``. ``read`` gives the bytes of a 0-dim tensor.
+    """The common form of the states of ``siblings``. ``read`` returns the bytes of a 0-dim tensor.
 
-    ``shaped``: names of states that are known to have the shape of their parameter. The 0-dim states of parameters
-    without dimensions do not tell whether they have, or are one value as the number of steps is.
+    ``shaped``: names of states that are known to have the shape of their parameter. A 0-dim state of a 0-dim parameter
+    does not show whether it has the parameter's shape or is a single value, like the step count.
     """
     if not siblings:
         return StateForm({}, ("no other parameter of its group has states to go by",))
@@ -292,14 +297,14 @@ def _has_more(states: States, param: KnownParam | None) -> bool:
 
 
 def _identity(value: Tensor | Value, read: Read | None) -> tuple[str, object]:
-    """Equal for values that are equal. Without ``read`` no two tensors are known to be."""
+    """A key that is equal for equal values. Without ``read``, no two tensors count as equal."""
     if isinstance(value, Tensor):
         return value.dtype.name, read(value) if read is not None and not value.ndim else value
     return type(value).__name__, repr(value)
 
 
 def _zero_form(name: str, tensors: Mapping[ParamKey, Tensor], param_of: ParamOf, problems: list[str]) -> ZeroForm:
-    """The dtype that all have; else the parameter's own, where each has that of its parameter."""
+    """The dtype that all have; else the parameter's own, if each state has that of its parameter."""
     params = {key: param_of(key) for key in tensors}
     for key, tensor in tensors.items():
         known = params[key]

@@ -1,7 +1,7 @@
-"""Finds the order of ``model.parameters()``, which turns optimizer ids into names and back.
+"""Finds the order of ``model.parameters()``, which maps optimizer ids to names and back.
 
-Several sources may have it: a units file, ``--parameters``, ``param_names``, a model section. The first is used, and
-the others have to agree with it.
+Several sources may state it: a units file, ``--parameters``, ``param_names``, a model section. The first is used, and
+the others must agree with it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fsdpckpt.layouts.flattened import is_flat_key
 
 @dataclass(frozen=True, slots=True)
 class ParameterOrder:
-    """Parameter names in the order of ``model.parameters()``, and how much their source says about them.
+    """Parameter names in the order of ``model.parameters()``, and how much is known about them.
 
-    ``names``: without wrapper prefixes; a shared parameter once where that is known. ``source``: where they are from,
-    for messages. ``ordered``: False when the source does not preserve the order. ``explicit``: True for a source whose
-    purpose is this order (``--parameters``, a units file), not a model section. ``shapes``: those that are known.
+    ``names``: without wrapper prefixes; a shared parameter once if that is known. ``source``: where they are from, for
+    messages. ``ordered``: False if the source does not preserve the order. ``explicit``: True for a source whose
+    purpose is this order (``--parameters``, a units file), False for a model section. ``shapes``: those that are known.
     ``optional``: names that the optimizer may lack (buffers, frozen parameters). ``groups``: the optimizer's groups,
-    each in the order of its ids, when known. ``shared``: later names of shared parameters; None when the source cannot
-    say. ``buffers_apart``: False when buffers may be among ``names``. ``in_model_order``: False when ``names`` are in
-    the optimizer's order, which may differ from the model's.
+    each in the order of its ids, if known. ``shared``: later names of shared parameters; None if the source cannot say.
+    ``buffers_apart``: False if buffers may be among ``names``. ``in_model_order``: False if ``names`` are in the
+    optimizer's order, which may differ from the model's.
     """
 
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ class ParameterOrder:
         return None if self.shapes is None else self.shapes.get(name)
 
     def with_shapes_of(self, others: Sequence[ParameterOrder]) -> ParameterOrder:
-        """The same; shapes that this source lacks are taken from the first of ``others`` that has them."""
+        """Add the shapes that this source lacks from the first of ``others`` that has them."""
         known: dict[str, Shape] = {}
         for order in (*reversed(others), self):
             known.update(order.shapes or {})
@@ -63,7 +63,7 @@ def parameter_orders(
     parameters: Sequence[str] | None,
     buffers: tuple[str, ...] = (),
 ) -> list[ParameterOrder]:
-    """Every source that states an order, the one to use first: those that do not keep the order come last."""
+    """Every source that states an order, the best one first; those that do not preserve the order come last."""
     held = units if units is not None else checkpoint.units
     like = _known_names(checkpoint)
     orders: list[ParameterOrder | None] = []
@@ -118,10 +118,10 @@ def from_units(units: Units, source: str) -> ParameterOrder:
 def from_param_names(optim: OptimState, like: Collection[str] = ()) -> ParameterOrder | None:
     """The ``param_names`` of an optimizer built from ``named_parameters()``; None unless every key has one.
 
-    Names of flat parameters do not count: each stands for many parameters. Where the keys are names themselves, both
-    have to be the same names, since keys may have been renamed; their order may differ, because
-    ``rekey_optim_state_dict`` sorts the keys and leaves ``param_names`` in the optimizer's order. A ``module.`` prefix
-    of all names is removed unless the names of ``like`` have it.
+    Names of flat parameters do not count: each stands for many parameters. If the keys are names too, both must be the
+    same set, because keys may have been renamed; their order may differ, because ``rekey_optim_state_dict`` sorts the
+    keys and leaves ``param_names`` in the optimizer's order. A ``module.`` prefix on all names is removed unless the
+    names of ``like`` have it.
     """
     groups = [_param_names(group) for group in optim.param_groups or ()]
     every = without_module([name for group in groups for name in group or ()], like)
@@ -144,7 +144,7 @@ def _param_names(group: Mapping[Key, Value]) -> list[str] | None:
 
 
 def from_list(names: Sequence[str], source: str = "--parameters", like: Collection[str] = ()) -> ParameterOrder:
-    """The order as the user lists it. ``like``: as for ``from_param_names``."""
+    """The order listed by the user. ``like``: as for ``from_param_names``."""
     cleaned = without_module(dict.fromkeys(clean(name) for name in names), like)
     return ParameterOrder(names=cleaned, source=source, explicit=True)
 
@@ -158,12 +158,12 @@ def from_model(
     *,
     scalars: bool = False,
 ) -> ParameterOrder | None:
-    """The order of a checkpoint's model section: a ``state_dict`` has parameters in order, with buffers among them.
+    """The order of a checkpoint's model section: a ``state_dict`` lists parameters in order, with buffers among them.
 
-    ``buffers``: globs of keys that are no parameters. ``like``: as for ``from_param_names``. ``keyed``: the names for
-    which an optimizer has states or groups; they are parameters even when 0-dim. ``scalars``: any 0-dim tensor may be
-    one. A key with the same bytes in the file as an earlier one is the same parameter under another name; one with the
-    same shape and checksums may be. None without a model section that has whole tensors.
+    ``buffers``: globs of keys that are not parameters. ``like``: as for ``from_param_names``. ``keyed``: the names that
+    have optimizer states or are in groups; they are parameters even if they are 0-dim. ``scalars``: any 0-dim tensor
+    may be a parameter. A key with the same bytes in the file as an earlier one is the same parameter under another
+    name; one with the same shape and checksums may be. None without a model section of whole tensors.
     """
     if checkpoint.model is None:
         return None
@@ -197,7 +197,7 @@ def from_model(
 
 
 def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str]) -> bool:
-    """Whether FSDP could have this parameter: floating or complex."""
+    """Whether FSDP accepts it as a parameter: floating or complex."""
     if tensor.placement == SLICES or is_flat_key(name):
         return False
     if any(fnmatchcase(name, glob) for glob in buffers if buffers != ("none",)):
@@ -237,7 +237,7 @@ def _content(tensor: Tensor, sums: Mapping[tuple[int, int], tuple[int, int]]) ->
 
 
 def contradictions(used: ParameterOrder, other: ParameterOrder, keyed: Collection[str]) -> list[str]:
-    """Everything in which ``other`` contradicts the order that is used. ``keyed``: the optimizer's names."""
+    """Everything in which ``other`` contradicts the order in use. ``keyed``: the optimizer's names."""
     known = {*other.names, *(other.shared or ())}
     result = [f"{name} is not in {other.source}" for name in keyed if name not in known]
     result += _other_shapes(used, other)
@@ -274,9 +274,9 @@ def _other_groups(used: ParameterOrder, other: ParameterOrder) -> list[str]:
 
 
 def _other_order(used: ParameterOrder, other: ParameterOrder) -> list[str]:
-    """The first place where two orders differ in the names both are sure of.
+    """The first place where two orders differ in names that both are sure of.
 
-    Optional names are left out: FSDP1 registers the parameters it manages again, behind those it ignores.
+    Skips optional names: FSDP1 registers the parameters it manages again, after those it ignores.
     """
     unsure = used.optional | other.optional
     sure, other_sure = set(used.names) - unsure, set(other.names) - unsure
@@ -295,7 +295,7 @@ _FACTORS = frozenset({"row", "col"})  # words in the names of factored states
 
 
 def shaped_states(optim: OptimState) -> frozenset[str]:
-    """The names of states that have dimensions, as moments do, for any parameter."""
+    """The names of states that have dimensions for some parameter, as moments do."""
     return frozenset(
         name
         for states in optim.state.values()
@@ -305,9 +305,9 @@ def shaped_states(optim: OptimState) -> frozenset[str]:
 
 
 def shapes_of_states(states: Mapping[str, Tensor | Value], shaped: Collection[str] = ()) -> StateShapes:
-    """The shapes of the states from which a parameter's shape can be seen; empty when there are none.
+    """The shapes of the states that show a parameter's shape; empty if there are none.
 
-    ``shaped``: of ``shaped_states``. A parameter whose moments have no dimensions has none either.
+    ``shaped``: from ``shaped_states``. A parameter whose moments have no dimensions has none either.
     """
     parts = parts_in(states)
     shapes = frozenset(blocks.shape for blocks, _ in parts.values()) | frozenset(
@@ -335,8 +335,8 @@ def has_scalars(optim: OptimState) -> bool:
 def fits(shape: Shape | None, state_shapes: StateShapes) -> bool:
     """Whether a parameter of ``shape`` (None: not known) may have states of these shapes.
 
-    One of them has to be its own shape, or there are several and all can be factors of it (as Adafactor's). A single
-    other shape never fits: it is what another parameter's states look like.
+    One of them must be its own shape, or there are several and all can be factors of it (as Adafactor's). A single
+    other shape never fits: it belongs to another parameter.
     """
     if shape is None or not state_shapes or shape in state_shapes:
         return True

@@ -1,8 +1,7 @@
-"""Places the sharded tensors of a checkpoint on the device mesh of the target.
+"""Places the sharded tensors of a checkpoint on the target's device mesh.
 
-By rules (``--placements``: globs of parameter names to placements), as another checkpoint has them (``--like``), or as
-the source itself has them, on a mesh of other sizes. The optimizer's states of a parameter's shape lie as the
-parameter does.
+By rules (``--placements``: globs of parameter names to placements), as in another checkpoint (``--like``), or as in the
+source, on a mesh of other sizes. Optimizer states in a parameter's shape are placed like the parameter.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ _SHOWN = 12  # keys, or meshes, listed in one message
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of a placements file: how parameters that match ``glob`` lie. None: not a DTensor; every rank holds it
-    whole."""
+    """One line of a placements file: the placements of parameters that match ``glob``. None: not a DTensor; every rank
+    holds it whole.
+    """
 
     glob: str
     sharding: Sharding | None
@@ -47,7 +47,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """How each parameter lies, by name, as ``source`` has it; None: every rank holds it whole."""
+    """The placements of each parameter in the checkpoint ``source``, by name; None: every rank holds it whole."""
 
     source: str
     shardings: Mapping[str, Sharding | None]
@@ -55,7 +55,7 @@ class Like:
 
 @dataclass(frozen=True, slots=True)
 class AsSource:
-    """Each tensor keeps its placements. ``meshes``: what the source's meshes of all ranks become."""
+    """Each tensor keeps its placements. ``meshes``: the target mesh for each of the source's meshes of all ranks."""
 
     meshes: Mapping[MeshShape, MeshShape]
 
@@ -73,10 +73,10 @@ Placing: TypeAlias = Rules | Like | AsSource
 
 @dataclass(frozen=True, slots=True)
 class TargetMesh:
-    """The meshes of the target, each of all ranks, and what places tensors on them.
+    """The target's meshes, each of all ranks, and what places tensors on them.
 
-    ``rest``: how the sharded tensors lie that ``placing`` says nothing of; None: that is an error. ``note`` says where
-    the mesh comes from, when it is not from the user.
+    ``rest``: the sharding of tensors that ``placing`` does not cover; None makes them an error. ``note``: where the
+    mesh comes from, unless the user gave it.
     """
 
     meshes: tuple[MeshShape, ...]
@@ -85,7 +85,7 @@ class TargetMesh:
     note: str | None = None
 
     def __str__(self) -> str:
-        """As ``--mesh`` takes it, where it is one."""
+        """In the form ``--mesh`` takes, if there is one mesh."""
         return " and ".join(map(str, self.meshes))
 
     @property
@@ -94,20 +94,21 @@ class TargetMesh:
 
 
 def mesh_options(meshes: Iterable[MeshShape]) -> str:
-    """As a user types them."""
+    """As the user would type them."""
     return " ".join(f"--mesh {mesh}" for mesh in meshes)
 
 
 def source_meshes(checkpoint: Checkpoint) -> list[MeshShape]:
-    """The meshes that the source's DTensors are on, without those that are submeshes of another, in the order of the
-    tensors. Expert parallelism has two of all ranks."""
+    """The meshes of the source's DTensors in the order of the tensors, without those that are submeshes of another.
+    Expert parallelism has two meshes of all ranks.
+    """
     shardings = (tensor.sharding for tensor in checkpoint.leaves())
     meshes = dict.fromkeys(sharding.mesh for sharding in shardings if sharding is not None)
     return [mesh for mesh in meshes if not any(mesh != other and is_submesh(mesh, other) for other in meshes)]
 
 
 def whole_of(mesh: MeshShape, meshes: Iterable[MeshShape]) -> MeshShape | None:
-    """The first of ``meshes`` that ``mesh`` is, or is a submesh of."""
+    """The first of ``meshes`` that equals ``mesh`` or contains it as a submesh."""
     return next((whole for whole in meshes if is_submesh(mesh, whole)), None)
 
 
@@ -124,13 +125,13 @@ def is_submesh(mesh: MeshShape, whole: MeshShape) -> bool:
 def resized(
     meshes: Mapping[MeshShape, Sequence[Sharding]], world_size: int, *, source: str, keep_replicas: bool = True
 ) -> dict[MeshShape, MeshShape]:
-    """Each of ``meshes``, with so many ranks along the dimension that FSDP shards over that it has ``world_size`` in
-    all. ``meshes``: those of ``source``, of equally many ranks, and the shardings of the tensors on each.
+    """Resize the dimension that FSDP shards over in each of ``meshes``, so that the mesh has ``world_size`` ranks.
+    ``meshes``: those of ``source``, all of the same size, and the shardings of the tensors on each.
 
-    FSDP's is the first dimension that cuts every tensor: the replicas of HSDP come before it and cut none, other
-    parallelism comes after it. ``keep_replicas=False`` (DCP, where replicas are stored once) gives replicas up that do
-    not divide ``world_size``. Raises NeedsInformationError, with the meshes that there are, when the other dimensions
-    do not divide ``world_size``, and when no dimension cuts every tensor.
+    FSDP's dimension is the first that cuts every tensor: HSDP's replicas come before it and cut none, other parallelism
+    comes after it. ``keep_replicas=False`` (DCP, which stores replicas once) drops replicas that do not divide
+    ``world_size``. Raises NeedsInformationError, with the possible meshes, if the other dimensions do not divide
+    ``world_size`` or no dimension cuts every tensor.
     """
     if all(mesh.world_size == world_size for mesh in meshes):
         return {mesh: mesh for mesh in meshes}
@@ -175,12 +176,12 @@ def resized(
 
 
 def _others(mesh: MeshShape, dim: int) -> int:
-    """How many ranks the dimensions beside ``dim`` have together."""
+    """The number of ranks in all dimensions but ``dim``."""
     return mesh.world_size // mesh.sizes[dim]
 
 
 def _with_one_changed(mesh: MeshShape, world_size: int) -> list[MeshShape]:
-    """``mesh`` with ``world_size`` ranks, where one dimension alone can make that of it."""
+    """``mesh`` resized to ``world_size`` ranks, in every way that changes one dimension alone."""
     return [
         replace(mesh, sizes=(*mesh.sizes[:dim], world_size // _others(mesh, dim), *mesh.sizes[dim + 1 :]))
         for dim in range(len(mesh.sizes))
@@ -189,7 +190,7 @@ def _with_one_changed(mesh: MeshShape, world_size: int) -> list[MeshShape]:
 
 
 def _together(fitting: Mapping[MeshShape, Sequence[MeshShape]]) -> Iterator[tuple[MeshShape, ...]]:
-    """One mesh for each of the source's, where dimensions that two of these share (replicas) stay alike."""
+    """One mesh for each of the source's, in which dimensions that two of them share (replicas) stay equal."""
     for chosen in product(*fitting.values()):
         sizes: dict[tuple[str, int], set[int]] = {}
         for before, after in zip(fitting, chosen, strict=True):
@@ -200,7 +201,7 @@ def _together(fitting: Mapping[MeshShape, Sequence[MeshShape]]) -> Iterator[tupl
 
 
 def _shard_dimension(mesh: MeshShape, shardings: Sequence[Sharding]) -> int | None:
-    """The first dimension of ``mesh`` that cuts every tensor; the only one of a mesh of one dimension."""
+    """The first dimension of ``mesh`` that cuts every tensor; if there is only one dimension, that one."""
     if len(mesh.sizes) == 1:
         return 0
     for dim in range(len(mesh.sizes)):
@@ -211,8 +212,9 @@ def _shard_dimension(mesh: MeshShape, shardings: Sequence[Sharding]) -> int | No
 
 
 def _fitting(mesh: MeshShape, over: int, world_size: int) -> list[MeshShape]:
-    """Meshes of ``world_size`` ranks whose other dimensions have divisors of what they have: those that keep most of
-    the parallelism after FSDP's first, then those that keep most replicas."""
+    """Meshes of ``world_size`` ranks whose other dimensions have divisors of their sizes. First those that keep most of
+    the parallelism after FSDP's dimension, then those that keep most replicas.
+    """
 
     def rest(dims: Sequence[int], left: int) -> Iterator[tuple[int, ...]]:
         if not dims:
@@ -235,10 +237,10 @@ def _fitting(mesh: MeshShape, over: int, world_size: int) -> list[MeshShape]:
 
 
 def place(checkpoint: Checkpoint, named: Checkpoint, target: TargetMesh) -> Checkpoint:
-    """``checkpoint`` with the ``sharding`` of every sharded tensor on the mesh of ``target``.
+    """Set the ``sharding`` of every sharded tensor on the mesh of ``target``.
 
-    ``named``: the same tensors under the target's names, the optimizer keyed by name; only then can rules or another
-    checkpoint say what is where. Raises UsageError, with the keys, for rules that do not fit them.
+    ``named``: the same tensors under the target's names, the optimizer keyed by name, which rules and another
+    checkpoint refer to. Raises UsageError, with the keys, for rules that do not match them.
     """
     shardings: dict[Tensor, Sharding | None] = {}
     match target.placing:
@@ -269,7 +271,7 @@ def replaced_on(sharding: Sharding, mesh: MeshShape) -> Sharding:
 
 
 def _follow(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding | None]) -> None:
-    """States that were made (``--missing-state zeros``) lie as others of their parameter and shape do."""
+    """Place states that were made (``--missing-state zeros``) like others of their parameter and shape."""
     for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
         parameter = checkpoint.model.params.get(str(param)) if checkpoint.model is not None else None
         leaves = [leaf for leaf in (*states.values(), parameter) if isinstance(leaf, Tensor)]
@@ -311,7 +313,7 @@ def _by_rules(named: Checkpoint, rules: Rules) -> dict[Tensor, Sharding | None]:
 def _note_undetermined(
     checkpoint: Checkpoint, named: Checkpoint, rules: Rules, shardings: Mapping[Tensor, Sharding | None]
 ) -> Checkpoint:
-    """With a note on what a glob cuts although nothing says that it is a parameter."""
+    """Add a note on tensors that a glob cuts although nothing shows that they are parameters."""
     exact = {rule.glob for rule in rules.entries}
     listed = {*named.optim.state, *named.optim.grouped_keys()} if named.optim is not None else set()
     params = named.model.params if named.model is not None else {}
@@ -352,10 +354,10 @@ def _by_name(named: Checkpoint, like: Like) -> dict[Tensor, Sharding | None]:
 
 
 def _parameters(named: Checkpoint) -> Iterator[tuple[str, NamedTensor]]:
-    """The tensors to place, with the name of their parameter: of the model all that may be sharded, of the optimizer
-    the states of their parameter's shape, of the extras those that the source has sharded.
+    """The tensors to place, with the name of their parameter: in the model all that may be sharded, in the optimizer
+    the states in their parameter's shape, in the extras those that the source has sharded.
 
-    Raises UsageError for a sharded state of another shape than its parameter.
+    Raises UsageError for a sharded state in another shape than its parameter.
     """
     params = named.model.params if named.model is not None else {}
     shapes: dict[str, tuple[int, ...] | None] = {n: p.shape for n, p in params.items() if isinstance(p, Tensor)}
@@ -440,9 +442,9 @@ def _idle(rules: Rules, glob: str, names: Sequence[str], whole: Mapping[str, Ten
 
 
 def place_rest(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
-    """``checkpoint`` with the sharded tensors that nothing placed as ``target.rest`` says.
+    """Place the sharded tensors that have no sharding yet with ``target.rest``.
 
-    Raises NeedsInformationError, with their keys, when it does not say.
+    Raises NeedsInformationError, with their keys, if it is None.
     """
     left = [one for one in checkpoint.tensors() if one.tensor.sharded and one.tensor.shape and not one.tensor.sharding]
     rest = target.rest

@@ -1,9 +1,9 @@
-"""Rekeys an optimizer from ids to names and from names to ids, for every layout, by a parameter order that is proved.
+"""Rekeys an optimizer from ids to names and from names to ids, for every layout, by a proved parameter order.
 
-Ids are what ``torch.optim`` gives: group by group, inside a group in the order of ``model.parameters()``, a shared
+``torch.optim`` numbers ids group by group, and within a group in the order of ``model.parameters()``, a shared
 parameter once (``FSDP.rekey_optim_state_dict``). The proof: there are as many ids as parameters, and every state has a
-shape that its parameter allows. An order that contradicts either is refused, and the error lists all contradictions;
-when several maps are possible, the error lists the candidates.
+shape that its parameter allows. An order that contradicts either is refused, and the error lists all contradictions; if
+several maps are possible, the error lists the candidates.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def apply_key_type(
     parameters: Sequence[str] | None,
     buffers: Sequence[str] = (),
 ) -> Checkpoint:
-    """``checkpoint`` with its optimizer keyed as ``key_type`` says; None leaves the keys as they are.
+    """Key the optimizer of ``checkpoint`` by ``key_type``; None keeps the keys.
 
-    ``units``: those of the source or of ``--units``; when None, those beside the checkpoint. ``reference``: a
-    checkpoint whose model section states names, shapes and order. ``parameters``: names in the order of
-    ``model.parameters()``. ``buffers``: globs of model keys that are not parameters.
+    ``units``: those of the source or of ``--units``; None for those beside the checkpoint. ``reference``: a checkpoint
+    whose model section states names, shapes and order. ``parameters``: names in the order of ``model.parameters()``.
+    ``buffers``: globs of model keys that are not parameters.
 
-    Raises NeedsInformationError when nothing states the order, or what does leaves several answers, and
-    SourceCorruptError when the sources contradict the optimizer or each other.
+    Raises NeedsInformationError if nothing states the order or several orders are possible, and SourceCorruptError if
+    the sources contradict the optimizer or each other.
     """
     optim = checkpoint.optim
     if optim is None or key_type is None or optim.key_type is None or key_type == key_type_of(optim):
@@ -73,14 +73,14 @@ def key_type_of(optim: OptimState) -> KeyType:
 
 
 def is_keyed_by_id(optim: OptimState) -> bool:
-    """Whether the keys are ids. The groups decide where there are any: ``state`` may have entries of the user's own."""
+    """Whether the keys are ids. Groups decide if there are any: ``state`` may have the user's own entries."""
     listed = optim.grouped_keys()
     keys = listed or list(optim.state)
     return bool(keys) and all(type(key) is int for key in keys)
 
 
 def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[ParameterOrder] = ()) -> Checkpoint:
-    """The same with the optimizer keyed by name. ``others``: further sources of the order, which must agree with it.
+    """Key the optimizer by name. ``others``: further sources of the order, which must agree with it.
 
     Raises SourceCorruptError for an order that does not fit, NeedsInformationError for one that fits in several ways.
     """
@@ -103,7 +103,7 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
 
 
 def to_ids(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[ParameterOrder] = ()) -> Checkpoint:
-    """The same with the optimizer keyed by id; groups list their parameters in the order of their ids.
+    """Key the optimizer by id; groups list their parameters in the order of their ids.
 
     Arguments and errors as for ``to_names``.
     """
@@ -127,7 +127,7 @@ def to_ids(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Param
 def _require_agreement(
     checkpoint: Checkpoint, used: ParameterOrder, others: Sequence[ParameterOrder], keyed: Collection[str]
 ) -> None:
-    """Raises SourceCorruptError with everything in which another source contradicts the one that is used."""
+    """Raises SourceCorruptError with everything in which another source contradicts the one in use."""
     for other in others:
         wrong = contradictions(used, other, keyed)
         if wrong:
@@ -216,7 +216,7 @@ def _sorted_group(names: Sequence[str], index: int, order: ParameterOrder, check
 
 
 def _rekeyed(optim: OptimState, keys: Mapping[ParamKey, ParamKey], source: str) -> OptimState:
-    """``keys``: old to new, in the order in which groups list the new ones. Other entries, a user's own, stay."""
+    """``keys``: old to new, in the order in which groups list the new ones. The user's own entries stay."""
     kept = [key for key in optim.state if key not in keys]
     state = {keys.get(key, key): states for key, states in optim.state.items()}
     if len(state) != len(optim.state):
@@ -231,7 +231,9 @@ def _rekeyed(optim: OptimState, keys: Mapping[ParamKey, ParamKey], source: str) 
 def _rekeyed_group(
     group: Mapping[Key, Value], keys: Mapping[ParamKey, ParamKey], at: Mapping[ParamKey, int]
 ) -> dict[Key, Value]:
-    """``param_names`` stay in step with ``params``, unless they were in the order of ids when ``params`` were not."""
+    """Rekey one group. ``param_names`` stay in step with ``params``, unless they were in the order of ids and
+    ``params`` were not.
+    """
     params = group_params(group)
     if params is None:
         return dict(group)
@@ -262,7 +264,9 @@ class Ids:
 
     @classmethod
     def of(cls, optim: OptimState, source: str) -> Ids:
-        """Raises SourceCorruptError for a state that no group lists, or an id that two do."""
+        """Collect the ids of ``optim``. Raises SourceCorruptError for a state that no group lists, or an id that two
+        groups list.
+        """
         shaped = shaped_states(optim)
         state_shapes = {
             key: shapes_of_states(states, shaped) for key, states in optim.state.items() if isinstance(key, int)
@@ -315,7 +319,7 @@ def _required(order: ParameterOrder) -> tuple[str, ...]:
 
 
 def _misfits(ids: Ids, names: Sequence[str], order: ParameterOrder) -> list[str]:
-    """Every id whose states do not have the shape of its name."""
+    """Every id whose states do not match the shape of its name."""
     misfits = []
     for number, name in zip(ids.every, names, strict=False):
         state_shapes = ids.state_shapes[number]
@@ -328,7 +332,7 @@ def _misfits(ids: Ids, names: Sequence[str], order: ParameterOrder) -> list[str]
 def _by_groups(
     ids: Ids, order: ParameterOrder, groups: tuple[tuple[str, ...], ...], source: str
 ) -> dict[ParamKey, ParamKey]:
-    """The order has the groups, so each id's name follows from its place; lengths and shapes have to prove it."""
+    """If the order has the groups, each id's name follows from its place; lengths and shapes must prove it."""
     id_groups = ids.groups
     if id_groups is not None and [len(group) for group in id_groups] != [len(group) for group in groups]:
         wrong = [
@@ -366,7 +370,7 @@ def _ungrouped(ids: Ids, order: ParameterOrder, source: str) -> dict[ParamKey, P
 
 
 def _by_shapes(ids: Ids, names: Sequence[str], order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
-    """The order of the names says nothing, so only shapes can decide."""
+    """The names have no order, so only shapes can decide."""
     shapes = [order.shape(name) for name in names]
     state_shapes = [ids.state_shapes[number] for number in ids.every]
 
@@ -382,7 +386,7 @@ def _by_shapes(ids: Ids, names: Sequence[str], order: ParameterOrder, source: st
 
 
 def _require_enough(ids: Ids, names: Sequence[str], order: ParameterOrder, source: str) -> None:
-    """Raises SourceCorruptError when ids outnumber names, or an id's states fit no name at all."""
+    """Raises SourceCorruptError if ids outnumber names, or an id's states fit no name at all."""
     wrong = []
     if len(names) < len(ids.every):
         wrong.append(
@@ -412,7 +416,7 @@ def _possible_names(ids: Ids, names: Sequence[str], possible: Callable[[int, int
 
 
 def _dealt(ids: Ids, groups: Sequence[Sequence[int]], order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
-    """Some names have no id, or their groups are not known: use the only way to distribute them in order."""
+    """If some names have no id, or their groups are not known: use the only way to distribute them in order."""
     _require_enough(ids, order.names, order, source)
     required = _required(order)
     for pool in dict.fromkeys([required, order.names] if len(required) == len(ids.every) else [order.names]):

@@ -1,4 +1,6 @@
-"""Passes that choose and name what is taken (``--only``, ``--include``, ``--rename``), and one of many equal copies."""
+"""Selects and renames what is taken (``--only``, ``--include``, ``--rename``), and finds copies that differ between
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ T = TypeVar("T")
 
 
 def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
-    """Keep one section. Raises SourceMissingError when the checkpoint has no such section."""
+    """Keep one section. Raises SourceMissingError if the checkpoint does not have it."""
     if only is None:
         return checkpoint
     sections = {Section.MODEL: checkpoint.model is not None, Section.OPTIM: checkpoint.optim is not None}
@@ -65,9 +67,10 @@ def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
 
 
 def with_own_tensors(checkpoint: Checkpoint) -> Checkpoint:
-    """The same, with tensor objects in the model and the states that no other section holds.
+    """Give the model and the states tensor objects that no other section holds.
 
-    A dict that was saved under two keys is read as one: a cast of the model must not reach its copy among the extras.
+    A dict that was saved under two keys is read as one object: a cast of the model must not reach its copy in the
+    extras.
     """
     model, optim = checkpoint.model, checkpoint.optim
     if model is not None:
@@ -89,11 +92,11 @@ def select_keys(
     exclude: Sequence[str],
     also_called: Mapping[str, Sequence[str]] | None = None,
 ) -> Checkpoint:
-    """Keep parameters whose name matches a glob of ``include`` (all when empty) and none of ``exclude``.
+    """Keep parameters whose name matches a glob of ``include`` (all if empty) and none of ``exclude``.
 
-    ``also_called``: other names of a parameter, which globs may match as well. Applies to model keys and to name-keyed
+    ``also_called``: other names of a parameter, which globs may match too. Applies to model keys and to name-keyed
     optimizer entries. Raises NeedsInformationError for an id-keyed optimizer (a glob cannot match an id), UsageError
-    when a glob matches nothing.
+    for a glob that matches nothing.
     """
     if not include and not exclude:
         return checkpoint
@@ -131,9 +134,9 @@ def select_keys(
 def rename(
     checkpoint: Checkpoint, *, strip_prefix: str | None, add_prefix: str | None, pairs: Sequence[tuple[str, str]]
 ) -> Checkpoint:
-    """Rename parameters: strip a prefix, then OLD=NEW pairs (a whole key, or a dotted prefix), then add a prefix.
+    """Rename parameters: strip a prefix, then apply OLD=NEW pairs (a whole key, or a dotted prefix), then add a prefix.
 
-    Raises UsageError when a rule applies to nothing, or when two keys would get one name.
+    Raises UsageError for a rule that applies to nothing, or if two keys would get the same name.
     """
     if strip_prefix is None and add_prefix is None and not pairs:
         return checkpoint
@@ -157,12 +160,12 @@ def rename(
 
 
 def unmatched_error(what: str, given: str, source: str, names: Sequence[str]) -> UsageError:
-    """The error for ``given``, a glob or a prefix that fits none of ``names``. ``what``: subject and verb."""
+    """The error for ``given``, a glob or a prefix that matches none of ``names``. ``what``: subject and verb."""
     return UsageError(f"{what} no key of {source}", details=_closest(given, names), next_step=_list_keys(source))
 
 
 def _closest(given: str, names: Sequence[str]) -> list[str]:
-    """What may have been meant by ``given``: names, and the dotted prefixes that they share."""
+    """What ``given`` may have been meant to be: names, and the dotted prefixes they share."""
     prefixes = (name.rpartition(".")[0] for name in names)
     known = dict.fromkeys((*(prefix for prefix in prefixes if prefix), *names))
     bare = given.strip("*.")
@@ -179,7 +182,7 @@ def _some(keys: Sequence[str]) -> str:
 
 
 def parameter_names(checkpoint: Checkpoint) -> list[str]:
-    """Every parameter name of model and name-keyed optimizer, once, in order."""
+    """Every parameter name in the model and a name-keyed optimizer, once, in order."""
     names: dict[str, None] = dict.fromkeys(checkpoint.model.params if checkpoint.model is not None else ())
     optim = checkpoint.optim
     if optim is not None and optim.key_type == "name":
@@ -223,7 +226,7 @@ def _refuse_collisions(names: Mapping[str, str]) -> None:
 
 
 def _rekey(checkpoint: Checkpoint, names: Mapping[str, str], note: Note) -> Checkpoint:
-    """``names`` maps each key that stays to its new name; a name-keyed optimizer follows."""
+    """``names`` maps each remaining key to its new name; a name-keyed optimizer follows."""
     model = checkpoint.model
     notes = [*checkpoint.notes, note]
     if model is not None:
@@ -267,9 +270,9 @@ def _taken(values: Iterable[T], selected: Sequence[bool]) -> list[T]:
 def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
     """A problem for each tensor of the model or the optimizer of which two ranks have different copies.
 
-    Fatal for what ranks must agree on: the optimizer's states, shards that have replicas, and matrices of a model of
-    which nothing is sharded. Other tensors of a model, buffers for one, may be each rank's own: the first one is taken.
-    Told by the CRC-32 that the source's files carry; what has none is left to ``fsdpckpt verify``, which reads it.
+    Fatal if ranks must agree: for optimizer states, shards that have replicas, and matrices of a model of which nothing
+    is sharded. Other tensors of a model, such as buffers, may differ by rank: the first copy is taken. Compares the
+    CRC-32s in the source's files; ``fsdpckpt verify`` reads what has none.
     """
     if all(len(tensor.chunks) < 2 for tensor in checkpoint.leaves()):  # as in one file
         return
@@ -305,8 +308,9 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 class _Copies(NamedTuple):
-    """``rows`` of chunks whose box other chunks have too, laid out alike; ``first``: for each, which of these rows is
-    the first with its box."""
+    """``rows`` of chunks that share their box and layout with others; ``first``: for each, which of these rows is the
+    first with its box.
+    """
 
     rows: Int64Array
     first: Int64Array
@@ -335,7 +339,7 @@ class _Records:
         self._checksums = checksums
 
     def of(self, tensor: Tensor, rows: Int64Array) -> Int64Array:
-        """The CRC-32 of each of these chunks, -1 for one that is not exactly a record."""
+        """The CRC-32 of each of these chunks, -1 for one that is not exactly one record."""
         chunks = tensor.chunks
         keys = self._key(chunks.file[rows], chunks.offset[rows])
         at = np.searchsorted(self._keys, keys)

@@ -4,7 +4,7 @@ FSDP shards parameters and the optimizer states of their shape; buffers, 0-dim s
 replicated. A sharded source shows which are which (placements, chunks). A full one may not: then the optimizer's lists,
 a reference or ``--buffers`` decide. What none of them decides is an error; nothing is guessed.
 
-Optimizer states in blocks of codes are never quantized again: they are refused where a target would cut a block.
+Optimizer states quantized in blocks are never quantized again: they are refused if a target would cut a block.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SHOWN = 12  # keys listed in one message: enough to recognise the model, short e
 
 @dataclass(frozen=True, slots=True)
 class ShardingHints:
-    """What the user's options say.
+    """The user's hints.
 
-    ``buffers``: globs of replicated model keys, or ``("none",)``. ``reference``: model key to its ``Tensor.sharded``.
-    ``written``: model key to the name that will be written, which both may use as well.
+    ``buffers``: globs of replicated model keys, or ``("none",)``. ``reference``: ``Tensor.sharded`` by model key.
+    ``written``: the name that will be written for each model key; both may use these names too.
     """
 
     buffers: tuple[str, ...] = ()
@@ -53,16 +53,16 @@ class ShardingHints:
         return fnmatchcase(name, glob) or fnmatchcase(self.written.get(name, name), glob)
 
     def referenced(self, name: str) -> bool | None:
-        """What the reference says of ``name``, by the name that it has there."""
+        """What the reference says about ``name``, under the name it has there."""
         known = self.reference or {}
         return known.get(name, known.get(self.written.get(name, name)))
 
 
 def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool) -> Checkpoint:
-    """The same checkpoint with every ``Tensor.sharded`` True or False, and a note on what was inferred.
+    """Set every ``Tensor.sharded`` to True or False, and add a note on what was inferred.
 
-    ``strict`` (per-rank files, where a wrong answer does not load): raises NeedsInformationError for tensors that
-    remain undecided. Otherwise (DCP, where any sharding loads) they are sharded like parameters, with a note.
+    ``strict`` (rank files, where a wrong answer does not load): raises NeedsInformationError for tensors that remain
+    undecided. Otherwise (DCP, where any sharding loads) they are sharded like parameters, with a note.
     """
     model, unsettled, inferred = _decide_model(checkpoint, hints)
     if unsettled and strict:
@@ -100,7 +100,7 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
 
 
 def mark_sharded(checkpoint: Checkpoint, hints: ShardingHints) -> Checkpoint:
-    """The same with ``Tensor.sharded`` set for the model's tensors of which the source or ``hints`` say it."""
+    """Set ``Tensor.sharded`` for the model's tensors where the source or ``hints`` decide it."""
     if checkpoint.model is None:
         return checkpoint
     params = dict(checkpoint.model.params)
@@ -112,7 +112,7 @@ def mark_sharded(checkpoint: Checkpoint, hints: ShardingHints) -> Checkpoint:
 
 
 def _require_buffers(checkpoint: Checkpoint, hints: ShardingHints) -> None:
-    """Raises UsageError for a ``--buffers`` glob that matches nothing: misspelt, it would let a buffer be sharded."""
+    """Raises UsageError for a ``--buffers`` glob that matches nothing: a typo would shard a buffer."""
     names = checkpoint.model.params if checkpoint.model is not None else {}
     for glob in hints.buffers if names and hints.buffers != ("none",) else ():
         if not any(hints.is_buffer(name, glob) for name in names):
@@ -153,7 +153,7 @@ def _decide_model(checkpoint: Checkpoint, hints: ShardingHints) -> tuple[ModelSt
 
 
 def _from_source(tensor: Tensor, name: str, hints: ShardingHints) -> bool | None:
-    """What the tensor itself, the options or the reference say; None when none of them says anything."""
+    """What the tensor itself, the options or the reference say; None if none of them decides."""
     if tensor.ndim == 0:  # FSDP refuses to shard a 0-dim parameter, so it can only be a buffer
         return False
     if tensor.sharded is not None:
@@ -166,7 +166,9 @@ def _from_source(tensor: Tensor, name: str, hints: ShardingHints) -> bool | None
 
 
 def _listed_by_optimizer(optim: OptimState | None, model: ModelState, tied: Mapping[str, tuple[str, ...]]) -> set[str]:
-    """The names that the optimizer proves to be parameters: its keys, or all when ids and model tensors are as many."""
+    """The names that the optimizer proves to be parameters: its keys, or all names if there are as many ids as model
+    tensors.
+    """
     if optim is None:
         return set()
     keys = [*optim.state, *optim.grouped_keys()]
@@ -201,7 +203,7 @@ def _decide_optim(optim: OptimState | None, model: ModelState | None) -> tuple[O
 def _decide_entry(
     key: ParamKey, entry: Mapping[str, Tensor | Value], model: ModelState | None, ambiguous: list[str]
 ) -> dict[str, Tensor | Value]:
-    """One parameter's states: those of the parameter's shape are sharded if it is, all others are replicated."""
+    """One parameter's states: those in the parameter's shape are sharded if it is, all others are replicated."""
     param = model.params.get(key) if model is not None and isinstance(key, str) else None
     parts = parts_in(entry)
     shapes = {
@@ -225,12 +227,14 @@ def _decide_entry(
 
 
 def _as_in_source(value: Value) -> Value:
-    """Tensors outside of the model and the states: sharded only where they are in the source."""
+    """Tensors outside the model and the states are sharded only if they are in the source."""
     return with_tensors(value, lambda tensor: tensor.with_sharded(tensor.sharded is True))
 
 
 def with_tensors(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
-    """``value`` with every tensor in it changed; containers are copied with their types and attributes."""
+    """``value`` with ``change`` applied to every tensor in it; containers are copied with their types and
+    attributes.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -252,7 +256,7 @@ _ONLY_MODEL = "--only model converts the model alone"
 
 
 def states_in_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, Blocks, Tensor | Value]]:
-    """The key and the form of each such state, and its codes."""
+    """The key and the form of each state quantized in blocks, and its codes."""
     if checkpoint.optim is not None:
         yield from _states(checkpoint.optim.state, "")  # type: ignore[arg-type]  # its keys are keys
     for extras in (checkpoint.extra, *checkpoint.rank_extra):
@@ -275,7 +279,7 @@ def _states(value: Value | Mapping[Key, Value], at: str) -> Iterator[tuple[str, 
 
 
 def refuse_in_blocks(checkpoint: Checkpoint, why: str, next_step: str = _ONLY_MODEL) -> None:
-    """Raises SourceUnsupportedError where ``checkpoint`` has a state in blocks."""
+    """Raises SourceUnsupportedError if ``checkpoint`` has a state quantized in blocks."""
     for key, blocks, _ in states_in_blocks(checkpoint):
         raise SourceUnsupportedError(
             f"{key} is {blocks}, which cannot be converted to this target",
@@ -287,7 +291,7 @@ def refuse_in_blocks(checkpoint: Checkpoint, why: str, next_step: str = _ONLY_MO
 
 
 def refuse_casts(checkpoint: Checkpoint) -> None:
-    """Raises UsageError where ``--optim-dtype`` would cast a state in blocks."""
+    """Raises UsageError if ``--optim-dtype`` would cast a state quantized in blocks."""
     for key, blocks, _ in states_in_blocks(checkpoint):
         raise UsageError(f"--optim-dtype cannot cast {key}: it is {blocks}", key=key, next_step="drop --optim-dtype")
     for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
@@ -300,9 +304,9 @@ def refuse_casts(checkpoint: Checkpoint) -> None:
 
 
 def require_whole_blocks(checkpoint: Checkpoint, world_size: int, *, placed: bool) -> None:
-    """Raises NeedsInformationError where a rank's shard would begin or end inside of a block.
+    """Raises NeedsInformationError if a rank's shard would begin or end inside a block.
 
-    ``placed``: tensors have a sharding of their own; else they are cut along dimension 0 over ``world_size`` ranks.
+    ``placed``: tensors have their own sharding; otherwise they are cut along dimension 0 over ``world_size`` ranks.
     """
     forms: dict[tuple[Blocks, Sharding | None], str] = {}
     for key, blocks, codes in states_in_blocks(checkpoint):

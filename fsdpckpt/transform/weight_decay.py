@@ -1,9 +1,9 @@
-"""Says which parameters are in Megatron's param groups: its checkpoints keep the groups' settings alone. Divides the
-one group of an optimizer that DeepSpeed made, where the Trainer makes two.
+"""Lists the parameters of Megatron's param groups: its checkpoints store only the groups' settings. Also splits the
+single group of an optimizer made by DeepSpeed into the Trainer's two.
 
 Megatron makes a group for each combination of ``wd_mult`` (1, or 0 for no weight decay), ``is_expert_parallel`` and
-learning rates. By its standard rule vectors and biases have no weight decay
-(``megatron/core/optimizer/__init__.py``, ``_get_param_groups``); a training script may have given a rule of its own.
+learning rates. By its standard rule vectors and biases have no weight decay (``megatron/core/optimizer/__init__.py``,
+``_get_param_groups``); a training script may use its own rule.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SHOWN = 4
 
 
 def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
-    """``checkpoint`` with the parameters of each param group listed in it.
+    """Return ``checkpoint`` with the parameters of each param group listed.
 
     ``patterns``: globs of parameters without weight decay, or ``standard``. Raises NeedsInformationError without any,
-    and where the groups do not tell expert parameters and those without weight decay apart; UsageError for patterns
-    that no group needs, or that match nothing; SourceUnsupportedError for states that are in no parameter's name.
+    and if the groups do not separate expert parameters and those without weight decay; UsageError for patterns that no
+    group needs or that match nothing; SourceUnsupportedError for states that do not belong to a parameter's name.
     """
     optim = checkpoint.optim
     groups = (optim.param_groups if optim is not None else None) or []
@@ -73,7 +73,7 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
 
 
 def note_one_group(checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint``, for the Trainer, with a note where its optimizer has one param group, as DeepSpeed makes them."""
+    """Add a note for the Trainer if the optimizer has one param group, as DeepSpeed makes them."""
     groups = checkpoint.optim.param_groups if checkpoint.optim is not None else None
     if groups is None or len(groups) != 1:
         return checkpoint
@@ -105,7 +105,7 @@ def _with_groups(
 
 
 def _divided(group: dict[Key, Value], without: set[str]) -> list[dict[Key, Value]]:
-    """``group`` as two: those of its parameters with weight decay, and those without."""
+    """Split ``group`` into its parameters with and without weight decay."""
     settings = {key: value for key, value in group.items() if key != "param_names"}
     names = group_params(group) or ()
     decayed: list[Value] = [name for name in names if str(name) not in without]
