@@ -1,16 +1,14 @@
-"""Runs a plan: each rank writes its segments of the target files, and gets what it cannot read from ranks that can.
+"""Runs a plan: each rank writes its segments of the target files, and receives what it cannot read from ranks that can.
 
 A world of one sees every source and writes every file, by the same steps. All ranks:
 
-1. Agree on the plan, by its digest, and read back what an interrupted run has written.
-2. The first rank of every file that several ranks write creates it.
-3. Copy: threads assemble the windows whose sources this rank sees, and those whose bytes have been received, while the
-   main thread communicates.
-4. Bring together what only several ranks know: the checksums of shared files, and of source records that were read in
-   parts. Finish the files, judge the records.
+1. Agree on the plan, by its digest, and read back what an interrupted run has written. 2. The first rank of every file
+that several ranks write creates it. 3. Copy: threads assemble the windows whose sources this rank sees, and those whose
+bytes have been received, while the main thread communicates. 4. Combine what is spread over ranks: the checksums of
+shared files, and of source records that were read in parts. Finish the files, judge the records.
 
-An interrupted run is resumed: what its journals name is read back, on the ranks that would write it otherwise. A window
-whose bytes are as claimed is kept, any other one is copied again.
+To resume an interrupted run, the ranks that would write the windows in its journals read them back. A window whose
+bytes match the journal is kept, any other is copied again.
 """
 
 from __future__ import annotations
@@ -65,17 +63,17 @@ def execute(
     finished: Finished | None = None,
     compare: bool = False,
 ) -> dict[str, int]:
-    """Write every file of ``job`` where ``locate`` says, durably, each part on the rank that owns it. All ranks.
+    """Write every file of ``job`` durably at ``locate(path)``, each part on the rank that owns it. Collective.
 
-    ``visible[file, rank]``: who sees which source; None: every rank sees all of them. ``sources`` opens those that this
-    rank sees. ``recorder`` keeps this rank's journal, where it writes. ``finished``, on rank 0: what the journals of an
-    interrupted run say, of which ``job.claims`` are read back and kept where they are as the journal says.
-    ``compare``: the files exist, and are compared with what would be written; TargetExistsError where they differ.
+    ``visible[file, rank]``: which rank sees which source; None: every rank sees all of them. ``sources`` opens those
+    that this rank sees. ``recorder`` keeps this rank's journal, if it writes. ``finished``, on rank 0: the journals of
+    an interrupted run; ``job.claims`` from them are read back, and kept if they are as the journal says. ``compare``:
+    the files exist and are compared with what would be written; raises TargetExistsError if they differ.
 
     Returns the CRC-32 of each target file by its path, on every rank. Holds at most the buffers that ``job.settings``
-    and ``threads`` allow. Raises SourceCorruptError when a record does not match its checksum or a file ended early,
-    TargetUnwritableError when the file system refuses; the first error stops all threads. Where there are several
-    ranks all raise WorkerError, with the error as its ``original``.
+    and ``threads`` allow. Raises SourceCorruptError if a record does not match its checksum or a file ended early,
+    TargetUnwritableError if the file system refuses; the first error stops all threads. With several ranks all raise
+    WorkerError, with the error as its ``original``.
     """
     several = group.world_size > 1
     if visible is None:
@@ -106,7 +104,7 @@ def execute(
 
 @dataclass(eq=False)
 class _Run:
-    """This rank's part of one run. The fields are as ``execute`` takes them, and what ``resume`` returns."""
+    """This rank's part of one run. The fields are the arguments of ``execute`` and the result of ``resume``."""
 
     group: Group
     job: Job
@@ -162,8 +160,8 @@ class _Run:
 
     @property
     def _patience(self) -> float | None:
-        """Seconds to wait for threads and the journal after a failure. Where other ranks wait, a hung disk holds no
-        rank up; alone, the journal names everything that was written.
+        """Seconds to wait for threads and the journal after a failure. If other ranks wait, a hung disk must not hold
+        them up; alone, wait until the journal lists everything that was written.
         """
         return PATIENCE if self.group.world_size > 1 else None
 
@@ -174,14 +172,14 @@ class _Run:
                 output.open()
 
     def abandon(self) -> None:
-        """The run failed: name what is written in the journal, and close what is open."""
+        """After a failure: write the journal, and close what is open."""
         if self.recorder is not None:
             self.recorder.close(complete=False, patience=self._patience)
         for output in self.outputs.values():
             output.abandon()
 
     def copy(self) -> None:
-        """Every window of this rank, and everything that it sends."""
+        """Write every window of this rank, and send everything it has to send."""
         assemblers = [
             Assembler(self.job.plan, self.files, self.sources, self.check, self.job.settings.window)
             for _ in range(self.threads)
@@ -217,7 +215,7 @@ class _Run:
         self.group.watch(moving=self.pool is None or self.pool.moved())
 
     def finish(self) -> dict[str, int]:
-        """Files that others wrote too, and records that others read too; the CRC-32 of every target file."""
+        """Finish the files and records that other ranks wrote or read too; return the CRC-32 of every target file."""
         nbytes = sum(output.plan.nbytes for output in self.outputs.values() if not output.alone)
         with self.group.silent_for(nbytes / SLOWEST_DISK):
             states = {number: list(output.state()) for number, output in self.outputs.items() if not output.alone}
@@ -246,7 +244,9 @@ class _Run:
         return crcs
 
     def _check_streams(self) -> None:
-        """Compare what was received with what was sent. What was written of damaged bytes is disowned."""
+        """Compare what was received with what was sent. Windows written from damaged bytes are removed from the
+        journal.
+        """
         if self.exchange is None:
             return
         gathered = self.group.all_gather_objects(self.exchange.sent.sums, name="stream checksums")
@@ -258,7 +258,7 @@ class _Run:
             raise
 
     def _read_rest(self) -> None:
-        """Once rank 0 knows all parts that are known: read what is missing of their records."""
+        """When rank 0 has the known parts of every record: read the parts that are missing."""
         group = self.group
         rest: object = self.check.rest() if group.rank == 0 else None
         ranges = cast("list[tuple[int, int, int, int]]", group.broadcast_object(rest, name="what was not read"))
@@ -277,7 +277,7 @@ class _Run:
                 self.check.finish()
 
     def _reread_unproved(self) -> None:
-        """Once rank 0 knows all parts that are known: read the records again that lack some."""
+        """When rank 0 has the known parts of every record: read the records again that still lack some."""
         group, job = self.group, self.job
         if not len(job.claims) and not has_gaps(job.plan):
             return
@@ -290,7 +290,9 @@ class _Run:
             reread(records, job.files, self.sources, group.beat)
 
     def _shared_out(self, ranges: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-        """Those that this rank reads. Of each range the source file is first: the ranks that see it take turns."""
+        """The ranges that this rank reads. The first value of a range is its source file: the ranks that see it take
+        turns.
+        """
         seers = [np.flatnonzero(self.visible[file]) for file, *_ in ranges]
         return [
             row
@@ -320,7 +322,7 @@ Written: TypeAlias = "dict[int, list[Range]]"
 
 
 class ReadBack:
-    """Verifies the ``claims`` of one target file that an earlier run left at ``path``. Any thread may call ``take``."""
+    """Verifies the ``claims`` on one target file that an earlier run left at ``path``. ``take`` is thread-safe."""
 
     def __init__(self, file: FilePlan, path: str, claims: Sequence[Claim]) -> None:
         self._checks = TargetChecks(file)
@@ -331,7 +333,7 @@ class ReadBack:
         self._file = WritableFile(path, file.nbytes, existing=True) if self.claims else None
 
     def take(self, claim: Claim, buffer: memoryview) -> None:
-        """Keep the window of ``claim`` if its bytes are as claimed. ``buffer`` is at least as long as the window."""
+        """Keep the window of ``claim`` if its bytes match. ``buffer`` is at least as long as the window."""
         if self._file is None:
             return
         begin, end, crc = claim
@@ -343,7 +345,7 @@ class ReadBack:
             self._parts.append((begin, end - begin, crc))
 
     def close(self) -> OutputState:
-        """What ``take`` has kept."""
+        """Close the file and return what ``take`` has kept."""
         if self._file is not None:
             self._file.close()
         return OutputState(sorted(self._parts), *self._checks.unfinished())
@@ -352,7 +354,7 @@ class ReadBack:
 def read_back(
     group: Group, backs: Mapping[int, ReadBack], threads: int, nbytes: int, advance: Callable[[int], None]
 ) -> None:
-    """Verify all claims of all ``backs``, on at most ``threads`` threads that share ``nbytes`` of buffers."""
+    """Verify all claims of all ``backs`` with at most ``threads`` threads, which share ``nbytes`` of buffers."""
     longest = max((end - begin for back in backs.values() for begin, end, _ in back.claims), default=0)
     most = max(min(threads, nbytes // max(longest, 1)), 1)
     buffers = [aligned_buffer(longest + BLOCK) for _ in range(most)]
@@ -375,7 +377,7 @@ def read_back(
 def resume(
     group: Group, job: Job, locate: Callable[[str], str], threads: int, progress: Progress
 ) -> tuple[dict[int, OutputState], Written]:
-    """What this rank keeps of its segments, and what all ranks keep of theirs; each by segment. All ranks."""
+    """For each segment what this rank keeps of it, and what all ranks keep of theirs. Collective."""
     if not len(job.claims):
         return {}, {}
     claims = {number: _claims(job, segment) for number, segment in enumerate(job.segments)}

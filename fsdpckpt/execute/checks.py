@@ -1,12 +1,12 @@
-"""Checks source records against their CRC-32 while they are copied, whatever the order in which their parts are read.
+"""Checks source records against their CRC-32 while they are copied, in whatever order their parts are read.
 
-The checksum of a record is combined from those of its parts. What no tensor needs of a record (padding of flat
-parameters, the rest of a storage) is read for it. Some records have to be read a second time:
+The checksum of a record is combined from those of its parts. Bytes that no tensor needs (padding of flat parameters,
+the rest of a storage) are read for it as well. Some records must be read a second time:
 
 - Rows that are not contiguous in the source (a transposed tensor, or one split by columns) are read with the gaps
   between them, in spans that may overlap or skip bytes.
-- After an interrupted run of several ranks, no journal may have all parts. A rank journals the checksums of what it
-  read with the windows that it wrote itself. The checksums of what it sent to another rank can be lost although that
+- After an interrupted run of several ranks, the journals may lack some parts. A rank journals the checksums of what it
+  read together with the windows it wrote. The checksums of what it sent to another rank can be lost although that
   rank's window is on the disk.
 """
 
@@ -49,7 +49,7 @@ def combine(parts: list[Part]) -> int:
 def window_crc(begin: int, view: memoryview, known: Mapping[tuple[int, int], int]) -> int:
     """The CRC-32 of ``view``, which starts at file offset ``begin``.
 
-    ``known``: (offset, nbytes) of ranges in it whose CRC-32 is known; they are not read again.
+    ``known``: the CRC-32 of ranges (offset, nbytes) in it that need not be read again.
     """
     if len(known) > FEW:
         return crc32(view)
@@ -82,8 +82,8 @@ SourcePart = tuple[int, int, int, int, int]
 class SourceCheck:
     """Compares every record that is read completely with the CRC-32 that the source stores for it.
 
-    A flipped byte in the source is therefore an error and never gets a fresh, valid checksum in the target. A file
-    whose checksums are all 0 was saved without any (``torch.serialization.set_crc32_options``) and is not checked.
+    A flipped byte in the source is thus an error and never gets a fresh, valid checksum in the target. A file whose
+    checksums are all 0 was saved without any (``torch.serialization.set_crc32_options``) and is not checked.
     """
 
     def __init__(self, files: Sequence[SourceFile], checksums: Checksums) -> None:
@@ -102,15 +102,15 @@ class SourceCheck:
                 self._records[number] = np.stack([checksums.offset[rows], checksums.nbytes[rows], checksums.crc[rows]])
 
     def saw(self, file: int, offset: int, data: memoryview) -> int:
-        """As ``summed``, of ``data`` that was read from ``offset`` of ``file``; returns its CRC-32."""
+        """``summed`` for ``data`` that was read from ``offset`` of ``file``; returns its CRC-32."""
         crc = crc32(data)
         self.summed(file, offset, len(data), crc)
         return crc
 
     def summed(self, file: int, offset: int, nbytes: int, crc: int) -> None:
-        """Take note that ``nbytes`` from ``offset`` of ``file`` sum to ``crc``.
+        """Record that the CRC-32 of ``nbytes`` from ``offset`` of ``file`` is ``crc``.
 
-        Raises SourceCorruptError when they are a whole record and do not match its checksum. Records read in parts are
+        Raises SourceCorruptError if they are a whole record and do not match its checksum. Records read in parts are
         compared by ``finish``.
         """
         records = self._records.get(file)
@@ -129,7 +129,7 @@ class SourceCheck:
                 self._parts.extend((file, index, offset, nbytes, crc))
 
     def summed_all(self, file: int, offset: Int64Array, nbytes: Int64Array, crc: Int64Array) -> None:
-        """As ``summed``, for many ranges of one file."""
+        """``summed`` for many ranges of one file."""
         records = self._records.get(file)
         if records is None:
             return
@@ -140,14 +140,14 @@ class SourceCheck:
             self.summed(file, int(offset[row]), int(nbytes[row]), int(crc[row]))
 
     def finish(self) -> None:
-        """Compare the records that were read in parts; those of which parts are missing are ``rest``'s."""
+        """Compare the records that were read in parts. ``rest`` lists those that still lack parts."""
         for file, index, parts in self._by_record():
             crc = self._sum(file, index, parts)
             if crc is not None:
                 self._compare(file, index, crc)
 
     def _by_record(self, only: int | None = None) -> Iterator[tuple[int, int, list[Part]]]:
-        """File, record, and its parts in order, each once. ``only``: of this file."""
+        """File, record, and its parts in order, each once. ``only``: the records of this file."""
         rows = np.frombuffer(self._parts, np.int64).reshape(-1, _PART)
         if self._absorbed:
             rows = np.concatenate([rows, np.frombuffer(self._absorbed, np.int64).reshape(-1, _PART)])
@@ -163,10 +163,10 @@ class SourceCheck:
                 yield file, index, parts[begin:end]
 
     def _sum(self, file: int, index: int, parts: list[Part]) -> int | None:
-        """The CRC-32 of a record, combined from its parts in order; None when some are missing.
+        """The CRC-32 of a record, combined from its parts in order; None if some are missing.
 
         A record may have been read more than once, split differently each time: any parts that tile it will do. Raises
-        SourceCorruptError when two reads of the same bytes differ.
+        SourceCorruptError if two reads of the same bytes differ.
         """
         begin, length, _ = self._record(file, index)
         at, tiled = begin, 0
@@ -189,9 +189,10 @@ class SourceCheck:
         return sums.get(begin + length)
 
     def rest(self) -> list[tuple[int, int, int, int]]:
-        """What is missing of records that were read in parts: (file, record, offset, nbytes).
+        """The missing parts of records that were read in parts: (file, record, offset, nbytes).
 
-        Padding of flat parameters, or what a tensor leaves of its storage. All of a record whose parts overlap.
+        These are padding of flat parameters, or the part of a storage that no tensor uses; if parts overlap, the whole
+        record.
         """
         missing: list[tuple[int, int, int, int]] = []
         for file, index, parts in self._by_record():
@@ -263,7 +264,7 @@ def _rows(parts: array[int]) -> list[SourcePart]:
 
 
 def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums, order: Int64Array) -> None:
-    """Raises SourceCorruptError when a file lists two checksums for the same bytes.
+    """Raises SourceCorruptError if a file lists two checksums for the same bytes.
 
     ``order`` sorts them by place and CRC-32.
     """
@@ -284,7 +285,9 @@ def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums, ord
 
 
 def require_checksum(path: str, offset: int, nbytes: int, expected: int, found: int) -> None:
-    """Raises SourceCorruptError when the record at ``offset`` of ``path`` sums to ``found``, not to ``expected``."""
+    """Raises SourceCorruptError if the CRC-32 of the record at ``offset`` of ``path`` is ``found`` and not
+    ``expected``.
+    """
     if found == expected:
         return
     raise SourceCorruptError(
@@ -318,7 +321,8 @@ def has_gaps(plan: Plan) -> bool:
 
 
 def unproved(check: SourceCheck, plan: Plan, received: Mapping[int, Sequence[Range]]) -> list[SourceRecord]:
-    """The records of which ``check`` lacks parts: those with gaps between their rows, and those behind ``received``.
+    """The records of which ``check`` lacks parts: those with gaps between their rows, and those that ``received`` bytes
+    belong to.
 
     ``received[file]``: ranges of that target file whose source bytes were read by other workers.
     """

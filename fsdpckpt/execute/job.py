@@ -1,7 +1,7 @@
 """Defines the job that all ranks of a run share: the plan, its division, and the sizes of the buffers.
 
-Rank 0 makes it; it crosses as plain values, and the ranks agree on its digest. ``--max-memory`` and ``--threads``
-become threads and buffers, alone and among ranks.
+Rank 0 makes it and sends it as plain values; the ranks agree on its digest. Also turns ``--max-memory`` and
+``--threads`` into threads and buffers, for one process and for several ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Budget:
 
 
 def make_budget(*, max_memory: int, threads: int | None) -> Budget:
-    """The largest windows that fit ``max_memory`` bytes. Raises UsageError when not even the smallest do."""
+    """The largest windows that fit in ``max_memory`` bytes. Raises UsageError if not even the smallest fit."""
     wanted = threads if threads is not None else min(MOST_THREADS, max(2, os.cpu_count() or 1))
     if wanted < 1:
         raise UsageError("--threads must be at least 1", expected="1 or more", found=str(wanted))
@@ -65,11 +65,11 @@ WINDOWS_HELD = 2 * WINDOWS_A_ROUND  # at least: two rounds
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Bytes, the same on all ranks. ``window``: assembled and written at once; ``windows``: of all threads together.
-    ``round_bytes``: received in one round, of which ``rounds`` are held. ``exchange_bytes``: buffers of the process
-    group.
+    """Sizes in bytes, the same on all ranks. ``window``: assembled and written at once; ``windows``: of all threads
+    together. ``round_bytes``: received in one round; ``rounds`` of these are held at once. ``exchange_bytes``: buffers
+    of the process group.
 
-    The last three are 0 where every rank sees all of its sources.
+    The last three are 0 if every rank sees all of its sources.
     """
 
     window: int
@@ -82,9 +82,9 @@ class Settings:
 def choose_settings(plan: Plan, budget: Budget, max_memory: int, *, exchanging: bool) -> Settings:
     """The settings for ``max_memory`` bytes per rank; ``budget`` has its number of threads.
 
-    Where bytes are exchanged: an eighth of it for the exchange, half as much to read what is sent; at most half for
-    windows, each no more than a sixteenth; rounds of four windows take what is left. Raises UsageError when that is not
-    enough.
+    If bytes are exchanged, an eighth of the memory is for the exchange, half as much for reading what is sent, and at
+    most half for windows, each no more than a sixteenth; rounds of four windows get the rest. Raises UsageError if that
+    is not enough.
     """
     if not exchanging:
         return Settings(budget.window, max_memory, 0, 0, 0)
@@ -104,9 +104,10 @@ def threads_for(settings: Settings, budget: Budget) -> int:
 
 
 def for_worker(budget: Budget, local_workers: int, *, max_memory: int, chosen: bool) -> Budget:
-    """``budget`` for one of ``local_workers`` workers that share a machine. ``chosen``: by the user, with --threads.
+    """The share of ``budget`` for one of ``local_workers`` workers on a machine. ``chosen``: by the user, with
+    --threads.
 
-    At least two threads: one assembles while the other one waits for the disk.
+    At least two threads: one assembles while the other waits for the disk.
     """
     if chosen or local_workers == 1:
         return budget
@@ -115,7 +116,7 @@ def for_worker(budget: Budget, local_workers: int, *, max_memory: int, chosen: b
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """What all workers do together. ``segments``: who writes what.
+    """What all workers do together. ``segments``: which worker writes what.
 
     ``claims``: rows of (place, file, begin, end, crc), the windows that an interrupted run has written, in order.
     """
@@ -128,7 +129,7 @@ class Job:
     claims: Int64Array = field(default_factory=lambda: np.zeros((0, 5), np.int64))
 
     def digest(self) -> str:
-        """SHA-256 over every column of it."""
+        """The SHA-256 over every column of it."""
         total = hashlib.sha256(self.plan.digest().encode())
         total.update(repr((self.plan.bytes_read, self.settings, [file.path for file in self.files])).encode())
         for table in _tables(self).values():
@@ -138,7 +139,7 @@ class Job:
 
 
 def _tables(job: Job) -> dict[str, Int64Array]:
-    """What ``job`` has beside its plan, as far as it is numbers."""
+    """The numeric columns of ``job`` beside its plan."""
     sums = job.checksums
     segments = [(one.file, one.place, one.begin, one.end, one.owner) for one in job.segments]
     return {
@@ -150,7 +151,7 @@ def _tables(job: Job) -> dict[str, Int64Array]:
 
 
 def pack_job(job: Job) -> dict[str, object]:
-    """``job`` as text, bytes, lists and arrays."""
+    """Encode ``job`` as text, bytes, lists and arrays."""
     blobs, numbers = _blobs(job.plan)
     return {
         **_tables(job),
@@ -164,7 +165,7 @@ def pack_job(job: Job) -> dict[str, object]:
 
 
 def _blobs(plan: Plan) -> tuple[list[bytes | bytearray], list[int]]:
-    """The blobs of all files, and the number of each file's: neighbours may share one."""
+    """The blobs of all files without repeats, and the number of each file's blob: neighbours may share one."""
     blobs: list[bytes | bytearray] = []
     numbers = []
     for file in plan.files:
@@ -180,7 +181,7 @@ def _packed_file(file: FilePlan, blob: int) -> list[object]:
 
 
 def unpack_job(value: object) -> Job:
-    """The job that ``pack_job`` made ``value`` of."""
+    """The inverse of ``pack_job``."""
     fields = cast("dict[str, object]", value)
     nbytes = cast("Int64Array", fields["nbytes"]).tolist()
     casts = cast("list[list[str]]", fields["casts"])

@@ -1,13 +1,13 @@
-"""Journals what a run has written, so that a killed run can be resumed; and reads journals back.
+"""Keeps a journal of what a run has written, so that a killed run can be resumed; also reads journals back.
 
-The first record of a journal is the run's identity: plan, source, options and program version. Every other record
-lists windows of target files that are on the disk, each with its CRC-32, and the checksums of the parts of source
-records that were read for them. It does not matter which process wrote a window: a later run may divide the remaining
-ones differently. ``Recorder`` appends to the journal while a plan runs, and lists a window only once it is synced.
+The first record of a journal is the run's identity: plan, source, options and program version. Every other record lists
+windows of target files that are on the disk, each with its CRC-32, and the checksums of the parts of source records
+that were read for them. It does not matter which process wrote a window: a later run may divide the rest differently.
+``Recorder`` appends to the journal while a plan runs, and lists a window only after it is synced.
 
-The file is lines of JSON, each durable once ``append`` returns: the CRC-32 of the record in eight hexadecimal digits, a
-space, the record, and a newline. A line that a crash cut short ends the journal: reading stops there, and appending
-overwrites it.
+The file consists of lines of JSON, each durable once ``append`` returns: the CRC-32 of the record in eight hexadecimal
+digits, a space, the record, and a newline. A line that a crash cut short ends the journal: reading stops there, and
+appending overwrites it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Journal:
 
 
 def read_records(path: str) -> list[Record]:
-    """The valid records of the journal at ``path``, in order; none when there is no such file."""
+    """The valid records of the journal at ``path``, in order; none if the file does not exist."""
     return _scan(path)[0]
 
 
@@ -108,11 +108,11 @@ FORMAT = 2  # of the journal; journals of any other format are ignored
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """What has to be equal for a run to be resumed.
+    """What must be equal for a run to be resumed.
 
-    ``plan``: ``Plan.digest``. ``options``: those that decide what is written, as text, to say what changed.
-    ``sources``: the files that tensor data comes from, in the checkpoint's order; for each file one copy, or several
-    where workers see different disks.
+    ``plan``: ``Plan.digest``. ``options``: those that affect the output, as text, so that a message can say what
+    changed. ``sources``: the files with tensor data, in the checkpoint's order; for each file one copy, or several if
+    workers see different disks.
     """
 
     version: str
@@ -121,7 +121,7 @@ class RunIdentity:
     sources: Sequence[Sequence[FileIdentity]]
 
     def source_changes(self, now: RunIdentity) -> list[str]:
-        """What changed in the source's files since this run, one line for each copy that this run did not know."""
+        """What changed in the source's files since this run: one line for each copy that this run did not see."""
         if len(self.sources) != len(now.sources):
             return [f"the source had {plural(len(self.sources), 'file')} and has {len(now.sources)} now"]
         return [
@@ -132,7 +132,7 @@ class RunIdentity:
         ]
 
     def lost_sources(self, now: RunIdentity) -> list[str]:
-        """The files at the same paths that are not what this run read: no command can go on with it any more."""
+        """The files at the same paths that this run did not read: no command can resume it any more."""
         there = {copy.path: copy for copies in now.sources for copy in copies}
         return [
             f"{copy.path} {change}"
@@ -142,7 +142,7 @@ class RunIdentity:
         ]
 
     def other_changes(self, now: RunIdentity) -> list[str]:
-        """What else changed: program version, options, or a plan that differs although these are equal."""
+        """What else changed: the program version, options, or a plan that differs although these are equal."""
         changes = []
         if self.version != now.version:
             changes.append(f"fsdpckpt {self.version} began it, this is fsdpckpt {now.version}")
@@ -166,9 +166,9 @@ def _change(before: FileIdentity, now: FileIdentity) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Windows that are on the disk: (file, begin, end) to CRC-32. ``parts``: of the source records read for them.
+    """Windows on the disk: (file, begin, end) to CRC-32. ``parts``: of the source records read for them.
 
-    ``received``: the windows that contain bytes from other workers; the source parts of these may be in no journal.
+    ``received``: the windows that contain bytes from other workers; their source parts may be in no journal.
     """
 
     crcs: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
@@ -181,11 +181,11 @@ class Finished:
 
     @property
     def longest(self) -> int:
-        """Bytes of the longest window: what a buffer to read it back needs."""
+        """The size of the longest window in bytes: a buffer to read it back needs that much."""
         return max((end - begin for _, begin, end in self.crcs), default=0)
 
     def received_ranges(self) -> dict[int, list[Range]]:
-        """By file, in order: the ranges of ``claims`` that are in ``received``."""
+        """For each file, in order, the ranges of ``claims`` that are in ``received``."""
         return {
             file: ranges
             for file, claims in self.claims().items()
@@ -193,7 +193,7 @@ class Finished:
         }
 
     def claims(self) -> dict[int, list[Claim]]:
-        """By file: the windows in order, disjoint. Of two that overlap (one was written again) the first is used."""
+        """For each file the windows in order, disjoint. If two overlap (one was written again), the first is used."""
         by_file: dict[int, list[Claim]] = {}
         for (file, begin, end), crc in sorted(self.crcs.items(), key=lambda item: (*item[0][:2], -item[0][2])):
             windows = by_file.setdefault(file, [])
@@ -223,12 +223,12 @@ def windows_record(
 
 
 def read_run(path: str) -> tuple[RunIdentity, Finished] | None:
-    """The run that left the journal at ``path``; None when it holds none that this program can read."""
+    """The run that left the journal at ``path``; None if there is none that this program can read."""
     return run_of(read_records(path))
 
 
 def run_of(records: Sequence[Record]) -> tuple[RunIdentity, Finished] | None:
-    """As ``read_run``, from the journal's records."""
+    """``read_run`` for the journal's records."""
     try:
         return _run(records)
     except (LookupError, TypeError, ValueError, AttributeError):  # complete records, but of another program
@@ -272,10 +272,10 @@ SYNC_SECONDS = 2.0  # between two syncs: a kill loses at most this much work; sh
 
 
 class Recorder:
-    """Collects the windows that were written; its own thread syncs their files and then lists them in the journal.
+    """Collects the windows that were written; a thread syncs their files and then lists them in the journal.
 
-    ``path``: of the journal. ``identity`` is called once, when the journal begins. ``finished``: what earlier runs
-    left, in this journal or others. ``nbytes``: how many bytes are on the disk and listed in some journal.
+    ``path``: of the journal. ``identity``: called once, when the journal begins. ``finished``: what earlier runs left,
+    in this journal or others. ``nbytes``: how many bytes are on the disk and listed in some journal.
     """
 
     def __init__(self, path: str, identity: Callable[[], RunIdentity], finished: Finished) -> None:
@@ -302,9 +302,10 @@ class Recorder:
         self._thread = thread  # not earlier: ``close`` would wait for a thread that a signal kept from starting
 
     def wrote(self, number: int, file: WritableFile, part: Part, *, received: bool = False) -> None:
-        """``part`` of target file ``number`` is written. Raises the error of an earlier sync, if there was one.
+        """Record that ``part`` of target file ``number`` is written. Raises the error of an earlier sync, if there was
+        one.
 
-        ``received``: bytes of it came from another worker.
+        ``received``: some of its bytes came from another worker.
         """
         if self._failure is not None:
             raise self._failure
@@ -322,9 +323,9 @@ class Recorder:
             os.unlink(self._journal.path)
 
     def close(self, *, complete: bool, patience: float | None = None) -> None:
-        """Stop. When this returns the journal lists all that was written, unless a short run is already ``complete``.
+        """Stop. Afterwards the journal lists everything that was written, unless a short run is already ``complete``.
 
-        Returns after ``patience`` seconds in any case, so that a disk that hangs does not block the run.
+        Returns after ``patience`` seconds in any case, so that a hanging disk does not block the run.
         """
         self._complete = complete
         self._stop.set()

@@ -1,4 +1,4 @@
-"""Target files while they are written, or compared with what would be written, window by window."""
+"""Target files while they are written, or compared with the planned output, window by window."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class OutputState(NamedTuple):
-    """What is written of one target file: ``parts`` of it, and what ``TargetChecks.unfinished`` says of them."""
+    """What is written of one target file: its ``parts``, and the result of ``TargetChecks.unfinished``."""
 
     parts: Sequence[Part]
     rows: Sequence[tuple[int, int, int, int]]
@@ -36,9 +36,9 @@ class OutputState(NamedTuple):
 
 @dataclass(eq=False)
 class Output:
-    """This rank's windows of one target file, in any order: created by the first window, committed by the last.
+    """This rank's windows of one target file, in any order: the first window creates it, the last one commits it.
 
-    ``left``: how many windows there are still to come. ``first``: this rank creates the file; ``alone``: no other rank
+    ``left``: the number of windows still to come. ``first``: this rank creates the file; ``alone``: no other rank
     writes to it. ``expect_silence(nbytes)`` is called before something that may take long. ``resumed``: what an
     interrupted run left of the file; None for a new one.
     """
@@ -76,7 +76,7 @@ class Output:
             return self._file
 
     def _create(self) -> WritableFile:
-        """The file itself: new, another rank's, or the one an interrupted run left with its full length."""
+        """Open the file: a new one, another rank's, or the one an interrupted run left with its full length."""
         if not self.first:
             return WritableFile(self.path, self.plan.nbytes, existing=True)
         self.expect_silence(self.plan.nbytes)
@@ -90,7 +90,7 @@ class Output:
         return WritableFile(self.path, self.plan.nbytes, existing=left)
 
     def finished(self, part: Part) -> None:
-        """One window is written. The last one of a file of this rank's alone makes it durable."""
+        """One window is written. The last window of a file that only this rank writes makes the file durable."""
         with self._lock:
             self.parts.append(part)
             self.left -= 1
@@ -109,20 +109,22 @@ class Output:
         self._file.commit()
 
     def _patch(self, file: WritableFile, begin: int, values: Bytes, here: npt.NDArray[np.bool_]) -> None:
-        """Put checksums where the file wants them: those of ``values`` that are ``here``, counted from ``begin``."""
+        """Write the checksums in ``values`` marked by ``here``, beginning at offset ``begin``."""
         if not here.all():
             existing = _read(file, begin, len(values))
             values = np.where(here, values, existing)
         file.write(begin, values.tobytes())
 
     def state(self) -> OutputState:
-        """For a part whose windows are written: make it durable; what the rank that finishes the file must know."""
+        """Make this rank's finished windows durable; return what the rank that finishes the file needs."""
         if not self.first:
             self.open().commit()
         return OutputState(self.parts, *self.checks.unfinished())
 
     def finish(self, others: Iterable[OutputState]) -> None:
-        """On the rank that created the file: the ``state`` of all other parts; patches checksums, makes it durable."""
+        """On the rank that created the file: take the ``state`` of all other parts, patch the checksums and make the
+        file durable.
+        """
         for state in others:
             self._take(state)
         self._complete()
@@ -133,7 +135,7 @@ class Output:
 
 
 def write_window(output: Output, assembler: Assembler, begin: int, end: int) -> Part:
-    """Assemble, checksum and write the bytes [begin, end) of one target file. An empty window opens the file, too."""
+    """Assemble, checksum and write the bytes [begin, end) of one target file. An empty window still opens the file."""
     target = output.open()
     part = (begin, 0, 0)
     if begin < end:
@@ -146,7 +148,7 @@ def write_window(output: Output, assembler: Assembler, begin: int, end: int) -> 
 
 
 class TargetChecks:
-    """The checksums one target file needs: parts from the windows, values where the file wants them."""
+    """The checksums one target file needs: takes parts from the windows, returns values to write into the file."""
 
     def __init__(self, file: FilePlan) -> None:
         self._file = file
@@ -155,9 +157,9 @@ class TargetChecks:
         self._lock = threading.Lock()
 
     def window(self, begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
-        """Take the window [begin, begin + len(view)); CRCs whose place lies inside it are put into ``view``.
+        """Take the window [begin, begin + len(view)); writes into ``view`` the CRCs whose place is inside it.
 
-        ``known``: (offset, nbytes) -> CRC-32 of ranges the copying has summed already.
+        ``known``: (offset, nbytes) -> CRC-32 of ranges that copying has summed already.
         """
         end = begin + len(view)
         table = self._file.checksums
@@ -182,7 +184,7 @@ class TargetChecks:
     def _part(
         self, index: int, low: int, high: int, begin: int, view: memoryview, known: dict[tuple[int, int], int]
     ) -> None:
-        """What the window has of the range ``index``: the bytes [low, high)."""
+        """The bytes [low, high) of the range ``index`` that are in the window."""
         if low < high:
             crc = known.get((low, high - low))
             crc = crc32(view[low - begin : high - begin]) if crc is None else crc
@@ -190,17 +192,17 @@ class TargetChecks:
                 self._parts.setdefault(index, []).append((low, high - low, crc))
 
     def unfinished(self) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, bytes]]]:
-        """What ``absorb`` takes: parts (checksum, offset, nbytes, crc), and values whose place is elsewhere."""
+        """The argument of ``absorb``: parts (checksum, offset, nbytes, crc), and values whose place is elsewhere."""
         return [(index, *part) for index, parts in self._parts.items() for part in parts], list(self._late)
 
     def absorb(self, rows: Iterable[tuple[int, int, int, int]], late: Iterable[tuple[int, bytes]]) -> None:
-        """Take what another worker's ``unfinished`` says, which wrote other windows of the same file."""
+        """Take the ``unfinished`` of another worker, which wrote other windows of the same file."""
         for index, offset, nbytes, crc in rows:
             self._parts.setdefault(index, []).append((offset, nbytes, crc))
         self._late.extend(late)
 
     def patches(self) -> list[tuple[int, bytes]]:
-        """What remains to be written once every window is: (file offset, 4 bytes)."""
+        """What remains to be written after every window: (file offset, 4 bytes)."""
         for index, parts in self._parts.items():
             value = combine(parts).to_bytes(4, "little")
             self._late.extend((place, value) for place in self._file.checksums[index, 2:].tolist() if place >= 0)
@@ -214,8 +216,9 @@ _AT_ONCE = 1 << 20  # bytes of late checksums, and what is between them, in one 
 def _close_together(
     patches: Sequence[tuple[int, bytes]],
 ) -> Iterator[tuple[int, Bytes, npt.NDArray[np.bool_]]]:
-    """``patches``, neighbours together: where each group begins, its bytes, and which of them are of a patch, not zeros
-    between two: the directory of an archive of many records is full of checksums."""
+    """Group neighbouring ``patches``: where each group begins, its bytes, and which of them belong to a patch rather
+    than a gap. The directory of an archive with many records is full of checksums.
+    """
     if not patches:
         return
     places = np.array([place for place, _ in patches], np.int64)
@@ -239,9 +242,9 @@ def _read(file: WritableFile, begin: int, nbytes: int) -> Bytes:
 
 
 class LatePlaces:
-    """Where checksums of one file go that are known only when other windows are: zeros until the file is complete.
+    """The places in one file of checksums that depend on other windows: zeros until the file is complete.
 
-    A window that is read back may hold them already; ``clear`` makes it what it was when it was summed.
+    A window that is read back may hold them already; ``clear`` restores what it was when it was summed.
     """
 
     def __init__(self, file: FilePlan) -> None:
@@ -270,7 +273,7 @@ class LatePlaces:
 
 
 def target_differs(path: str) -> TargetExistsError:
-    """The error for a file that is there and should not be, or be another one."""
+    """The error for an existing file that should not exist, or should have other content."""
     return TargetExistsError(
         f"{path} exists, and is not what this command writes",
         file=path,
@@ -280,7 +283,7 @@ def target_differs(path: str) -> TargetExistsError:
 
 
 class ComparedOutput(Output):
-    """A target file that exists: nothing is written, and a byte that differs is a TargetExistsError."""
+    """A target file that exists: nothing is written, and a different byte raises TargetExistsError."""
 
     def _create(self) -> WritableFile:
         if not os.path.isfile(self.path):

@@ -1,9 +1,9 @@
 """Sends source bytes to the ranks that cannot read them, and receives what this rank cannot read.
 
 Bytes travel in the rounds of a ``TransferPlan``: a rank reads what it sends from its sources, and keeps the rounds it
-receives in buffers until its copy pool has written their windows. Every stream is checksummed on both sides, from
-checksums that the copying makes anyway; they are compared once everything is written. Imports torch: ``executor``
-imports this module only where bytes are exchanged.
+receives in buffers until its copy pool has written their windows. Both sides checksum every stream, from checksums that
+copying computes anyway, and compare them once everything is written. Imports torch: ``execute`` imports this module
+only if bytes are exchanged.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from fsdpckpt.storage.sources import Sources
 class Exchange:
     """This rank's part of the exchange of one run.
 
-    ``files``: the sources of the job, then the stream of each rank. ``sources`` opens both. ``check``: what checks the
-    bytes of both.
+    ``files``: the sources of the job, then the stream of each rank. ``sources`` opens both. ``check`` checks the bytes
+    of both.
     """
 
     def __init__(self, group: Group, job: Job, transfers: TransferPlan, sources: Sources) -> None:
@@ -51,7 +51,7 @@ class Exchange:
         self._on_host = torch.device(group.device).type == "cpu"  # what is received can land where it is kept
 
     def run(self, pool: CopyPool, watch: Callable[[], None]) -> None:
-        """All rounds, while the threads of ``pool`` write what has been received. All ranks."""
+        """Run all rounds while the threads of ``pool`` write what has been received. Collective."""
         columns = (*self._transfers.sends.values(), *self._transfers.receives.values(), np.ones(1))
         exchanger = Exchanger(
             self._group,
@@ -66,7 +66,7 @@ class Exchange:
     def _send_recvs(
         self, pairs: Sequence[tuple[int, int]], reader: Assembler, pool: CopyPool, watch: Callable[[], None]
     ) -> Iterator[SendRecv]:
-        """Round by round, and in each the ``pairs`` of ranks (to whom, from whom) between which bytes cross."""
+        """The ``pairs`` of ranks (to whom, from whom) that exchange bytes, round by round."""
         sends, receives = self._transfers.sends, self._transfers.receives
         near = [(to, source) for to, source in pairs if to in sends or source in receives]
         for number in range(self._transfers.rounds):
@@ -101,7 +101,9 @@ class Exchange:
         self.buffers.place(peer, number, offset, len(buffer))[:] = buffer.numpy()
 
     def require_what_was_sent(self, sums: Sequence[Mapping[int, int]]) -> None:
-        """Raises WorkerError when what came is not what was sent. ``sums[s]``: of rank s's streams, by receiver."""
+        """Raises WorkerError if the received bytes are not those sent. ``sums[s]``: the checksums of rank s's streams,
+        by receiver.
+        """
         rank = self._group.rank
         self.check.require_what_was_sent({s: theirs[rank] for s, theirs in enumerate(sums) if rank in theirs})
 
@@ -115,14 +117,14 @@ def _totals(counts: Mapping[int, Int64Array]) -> dict[int, int]:
 
 
 def stream_file(sender: int) -> SourceFile:
-    """The stream of a worker as a source file. No path of a file holds a NUL."""
+    """The stream of a worker as a source file. Its path has a NUL, which no real path has."""
     return SourceFile(f"\0worker {sender}", 0)
 
 
 class ReceiveBuffers:
     """``receives[s]``: bytes of each round from worker s. ``held``: how many rounds there is room for at once.
 
-    ``windows[n]``: how many windows want the bytes of round n.
+    ``windows[n]``: how many windows need the bytes of round n.
     """
 
     def __init__(self, receives: Mapping[int, Int64Array], windows: Mapping[int, int], rounds: int, held: int) -> None:
@@ -141,9 +143,9 @@ class ReceiveBuffers:
         self._lock = threading.Lock()
 
     def claim(self, number: int) -> bool:
-        """Make room for round ``number``, unless it has some or needs none; False while all room is taken.
+        """Make room for round ``number``, unless it has room or needs none; False while all room is taken.
 
-        What was given back last is taken first: the processor still has it at hand.
+        Reuses the buffer that was freed last: it is still in the processor's cache.
         """
         with self._lock:
             if number in self._left and number not in self._buffers:
@@ -153,25 +155,25 @@ class ReceiveBuffers:
             return True
 
     def written(self, number: int) -> None:
-        """One window of round ``number`` is written; with the last one its room is free."""
+        """One window of round ``number`` is written; the last one frees the round's buffer."""
         with self._lock:
             self._left[number] -= 1
             if not self._left[number]:
                 self._free.append(self._buffers.pop(number))
 
     def place(self, sender: int, number: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Where ``nbytes`` from ``sender`` belong that begin ``offset`` bytes into its part of round ``number``."""
+        """The buffer for ``nbytes`` from ``sender`` that begin ``offset`` bytes into its part of round ``number``."""
         begin = int(self._place[sender][number]) + offset
         return self._buffers[number][begin : begin + nbytes]
 
     def read_into(self, sender: int, offset: int, buffer: memoryview) -> None:
-        """Bytes of the stream of ``sender``, of a round that is held."""
+        """Read bytes of the stream of ``sender``, from a round that is held."""
         number = int(np.searchsorted(self._begin[sender], offset, side="right")) - 1
         place = int(self._place[sender][number] + offset - self._begin[sender][number])
         np.frombuffer(buffer, np.uint8)[:] = self._buffers[number][place : place + len(buffer)]
 
     def close(self) -> None:
-        """Nothing is read any more: give the memory back."""
+        """Free the memory. Nothing is read afterwards."""
         self._buffers.clear()
         self._free.clear()
 
@@ -196,7 +198,7 @@ class _Stream:
 
 
 class SourcesAndStreams(Sources):
-    """The files that ``files`` opens, and the streams of the ``senders``."""
+    """Opens ``files`` and the streams of the ``senders``."""
 
     def __init__(self, files: Sources, buffers: ReceiveBuffers, senders: int) -> None:
         super().__init__()
@@ -208,19 +210,21 @@ class SourcesAndStreams(Sources):
 
 
 class SentChecksums:
-    """What this worker has sent, by peer: the CRC-32 of all of it so far. Each stream in order."""
+    """For each peer the CRC-32 of all that this worker has sent so far. Each stream is sent in order."""
 
     def __init__(self) -> None:
         self.sums: dict[int, int] = {}
 
     def add(self, peer: int, begin: int, data: memoryview, known: Mapping[tuple[int, int], int]) -> None:
-        """``data`` is next, at ``begin`` of the stream. ``known``: the sums of ranges (offset, nbytes) in it."""
+        """Add ``data``, the next bytes, at ``begin`` of the stream. ``known``: the CRC-32 of ranges (offset, nbytes) in
+        it.
+        """
         parts = [(0, begin, self.sums.get(peer, 0)), (begin, len(data), window_crc(begin, data, known))]
         self.sums[peer] = combine(parts)
 
 
 class StreamCheck(SourceCheck):
-    """A ``SourceCheck`` that also sums what comes by streams: source files from number ``len(files)`` on."""
+    """A ``SourceCheck`` that also sums what streams bring: source files from number ``len(files)`` on."""
 
     def __init__(self, files: Sequence[SourceFile], checksums: Checksums) -> None:
         super().__init__(files, checksums)
@@ -242,7 +246,9 @@ class StreamCheck(SourceCheck):
                 came.extend(zip(offset.tolist(), nbytes.tolist(), crc.tolist(), strict=True))
 
     def require_what_was_sent(self, sent: Mapping[int, int]) -> None:
-        """Raises WorkerError when what came differs from ``sent``: for each sender, the checksum of its stream."""
+        """Raises WorkerError if the received bytes differ from ``sent``: for each sender, the checksum of its
+        stream.
+        """
         for sender in sorted(self._came.keys() | sent.keys()):
             parts = sorted(self._came.get(sender, ()))
             at = 0

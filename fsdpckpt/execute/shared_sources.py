@@ -1,9 +1,8 @@
-"""Shows rank 0 the files of every rank's disks while it plans; and tells which rank sees which file, by its content.
+"""Gives rank 0 the files on every rank's disks while it plans, and finds out by content which rank sees which file.
 
-While rank 0 is in ``union_sources``, the other ranks are in ``serve_sources``. Rank 0 asks one rank, or all one after
-the other; each answers until rank 0 says that it is done. A file that rank 0 sees itself is never asked for; any other
-is read from the lowest rank that has it. The same name on two machines may be two files: ``content_identities`` and
-``find_visible`` compare what is in them.
+While rank 0 is in ``union_sources``, the other ranks are in ``serve_sources``. Rank 0 asks one rank, or all in turn;
+each answers until rank 0 is done. Rank 0 reads a file that it sees itself, and any other from the lowest rank that has
+it. The same name on two machines may be two files: ``content_identities`` and ``find_visible`` compare their content.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Question = tuple[str, str, int, int]
 
 
 def serve_sources(group: Group, *, roots: Mapping[str, str] | None = None) -> None:
-    """Answer rank 0 until it is done. All ranks but 0. ``roots``: rank 0's path of a directory -> this rank's own."""
+    """Answer rank 0 until it is done. All ranks but 0. ``roots``: this rank's path for a directory of rank 0's."""
     with Sources() as sources:
         while True:
             what, path, offset, nbytes = cast("Question", group.receive_object(source=0))
@@ -61,7 +60,7 @@ def _answer(sources: Sources, what: str, path: str, offset: int, nbytes: int) ->
 
 @contextmanager
 def union_sources(group: Group) -> Iterator[UnionSources]:
-    """The union of what all ranks see, for rank 0, while the others are in ``serve_sources``."""
+    """For rank 0: the union of what all ranks see, while the others are in ``serve_sources``."""
     files = UnionSources(group)
     with files:
         yield files
@@ -124,7 +123,7 @@ class UnionSources(Sources):
 
 
 class _Elsewhere:
-    """A file on another worker's disk, read in pages that are kept."""
+    """A file on another worker's disk, read in pages that are cached."""
 
     def __init__(self, files: UnionSources, rank: int, path: str, nbytes: int) -> None:
         self.path = path
@@ -173,9 +172,10 @@ SAMPLES = 16  # of each file: evenly spaced, the first at its head and the last 
 
 
 def content_identities(paths: Sequence[str], sources: Sources) -> list[bytes]:
-    """For each path what tells its content from any other's: its length and samples of its bytes; empty if not seen.
+    """For each path an identity of its content, from its length and samples of its bytes; empty if this rank does not
+    see it.
 
-    A torch file ends with the checksums of everything in it, so that its tail alone tells it apart.
+    A torch file ends with the checksums of everything in it, so its tail alone identifies it.
     """
     return [_identity(path, sources) for path in paths]
 
@@ -199,7 +199,7 @@ def _identity(path: str, sources: Sources) -> bytes:
 def find_visible(paths: Sequence[str], identities: Sequence[Sequence[bytes]]) -> npt.NDArray[np.bool_]:
     """``visible[path, worker]`` from every worker's ``content_identities``.
 
-    Raises SourceCorruptError that lists every path under which workers see different files, or nobody sees one.
+    Raises SourceCorruptError that lists every path under which workers see different files, or which no worker sees.
     """
     wrong: list[str] = []
     for number, path in enumerate(paths):

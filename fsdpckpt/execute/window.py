@@ -1,6 +1,6 @@
 """Assembles one window of a target file in memory: literals, and tensor bytes read, gathered or cast.
 
-``CopyPool`` does so on the threads of one rank, as the bytes arrive, while the main thread communicates.
+``CopyPool`` does this on the threads of one rank, as the bytes arrive, while the main thread communicates.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Assembler:
     ) -> tuple[memoryview, dict[tuple[int, int], int]]:
         """The bytes [begin, end) of ``file``, and the CRC-32 of the ranges that were read, by (file offset, nbytes).
 
-        The view is valid until the next call. ``into``: a buffer of the caller's to use instead.
+        The view is valid until the next call. ``into``: use this buffer instead.
         """
         shift = begin % BLOCK  # the same alignment in memory as in the file, as direct writes need it
         view = self._window[shift : shift + end - begin] if into is None else into
@@ -91,7 +91,7 @@ class Assembler:
         self._sources.open(self._files[file].path).read_into(offset, view)
 
     def _read_summed(self, file: int, offset: int, view: memoryview) -> int:
-        """Fill ``view``, and return its CRC-32: block by block, while each is still in the processor's cache."""
+        """Fill ``view`` and return its CRC-32, block by block while each is in the processor's cache."""
         source = self._sources.open(self._files[file].path)
         step = max(len(view), 1) if self._remote else CACHED
         crc = 0
@@ -105,7 +105,9 @@ class Assembler:
     def _each(
         self, copies: Copies, rows: slice, begin: int, view: memoryview, known: dict[tuple[int, int], int]
     ) -> None:
-        """Contiguous copies, each read alone: small files have no more, and what ``_plain`` costs would be most."""
+        """Copy contiguous copies one by one: small files have only a few, and the set-up in ``_plain`` would
+        cost more.
+        """
         columns = (copies.file, copies.source, copies.target, copies.width)
         for file, source, target, width in zip(*(column[rows].tolist() for column in columns), strict=True):
             first, last = max(target, begin), min(target + width, begin + len(view))
@@ -122,7 +124,7 @@ class Assembler:
         view: memoryview,
         known: dict[tuple[int, int], int],
     ) -> None:
-        """Contiguous copies: large ones are read in place, small neighbours in one read and then distributed."""
+        """Copy contiguous copies: large ones are read in place, small neighbours in one read and then distributed."""
         copies = file.copies
         target = copies.target[rows][plain]
         first = np.maximum(target, begin)
@@ -152,7 +154,7 @@ class Assembler:
         return request_cost(self._sources.open(self._files[file].path)) if self._remote else 0
 
     def _deal(self, group: Int64Array, begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
-        """One read for the segments of ``group``, which are put into their places."""
+        """Read the segments of ``group`` at once and copy them to their places."""
         number, origin, place, length = group[:, 0].tolist()
         if group.shape[1] == 1:
             known[begin + place, length] = self._read_summed(number, origin, view[place : place + length])
@@ -168,15 +170,15 @@ class Assembler:
         self._check.summed_all(number, group[1], group[3], np.array(crcs, np.int64))
 
     def _strided(self, file: FilePlan, batch: StridedBatch, begin: int, view: memoryview) -> None:
-        """Copies by rows, or with a cast. A single one is clipped to the window: part of a row, full rows, a part."""
+        """Copy by rows, or with a cast. A single copy is clipped to the window: part of a row, full rows, a part."""
         copy = [int(column[batch.first]) for column in file.copies]
         for source, target, width, rows in rows_within(self._plan, copy, begin, begin + len(view)):
             self._rows(copy, source, view[target - begin :], width, rows, batch)
 
     def _rows(self, copy: list[int], source: int, view: memoryview, width: int, rows: int, batch: StridedBatch) -> None:
-        """``rows`` full rows of ``width`` target bytes, through scratch, as many in one read as fit there.
+        """Copy ``rows`` full rows of ``width`` target bytes through scratch, reading as many at once as fit there.
 
-        One read takes the copies of ``batch`` of every row: ``stretch`` bytes of each.
+        One read takes the copies of ``batch`` from every row: ``stretch`` bytes of each.
         """
         number, _, source_pitch, _, pitch, _, _, cast = copy
         have, want = _item_types(self._plan.casts[cast] if cast >= 0 else None, width)
@@ -218,7 +220,9 @@ def _item_types(casting: tuple[DType, DType] | None, width: int) -> tuple[np.dty
 
 
 def _store(taken: npt.NDArray[np.generic], placed: npt.NDArray[np.generic]) -> None:
-    """Cast elements from ``taken`` to ``placed``, a few rows at a time: numpy's copies are not in the memory budget."""
+    """Cast elements from ``taken`` to ``placed``, a few rows at a time: numpy's temporary copies are not in the memory
+    budget.
+    """
     if taken.dtype == placed.dtype:
         placed[...] = taken
         return
@@ -240,7 +244,7 @@ PATIENCE = 2.0  # seconds to wait for the threads once the run has failed
 class CopyPool:
     """Threads that, from ``start`` on, call ``copy(thread, window)`` for every window whose bytes have been received.
 
-    They are daemons, so that one that hangs in a system call does not keep the process from ending.
+    They are daemons, so that a thread that hangs in a system call does not keep the process alive.
     """
 
     def __init__(self, windows: Sequence[Window], threads: int, copy: Callable[[int, Window], None]) -> None:
@@ -265,7 +269,9 @@ class CopyPool:
         ]
 
     def start(self) -> None:
-        """Start the threads. Where ``stop`` is sure to follow: a signal may arrive when only some of them run."""
+        """Start the threads. Call it where ``stop`` is sure to follow: a signal may arrive when only some of
+        them run.
+        """
         for thread in self._threads:
             thread.start()
 
@@ -276,7 +282,7 @@ class CopyPool:
             self._changed.notify_all()
 
     def expect_silence(self, nbytes: int) -> None:
-        """A thread is about to sync ``nbytes`` to the disk: no progress for a while does not mean that it hangs."""
+        """A thread is about to sync ``nbytes`` to the disk: a lack of progress does not mean that it hangs."""
         self._quiet_until = max(self._quiet_until, time.monotonic() + nbytes / SLOWEST_DISK)
 
     def moved(self) -> bool:
@@ -285,9 +291,9 @@ class CopyPool:
         return before != self._seen or time.monotonic() < self._quiet_until
 
     def wait(self, watch: Callable[[], None], until: Callable[[], bool] | None = None) -> None:
-        """Wait until all windows are written, or until ``until()`` is true; calls ``watch`` while waiting.
+        """Wait until all windows are written, or ``until()`` is true; call ``watch`` while waiting.
 
-        ``until`` is asked again after every window. Raises what a thread raised.
+        Calls ``until`` again after every window. Raises what a thread raised.
         """
         while True:
             with self._lock:
@@ -300,7 +306,9 @@ class CopyPool:
             watch()
 
     def stop(self, patience: float | None = PATIENCE) -> None:
-        """Let no thread take another window; wait for the threads, at most ``patience`` seconds (None: no limit)."""
+        """Let no thread take another window, then wait for the threads, at most ``patience`` seconds (None:
+        no limit).
+        """
         with self._lock:
             self._stopped = True
             self._changed.notify_all()

@@ -58,7 +58,7 @@ class LocalBox:
 
 
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, size) of piece ``index`` of ``parts`` that ``torch.chunk`` cuts ``length`` into; size 0 past the end."""
+    """(start, size) of part ``index`` when ``torch.chunk`` cuts ``length`` into ``parts``; size 0 past the end."""
     step = -(-length // parts)
     start = min(index * step, length)
     return start, min(step, length - start)
@@ -66,9 +66,9 @@ def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=65536)
 def rank_box(shape: tuple[int, ...], world_size: int, rank: int) -> Box:
-    """What rank ``rank`` holds of a tensor cut along dimension 0 by ``torch.chunk``'s rule.
+    """The box that rank ``rank`` holds of a tensor cut along dimension 0 by ``torch.chunk``'s rule.
 
-    ceil(rows / world_size) rows a rank, the last ones fewer or none; an empty shard begins at the end, as
+    ceil(rows / world_size) rows for each rank, the last ones fewer or none; an empty shard begins at the end, as
     ``torch.distributed.tensor`` places it.
     """
     start, rows = chunk(shape[0], world_size, rank)
@@ -77,13 +77,14 @@ def rank_box(shape: tuple[int, ...], world_size: int, rank: int) -> Box:
 
 @lru_cache(maxsize=64)
 def on_one_dimension(world_size: int, names: tuple[str, ...] | None = None) -> Sharding:
-    """All ranks, rows cut: FSDP without replicas and without other parallelism."""
+    """A mesh of all ranks that cuts rows: FSDP without replicas and without other parallelism."""
     return Sharding(MeshShape((world_size,), names), (Shard(0),))
 
 
 def strided(mesh: MeshShape, placements: Sequence[Placement | None]) -> Sharding:
-    """``placements`` (plain shards) as ``fully_shard`` makes them: of the mesh dimensions that cut one tensor dimension
-    the last cuts first, which the others say as ``_StridedShard``."""
+    """``placements`` (plain shards) as ``fully_shard`` makes them: of the mesh dimensions that cut the same tensor
+    dimension the last one cuts first, so the others are ``_StridedShard``.
+    """
     order: dict[int, tuple[int, ...]] = {}
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -111,9 +112,9 @@ def _in_order(mesh: MeshShape, placements: Sequence[Placement | None], order: Ma
 
 @lru_cache(maxsize=65536)
 def mesh_box(shape: tuple[int, ...], sharding: Sharding, rank: int) -> Box:
-    """The one box that ``rank`` holds; an empty one begins at the end of each dimension that leaves it empty.
+    """The box that ``rank`` holds; an empty one begins at the end of each dimension that leaves it empty.
 
-    Raises InternalError for split factors that fit no order (packed weights): these ranks hold several boxes.
+    Raises InternalError for split factors that no order explains (packed weights): these ranks hold several boxes.
     """
     mesh = sharding.mesh
     order = _cut_order(sharding)
@@ -157,11 +158,11 @@ class RankBoxes:
         return cls(np.array([rank for rank, _ in pairs], np.int64), boxes[:, 0], boxes[:, 1])
 
     def take(self, rows: npt.NDArray[np.bool_]) -> RankBoxes:
-        """Those that ``rows`` selects."""
+        """The rows that ``rows`` selects."""
         return RankBoxes(self.rank[rows], self.start[rows], self.size[rows])
 
     def with_more(self, more: RankBoxes) -> RankBoxes:
-        """Both, in the order of the ranks."""
+        """Both together, in the order of the ranks."""
         rank = np.concatenate([self.rank, more.rank])
         order = np.argsort(rank, kind="stable")
         start, size = np.concatenate([self.start, more.start]), np.concatenate([self.size, more.size])
@@ -170,8 +171,9 @@ class RankBoxes:
 
 @dataclass(slots=True, eq=False)
 class HeldChunks:
-    """The distinct boxes of a tensor: ``unshared``, each on one rank alone (all of these are ``unshared_ranks``), and
-    ``shared``."""
+    """The distinct boxes of a tensor: those on one rank alone (``unshared``, on the ``unshared_ranks``) and those on
+    several (``shared``).
+    """
 
     unshared: Final[RankBoxes]
     unshared_ranks: Final[frozenset[int]]
@@ -207,10 +209,11 @@ def source_chunks(tensor: Tensor) -> HeldChunks:
 def decoded_order(
     mesh: Sequence[int], placements: Sequence[Placement], *, first_of_equals: bool = False
 ) -> Mapping[int, tuple[int, ...]] | None:
-    """Tensor dimension -> mesh dimensions in the order they cut it; None when split factors fit no order.
+    """Tensor dimension -> mesh dimensions in the order in which they cut it; None if no order explains the split
+    factors.
 
     A split factor is the product of the sizes of the mesh dimensions that cut before and come later in the mesh
-    (``DTensorSpec._convert_shard_order_to_StridedShard``). Beside mesh dimensions of one rank several orders are equal:
+    (``DTensorSpec._convert_shard_order_to_StridedShard``). With mesh dimensions of one rank several orders are equal:
     FSDP cuts last, and its inverse in PyTorch (``_maybe_convert_StridedShard_to_shard_order``) takes the first.
     """
     order: dict[int, list[int]] = {}
@@ -234,11 +237,11 @@ def local_boxes(
     coordinate: Sequence[int],
     shard_order: Mapping[int, Sequence[int]] | None = None,
 ) -> tuple[LocalBox, ...]:
-    """The boxes that the rank at ``coordinate`` of a mesh of shape ``mesh`` holds; none when it holds nothing.
+    """The boxes that the rank at ``coordinate`` of a mesh of shape ``mesh`` holds; empty if it holds nothing.
 
-    One box, unless a ``StridedShard`` cuts on its own (packed weights): its pieces are interleaved rows. Where several
-    mesh dimensions cut one tensor dimension, they cut in ``shard_order``, or in the order the split factors say,
-    each cutting what the one before left.
+    One box, unless a ``StridedShard`` cuts without a mesh dimension before it (packed weights): its parts are
+    interleaved rows. If several mesh dimensions cut one tensor dimension, they cut in ``shard_order`` or in the order
+    of the split factors, each cutting what the one before left.
     """
     order = shard_order if shard_order is not None else decoded_order(mesh, placements)
     if order is None:
@@ -253,8 +256,9 @@ def local_boxes(
 def in_placement_order(
     shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> tuple[LocalBox, ...]:
-    """As ``local_boxes`` for what ``distribute_tensor`` itself cuts: the placements one after the other, a
-    ``StridedShard`` cutting each of its ``split_factor`` pieces (``_StridedShard._split_tensor``)."""
+    """``local_boxes`` for what ``distribute_tensor`` itself cuts: the placements one after the other, a
+    ``StridedShard`` cutting each of its ``split_factor`` parts (``_StridedShard._split_tensor``).
+    """
     runs: list[_Runs] = [((0, size),) for size in shape]
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Replicate):
@@ -268,7 +272,7 @@ def in_placement_order(
 
 
 def local_shape(boxes: Sequence[LocalBox], shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The shape of the local tensor that ``boxes`` fill, None when there is no box (one dimension is 0 then)."""
+    """The shape of the local tensor that ``boxes`` fill; None if there is no box (one dimension is 0 then)."""
     if not boxes:
         return None
     return tuple(max(held.local_offsets[d] + held.box.sizes[d] for held in boxes) for d in range(len(shape)))
@@ -289,7 +293,7 @@ def _cut(runs: _Runs, parts: int, index: int) -> _Runs:
 
 
 def _joined(runs: list[tuple[int, int]]) -> _Runs:
-    """Neighbouring runs made one."""
+    """Merge neighbouring runs."""
     joined: list[tuple[int, int]] = []
     for start, length in runs:
         if joined and sum(joined[-1]) == start:

@@ -30,9 +30,9 @@ def is_flat_key(key: object) -> bool:
 
 
 def alignment(itemsize: int) -> int:
-    """Elements to whose multiples parameters are aligned under ``use_orig_params=True``.
+    """Parameters begin at multiples of this many elements under ``use_orig_params=True``.
 
-    ``itemsize``: bytes of ``MixedPrecision.param_dtype`` when there is one, else of the parameters' own dtype
+    ``itemsize``: bytes of ``MixedPrecision.param_dtype`` if there is one, else of the parameters' own dtype
     (``_get_aligned_numel``).
     """
     return max(_ALIGNED_BYTES // itemsize, 1)
@@ -40,10 +40,10 @@ def alignment(itemsize: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatSlices:
-    """Which elements of which parameter lie on which rank, one row a slice, sorted by parameter, then rank.
+    """Which rank holds which elements of which parameter: one row for each slice, sorted by parameter, then rank.
 
-    ``param``: index in the unit. ``begin``, ``count``: elements of the flattened parameter. ``offset``: where the
-    slice begins in the rank's shard, in elements. Empty slices are not listed.
+    ``param``: index in the unit. ``begin``, ``count``: elements of the flattened parameter. ``offset``: where the slice
+    begins in the rank's shard, in elements. Empty slices are not listed.
     """
 
     rank: Int64Array
@@ -56,7 +56,8 @@ class FlatSlices:
 @dataclass(frozen=True, slots=True)
 class FlatPart:
     """``count`` elements of a rank's shard: of parameter ``param`` from element ``begin``, or of the value ``filler``
-    when ``param`` is None."""
+    if ``param`` is None.
+    """
 
     param: int | None
     begin: int
@@ -70,7 +71,7 @@ class FlatLayout:
 
     ``start``, ``numel`` (n,): each parameter's place in the flat parameter. ``total``: its length,
     ``_unpadded_unsharded_size``, alignment included. ``shard``: the length of every rank's shard, padding included.
-    ``shards``: how many different shards there are, 1 for NO_SHARD.
+    ``shards``: the number of different shards, 1 for NO_SHARD.
     """
 
     start: Int64Array
@@ -85,8 +86,8 @@ class FlatLayout:
     ) -> FlatLayout:
         """The layout of parameters of ``numels`` elements over a sharding group of ``world_size`` ranks.
 
-        ``aligned``: what ``alignment`` gives under ``use_orig_params=True``, None for ``use_orig_params=False``.
-        ``sharded`` is False for NO_SHARD, which pads alike and cuts nothing.
+        ``aligned``: from ``alignment`` under ``use_orig_params=True``, None for ``use_orig_params=False``. ``sharded``
+        is False for NO_SHARD, which pads the same way and cuts nothing.
         """
         numel = np.asarray(numels, np.int64).reshape(len(numels))
         taken = numel if aligned is None else -(-numel // aligned) * aligned
@@ -98,7 +99,7 @@ class FlatLayout:
         return cls(start, numel, total, -(-total // shards), shards)
 
     def held(self, rank: int) -> tuple[int, int]:
-        """(begin, end) in the flat parameter of what ``rank`` holds, padding to ``shard`` left out."""
+        """(begin, end) in the flat parameter of the elements ``rank`` holds, without the padding to ``shard``."""
         begin = min(rank * self.shard, self.total)
         return begin, min(begin + self.shard, self.total)
 
@@ -117,7 +118,7 @@ class FlatLayout:
         return FlatSlices(rank, filled[param], begin - start[param], end - begin, begin - rank * shard)
 
     def counts(self) -> Int64Array:
-        """Elements that each shard holds of each parameter: (parameters, shards)."""
+        """The number of elements of each parameter in each shard: (parameters, shards)."""
         slices = self.slices()
         table = np.zeros((len(self.numel), self.shards), np.int64)
         table[slices.param, slices.rank] = slices.count
@@ -151,8 +152,8 @@ class FlatLayout:
 def layout_of(unit: Unit, *, use_orig_params: bool, world_size: int, shard_size: int) -> FlatLayout:
     """The layout of one unit among ``world_size`` ranks in sharding groups of ``shard_size``.
 
-    NO_SHARD pads for all ranks and cuts nothing. A sharding group of one rank cuts nothing either, and pads for itself
-    (``_init_core_state``).
+    NO_SHARD pads for all ranks and cuts nothing. A sharding group of one rank cuts nothing either, and pads for that
+    rank alone (``_init_core_state``).
     """
     sharded = unit.strategy is not Strategy.NO_SHARD
     dtype = unit.param_dtype or unit.params[0].dtype
@@ -165,7 +166,7 @@ def layout_of(unit: Unit, *, use_orig_params: bool, world_size: int, shard_size:
 
 
 def layouts_of(units: Units, world_size: int) -> Iterator[tuple[Unit, FlatLayout]]:
-    """Every unit, and its layout among ``world_size`` ranks."""
+    """Every unit with its layout among ``world_size`` ranks."""
     shard_size = units.shard_size or world_size
     for unit in units.units:
         yield (
@@ -185,11 +186,13 @@ class PlacedUnit:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP1 shards it at all: not under NO_SHARD, and not in a group of one rank."""
+        """Whether FSDP1 shards it at all: it does not under NO_SHARD or in a group of one rank."""
         return self.layout.shards > 1
 
     def parts(self, rank: int) -> list[FlatPart]:
-        """The shard that ``rank`` holds, front to back; computed once a shard, as sections and states share it."""
+        """The shard that ``rank`` holds, front to back. Computed once for each shard, as sections and states
+        share it.
+        """
         index = rank % self.layout.shards
         parts = self._parts.get(index)
         if parts is None:
@@ -198,7 +201,7 @@ class PlacedUnit:
 
 
 def place_units(units: Units, world_size: int) -> list[PlacedUnit]:
-    """Every unit over ``world_size`` ranks."""
+    """Place every unit on ``world_size`` ranks."""
     placed = []
     for unit, layout in layouts_of(units, world_size):
         ranges = [layout.held(index) for index in range(layout.shards)]

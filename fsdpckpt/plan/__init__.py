@@ -1,13 +1,13 @@
-"""Plans every byte of every target file, as literals and as copies from source files. Columns, not objects.
+"""Plans every byte of every target file: literals, and copies from source files. Everything is in columns, not objects.
 
 A copy is two-dimensional, like a pitched memory copy: ``rows`` rows of ``width`` bytes, ``source_pitch`` and
-``target_pitch`` bytes apart. A contiguous copy has one row. A box of a tensor is one or more such copies. ``make_plan``
-intersects the chunks that a checkpoint has with the write items that a target wants.
+``target_pitch`` bytes apart. A contiguous copy has one row. A box of a tensor is one or more copies. ``make_plan``
+intersects the chunks of a checkpoint with the write items of a target.
 
-A target file is cut into *windows*: the unit that one thread assembles in memory and writes with one request. Copies of
-one window whose rows lie between each other's, as those of a transposed tensor do, are batched. One row of such a
-tensor is one element of every row of the source: read alone it costs as much as all of them. The copies that interleave
-are one ``StridedBatch``, which is read once, a stretch of each source row at a time.
+A target file is cut into *windows*: one thread assembles a window in memory and writes it with one request. Copies
+whose rows alternate in a window, as those of a transposed tensor do, are batched: one row of such a tensor takes one
+element from every row of the source, and reading it alone costs as much as reading all of them. A ``StridedBatch``
+reads such copies at once, a stretch of each source row at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fsdpckpt.text import bytes_text
 
 
 class Claim(NamedTuple):
-    """A journal's claim that the window [begin, end) of a target file is on the disk, with this CRC-32."""
+    """A journal's statement that the window [begin, end) of a target file is on the disk with this CRC-32."""
 
     begin: int
     end: int
@@ -37,7 +37,7 @@ class Claim(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Columns with one row a copy, all int64. ``file``: index of the source file.
+    """One row for each copy, in int64 columns. ``file``: index of the source file.
 
     ``source``, ``target``: byte offsets of the first row. ``width``: bytes of one row in the target. ``cast``: index
     into ``Plan.casts``, -1 for a plain copy; a cast row takes ``width // target itemsize * source itemsize`` bytes of
@@ -95,21 +95,21 @@ class Plan:
         return sum(file.nbytes for file in self.files)
 
     def source_bytes(self, target_bytes: Int64Array, cast: Int64Array) -> Int64Array:
-        """What ``target_bytes`` of copies with those casts take of their sources."""
+        """How many source bytes copies of ``target_bytes`` with these casts read."""
         return _source_bytes(self.casts, target_bytes, cast)
 
     def without(self, paths: Collection[str]) -> Plan:
-        """The plan of all files but these."""
+        """The plan without these files."""
         left = tuple(file for file in self.files if file.path not in paths)
         return Plan(left, self.casts, sum(_bytes_read(file, self.casts) for file in left))
 
     def outline(self) -> Plan:
-        """What is left to know once the plan was run: the paths and lengths of the files."""
+        """What is needed after the plan has run: the paths and lengths of the files."""
         files = (_outline(file.path, file.nbytes) for file in self.files)
         return Plan(tuple(files), self.casts, self.bytes_read)
 
     def digest(self) -> str:
-        """SHA-256 of everything that decides which bytes it writes, where, and where they come from."""
+        """The SHA-256 of everything that determines which bytes the plan writes, where, and where they come from."""
         total = hashlib.sha256(repr([(source.name, target.name) for source, target in self.casts]).encode())
         blob: bytes | bytearray | None = None
         for file in self.files:
@@ -124,7 +124,9 @@ class Plan:
 
 
 def check_file(file: FilePlan) -> None:
-    """Every byte of ``file`` is written exactly once. Raises InternalError: a plan that fails must never run."""
+    """Check that every byte of ``file`` is written exactly once. Raises InternalError: a plan that fails must never
+    run.
+    """
     extents = np.concatenate([file.literals[:, [0, 2]], file.write_items])
     extents = extents[np.argsort(extents[:, 0], kind="stable")]
     ends = extents[:, 0] + extents[:, 1]
@@ -145,9 +147,9 @@ def check_file(file: FilePlan) -> None:
 
 
 def make_plan(target: Target, *, totals_only: bool = False) -> Plan:
-    """The plan of ``target``. Raises InternalError when a chunk was never located or a write item cannot be filled.
+    """Plan ``target``. Raises InternalError if a chunk was never located or a write item cannot be filled.
 
-    ``totals_only``: file by file, of each of which only the path and the length are kept, and what all of them read.
+    ``totals_only``: plan file by file, and keep only the path and length of each and the total bytes read.
     """
     casts: Casts = {}
     sources: dict[TargetData, SourceChunks] = {}
@@ -166,7 +168,7 @@ _AT_ONCE = 1 << 12  # files of few items: what numpy costs for each call is then
 
 
 def _batches(files: Sequence[TargetFile]) -> Iterator[list[TargetFile]]:
-    """Neighbours that share their data, in order; a file that is made when it is wanted comes alone."""
+    """Groups of neighbouring files that share their data, in order. A file that is made on demand comes alone."""
     batch: list[TargetFile] = []
     items = 0
     for file in files:
@@ -192,7 +194,7 @@ def _bytes_read(file: FilePlan, casts: Sequence[tuple[DType, DType]]) -> int:
 
 
 def _plan_files(files: Sequence[TargetFile], sources: dict[TargetData, SourceChunks], casts: Casts) -> list[FilePlan]:
-    """The plans of files that share their data: planned as one file in which they lie end to end, then parted."""
+    """Plan files that share their data: as one file with all of them end to end, which is then split."""
     data = files[0].data
     if data not in sources:
         sources[data] = SourceChunks(data.tensors, casts)
@@ -252,11 +254,12 @@ CAST_GRAIN = 16  # bytes: the largest element; a cast element must not be split 
 def open_windows(
     file: FilePlan, plan: Plan, window: int, *, begin: int = 0, end: int | None = None, written: Sequence[Range] = ()
 ) -> list[Range]:
-    """The windows between ``begin`` and ``end`` (the whole file by default) without what is ``written``, in order.
+    """The windows from ``begin`` to ``end`` (by default the whole file) that are not ``written`` yet, in order.
 
-    ``window``: bytes of one at most. A boundary inside a write item that is cast falls between two elements, and inside
-    one filled row by row between two rows where a row is shorter than a window; elsewhere any byte will do.
-    ``written``: disjoint windows of an earlier run between ``begin`` and ``end``, in order. Empty when they are all.
+    ``window``: the largest size in bytes. A boundary inside a write item with a cast falls between two elements, and
+    inside one filled row by row between two rows if a row is shorter than a window; elsewhere it may fall anywhere.
+    ``written``: disjoint windows of an earlier run from ``begin`` to ``end``, in order. Empty if nothing is left to
+    write.
     """
     last = file.nbytes if end is None else end
     windows: list[Range] = []
@@ -294,9 +297,10 @@ def _grain(file: FilePlan, plan: Plan, write_item: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyParts:
-    """``copies``: the parts, by window and within it by copy. ``window``, ``copy``: where each lies, what it is of.
+    """``copies``: parts of copies, by window and within it by copy. ``window``, ``copy``: the window and the copy of
+    each part.
 
-    ``nbytes``: bytes each takes of its source.
+    ``nbytes``: the source bytes each part reads.
     """
 
     copies: Copies
@@ -308,7 +312,9 @@ class CopyParts:
 def split_copies(
     file: FilePlan, plan: Plan, wanted: npt.NDArray[np.bool_], begins: Int64Array, ends: Int64Array
 ) -> CopyParts:
-    """The ``wanted`` copies of ``file``, as far as they lie in the windows ``begins[i]`` .. ``ends[i]`` (ascending)."""
+    """Split the ``wanted`` copies of ``file`` at the windows ``begins[i]`` .. ``ends[i]`` (ascending); drop what is in
+    none.
+    """
     table = np.stack(file.copies)
     plain = _plain(table, np.flatnonzero(wanted & (file.copies.rows == 1)), plan, begins, ends)
     pitched = _pitched(table, np.flatnonzero(wanted & (file.copies.rows > 1)), plan, begins, ends)
@@ -321,7 +327,7 @@ def split_copies(
 def _plain(
     table: Int64Array, numbers: npt.NDArray[np.intp], plan: Plan, begins: Int64Array, ends: Int64Array
 ) -> Int64Array:
-    """Parts of copies of one row. Rows: window, copy, order, then the columns of a copy."""
+    """Split copies of one row. Rows of the result: window, copy, order, then the columns of a copy."""
     target, width = table[_TARGET, numbers], table[_WIDTH, numbers]
     first = np.searchsorted(ends, target, side="right")
     count = np.maximum(np.searchsorted(begins, target + width, side="left") - first, 0)
@@ -340,7 +346,7 @@ def _plain(
 def _pitched(
     table: Int64Array, numbers: npt.NDArray[np.intp], plan: Plan, begins: Int64Array, ends: Int64Array
 ) -> Int64Array:
-    """Parts of copies of several rows: in each window part of a row, whole rows, part of a row."""
+    """Split copies of several rows: in each window part of a row, whole rows, part of a row."""
     split: list[tuple[int, ...]] = []
     for number in numbers.tolist():
         copy = table[:, number].tolist()
@@ -354,9 +360,10 @@ def _pitched(
 
 
 def rows_within(plan: Plan, copy: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """What of ``copy`` (a row of ``Copies``) lies in [begin, end) of the target: part of a row, whole rows, a part.
+    """The parts of ``copy`` (a row of ``Copies``) in [begin, end) of the target: part of a row, whole rows, part of a
+    row.
 
-    Each as its offsets in source and target, its bytes of one row, and its rows.
+    Each as its offsets in source and target, its bytes of one row, and its number of rows.
     """
     _, source, source_pitch, target, pitch, width, rows, cast = copy
     have, want = (dtype.itemsize for dtype in plan.casts[cast]) if cast >= 0 else (1, 1)
@@ -372,8 +379,9 @@ def rows_within(plan: Plan, copy: Sequence[int], begin: int, end: int) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class StridedBatch:
-    """``count`` copies from number ``first`` on, each of which begins ``source_step`` bytes after the one before in
-    the source, and ``target_step`` in the target."""
+    """``count`` copies from number ``first``. Each begins ``source_step`` bytes after the one before in the source, and
+    ``target_step`` in the target.
+    """
 
     first: int
     count: int = 1
@@ -384,10 +392,11 @@ class StridedBatch:
 def strided_batches(
     copies: Copies, numbers: Int64Array, source_width: Int64Array, begin: int, end: int, limit: int
 ) -> Iterator[StridedBatch]:
-    """The copies ``numbers`` (ascending), in order, as few batches. ``source_width``: of their rows, in bytes.
+    """Group the copies ``numbers`` (ascending) into as few batches as possible. ``source_width``: bytes of their source
+    rows.
 
-    Copies are joined only when they lie whole in the bytes [begin, end) of the target, and when a batch takes at
-    most ``limit`` bytes of one source row and ends before the next row of the source begins.
+    Copies share a batch only if they are entirely in the bytes [begin, end) of the target, and if the batch takes at
+    most ``limit`` bytes of one source row and ends before the next source row begins.
     """
     file, source, source_pitch, target, target_pitch, width, rows, cast = (column[numbers] for column in copies)
     steps, target_steps = np.diff(source), np.diff(target)

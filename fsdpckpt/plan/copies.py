@@ -1,7 +1,7 @@
 """Intersects write items with the chunks of their tensors: an interval join over columns, for all tensors at once.
 
-The first dimensions of all tensors are laid end to end on one line, so that one search finds for each write item the
-chunks that may meet it. What remains is arithmetic on arrays: the box that both have in common, as pitched copies.
+The first dimensions of all tensors are laid end to end on one line, so that one search finds the chunks that may
+overlap each write item. The rest is arithmetic on arrays: the intersection of the two boxes, as pitched copies.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class SourceChunks:
         ]
 
     def copies(self, items: Int64Array, boxes: Int64Array) -> CopyTable:
-        """The copies that fill ``items``, rows of offset, bytes, tensor, box (its place in ``boxes``), in target order.
+        """The copies that fill ``items`` (rows of offset, bytes, tensor, box as a place in ``boxes``), in target order.
 
-        Items ascend by offset. One that chunks do not fill has too few copies.
+        Items ascend by offset. An item that the chunks do not fill gets too few copies.
         """
         tables: list[CopyTable] = []
         groups = self._group[items[:, 2]]
@@ -66,9 +66,9 @@ class SourceChunks:
 
 @dataclass(slots=True, eq=False)
 class _Chunks:
-    """Chunks on the line: ``begin`` of their first dimension, ascending, and the largest end so far, ``reach``.
+    """Chunks on the line: the ``begin`` of their first dimension, ascending, and ``reach``, the largest end so far.
 
-    ``box``: the row of ``start``, ``size`` and ``stride`` that is each one's.
+    ``box``: the row of ``start``, ``size`` and ``stride`` for each chunk.
     """
 
     begin: Int64Array
@@ -82,7 +82,7 @@ class _Chunks:
 
 
 class _Group:
-    """Tensors of ``ndim`` dimensions that are written in the same ``order`` of them."""
+    """Tensors of ``ndim`` dimensions that are written in the same dimension ``order``."""
 
     def __init__(
         self, tensors: Sequence[WrittenTensor], ndim: int, order: tuple[int, ...] | None, casts: Casts
@@ -101,7 +101,7 @@ class _Group:
     def copies(
         self, rows: Int64Array, tensor: Int64Array, offset: Int64Array, box: Int64Array, boxes: Int64Array
     ) -> Iterator[CopyTable]:
-        """Of write items of these tensors: ``rows`` are their numbers."""
+        """The copies for write items of these tensors. ``rows``: the items' numbers."""
         ndim, chunks = self._ndim, self._chunks
         if self._scalars:
             start, size = np.zeros((len(box), 1), np.int64), np.ones((len(box), 1), np.int64)
@@ -127,7 +127,7 @@ class _Group:
         self, item: Int64Array, chunk: Int64Array, rows: Int64Array, tensor: Int64Array, offset: Int64Array,
         start: Int64Array, size: Int64Array,
     ) -> CopyTable:  # fmt: skip
-        """The copies of write items and chunks that may have elements in common."""
+        """The copies for pairs of a write item and a chunk that may overlap."""
         chunks, ndim = self._chunks, self._ndim
         box = chunks.box[chunk]
         low = np.maximum(start[item], chunks.start[box])
@@ -154,7 +154,7 @@ class _Group:
 
 
 def _on_one_line(tensors: Sequence[Tensor], ndim: int, base: Int64Array) -> _Chunks:
-    """The chunks of ``tensors``, without empty ones and replicas: the lowest rank's copy stays."""
+    """The chunks of ``tensors`` without empty ones and replicas: of replicas the lowest rank's stays."""
     each = [tensor.chunks for tensor in tensors]
     count = np.array([len(chunks.file) for chunks in each], np.int64)
     start, size, stride, box = _boxes(each, count, ndim)
@@ -190,7 +190,7 @@ def _on_one_line(tensors: Sequence[Tensor], ndim: int, base: Int64Array) -> _Chu
 def _boxes(
     each: Sequence[Chunks], count: Int64Array, ndim: int
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
-    """Starts, sizes and strides of all boxes, and the box of each chunk. Tensors that are cut alike share theirs."""
+    """Starts, sizes and strides of all boxes, and the box of each chunk. Tensors that are cut alike share boxes."""
     first: dict[tuple[int, int, int], int] = {}  # by the arrays that they share
     parts: list[Chunks] = []
     places = np.empty(len(each), np.int64)
@@ -215,8 +215,8 @@ _Pitched = tuple["npt.NDArray[np.intp] | None", Int64Array, Int64Array, Int64Arr
 def _pitched(size: Int64Array, source_stride: Int64Array, target_stride: Int64Array, order: Sequence[int]) -> _Pitched:
     """Boxes as pitched copies: box (None: each is one copy), source and target start, pitches, rows, run; in elements.
 
-    Dimensions are taken from fastest to slowest in the target; neighbours that are contiguous on both sides melt
-    into one, the next one becomes the rows, and what is left is enumerated.
+    Goes through the dimensions from fastest to slowest in the target. Neighbouring dimensions that are contiguous on
+    both sides merge into one run, the next one becomes the rows, and the rest is enumerated.
     """
     boxes, ndim = size.shape
     run = np.ones(boxes, np.int64)
@@ -256,7 +256,7 @@ def _pitched(size: Int64Array, source_stride: Int64Array, target_stride: Int64Ar
 
 
 def _joined(table: CopyTable) -> CopyTable:
-    """Neighbours made one: a slice of a flat parameter is several boxes, which lie end to end on both sides."""
+    """Merge neighbouring copies: a slice of a flat parameter is several boxes that follow each other on both sides."""
     item, file, source, source_pitch, target, target_pitch, width, rows, cast = table
     linked = (item[1:] == item[:-1]) & (rows[1:] == 1) & (rows[:-1] == 1) & (file[1:] == file[:-1])
     linked &= (source[:-1] + source_pitch[:-1] == source[1:]) & (target[:-1] + width[:-1] == target[1:])

@@ -1,9 +1,9 @@
 """Divides the bytes of all target files among the ranks, and plans how each byte reaches the rank that writes it.
 
-``partition``: the files are laid end to end and divided into as many parts of equal bytes as there are ranks, so that
-the files of one target rank stay together. A boundary moves to the end of a file when one is near; inside a file it
-falls on a block of the disk, unless that lies within an element that is cast, or within a window of an interrupted run,
-which stays whole. ``plan_transfers``: a byte is read by the rank that writes it, or sent by one that sees its file.
+``partition``: lays the files end to end and cuts them into equal parts, one for each rank, so that the files of one
+target rank stay together. A cut moves to the end of a file if one is near. Inside a file it falls on a disk block, but
+never inside an element that is cast or a window of an interrupted run. ``plan_transfers``: a byte is read by the rank
+that writes it, or sent by a rank that sees its file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK = 1 << 16  # bytes: no page of any system in use is larger, so no page of 
 class Segment:
     """The bytes [begin, end) of target file number ``file``, which rank ``owner`` writes.
 
-    ``place``: which output directory, where each node keeps its own; 0 where all ranks write to the same.
+    ``place``: the number of the output directory if each node has its own; 0 if all ranks write to the same one.
     """
 
     file: int
@@ -44,9 +44,9 @@ def partition(
     place: int = 0,
     written: Mapping[int, Sequence[Claim]] | None = None,
 ) -> list[Segment]:
-    """Partition ``files`` (their numbers in ``plan``) over ``workers``. Every file has a segment, even an empty one.
+    """Divide ``files`` (numbers in ``plan``) among ``workers``. Every file has a segment, even an empty one.
 
-    ``written``: by file, in order, what an interrupted run has written of it.
+    ``written``: for each file what an interrupted run has written of it, in order.
     """
     ends = np.cumsum([plan.files[number].nbytes for number in files], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
@@ -70,7 +70,7 @@ def partition(
 
 
 def _snapped(mark: int, ends: Int64Array, share: int) -> int:
-    """``mark`` or the end of a file near it."""
+    """``mark``, or the end of a file near it."""
     index = int(np.searchsorted(ends, mark))
     near = [int(end) for end in ends[max(index - 1, 0) : index + 1]]
     best = min([0, *near], key=lambda end: abs(end - mark))
@@ -78,7 +78,7 @@ def _snapped(mark: int, ends: Int64Array, share: int) -> int:
 
 
 def _allowed(file: FilePlan, plan: Plan, at: int) -> int:
-    """The last place up to ``at`` where ``file`` may be cut; 0 when there is none."""
+    """The last offset up to ``at`` where ``file`` may be cut; 0 if there is none."""
     at = at // BLOCK * BLOCK
     write_item = int(np.searchsorted(file.write_items[:, 0], at, side="right")) - 1
     if write_item < 0 or not plan.casts:
@@ -93,15 +93,16 @@ def _allowed(file: FilePlan, plan: Plan, at: int) -> int:
 
 
 def _outside(at: int, written: Sequence[Claim]) -> int:
-    """``at``, or where the window in ``written`` begins that it lies in."""
+    """``at``, or the beginning of the window in ``written`` that contains it."""
     index = bisect_left(written, at, key=lambda claim: claim[0]) - 1  # the last that begins before it
     return written[index][0] if index >= 0 and written[index][1] > at else at
 
 
 def target_node(target_rank: int, world_size: int, nodes: Mapping[int, int]) -> int:
-    """The node that will load target rank ``target_rank`` of ``world_size``, when ``nodes[worker]`` is each one's node.
+    """The node that will load target rank ``target_rank`` of ``world_size``; ``nodes[worker]`` is each worker's node.
 
-    Worker w of W takes the ranks from w * N / W on: N ranks on as many nodes, in the same order, as these workers.
+    Worker w of W takes the ranks from w * N / W on: N ranks on the same number of nodes as these workers, in the same
+    order.
     """
     return nodes[target_rank * len(nodes) // world_size]
 
@@ -111,7 +112,9 @@ Visible = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The bytes [begin, end) of segment number ``segment``. ``round``: the one that brings its bytes; -1: none."""
+    """The bytes [begin, end) of segment number ``segment``. ``round``: the round that brings its bytes; -1 if none is
+    needed.
+    """
 
     segment: int
     begin: int
@@ -124,8 +127,8 @@ class TransferPlan:
     """What one rank writes, sends and receives.
 
     ``files[segment]``: the plan by which it fills its windows of that segment; in it, the streams of all ranks follow
-    the source files. ``streams[o]``: the stream to rank o as the plan of a file, made of this rank's sources.
-    ``sends[o]``, ``receives[s]``: bytes of each round. ``rounds``: how many this rank has a part in.
+    the source files. ``streams[o]``: the stream to rank o, as the plan of a file made from this rank's sources.
+    ``sends[o]``, ``receives[s]``: bytes in each round. ``rounds``: the number of rounds in which this rank takes part.
     """
 
     windows: tuple[Window, ...]
@@ -138,7 +141,7 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Need:
-    """What rank ``owner`` cannot read: parts by segment, which rank sends each, in which round."""
+    """What rank ``owner`` cannot read: parts by segment, the rank that sends each, and its round."""
 
     owner: int
     windows: list[Window]
@@ -158,10 +161,12 @@ def plan_transfers(
     round_bytes: int,
     written: Mapping[int, Sequence[Range]] | None = None,
 ) -> TransferPlan:
-    """The plan of rank ``rank``. ``visible[file, rank]``: who sees which source file; somebody sees each.
+    """Plan the transfers of rank ``rank``. ``visible[file, rank]``: which rank sees which source file; every file is
+    seen by at least one.
 
-    ``written``: by segment, in order, what an interrupted run has written of it; a segment of which that is all has an
-    empty window. A window must not need more than ``round_bytes``; rounds are fuller the less it needs.
+    ``written``: for each segment what an interrupted run has written of it, in order; a segment that is complete has an
+    empty window. A window must not need more than ``round_bytes``; the less each window needs, the better rounds are
+    filled.
     """
     senders = _senders(visible)
     owned: dict[int, list[int]] = {rank: []}
@@ -188,7 +193,7 @@ def plan_transfers(
 
 
 def _senders(visible: Visible) -> Int64Array:
-    """Which rank sends file f to rank o, as [f, o], where one has to: those that see f take turns."""
+    """Which rank sends file f to rank o, as [f, o], if it must be sent: the ranks that see f take turns."""
     senders = np.zeros(visible.shape, np.int64)
     for file in np.flatnonzero(~visible.all(axis=1)).tolist():
         sees = np.flatnonzero(visible[file])
@@ -270,7 +275,7 @@ def _stream(need: _Need, sender: int) -> FilePlan:
 def _files_with_streams(
     plan: Plan, segments: Sequence[Segment], need: _Need, visible: Visible, rank: int
 ) -> dict[int, FilePlan]:
-    """By segment: the plan of its file, with what comes by streams taken from there."""
+    """For each segment the plan of its file, taking from streams what this rank does not see."""
     files = {window.segment: plan.files[segments[window.segment].file] for window in need.windows}
     position = np.zeros(len(need.nbytes), np.int64)
     for sender in sorted(set(need.sender.tolist())):
