@@ -1,7 +1,8 @@
-"""Holds the IR, one description of a checkpoint for all readers and writers, and names what describes a whole one.
+"""The IR: one description of a checkpoint for all readers and writers. This module has the names for a whole
+checkpoint.
 
-Imports nothing of this package but itself, ``errors`` and ``text``. This module imports neither numpy nor anything else
-that takes time: the command line shows layouts, containers, sections and strategies as choices.
+The package imports nothing of fsdpckpt but itself, ``errors`` and ``text``. This module imports neither numpy nor
+anything else that takes time, because the command line offers layouts, containers, sections and strategies as choices.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Section(StrEnum):
 
 
 class Strategy(StrEnum):
-    """``torch.distributed.fsdp.ShardingStrategy``, as far as the layout is concerned."""
+    """The values of ``torch.distributed.fsdp.ShardingStrategy`` that differ in layout."""
 
     FULL_SHARD = "full-shard"
     SHARD_GRAD_OP = "shard-grad-op"

@@ -1,4 +1,4 @@
-"""Describes a checkpoint: sections of named tensors and values, whatever files they came from."""
+"""Describes a checkpoint: sections of named tensors and values, whatever files they come from."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ ProblemKind: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that chunks lie in. ``path`` opens it through ``storage``; ``nbytes`` is its length when read."""
+    """A file that holds chunks. ``path`` opens it through ``storage``; ``nbytes`` is its length when it was read."""
 
     path: str
     nbytes: int
 
     @property
     def made_up(self) -> bool:
-        """Whether it is no file, but bytes that this program makes."""
+        """Whether it is not a file but bytes that this program makes."""
         return self.path.startswith((ZEROS, LITERAL))
 
 
@@ -71,8 +71,7 @@ class SourceFile:
 class Problem:
     """Something wrong with a checkpoint. ``fatal``: converting it would lose or invent data.
 
-    ``section`` is None when the whole checkpoint is concerned: a conversion that leaves a section out is not stopped by
-    its problems.
+    ``section``: None if the whole checkpoint is concerned. A conversion that leaves a section out ignores its problems.
     """
 
     kind: ProblemKind
@@ -86,9 +85,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that was inferred, cast, dropped, renamed, repaired or not carried over: shown in every summary.
+    """Something that was inferred, cast, dropped, renamed, repaired or not carried over: every summary shows it.
 
-    ``key`` names the one key concerned, ``keys`` lists them when there are many.
+    ``key``: the one key concerned; ``keys``: all of them if there are many.
     """
 
     kind: NoteKind
@@ -99,7 +98,9 @@ class Note:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checksums:
-    """CRC-32 records the source carries, in columns: ``nbytes`` from ``offset`` in file ``file`` sum to ``crc``."""
+    """The CRC-32 records in the source, in columns: ``nbytes`` from ``offset`` in file ``file`` have the CRC-32
+    ``crc``.
+    """
 
     file: Int64Array
     offset: Int64Array
@@ -134,7 +135,7 @@ class ManifestFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the ``fsdpckpt.json`` at ``path`` says: ``files`` in ``directory`` by name, and ``digests``.
+    """The content of the ``fsdpckpt.json`` at ``path``: ``files`` in ``directory`` by name, and ``digests``.
 
     A digest is the SHA-256 of one tensor's row-major bytes, by ``<section> <key>``; most conversions record none.
     """
@@ -160,7 +161,7 @@ class EvidenceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One reason why a checkpoint was read as it was: ``kind`` is for code, ``message`` for people."""
+    """One reason why a checkpoint was read the way it was: ``kind`` is for code, ``message`` for people."""
 
     kind: EvidenceKind
     message: str
@@ -175,10 +176,10 @@ UNORDERED = Evidence(EvidenceKind.ORDER, "keys are not in the order of the state
 
 @dataclass(slots=True)
 class ModelState:
-    """``params``: FQN (exactly as the source wrote it) to tensor, in the source's order; buffers included.
+    """``params``: FQN (exactly as in the source) to tensor, in the source's order; buffers included.
 
-    A value that is not a tensor (``_extra_state`` entries) stays a value. ``metadata`` is what ``nn.Module.state_dict``
-    attaches as ``_metadata``, None when the source has none.
+    A value that is not a tensor (``_extra_state`` entries) stays a value. ``metadata``: what ``nn.Module.state_dict``
+    attaches as ``_metadata``, None if the source has none.
     """
 
     params: dict[str, Tensor | Value]
@@ -186,7 +187,7 @@ class ModelState:
 
 
 def group_params(group: Mapping[Key, Value]) -> list[ParamKey] | None:
-    """The parameter keys that one param group lists; None when it has no list, or the list was not read."""
+    """The parameter keys that one param group lists; None if it has no list, or the list was not read."""
     params = group.get("params")
     if not isinstance(params, (list, tuple)):
         return None
@@ -194,17 +195,17 @@ def group_params(group: Mapping[Key, Value]) -> list[ParamKey] | None:
 
 
 def stored_entry(states: Mapping[str, Tensor | Value]) -> Mapping[str, Tensor | Value] | Tensor | Value:
-    """What a state dict has for one entry of ``OptimState.state``: the dict of its states, or the bare value."""
+    """The entry of a state dict for one entry of ``OptimState.state``: the dict of its states, or the bare value."""
     return states[BARE_VALUE] if states.keys() == {BARE_VALUE} else states
 
 
 @dataclass(slots=True)
 class OptimState:
-    """``state``: parameter key (int id or name) to {state name: tensor or value}, in the source's order; a user's own
-    value that is no dict of states is stored under the state name ``BARE_VALUE``.
+    """``state``: parameter key (int id or name) to {state name: tensor or value}, in the source's order. A value of the
+    user's that is not a dict of states is stored under the state name ``BARE_VALUE``.
 
-    ``param_groups`` as in ``torch.optim``, each with its ``params`` list of the same key type; None when the
-    source has no groups. ``extra``: top-level entries a user added beside ``state`` and ``param_groups``.
+    ``param_groups`` as in ``torch.optim``, each with its ``params`` list of the same key type; None if the source has
+    no groups. ``extra``: top-level entries that a user added beside ``state`` and ``param_groups``.
     """
 
     state: dict[ParamKey, dict[str, Tensor | Value]]
@@ -213,14 +214,14 @@ class OptimState:
 
     @property
     def key_type(self) -> KeyType | None:
-        """``"id"`` when all keys (of state and groups) are ints, ``"name"`` when not, None when there are none."""
+        """``"id"`` if all keys (of state and groups) are ints, ``"name"`` if not, None if there are none."""
         keys = [key for key, states in self.state.items() if BARE_VALUE not in states] + self.grouped_keys()
         if not keys:
             return None
         return "id" if all(isinstance(key, int) for key in keys) else "name"
 
     def grouped_keys(self) -> list[ParamKey]:
-        """The keys that the param groups list, group by group; a key that two of them list is there twice."""
+        """The keys that the param groups list, group by group. A key that two groups list appears twice."""
         return [key for group in self.param_groups or () for key in group_params(group) or ()]
 
 
@@ -240,7 +241,7 @@ class NamedTensor(NamedTuple):
 
 
 def _inside(param: str, state: str, value: Value) -> Iterator[NamedTensor]:
-    """The tensors of a state that is a container: SOAP's lists, bitsandbytes' dicts."""
+    """The tensors in a state that is a container: SOAP's lists, bitsandbytes' dicts."""
     outer = () if state == BARE_VALUE else (state,)
     for path, tensor in leaf_tensors(value):
         yield NamedTensor(Section.OPTIM, param, ".".join(map(str, (*outer, *path))), tensor)
@@ -250,18 +251,16 @@ def _inside(param: str, state: str, value: Value) -> Iterator[NamedTensor]:
 class Checkpoint:
     """Everything a reader learned, without tensor data.
 
-    ``files`` is what ``Chunks.file`` indexes. ``extra`` holds what is neither model nor optimizer, under the
-    source's own keys (nesting kept). ``rank_extra``: the extras of each rank, when ranks saved different ones
-    (RNG states), index = rank; empty otherwise. ``evidence``: what was recognised and why. ``container``: one of
-    ``Container``, or the name of a format that can only be read.
-    ``units``: those that lie beside the checkpoint, and ``units_from`` the file that says so. ``directory``: where it
-    was found, at ``source`` or below; "" for one file.
-    ``mesh_devices``: the device types of the meshes that its DTensors are on.
-    ``manifest``: that of the directory, when this program wrote it. ``nesting``: the path of keys under which a DCP
-    checkpoint has each section, and ``flattened_keys`` whether its optimizer's keys are ``state.<name>.<state>``.
-    ``orders``: of the ranks whose optimizers counted ids in another order, as the units or ``param_names`` say; here an
-    id is one parameter on all of them.
-    ``ignored``: the files and directories below ``source`` that were left out as the user asked, by their paths there.
+    ``files``: what ``Chunks.file`` indexes. ``extra``: what is neither model nor optimizer, under the source's own keys
+    (nesting kept). ``rank_extra``: the extras of each rank if ranks saved different ones (RNG states), index = rank;
+    empty otherwise. ``evidence``: what was recognised and why. ``container``: one of ``Container``, or the name of a
+    format that can only be read. ``units``: those beside the checkpoint, and ``units_from`` the file they come from.
+    ``directory``: where it was found, at ``source`` or below; "" for one file. ``mesh_devices``: the device types of
+    its DTensors' meshes. ``manifest``: that of the directory, if this program wrote it. ``nesting``: the path of keys
+    to each section of a DCP checkpoint, and ``flattened_keys`` whether its optimizer's keys are
+    ``state.<name>.<state>``. ``orders``: of the ranks whose optimizers number parameters in another order, according to
+    the units or ``param_names``; in the IR an id is the same parameter on all ranks. ``ignored``: the files and
+    directories below ``source`` that the user asked to leave out, as relative paths.
     """
 
     source: str
@@ -289,7 +288,7 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
 
     def leaves(self) -> Iterator[Tensor]:
-        """The tensors of ``tensors``, in its order, at a quarter of the cost: names have to be made."""
+        """The tensors of ``tensors``, in its order, four times as fast: names take time to make."""
         rest: list[Value] = [self.extra, *self.rank_extra]
         if self.model is not None:
             yield from (leaf for leaf in self.model.params.values() if isinstance(leaf, Tensor))
@@ -304,7 +303,7 @@ class Checkpoint:
         yield from (tensor for _, tensor in leaf_tensors(rest))
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """Every tensor of every section: model, then optimizer (its user-added entries last), then extra."""
+        """Every tensor of every section: model, then optimizer (the user's entries last), then extra."""
         if self.model is not None:
             for name, leaf in self.model.params.items():
                 if isinstance(leaf, Tensor):

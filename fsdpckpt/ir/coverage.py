@@ -1,7 +1,7 @@
 """Checks that the chunks of a tensor hold every element once. Equal boxes are replicas; other overlaps are flaws.
 
-Three steps, cheapest first: a whole chunk; a grid (each dimension cut into intervals that tile it, every cell
-present), as FSDP, HSDP and FSDP x TP make; and counting on the grid of all edges, which tells what is wrong.
+Three steps, cheapest first: a whole chunk; a grid (each dimension cut into intervals that tile it, every cell present),
+as FSDP, HSDP and FSDP x TP make; and counting on the grid of all edges, which finds what is wrong.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FlawKind: TypeAlias = Literal["incomplete", "overlap", "outside"]
 class Flaw:
     """One way in which chunks fail to hold a tensor.
 
-    ``elements``: how many are missing, held twice, or outside. ``start``, ``size``: the first box of them.
-    ``ranks``: who holds that box (empty for a missing one).
+    ``elements``: how many are missing, held twice, or outside. ``start``, ``size``: the first box of them. ``ranks``:
+    the ranks that hold that box (empty for a missing one).
     """
 
     kind: FlawKind
@@ -47,9 +47,10 @@ def box_text(start: Sequence[int], size: Sequence[int]) -> str:
 
 
 def flaws(tensor: Tensor) -> list[Flaw]:
-    """Everything wrong with the coverage of ``tensor``; empty when every element is held exactly once up to replicas.
+    """Everything wrong with the coverage of ``tensor``; empty if every element is held exactly once, not counting
+    replicas.
 
-    Empty boxes are ignored wherever they are: DCP and FSDP2 write them for ranks beyond the last row.
+    Ignores empty boxes wherever they are: DCP and FSDP2 write them for ranks beyond the last row.
     """
     chunks = tensor.chunks
     shape = tensor.shape
@@ -86,7 +87,7 @@ def _is_small_grid(shape: tuple[int, ...], starts: list[list[int]], sizes: list[
 
 
 def _is_grid(shape: tuple[int, ...], start: Int64Array, size: Int64Array) -> bool:
-    """As ``_is_small_grid``, in columns: O(n log n) for n chunks."""
+    """``_is_small_grid`` in columns: O(n log n) for n chunks."""
     filled = size.all(axis=1)
     if not filled.all():
         start, size = start[filled], size[filled]
@@ -113,7 +114,7 @@ def _is_grid(shape: tuple[int, ...], start: Int64Array, size: Int64Array) -> boo
 
 
 def _examine(shape: tuple[int, ...], start: Int64Array, size: Int64Array, rank: Int64Array) -> list[Flaw]:
-    """Find exactly what is wrong, if anything is (a cover that is not a grid is fine)."""
+    """Find exactly what is wrong, if anything is: chunks may cover a tensor without forming a grid."""
     flaws: list[Flaw] = []
     limit = np.asarray(shape, np.int64).reshape(1, len(shape))
     filled = size.all(axis=1)
@@ -197,7 +198,7 @@ def _holding(
 def _pairwise(
     shape: tuple[int, ...], start: Int64Array, size: Int64Array, holders: tuple[Int64Array, Int64Array, Int64Array]
 ) -> list[Flaw]:
-    """For boxes too irregular to count: any two that overlap, else what the volumes say is missing."""
+    """For boxes too irregular to count: any two that overlap, else what is missing according to the volumes."""
     end = start + size
     step = max(PAIRS_AT_ONCE // max(len(start), 1), 1)
     for begin in range(0, len(start), step):

@@ -23,11 +23,11 @@ MAX_DIMENSIONS = 64  # of a tensor: torch itself refuses more
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One torch dtype. ``itemsize`` is bytes an element; ``name`` is torch's, without ``torch.``.
+    """One torch dtype. ``itemsize``: bytes per element; ``name``: torch's, without ``torch.``.
 
-    ``storage`` is the legacy storage class in the ``torch`` module, None where ``torch.save`` uses an
-    untyped storage. ``safetensors`` is the code in a safetensors header, None where that format has none
-    that its reader accepts. ``numpy`` names the numpy (or ml_dtypes) type, None where neither has one.
+    ``storage``: the legacy storage class in the ``torch`` module, None if ``torch.save`` uses an untyped storage.
+    ``safetensors``: the code in a safetensors header, None if its reader accepts none. ``numpy``: the numpy (or
+    ml_dtypes) type, None if neither has one.
     """
 
     name: str
@@ -100,11 +100,11 @@ def numpy_dtype(dtype: DType) -> NumpyDType:
 
 
 def cast(values: NumpyArray, dtype: NumpyDType) -> NumpyArray:
-    """``values`` as ``torch.Tensor.to`` casts them: between two floats of which neither is float32, through float32.
+    """Cast ``values`` as ``torch.Tensor.to`` does: between two floats of which neither is float32, through float32.
 
-    ``c10/util`` converts every short float from and to ``float`` only, so that a double is rounded twice on its way to
-    one; numpy rounds float64 to float16 once, and has no cast at all between some of the eight-bit types. Overflow is
-    infinity or NaN, in silence; in float8_e4m3fn, which has no infinity, the largest number (``Float8_e4m3fn.h``).
+    ``c10/util`` converts every short float from and to ``float`` only, so a double is rounded twice on its way to one.
+    numpy rounds float64 to float16 once, and cannot cast between some of the eight-bit types. Overflow silently gives
+    infinity or NaN; in float8_e4m3fn, which has no infinity, the largest number (``Float8_e4m3fn.h``).
     """
     import numpy as np
 

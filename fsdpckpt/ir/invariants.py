@@ -1,6 +1,6 @@
 """Checks what must hold for a checkpoint to be converted without losing or inventing data: pure functions over the IR.
 
-Each returns every problem, none raises; ``fatal`` turns the fatal ones into one error.
+Each returns every problem and raises nothing; ``fatal`` turns the fatal ones into one error.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _who_holds(chunks: Chunks, world_size: int) -> str:
-    """Which ranks hold something of the tensor, and which do not: the absent file is usually among the latter."""
+    """Which ranks hold some of the tensor, and which do not: a missing file usually belongs to one of the latter."""
     held = sorted(set(chunks.rank.tolist()))
     if not held:
         return " (no rank holds any of it)"
@@ -101,7 +101,7 @@ def _file_of(chunks: Chunks, rank: int | None, checkpoint: Checkpoint) -> str | 
 
 
 def aliased_states(optim: OptimState, checkpoint: Checkpoint) -> Iterator[Problem]:
-    """A fatal problem for each parameter of which two tensor states lie on the same bytes of a file."""
+    """A fatal problem for each parameter with two tensor states in the same bytes of a file."""
     every = [leaf for states in optim.state.values() for leaf in states.values() if isinstance(leaf, Tensor)]
     if not every or _plainly_apart(every):
         return
@@ -124,8 +124,9 @@ def aliased_states(optim: OptimState, checkpoint: Checkpoint) -> Iterator[Proble
 
 
 class _Span(NamedTuple):
-    """The bytes of ``file`` from the first element to the end of the last one of a chunk: that of ``row`` of a tensor,
-    which is number ``tensor`` in a list."""
+    """The bytes of ``file`` from the first element of a chunk to the end of the last: that of ``row`` of the tensor
+    with number ``tensor`` in a list.
+    """
 
     file: int
     begin: int
@@ -135,7 +136,7 @@ class _Span(NamedTuple):
 
 
 def _sharing(tensors: list[tuple[str, Tensor]]) -> tuple[str, str, int] | None:
-    """Two states and the file in which they overlap."""
+    """Two states that overlap, and their file."""
     if _plainly_apart([tensor for _, tensor in tensors]):
         return None
     spans: list[_Span] = []
@@ -157,7 +158,7 @@ def _sharing(tensors: list[tuple[str, Tensor]]) -> tuple[str, str, int] | None:
 
 
 def _plainly_apart(tensors: Sequence[Tensor]) -> bool:
-    """True when no two located chunks overlap, found in columns; False says nothing."""
+    """True if no two located chunks overlap, computed in columns; False leaves it open."""
     number = np.concatenate([tensor.chunks.file for tensor in tensors])
     begin = np.concatenate([tensor.chunks.offset for tensor in tensors])
     span = spans_of(tensors)
@@ -215,7 +216,7 @@ def state_completeness(optim: OptimState) -> Iterator[Problem]:
 def _uneven_states(
     number: int, keys: list[ParamKey], state: Mapping[ParamKey, Mapping[str, Tensor | Value]]
 ) -> Iterator[Problem]:
-    """States absent from one parameter that every other one of the group with as many dimensions has.
+    """States absent from one parameter that every other parameter of the group with the same number of dimensions has.
 
     By dimensions, because factored optimizers (Adafactor) keep other states for vectors than for matrices.
     """
@@ -247,7 +248,7 @@ def _state_problem(key: ParamKey, message: str) -> Problem:
 def fatal(problems: Iterable[Problem], *, source: str = "the checkpoint") -> SourceError:
     """One error that lists every fatal problem; their kinds decide its class.
 
-    Raises ValueError when none is fatal: ask first.
+    Raises ValueError if none is fatal: check before.
     """
     wrong = [problem for problem in problems if problem.fatal]
     if not wrong:

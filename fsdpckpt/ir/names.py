@@ -42,7 +42,7 @@ _SHOWN = 5  # keys named in a note's message; ``keys`` lists all
 
 
 def without_module(names: Iterable[str], like: Collection[str]) -> tuple[str, ...]:
-    """``names`` without a leading ``module.`` when every one has it and none of ``like`` has."""
+    """``names`` without a leading ``module.`` if all of them have it and none of ``like`` has."""
     taken = tuple(names)
     if taken and all(map(_distributed, taken)) and not any(map(_distributed, like)):
         return tuple(name.removeprefix(_DISTRIBUTED) for name in taken)
@@ -93,9 +93,9 @@ def sorted_by_a_tool(names: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SourceNames:
-    """What a source calls its parameters: its own name by the one without wrappers' prefixes, for each section.
+    """A source's own names for its parameters: by the name without wrapper prefixes, for each section.
 
-    ``metadata``: that of the model without such prefixes, and its own. ``leading``: what all other names begin with.
+    ``metadata``: that of the model without such prefixes, and its own. ``leading``: the prefix of all other names.
     """
 
     model: Mapping[str, str] = field(default_factory=dict)
@@ -113,11 +113,11 @@ class SourceNames:
         return self.model.get(name, self.leading + name)
 
     def of_optimizer(self, name: str) -> str:
-        """An optimizer that the source keys by id is named like its model."""
+        """The optimizer's own name for a parameter; if it is keyed by id, the model's."""
         return self.optim[name] if name in self.optim else self.of_model(name)
 
     def restored(self, checkpoint: Checkpoint) -> Checkpoint:
-        """``checkpoint`` with the source's names in place of those without wrappers' prefixes."""
+        """``checkpoint`` with the source's own names in place of those without wrapper prefixes."""
         model, optim = checkpoint.model, checkpoint.optim
         if model is not None:
             cleaned, in_source = self.metadata
@@ -128,7 +128,7 @@ class SourceNames:
         return replace(checkpoint, model=model, optim=optim)
 
     def cleaned(self, checkpoint: Checkpoint) -> Checkpoint:
-        """``checkpoint`` as it is, with a note that lists the names that lost a prefix."""
+        """``checkpoint`` with a note that lists the names that lost a prefix."""
         pairs = [(wrapped, name) for names in (self.model, self.optim) for name, wrapped in names.items()]
         listed = list(dict.fromkeys(f"{wrapped} -> {name}" for wrapped, name in pairs if wrapped != name))
         if not listed:
@@ -141,18 +141,18 @@ class SourceNames:
 
 
 def leading_wrapper(names: Iterable[str]) -> str:
-    """``_orig_mod.`` where all of ``names`` begin with it: those of a compiled model, whose flat parameters do, too."""
+    """``_orig_mod.`` if all of ``names`` begin with it: those of a compiled model, whose flat parameters do too."""
     taken = list(names)
     return _COMPILED if taken and all(name.startswith(_COMPILED) for name in taken) else ""
 
 
 def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] = ()) -> tuple[Checkpoint, SourceNames]:
-    """``checkpoint`` without the prefixes of wrappers on model and optimizer keys, and what these were.
+    """Remove the prefixes of wrappers from model and optimizer keys. Also returns the source's own names.
 
-    FSDP1's wrappers are no part of a state dict's names, as ``FSDP.optim_state_dict`` drops them: an optimizer that is
-    keyed by ``named_parameters()`` loses them for good, unless the model's own names, ``like``, have them.
-    ``param_names`` in groups are not keys and stay as they are; whoever matches them cleans them. ``leading``: see
-    ``SourceNames``. Raises SourceUnsupportedError when two keys of one section would become one.
+    FSDP1's wrappers are not part of the names in a state dict, and ``FSDP.optim_state_dict`` drops them. An optimizer
+    that is keyed by ``named_parameters()`` loses them for good, unless the model's own names, ``like``, have them.
+    ``param_names`` in groups are not keys and stay as they are; the code that matches them cleans them. ``leading``:
+    see ``SourceNames``. Raises SourceUnsupportedError if two keys of one section would become one.
     """
     model, optim = checkpoint.model, checkpoint.optim
     in_model = {name: clean(name) for name in model.params} if model is not None else {}
@@ -197,7 +197,7 @@ def _names(optim: OptimState | None) -> list[str]:
 
 
 def _bare(names: Mapping[str, str], like: Iterable[str]) -> dict[str, str]:
-    """``names`` (old to new) as ``without_module`` says of the new ones."""
+    """``names`` (old to new), with ``without_module`` applied to the new ones."""
     return dict(zip(names, without_module(names.values(), tuple(like)), strict=True))
 
 
@@ -218,7 +218,9 @@ def _refuse_collisions(checkpoint: Checkpoint, names: Mapping[str, str], section
 
 
 def _metadata(metadata: Value) -> Value:
-    """``_metadata`` with cleaned module paths. Of a wrapper and its module with one path, the module's entry stays."""
+    """``_metadata`` with cleaned module paths. If a wrapper and its module get the same path, the module's
+    entry stays.
+    """
     if not isinstance(metadata, dict):
         return metadata
     return like(metadata, {clean(key) if isinstance(key, str) else key: value for key, value in metadata.items()})

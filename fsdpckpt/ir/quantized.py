@@ -54,8 +54,9 @@ _Name = TypeVar("_Name")  # of an entry: a key or a value, as the caller types i
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The form of one state: torchao's class, the dtype that it appears as, the parameter's shape, the elements of a
-    block, and whether the codes have a sign (None: the class does not say, as fp8)."""
+    """The form of one state: torchao's class, the dtype it presents, the parameter's shape, the elements in a block,
+    and whether the codes have a sign (None: the class does not say, as fp8).
+    """
 
     kind: Global
     dtype: DType
@@ -65,7 +66,7 @@ class Blocks:
 
     @property
     def packed(self) -> bool:
-        """Two codes a byte."""
+        """Whether a byte holds two codes."""
         return _BITS[self.kind.name] == 4
 
     @property
@@ -74,19 +75,20 @@ class Blocks:
 
     @property
     def group(self) -> int:
-        """Rows of a group."""
+        """The number of rows in a group."""
         return self.block // gcd(self.block, prod(self.shape[1:]))
 
     def shape_of(self, part: str) -> tuple[int, ...]:
-        """The shape in the IR of the codes or the scale of all rows."""
+        """The shape in the IR of the codes or the scale for all rows."""
         elements = self.group * prod(self.shape[1:])
         if part == SCALE:
             return self.shape[0] // self.group, elements // self.block
         return (self.shape[0] // self.group, elements // 2) if self.packed else self.shape
 
     def box_of(self, part: str, box: Box) -> Box | None:
-        """What the codes or the scale of ``box`` (elements of the parameter) are of the whole part's; None where a
-        block reaches out of it."""
+        """The box of the whole codes or scale that belongs to ``box`` (elements of the parameter); None if a block
+        extends beyond it.
+        """
         whole = box.offsets[1:] == (0,) * (len(self.shape) - 1) and box.sizes[1:] == self.shape[1:]
         if not whole or box.offsets[0] % self.group or box.sizes[0] % self.group:
             return None
@@ -103,12 +105,12 @@ class Blocks:
 
 
 def is_blockwise(kind: Global) -> bool:
-    """Whether tensors of this class are states in blocks."""
+    """Whether tensors of this class are states quantized in blocks."""
     return (kind.module, kind.name) in CLASSES
 
 
 def blocks_of(value: object) -> Blocks | None:
-    """The form that ``Blocks.record`` wrote down."""
+    """The form that ``Blocks.record`` stored."""
     if type(value) is not Object or not is_blockwise(value.function):
         return None
     match value.args:
@@ -120,7 +122,7 @@ def blocks_of(value: object) -> Blocks | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blockwise:
-    """One state put together: its form and its tensors by part."""
+    """One state: its form, and its tensors by part."""
 
     blocks: Blocks
     tensors: Mapping[str, Tensor]
@@ -131,7 +133,7 @@ def part_name(name: object, part: str) -> str:
 
 
 def split_state(name: Key, blocks: Blocks, parts: Mapping[str, _Item]) -> dict[Key, _Item | Object]:
-    """The entries of a dict that stand for one state, which is called ``name`` there."""
+    """The entries of a dict for one state with the name ``name``."""
     return {name: blocks.record(), **{part_name(name, part): item for part, item in parts.items()}}
 
 
@@ -146,7 +148,9 @@ def parts_in(entry: Mapping[_Name, object]) -> dict[str, tuple[Blocks, str]]:
 
 
 def joined_states(entry: Mapping[_Name, Value]) -> Iterator[tuple[_Name, Value | Blockwise]]:
-    """The items of ``entry``, as ``split_state`` found them. Raises SourceCorruptError for a state without a part."""
+    """The inverse of ``split_state`` for the items of ``entry``. Raises SourceCorruptError for a state that lacks a
+    part.
+    """
     parts = parts_in(entry) if any(type(value) is Object for value in entry.values()) else {}
     for name, value in entry.items():
         blocks = blocks_of(value) if parts else None
@@ -177,21 +181,23 @@ def unwrapped(entry: Any) -> Any:
 
 
 def is_codes(name: object) -> bool:
-    """Whether a state of this name is one that may be quantized."""
+    """Whether a state with this name may be quantized."""
     return name in _CODES.values()
 
 
 def scales_in(entry: Mapping[str, object]) -> dict[str, str]:
-    """The states in ``entry`` that are scales, each with the state that its codes are."""
+    """The states in ``entry`` that are scales, each with the state that has its codes."""
     return {scale: codes for scale, codes in _CODES.items() if scale in entry and codes in entry}
 
 
 def maps_in(entry: Mapping[str, object]) -> tuple[str, ...]:
-    """The states in ``entry`` that say what codes stand for, alike on all ranks."""
+    """The states in ``entry`` that map codes to values, equal on all ranks."""
     return tuple(name for name in _MAPS if name in entry) if scales_in(entry) else ()
 
 
 def block_of(lengths: Iterable[tuple[int, int]]) -> int | None:
-    """Codes of a block, from numbers of codes and of their scales; None where no size of the library fits."""
+    """The number of codes in a block, from the numbers of codes and scales; None if no block size of the
+    library fits.
+    """
     pairs = list(lengths)
     return next((size for size in _BLOCK_SIZES if all(-(-codes // size) == scales for codes, scales in pairs)), None)

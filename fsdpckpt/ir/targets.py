@@ -177,7 +177,7 @@ class TargetFile:
 
 
 def as_table(columns: array[int], width: int) -> Int64Array:
-    """Rows that were added one after the other, as (n, ``width``)."""
+    """Rows that were added one by one, as an array (n, ``width``)."""
     return np.frombuffer(columns, np.int64).reshape(-1, width)
 
 
@@ -190,7 +190,7 @@ EACH = -1
 
 
 class ItemKinds:
-    """The columns of several laid-out items, one after the other. Each is a kind of items that files have many of."""
+    """The columns of several items, one after the other. Each is a kind of item that files have many of."""
 
     def __init__(self, kinds: list[TargetFile]) -> None:
         self._literals = _joined([as_table(kind.literal_columns, 3) for kind in kinds], 3)
@@ -238,7 +238,7 @@ def _rows_of(joined: _Joined, tables: Int64Array) -> tuple[Int64Array, Int64Arra
 
 @dataclass(frozen=True, slots=True)
 class LinkedFile:
-    """A target file at ``path`` that is the source's file number ``source``, byte for byte: it is linked, not written.
+    """A target file at ``path`` with the same bytes as source file number ``source``: it is linked, not written.
 
     ``used``: the bytes in it that belong to the target.
     """

@@ -1,8 +1,8 @@
-"""Describes logical tensors: dtype, global shape, and where every element lies, in columns.
+"""Describes tensors: dtype, global shape, and where every element is, in columns.
 
-A *chunk* is a box of one tensor's elements lying in one file. Several chunks may hold the same box
-(replicas); together the chunks of a whole tensor cover every element. Device meshes and placements are in PyTorch's
-terms, of ``torch.distributed.device_mesh`` and ``torch.distributed.tensor.placement_types``.
+A *chunk* is a box of one tensor's elements in one file. Several chunks may hold the same box (replicas); together the
+chunks of a whole tensor cover every element. Device meshes and placements are in PyTorch's terms, of
+``torch.distributed.device_mesh`` and ``torch.distributed.tensor.placement_types``.
 """
 
 from __future__ import annotations
@@ -52,20 +52,21 @@ Placement: TypeAlias = Shard | Replicate | StridedShard
 
 
 def placements_text(placements: Sequence[Placement]) -> str:
-    """As PyTorch's words, e.g. ``[Replicate(), Shard(0)]``."""
+    """In PyTorch's words, e.g. ``[Replicate(), Shard(0)]``."""
     return f"[{', '.join(map(str, placements))}]"
 
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """A mesh of all ranks, row-major, as ``init_device_mesh`` makes it: ``sizes`` in ranks, ``names`` the
-    ``mesh_dim_names``, None without any."""
+    """A mesh of all ranks, row-major, as ``init_device_mesh`` makes it. ``sizes``: in ranks; ``names``: the
+    ``mesh_dim_names``, None without any.
+    """
 
     sizes: tuple[int, ...]
     names: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
-        """As ``--mesh`` takes it: ``dp_shard=4,tp=2``; unnamed dimensions are sizes only: ``4,2``."""
+        """In the form ``--mesh`` takes: ``dp_shard=4,tp=2``; for unnamed dimensions the sizes only: ``4,2``."""
         if self.names is None:
             return ",".join(map(str, self.sizes))
         return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
@@ -76,16 +77,16 @@ class MeshShape:
 
     @property
     def dimension_names(self) -> tuple[str, ...]:
-        """What each dimension is called: its name, in a mesh without names its number."""
+        """The name of each dimension; in a mesh without names its number."""
         return self.names if self.names is not None else tuple(map(str, range(len(self.sizes))))
 
     def steps(self, names: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """For each of the dimensions ``names``: how many ranks it has, and by how much neighbours differ."""
+        """For each of the dimensions ``names``: its number of ranks, and the difference between neighbouring ranks."""
         dims = [self.dimension_names.index(name) for name in names]
         return tuple((self.sizes[dim], prod(self.sizes[dim + 1 :])) for dim in dims)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """The place of ``rank`` in the mesh."""
+        """The coordinate of ``rank`` in the mesh."""
         reversed_coordinate: list[int] = []
         for size in reversed(self.sizes):
             rank, at = divmod(rank, size)
@@ -95,10 +96,10 @@ class MeshShape:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How one tensor lies on ``mesh``: one placement for each mesh dimension.
+    """One tensor's placements on ``mesh``, one for each mesh dimension.
 
-    None: the tensor's own mesh lacks that dimension, as with FSDP2 beside tensor parallelism that leaves a parameter
-    alone (it is a DTensor on the submesh of FSDP). All ranks along it hold the same.
+    None: the tensor's own mesh lacks that dimension, as with FSDP2 when tensor parallelism leaves a parameter alone (it
+    is a DTensor on the submesh of FSDP). All ranks along it hold the same.
     """
 
     mesh: MeshShape
@@ -129,7 +130,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def contiguous_strides(size: Int64Array) -> Int64Array:
-    """``contiguous_stride`` of each of n boxes (n, d), not to be written to: one row in memory if all are the same."""
+    """``contiguous_stride`` of each of n boxes (n, d). Read-only: one row in memory if all are the same."""
     n, d = size.shape
     if n == 1:
         return np.array([contiguous_stride(size[0].tolist())], np.int64).reshape(1, d)
@@ -142,7 +143,7 @@ def contiguous_strides(size: Int64Array) -> Int64Array:
 
 
 def first_equal(rows: Int64Array) -> Int64Array:
-    """For each row (n, d) the number of the first one that equals it."""
+    """For each row (n, d) the number of the first row that equals it."""
     first = np.zeros(len(rows), np.int64)
     if rows.shape[1]:
         order = np.lexsort(rows.T)  # stable: the first of equals comes first
@@ -154,7 +155,9 @@ def first_equal(rows: Int64Array) -> Int64Array:
 
 @lru_cache(maxsize=1 << 16)
 def _whole_box(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Start, size and stride of a chunk that is a whole tensor: a model has few shapes, and many tensors of each."""
+    """Start, size and stride of a chunk that is a whole tensor. Cached: a model has few shapes, and many tensors of
+    each.
+    """
     box = np.zeros((3, 1, len(shape)), np.int64)
     box[1, 0] = shape
     box[2, 0] = contiguous_stride(shape) if stride is None else stride
@@ -164,7 +167,7 @@ def _whole_box(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[
 
 @lru_cache(maxsize=1 << 12)
 def _number(value: int) -> Int64Array:
-    """A column of one row."""
+    """A column with one row."""
     column = np.array((value,), np.int64)
     column.flags.writeable = False
     return column
@@ -172,13 +175,13 @@ def _number(value: int) -> Int64Array:
 
 @dataclass(slots=True, eq=False)  # Final, not frozen: frozen ones take four times as long to make, and there are many
 class Chunks:
-    """The chunks of one tensor, one row each. n rows; d is the tensor's number of dimensions.
+    """The chunks of one tensor, one row each: n rows; d is the tensor's number of dimensions.
 
-    ``rank`` (n,): the rank that held or wrote the chunk. ``file`` (n,): index into ``Checkpoint.files``.
-    ``offset`` (n,): byte offset in that file of the chunk's first element, -1 while the reader has not
-    located it (``locate=False``). ``start``, ``size`` (n, d): the box, in elements of the global tensor.
-    ``stride`` (n, d): elements between neighbours in the file, as ``torch.Tensor.stride``. ``item`` (n, 2), of chunks
-    that DCP stored: the first byte of the archive in that file which holds the chunk, and its length.
+    ``rank`` (n,): the rank that held or wrote the chunk. ``file`` (n,): index into ``Checkpoint.files``. ``offset``
+    (n,): byte offset in that file of the chunk's first element, -1 until the reader has located it (``locate=False``).
+    ``start``, ``size`` (n, d): the box, in elements of the global tensor. ``stride`` (n, d): elements between
+    neighbours in the file, as ``torch.Tensor.stride``. ``item`` (n, 2), for chunks stored by DCP: the first byte and
+    the length of the archive in that file that holds the chunk.
     """
 
     rank: Final[Int64Array]
@@ -196,7 +199,7 @@ class Chunks:
     def whole(
         cls, *, file: int, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None, rank: int = 0
     ) -> Chunks:
-        """One chunk that is the whole tensor. All arrays but ``offset`` are shared, and not to be written to."""
+        """One chunk that is the whole tensor. All arrays but ``offset`` are shared and read-only."""
         start, size, steps = _whole_box(tuple(shape), None if stride is None else tuple(stride))
         return cls(_number(rank), _number(file), np.array((offset,), np.int64), start, size, steps)
 
@@ -239,16 +242,14 @@ class Chunks:
 
 @dataclass(slots=True, eq=False)
 class Tensor:
-    """One tensor of a checkpoint. ``shape`` is the global shape in elements. Equal only to itself, so that it can be a
+    """One tensor of a checkpoint. ``shape``: the global shape in elements. Equal only to itself, so that it can be a
     key of a dict.
 
-    ``sharded``: True when FSDP shards it (DTensor, ShardedTensor, several DCP chunks, FSDP1's clone mark, an
-    ``nn.Parameter``), False when every rank holds it whole (plain tensor among sharded ones, 0-dim), None when
-    the source does not say. It comes from metadata, never from values.
-    ``placement``: how the source held it, in PyTorch's words, e.g. ``"[Shard(0)]"``, ``"[Replicate(), Shard(0)]"``,
-    ``"whole"`` for a plain tensor.
-    ``sharding``: how it lies on a device mesh, the source's until the target's is decided. None when nothing says so:
-    only DTensors name a mesh.
+    ``sharded``: True if FSDP shards it (DTensor, ShardedTensor, several DCP chunks, FSDP1's clone mark, an
+    ``nn.Parameter``), False if every rank holds it whole (plain tensor among sharded ones, 0-dim), None if the source
+    does not say. It comes from metadata, never from values. ``placement``: how the source held it, in PyTorch's words,
+    e.g. ``"[Shard(0)]"``, ``"[Replicate(), Shard(0)]"``, ``"whole"`` for a plain tensor. ``sharding``: its placements
+    on a device mesh, the source's until the target's are decided. None if the source names no mesh: only DTensors do.
     """
 
     dtype: Final[DType]
@@ -259,7 +260,7 @@ class Tensor:
     sharding: Final[Sharding | None] = None
 
     def with_sharded(self, sharded: bool) -> Tensor:  # noqa: FBT001 (the field of that name)
-        """Another tensor of the same data. ``dataclasses.replace`` takes ten times as long."""
+        """Another tensor of the same data. Ten times as fast as ``dataclasses.replace``."""
         return Tensor(self.dtype, self.shape, self.chunks, sharded, self.placement, self.sharding)
 
     @property
@@ -275,8 +276,8 @@ class Tensor:
         return len(self.shape)
 
     def place(self) -> tuple[object, ...] | None:
-        """Where every element lies, and in which form: equal for two names of one stored tensor. None when nothing says
-        so: it has no elements, or the reader has not located them.
+        """Where every element is, and in which form: equal for two names of one stored tensor. None if it has no
+        elements, or the reader has not located them.
         """
         chunks = self.chunks
         if not self.numel or not len(chunks) or (chunks.offset < 0).any():
@@ -286,7 +287,7 @@ class Tensor:
 
 
 def spans_of(tensors: Sequence[Tensor]) -> Int64Array:
-    """Bytes from the first element to the end of the last, of each chunk of ``tensors``; 0 of an empty one."""
+    """The bytes from the first element to the end of the last, for each chunk of ``tensors``; 0 for an empty one."""
     known: dict[tuple[int, int, int], Int64Array] = {}  # by the ids of sizes and strides, which many tensors share
     spans = [np.zeros(0, np.int64)]
     for tensor in tensors:
@@ -301,7 +302,7 @@ def spans_of(tensors: Sequence[Tensor]) -> Int64Array:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """``offsets`` and ``sizes`` in elements of the whole tensor, one number a dimension."""
+    """``offsets`` and ``sizes`` in elements of the whole tensor, one number for each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

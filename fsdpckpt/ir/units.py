@@ -1,7 +1,7 @@
-"""Units: what FSDP1 never saves, which parameters lie in which flat parameter, in which order and with which shapes.
+"""Units: what FSDP1 never saves. They list the parameters in each flat parameter, in order and with their shapes.
 
 A *unit* is one FSDP1-wrapped module; the parameters it manages form one flat parameter. Names are FQNs without the
-prefixes that wrappers add. Order is everything here: of units (pre-order of the modules, the root first), of the
+prefixes that wrappers add. Order matters everywhere: of units (pre-order of the modules, the root first), of the
 parameters in a unit, of ``model.parameters()``, of the optimizer's groups.
 """
 
@@ -29,9 +29,9 @@ Groups: TypeAlias = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class UnitParam:
-    """One original parameter. ``shape``: elements a dimension.
+    """One original parameter. ``shape``: elements in each dimension.
 
-    ``stride``: elements, as ``torch.Tensor.stride``, of a parameter that is not row-major (channels_last): FSDP1
+    ``stride``: in elements, as ``torch.Tensor.stride``, of a parameter that is not row-major (channels_last): FSDP1
     flattens it in memory order (``FlatParamHandle._init_flat_param_and_metadata``). None for row-major.
     """
 
@@ -49,7 +49,7 @@ class UnitParam:
     def order(self) -> tuple[int, ...] | None:
         """The dimensions from slowest to fastest in memory, None for row-major.
 
-        Those of one element come first: their strides say nothing, and PyTorch does not keep them.
+        Dimensions of one element come first: their strides have no meaning, and PyTorch does not keep them.
         """
         if self.stride is None:
             return None
@@ -64,9 +64,8 @@ class UnitParam:
 class Unit:
     """One flat parameter. ``prefix``: FQN of the wrapped module, "" for the root.
 
-    ``params``: every parameter it holds, frozen ones too, a shared one once, at its first place.
-    ``param_dtype``: ``MixedPrecision.param_dtype``, which decides the alignment under ``use_orig_params=True``; None
-    when there is none.
+    ``params``: every parameter it holds, including frozen ones; a shared one once, at its first place. ``param_dtype``:
+    ``MixedPrecision.param_dtype``, which decides the alignment under ``use_orig_params=True``; None if there is none.
     """
 
     prefix: str
@@ -86,7 +85,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class RankOrder:
-    """The groups of the optimizers on ``ranks``, where they are not ``Units.groups``."""
+    """The optimizer's groups on ``ranks``, if they differ from ``Units.groups``."""
 
     ranks: tuple[int, ...]
     groups: Groups
@@ -96,13 +95,14 @@ class RankOrder:
 class Units:
     """All units of one model, and what else is needed to read or write its flattened checkpoints.
 
-    ``unmanaged``: parameters outside of every unit (ignored by FSDP, or beside the wrapped modules), whole on every
-    rank. ``shared``: (later name, first name) of shared parameters. ``parameters``: ``model.parameters()`` order, as
-    original names, a shared parameter once. ``groups``: for each group of the optimizer its parameters in the order of
-    their ids: original names, or with ``use_orig_params=False`` the ``key`` of a unit; None when not known, which
-    means one group in ``model.parameters()`` order. ``world_size``: ranks when it was recorded, None when it is for
+    ``unmanaged``: parameters outside every unit (ignored by FSDP, or beside the wrapped modules), whole on every rank.
+    ``shared``: (later name, first name) of shared parameters. ``parameters``: ``model.parameters()`` order, as original
+    names, a shared parameter once. ``groups``: for each group of the optimizer its parameters in the order of their
+    ids: original names, or with ``use_orig_params=False`` the ``key`` of a unit; None if not known, which means one
+    group in ``model.parameters()`` order. ``world_size``: the number of ranks when it was recorded, None if it is for
     any. ``shard_size``: ranks in one sharding group, None for all of them (HYBRID_SHARD has fewer). ``orders``: the
-    ranks whose optimizers list their parameters in another order, or lack some; ``groups`` then lists what any has.
+    ranks whose optimizers list their parameters in another order, or lack some; ``groups`` then lists every parameter
+    that any rank has.
     """
 
     units: tuple[Unit, ...]
@@ -122,11 +122,11 @@ class Units:
         return by_name
 
     def unit_of(self) -> dict[str, Unit]:
-        """Each sharded original parameter's unit."""
+        """The unit of each sharded original parameter."""
         return {param.name: unit for unit in self.units for param in unit.params}
 
     def optimizer_keys(self) -> tuple[str, ...]:
-        """What ``model.parameters()`` of the wrapped model holds, in its order: the order of ids of one group.
+        """What ``model.parameters()`` of the wrapped model holds, in order: the order of ids in a single group.
 
         With ``use_orig_params=True`` the original names, otherwise units' keys and unmanaged names: a module's own
         unmanaged parameters come first, then its flat parameter (it is registered last), then its children.
@@ -138,11 +138,13 @@ class Units:
         return tuple(key for key in state_dict_order(self.parameters, self) if key in flat or key in unmanaged)
 
     def id_order(self) -> tuple[str, ...]:
-        """What the ids of an optimizer count: ``groups`` one after the other, else ``optimizer_keys``."""
+        """The parameters in the order of an optimizer's ids: ``groups`` one after the other, else
+        ``optimizer_keys``.
+        """
         return self.optimizer_keys() if self.groups is None else tuple(key for group in self.groups for key in group)
 
     def named_groups(self) -> Groups | None:
-        """``groups`` by original names; those of a flat parameter as ``model.parameters()`` has them."""
+        """``groups`` by original names; those in a flat parameter in the order of ``model.parameters()``."""
         if self.groups is None or self.use_orig_params:
             return self.groups
         names_of = {unit.key: tuple(param.name for param in unit.params) for unit in self.units}
@@ -169,7 +171,7 @@ def state_dict_order(names: Iterable[str], units: Units) -> list[str]:
 
     A module's parameters come first, then its buffers, then its children. With ``use_orig_params=False`` the flat
     parameter is a parameter of its module, registered last; with True the state dict hook puts it after everything in
-    the module. Raw order otherwise: whatever ``names`` has.
+    the module. Otherwise the order of ``names`` stays.
     """
     known = {*units.params(), *(later for later, _ in units.shared)}
     root = _Module()
@@ -197,7 +199,7 @@ def _list_module(module: _Module, path: str, flat: Mapping[str, str], keys: list
 
 
 def flaws(units: Units) -> list[str]:
-    """Every contradiction within ``units``, one sentence each; none when they describe one model."""
+    """Every contradiction within ``units``, one sentence each; empty if they describe one model."""
     result = [*_repeated(units), *_orders(units)]
     for unit in units.units:
         result.extend(_unit_flaws(unit, use_orig_params=units.use_orig_params))
@@ -222,7 +224,7 @@ def _twice(names: Iterable[_Item]) -> list[tuple[_Item, int]]:
 
 
 def _orders(units: Units) -> Iterator[str]:
-    """``parameters`` has every parameter, ``groups`` only what an optimizer of the wrapped model could hold."""
+    """``parameters`` has every parameter; ``groups`` has only what an optimizer of the wrapped model could hold."""
     known = set(units.params())
     listed = set(units.parameters)
     unknown = [name for name in units.parameters if name not in known]
@@ -249,7 +251,7 @@ def _order_flaws(order: RankOrder, groups: Groups) -> Iterator[str]:
 
 
 def _astray(units: Units) -> Iterator[str]:
-    """A unit has its parameters in the order of ``model.parameters()``; shared ones may be met elsewhere before."""
+    """A unit has its parameters in the order of ``model.parameters()``; shared ones may come earlier elsewhere."""
     place = {name: index for index, name in enumerate(units.parameters)}
     firsts = {first for _, first in units.shared}
     for unit in units.units:
@@ -275,7 +277,7 @@ def _unit_flaws(unit: Unit, *, use_orig_params: bool) -> Iterator[str]:
 
 
 def _stride_flaws(param: UnitParam) -> Iterator[str]:
-    """A stride has to be dense: FSDP1 flattens ``numel`` elements as they lie in memory."""
+    """A stride must be dense: FSDP1 flattens ``numel`` elements in memory order."""
     if param.stride is None:
         return
     if len(param.stride) != len(param.shape):

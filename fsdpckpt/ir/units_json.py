@@ -1,6 +1,6 @@
-"""The units file: ``Units`` as a JSON document a person can read, and back, with everything in it checked.
+"""The units file: encodes ``Units`` as a JSON document that people can read, and decodes it with every field checked.
 
-``{"format": "fsdpckpt-units", "version": 1, ...}``: fields that hold their default (row-major ``stride``,
+``{"format": "fsdpckpt-units", "version": 1, ...}``: fields with their default value (row-major ``stride``,
 ``requires_grad`` true) are left out. Version 2 has ``orders``, which only optimizers that differ by rank need.
 """
 
@@ -39,9 +39,9 @@ _FIELDS = (
 
 
 def encode(units: Units, *, how: Sequence[str] = ()) -> dict[str, Json]:
-    """``units`` as the JSON document of a units file; ``decode`` gives the same units back.
+    """``units`` as the JSON document of a units file; ``decode`` is the inverse.
 
-    ``how``: how they were found and proved, in words, for whoever reads the file; nothing reads it back.
+    ``how``: how they were found and proved, for people who read the file; the program does not read it back.
     """
     return {
         "format": FORMAT,
@@ -89,7 +89,7 @@ def render(document: Mapping[str, Json]) -> str:
 
 
 def _lines(value: Json, depth: int) -> str:
-    """A list one line an item, and a unit one line a field; everything smaller on one line."""
+    """A list with one line for each item, and a unit with one line for each field; everything smaller on one line."""
     indent = " " * (depth + 1)
     if isinstance(value, list) and value:
         return "[\n" + ",\n".join(indent + _lines(item, depth + 1) for item in value) + "\n" + " " * depth + "]"
@@ -100,7 +100,7 @@ def _lines(value: Json, depth: int) -> str:
 
 
 def loads(data: bytes, *, source: str) -> Units:
-    """The units in the bytes of a units file; ``source`` names the file in errors. Raises SourceError."""
+    """Parse a units file; ``source`` names the file in errors. Raises SourceError."""
     if len(data) > MOST_BYTES:
         raise SourceUnrecognisedError(
             f"{source} is larger than a units file can be",
@@ -219,7 +219,7 @@ def _decoded_param(fields: _Fields) -> UnitParam:
 
 
 class _Kind(NamedTuple):
-    """What a field may hold, in words and as a check, and what is made of it."""
+    """What a field may hold, in words and as a check, and how to convert it."""
 
     expected: str
     accepts: Callable[[Any], bool]
@@ -262,12 +262,12 @@ _MOST_WRONG = 1000
 
 
 class _TooManyWrongError(Exception):
-    """So many fields are wrong that the rest was not looked at."""
+    """So many fields are wrong that the rest is not checked."""
 
 
 @dataclass(slots=True)
 class _Complaints:
-    """What was wrong so far, one sentence each, and the first place of it."""
+    """What is wrong so far, one sentence each, and the first place of it."""
 
     texts: list[str] = field(default_factory=list)
     where: str = ""
@@ -279,7 +279,7 @@ class _Complaints:
             raise _TooManyWrongError
 
     def refuse(self, value: object, where: str, expected: str) -> Any:
-        """Complain of ``value``, which is not what is ``expected``. None stands for it."""
+        """Complain that ``value`` is not what is ``expected``. Returns None in its place."""
         self.add(where, f"{where}: expected {expected}, found {_brief(value)}")
         return None
 
@@ -304,14 +304,14 @@ class _Fields:
         return self._fields.get(name) is not None
 
     def read(self, name: str, kind: _Kind, *, absent: object = None) -> Any:
-        """What ``kind`` makes of the field; ``absent``: what counts where there is none. None for a wrong one."""
+        """The field converted by ``kind``, or ``absent`` if there is none. None for a wrong one."""
         value = self._fields.get(name, absent)
         if kind.accepts(value):
             return kind.make(value)
         return self._complaints.refuse(value, self._head + name, kind.expected)
 
     def items(self, name: str, kind: _Kind) -> tuple[Any, ...]:
-        """What ``kind`` makes of each item of the list in the field."""
+        """Each item of the list in the field, converted by ``kind``."""
         refuse, head = self._complaints.refuse, self._head + name
         return tuple(
             kind.make(item) if kind.accepts(item) else refuse(item, f"{head}[{at}]", kind.expected)

@@ -64,10 +64,11 @@ class Global:
 class Object:
     """An allow-listed call ``function(*args)``, and the state, items and entries set on its result.
 
-    ``new`` tells pickle's NEWOBJ (``cls.__new__``) from REDUCE. ``state`` is BUILD's argument and ``has_state``
-    says whether there was one (None is a state too). ``items`` and ``entries`` are APPENDS' and SETITEMS'.
+    ``new`` distinguishes pickle's NEWOBJ (``cls.__new__``) from REDUCE. ``state`` is BUILD's argument and ``has_state``
+    says whether there was one (None is a state too). ``items`` and ``entries`` are those of APPENDS and SETITEMS.
 
-    Objects are equal when they say the same; as keys and in sets, a NumPy number is the Python number that it equals.
+    Two objects are equal if all of this is; as keys and in sets, a NumPy number equals the Python number of the same
+    value.
     """
 
     function: Global
@@ -80,7 +81,9 @@ class Object:
 
     @property
     def number(self) -> np.generic | None:
-        """The NumPy number that it makes; None of anything else, and of one that is no Python number (longdouble)."""
+        """The NumPy number that the call makes; None for any other call, and for one with no Python equivalent
+        (longdouble).
+        """
         if self.function.name != "scalar" or len(self.args) != 2:
             return None
         data, code = self.args[1], numpy_code(self.args[0])
@@ -112,7 +115,7 @@ class Object:
 
 
 def _outline(values: tuple[Value, ...] | list[Value]) -> tuple[object, ...]:
-    """What a hash takes of ``values``: equal for equal ones, at a bounded cost."""
+    """The part of ``values`` that a hash covers: equal for equal values, at a bounded cost."""
     first = (tuple(value[:_OUTLINED]) if isinstance(value, list) else value for value in values[:_OUTLINED])
     return tuple(
         tuple(item for item in value if isinstance(item, _OUTLINES)) if isinstance(value, tuple) else value
@@ -127,7 +130,7 @@ _NUMPY_CODES = frozenset(["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", 
 
 
 def numpy_code(dtype: Value) -> str | None:
-    """``f4`` of what NumPy pickles as ``dtype('f4', False, True)``; None where no dtype of torch is the same."""
+    """``f4`` for what NumPy pickles as ``dtype('f4', False, True)``; None if torch has no equal dtype."""
     if not isinstance(dtype, Object) or dtype.function.name != "dtype" or not dtype.args:
         return None
     order = dtype.state[1] if isinstance(dtype.state, tuple) and len(dtype.state) > 1 else None
@@ -136,7 +139,7 @@ def numpy_code(dtype: Value) -> str | None:
 
 
 def like(mapping: Mapping[Any, object], items: Mapping[Key, Any]) -> dict[Key, Any]:
-    """``items`` as the dict that ``mapping`` is: an ``OrderedDict`` with its attributes, or a plain one."""
+    """``items`` as a dict of the type of ``mapping``: an ``OrderedDict`` with its attributes, or a plain one."""
     if not isinstance(mapping, OrderedDict):
         return dict(items)
     made = OrderedDict(items)
@@ -162,7 +165,7 @@ def leaf_tensors(value: Value) -> Iterator[tuple[tuple[Key, ...], Tensor]]:
 
 
 def equal(one: Value, other: Value) -> bool:
-    """Equal and of the same type; two NaN are equal."""
+    """Whether both are equal and of the same type; two NaN are equal."""
     if type(one) is not type(other):
         return False
     if isinstance(one, float) and isinstance(other, float):
@@ -180,17 +183,17 @@ _PLAIN = frozenset({type(None), bool, int, str})
 
 
 def encode(value: Value, *, tensor_key: Callable[[Tensor], str] | None = None) -> Json:
-    """``value`` as JSON. ``tensor_key`` gives the name each tensor inside it is stored under.
+    """``value`` as JSON. ``tensor_key`` returns the name under which a tensor inside it is stored.
 
-    Raises InternalError for a tensor without ``tensor_key``, or a type that is no checkpoint value.
+    Raises InternalError for a tensor without ``tensor_key``, or a type that is not a checkpoint value.
     """
     return _ValueEncoder(tensor_key).json(value, "")
 
 
 def decode(data: Json, *, tensors: Mapping[str, Tensor] | None = None, file: str | None = None) -> Value:
-    """The value ``encode`` was given. ``tensors`` resolves ``$tensor``; ``file`` names the source in messages.
+    """The inverse of ``encode``. ``tensors`` resolves ``$tensor``; ``file`` names the source in messages.
 
-    Raises SourceCorruptError for an unknown tag, a malformed one, or a tensor that is not there.
+    Raises SourceCorruptError for an unknown tag, a malformed one, or a missing tensor.
     """
     try:
         return _ValueDecoder({} if tensors is None else tensors).value(data)  # type: ignore[return-value]
@@ -206,7 +209,7 @@ def decode(data: Json, *, tensors: Mapping[str, Tensor] | None = None, file: str
 class Encoder(ABC):
     """Values to JSON. A subclass adds types in ``extension``, and may keep bytes elsewhere with ``blob``.
 
-    Types are matched exactly: a subclass of ``int`` or ``dict`` could be more than its value. ``where`` is the path of
+    Types are matched exactly: a subclass of ``int`` or ``dict`` could hold more than its value. ``where``: the path of
     a value inside the outermost one, for messages.
     """
 
@@ -227,7 +230,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def extension(self, value: object, where: str) -> Json:
-        """``value`` of a type that is not in the table. Raises what the subclass decides."""
+        """Encode ``value``, whose type is not in the table. Raises what the subclass decides."""
 
     def items(self, values: Iterable[object], where: str) -> list[Json]:
         return [
@@ -314,11 +317,11 @@ class Decoder:
         return self.extension(tag, data[tag]) if decode is None else decode(self, data)
 
     def blob(self, data: Json) -> bytes:
-        """The bytes of ``Encoder.blob``."""
+        """The inverse of ``Encoder.blob``."""
         return base64.b64decode(str(data), validate=True)
 
     def extension(self, tag: str, data: Json) -> object:
-        """The value of a tag that is not in the table."""
+        """Decode a tag that is not in the table."""
         raise KeyError(tag)
 
     def items(self, data: Json) -> list[object]:
