@@ -1,4 +1,4 @@
-"""Join the parts of a checkpoint: at most one model and one optimizer, and all extras."""
+"""Joins the parts of a checkpoint: at most one model and one optimizer, and all extras."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FLAT = "flat_param"  # in the names of flat parameters, of every version of FSD
 
 @dataclass(slots=True)
 class ReadPart:
-    """One part after reading: its tree and its sections. ``label`` names it in messages."""
+    """One part after reading: its tree and its sections. ``label``: its name in messages."""
 
     label: str
     stem: str
@@ -50,17 +50,17 @@ class ReadPart:
 
     @property
     def held(self) -> set[str]:
-        """What of a model and an optimizer it holds."""
+        """Which of model and optimizer it holds."""
         sections = (("model", self.sections.model), ("optimizer", self.sections.optim))
         return {name for name, section in sections if section is not None}
 
     @property
     def auxiliary(self) -> bool:
-        """Holds neither a model nor an optimizer."""
+        """Whether it holds neither a model nor an optimizer."""
         return not self.held
 
     def whole(self) -> bool:
-        """Whether every rank's file holds all of it, as far as this part alone shows."""
+        """Whether every rank's file holds all of it, judging by this part alone."""
         optim = self.sections.optim
         if self.tree.layout is not Layout.FULL:
             return False
@@ -68,15 +68,16 @@ class ReadPart:
 
 
 def read_part(label: str, stem: str, tree: Tree, *, extras: bool = False) -> ReadPart:
-    """Split ``tree`` into its sections. A part whose name says that it holds ``extras`` has nothing else in it."""
+    """Split ``tree`` into its sections. A part whose name says that it holds ``extras`` has only these."""
     only_extras = (extras or stem == EXTRA_STEM) and isinstance(tree.root, dict)
     sections = Sections(None, None, dict(cast("dict[Key, Value]", tree.root))) if only_extras else split(tree.root)
     return ReadPart(label, stem, tree, sections)
 
 
 def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequence[Note]) -> Checkpoint:
-    """One checkpoint of all ``parts``. Raises NeedsInformationError when two of them give the same section, or when
-    the model of one and the optimizer of another have nothing in common."""
+    """Join all ``parts`` into one checkpoint. Raises NeedsInformationError if two of them have the same section, or if
+    the model of one and the optimizer of another have no name in common.
+    """
     if len(parts) > 1:  # Lightning's meta.pt has extras, even where they are a dict of tensors like a model
         parts = [
             read_part(part.label, part.stem, part.tree, extras=True) if part.stem == "meta" else part for part in parts
@@ -115,7 +116,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
 
 
 def _nesting(parts: Sequence[ReadPart]) -> dict[Section, KeyPath]:
-    """The keys under which the sections of DCP parts were saved, and have to be loaded."""
+    """The keys under which the sections of DCP parts were saved, and must be loaded."""
     return {
         section: path
         for part in parts
@@ -126,7 +127,9 @@ def _nesting(parts: Sequence[ReadPart]) -> dict[Section, KeyPath]:
 
 
 def without_exports(parts: Sequence[ReadPart]) -> tuple[list[ReadPart], list[str]]:
-    """``parts`` without those that hold a section of a DCP checkpoint in the same directory again, and their names."""
+    """``parts`` without those that repeat a section of a DCP checkpoint in the same directory. Also returns their
+    names.
+    """
 
     def is_export(part: ReadPart) -> bool:
         return any(
@@ -167,7 +170,7 @@ def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
 
 
 def _rank_0_of_slices(parts: Sequence[ReadPart]) -> str | None:
-    """The path of rank 0's file, where ``parts`` are numbered 1, 2, 3 and hold optimizers of vectors only."""
+    """The path of rank 0's file if ``parts`` are numbered 1, 2, 3 and hold optimizers of vectors only."""
     numbered = [re.fullmatch(r"(.*\D)([1-9]\d*)", part.stem) for part in parts]
     words = [match.groups() for match in numbered if match is not None]
     numbers = sorted(int(number) for _, number in words)
@@ -181,7 +184,9 @@ def _rank_0_of_slices(parts: Sequence[ReadPart]) -> str | None:
 
 
 def _how_to_choose(source: str, labels: Sequence[str], parts: Sequence[ReadPart]) -> str:
-    """What to type: the path of one where directories lie side by side, else the options that leave one of them."""
+    """The next step for the user: the path of one candidate if they are different directories, else the options that
+    leave one.
+    """
     named = _readable(labels, parts)
     folders = [_folder(label) for label in labels]
     if posixpath.commonpath([folder or "." for folder in folders]) not in folders:
@@ -190,7 +195,7 @@ def _how_to_choose(source: str, labels: Sequence[str], parts: Sequence[ReadPart]
     trees = {part.label: part.tree for part in parts}
 
     def is_export(label: str) -> tuple[bool, bool, bool]:
-        """The least is kept: the source itself, shards, what a training job writes."""
+        """A sort key. The smallest is kept: the source itself, shards, what a training job writes."""
         tree = trees[label]
         return bool(globs[label]), tree.layout is Layout.FULL, tree.container == Container.SAFETENSORS
 
@@ -202,8 +207,9 @@ def _how_to_choose(source: str, labels: Sequence[str], parts: Sequence[ReadPart]
 
 
 def _readable(labels: Sequence[str], parts: Sequence[ReadPart]) -> str:
-    """What to give as SRC for the first of ``labels``: the directory of a set of files; its directory where that has
-    no other candidate and holds more than this part; otherwise the path itself."""
+    """What to give as SRC for the first of ``labels``: the directory of a set of files; its directory if that has no
+    other candidate and holds more than this part; otherwise the path itself.
+    """
     first, several, _ = labels[0].partition(" .. ")
     folder = _folder(first)
     alone = folder and all(_folder(label) != folder for label in labels[1:])
@@ -217,11 +223,11 @@ def _folder(label: str) -> str:
 
 
 def _strange_names(source: str, with_model: ReadPart, with_optim: ReadPart) -> list[Note]:
-    """A note that lists the optimizer's names that the model of another part lacks.
+    """A note that lists the optimizer's names that the model in another part lacks.
 
-    Names that differ only by a prefix match, and names of flat parameters say nothing. Raises
-    NeedsInformationError when the two have no name in common: torchtune keeps its own names for the optimizer, and
-    saves the weights under those of Hugging Face.
+    Names that differ only by a prefix match; names of flat parameters prove nothing. Raises NeedsInformationError if
+    the two have no name in common: torchtune keeps its own names for the optimizer and saves the weights under Hugging
+    Face's names.
     """
     model, optim = with_model.sections.model, with_optim.sections.optim
     if model is None or optim is None or with_model is with_optim or optim.key_type != "name":
@@ -257,10 +263,10 @@ def _ends(name: str) -> list[str]:
 
 
 def _ids_of_other_parameters(part: ReadPart, model: ModelState | None) -> Iterator[Problem]:
-    """A fatal problem where one id of an optimizer stands for another parameter on some ranks.
+    """A fatal problem if one id of an optimizer stands for different parameters on different ranks.
 
-    Pipeline stages, or experts, have parameters of their own and count them from 0 each. Every rank of a mesh holds a
-    part of the same parameters, so an id whose parts lie on ranks that share no parameter is several parameters.
+    Pipeline stages and experts have their own parameters, each counted from 0. Every rank of a mesh holds a part of the
+    same parameters, so an id whose parts are on ranks that share no parameter is several parameters.
     """
     optim = part.sections.optim
     if optim is None or optim.key_type != "id" or model is None or part.tree.container is not Container.TORCH:
@@ -318,7 +324,7 @@ def _problems(part: ReadPart) -> list[Problem]:
 
 
 def _held_text(values: Sequence[Value]) -> str:
-    """``: 0.1 on ranks 0, 2; 0.2 on rank 1``; empty where short texts do not tell the values of ranks apart."""
+    """``: 0.1 on ranks 0, 2; 0.2 on rank 1``; empty if short texts do not distinguish the values."""
     held: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         text = (
@@ -332,8 +338,9 @@ def _held_text(values: Sequence[Value]) -> str:
 
 
 def _extras(parts: Sequence[ReadPart], world_size: int) -> tuple[dict[Key, Value], tuple[dict[Key, Value], ...]]:
-    """What every rank has of all extras, with rank 0's values where ranks differ; and the extras as each rank saved
-    them, none when all saved the same. A key that a rank lacks is not in its own."""
+    """The extras of all ranks, with rank 0's values where ranks differ; and the extras as each rank saved them, empty
+    if all saved the same. A key that a rank lacks is missing from its extras.
+    """
     extra: dict[Key, Value] = {}
     changes: list[tuple[KeyPath, tuple[Value, ...]]] = []
     absences: list[tuple[KeyPath, frozenset[int]]] = []

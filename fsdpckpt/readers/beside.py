@@ -1,9 +1,9 @@
-"""Read what lies beside a checkpoint and says what it is: ``fsdpckpt.json``, units files, the names of files, and the
+"""Reads the files beside a checkpoint that say what it is: ``fsdpckpt.json``, units files, the names of files, and the
 small file in a run's directory that names the last checkpoint.
 
 ``fsdpckpt.json``, the manifest, is in every directory that this program wrote: key types, units, lengths, checksums and
-digests. A damaged manifest is not used. One that contradicts the small files beside it (DCP's metadata, an index) means
-that these are damaged, or that another program wrote there since; nothing says which.
+digests. A damaged manifest is not used. If it contradicts the small files beside it (DCP's metadata, an index), either
+these are damaged or another program has written there since; nothing shows which.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ def claim_named(
     claim: Callable[[str, Mapping[str, Entry]], Claim],
     directory: Callable[[str], str | None] = str,
 ) -> Claim:
-    """The checkpoint in the directory of ``path`` that the file ``pointer`` there names; nothing where it names none.
+    """Claim the checkpoint in the directory of ``path`` that the file ``pointer`` there names; claims nothing if it
+    names none.
 
-    ``directory``: the name for what the file says, None for what no program writes there. ``claim``: what the files of
-    a directory are.
+    ``directory``: the directory name for the file's content, None for content that no program writes. ``claim``: claims
+    the files of a directory.
     """
     if pointer is None or not 0 < pointer.nbytes <= _MOST_POINTER_BYTES:
         return Claim()
@@ -68,7 +69,7 @@ def claim_named(
 
 @dataclass(frozen=True, slots=True)
 class BesideUnits:
-    """``units`` and the file that has them; without ``units`` several files differ, and ``path`` names them all."""
+    """``units`` and the file that has them; if ``units`` is None, several files differ, and ``path`` names them all."""
 
     units: Units | None
     path: str
@@ -76,7 +77,7 @@ class BesideUnits:
 
 
 def units_in_manifest(document: object, path: str) -> BesideUnits | None:
-    """The units in the ``fsdpckpt.json`` at ``path``, None when it has none."""
+    """The units in the ``fsdpckpt.json`` at ``path``, None if it has none."""
     listed = document.get("units") if isinstance(document, dict) else None
     if listed is None:
         return None
@@ -89,10 +90,10 @@ def units_in_manifest(document: object, path: str) -> BesideUnits | None:
 
 
 def units_beside(entries: Sequence[Entry], sources: Sources) -> BesideUnits | None:
-    """The units in the units files among ``entries``, the files of one directory; None when there is none.
+    """The units in the units files among ``entries``, the files of one directory; None if there is none.
 
-    Files that say the same count as one; when they differ, none is chosen. One that is broken is not used: a
-    checkpoint that needs no units is read all the same, and one that needs them asks for them.
+    Equal files count as one; if they differ, none is chosen. A broken file is not used: a checkpoint that needs no
+    units is still read, and one that needs them asks for them.
     """
     files: list[tuple[str, Units]] = []
     notes: list[Note] = []
@@ -119,7 +120,9 @@ def _unreadable(error: SourceError) -> Note:
 
 
 def _may_hold_units(entry: Entry, sources: Sources) -> bool:
-    """Whether the file says that it is a units file: near its beginning, or anywhere when its name says so too."""
+    """Whether the file is marked as a units file: near its beginning, or anywhere if its name is that of a units file
+    too.
+    """
     if entry.directory or not entry.name.endswith(".json") or entry.name == MANIFEST:
         return False
     try:
@@ -130,7 +133,7 @@ def _may_hold_units(entry: Entry, sources: Sources) -> bool:
 
 
 def _content(entry: Entry, sources: Sources) -> bytes:
-    """The bytes of the file; of one that is too large for units, enough that ``loads`` says so."""
+    """The bytes of the file; of a file too large for units, only enough for ``loads`` to report that."""
     from fsdpckpt.ir.units_json import MOST_BYTES
 
     return sources.open(entry.path).read(0, min(entry.nbytes, MOST_BYTES + 1))
@@ -150,13 +153,13 @@ _CRC = re.compile("[0-9a-f]{8}")
 def read_manifest(
     directory: str, names: Iterable[str], sources: Sources
 ) -> tuple[Manifest | None, tuple[Problem, ...]]:
-    """The manifest in ``directory``, which holds files called ``names``; None when it is not there or is damaged."""
+    """The manifest in ``directory``, which holds files called ``names``; None if it is missing or damaged."""
     document, problems = _document(directory, names, sources)
     return (_manifest(directory, document) if document is not None else None), problems
 
 
 def with_manifest(checkpoint: Checkpoint, directory: str, names: Collection[str], sources: Sources) -> Checkpoint:
-    """``checkpoint`` with what the manifest in ``directory``, which holds files called ``names``, says of it."""
+    """Apply the manifest in ``directory``, which holds files called ``names``, to ``checkpoint``."""
     document, problems = _document(directory, names, sources)
     if document is None:
         checkpoint.problems = (*checkpoint.problems, *problems)
@@ -185,7 +188,7 @@ def with_manifest(checkpoint: Checkpoint, directory: str, names: Collection[str]
 
 
 def manifest_units(directory: str, names: Iterable[str], sources: Sources) -> Units | None:
-    """The units in the manifest of ``directory`` that say how the optimizers of the ranks differ, if it has such."""
+    """The units in the manifest of ``directory``, if they record how the optimizers of the ranks differ."""
     if MANIFEST not in names:
         return None
     source = sources.open(_path(directory))
@@ -209,7 +212,7 @@ def with_units(checkpoint: Checkpoint, beside: BesideUnits) -> None:
 def _document(
     directory: str, names: Iterable[str], sources: Sources
 ) -> tuple[dict[str, object] | None, tuple[Problem, ...]]:
-    """The manifest's JSON; None when there is none, or when it is damaged, which the problems say."""
+    """The manifest's JSON; None if there is none, or it is damaged, which is added to the problems."""
     if MANIFEST not in names:
         return None, ()
     path = _path(directory)
@@ -229,7 +232,7 @@ def _document(
 
 
 def _seal_broken(data: bytes) -> bool:
-    """Whether the checksum at the end, or what it covers, was changed. A manifest written by hand may have none."""
+    """Whether the checksum at the end, or the bytes it covers, changed. A manifest written by hand may have none."""
     nbytes = len(SEAL) + _CRC_DIGITS + len(_SEAL_END)
     body, end = data[:-nbytes], data[-nbytes:]
     crc = b"%08x" % zlib.crc32(body)
@@ -262,7 +265,7 @@ def _files(listed: object) -> dict[str, ManifestFile]:
 
 
 def _inside(name: str) -> bool:
-    """Whether a file of this name lies in the directory; files elsewhere are never opened."""
+    """Whether a file of this name is inside the directory; files elsewhere are never opened."""
     return "\0" not in name and not name.startswith("/") and not {"", ".", ".."} & set(name.split("/"))
 
 
@@ -289,7 +292,7 @@ def _crc(source: ByteSource) -> int:
 
 
 def _forget_sharded(checkpoint: Checkpoint, undetermined: object) -> None:
-    """Where the source did not say whether FSDP shards a parameter, what was written from it does not say it either."""
+    """Undo what the output suggests if the source did not say whether FSDP shards a parameter."""
     if not isinstance(undetermined, list) or checkpoint.model is None:
         return
     params = checkpoint.model.params
@@ -300,7 +303,7 @@ def _forget_sharded(checkpoint: Checkpoint, undetermined: object) -> None:
 
 
 def _with_ids(optim: OptimState) -> OptimState:
-    """``optim`` with its ids as numbers: a container wrote them as strings, and there are no param groups."""
+    """``optim`` with its ids as numbers: a container stored them as strings, and there are no param groups."""
     if optim.param_groups or not all(
         isinstance(key, int) or (key.isdecimal() and len(key) < _MOST_DIGITS) for key in optim.state
     ):
@@ -313,9 +316,10 @@ _SECTIONS = ((Section.OPTIM, "optim"), (Section.EXTRA, "extra_state"), (Section.
 
 
 def check_listing(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
-    """Problems of files that are missing, of another length, or among the listed without being one of them.
+    """Problems of files that are missing or of another length, and of files among the listed ones that do not belong to
+    them.
 
-    ``present``: what ``listed`` found. A missing file that describes a model without being part of it is not fatal.
+    ``present``: the result of ``listed``. A missing file that only describes a model is not fatal.
     """
     problems: list[Problem] = []
     for name, listed in manifest.files.items():
@@ -333,7 +337,7 @@ def check_listing(manifest: Manifest, present: dict[str, Entry]) -> list[Problem
 
 
 def listed(manifest: Manifest, sources: Sources) -> dict[str, Entry]:
-    """The files of every directory that the manifest names one in, by their path below its own."""
+    """The files in every directory that the manifest names, by their path relative to its own."""
     files: dict[str, Entry] = {}
     for folder in sorted({"", *(posixpath.dirname(name) for name in manifest.files)}):
         path = posixpath.join(manifest.directory, folder).rstrip("/")
@@ -346,12 +350,12 @@ def listed(manifest: Manifest, sources: Sources) -> dict[str, Entry]:
 
 
 def _section(name: str) -> Section | None:
-    """The one section that a file of this name holds; None where it may hold several."""
+    """The one section that a file of this name holds; None if it may hold several."""
     return next((section for section, word in _SECTIONS if re.search(word, name)), None)
 
 
 def _strays(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
-    """Problems of files like those of the checkpoint that were not written with it."""
+    """Problems of files that look like those of the checkpoint but were not written with it."""
     kinds = {os.path.splitext(name)[1] for name in manifest.files} - {"", ".json"}
     strays = [name for name in present if os.path.splitext(name)[1] in kinds and name not in manifest.files]
     why = f"is not among the files that {MANIFEST} lists: another save left it, or it was put there since"
@@ -368,7 +372,7 @@ _NOT_STATE = re.compile(
 
 
 def flavor_of(checkpoint: Checkpoint, names: Iterable[str], directory: str) -> str:
-    """The producer that the file names show, or the keys beside model and optimizer; else ``plain``."""
+    """The producer according to the file names, or to the keys beside model and optimizer; else ``plain``."""
     known = list(names)
     if MANIFEST in known:  # which says it itself
         return PLAIN
@@ -378,5 +382,5 @@ def flavor_of(checkpoint: Checkpoint, names: Iterable[str], directory: str) -> s
 
 
 def auxiliary(name: str) -> bool:
-    """Whether a file of this name is no part of a checkpoint (configuration, tokenizer, log)."""
+    """Whether a file of this name does not belong to a checkpoint (configuration, tokenizer, log)."""
     return _NOT_STATE.match(name) is not None

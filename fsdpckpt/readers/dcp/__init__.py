@@ -1,4 +1,4 @@
-"""Read DCP directories (``torch.distributed.checkpoint``): which files they are, and what their metadata says of them.
+"""Reads DCP directories (``torch.distributed.checkpoint``): recognises their files, and reads their metadata.
 
 Follows ``torch/distributed/checkpoint/filesystem.py``: data files are ``__<rank>_<n>.distcp``, ``.metadata`` is renamed
 into place last, and with ``use_collectives=False`` each rank leaves its own ``__<rank>.metadata`` instead.
@@ -32,7 +32,7 @@ _AT_ONCE = 256  # tensors: of thousands of chunks each some megabytes
 
 
 class DcpReader:
-    """Directories with ``.metadata`` or ``.distcp`` files in them, whole or not."""
+    """Directories that contain ``.metadata`` or ``.distcp`` files, complete or not."""
 
     def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
         del sources
@@ -68,8 +68,9 @@ def _part(path: str, options: ReadOptions) -> Part:
 
 @dataclass(slots=True)
 class DcpDirectory:
-    """``nbytes``: the length of every data file the metadata names, by relative path; ``ranks``: its writer;
-    ``numbers``: its number in the file table, once it is read."""
+    """By relative path of the data files that the metadata names: ``nbytes``, the length; ``ranks``, the writer;
+    ``numbers``, the number in the file table, once it is read.
+    """
 
     path: str
     metadata: DcpMetadata
@@ -84,14 +85,14 @@ class DcpDirectory:
         return f"{self.path.rstrip('/')}/{relative_path}"
 
     def by_file(self, values: Mapping[str, int]) -> Int64Array:
-        """``values`` by relative path as a column, for the numbers that chunks have for their files."""
+        """``values`` by relative path as a column, indexed by the numbers that chunks have for their files."""
         return np.array([values[path] for path in self.metadata.files], np.int64)
 
 
 def open_directory(path: str, sources: Sources) -> DcpDirectory:
-    """Read the metadata in ``path`` and check the files it names against what is there.
+    """Read the metadata in ``path`` and compare it with the files that exist.
 
-    Raises SourceIncompleteError (no metadata, or data files missing: all named), SourceCorruptError (items that end
+    Raises SourceIncompleteError (no metadata, or data files missing: lists all), SourceCorruptError (items that end
     after their file), SourceUnsupportedError (compressed items), and what ``parse_metadata`` raises.
     """
     entries = {entry.name: entry for entry in sources.list_directory(path)}
@@ -178,7 +179,7 @@ def _parse(entry: Entry, sources: Sources) -> DcpMetadata:
 
 
 def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry], sources: Sources) -> dict[str, int]:
-    """The length of every file of ``needed``, which says where the last item in each ends."""
+    """The length of every file of ``needed``, which is where its last item must end."""
     above = path.rstrip("/") + "/"
     elsewhere = [name for name in needed if name not in entries and ("/" in name or is_url(path))]
     asked = sources.stat_all([above + name for name in elsewhere])  # a web server lists no hidden files
@@ -219,7 +220,9 @@ def _rank(name: str) -> int:
 
 
 def _world_size(metadata: DcpMetadata, ranks: dict[str, int], entries: dict[str, Entry]) -> int:
-    """Ranks that wrote something, or an empty file (all they had was a copy of what another rank wrote)."""
+    """The number of ranks that wrote something, or an empty file (if they only had copies of what other ranks
+    wrote).
+    """
     highest = max(ranks.values(), default=0)
     for name, entry in entries.items():
         match = _DATA_FILE.match(name)

@@ -1,6 +1,6 @@
-"""Reads optimizer states in blocks from a DCP directory, where torchao's classes save each shard as one item.
+"""Reads optimizer states quantized in blocks from a DCP directory: torchao's classes save each shard as one item.
 
-The metadata declares such a state as a tensor of the type that it appears as. Its items are shorter than such a tensor.
+The metadata declares such a state as a tensor of the dtype it presents. Its items are shorter than such a tensor.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from fsdpckpt.storage.sources import Sources
 
 @dataclass(frozen=True, slots=True)
 class BlockwiseStates:
-    """By flat key what stands for each state: (flat key, value) pairs."""
+    """For each state, by flat key, the entries that replace it: (flat key, value) pairs."""
 
     entries: Mapping[str, Sequence[tuple[str, Value]]]
 
     @property
     def sharded(self) -> bool:
-        """Whether one of them is in several pieces."""
+        """Whether any state has several shards."""
         values = (value for pairs in self.entries.values() for _, value in pairs)
         return any(isinstance(value, Tensor) and value.sharded for value in values)
 
     def paths(
         self, paths: Mapping[str, tuple[PathElement, ...]] | None
     ) -> Mapping[str, tuple[PathElement, ...]] | None:
-        """``paths``, and those of the pairs: beside the state itself."""
+        """Add the paths of the entries to ``paths``: beside the state itself."""
         if paths is None or not self.entries:
             return paths
         part_paths = {
@@ -51,7 +51,7 @@ class BlockwiseStates:
         return {**paths, **part_paths}
 
     def without(self, directory: DcpDirectory) -> DcpDirectory:
-        """``directory`` with the tensors that are none of these."""
+        """``directory`` without these tensors."""
         if not self.entries:
             return directory
         tensors = {key: one for key, one in directory.metadata.tensors.items() if key not in self.entries}
@@ -59,9 +59,9 @@ class BlockwiseStates:
 
 
 def read_blockwise(directory: DcpDirectory, sources: Sources, tree: Tree) -> BlockwiseStates:
-    """All states in blocks of ``directory``.
+    """All states of ``directory`` that are quantized in blocks.
 
-    Raises SourceUnsupportedError for shards that begin or end inside of a block, or of which some are not in blocks.
+    Raises SourceUnsupportedError for shards that begin or end inside a block, or of which some are not in blocks.
     """
     sums: list[Checksums] = []
     entries: dict[str, Sequence[tuple[str, Value]]] = {}
@@ -76,7 +76,9 @@ def read_blockwise(directory: DcpDirectory, sources: Sources, tree: Tree) -> Blo
 
 
 def _is_short(tensor: DcpTensor, numel: dict[int, int]) -> bool:
-    """``numel``: elements of a first chunk, by the id of the sizes, which tensors that are cut alike share."""
+    """Whether an item is too short for its tensor. ``numel``: elements of a first chunk, by the id of its sizes, which
+    tensors that are cut alike share.
+    """
     size = tensor.chunks.size
     if not len(size):
         return False
@@ -88,7 +90,7 @@ def _is_short(tensor: DcpTensor, numel: dict[int, int]) -> bool:
 def _item(
     directory: DcpDirectory, tensor: DcpTensor, row: int, key: str, sources: Sources, sums: list[Checksums]
 ) -> StoredBlocks | None:
-    """What the item of one chunk holds; None where that is no state in blocks."""
+    """The content of one chunk's item; None if that is not a state in blocks."""
     chunks = tensor.chunks
     if not chunks.size[row].all():
         return None

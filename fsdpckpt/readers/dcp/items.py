@@ -1,9 +1,9 @@
-"""Open the stored items of a DCP directory: where each chunk's elements lie, and what the pickled values are.
+"""Opens the stored items of a DCP directory: finds each chunk's elements, and reads the pickled values.
 
-An item is one ``torch.save`` archive; with ``SerializationFormat.SAFETENSORS`` a data file holds one safetensors blob
-instead, and only its header says where a chunk lies (``filesystem.py``: the offset in ``.metadata`` is the blob's).
+An item is one ``torch.save`` archive. With ``SerializationFormat.SAFETENSORS`` a data file holds one safetensors blob
+instead, and only its header gives the place of a chunk (``filesystem.py``: the offset in ``.metadata`` is the blob's).
 
-The metadata can be wrong where rows do not divide evenly; then the items decide (``_correct_uneven``).
+If rows do not divide evenly the metadata can be wrong; then the items decide (``_correct_uneven``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fsdpckpt.text import plural
 def declared_chunks(directory: DcpDirectory, offset: Int64Array | None = None) -> list[ChunkedTensor]:
     """Every tensor with the chunks that the metadata declares, none of them located.
 
-    ``offset``: a column for the chunks of all tensors, of which each tensor gets its part.
+    ``offset``: a column for the chunks of all tensors, from which each tensor gets its part.
     """
     ranks, numbers = directory.by_file(directory.ranks), directory.by_file(directory.numbers)
     as_named, one_each = np.array_equal(numbers, np.arange(len(numbers))), np.array_equal(ranks, numbers)
@@ -63,7 +63,7 @@ def declared_chunks(directory: DcpDirectory, offset: Int64Array | None = None) -
 def locate_chunks(directory: DcpDirectory, sources: Sources, tree: Tree) -> list[ChunkedTensor]:
     """Every tensor with its chunks located. Items are opened in file order, each read once.
 
-    Raises SourceCorruptError for items that are not what the metadata says, all of them named.
+    Raises SourceCorruptError that lists all items that differ from the metadata.
     """
     offset = np.full(sum(len(tensor.chunks) for tensor in directory.metadata.tensors.values()), -1, np.int64)
     declared = declared_chunks(directory, offset)
@@ -90,10 +90,10 @@ _SMALL_VALUE = 1 << 14  # bytes of a pickled value that is compared with those a
 
 
 class _Contents:
-    """What the items of all chunks hold, in columns, tensor after tensor.
+    """The contents of the items of all chunks, in columns, tensor after tensor.
 
-    ``paths``: of the files, by number. ``order``: the rows in the order of their files' names and offsets. ``offset``:
-    of the first element, in the file; the column that ``declared`` has. ``kind``: a position in ``structures.kinds``.
+    ``paths``: of the files, by number. ``order``: the rows sorted by file name and offset. ``offset``: of the first
+    element, in the file; the column that ``declared`` has. ``kind``: a position in ``structures.kinds``.
     """
 
     def __init__(self, paths: Mapping[int, str], declared: Sequence[ChunkedTensor], offset: Int64Array) -> None:
@@ -118,7 +118,7 @@ class _Contents:
         self.structures = Structures()
 
     def in_files(self, chosen: npt.NDArray[np.bool_]) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
-        """The ``chosen`` rows file by file, with the number of each."""
+        """The ``chosen`` rows of each file, with its number."""
         rows = self.order[chosen[self.order]]
         for part in np.split(rows, np.flatnonzero(np.diff(self.file[rows])) + 1):
             if len(part):
@@ -133,7 +133,7 @@ class _Contents:
         self._offset[rows], self.kind[rows] = offsets, kinds
 
     def read_archives(self, sources: Sources) -> list[Checksums]:
-        """Find the data of each item that is a torch archive. Raises what ``ItemReader.tensors`` raises."""
+        """Locate the data of each item that is a torch archive. Raises what ``ItemReader.tensors`` raises."""
         checksums: list[Checksums] = []
         for number, rows in self.in_files(~self.is_blob):
             reader = ItemReader(sources.open(self._paths[number]), self.structures)
@@ -149,7 +149,7 @@ class _Contents:
         return checksums
 
     def wrong(self) -> npt.NDArray[np.intp]:
-        """The rows of which the item has another dtype or number of dimensions than the metadata declares."""
+        """The rows whose item has another dtype or number of dimensions than the metadata declares."""
         kinds = self.structures.kinds
         names = {dtype.name: number for number, (dtype, *_) in enumerate(kinds)}
         declared = np.array([(names.get(t.dtype.name, -1), len(t.shape)) for t in self.declared], np.int64)
@@ -157,7 +157,7 @@ class _Contents:
         return np.flatnonzero((held[self.kind] != np.repeat(declared, np.diff(self._first), axis=0)).any(axis=1))
 
     def located(self) -> dict[str, ChunkedTensor]:
-        """Every tensor by its key, with the offsets, the sizes and the strides that its items have."""
+        """Every tensor by its key, with the offsets, sizes and strides found in its items."""
         located = {tensor.key: tensor for tensor in self.declared}
         kinds, counts = self.structures.kinds, np.diff(self._first)
         ndim = np.array([len(tensor.shape) for tensor in self.declared], np.int64)
@@ -205,7 +205,7 @@ def _refuse(contents: _Contents, directory: DcpDirectory, wrong: npt.NDArray[np.
 
 
 class _StoredRows(NamedTuple):
-    """One item: who wrote it, how many rows it really has, and what the metadata says."""
+    """One item: the rank that wrote it, the number of rows it really has, and what the metadata declares."""
 
     rank: int
     rows: int
@@ -216,12 +216,14 @@ class _StoredRows(NamedTuple):
 def _correct_uneven(
     directory: DcpDirectory, uneven: Sequence[ChunkedTensor], located: dict[str, ChunkedTensor], tree: Tree
 ) -> None:
-    """Place the tensors ``uneven`` (as declared), whose items have other sizes, by the true rule, or refuse them.
+    """Give the tensors ``uneven`` (as declared), whose items have other sizes, the boxes that the ranks held, or refuse
+    them.
 
-    When FSDP2 and tensor parallelism both shard dimension 0 and the rows do not divide evenly,
+    If FSDP2 and tensor parallelism both shard dimension 0 and the rows do not divide evenly,
     ``compute_local_shape_and_global_offset`` (``torch/distributed/tensor/_utils.py``, seen up to torch 2.14) computes
-    other boxes than the ranks hold, and DCP stores the computed ones. The items carry their true number of rows, and
-    the ranks that wrote them say where these lie: as ``layouts.strided`` has it. One mesh must explain all.
+    other boxes than the ranks hold, and DCP stores the computed ones. The items have their true number of rows, and the
+    ranks that wrote them determine which rows these are, by the rule in ``layouts.strided``. One mesh must explain all
+    items.
     """
     rows = {tensor.key: _stored_rows(tensor, located[tensor.key].chunks) for tensor in uneven}
     meshes = set.intersection(
@@ -256,7 +258,7 @@ def _correct_uneven(
 
 
 def _stored_rows(declared: ChunkedTensor, chunks: Chunks) -> list[_StoredRows] | None:
-    """The items as rows of dimension 0; None when another dimension is cut as well."""
+    """The items as rows of dimension 0; None if another dimension is cut as well."""
     if not declared.shape or (chunks.size[:, 1:] != np.array(declared.shape[1:], np.int64)).any():
         return None
     start, rows = declared.chunks.start[:, 0], declared.chunks.size[:, 0]
@@ -273,8 +275,9 @@ def _difference(declared: ChunkedTensor, chunks: Chunks) -> str:
 
 
 def _fitting_meshes(tensor: ChunkedTensor, items: list[_StoredRows] | None, *, world_size: int) -> set[MeshShape]:
-    """Every mesh (FSDP's ranks, tensor-parallel ranks) under which each item has exactly its rank's rows, and all rows
-    are there once."""
+    """Every mesh (FSDP's ranks, tensor-parallel ranks) under which each item has exactly its rank's rows and every row
+    exists once.
+    """
     sizes = (size for size in range(2, world_size // 2 + 1) if items is not None and world_size % size == 0)
     meshes = (MeshShape((world_size // size, size)) for size in sizes)
     return {mesh for mesh in meshes if _fits(tensor.shape[0], items or [], mesh)}
@@ -299,13 +302,15 @@ def _fits(rows: int, items: list[_StoredRows], mesh: MeshShape) -> bool:
 
 
 def _true_starts(tensor: ChunkedTensor, items: list[_StoredRows] | None, meshes: set[MeshShape]) -> list[int] | None:
-    """The first row of each item, when all ``meshes`` agree on it; None when they do not or there is none."""
+    """The first row of each item, if all ``meshes`` agree on it; None if they do not, or there is none."""
     answers = {tuple(_rows_of(tensor.shape[0], mesh, item.rank)[0] for item in items or ()) for mesh in meshes}
     return list(answers.pop()) if len(answers) == 1 else None
 
 
 def _read_blobs(contents: _Contents, directory: DcpDirectory, sources: Sources) -> None:
-    """Files in the safetensors format: the header decides. A name stands in a file once, so a second chunk was lost."""
+    """Read files in the safetensors format: the header decides. A file has each name once, so a second chunk
+    was lost.
+    """
     lost: list[tuple[str, str, str]] = []  # key, what is lost, of which file
     paths = {number: path for path, number in directory.numbers.items()}
     for number, rows in contents.in_files(contents.is_blob):
@@ -337,7 +342,7 @@ def _read_blobs(contents: _Contents, directory: DcpDirectory, sources: Sources) 
 def read_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[str, Value]:
     """Every pickled value of the checkpoint, by flat key.
 
-    A flattened optimizer repeats each hyper-parameter for every parameter, as the same bytes: they are parsed once.
+    A flattened optimizer repeats each hyper-parameter for every parameter with the same bytes: they are parsed once.
     """
     values: dict[str, Value] = {}
     known: dict[bytes, tuple[Value, list[ChecksumRow]]] = {}
@@ -364,7 +369,7 @@ def read_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[s
 
 
 def _no_archive(directory: DcpDirectory, key: str, error: SourceUnrecognisedError) -> SourceCorruptError:
-    """Bytes that are no archive at all, where the metadata says one is, are damage."""
+    """The error for an item that is not an archive at all: the file is damaged."""
     return SourceCorruptError(
         f"{directory.path}: the item of {key} is no torch archive",
         file=error.file,
@@ -377,7 +382,7 @@ def _no_archive(directory: DcpDirectory, key: str, error: SourceUnrecognisedErro
 
 
 def is_located(tensor: Tensor) -> bool:
-    """Whether every chunk with elements has its place in a file."""
+    """Whether every chunk with elements has been located in a file."""
     chunks = tensor.chunks
     return chunks.item is None or bool((chunks.offset >= 0).all())
 
@@ -389,7 +394,7 @@ def first_item(tensor: Tensor) -> tuple[int, int]:
 
 
 def first_of_items(file: Int64Array, item: Int64Array) -> tuple[int, int]:
-    """The first item by file and begin; (-1, -1) of none."""
+    """The first item by file and begin; (-1, -1) if there are none."""
     order = np.lexsort((item[:, 0], file))
     return (int(file[order[0]]), int(item[order[0], 0])) if len(order) else (-1, -1)
 
@@ -397,10 +402,10 @@ def first_of_items(file: Int64Array, item: Int64Array) -> tuple[int, int]:
 def locate_rows(
     wanted: Sequence[tuple[Tensor, npt.NDArray[np.intp]]], files: Sequence[SourceFile], sources: Sources
 ) -> list[Tensor] | None:
-    """Each tensor with those rows of its chunks alone, located. Items are opened in the order of their file.
+    """Each tensor reduced to those rows of its chunks, located. Items are opened in the order of their file.
 
-    None when an item holds something else than the metadata declares: ``_correct_uneven`` needs all of them, so the
-    checkpoint has to be opened with ``locate=True``. Raises what ``ItemReader.tensors`` raises.
+    None if an item differs from the metadata: ``_correct_uneven`` needs all items, so the checkpoint must be opened
+    with ``locate=True``. Raises what ``ItemReader.tensors`` raises.
     """
     located = [replace(tensor, chunks=tensor.chunks.take(rows)) for tensor, rows in wanted]
     unplaced = [number for number, tensor in enumerate(located) if not is_located(tensor)]

@@ -59,7 +59,9 @@ _Dict = dict[Key, Value]
 
 
 class MegatronReader:
-    """Directories that ``megatron.core.dist_checkpointing.save`` wrote, or a run's directory with the last of them."""
+    """Directories written by ``megatron.core.dist_checkpointing.save``, and a run's directory, of which the last
+    checkpoint counts.
+    """
 
     def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
         del file, sources
@@ -68,8 +70,9 @@ class MegatronReader:
     def recognise_directory(
         self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
     ) -> Claim:
-        """The checkpoint in ``path``, or the one that ``latest_checkpointed_iteration.txt`` names. Raises
-        SourceUnsupportedError for the zarr format, SourceIncompleteError where no file says the format."""
+        """Claim the checkpoint in ``path``, or the one that ``latest_checkpointed_iteration.txt`` names. Raises
+        SourceUnsupportedError for the zarr format, SourceIncompleteError if no file names the format.
+        """
         if _CONFIG in files or files.keys() >= _OWN:
             return _claim(path, files, options, sources)
         claim = partial(_claim, options=options, sources=sources)
@@ -105,7 +108,7 @@ def _claim(path: str, files: Mapping[str, Entry], options: ReadOptions, sources:
 
 
 def _backend(entry: Entry | None, sources: Sources) -> str | None:
-    """The format that ``metadata.json`` names; None where it is another program's file."""
+    """The format that ``metadata.json`` names; None if the file belongs to another program."""
     if entry is None or entry.nbytes > _MAX_CONFIG_BYTES:
         return None
     try:
@@ -124,9 +127,9 @@ def _directory_of(iteration: str) -> str | None:
 def _read_torch_dist(
     path: str, common: Entry | None, files: FileTable, sources: Sources, *, locate: bool | Items
 ) -> Tree:
-    """The model, the optimizer and the extras of the directory ``path``. ``common``: its ``common.pt``.
+    """Read the model, the optimizer and the extras of the directory ``path``. ``common``: its ``common.pt``.
 
-    The model section has the optimizer's weights where those are kept apart. Buffers that hold the states of many
+    If the optimizer keeps weights of its own, the model section has these. Buffers that hold the states of many
     parameters stay as they are, beside an empty ``state``. Raises SourceIncompleteError without the values that all
     ranks share, SourceCorruptError for states of other shapes than their parameters', and what ``read_dcp`` raises.
     """
@@ -159,8 +162,9 @@ def _read_torch_dist(
 
 @dataclass(slots=True)
 class _Saved:
-    """The entries of the DCP directory at ``path``, by what they are. ``states``: by parameter, then by state;
-    ``buffers``: the distributed optimizer's own; ``objects``: what is no tensor."""
+    """The entries of the DCP directory at ``path`` by kind. ``states``: by parameter, then by state; ``buffers``: the
+    distributed optimizer's own; ``objects``: everything that is not a tensor.
+    """
 
     path: str
     tree: Tree
@@ -184,12 +188,12 @@ class _Saved:
 
     @property
     def ranks(self) -> int:
-        """How many ranks wrote tensors. Chunks say nothing: layers are chunks of one tensor."""
+        """The number of ranks that wrote tensors. Chunks do not show it: layers are chunks of one tensor."""
         leaves = [leaf for leaf in cast(_Dict, self.tree.root).values() if isinstance(leaf, Tensor)]
         return max((int(leaf.chunks.rank.max()) + 1 for leaf in leaves if len(leaf.chunks)), default=1)
 
     def with_masters(self) -> _Dict:
-        """The model with the optimizer's weights, which are taken out of the states."""
+        """The model with the optimizer's weights, which are removed from the states."""
         model, replaced = dict(self.model), set[str]()
         for name, states in self.states.items():
             masters = [states.pop(key) for key in _MASTERS if key in states]
@@ -238,7 +242,7 @@ def _shared(common: Entry | None, saved: _Saved, files: FileTable, sources: Sour
 
 
 def _optimizers(value: Value) -> Iterator[Mapping[Key, Value]]:
-    """The state dict of each optimizer: of one, or of several under their numbers (``ChainedOptimizer``)."""
+    """The state dict of each optimizer: of a single one, or of several under their numbers (``ChainedOptimizer``)."""
     if not isinstance(value, dict):
         return
     if value and all(type(key) is int for key in value):
@@ -255,7 +259,7 @@ def _groups(optimizer: Mapping[Key, Value]) -> list[_Dict]:
 
 
 def _step(optimizers: Sequence[Mapping[Key, Value]], files: FileTable) -> Tensor | None:
-    """The number of steps, which Megatron keeps once for all parameters, as torch's optimizers keep it for each."""
+    """The step count, which Megatron stores once for all parameters, in the form torch's optimizers have for each."""
     for optimizer in optimizers:
         state = optimizer.get("state")
         common = state.get("common_step") if isinstance(state, dict) else None
@@ -266,8 +270,9 @@ def _step(optimizers: Sequence[Mapping[Key, Value]], files: FileTable) -> Tensor
 
 
 def _listed(groups: list[_Dict], names: list[str]) -> list[Value]:
-    """``groups`` without the number of steps. Groups of equal settings are one, with all of the parameters; where their
-    settings differ they stay without parameters."""
+    """``groups`` without the step count. Groups with equal settings become one with all parameters; groups whose
+    settings differ stay without parameters.
+    """
     settings = [{key: value for key, value in group.items() if key != "step"} for group in groups]
     compared = [{key: value for key, value in group.items() if key not in _NOT_SETTINGS} for group in settings]
     if settings and all(one == compared[0] for one in compared):
@@ -281,10 +286,10 @@ def _scaler(optimizers: Sequence[Mapping[Key, Value]]) -> _Dict:
 
 
 def unwrap_megatron_fsdp(tree: Tree, files: FileTable, path: str) -> None:
-    """Change ``tree`` where Megatron FSDP saved it: one tensor for both halves, names without ``module.``, and param
+    """Normalise ``tree`` if Megatron FSDP saved it: one tensor for both halves, names without ``module.``, and param
     groups that list their parameters.
 
-    Raises SourceCorruptError for halves that are not alike.
+    Raises SourceCorruptError for halves that do not match.
     """
     root = tree.root
     if not isinstance(root, dict) or not _is_megatrons(root):
@@ -329,7 +334,7 @@ def _optimizer(optimizer: Mapping[Key, Value], files: FileTable, path: str) -> _
 
 
 def _join_states(states: Mapping[Key, Mapping[Key, Value]], path: str) -> dict[Key, dict[Key, Value]]:
-    """``states``, by parameter and then by state, with each gate and value of SwiGLU as one parameter."""
+    """``states``, by parameter and then by state, with each gate and value of SwiGLU joined to one parameter."""
     joined: dict[Key, dict[Key, Value]] = {}
     for key in dict.fromkeys(key for entry in states.values() for key in entry):
         leaves = {name: entry[key] for name, entry in states.items() if key in entry}
@@ -339,7 +344,7 @@ def _join_states(states: Mapping[Key, Mapping[Key, Value]], path: str) -> dict[K
 
 
 def _join_halves(leaves: Mapping[Key, Value], path: str) -> _Dict:
-    """``leaves`` with each gate and value of SwiGLU as one, in the place of the gate."""
+    """``leaves`` with each gate and value of SwiGLU joined, at the place of the gate."""
     names = (str(name).removesuffix("_w") for name in leaves if _GATE.search(str(name)))
     whole = {name: (leaves[f"{name}_w"], leaves[f"{name}_v"]) for name in names if f"{name}_v" in leaves}
     taken = {f"{name}{half}": name for name in whole for half in ("_w", "_v")}
@@ -381,7 +386,7 @@ def _joined(gate: Tensor, value: Tensor, name: str, path: str) -> Tensor:
 
 
 def _step_tensor(step: Value, files: FileTable) -> Tensor | None:
-    """The number of steps as torch's optimizers keep it for each parameter, of a number that Megatron keeps once."""
+    """The step count that Megatron stores once, in the form torch's optimizers have for each parameter."""
     if isinstance(step, Tensor) or step is None:
         return step
     if not isinstance(step, (int, float)) or not abs(step) < 1 << 53:
@@ -392,7 +397,9 @@ def _step_tensor(step: Value, files: FileTable) -> Tensor | None:
 
 
 def _plain(value: Value) -> Value:
-    """``value`` with dicts and values for objects of Megatron's classes, so that whoever loads it needs no Megatron."""
+    """``value`` with dicts and values in place of objects of Megatron's classes, so that it can be loaded without
+    Megatron.
+    """
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list):

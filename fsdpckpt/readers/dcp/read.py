@@ -1,9 +1,9 @@
-"""Read a DCP directory (``torch.distributed.checkpoint``) into one nested state dict, ranks and files merged.
+"""Reads a DCP directory (``torch.distributed.checkpoint``) into one nested state dict, with ranks and files merged.
 
-Chunks come from ``.metadata``. With ``locate`` each stored item, a small ``torch.save`` archive, is opened to learn
-where its elements lie, and to check that it holds what the metadata says. Order and nesting come from the planner data:
-``DefaultSavePlanner`` flattens dicts and lists (``_nested_dict.py``, ``_traverse.py``), so that dict keys became
-strings, list positions ints, and empty dicts and lists vanished.
+Chunks come from ``.metadata``. With ``locate`` each stored item, a small ``torch.save`` archive, is opened to locate
+its elements and to compare it with the metadata. Order and nesting come from the planner data: ``DefaultSavePlanner``
+flattens dicts and lists (``_nested_dict.py``, ``_traverse.py``), so that dict keys became strings, list positions ints,
+and empty dicts and lists vanished.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _GROUPS = re.compile(r"^common_state/|\.optimizer/|(?:^|\.)param_to_group_meta\.
 
 
 def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | Items) -> Tree:
-    """The checkpoint in the directory ``path``.
+    """Read the checkpoint in the directory ``path``.
 
-    With ``locate=False`` no tensor's item is opened but those of param groups: all other chunks have offset -1, and
-    pickled values are ``UNREAD`` when there are more than ``_FEW_VALUES``, but for those of ``_GROUPS``. With the items
-    of some tensors these are opened too, and all values are read. Raises SourceIncompleteError (no metadata, files or
-    items missing: all named), SourceCorruptError (contradictions), SourceUnsafeError (unknown globals),
+    With ``locate=False`` only the tensor items of param groups are opened: all other chunks have offset -1, and if
+    there are more than ``_FEW_VALUES`` pickled values, those outside ``_GROUPS`` are ``UNREAD``. With the items of some
+    tensors these are opened too, and all values are read. Raises SourceIncompleteError (no metadata, files or items
+    missing: lists all), SourceCorruptError (contradictions), SourceUnsafeError (unknown globals),
     SourceUnsupportedError (compressed items).
     """
     directory = open_directory(path, sources)
@@ -96,7 +96,7 @@ def _is_setting(key: str) -> bool:
 
 
 def _part_of(directory: DcpDirectory, items: Items) -> DcpDirectory:
-    """The same directory with no tensors but the settings of param groups, and those that begin with ``items``."""
+    """The same directory with only the settings of param groups and the tensors that begin with ``items``."""
     numbers = directory.by_file(directory.numbers)
 
     def chosen(tensor: DcpTensor) -> bool:
@@ -111,7 +111,7 @@ def _part_of(directory: DcpDirectory, items: Items) -> DcpDirectory:
 
 
 def _share_equal_settings(tensors: MutableMapping[str, Tensor], files: FileTable, sources: Sources) -> None:
-    """Make settings with the same dtype and bytes one tensor: so ``sections`` sees which parameters agree."""
+    """Make settings with the same dtype and bytes one tensor, so that ``sections`` sees which parameters agree."""
     paths = [file.path for file in files.files()]
     seen: dict[tuple[str, bytes], Tensor] = {}
     for key, tensor in tensors.items():
@@ -198,10 +198,10 @@ def _nest(
 
 
 def _misnamed(keys: Collection[str], paths: Mapping[str, tuple[PathElement, ...]] | None) -> list[Problem]:
-    """Keys that are not their path joined by dots, which is fatal: which of the two is right, nothing says; and keys
-    that have a path alone or none.
+    """Problems of keys that differ from their path joined by dots, which are fatal because nothing shows which of the
+    two is right, and of keys that have only a path or none.
 
-    ``flatten_state_dict`` makes none of these; damage and mixtures do.
+    ``flatten_state_dict`` makes none of these; they come from damage and mixed saves.
     """
     if paths is None:
         return []
@@ -249,7 +249,7 @@ def _require_positions(root: _Node, file: str) -> None:
 
 
 def _finish(node: _Node, path: tuple[PathElement, ...], notes: list[Note]) -> Value:
-    """Plain dicts and lists. A node with int keys was a list."""
+    """Turn nodes into plain dicts and lists. A node with int keys was a list."""
     for key, child in node.items():
         if type(child) is _Node:
             node[key] = _finish(child, (*path, key), notes)
@@ -314,7 +314,7 @@ def _beside_flat(metadata: DcpMetadata, flat: list[str]) -> list[str]:
 
 
 def _section(metadata: DcpMetadata, key: str) -> tuple[object, ...]:
-    """The dict that ``key`` stands in; without planner data nothing tells, and all stand in one."""
+    """The dict that contains ``key``; without planner data this is not known, and all keys count as one dict."""
     paths = metadata.paths
     return paths[key][:-1] if paths is not None and key in paths else ()
 

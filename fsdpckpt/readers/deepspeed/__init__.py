@@ -37,10 +37,10 @@ _SHOWN = 6
 
 
 class DeepSpeedReader:
-    """Directories that ``DeepSpeedEngine.save_checkpoint`` wrote with ZeRO, and universal checkpoints."""
+    """Directories written by ``DeepSpeedEngine.save_checkpoint`` with ZeRO, and universal checkpoints."""
 
     def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
-        """Raises SourceIncompleteError: one file of ZeRO means nothing without those of the other ranks."""
+        """Raises SourceIncompleteError: one file of ZeRO is useless without those of the other ranks."""
         match = _OPTIM.match(file.name)
         if match is None:
             return None
@@ -55,9 +55,10 @@ class DeepSpeedReader:
     def recognise_directory(
         self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
     ) -> Claim:
-        """The step in ``path``, or the one that ``latest`` or ``latest_universal`` names. Raises
-        SourceIncompleteError naming missing files, SourceUnsupportedError for a model that is parallel in other ways as
-        well."""
+        """Claim the step in ``path``, or the one that ``latest`` or ``latest_universal`` names. Raises
+        SourceIncompleteError that lists missing files, SourceUnsupportedError for a model that is parallel in other
+        ways as well.
+        """
         claim = _claim_step(path, files, sources)
         for latest in _LATEST:
             if not claim.parts:
@@ -67,7 +68,7 @@ class DeepSpeedReader:
 
 
 def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Claim:
-    """The step among ``files``, those of the directory ``path``; nothing where there is none."""
+    """Claim the step among ``files``, those of the directory ``path``; nothing if there is none."""
     above, _, name = path.rstrip("/").rpartition("/")
     if name == ZERO and OPTIMIZER_STATE in files:
         raise SourceIncompleteError(
@@ -123,7 +124,7 @@ def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
 
 
 def _require_data_parallel(path: str, names: set[str]) -> None:
-    """Other kinds of parallelism cut the tensors in ways that these files do not say."""
+    """Refuse other kinds of parallelism: they cut tensors in ways that these files do not record."""
     experts = sorted(name for name in names if _EXPERT.match(name))
     layers = sorted(name for name in names if _LAYER.match(name))
     others = sorted(
@@ -143,7 +144,9 @@ def _require_data_parallel(path: str, names: set[str]) -> None:
 def require_all_ranks(
     path: str, optim: Mapping[int, str], model: Mapping[int, str], *, per_rank: bool, world_size: int = 1
 ) -> None:
-    """Every rank 0 .. W - 1 has its files. ``world_size``: W is no less, say the files themselves."""
+    """Raises unless every rank 0 .. W - 1 has its files. ``world_size``: the smallest W that the files themselves
+    allow.
+    """
     ranks = max([world_size - 1, *optim, *(model if per_rank else ())]) + 1
     missing: list[str] = []
     if optim:

@@ -1,7 +1,7 @@
-"""Put the files of one DeepSpeed ZeRO step together: parameters and their states by name, buffers, and extras.
+"""Joins the files of one DeepSpeed ZeRO step: parameters and their states by name, buffers, and extras.
 
-Every rank's pair of files is rewritten as if FSDP had saved it: in the place of flat tensors stand the boxes of the
-parameters in them. ``readers.torch_ranks`` then merges the ranks.
+Each rank's pair of files is rewritten as if FSDP had saved it, with boxes of parameters in place of flat tensors.
+``readers.torch_ranks`` then merges the ranks.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _SHOWN = 4
 def read_zero(
     directory: str, optim_paths: Mapping[int, str], model_paths: Mapping[int, str], table: FileTable, sources: Sources
 ) -> Tree:
-    """The model, the optimizer and the extras of one step, which messages call ``directory``.
+    """Read the model, the optimizer and the extras of one step. ``directory``: its name in messages.
 
-    ``optim_paths``: of every data-parallel rank's states; ``model_paths``: of the module states, by rank, or of rank 0
+    ``optim_paths``: the states of every data-parallel rank; ``model_paths``: the module states by rank, or of rank 0
     alone (ZeRO 1 and 2).
 
-    Raises SourceCorruptError where the files contradict themselves or each other, SourceUnsupportedError for states
-    that are cut in an unknown way, and what ``read_archive`` raises.
+    Raises SourceCorruptError if the files contradict themselves or each other, SourceUnsupportedError for states that
+    are cut in an unknown way, and what ``read_archive`` raises.
     """
     optim = open_files(optim_paths, table, sources)
     _require_in_files(directory, optim, sources)
@@ -70,7 +70,7 @@ def read_zero(
 
 
 def _require_in_files(step: str, optim: Sequence[StepFile], sources: Sources) -> None:
-    """Refuse an optimizer that DeepSpeed offloaded to NVMe: its flat tensors are empty, and what was in them is in swap
+    """Refuse an optimizer that DeepSpeed offloaded to NVMe: its flat tensors are empty, and their content is in swap
     files beside them, raw and without shapes (``save_checkpoint`` of ``deepspeed/runtime/engine.py``).
     """
     flat = optim[0].states.get("fp32_flat_groups")
@@ -88,8 +88,9 @@ def _require_in_files(step: str, optim: Sequence[StepFile], sources: Sources) ->
 
 @dataclass(frozen=True, slots=True)
 class _RankStates:
-    """One rank's flat tensors: the fp32 weights, the states of each, and the param groups with the numbers of their
-    flat tensors."""
+    """One rank's flat tensors: the fp32 weights, the states of each, and the param groups, which refer to flat tensors
+    by number.
+    """
 
     file: StepFile
     weights: list[StoredTensor]
@@ -100,7 +101,7 @@ class _RankStates:
 
 @dataclass(slots=True)
 class _Step:
-    """One step, being read."""
+    """One step while it is read."""
 
     directory: str
     optim: list[StepFile]
@@ -168,7 +169,9 @@ class _Step:
         return flat
 
     def _require_every_rank(self, rank: _RankStates) -> None:
-        """The files say how many ranks shared each flat tensor. Names do not: the last ranks' may be missing."""
+        """The files record how many ranks shared each flat tensor. File names do not: the last ranks' may be
+        missing.
+        """
         said = rank.file.states.get("partition_count")
         counts = said if isinstance(said, list) else [said]
         if all(map(is_count, counts)):
@@ -188,7 +191,7 @@ class _Step:
         return [[int(gap) for gap in cast("list[int]", one)] for one in gaps]
 
     def _require_record(self, ranks: Sequence[_RankStates], flat: FlatGroups) -> None:
-        """The files' own record of what is where in each part, since 0.7, is what was computed."""
+        """Compare the computed places with those that the files record since DeepSpeed 0.7."""
         for rank in ranks:
             record = self._record(rank)
             if record is None:
@@ -228,7 +231,7 @@ class _Step:
     # The ranks' files, rewritten
 
     def _named(self, rank: _RankStates, flat: FlatGroups, shapes: FlatGroup) -> StateDict:
-        """One rank's optimizer file with parameters in the places of flat tensors."""
+        """One rank's optimizer file with parameters in place of flat tensors."""
         slices = {one.name: one for group in flat.slices[rank.file.rank] for one in group}
         model: StateDict = {}
         states: StateDict = {}
@@ -246,7 +249,7 @@ class _Step:
     def _parameter(
         self, rank: _RankStates, number: int, place: Slice | None, shape: tuple[int, ...]
     ) -> tuple[Distributed, StateDict]:
-        """The weight and the states of one parameter: its parts of what ``rank`` has of flat tensor ``number``."""
+        """The weight and the states of one parameter: its parts of ``rank``'s flat tensor ``number``."""
         path, weight = rank.file.path, rank.weights[number]
         lengths = ((weight.shape[0],), (weight.shape[0] + rank.paddings[number],))
 

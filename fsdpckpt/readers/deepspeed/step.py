@@ -1,12 +1,12 @@
-"""Read what the files of one DeepSpeed step say: names and shapes, buffers, frozen parameters, extras, and where each
-parameter lies in the flat tensors.
+"""Reads the files of one DeepSpeed step: names and shapes, buffers, frozen parameters, extras, and the place of each
+parameter in the flat tensors.
 
-Under ZeRO 3 every rank has a file of module states, else rank 0 alone (``_common_checkpoint_state`` of
+Under ZeRO 3 every rank has a file of module states, otherwise only rank 0 (``_common_checkpoint_state`` of
 ``deepspeed/runtime/engine.py``).
 
-ZeRO 1 and 2 join the parameters of a param group to one flat tensor, pad it, and cut it into equal parts, one a rank
-(``deepspeed/runtime/zero/stage_1_and_2.py``, ``bf16_optimizer.py``). ZeRO 3 cuts every parameter by itself, into parts
-of ``ceil(numel / ranks)`` elements, and joins a rank's parts of a *sub-group* of parameters (``stage3.py``).
+ZeRO 1 and 2 join the parameters of a param group to one flat tensor, pad it, and cut it into equal parts, one for each
+rank (``deepspeed/runtime/zero/stage_1_and_2.py``, ``bf16_optimizer.py``). ZeRO 3 cuts every parameter by itself, into
+parts of ``ceil(numel / ranks)`` elements, and joins a rank's parts of a *sub-group* of parameters (``stage3.py``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def contradiction(path: str, what: str) -> SourceCorruptError:
 
 
 def as_mapping(value: object, path: str, what: str) -> StateDict:
-    """``value``, which has to be a dict. Raises SourceCorruptError."""
+    """``value``, which must be a dict. Raises SourceCorruptError."""
     if not isinstance(value, dict):
         raise damaged(
             path,
@@ -72,12 +72,12 @@ def as_mapping(value: object, path: str, what: str) -> StateDict:
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a number of elements that a tensor can have."""
+    """Whether it is a possible number of elements of a tensor."""
     return type(value) is int and 0 <= value < _MOST_ELEMENTS
 
 
 def plain(value: object) -> object:
-    """A loss scaler as the dict of its attributes, so that whoever loads it needs no DeepSpeed."""
+    """A loss scaler as the dict of its attributes, so that it can be loaded without DeepSpeed."""
     if isinstance(value, Object) and value.function.module.startswith("deepspeed."):
         return value.state if isinstance(value.state, dict) else None
     return value
@@ -98,12 +98,12 @@ class StepFile:
 
     @property
     def states(self) -> StateDict:
-        """What ``optimizer.state_dict()`` gave, of an optimizer's file."""
+        """The result of ``optimizer.state_dict()``, in an optimizer's file."""
         return as_mapping(self.root.get("optimizer_state_dict"), self.path, "optimizer_state_dict")
 
     @property
     def module(self) -> StateDict:
-        """What ``module.state_dict()`` gave, of a file of module states."""
+        """The result of ``module.state_dict()``, in a file of module states."""
         return as_mapping(self.root.get("module"), self.path, "module")
 
 
@@ -126,7 +126,7 @@ def open_files(paths: Mapping[int, str], table: FileTable, sources: Sources) -> 
 
 
 def merge_files(files: Sequence[StepFile], roots: Sequence[StateDict]) -> Tree:
-    """The state dicts that the ranks of ``files`` have, as one."""
+    """Merge the state dicts of the ranks' ``files``."""
     groups = [Group(file.root, [RankFile(file.rank, file.number, file.archive)]) for file in files]
     merge = Merge(groups, sharded=True)
     tree = Tree(merge.value(roots), Layout.SHARDED, "deepspeed", len(files))
@@ -136,15 +136,15 @@ def merge_files(files: Sequence[StepFile], roots: Sequence[StateDict]) -> Tree:
 
 
 def section_of(tree: Tree, section: str) -> dict[Key, Value]:
-    """One section of merged files, {} where no file has it."""
+    """One section of merged files, {} if no file has it."""
     root = cast("dict[Key, Value]", tree.root)
     return cast("dict[Key, Value]", root.get(section, {}))
 
 
 def add_extras(tree: Tree, merged: Sequence[Tree]) -> None:
-    """Put the extras of ``merged`` files beside the sections in ``tree``, and what was found wrong with them.
+    """Add the extras of ``merged`` files to ``tree``, beside the sections, and the problems found in them.
 
-    A key that is taken gets an underscore at its end, and a note says so.
+    If a key is taken, an underscore is appended, and a note says so.
     """
     root = cast("dict[Key, Value]", tree.root)
     taken = {*root, *(key for one in merged for key in section_of(one, "extra"))}
@@ -165,13 +165,15 @@ def add_extras(tree: Tree, merged: Sequence[Tree]) -> None:
 
 
 def add_archives(tree: Tree, archives: Sequence[TorchArchive]) -> None:
-    """Put the checksums and notes of the files of ``tree`` into it."""
+    """Add the checksums and notes of the files of ``tree`` to it."""
     tree.checksums = Checksums.joined(archive.checksums for archive in archives)
     tree.notes.extend(notes_on_dropped(archives))
 
 
 def part_of(rank: int, ranks: int, stored: StoredTensor, place: Slice | None, shape: tuple[int, ...]) -> Distributed:
-    """What ``rank`` of ``ranks`` holds of a parameter of ``shape``, in the flat tensor ``stored``; None: nothing."""
+    """The part that ``rank`` of ``ranks`` holds of a parameter of ``shape``, in the flat tensor ``stored``; None:
+    nothing.
+    """
     boxes: list[BoxInFile] = []
     if place is not None:
         boxes = boxes_of_range(shape, place.begin, place.begin + place.count, place.at - place.begin, stored)
@@ -181,7 +183,7 @@ def part_of(rank: int, ranks: int, stored: StoredTensor, place: Slice | None, sh
 
 @dataclass(frozen=True, slots=True)
 class ModuleStates:
-    """``files``: one of each rank under ZeRO 3, which has every parameter ``partitioned``, else rank 0's alone."""
+    """``files``: one for each rank under ZeRO 3, in which every parameter is ``partitioned``, else only rank 0's."""
 
     files: list[StepFile]
     partitioned: bool
@@ -191,8 +193,7 @@ class ModuleStates:
         return self.files[0]
 
     def groups(self, file: StepFile | None = None) -> list[FlatGroup]:
-        """The shapes of the trained parameters by flat tensor, as ``file`` (the first) says. Raises
-        SourceCorruptError."""
+        """The shapes of the trained parameters by flat tensor, from ``file`` (the first). Raises SourceCorruptError."""
         file = self.first if file is None else file
         groups = file.root.get("param_shapes")
         if not isinstance(groups, (list, tuple)) or not groups:
@@ -204,13 +205,14 @@ class ModuleStates:
         return shapes
 
     def aliases(self) -> dict[str, str]:
-        """Parameters that share another's storage, and that other's name. Under ZeRO 3 only rank 0 knows."""
+        """Parameters that share another's storage, and that other's name. Under ZeRO 3 only rank 0 has them."""
         shared = self.first.root.get("shared_params")
         return {str(name): str(other) for name, other in shared.items()} if isinstance(shared, dict) else {}
 
     def untrained(self, elsewhere: Collection[str]) -> Tree:
-        """Buffers and frozen parameters as ``model``, and extras. ``elsewhere``: names that are not taken, which are
-        the trained parameters and those that share another's storage."""
+        """Buffers and frozen parameters as ``model``, and extras. ``elsewhere``: names to leave out, the trained
+        parameters and those that share another's storage.
+        """
         return merge_files(self.files, [self._beside(file, elsewhere) for file in self.files])
 
     def in_order(self, leaves: Mapping[Key, Value]) -> dict[Key, Value]:
@@ -224,7 +226,7 @@ class ModuleStates:
         return model
 
     def notes_on_copies(self, trained: Collection[str], dtype: str = "float32") -> list[Note]:
-        """A note where the module has copies of the ``trained`` parameters in another type than ``dtype``, theirs."""
+        """A note if the module has copies of the ``trained`` parameters in another dtype than ``dtype``."""
         copies = self.first.module
         held = [leaf for name in trained if isinstance(leaf := copies.get(name), StoredTensor)]
         return notes_on_copies({leaf.dtype.name for leaf in held} - {dtype}, dtype)
@@ -243,7 +245,7 @@ class ModuleStates:
         return {"model": model, "extra": extra}
 
     def _frozen(self, file: StepFile, name: str, leaf: object, shape: tuple[int, ...] | None) -> Distributed:
-        """A frozen parameter under ZeRO 3: each rank has its part."""
+        """A frozen parameter under ZeRO 3, joined from the ranks' parts."""
         ranks = len(self.files)
         if not isinstance(leaf, StoredTensor) or len(leaf.shape) != 1 or shape is None:
             raise contradiction(file.path, f"the frozen parameter {name} is no flat tensor with a shape")
@@ -265,7 +267,7 @@ def _shapes_in(group: object, path: str) -> FlatGroup:
 
 
 class PartitionError(Exception):
-    """How the files of the ranks contradict themselves or each other, in words."""
+    """Describes how the files of the ranks contradict themselves or each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +283,9 @@ class Slice:
 
 @dataclass(slots=True)
 class FlatGroups:
-    """Flat tensors number 0 .. n - 1 of every rank. ``params``: the parameters of each, in order. ``slices``: by rank,
-    then by number, what lies in it."""
+    """Flat tensors 0 .. n - 1 of every rank. ``params``: the parameters of each, in order. ``slices``: by rank, then by
+    number, the slices in it.
+    """
 
     params: list[list[str]]
     slices: list[list[list[Slice]]]
@@ -329,9 +332,9 @@ def partitions_of_groups(
 
 
 def dealt(names: Sequence[str], ranks: int) -> list[str]:
-    """The parameters of a group in the order in which the optimizer lists them, from that in its flat tensor.
+    """The parameters of a group in the order in which the optimizer lists them, from their order in its flat tensor.
 
-    ``round_robin_gradients`` deals them to the ranks like cards, and joins the hands
+    ``round_robin_gradients`` deals them to the ranks in turn and joins each rank's
     (``DeepSpeedZeroOptimizer._round_robin_reorder``).
     """
     order = [index for rank in range(ranks) for index in range(rank, len(names), ranks)]
@@ -370,7 +373,9 @@ def partitions_of_params(shapes: Iterable[FlatGroup], lengths: Sequence[Sequence
 
 
 def _part(name: str, numel: int, ranks: int, rank: int, at: int) -> Slice:
-    """What ``rank`` holds of one parameter under ZeRO 3; the last parts are padding where it does not divide."""
+    """The part of one parameter that ``rank`` holds under ZeRO 3. If it does not divide evenly, the last parts are
+    padding.
+    """
     part = -(-numel // ranks)
     begin = min(rank * part, numel)
     return Slice(name, begin, min(part, numel - begin), at)

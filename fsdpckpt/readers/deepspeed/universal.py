@@ -1,12 +1,12 @@
-"""Read DeepSpeed universal checkpoints: a directory for each parameter, with a file for its weight and each state.
+"""Reads DeepSpeed universal checkpoints: a directory for each parameter, with a file for its weight and each state.
 
-``zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt`` hold ``{"param": tensor, ...}``, whole whatever the model was parallel
-in. From ZeRO 3 they hold the tensor itself, flattened, and the step is in ``zero/optimizer_state.pt`` alone; from the
-other stages it is in ``step.pt`` (``merge_tp_slices`` and ``merge_zero3_slices`` of
+``zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt`` hold ``{"param": tensor, ...}``, whole however the model was parallel.
+From ZeRO 3 they hold the tensor itself, flattened, and the step is only in ``zero/optimizer_state.pt``; from the other
+stages it is in ``step.pt`` (``merge_tp_slices`` and ``merge_zero3_slices`` of
 ``deepspeed/checkpoint/ds_to_universal.py``).
 
-There are thousands of such files, and those of one form have the same bytes but for the tensor's data and the checksums
-that depend on it: one is parsed, the others are only compared with it (``Forms``).
+There are thousands of such files, and those of the same form have the same bytes except for the tensor's data and its
+checksums: one is parsed, the others are only compared with it (``Forms``).
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ _LONGEST = 1 << 15  # bytes of a form
 @dataclass(frozen=True, slots=True, eq=False)
 class _Form:
     """``head``: the file's bytes before the data; ``tail``: those from the zip's directory on, at ``tail_at``. Both
-    with zeros for the checksums that differ, at ``in_head`` and ``in_tail``. ``crcs``: where in ``tail`` that of each
-    record is."""
+    have zeros in place of the checksums that differ, at ``in_head`` and ``in_tail``. ``crcs``: the offset in ``tail``
+    of each record's checksum.
+    """
 
     head: bytes
     tail: bytes
@@ -65,7 +66,7 @@ class _Form:
     archive: TorchArchive
 
     def of(self, source: ByteSource, file_id: int) -> TorchArchive | None:
-        """The archive in ``source``; None when it is of another form."""
+        """The archive in ``source``; None if it has another form."""
         head, tail = source.read(0, len(self.head)), source.read(self.tail_at, len(self.tail))
         if _without(tail, self.in_tail) != self.tail or _without(head, self.in_head) != self.head:
             return None
@@ -79,18 +80,20 @@ class _Form:
 
 
 class Forms:
-    """The forms of the archives that were read, by what the caller calls their kind."""
+    """The forms of the archives that were read, by a name that the caller gives to their kind."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], list[_Form]] = {}
 
     def match(self, source: ByteSource, file_id: int, kind: str) -> TorchArchive | None:
-        """What ``read_archive`` would read in ``source``, if an archive of this kind and form was remembered."""
+        """The result of ``read_archive`` for ``source``, if an archive of this kind and form was remembered."""
         archives = (form.of(source, file_id) for form in self._known.get((kind, source.nbytes), ()))
         return next((archive for archive in archives if archive is not None), None)
 
     def remember(self, opened: OpenedArchive, archive: TorchArchive, kind: str) -> None:
-        """``archive`` was read from ``opened``. One that has more than a tensor and plain values is left out."""
+        """Remember ``archive``, which was read from ``opened``, if it has one tensor and otherwise only plain
+        values.
+        """
         known = self._known.setdefault((kind, opened.source.nbytes), [])
         form = _form(opened, archive) if len(known) < _MOST_ALIKE else None
         if form is not None:
@@ -132,7 +135,7 @@ def _without(data: bytes, places: list[int]) -> bytes:
 
 
 def _copied(root: Value) -> Value:
-    """``root`` with tensors that may be changed, and that share no tuple: writers write one object once."""
+    """``root`` with tensors that may be changed and share no tuple: writers write one object once."""
     if isinstance(root, dict):
         return cast(Value, {key: _copied(value) for key, value in root.items()})
     if not isinstance(root, StoredTensor):
@@ -151,12 +154,12 @@ _SHOWN = 4
 def read_universal(
     directory: str, model: Mapping[int, str], others: Sequence[str], table: FileTable, sources: Sources
 ) -> Tree:
-    """The model, the optimizer and the extras of the checkpoint in ``directory``.
+    """Read the model, the optimizer and the extras of the checkpoint in ``directory``.
 
-    ``model``: the paths of the module states, by rank or of rank 0 alone; ``others``: of those of tensor parallel ranks
+    ``model``: the paths of the module states, by rank or of rank 0 alone; ``others``: those of tensor parallel ranks
     and pipeline stages after the first.
 
-    Raises SourceIncompleteError naming the parameters without a weight, SourceCorruptError where the files contradict
+    Raises SourceIncompleteError that lists the parameters without a weight, SourceCorruptError if the files contradict
     each other, and what ``read_archive`` raises.
     """
     sources.prefetch_ends([*model.values(), *others])
@@ -168,7 +171,7 @@ def read_universal(
 
 @dataclass(slots=True)
 class _Universal:
-    """One checkpoint, being read. ``zero``: the directory with the weights and states, in ``directory``."""
+    """One checkpoint while it is read. ``zero``: the directory with the weights and states, in ``directory``."""
 
     directory: str
     zero: str
@@ -219,7 +222,7 @@ class _Universal:
         return tree
 
     def _groups(self) -> list[FlatGroup]:
-        """The parameters by flat tensor, those of other tensor parallel ranks and pipeline stages included."""
+        """The parameters by flat tensor, including those of other tensor parallel ranks and pipeline stages."""
         groups = self.module.groups()
         for file in self.others:
             more = self.module.groups(file)
@@ -233,7 +236,7 @@ class _Universal:
     def _stored(
         self, groups: list[FlatGroup], shapes: FlatGroup, entries: Mapping[str, Entry]
     ) -> dict[str, dict[str, Value]]:
-        """By parameter: its weight and its states, by the names of their files."""
+        """For each parameter its weight and its states, by the names of their files."""
         files: dict[str, dict[str, Entry]] = {}
         for name in shapes:
             entry = entries.get(name)
@@ -299,7 +302,7 @@ class _Universal:
     # The optimizer's file
 
     def _common_states(self, file: StepFile | None, count: int) -> list[dict[str, Value]]:
-        """By flat tensor: what all of its parameters share, of the optimizer of ZeRO 3's rank 0."""
+        """For each flat tensor the states that all of its parameters share, from the optimizer of ZeRO 3's rank 0."""
         common: list[dict[str, Value]] = [{} for _ in range(count)]
         if file is None:
             return common
@@ -316,7 +319,7 @@ class _Universal:
         return common
 
     def _param_groups(self, file: StepFile, groups: list[FlatGroup]) -> Value:
-        """The param groups, which list numbers of flat tensors, with the names of parameters."""
+        """The param groups, which refer to flat tensors by number, with the names of parameters."""
         saved = file.root.get("param_groups")
         if not isinstance(saved, list):
             raise contradiction(file.path, "it has no param_groups")
