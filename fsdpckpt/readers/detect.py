@@ -1,7 +1,7 @@
-"""Open the checkpoint at a path: find its parts, read each with its reader, and join them.
+"""Opens the checkpoint at a path: finds its parts, reads each with its reader, and joins them.
 
 A path is one file, a directory that is one checkpoint, a directory of parts (model and optimizer side by side), or a
-directory with exactly one checkpoint below it. Where several answers are possible none is chosen: all are listed.
+directory with exactly one checkpoint below it. If several answers are possible, none is chosen: the error lists all.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def open_checkpoint(
     ignore_file: tuple[str, ...] = (),
     as_dcp: bool = False,
 ) -> Checkpoint:
-    """Everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
+    """Read everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
 
-    ``units``: what says the order of each rank's optimizer where no units lie beside the checkpoint. ``ignore_file``:
-    globs of files and directories that are left out; whoever gives them calls ``require_matches``. For ``locate``,
-    ``only`` and ``as_dcp`` see ``ReadOptions``.
+    ``units``: the order of each rank's optimizer, used if no units lie beside the checkpoint. ``ignore_file``: globs of
+    files and directories to leave out; the caller then calls ``require_matches``. For ``locate``, ``only`` and
+    ``as_dcp`` see ``ReadOptions``.
 
     Raises SourceMissingError, SourceUnrecognisedError, SourceIncompleteError, NeedsInformationError (several
-    candidates), and what the readers raise. Problems that do not stop reading are in ``Checkpoint.problems``.
+    candidates), and what the readers raise. Problems that do not prevent reading are in ``Checkpoint.problems``.
     """
     if not source:
         raise UsageError("the path of a checkpoint is empty", why=EMPTY, next_step="name a file or a directory")
@@ -84,7 +84,7 @@ def open_checkpoint(
 
 @dataclass(slots=True)
 class _Listing:
-    """One directory: its parts, the names of all its entries, its sub-directories, and what is in no part."""
+    """One directory: its parts, the names of all its entries, its subdirectories, and the files in no part."""
 
     path: str
     names: list[str]
@@ -94,7 +94,7 @@ class _Listing:
 
 
 def _side_parts(names: Sequence[str], files: Mapping[str, Entry], sources: Sources) -> list[Part]:
-    """A part for each of ``files`` that is a side file of the framework which keeps ``names`` in a directory."""
+    """A part for each of ``files`` that is a side file of the framework with ``names`` in a directory."""
     flavor = recognise(names)
     beside = [file for name, file in files.items() if flavor is not None and re.search(flavor.side_files, name)]
     parts = [reader.recognise_file(file, sources) for file in beside if may_be_torch(file) for reader in READERS]
@@ -113,9 +113,9 @@ def _refuse_uploads(path: str, entries: Sequence[Entry]) -> None:
 
 @dataclass(slots=True)
 class _SearchResult:
-    """What a search found: the parts, the directory ``path`` they are in, and the ``names`` of its entries.
+    """The parts found by a search, the directory ``path`` that contains them, and the ``names`` of its entries.
 
-    ``directories``: the sub-directories that parts are in.
+    ``directories``: the subdirectories that contain parts.
     """
 
     path: str
@@ -203,7 +203,9 @@ class _Opening:
         return checkpoint
 
     def _directories_above(self, path: str) -> list[str]:
-        """Directories that may hold units of a checkpoint in ``path``, nearest first: up to SRC, one above a step."""
+        """Directories that may hold units for a checkpoint in ``path``, nearest first: up to SRC, and one
+        above a step.
+        """
         top = self.source.rstrip("/")
         places = [path.rstrip("/")]
         while len(places[-1]) > len(top) and "/" in places[-1]:
@@ -214,9 +216,9 @@ class _Opening:
         return places
 
     def _read_parts(self, searched: _SearchResult) -> list[ReadPart]:
-        """Read every part. A file beside the checkpoint that cannot be read (a training script's classes) is left out.
+        """Read every part. Leaves out a file beside the checkpoint that cannot be read (a training script's classes).
 
-        Where many directories lie side by side, an error means that they are several checkpoints.
+        An error among many directories side by side means that they are several checkpoints.
         """
         read: list[ReadPart] = []
         refused: list[FsdpckptError] = []
@@ -260,7 +262,7 @@ class _Opening:
         return read
 
     def _list(self, path: str) -> _Listing:
-        """What lies directly in the directory ``path``. Raises what ``Reader.recognise_directory`` raises."""
+        """List the directory ``path`` without descending. Raises what ``Reader.recognise_directory`` raises."""
         ignored = self.options.ignored
         entries: list[Entry] = []
         for entry in self.sources.list_directory(path):
@@ -289,7 +291,7 @@ class _Opening:
         return _Listing(path, names, parts, directories, [*sorted(exports), *hidden, *files, *unwanted])
 
     def _search(self, path: str, depth: int) -> _SearchResult | None:
-        """The parts at ``path``: those of the directory and its sub-directories, or of the one checkpoint below it."""
+        """The parts at ``path``: those of the directory and its subdirectories, or of the one checkpoint below it."""
         listing = self._list(path)
         numbered = [entry for entry in listing.directories if _NUMBERED.search(entry.name)]
         others = [entry for entry in listing.directories if entry not in numbered]
@@ -317,7 +319,7 @@ class _Opening:
         return _joined(listing, below)
 
     def _producer_below(self, listing: _Listing, directories: list[Entry]) -> _SearchResult | None:
-        """The one sub-directory with everything that a producer saves, where no file above is a model or optimizer."""
+        """The one subdirectory with everything that a producer saves, if no file above it is a model or optimizer."""
         below = [one for entry in directories if (one := self._search_flat(entry.path)) and _resuming(one.names)]
         if len(below) > 1:
             raise _several(listing.path, [one.path for one in below])
@@ -328,7 +330,7 @@ class _Opening:
         return below[0] if below else None
 
     def _with_neighbours(self, listing: _Listing, directories: list[Entry], depth: int) -> _SearchResult:
-        """The parts of a directory and of those of its sub-directories that hold parts themselves."""
+        """The parts of a directory and of those of its subdirectories that contain parts."""
         below = [one for entry in directories if depth and (one := self._search_flat(entry.path))]
         parts = {one.path for one in below}
         listing.not_carried += [f"{entry.name}/" for entry in directories if entry.path not in parts]
@@ -353,7 +355,7 @@ class _Opening:
 
 
 def _with_flavor(checkpoint: Checkpoint, names: Sequence[str], directory: str) -> Checkpoint:
-    """``checkpoint``, found in ``directory`` ("": it is one file), with its producer's name."""
+    """``checkpoint``, found in ``directory`` ("": it is one file), with the name of its producer."""
     checkpoint.directory = directory
     if checkpoint.flavor == PLAIN:
         checkpoint.flavor = flavor_of(checkpoint, names, directory)
@@ -367,7 +369,9 @@ def _with_flavor(checkpoint: Checkpoint, names: Sequence[str], directory: str) -
 
 
 def _of_a_larger_one(source: str) -> list[Note]:
-    """A note where ``source`` is what a framework keeps one section in: its folder has the others, and resumes."""
+    """A note if a framework keeps one section in ``source`` and the others in the directory above, from which it
+    resumes.
+    """
     if is_url(source):
         return []
     above, name = os.path.split(os.path.abspath(source))
@@ -380,7 +384,7 @@ def _of_a_larger_one(source: str) -> list[Note]:
 
 
 def _resuming(names: Sequence[str]) -> Flavor | None:
-    """The producer of files of these names, if it resumes training from them."""
+    """The producer of files with these names, if it resumes training from them."""
     flavor = recognise(names)
     return flavor if flavor is not None and any(form.optim is not None for form in flavor.forms) else None
 
@@ -406,7 +410,7 @@ def _nearest_units(places: Sequence[str], sources: Sources) -> BesideUnits | Non
 
 
 def missing(source: str) -> SourceMissingError:
-    """The error for a path that does not exist: says how far it does, since most misspellings are in one word."""
+    """The error for a path that does not exist: says which part of it exists, since most typos are in one component."""
     if is_url(source):
         why, next_step = "the URL is misspelt, or this account may not see it", "check the URL and the credentials"
     elif source.startswith("~"):

@@ -1,9 +1,9 @@
-"""Recognise FSDP1's flat-parameter shards: one-dimensional slices that look like tensors and are not.
+"""Recognises the shards of FSDP1's flat parameters: one-dimensional slices that look like tensors and are not.
 
-Their shapes say nothing about the parameters. Two forms exist (``torch/distributed/fsdp/_state_dict_utils.py``,
+Their shapes do not show the parameters. Two forms exist (``torch/distributed/fsdp/_state_dict_utils.py``,
 ``_optim_utils.py``): ``LOCAL_STATE_DICT`` files with keys ``<unit>._flat_param``, and the optimizer's own state dict on
-each rank, whose states are one slice per unit or per parameter. Slices of one tensor become one tensor of placement
-``SLICES``: the ranks' slices one after the other. ``mark_slices`` decides, once the model is known.
+each rank, whose states are one slice for each unit or parameter. The slices of one tensor become one tensor of
+placement ``SLICES``: the ranks' slices one after the other. ``mark_slices`` decides, once the model is known.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ _SHOWN = 6
 
 
 def boxes_of_range(shape: Sequence[int], low: int, high: int, place: int, stored: StoredTensor) -> list[BoxInFile]:
-    """Elements [low, high) of a parameter of ``shape``, whose element 0 would be element ``place`` of the vector
-    ``stored``."""
+    """Elements [low, high) of a parameter of ``shape`` in the vector ``stored``. ``place``: the index in it that
+    element 0 would have.
+    """
     (step,) = stored.stride
     at = place + low
     boxes: list[BoxInFile] = []
@@ -54,7 +55,7 @@ def boxes_of_range(shape: Sequence[int], low: int, high: int, place: int, stored
 
 
 def mappings(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[Key, Value]]]:
-    """The dicts that may be a section, outermost first; the states and groups of an optimizer are not among them."""
+    """The dicts that may be a section, outermost first, without the states and groups of an optimizer."""
     if isinstance(value, dict):
         yield path, value
         if len(path) < _DEPTH and not is_optimizer(value):
@@ -91,11 +92,11 @@ def why_sliced(
     model: ModelState | None,
     checksums: Checksums | None = None,
 ) -> str | None:
-    """Why the states of ``state`` are the ranks' slices of flat parameters; None when they are whole on every rank.
+    """Why the states of ``state`` are the ranks' slices of flat parameters; None if they are whole on every rank.
 
-    What differs in length between ranks, or is not on every rank, was read as slices, and proves it; so do keys of
-    flat parameters. Equal shapes on all ranks are slices when all states are vectors and the model, as far as there is
-    one, has tensors of other shapes. Where shapes leave it open, ``checksums`` tell replicas from slices.
+    States that differ in length between ranks, or are missing on some, prove it; so do keys of flat parameters. Equal
+    shapes on all ranks are slices if all states are vectors and the model, if there is one, has tensors of other
+    shapes. If shapes leave it open, ``checksums`` distinguish replicas from slices.
     """
     entries = [entry for entry in state.values() if BARE_VALUE not in entry]
     leaves = [leaf for entry in entries for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.ndim]
@@ -115,7 +116,8 @@ def _why_not_replicas(
     vectors: Sequence[Tensor], known: set[tuple[int, ...]], checksums: Checksums | None, *, alone: bool
 ) -> str | None:
     """Why vectors of one length on all ranks are slices. ``known``: shapes of the model; ``alone``: the optimizer has
-    no state of more dimensions."""
+    no state with more dimensions.
+    """
     fit = all(leaf.shape in known for leaf in vectors)
     if alone and not fit:
         sizes = sorted({leaf.shape[0] for leaf in vectors})
@@ -128,7 +130,7 @@ def _why_not_replicas(
 
 
 def _whole_shapes(model: ModelState | None) -> set[tuple[int, ...]]:
-    """The shapes of all tensors of the model that are no flat parameters."""
+    """The shapes of all tensors of the model that are not flat parameters."""
     params = model.params if model is not None else {}
     return {
         leaf.shape
@@ -138,7 +140,9 @@ def _whole_shapes(model: ModelState | None) -> set[tuple[int, ...]]:
 
 
 def _differ(tensors: Sequence[Tensor], checksums: Checksums | None) -> bool:
-    """Whether by CRC-32 some tensor's chunks are no copies of each other. What has no checksum says nothing."""
+    """Whether the CRC-32s of some tensor's chunks show that they are not copies of each other. False without
+    checksums.
+    """
     records = checksums.by_place() if checksums is not None else {}
     for tensor in tensors:
         places = zip(tensor.chunks.file.tolist(), tensor.chunks.offset.tolist(), strict=True)
@@ -149,9 +153,9 @@ def _differ(tensors: Sequence[Tensor], checksums: Checksums | None) -> bool:
 
 
 def read_as_slices(optim: OptimState) -> OptimState:
-    """``optim`` with its vectors read as slices, its parameters in the order in which the groups list them.
+    """``optim`` with its vectors read as slices, and its parameters in the order of the groups.
 
-    A 0-dim state is that of the ranks which hold elements of the parameter (``_convert_all_state_info``).
+    A 0-dim state is that of the ranks that hold elements of the parameter (``_convert_all_state_info``).
     """
     state = {key: entry if BARE_VALUE in entry else _entry_as_slices(entry) for key, entry in optim.state.items()}
     listed = optim.grouped_keys()
@@ -169,7 +173,7 @@ def _entry_as_slices(entry: Mapping[str, Tensor | Value]) -> dict[str, Tensor | 
 
 
 def _of_ranks(leaf: Tensor | Value, ranks: Int64Array) -> Tensor | Value:
-    """A 0-dim tensor's replicas on ``ranks``; anything else, and what none of them has, as it is."""
+    """A 0-dim tensor's replicas on ``ranks``; any other value, and one that none of them has, unchanged."""
     if not isinstance(leaf, Tensor) or leaf.ndim:
         return leaf
     on_ranks = np.isin(leaf.chunks.rank, ranks)
@@ -177,7 +181,7 @@ def _of_ranks(leaf: Tensor | Value, ranks: Int64Array) -> Tensor | Value:
 
 
 def as_slices(tensor: Tensor) -> Tensor:
-    """A vector that every rank has, each one its own; any other tensor as it is."""
+    """Turn a vector that every rank has into one slice for each rank; return any other tensor unchanged."""
     if tensor.ndim != 1 or tensor.placement != "whole":
         return tensor
     size = tensor.chunks.size
@@ -187,9 +191,9 @@ def as_slices(tensor: Tensor) -> Tensor:
 
 
 def mark_slices(tree: Tree, sections: Sections, model: ModelState | None, label: str) -> None:
-    """Mark the optimizer of one part as slices in ``tree`` and ``sections`` when it holds slices of flat parameters.
+    """Mark the optimizer of one part as slices in ``tree`` and ``sections`` if it holds slices of flat parameters.
 
-    ``model``: the checkpoint's, from whichever part; ``label`` names the part in messages.
+    ``model``: the checkpoint's, from whichever part; ``label``: the part's name in messages.
     """
     if tree.container is not Container.TORCH:
         return
@@ -211,7 +215,7 @@ def mark_slices(tree: Tree, sections: Sections, model: ModelState | None, label:
 def _orders_that_differ(tree: Tree, groups: KeyPath, label: str) -> Iterator[Problem]:
     """A fatal problem for the first param group whose ``param_names`` or ``params`` are not the same on every rank.
 
-    Each rank's optimizer counts ids in its own order, so one id would be different parameters on different ranks.
+    Each rank's optimizer numbers ids in its own order, so one id would be different parameters on different ranks.
     """
     depth = len(groups) + 1
     differing = [
@@ -237,17 +241,19 @@ def _orders_that_differ(tree: Tree, groups: KeyPath, label: str) -> Iterator[Pro
 
 
 def _drop_missing_keys(tree: Tree, states: KeyPath) -> None:
-    """Drop problems of missing keys: with use_orig_params=True a rank has no entry of a parameter it has no part of."""
+    """Drop problems of missing keys: with use_orig_params=True a rank has no entry for a parameter it holds
+    no part of.
+    """
     prefix = ".".join(map(str, (*states, "")))
     absent = [one for one in tree.problems if one.kind == "missing-key" and (one.key or "").startswith(prefix)]
     tree.problems = [problem for problem in tree.problems if problem not in absent]
 
 
 def _take_values_of_holders(tree: Tree, optim: OptimState, states: KeyPath) -> None:
-    """Values that differ only on ranks without elements of their parameter are those of the ranks that have some.
+    """If values differ only on ranks without elements of their parameter, take those of the ranks that have some.
 
     The rule is that of ``_convert_all_state_info``: optimizers that make their states at once (Adagrad) have a step on
-    the other ranks too, and never count it.
+    the other ranks too, and never advance it.
     """
     depth = len(states)
     for path, values in list(tree.rank_values.items()):
@@ -270,7 +276,7 @@ def _holders(entry: dict[str, Tensor | Value]) -> list[int]:
 
 
 def _flattened_extras(tree: Tree, sections: Sections, label: str) -> Iterator[Problem]:
-    """Fatal problems of flat parameters and their optimizers that are no section: nothing can name what is in them."""
+    """Fatal problems of flat parameters and their optimizers outside the sections: nothing can name their content."""
     for path, mapping in mappings(tree.root):
         if sections.owns((*path, next(iter(mapping), ""))):
             continue

@@ -1,6 +1,6 @@
-"""Recognises the forms that an optimizer's state dict has, and reads each as one ``OptimState``.
+"""Recognises the forms of an optimizer's state dict, and reads each as one ``OptimState``.
 
-``{"state": {key: {name: value}}, "param_groups": [...]}`` as ``torch.optim.Optimizer.state_dict`` gives it; ``state``
+``{"state": {key: {name: value}}, "param_groups": [...]}`` as ``torch.optim.Optimizer.state_dict`` returns it; ``state``
 or ``param_groups`` alone (DCP drops empty dicts, so SGD without momentum has no ``state``); or the flattened form of
 ``torch.distributed.checkpoint.state_dict`` (``flatten_optimizer_state_dict``): ``state.<fqn>.<name>`` and
 ``param_groups.<fqn>.<hyper-parameter>``.
@@ -25,9 +25,9 @@ _STATE_NAMES = frozenset(
 
 
 def is_nested(value: Mapping[Key, Value]) -> bool:
-    """``state`` maps parameters to dicts, and ``param_groups`` is a list of dicts.
+    """Whether ``state`` maps parameters to dicts, and ``param_groups`` is a list of dicts.
 
-    Beside the parameters ``state`` may hold a user's own values, under names that no group lists.
+    Beside the parameters, ``state`` may hold the user's own values, under names that no group lists.
     """
     groups = value.get(_GROUPS)
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -46,12 +46,12 @@ def _listed(group: Mapping[Key, Value]) -> list[Value]:
 
 
 def is_flattened(value: Mapping[Key, Value]) -> bool:
-    """Every key begins with ``state.`` or ``param_groups.``."""
+    """Whether every key begins with ``state.`` or ``param_groups.``."""
     return bool(value) and all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in value)
 
 
 def is_state_only(value: Mapping[Key, Value], *, named: bool) -> bool:
-    """One half of an optimizer; ``named`` says that its key calls it an optimizer."""
+    """Whether it is one half of an optimizer; ``named``: its key calls it an optimizer."""
     if value.keys() == {_GROUPS}:
         groups = value[_GROUPS]
         return named and isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
@@ -63,9 +63,9 @@ def is_state_only(value: Mapping[Key, Value], *, named: bool) -> bool:
 
 
 def optimizer_of(value: Mapping[Key, Value], notes: list[Note]) -> OptimState | None:
-    """The optimizer in ``value``, which one of the tests above accepted. Repairs and conversions go into ``notes``.
+    """The optimizer in ``value``, which one of the tests above accepted. Adds repairs and conversions to ``notes``.
 
-    None when a state's name is no string: such a dict cannot be addressed by name, and stays an extra.
+    None if a state's name is not a string: such a dict cannot be addressed by name, and stays an extra.
     """
     if is_flattened(value):
         return _unflatten(value, notes)
@@ -91,7 +91,7 @@ def optimizer_of(value: Mapping[Key, Value], notes: list[Note]) -> OptimState | 
 def _repair_ids(
     entries: dict[ParamKey, dict[str, Tensor | Value]], groups: list[dict[Key, Value]] | None, notes: list[Note]
 ) -> dict[ParamKey, dict[str, Tensor | Value]]:
-    """Ids that a container turned into strings are ints again, when the groups list ints.
+    """Turn ids that a container stored as strings back into ints, if the groups list ints.
 
     DCP writes every key as a string; ``dcp_to_torch_save`` leaves it so, and then ``load_state_dict`` finds no state.
     """
@@ -133,7 +133,9 @@ def _unflatten(value: Mapping[Key, Value], notes: list[Note]) -> OptimState:
 
 
 def _parameter(key: str, params: Mapping[str, object]) -> tuple[str, list[str]]:
-    """Parameter and state of ``<fqn>.<state>``. The groups know the names; without them the last word is the state."""
+    """Parameter and state of ``<fqn>.<state>``. The groups have the names; without them the state is the last
+    component.
+    """
     cut = key.rfind(".")
     while cut > 0:
         if key[:cut] in params:
@@ -144,7 +146,7 @@ def _parameter(key: str, params: Mapping[str, object]) -> tuple[str, list[str]]:
 
 
 def _set_state(states: dict[str, Tensor | Value], names: list[str], item: Value) -> None:
-    """``item`` under ``names``: an optimizer such as Shampoo nests dicts inside one parameter's state."""
+    """Store ``item`` under ``names``: an optimizer such as Shampoo nests dicts inside one parameter's state."""
     inner: dict[Key, Value] | dict[str, Tensor | Value] = states
     for name in names[:-1]:
         child = inner.setdefault(name, {})
@@ -156,10 +158,10 @@ def _set_state(states: dict[str, Tensor | Value], names: list[str], item: Value)
 
 
 def groups_of_equal_settings(hyper: Mapping[str, dict[Key, Value]]) -> list[dict[Key, Value]]:
-    """Parameters with equal hyper-parameters share a group, in order of first appearance.
+    """Put parameters with equal hyper-parameters into one group, in order of first appearance.
 
-    Hyper-parameters that are tensors are equal when they lie in one place: the reader of DCP gives all of equal value
-    the place of the first.
+    Tensor hyper-parameters are equal if they are in one place: the DCP reader gives all of equal value the place of the
+    first.
     """
     groups: dict[str, dict[Key, Value]] = {}
     for param, values in hyper.items():
@@ -177,7 +179,7 @@ def groups_of_equal_settings(hyper: Mapping[str, dict[Key, Value]]) -> list[dict
 
 
 def _place_of(tensor: Tensor) -> str:
-    """What tells a tensor apart from every other one: the places of its chunks in the files."""
+    """The identity of a tensor: the places of its chunks in the files."""
     chunks = tensor.chunks
     item = [] if chunks.item is None else chunks.item.tolist()
     columns = (chunks.rank, chunks.file, chunks.offset, chunks.start, chunks.size, chunks.stride)
@@ -185,7 +187,9 @@ def _place_of(tensor: Tensor) -> str:
 
 
 def notes_on_copies(copies: Collection[str], weights: str = "float32") -> list[Note]:
-    """A note that the model section has the optimizer's ``weights``, not those of the dtypes ``copies``, if any."""
+    """A note that the model section has the optimizer's ``weights`` and not the ``copies`` in other dtypes, if there
+    are any.
+    """
     if not copies:
         return []
     message = (

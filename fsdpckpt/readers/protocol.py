@@ -1,9 +1,9 @@
-"""State what a reader is: it recognises its files, and reads them into one nested state dict.
+"""Defines the reader protocol: a reader recognises its files, and reads them into one nested state dict.
 
-``detect`` lists what is at a path and asks the readers of ``readers.READERS`` in their order. Each claims the files
-that are its own and gives a ``Part`` for every container among them; whoever wants the content calls ``Part.read``,
-which returns a ``Tree``. Recognising looks at names and first bytes, reading at headers and metadata: neither reads the
-data of tensors. ``docs/adding-a-format.md`` walks through a complete reader.
+``detect`` lists a path and asks the readers of ``readers.READERS`` in order. Each claims its files and returns a
+``Part`` for every container among them; ``Part.read`` returns the content as a ``Tree``. Recognising looks at names and
+first bytes, reading at headers and metadata: neither reads tensor data. ``docs/adding-a-format.md`` walks through a
+complete reader.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ Items: TypeAlias = frozenset[tuple[int, int]]
 @dataclass(frozen=True, slots=True)
 class IgnoredFiles:
     """The files and directories below ``source`` that ``--ignore-file`` leaves out (an export beside the state, the
-    files of another save): their name, or path from there, matches one of ``globs``."""
+    files of another save): those whose name, or path from there, matches one of ``globs``.
+    """
 
     source: str = ""
     globs: tuple[str, ...] = ()
 
     def matches(self, path: str) -> bool:
-        """Whether the file or directory at ``path``, which lies below the source, is one of them."""
+        """Whether to leave out the file or directory at ``path``, which is below the source."""
         return any(_matches(glob, self.relative(path)) for glob in self.globs)
 
     def relative(self, path: str) -> str:
-        """``path`` as it is seen from the source."""
+        """``path`` relative to the source."""
         return path.removeprefix(self.source.rstrip("/")).strip("/")
 
 
@@ -73,9 +74,9 @@ def require_matches(globs: Sequence[str], *checkpoints: Checkpoint) -> None:
 
 
 def glob_of(label: str, source: str) -> str:
-    """What to ignore to leave out the part that messages call ``label``: "" when that is the whole source.
+    """The glob that leaves out the part with this ``label``: "" if that is the whole source.
 
-    A label is a path, a pattern of paths, or the first and last of one rank's files each.
+    A label is a path, a pattern of paths, or the first and last file of each rank.
     """
     first, _, last = label.partition(" .. ")
     path = IgnoredFiles(source).relative(first)
@@ -92,10 +93,10 @@ def glob_of(label: str, source: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """``locate=False``: leave the data files closed where metadata alone describe the tensors; chunks then have
-    offset -1; with items, only their tensors are located. ``only``: the section that is wanted; parts that clearly hold
-    another one may be incomplete. ``ignored``: files that are left out. ``as_dcp``: where one directory has a DCP
-    checkpoint and another file with the same section, only the first counts, as for ``dcp.load``.
+    """``locate=False``: leave the data files closed if the metadata alone describes the tensors; chunks then have
+    offset -1; with items, only their tensors are located. ``only``: the requested section; parts that clearly hold
+    another one may be incomplete. ``ignored``: files to leave out. ``as_dcp``: if a directory has a DCP checkpoint and
+    another file with the same section, only the first counts, as for ``dcp.load``.
     """
 
     locate: bool | Items = True
@@ -105,30 +106,31 @@ class ReadOptions:
 
 
 class Reader(Protocol):
-    """A family of checkpoint files. Readers have no state: one instance serves every checkpoint."""
+    """A family of checkpoint files. Readers have no state: one instance reads every checkpoint."""
 
     def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
-        """How to read ``file``, which the user named; None when it is not of this family.
+        """Claim ``file``, which the user named; None if it is not of this family.
 
-        Raises SourceUnrecognisedError for a file that only means something together with the files beside it.
+        Raises SourceUnrecognisedError for a file that is useless without the files beside it.
         """
         ...
 
     def recognise_directory(
         self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
     ) -> Claim:
-        """The containers among ``files``, the files by name that lie in the directory ``path`` and that no reader
-        before this one claimed.
+        """Claim the containers among ``files``: the files by name in the directory ``path`` that no reader before this
+        one claimed.
 
-        Raises SourceIncompleteError, naming all of them, when files are missing that the names of others ask for.
+        Raises SourceIncompleteError that lists the files that others refer to and that are missing.
         """
         ...
 
 
 @dataclass(slots=True)
 class Claim:
-    """What one reader recognised in a directory: the parts, the names of all files that are its own, those of them that
-    are not to be read, and the sub-directories that the parts are in."""
+    """What one reader recognised in a directory: the parts, the names of all files that belong to them, those of these
+    files that are not read, and the subdirectories that contain the parts.
+    """
 
     parts: list[Part] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
@@ -138,13 +140,12 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One container that can be read. ``label``, a path, names it in messages; ``stem`` names its extras.
+    """One container that can be read. ``label``, a path, is its name in messages; ``stem`` is the name of its extras.
 
-    ``read`` opens it: it numbers its files in the table given, and raises SourceIncompleteError, SourceCorruptError,
-    SourceUnsafeError or SourceUnsupportedError. Problems that do not stop it are in the tree. ``bare_ranks``: file
-    names with nothing but a number were taken for ranks. ``neighbour``: the name does not say that this is a model or
-    an optimizer, so that a checkpoint can do without it. ``extras``: the framework keeps neither in a file of this
-    name.
+    ``read`` opens it: numbers its files in the given table, and raises SourceIncompleteError, SourceCorruptError,
+    SourceUnsafeError or SourceUnsupportedError. Problems that do not stop it are in the tree. ``bare_ranks``: the ranks
+    come from file names with nothing but a number. ``neighbour``: the name does not show a model or an optimizer, so a
+    checkpoint is complete without this part. ``extras``: the framework keeps neither in a file of this name.
     """
 
     label: str
@@ -158,7 +159,7 @@ class Part:
 class FileTable:
     """Numbers the files of one checkpoint; ``Chunks.file`` holds these numbers.
 
-    ``units``: those of the checkpoint, as far as they are known before its files are read.
+    ``units``: those of the checkpoint, if they are known before its files are read.
     """
 
     def __init__(self, units: Units | None = None) -> None:
@@ -167,7 +168,7 @@ class FileTable:
         self._files: list[SourceFile] = []
 
     def add(self, path: str, nbytes: int) -> int:
-        """The number of ``path``, given out on first sight."""
+        """The number of ``path``, assigned on first use."""
         number = self._ids.get(path)
         if number is None:
             number = self._ids[path] = len(self._files)
@@ -178,7 +179,7 @@ class FileTable:
         return tuple(self._files)
 
     def forget(self, known: int) -> None:
-        """Take out all files but the first ``known``."""
+        """Remove all files but the first ``known``."""
         for file in self._files[known:]:
             del self._ids[file.path]
         del self._files[known:]
@@ -186,16 +187,16 @@ class FileTable:
 
 @dataclass(slots=True)
 class Tree:
-    """One container, read. ``root`` is the state dict as the producer nested it (ranks merged, dotted DCP keys
-    put back into their nesting), leaves ``Tensor`` or values.
+    """The content of one container. ``root``: the state dict as the producer nested it (ranks merged, dotted DCP keys
+    nested again), with leaves that are ``Tensor`` or values.
 
-    ``rank_values``: for per-rank files, the non-tensor leaves (and plain tensors of extras) that differ between ranks:
-    path -> value of each rank, index = rank (None where that rank has no such key). ``root`` has rank 0's.
-    ``absences``: the same files' keys that some ranks lack: path -> those ranks.
-    ``checksums``: CRC-32 records of its files. ``world_size``: how many ranks wrote it, from the metadata.
-    ``container``: one of ``ir.checkpoint.Container``, or the name of a format that can only be read.
-    ``evidence``: what says that the files are what they were taken for. ``devices``: the device types of the meshes of
-    DTensors. ``flavor``: the producer where the content says it, or "". ``orders``: as ``Checkpoint.orders``.
+    ``rank_values``: for rank files, the leaves (values, and plain tensors of extras) that differ between ranks: path ->
+    value of each rank, index = rank (None if that rank has no such key). ``root`` has rank 0's. ``absences``: keys of
+    the same files that some ranks lack: path -> those ranks. ``checksums``: CRC-32 records of its files.
+    ``world_size``: how many ranks wrote it, from the metadata. ``container``: one of ``ir.checkpoint.Container``, or
+    the name of a format that can only be read. ``evidence``: why the files were recognised. ``devices``: the device
+    types of the DTensors' meshes. ``flavor``: the producer if the content shows it, or "". ``orders``: as
+    ``Checkpoint.orders``.
     """
 
     root: Value
@@ -221,8 +222,9 @@ class ChunkedTensor(NamedTuple):
 
 
 def build_tensors(tensors: Sequence[ChunkedTensor], *, world_size: int) -> dict[str, Tensor]:
-    """A Tensor for each. ``world_size``: how many ranks wrote them. The chunks alone decide whether FSDP shards a
-    tensor, and how."""
+    """Make the tensors. ``world_size``: how many ranks wrote them. The chunks alone decide whether and how FSDP shards
+    a tensor.
+    """
     known: dict[tuple[tuple[int, ...], int], list[int] | None] = {}  # tensors that are cut alike share their sizes
     cuts = []
     for tensor in tensors:
@@ -244,7 +246,7 @@ def build_tensors(tensors: Sequence[ChunkedTensor], *, world_size: int) -> dict[
 
 
 def _cut_dimensions(tensor: ChunkedTensor) -> list[int] | None:
-    """The dimensions along which the chunks divide the tensor; None when each chunk is all of it."""
+    """The dimensions along which the chunks divide the tensor; None if each chunk is all of it."""
     size, shape = tensor.chunks.size, tensor.shape
     if len(size) == 1 and tuple(size[0].tolist()) == shape:
         return None
@@ -261,7 +263,7 @@ ReadPart: TypeAlias = Callable[[FileTable, Sources], Tree]
 
 
 def file_name(path: str) -> str:
-    """The last component of a path of any system or of a URL."""
+    """The last component of a URL, or of a path of any operating system."""
     return path.replace("\\", "/").rpartition("/")[2]
 
 
@@ -271,5 +273,5 @@ def stem_of(name: str) -> str:
 
 
 def dotted(path: tuple[object, ...]) -> str:
-    """The path of keys as people write it; "the top level" without any."""
+    """The path of keys joined by dots; "the top level" if it is empty."""
     return ".".join(map(str, path)) or "the top level"

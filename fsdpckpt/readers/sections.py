@@ -1,7 +1,7 @@
-"""Split a nested state dict into its sections: model, optimizer, and everything else.
+"""Splits a nested state dict into its sections: model, optimizer, and everything else.
 
 Structure decides, and names only break ties. A model is a mapping from names to tensors; ``optimizer_forms`` has the
-forms of an optimizer. Nothing is dropped: what is neither stays in ``extra`` under its keys.
+forms of an optimizer. Nothing is dropped: everything else stays in ``extra`` under its keys.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SEARCH_WIDTH = 64  # containers with more children hold parameters, not section
 
 @dataclass(slots=True)
 class Sections:
-    """``model_path`` and ``optim_path``: where in the root they were (None: not there, () the root itself).
+    """``model_path`` and ``optim_path``: where in the root they were (None: absent, () the root itself).
 
-    ``model_keys``: the root's own keys that belong to the model when it has no container of its own, else None.
+    ``model_keys``: the root's keys that belong to the model if it has no container of its own, else None.
     ``flattened``: whether the optimizer's keys were ``state.<name>.<state>``.
     """
 
@@ -49,9 +49,9 @@ class Sections:
 
 
 def split(root: Value) -> Sections:
-    """The sections of ``root``, a state dict as its producer nested it. ``root`` is not changed.
+    """Split ``root``, a state dict as its producer nested it, into sections. ``root`` is not changed.
 
-    A root that is no mapping has no sections: all of it is ``extra`` under the key ``""``.
+    If it is not a mapping, all of it is ``extra`` under the key ``""``.
     """
     if not isinstance(root, dict):
         return Sections(None, None, {"": root})
@@ -69,7 +69,9 @@ def split(root: Value) -> Sections:
 
 
 def _regroup(root: dict[Key, Value]) -> dict[Key, Value]:
-    """Put flat keys ``optim.state.<fqn>.<name>`` under their first word: without planner data DCP keeps no nesting."""
+    """Nest flat keys ``optim.state.<fqn>.<name>`` under their first component: without planner data DCP keeps no
+    nesting.
+    """
     prefixes = {
         key.partition(".")[0]
         for key in root
@@ -101,7 +103,7 @@ def at(root: Value, path: KeyPath) -> dict[Key, Value]:
 
 
 def _containers(value: Value, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[Key, Value]]]:
-    """Every mapping that may be a section, outermost first; the entries of an optimizer are not among them."""
+    """Every mapping that may be a section, outermost first, without the entries of an optimizer."""
     children: Iterable[tuple[Key, Value]] = ()
     lists = False  # whether to look into lists
     if isinstance(value, dict):
@@ -141,7 +143,7 @@ def _take_optimizer(value: dict[Key, Value], path: KeyPath, sections: Sections) 
 
 
 def _several_optimizers(root: dict[Key, Value], paths: list[KeyPath], notes: list[Note]) -> dict[Key, Value]:
-    """``root`` with the ids in all of its optimizers repaired, which stay extras."""
+    """``root`` with the ids in all of its optimizers repaired; they stay extras."""
     message = f"{len(paths)} optimizers found ({', '.join(map(dotted, paths))}): all are kept as extras"
     notes.append(Note("several-optimizers", message))
     for path in paths:
@@ -157,12 +159,12 @@ def _is_model_entry(key: Key, value: Value) -> bool:
 
 
 def _is_generator_state(value: Value) -> bool:
-    """``torch.get_rng_state`` gives a 1-D tensor of bytes; a dict of nothing else is no model."""
+    """``torch.get_rng_state`` returns a 1-D tensor of bytes; a dict of nothing else is not a model."""
     return isinstance(value, Tensor) and value.dtype.name == "uint8" and value.ndim == 1
 
 
 def _is_model(value: Mapping[Key, Value], *, named: bool) -> bool:
-    """A mapping from names to tensors; when its own name calls it a model (``named``) plain values may be in it."""
+    """Whether it maps names to tensors; if its own key calls it a model (``named``), it may hold plain values too."""
     if not value or not all(isinstance(key, str) for key in value):
         return False
     entries = sum(1 for key, entry in value.items() if _is_model_entry(key, entry))
@@ -214,7 +216,7 @@ def _take_model(value: dict[Key, Value], path: KeyPath, sections: Sections) -> N
 
 
 def _take_top_level(root: dict[Key, Value], direct: list[Key], sections: Sections) -> None:
-    """Tensors at the top: the root is the model itself, or the model's names stand beside the other entries."""
+    """Tensors at the top level: the root is the model itself, or holds the model's names beside the other entries."""
     if sections.optim is None and _is_model(root, named=True):
         _take_model(root, (), sections)
         return
@@ -227,7 +229,7 @@ def _take_top_level(root: dict[Key, Value], direct: list[Key], sections: Section
 
 
 def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
-    """``root`` without its sections. A container that becomes empty is gone; one that was empty stays."""
+    """``root`` without its sections. A container that becomes empty is removed; one that was empty stays."""
     keys = sections.model_keys
     rest = root if keys is None else {key: value for key, value in root.items() if key not in keys}
     places = (sections.optim_path, sections.model_path if keys is None else None)
@@ -246,7 +248,7 @@ def _place(path: KeyPath) -> list[tuple[int, str]]:
 
 
 def _without(value: Value, path: KeyPath) -> Value:
-    """A copy of ``value`` without what is at ``path``, None when nothing is left of it."""
+    """A copy of ``value`` without the entry at ``path``, None if nothing is left."""
     key, below = path[0], path[1:]
     if isinstance(value, dict):
         copy = like(value, value)
@@ -266,7 +268,7 @@ def _without(value: Value, path: KeyPath) -> Value:
 
 
 def without(value: Value, path: KeyPath) -> Value:
-    """A copy of ``value`` without the key at ``path``, ``value`` itself where there is none."""
+    """A copy of ``value`` without the key at ``path``, ``value`` itself if it has none."""
     if not isinstance(value, dict) or path[0] not in value:
         return value
     copy = like(value, value)

@@ -1,4 +1,4 @@
-"""Finds the files beside a checkpoint: those that are copied with it, and those that say what else was saved."""
+"""Finds the files beside a checkpoint: those to copy with it, and those that show what else was saved."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ _SHOWN = 8  # names in one note
 
 
 def describes_model(name: str) -> bool:
-    """Whether a file of this name is one that Hugging Face's libraries keep beside weights."""
+    """Whether Hugging Face's libraries keep a file of this name beside weights."""
     return _OF_THE_MODEL.match(name) is not None
 
 
 @dataclass(slots=True)
 class SideFiles:
-    """``files``: by target name, each file's bytes as a tensor. ``sources``: the files that their chunks lie in."""
+    """``files``: by target name, each file's bytes as a tensor. ``sources``: the source files that their chunks refer
+    to.
+    """
 
     files: dict[str, Tensor] = field(default_factory=dict)
     sources: list[SourceFile] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
     def add(self, files: Mapping[str, Entry], known: Sequence[SourceFile]) -> None:
-        """Take ``files``, by target name. ``known``: the files of the checkpoint, of which some were read as extras."""
+        """Add ``files``, by target name. ``known``: the files of the checkpoint, some of which were read as extras."""
         numbers = {file.path: number for number, file in enumerate((*known, *self.sources))}
         for target_name, entry in files.items():
             if entry.path not in numbers:
@@ -50,9 +52,9 @@ class SideFiles:
 
 
 def files_of_model(directory: str, known: Sequence[SourceFile], sources: Sources) -> SideFiles:
-    """What Hugging Face's libraries keep beside weights, from ``directory``; nothing when it is a file.
+    """The files in ``directory`` that Hugging Face's libraries keep beside weights; none if it is a file.
 
-    Raises SourceMissingError when it does not exist.
+    Raises SourceMissingError if it does not exist.
     """
     taken = SideFiles()
     entry = sources.stat(directory)
@@ -69,12 +71,12 @@ def files_of_model(directory: str, known: Sequence[SourceFile], sources: Sources
 def side_files(
     checkpoint: Checkpoint, target: Flavor, world_size: int | None, sources: Sources, *, only: Section | None = None
 ) -> SideFiles:
-    """Files beside ``checkpoint`` that belong into a target of the producer ``target``, for ``world_size`` ranks.
+    """The files beside ``checkpoint`` that belong in a target of the producer ``target``, for ``world_size`` ranks.
 
-    From the same producer all are taken, and where one's checkpoints lie within the other's; rank r of the target gets
-    the files of rank r modulo the source's ranks (with ``world_size`` None every rank keeps its files). From another
-    producer only what Hugging Face keeps beside a model is taken, and with ``only`` nothing that means that both
-    sections were saved. The notes list what was taken and what was not.
+    From the same producer all are taken, and also if one's checkpoints are inside the other's; rank r of the target
+    gets the files of rank r modulo the source's ranks (with ``world_size`` None every rank keeps its files). From
+    another producer only the files that Hugging Face keeps beside a model are taken, and with ``only`` none that show
+    that both sections were saved. The notes list what was taken and what was not.
     """
     taken = SideFiles()
     if not checkpoint.directory:
@@ -121,7 +123,7 @@ def _note(kind: NoteKind, what: str, names: list[str]) -> Note:
 
 
 def _is_state(entry: Entry, flavor: Flavor | None, read: set[str]) -> bool:
-    """Whether it is part of the state: by the producer's names, or else because it was ``read``."""
+    """Whether it is part of the state: by the producer's names, or because it was ``read``."""
     if entry.name in (MANIFEST, UNITS, ".metadata"):
         return True
     return entry.path in read if flavor is None else re.search(flavor.state, entry.name) is not None
@@ -139,7 +141,7 @@ def _below(directory: Entry, name: str, sources: Sources) -> dict[str, Entry]:
 
 
 def _of_the_model(files: Iterable[str], source: Flavor | None, target: Flavor) -> dict[str, str]:
-    """Target name to source name of Hugging Face's own files, where both producers keep them."""
+    """Target name to source name for Hugging Face's own files, if both producers keep them."""
     if source is None or source.model_files is None or target.model_files is None:
         return {}
     prefix = source.model_files
@@ -150,7 +152,7 @@ def _of_the_model(files: Iterable[str], source: Flavor | None, target: Flavor) -
 def _by_rank(
     chosen: dict[str, str], rank_files: tuple[RankFile, ...], world_size: int | None, taken: SideFiles
 ) -> dict[str, str]:
-    """``chosen`` with the files of ranks for ``world_size`` ranks."""
+    """``chosen`` with the rank files for ``world_size`` ranks."""
     for kind in rank_files:
         by_rank = {rank: name for name in chosen if (rank := kind.rank_of(name)) is not None}
         if kind.single in chosen and not by_rank:
@@ -171,11 +173,11 @@ _UNSETTLED = frozenset({"several-models", "several-optimizers"})  # then the sec
 
 
 def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Problem]:
-    """A fatal problem where one of the two is absent, and a scheduler or random states say that both were saved; one
-    that is not fatal where the framework would forget the optimizer.
+    """A fatal problem if the model or the optimizer is absent, and a scheduler or random states show that both were
+    saved; a problem that is not fatal if the framework would start without the optimizer.
 
     ``names``: of the files beside the checkpoint. A save of the model alone has no such files and no such extras. What
-    this program wrote says itself what belongs to it.
+    this program wrote records which sections it has.
     """
     flavor, names = flavor_named(checkpoint.flavor), sorted(names)
     if flavor is None or any(note.kind in _UNSETTLED for note in checkpoint.notes):
@@ -206,14 +208,14 @@ def _has_optimizer(flavor: Flavor, names: Sequence[str], ranks: int) -> bool:
 
 
 def lacking(where: str, flavor: Flavor, names: Collection[str]) -> list[str]:
-    """What the framework does where a file that it needs is not among ``names``."""
+    """What the framework does if a file that it needs is not among ``names``."""
     return [
         f"{where} has no {file}: without it {flavor.name} {what}" for file, what in flavor.needed if file not in names
     ]
 
 
 def _file_of(section: Section, flavor: Flavor, checkpoint: Checkpoint) -> str:
-    """Where the section would be in the form that the rest has; "" where that is no file of its own."""
+    """The file of the section in the form that the rest has; "" if it has no file of its own."""
     for form in flavor.forms:
         place = form.model if section is Section.MODEL else form.optim
         if form.container == checkpoint.container and place is not None:

@@ -1,6 +1,6 @@
-"""Read safetensors files: one, a list of shards, a Hugging Face index, or the shards DCP's own HF writer leaves.
+"""Reads safetensors files: one, a list of shards, a Hugging Face index, or the shards of DCP's own HF writer.
 
-Plain files give a flat dict of names to tensors. Files that fsdpckpt wrote carry the optimizer, its groups and the
+Plain files hold a flat dict of names to tensors. Files that fsdpckpt wrote hold the optimizer, its groups and the
 extras too, see ``formats.safetensors``. Files of ``torch.distributed.checkpoint.HuggingFaceStorageWriter``
 (``hf_storage.py``) with ``save_distributed`` hold chunks, each with its place in ``DCP_SHARDING_INFO``.
 """
@@ -44,7 +44,7 @@ _MOST_NAMED = 1 << 16  # missing shards that are named: one number in a file nam
 
 
 class SafetensorsReader:
-    """Files with a safetensors header, and indexes of such files."""
+    """Files with a safetensors header, and index files that list them."""
 
     def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
         if file_name(file.path).endswith(_INDEX):
@@ -55,7 +55,7 @@ class SafetensorsReader:
     def recognise_directory(
         self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
     ) -> Claim:
-        """Every index with the shards that it lists, then the other files: shards of one stem are one part."""
+        """Claim every index with its shards, then the other files: shards of one stem are one part."""
         del options
         indexed = {name.removesuffix(_INDEX) for name in files if name.endswith(_INDEX)}
         claim = Claim([_index_part(files[stem + _INDEX].path) for stem in sorted(indexed)])
@@ -85,10 +85,10 @@ def _files_part(paths: list[str], label: str) -> Part:
 
 
 def read_safetensors(paths: Sequence[str], files: FileTable, sources: Sources) -> Tree:
-    """The tensors of all ``paths`` as one state dict.
+    """Read the tensors of all ``paths`` as one state dict.
 
-    Raises SourceIncompleteError when the numbers in the file names say that others are missing (all of them named),
-    SourceCorruptError when a file contradicts itself or another one.
+    Raises SourceIncompleteError that lists missing files, if the numbers in the file names show that there are any;
+    SourceCorruptError if a file contradicts itself or another one.
     """
     ordered = sorted(paths, key=file_name)
     _require_all_parts(ordered)
@@ -97,9 +97,9 @@ def read_safetensors(paths: Sequence[str], files: FileTable, sources: Sources) -
 
 
 def read_safetensors_index(path: str, files: FileTable, sources: Sources) -> Tree:
-    """The shards that the index at ``path`` (``*.safetensors.index.json``) lists, checked against what they hold.
+    """Read the shards that the index at ``path`` (``*.safetensors.index.json``) lists, and compare them with it.
 
-    Raises SourceIncompleteError naming every missing shard or every missing tensor.
+    Raises SourceIncompleteError that lists every missing shard or every missing tensor.
     """
     weight_map = _weight_map(path, sources)
     directory = path[: -len(file_name(path))]
@@ -171,9 +171,9 @@ def _compare_with_index(
 
 
 def _require_all_parts(paths: Sequence[str]) -> None:
-    """``-0000i-of-0000N`` and ``shard-0000r-`` must count from 1 without holes.
+    """Raises unless the numbers in ``-0000i-of-0000N`` and ``shard-0000r-`` are complete.
 
-    The highest rank cannot be known from the names of DCP's HF shards; a hole below it can.
+    The names of DCP's HF shards do not show the highest rank; a gap below it they do.
     """
     parts: dict[tuple[str, int], set[int]] = {}
     ranks: set[int] = set()
@@ -208,7 +208,7 @@ def _require_all_parts(paths: Sequence[str]) -> None:
 def sharding_info(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | None:
     """Where each tensor of a file that DCP wrote begins in its global tensor; None for other files.
 
-    Raises SourceCorruptError when the information is malformed or names other tensors.
+    Raises SourceCorruptError if the information is malformed or names other tensors.
     """
     text = header.metadata.get(_SHARDING_KEY)
     if text is None:
@@ -267,7 +267,7 @@ class _Chunk(NamedTuple):
 
 
 def _require_fitting(key: str, known: _Chunk, other: _Chunk, *, sharded: bool) -> None:
-    """Raise SourceCorruptError unless both can be chunks of one tensor. ``sharded``: whether files have chunks."""
+    """Raises SourceCorruptError unless both can be chunks of one tensor. ``sharded``: whether files have chunks."""
     one, two = known.tensor, other.tensor
     if not sharded or one.dtype is not two.dtype or len(one.shape) != len(two.shape):
         raise SourceCorruptError(
@@ -283,9 +283,9 @@ def _require_fitting(key: str, known: _Chunk, other: _Chunk, *, sharded: bool) -
 
 
 def _whole(key: str, chunks: list[_Chunk]) -> ChunkedTensor:
-    """With the global shape: as far as the farthest chunk reaches (``hf_storage.py`` reads it the same way).
+    """The tensor with its global shape: up to the end of the farthest chunk (``hf_storage.py`` reads it the same way).
 
-    Raises SourceCorruptError when no tensor can be that large.
+    Raises SourceCorruptError if no tensor can be that large.
     """
     path, rank, file, start, (dtype, shape, offset, *_) = chunks[0]
     if len(chunks) == 1 and not any(start):

@@ -1,4 +1,4 @@
-"""Restore the sections of safetensors files that fsdpckpt wrote, as ``formats.safetensors`` lays them out."""
+"""Restores the sections of safetensors files that fsdpckpt wrote, as ``formats.safetensors`` lays them out."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fsdpckpt.text import plural
 
 
 def assemble(tensors: dict[str, Tensor], documents: Sequence[tuple[str, str]], tree: Tree) -> dict[Key, Value]:
-    """The state dict of ``tensors`` (by stored key); ``documents`` are (file, text) of every fsdpckpt entry found.
+    """The state dict of ``tensors`` (by stored key); ``documents``: (file, text) of every fsdpckpt entry.
 
     Without documents it is the flat dict of tensors. Raises SourceCorruptError for a document that cannot be read,
-    SourceIncompleteError naming every tensor it promises that is not there.
+    SourceIncompleteError that lists every missing tensor it refers to.
     """
     if not documents:
         return dict(tensors.items())
@@ -59,7 +59,7 @@ def _corrupt(file: str, what: str) -> SourceCorruptError:
 
 
 class _Assembly:
-    """One document being applied; ``used`` collects the stored keys that found their place."""
+    """One document while it is applied; ``used`` collects the stored keys that it has placed."""
 
     def __init__(self, file: str, document: dict[str, Json], tensors: dict[str, Tensor]) -> None:
         self.file = file
@@ -145,7 +145,7 @@ class _Assembly:
         return states
 
     def _model(self, referenced: set[str]) -> dict[Key, Value] | None:
-        """What neither the optimizer nor an extra names is the model, in the document's order if it has one."""
+        """Everything that is neither in the optimizer nor in an extra, in the document's order if it has one."""
         prefix = model_key("", sections=self.sections)
         entries: dict[str, Value] = {
             key.removeprefix(prefix): tensor
@@ -176,7 +176,7 @@ class _Assembly:
 
 
 def _references(data: Json) -> set[str]:
-    """Every stored key that some encoded value refers to."""
+    """Every stored key that an encoded value refers to."""
     keys: set[str] = set()
     stack: list[Json] = [data]
     while stack:
@@ -189,7 +189,9 @@ def _references(data: Json) -> set[str]:
 
 
 def _retyped(file: str, raw: Json, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors whose dtype safetensors has no code for, stored as bytes, in their own dtype and shape again."""
+    """Restore the dtype and shape of tensors that are stored as bytes, because safetensors has no code for
+    their dtype.
+    """
     if not isinstance(raw, dict):
         raise _corrupt(file, "has no object as 'raw'")
     if not raw:

@@ -1,4 +1,4 @@
-"""Read torch.save files: single ones, and sets of one file per rank, which differ in a number of their names.
+"""Reads torch.save files: single ones, and sets with one file for each rank, whose names differ in a number.
 
 Patterns: ``model_world_size_4_rank_0.pt`` (verl, and what this program writes), ``pytorch_model_fsdp_0_rank3.bin``
 (accelerate), ``rank0-of-4-optimizer.pt`` and ``run_rank-00000000-of-00000004.pth`` (torch_xla), ``last-shard0.pt``
@@ -46,7 +46,7 @@ _NO_RANK = re.compile(
 
 
 class TorchReader:
-    """Files that begin as torch.save writes them, whatever they are called."""
+    """Files that begin as torch.save writes them, whatever their name."""
 
     def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
         if not _is_torch(file, sources):
@@ -56,8 +56,9 @@ class TorchReader:
     def recognise_directory(
         self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
     ) -> Claim:
-        """One part for each set of rank files, then one for each other file. With ``options.only``, sets of other
-        sections that lack files are left out."""
+        """One part for each set of rank files, then one for each other file. With ``options.only``, leaves out
+        incomplete sets of other sections.
+        """
         sources.prefetch_ends([file.path for name, file in files.items() if name.endswith(_SUFFIXES)])
         names = [name for name, file in files.items() if may_be_torch(file) and _is_torch(file, sources)]
         sets, single = group_ranks(names)
@@ -76,7 +77,7 @@ class TorchReader:
 
 
 def may_be_torch(file: Entry) -> bool:
-    """Whether a file that nobody named is worth opening; a link that leads nowhere has no bytes."""
+    """Whether a file that nobody named is worth opening; a broken link has no bytes."""
     return file.nbytes >= 16 and not auxiliary(file.name)
 
 
@@ -107,12 +108,12 @@ def _ranks_part(rank_set: RankSet, files: Mapping[str, Entry], directory: str) -
 
 
 def _section_of(stem: str) -> Section | None:
-    """The section that rank files of this stem hold, where it says so."""
+    """The section that rank files of this stem hold, if the stem shows it."""
     return next((section for section, word in _SECTION_WORDS.items() if word in stem), None)
 
 
 def _share_world_size(sets: Sequence[RankSet]) -> None:
-    """Sets whose names say ``rank`` but not how many ranks there are have the largest world size of them all."""
+    """Sets whose names have ``rank`` but not the number of ranks get the largest world size of all sets."""
     unstated = [one for one in sets if one.world is None and not one.bare]
     shared = max((one.world_size for one in unstated), default=0)
     for one in unstated:
@@ -120,7 +121,7 @@ def _share_world_size(sets: Sequence[RankSet]) -> None:
 
 
 def _require_all_ranks(sets: Sequence[RankSet], directory: str, sizes: Mapping[str, int]) -> None:
-    """Every set has ranks 0 .. W-1. ``sizes``: the bytes of every file that lies there, damaged ones too."""
+    """Raises unless every set has ranks 0 .. W-1. ``sizes``: the bytes of every file there, including damaged ones."""
     count = sum(one.absent for one in sets)
     missing = list(islice((name for one in sets for name in one.missing()), _MOST_NAMED))
     if not missing:
@@ -141,8 +142,9 @@ def _require_all_ranks(sets: Sequence[RankSet], directory: str, sizes: Mapping[s
 
 
 class NamedRank(NamedTuple):
-    """What a file name says: the pattern's words, whether it has a number only, how many ranks there are (None: not
-    said) and the rank. ``place``: where the rank's digits begin and end."""
+    """What a file name contains: the pattern's words, whether it has only a number, the number of ranks (None: not
+    stated) and the rank. ``place``: where the rank's digits begin and end.
+    """
 
     stem: str
     bare: bool
@@ -153,7 +155,7 @@ class NamedRank(NamedTuple):
 
 
 def _parse(name: str) -> NamedRank | None:
-    """What the name of a rank's file says; None when it follows no pattern."""
+    """Parse the name of a rank file; None if it matches no pattern."""
     for pattern in (_WITH_WORLD, _OF_WORLD, _WITH_WORD, _SHARD, _BARE):
         match = pattern.match(name)
         words = match.groupdict() if match else {}
@@ -169,16 +171,16 @@ def _parse(name: str) -> NamedRank | None:
 
 
 def named_rank(stem: str) -> NamedRank | None:
-    """What the name of a rank's file without its suffix says; None when it follows no pattern."""
+    """Parse the name of a rank file without its suffix; None if it matches no pattern."""
     return _parse(f"{stem}.pt")
 
 
 @dataclass(slots=True)
 class RankSet:
-    """Files of one stem by rank. ``world``: what the names say, None when they do not.
+    """Files of one stem by rank. ``world``: the number of ranks in the names, None if they have none.
 
-    ``bare``: the names hold a number only, so that it is a rank is an inference. ``place``: where the rank stands in
-    the first name. ``again``: other names of ranks that ``files`` has, with the one there.
+    ``bare``: the names have only a number, so that it is a rank is an inference. ``place``: where the rank is in the
+    first name. ``again``: other names for ranks that ``files`` has, each with the name in ``files``.
     """
 
     stem: str
@@ -207,20 +209,22 @@ class RankSet:
         return self.world_size - len(self.files)
 
     def missing(self) -> list[str]:
-        """Names of the files that these should have, at most ``_MOST_NAMED``."""
+        """The names that the missing files should have, at most ``_MOST_NAMED``."""
         absent = (rank for rank in range(self.world_size) if rank not in self.files)
         return [self.name(rank) for rank in islice(absent, _MOST_NAMED)]
 
     @property
     def plausible(self) -> bool:
-        """Bare numbers are ranks when several count from 0 with few holes: 0, 1, 3 do; 0, 1000, 2000 are steps."""
+        """Whether bare numbers are ranks: several that count from 0 with few gaps. 0, 1, 3 are; 0, 1000, 2000 are
+        steps.
+        """
         return not self.bare or (len(self.files) > 1 and 0 in self.files and self.absent < len(self.files))
 
 
 def group_ranks(names: Iterable[str]) -> tuple[list[RankSet], list[str]]:
     """The rank sets among ``names``, and the names that belong to none. Both in sorted order.
 
-    Raises NeedsInformationError for two names of one rank: of which save each is, nothing says.
+    Raises NeedsInformationError for two names of one rank: nothing shows which save each belongs to.
     """
     sets: dict[tuple[str, bool, int | None, str], RankSet] = {}
     single: list[str] = []
@@ -250,9 +254,10 @@ def group_ranks(names: Iterable[str]) -> tuple[list[RankSet], list[str]]:
 def check_names(
     paths: Mapping[int, str], sources: Sources, named_rank: Callable[[str], NamedRank | None] = named_rank
 ) -> None:
-    """Raises SourceCorruptError listing the files among ``paths`` (rank to path) that another rank, or a run of
-    another number of ranks, saved. A file saved under a name of another pattern, or without one, says nothing; nor do
-    files that a conversion to more ranks copies (random states). ``named_rank``: what a name without suffix says."""
+    """Raises SourceCorruptError that lists the files among ``paths`` (rank to path) saved by another rank, or by a run
+    of another number of ranks. A file saved under a name of another pattern, or without one, is accepted; so are files
+    that a conversion to more ranks copies (random states). ``named_rank``: parses a name without suffix.
+    """
     swapped: dict[str, str] = {}
     stale: dict[str, str] = {}
     for rank, path in sorted(paths.items()):
@@ -282,9 +287,9 @@ def check_names(
 
 
 def slices_of_one_rank(checkpoint: Checkpoint, stem: str) -> Iterator[Problem]:
-    """A fatal problem of a single file whose name says that it is one rank's, when it may hold this rank's slices.
+    """A fatal problem for a single file whose name shows that it is one rank's, if it may hold this rank's slices.
 
-    ``stem``: the file's name without suffix. An optimizer with a state of two dimensions, or without any, is whole.
+    ``stem``: the file's name without suffix. An optimizer with a state of two dimensions, or with no states, is whole.
     """
     named = named_rank(stem)
     ranks = max(named.world or 0, named.rank + 1) if named is not None and not named.bare else 1

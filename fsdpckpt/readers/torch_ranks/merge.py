@@ -1,8 +1,8 @@
-"""Merge the state dicts of several ranks: chunks of one tensor, replicas, and values that differ.
+"""Merges the state dicts of several ranks: chunks of one tensor, replicas, and values that differ.
 
-Whether a tensor is cut or whole is decided from what kind of value it is (DTensor, ShardedTensor, plain tensor), never
-from values. Every rank's keys count. Plain vectors are the exception: in an optimizer, or beside flat parameters, they
-may be slices of FSDP1's flat parameters, and are that for certain when ranks hold different lengths of them or none.
+The kind of value (DTensor, ShardedTensor, plain tensor) decides whether a tensor is cut or whole, never its content.
+Every rank's keys count. Plain vectors are the exception: in an optimizer, or beside flat parameters, they may be slices
+of FSDP1's flat parameters, and certainly are if ranks hold different lengths of them or none.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile
 
 
 class _Absent:
-    """What stands for a key that a rank does not have."""
+    """Takes the place of a key that a rank does not have."""
 
 
 _ABSENT = _Absent()
 
 
 class _Place(Enum):
-    """Where in a state dict a value stands: in a plain tensor's place vectors may be slices."""
+    """Where in a state dict a value is: this decides whether vectors may be slices."""
 
     ANYWHERE = auto()
     OPTIMIZER = auto()  # directly in an optimizer's state dict
@@ -65,7 +65,7 @@ class Merge:
         self.absences: dict[KeyPath, frozenset[int]] = {}
 
     def value(self, values: Sequence[object], path: KeyPath = (), place: _Place = _Place.ANYWHERE) -> Value:
-        """The merged value of what each group has at ``path``, in the order of the groups."""
+        """Merge what each group has at ``path``, in the order of the groups."""
         have = [index for index, value in enumerate(values) if value is not _ABSENT]
         first = values[have[0]]
         kind = type(first)
@@ -108,7 +108,7 @@ class Merge:
     def _without_empty(
         self, values: Sequence[dict[Key, object]], have: list[int], states: Mapping[Key, Blocks], path: KeyPath
     ) -> list[dict[Key, object]]:
-        """``values`` without the plain tensors that stand for ``states`` in blocks on ranks that have no elements.
+        """``values`` without the plain tensors that ranks without elements have in place of ``states`` in blocks.
 
         States that are plain on ranks with elements, or slices of flat parameters, are problems.
         """
@@ -129,7 +129,7 @@ class Merge:
         return made
 
     def _check_present(self, column: Sequence[object], expected: list[int], merged: Value, path: KeyPath) -> None:
-        """Report a key that some of the groups ``expected`` (indexes) lack though they should hold a part of it."""
+        """Report a key that some of the groups ``expected`` (indexes) lack although they should hold a part of it."""
         absent = self._ranks_of(i for i in expected if column[i] is _ABSENT)
         if not absent or _holds_slices(merged):
             return
@@ -188,7 +188,7 @@ class Merge:
         return Tensor(first.dtype, first.shape, chunks, sharded=True, placement=first.placement, sharding=sharding)
 
     def _are_slices(self, held: Sequence[object], place: _Place) -> bool:
-        """Whether vectors that stand in ``place`` on the ranks that have them are certain to be slices."""
+        """Whether vectors in ``place`` are certain to be slices, judging by the ranks that have them."""
         if place is not _Place.STATE and place is not _Place.BESIDE_FLAT:
             return False
         shapes = {value.shape for value in held if isinstance(value, StoredTensor)}
@@ -197,7 +197,7 @@ class Merge:
         return place is _Place.BESIDE_FLAT or len(shapes) > 1 or len(held) < len(self._groups)
 
     def _slices_of(self, values: Sequence[StoredTensor], have: list[int], path: KeyPath) -> Value:
-        """The slices one after the other, a chunk for each rank that has one; an empty one is a chunk too."""
+        """The slices one after the other, a chunk for each rank that has one; an empty slice is a chunk too."""
         dtype = values[have[0]].dtype
         other = [i for i in have if values[i].dtype is not dtype]
         if other and is_codes(path[-1]):
@@ -223,7 +223,9 @@ class Merge:
         return Tensor(first.dtype, first.shape, chunks, sharded)
 
     def _other(self, values: Sequence[object], have: list[int], path: KeyPath) -> Value:
-        """Values that are no tensors, or of different kinds or shapes: one if all are equal, else every rank's own."""
+        """Values that are not tensors, or of different kinds or shapes: one value if all are equal, else every rank's
+        own.
+        """
         if any(_contains_distributed(values[i]) for i in have):
             return self._contradiction(values, have, path)
         first = _located(values[have[0]], self._groups[have[0]].files[0])
@@ -235,7 +237,7 @@ class Merge:
         return first
 
     def _contradiction(self, values: Sequence[object], have: list[int], path: KeyPath) -> Value:
-        """Ranks that disagree on what a tensor is: reported, and the first rank's shown."""
+        """Report that ranks disagree on what a tensor is; the first rank's is shown."""
         kinds: dict[str, list[int]] = {}
         for i in have:
             kinds.setdefault(_described(values[i]), []).append(i)
@@ -249,7 +251,7 @@ class Merge:
 
 
 def _inner(mapping: dict[Key, object], place: _Place) -> _Place:
-    """The place of what is in ``mapping``."""
+    """The place of the values in ``mapping``."""
     if place is _Place.ANYWHERE and is_optimizer(mapping):
         return _Place.OPTIMIZER
     if place is _Place.ANYWHERE:
@@ -258,7 +260,7 @@ def _inner(mapping: dict[Key, object], place: _Place) -> _Place:
 
 
 def _holds_slices(value: Value) -> bool:
-    """Whether it is a tensor in slices, or the states of one parameter with one among them."""
+    """Whether it is a tensor in slices, or the states of one parameter that include one."""
     leaves = value.values() if isinstance(value, dict) else (value,)
     return any(isinstance(leaf, Tensor) and leaf.placement == SLICES for leaf in leaves)
 
@@ -287,7 +289,7 @@ def _joined(parts: Sequence[Chunks | list[tuple[int, ...]]], ndim: int) -> Chunk
 
 
 def _located(value: object, file: RankFile) -> Value:
-    """``value`` with its stored tensors as ir tensors of one chunk; what is distributed keeps the boxes at hand."""
+    """``value`` with its stored tensors as ir tensors of one chunk; distributed tensors keep the boxes in this file."""
     if isinstance(value, StoredTensor):
         return local_tensor(value, file.file, file.rank, offset=file.offset(value))
     if isinstance(value, Distributed):
@@ -321,7 +323,7 @@ def _collect_holders(value: object, group: Group, holders: set[int]) -> None:
 
 
 def _whole(value: Value) -> bool:
-    """Whether the chunks of every tensor in ``value`` are enough elements for it (replicas counted once)."""
+    """Whether the chunks of every tensor in ``value`` have enough elements for it (replicas counted once)."""
     for _, tensor in leaf_tensors(value):
         rows = zip(tensor.chunks.start.tolist(), tensor.chunks.size.tolist(), strict=True)
         boxes = {(*start, *size): prod(size) for start, size in rows}

@@ -1,4 +1,4 @@
-"""The files of all ranks, opened: those that differ in nothing but a rank's own numbers are parsed once."""
+"""Opens the files of all ranks. Files that differ only in a rank's own numbers are parsed once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _MOST_ALIKE = 8  # archives with pickles of one length that others are compared 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFile:
-    """One rank's file, ``file`` in the table. ``own``: of an archive that was not parsed itself, what is its own."""
+    """One rank's file, ``file`` in the table. ``places``: where an archive that was not parsed itself has its data;
+    else None.
+    """
 
     rank: int
     file: int
@@ -29,16 +31,16 @@ class RankFile:
     places: RankPlaces | None = None
 
     def offset(self, stored: StoredTensor) -> int:
-        """Where this rank has the first element of ``stored``, a leaf of its archive."""
+        """The byte offset in this rank's file of the first element of ``stored``, a leaf of its archive."""
         return stored.offset if self.places is None else self.places.offset(stored.offset)
 
     def rows(self, distributed: Distributed) -> list[tuple[int, ...]]:
-        """What this rank has of ``distributed``, a leaf of its archive: (rank, file, offset, start, size, stride)."""
+        """This rank's boxes of ``distributed``, a leaf of its archive: (rank, file, offset, start, size, stride)."""
         boxes = distributed.boxes if self.places is None else self.places.boxes(distributed)
         return [(self.rank, self.file, box.offset, *box.start, *box.size, *box.stride) for box in boxes]
 
     def holders(self, distributed: Distributed) -> tuple[int, ...]:
-        """The ranks that hold ``distributed`` as far as this one knows."""
+        """The ranks that hold ``distributed``, as far as this file shows."""
         return distributed.holders if self.places is None else self.places.holders(distributed)
 
 
@@ -91,7 +93,7 @@ class Group:
         return [file.rank for file in self.files]
 
     def distributed(self, leaf: Distributed) -> Chunks | list[tuple[int, ...]]:
-        """What the ranks hold of ``leaf``, as chunks or as their rows; rank after rank."""
+        """All ranks' boxes of ``leaf``, as chunks or as rows, rank after rank."""
         places = self.files[0].places
         number, local = places.shared.cut_of.get(id(leaf), (-1, None)) if places is not None else (-1, None)
         if local is None or len(self.files) == 1:
@@ -105,7 +107,7 @@ class Group:
         return Chunks(table[:, 1], table[:, 2], offset, table[:, 4 : 4 + ndim], table[:, 4 + ndim :], stride)
 
     def plain(self, leaf: StoredTensor) -> Chunks | list[tuple[int, ...]]:
-        """The replicas of ``leaf`` that the ranks hold, as ``distributed``."""
+        """The ranks' replicas of ``leaf``, in the form of ``distributed``."""
         ndim = len(leaf.shape)
         if len(self.files) == 1 or self.files[0].places is None:
             zeros = (0,) * ndim
@@ -128,7 +130,7 @@ class Group:
         return np.array(rows, np.int64).reshape(len(rows), 4 + 2 * ndim)
 
     def _offsets(self, offset: int) -> Int64Array:
-        """Where each rank has the bytes that are at ``offset`` of the archive that was parsed."""
+        """The byte offset in each rank's file of what is at ``offset`` of the archive that was parsed."""
         owns = [file.places for file in self.files if file.places is not None]
         if self._starts is None:
             self._starts = np.stack([places.starts for places in owns], axis=1)

@@ -1,7 +1,7 @@
-"""Read a set of torch.save files, one per rank: DTensor, ShardedTensor and plain values put together.
+"""Reads a set of torch.save files, one for each rank: joins DTensor, ShardedTensor and plain values.
 
-The world size and every rank's place come from the files' own metadata; the file names only say which file to expect
-of whom, and a file that says another rank saved it is refused.
+The world size and every rank's place come from the files' own metadata; file names only show which file to expect from
+which rank. A file that another rank saved, according to its metadata, is refused.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _COMPARED = 1 << 20  # bytes: extras up to here are read and compared (random st
 
 
 def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, extras: bool = False) -> Tree:
-    """The state dict that the files ``paths`` (rank to path) hold together.
+    """Read the state dict that the files ``paths`` (rank to path) hold together.
 
-    ``extras``: the files' name says that they hold extras only, whatever these look like. Raises
-    SourceIncompleteError naming every missing rank, SourceCorruptError when a file was saved by another rank than its
-    name says or by another run, and what ``read_archive`` raises. Keys that ranks lack are ``problems`` of the tree.
+    ``extras``: the files' name shows that they hold only extras, whatever their content looks like. Raises
+    SourceIncompleteError that lists every missing rank, SourceCorruptError if a file was saved by another rank than its
+    name shows or by another run, and what ``read_archive`` raises. Keys that ranks lack are ``problems`` of the tree.
     An optimizer's vectors of one length on all ranks are read as replicas: ``assembly.join`` knows the model and
     decides whether they are slices.
     """
@@ -139,9 +139,9 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
 
 
 def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, extras: bool) -> None:
-    """Plain tensors of the extras, random states for one, are each rank's own unless their bytes are equal.
+    """Give each rank its own plain tensors of the extras, such as random states, unless their bytes are equal.
 
-    Tensors of the model and the optimizer are not looked at: there, a plain tensor is a replica by what it is.
+    Skips tensors of the model and the optimizer: there, a plain tensor is a replica.
     """
     sections = None if extras else split(tree.root)
     if sections is not None and not sections.extra:
@@ -162,7 +162,7 @@ def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, extras: 
 def _equal_on_all_ranks(
     tensor: Tensor, paths: Sequence[str], sources: Sources, records: Mapping[tuple[int, int], tuple[int, int]]
 ) -> bool:
-    """Whether every rank saved the same bytes. Of a large tensor without a checksum of its own nobody knows: False."""
+    """Whether every rank saved the same bytes. False for a large tensor without a checksum, which is not read."""
     chunks = tensor.chunks
     if not (chunks.stride == chunks.stride[0]).all():
         return False
@@ -193,10 +193,11 @@ def _by_rank(tensor: Tensor, world_size: int) -> tuple[Value, ...]:
 
 
 def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
-    """The state dict in the torch file at ``path``.
+    """Read the state dict in the torch file at ``path``.
 
     A file of DTensor or ShardedTensor values is one rank of several: it is read as such, and refused with
-    SourceIncompleteError naming the missing ranks unless it is the only one. Raises what ``read_archive`` raises.
+    SourceIncompleteError that lists the missing ranks, unless there is only one rank. Raises what ``read_archive``
+    raises.
     """
     source = sources.open(path)
     file_id = files.add(path, source.nbytes)
@@ -217,12 +218,12 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
 
 
 def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | None, tree: Tree) -> list[object]:
-    """``roots``, the state dicts of ``ranks``, with one set of optimizer keys where the ranks list other parameters or
-    another order. What nothing explains is left as it is, for others to report.
+    """Give ``roots``, the state dicts of ``ranks``, one set of optimizer keys if the ranks list other parameters or
+    another order. What nothing explains stays unchanged, and is reported later.
 
-    Each rank counts ids in the order of its own optimizer. What an id is on each rank is known from the units, or from
-    the ``param_names`` of its groups; keys that are names say it themselves. As in ``_map_param_key_to_optim_keys`` of
-    ``torch/distributed/fsdp/_optim_utils.py`` the keys of all ranks count.
+    Each rank numbers ids in the order of its own optimizer. The units, or the ``param_names`` of its groups, show which
+    parameter an id is on each rank; keys that are names show it themselves. As in ``_map_param_key_to_optim_keys`` of
+    ``torch/distributed/fsdp/_optim_utils.py``, the keys of all ranks count.
     """
     changed_roots = list(roots)
     for path in [path for path, mapping in mappings(roots[0]) if is_optimizer(mapping)]:
@@ -263,7 +264,7 @@ def _at(root: object, path: KeyPath) -> _Optimizer | None:
 
 
 def _groups(optim: _Optimizer) -> list[list[ParamKey]] | None:
-    """The keys that each group lists; None without groups, or where a list is not one of keys."""
+    """The keys that each group lists; None without groups, or if a list does not hold keys."""
     groups = optim.get("param_groups")
     if not isinstance(groups, (list, tuple)):
         return None
@@ -279,7 +280,7 @@ def _by_id(optim: _Optimizer) -> bool:
 
 
 def _by_units(ours: Sequence[_Optimizer], ranks: Sequence[int], units: Units) -> list[Groups] | None:
-    """The groups of each rank by the units; None where they are not those of these optimizers."""
+    """The groups of each rank from the units; None if they do not match these optimizers."""
     by_rank = [groups for rank in ranks if (groups := units.groups_of(rank)) is not None]
     return by_rank if len(by_rank) == len(ours) and all(map(_fits, ours, by_rank)) else None
 
