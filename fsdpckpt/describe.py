@@ -88,7 +88,7 @@ class Description:
             "flavor": checkpoint.flavor,
             "world_size": checkpoint.world_size,
             "key_type": self.key_type,
-            "sections": {name: json_value(asdict(summary)) for name, summary in self.sections.items()},
+            "sections": {str(name): json_value(asdict(summary)) for name, summary in self.sections.items()},
             "tensors": _rows_with_chunks(self) if ranks else _rows(self),
             "param_groups": [json_value(group) for group in (optim.param_groups or [])] if optim is not None else [],
             "extra": extra_json(checkpoint),

@@ -223,4 +223,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # threads of Gloo may outlive the group, and abort the interpreter's end: "terminate called"

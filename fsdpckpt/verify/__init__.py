@@ -1,4 +1,4 @@
-"""Logical compare, digests, statistics and integrity. Reads through ``readers``; shares nothing with ``executor``.
+"""Logical compare, digests, statistics and integrity. Reads through ``readers``; shares nothing with ``execute``.
 
 ``fsdpckpt.verify`` is this package and, in the Python API, a function: calling the package is ``api.verify``.
 """
