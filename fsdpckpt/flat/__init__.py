@@ -1,4 +1,4 @@
-"""FSDP1's flat parameters. Here: their slices by length, as each rank holds them before any unit is known."""
+"""FSDP1's flat parameters. This module has their slices by length, as each rank holds them before any unit is known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from fsdpckpt.layouts.flattened import is_flat_key
 
 
 def slice_lengths(tensor: Tensor, world_size: int) -> Int64Array | None:
-    """Elements each rank holds of a 1-D tensor, 0 where it has none; None when it is not one plain chunk a rank."""
+    """The number of elements each rank holds of a 1-D tensor, 0 if it has none; None if it is not one plain chunk for
+    each rank.
+    """
     chunks = tensor.chunks
     if tensor.ndim != 1 or len(np.unique(chunks.rank)) != len(chunks):
         return None
@@ -27,17 +29,19 @@ def slice_lengths(tensor: Tensor, world_size: int) -> Int64Array | None:
 
 
 def is_number_per_rank(tensor: Tensor) -> bool:
-    """Whether it is one number a rank, in a tensor of shape (1,): no slice then, but like a 0-dim state."""
+    """Whether it is one number for each rank, in a tensor of shape (1,): then it is not a slice but like a
+    0-dim state.
+    """
     return tensor.ndim == 1 and len(tensor.chunks) > 0 and bool((tensor.chunks.size[:, 0] == 1).all())
 
 
 def is_step(state: str, tensor: Tensor) -> bool:
-    """Whether it is a step of shape (1,): never a slice, even where slices have one element too."""
+    """Whether it is a step of shape (1,): never a slice, even if slices have one element too."""
     return state == "step" and is_number_per_rank(tensor)
 
 
 def is_sliced(checkpoint: Checkpoint, units: Units) -> bool:
-    """Whether the optimizer holds slices. Of one rank they are whole 1-D tensors, and only the units tell."""
+    """Whether the optimizer holds slices. With one rank they are whole 1-D tensors, and only the units show it."""
     optim = checkpoint.optim
     if optim is None:
         return False
@@ -61,7 +65,7 @@ def is_sliced(checkpoint: Checkpoint, units: Units) -> bool:
 
 
 def lengths_text(lengths: Int64Array) -> str:
-    """The elements by rank, for a message."""
+    """The number of elements by rank, for a message."""
     values: list[int] = lengths.tolist()
     if len(set(values)) == 1 and len(values) > 1:
         return f"{values[0]} (each of {len(values)})"
@@ -69,15 +73,16 @@ def lengths_text(lengths: Int64Array) -> str:
 
 
 def lengths_of(tensor: Tensor, world_size: int) -> str:
-    """The elements of a tensor by rank, for a message; its shape where it is no slice."""
+    """The number of elements of a tensor by rank, for a message; its shape if it is not a slice."""
     lengths = slice_lengths(tensor, world_size)
     return f"shape {list(tensor.shape)}" if lengths is None else lengths_text(lengths)
 
 
 def key_lengths(optim: OptimState, world_size: int) -> dict[ParamKey, Int64Array]:
-    """Elements that each rank holds of each parameter key: of its first state that is one 1-D chunk a rank.
+    """The number of elements each rank holds of each parameter key, from its first state that is one 1-D chunk for each
+    rank.
 
-    Keys without such a state are left out.
+    Leaves out keys without such a state.
     """
     by_key: dict[ParamKey, Int64Array] = {}
     for key, states in optim.state.items():
@@ -109,7 +114,9 @@ def _all_lengths(checkpoint: Checkpoint) -> Iterator[Int64Array]:
 
 
 def possible_shard_sizes(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """The sizes that a sharding group can have, largest first: ranks r and r % size hold equally much of everything."""
+    """The possible sizes of a sharding group, largest first: ranks r and r % size hold the same number of elements of
+    everything.
+    """
     world_size = checkpoint.world_size
     sizes = [size for size in range(world_size, 0, -1) if world_size % size == 0]
     for lengths in _all_lengths(checkpoint):
@@ -118,9 +125,9 @@ def possible_shard_sizes(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def possible_numels(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """How many elements the parameters may have together, padding included, one number for each sharding group.
+    """The possible total numbers of elements of the parameters, padding included, one for each size of sharding group.
 
-    Parameters that show nothing (no state, one element a rank) are not counted.
+    Does not count parameters that show nothing (no state, one element for each rank).
     """
     world_size = checkpoint.world_size
     model = checkpoint.model.params if checkpoint.model is not None else {}
@@ -142,14 +149,14 @@ def _whole(states: Mapping[str, Tensor | Value]) -> int:
 
 
 def has_uneven_slices(checkpoint: Checkpoint) -> bool:
-    """Whether some optimizer slices differ in length between ranks, as only ``use_orig_params=True`` leaves them."""
+    """Whether some optimizer slices differ in length between ranks, which only ``use_orig_params=True`` causes."""
     optim = checkpoint.optim
     lengths = key_lengths(optim, checkpoint.world_size).values() if optim is not None else ()
     return any((row != row[0]).any() for row in lengths)
 
 
 def describe_lengths(checkpoint: Checkpoint) -> list[str]:
-    """The same in words, for messages: how many slices of how many elements there are."""
+    """How many slices of how many elements there are, for messages."""
     lines: list[str] = []
     if checkpoint.model is not None:
         flat = {key: leaf for key, leaf in checkpoint.model.params.items() if is_flat_key(key)}

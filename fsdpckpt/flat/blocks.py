@@ -1,6 +1,6 @@
-"""The scales of bitsandbytes' 8-bit states in slices of flat parameters, one for each block of a rank's slice.
+"""The scales of bitsandbytes' 8-bit states in slices of flat parameters: one scale for each block of a rank's slice.
 
-Where every slice begins with a block of its parameter, the scales of other slices are slices of these. Elsewhere the
+If every slice begins with a block of its parameter, the scales of other slices are slices of these. Otherwise the
 states would have to be quantized again, and are refused.
 """
 
@@ -27,7 +27,7 @@ _OTHERS = (
 def _blocks_apart(unit: Unit, layout: FlatLayout, block: int, params: Collection[str], *, orig: bool) -> Iterator[str]:
     """Each slice of ``params`` that does not begin with a block of its parameter and of the rank's vector.
 
-    ``orig``: use_orig_params=True, where each parameter is a vector of its own.
+    ``orig``: use_orig_params=True, where each parameter is a separate vector.
     """
     slices = layout.slices()
     for rank, index, begin, at in zip(
@@ -98,7 +98,7 @@ _TRIED = 256  # ranks, of those that a message proposes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantized:
-    """The parameters of one unit that have 8-bit states, and the codes of a block; None where no size fits."""
+    """The parameters of one unit that have 8-bit states, and the number of codes in a block; None if no size fits."""
 
     unit: Unit
     params: frozenset[str]
@@ -117,7 +117,7 @@ class Quantized:
         return cls(unit, frozenset(name for name, pairs in lengths.items() if pairs), block)
 
     def apart(self, layout: FlatLayout, *, orig: bool) -> Iterator[str]:
-        """What lies inside of a block in ``layout``."""
+        """The slices of ``layout`` that begin or end inside a block."""
         if not self.params:
             return
         if self.block is None:
@@ -133,7 +133,7 @@ class Quantized:
 def require_whole_blocks(
     quantized: Sequence[Quantized], layouts: Mapping[str, FlatLayout], *, orig: bool, source: str
 ) -> None:
-    """Raises NeedsInformationError where slices of a target with ``layouts`` (by unit) would cut a block."""
+    """Raises NeedsInformationError if slices of a target with ``layouts`` (by unit) would cut a block."""
     wrong = [text for one in quantized for text in one.apart(layouts[one.unit.key], orig=orig)]
     if not wrong:
         return

@@ -1,8 +1,9 @@
-"""Proves units against a flattened checkpoint: every slice on every rank must have the length that the units give.
+"""Proves units against a flattened checkpoint: every slice on every rank must have the length that follows from the
+units.
 
-``match`` needs every setting of the units (``use_orig_params``, strategy, alignment, sharding group). It either says
-what each key of the checkpoint is, a parameter or a whole unit, or lists everything that contradicts the units. It does
-not search or guess; ``units.inference`` tries several units with it.
+``match`` needs every setting of the units (``use_orig_params``, strategy, alignment, sharding group). It either maps
+each key of the checkpoint to a parameter or a whole unit, or lists everything that contradicts the units. It does not
+search or guess; ``units.inference`` tries several units with it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from fsdpckpt.text import plural
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatMatch:
-    """Units that fit. ``keys``: each optimizer key of the checkpoint to an original name or a unit's key.
+    """Units that match. ``keys``: each optimizer key of the checkpoint to an original name or a unit's key.
 
-    ``layouts``: each unit's key to its layout. ``shard_size``: ranks in one sharding group; rank r holds shard
-    r % ``shard_size``. ``counts``: for each sharded parameter, its number of elements in each shard.
-    ``flat_optimizer``: whether the optimizer holds slices at all. ``proved``: what was compared, for messages.
+    ``layouts``: each unit's key to its layout. ``shard_size``: ranks in one sharding group; rank r holds shard r %
+    ``shard_size``. ``counts``: for each sharded parameter, its number of elements in each shard. ``flat_optimizer``:
+    whether the optimizer holds slices at all. ``proved``: what was compared, for messages.
     """
 
     units: Units
@@ -54,7 +55,7 @@ class Mismatch:
 
 
 def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
-    """What every key of ``checkpoint`` is according to ``units``, or everything that contradicts them."""
+    """Map every key of ``checkpoint`` according to ``units``, or list everything that contradicts them."""
     matching = _Matching(checkpoint, units)
     contradictions = tuple(matching.contradictions())
     if contradictions:
@@ -71,7 +72,7 @@ def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
 
 
 class _Matching:
-    """One comparison; ``contradictions`` fills the attributes that ``FlatMatch`` takes."""
+    """One comparison; ``contradictions`` fills the attributes for ``FlatMatch``."""
 
     def __init__(self, checkpoint: Checkpoint, units: Units) -> None:
         self.checkpoint = checkpoint
@@ -268,7 +269,7 @@ class _Matching:
         return None
 
     def _whole_vector(self, param: UnitParam, leaf: Tensor) -> bool:
-        """Whether ``leaf``, read as slices, is a 1-D tensor of which every rank that has it holds all elements."""
+        """Whether ``leaf``, read as slices, is a 1-D tensor that every rank that has it holds whole."""
         return (
             leaf.placement == SLICES
             and len(param.shape) == 1
@@ -313,7 +314,7 @@ class _Matching:
         yield from self._compare_param_names(groups)
 
     def _lacks_unmanaged(self, listed: Sequence[ParamKey], members: Sequence[str]) -> bool:
-        """Whether a group lists all of ``members``, by id, but unmanaged parameters that have no entry."""
+        """Whether a group lists all of ``members``, by id, except unmanaged parameters that have no entry."""
         order = self.units.id_order()
         ids = [key for key in listed if isinstance(key, int) and key < len(order)]
         absent = set(members) - {order[key] for key in ids}

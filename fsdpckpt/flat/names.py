@@ -1,8 +1,9 @@
-"""Ordered parameter names of a model: where a checkpoint, an optimizer or units have them, and what their order proves.
+"""Ordered parameter names of a model: where to find them in a checkpoint, an optimizer or units, and what their order
+proves.
 
-A model lists a module's own parameters before its children, and children as they were registered. So two lists are
-compared where both have to agree: within a unit name by name, across units module by module among the children of one
-parent. Where sizes are equal, nothing but this order tells parameters apart.
+A model lists a module's own parameters before its children, and children in the order of registration. So two lists are
+compared where both must agree: within a unit name by name, across units module by module among the children of one
+parent. If sizes are equal, only this order distinguishes parameters.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from fsdpckpt.layouts.flattened import is_flat_key
 
 @dataclass(frozen=True, slots=True)
 class NamedParam:
-    """One name of a model. ``sharded`` as ``Tensor.sharded``: False for buffers and what FSDP does not shard, None
-    when nothing says. ``stride``: elements, None for row-major.
+    """One name of a model. ``sharded`` as ``Tensor.sharded``: False for buffers and what FSDP does not shard, None if
+    not known. ``stride``: in elements, None for row-major.
     """
 
     name: str
@@ -41,7 +42,7 @@ class NamedParam:
 
     @property
     def possible(self) -> bool:
-        """Whether it may lie in a flat parameter: FSDP1 refuses 0-dim ones, and trains floating ones."""
+        """Whether it may be in a flat parameter: FSDP1 refuses 0-dim ones, and trains floating ones."""
         return self.sharded is not False and bool(self.shape) and self.dtype.kind in ("float", "complex")
 
     def unit_param(self) -> UnitParam:
@@ -50,12 +51,12 @@ class NamedParam:
 
 @dataclass(frozen=True, slots=True)
 class ParameterNames:
-    """Names in the order of ``model.state_dict()`` when ``ordered``, in any order when not.
+    """Names in the order of ``model.state_dict()`` if ``ordered``, otherwise in any order.
 
-    ``label`` says in words where they come from. ``shared``: (later name, first name) of tensors known to be one; the
+    ``label``: where they come from, in words. ``shared``: (later name, first name) of tensors known to be one; the
     later names are not in ``params``. ``from_reference``: they come from another checkpoint, which may have been cast.
-    ``in_model_order``: False when only those of one unit are in the model's order, as where an optimizer lists them:
-    with ``use_orig_params=False`` FSDP1 lists the parameters flat parameter by flat parameter, the root's first.
+    ``in_model_order``: False if only those within one unit are in the model's order, as in an optimizer's list: with
+    ``use_orig_params=False`` FSDP1 lists the parameters flat parameter by flat parameter, the root's first.
     """
 
     params: tuple[NamedParam, ...]
@@ -76,7 +77,9 @@ class ParameterNames:
 
 
 def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
-    """The whole tensors of a model section; None when it has none, or holds flat parameters (buffers are left then)."""
+    """The whole tensors of a model section; None if it has none, or holds flat parameters (only buffers are
+    left then).
+    """
     named: list[NamedParam] = []
     shared: list[tuple[str, str]] = []
     first: dict[tuple[object, ...], str] = {}
@@ -98,7 +101,7 @@ def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
 
 
 def stride_of(tensor: Tensor) -> tuple[int, ...] | None:
-    """The strides of the parameter in memory when it is dense and not row-major, else None.
+    """The strides of the parameter in memory if it is dense and not row-major, else None.
 
     A chunk keeps the order of dimensions of the parameter that it was cut from.
     """
@@ -123,9 +126,9 @@ def stride_of(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def optimizer_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
-    """The parameters that a name-keyed optimizer with whole states names; None when it is none.
+    """The parameters in a name-keyed optimizer with whole states; None for any other optimizer.
 
-    Ordered when one param group lists them all.
+    Ordered if one param group lists them all.
     """
     optim = checkpoint.optim
     if optim is None or optim.key_type != "name":
@@ -170,9 +173,9 @@ _FSDP = "_fsdp_wrapped_module"
 
 @dataclass(frozen=True, slots=True)
 class UnitPrefixes:
-    """Prefixes of units, "" for the root. ``complete``: the root is a unit only when it is listed.
+    """Prefixes of units, "" for the root. ``complete``: the root is a unit only if it is listed.
 
-    ``exact``: every unit of the model is among them. ``label`` says in words where they come from.
+    ``exact``: every unit of the model is among them. ``label``: where they come from, in words.
     """
 
     prefixes: tuple[str, ...]
@@ -182,7 +185,7 @@ class UnitPrefixes:
 
 
 def prefixes_of(checkpoint: Checkpoint) -> UnitPrefixes | None:
-    """The unit prefixes that the checkpoint's keys show; None when they show none.
+    """The unit prefixes that the checkpoint's keys show; None if they show none.
 
     Flat parameters (``LOCAL_STATE_DICT``) name every unit. Names with FSDP's own path segments, in ``param_names`` or
     as the keys of ``_NamedOptimizer``, show where each wrapped module begins.
@@ -198,7 +201,7 @@ def prefixes_of(checkpoint: Checkpoint) -> UnitPrefixes | None:
 
 
 def raw_names(checkpoint: Checkpoint) -> list[str]:
-    """The names by which the optimizer calls its parameters, wrapper prefixes and all: ``param_names``, or its keys."""
+    """The optimizer's names for its parameters, with wrapper prefixes: ``param_names``, or its keys."""
     optim = checkpoint.optim
     if optim is None:
         return []
@@ -209,14 +212,15 @@ def raw_names(checkpoint: Checkpoint) -> list[str]:
 
 
 def param_names(group: Mapping[Key, Value]) -> list[str]:
-    """The ``param_names`` of a param group; empty when it has none."""
+    """The ``param_names`` of a param group; empty if it has none."""
     names = group.get("param_names")
     return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
 
 
 def parameter_order(checkpoint: Checkpoint) -> list[str]:
-    """Parameters in the model's order as far as the checkpoint shows it: the by-name slices beside flat parameters, or
-    the ``param_names`` of a single group; empty when it does not."""
+    """Parameters in the model's order if the checkpoint shows it: the by-name slices beside flat parameters, or the
+    ``param_names`` of a single group; otherwise empty.
+    """
     model = checkpoint.model.params if checkpoint.model is not None else {}
     sliced = [key for key, leaf in model.items() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
     if sliced and checkpoint.container is Container.TORCH:
@@ -238,7 +242,7 @@ def _boundaries(names: Iterable[str]) -> list[str]:
 
 
 def order_contradictions(units: Units, names: Iterable[str], *, across: bool = True) -> Iterator[str]:
-    """What contradicts ``names``, which are in the model's order: over all units when ``across``, else within each."""
+    """What contradicts ``names``, which are in the model's order: over all units if ``across``, else within each."""
     place = {name: index for index, name in enumerate(names)}
     for unit in units.units:
         wrong = _first_misplaced([param.name for param in unit.params], place)
@@ -273,7 +277,7 @@ def _module(name: str) -> str:
 
 
 def _children(paths: Iterable[str]) -> dict[str, list[str]]:
-    """The modules on the way to ``paths``, by their parents, in the order in which they first come."""
+    """The modules on the way to ``paths``, by their parents, in the order in which they first appear."""
     children: dict[str, dict[str, None]] = {}
     for path in dict.fromkeys(paths):
         words = path.split(".") if path else []
@@ -283,7 +287,9 @@ def _children(paths: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _first_misplaced(names: Iterable[str], place: Mapping[str, int]) -> tuple[str, str] | None:
-    """The first of ``names`` that is not where ``place`` has it, and what is there; names it lacks do not count."""
+    """The first of ``names`` that is not where ``place`` has it, and what is there; ignores names that
+    ``place`` lacks.
+    """
     known = [name for name in names if name in place]
     return next(
         (pair for pair in zip(known, sorted(known, key=place.__getitem__), strict=True) if pair[0] != pair[1]), None

@@ -79,8 +79,8 @@ def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) 
 def _untouched(values: npt.NDArray[np.generic], constants: set[float]) -> bool:
     """Whether ``values`` are an optimizer's initial ones: zeros, or one constant.
 
-    A single element other than zero counts only if it is one of ``constants``, in the dtype of the values; it may be a
-    coincidence otherwise.
+    A single element other than zero counts only if it is one of ``constants``, in the dtype of the values; otherwise it
+    may be a coincidence.
     """
     if not values.any():
         return True
@@ -136,9 +136,9 @@ def _read(checkpoint: Checkpoint, sources: Sources, padding: _Padding) -> npt.ND
 
 
 def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Problem], list[Note]]:
-    """Problems of slices whose replicas differ, by the CRC-32 that the source's files carry; a note on the comparison.
+    """Problems of slices whose replicas differ, by the CRC-32 in the source's files; also a note on the comparison.
 
-    Only records with checksums can be compared here, without reading data: ``fsdpckpt verify`` reads the others.
+    Compares only records with checksums, without reading data: ``fsdpckpt verify`` reads the others.
     """
     shards = [layout.shards for layout in match.layouts.values()]
     if checkpoint.world_size // match.shard_size < 2 and all(count > 1 for count in shards):
@@ -177,7 +177,7 @@ def _sliced(checkpoint: Checkpoint) -> Iterator[tuple[Section, str, Tensor]]:
 def _differing(
     tensor: Tensor, shards: int, sums: Mapping[tuple[int, int], tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """For each replica (rank, first rank with other bytes or -1 when equal); (-1, -1) when it has no checksum."""
+    """For each replica (rank, first rank with other bytes or -1 if equal); (-1, -1) if it has no checksum."""
     chunks = tensor.chunks
     rows = zip(
         chunks.rank.tolist(), chunks.file.tolist(), chunks.offset.tolist(), chunks.size[:, 0].tolist(), strict=True

@@ -1,7 +1,7 @@
-"""Turn the slices of a flattened checkpoint into the tensors they are slices of, once units are proved.
+"""Turns the slices of a flattened checkpoint into whole tensors, once the units are proved.
 
-The counterparts in PyTorch, ``_unflatten_optim_state`` and ``_convert_state_with_orig_params``, gather first; here
-nothing moves: each slice becomes boxes of its parameter, lying where the slice lies.
+The counterparts in PyTorch, ``_unflatten_optim_state`` and ``_convert_state_with_orig_params``, gather first; here no
+data moves: each slice becomes boxes of its parameter, at the place of the slice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Run: TypeAlias = tuple[int, int, int, int, int]
 
 
 def unflatten(checkpoint: Checkpoint, match: FlatMatch) -> Checkpoint:
-    """The same checkpoint with whole tensors under original names; an optimizer in slices is keyed by name then."""
+    """The same checkpoint with whole tensors under original names; an optimizer in slices becomes keyed by name."""
     notes = list(checkpoint.notes)
     model = checkpoint.model
     if model is not None and any(is_flat_key(key) for key in model.params):
@@ -73,7 +73,7 @@ def _model(model: ModelState, match: FlatMatch, notes: list[Note]) -> ModelState
 
 
 def _whole(leaf: Tensor | Value) -> Tensor | Value:
-    """A 1-D tensor that every rank holds whole, read as slices because nothing marks it as a buffer."""
+    """A 1-D tensor that every rank holds whole, which was read as slices because nothing marks it as a buffer."""
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.placement == ONE_SLICE:
@@ -121,7 +121,7 @@ def _optimizer(optim: OptimState, match: FlatMatch, world_size: int, notes: list
 def _of_unit(
     unit: Unit, states: Mapping[str, Tensor | Value], match: FlatMatch, world_size: int
 ) -> dict[ParamKey, dict[str, Tensor | Value]]:
-    """The states of each parameter of a flat parameter; what is no slice belongs to all of them."""
+    """The states of each parameter of a flat parameter; a state that is not a slice belongs to all of them."""
     layout = match.layouts[unit.key]
     by_name: dict[ParamKey, dict[str, Tensor | Value]] = {param.name: {} for param in unit.params}
     scales, maps = _scales(unit, unit.params, states, match), maps_in(states)
@@ -174,9 +174,9 @@ def _of_param(param: UnitParam, leaf: Tensor | Value, match: FlatMatch, world_si
 
 
 def _of_holders(leaf: Tensor, counts: Int64Array | None, world_size: int) -> Tensor:
-    """A 0-dim state as the ranks that hold elements of the parameter have it.
+    """A 0-dim state from the ranks that hold elements of the parameter.
 
-    Optimizers that make states at once (Adagrad) have one on the others too, which never counts a step.
+    Optimizers that make states at once (Adagrad) have one on the other ranks too, which never advances.
     """
     if counts is None or not counts.any():
         return leaf
@@ -200,7 +200,7 @@ def _group(group: Mapping[Key, Value], match: FlatMatch, by_key: Mapping[str, Un
 
 
 def _runs(tensor: Tensor, starts: Int64Array | None = None) -> list[_Run]:
-    """The chunks of a 1-D tensor that are not empty, ``starts`` in place of their own places, by place."""
+    """The non-empty chunks of a 1-D tensor, with ``starts`` in place of their own, sorted by place."""
     chunks = tensor.chunks
     begin = chunks.start[:, 0] if starts is None else starts
     rows = zip(
@@ -215,7 +215,7 @@ def _runs(tensor: Tensor, starts: Int64Array | None = None) -> list[_Run]:
 
 
 def _split(unit: Unit, dtype: DType, runs: Sequence[_Run], layout: FlatLayout) -> dict[str, Tensor]:
-    """Every parameter of a flat parameter whose slices are ``runs``, sorted by where they begin."""
+    """Split ``runs``, the slices of a flat parameter sorted by their begin, into its parameters."""
     ends = np.maximum.accumulate(np.asarray([run[3] + run[4] for run in runs], np.int64)) if runs else np.empty(0)
     begins = [run[3] for run in runs]
     by_name = {}
@@ -227,7 +227,7 @@ def _split(unit: Unit, dtype: DType, runs: Sequence[_Run], layout: FlatLayout) -
 
 
 def _tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: int) -> Tensor:
-    """One parameter's tensor: of each run what lies in the parameter, which begins at ``start``, as boxes."""
+    """One parameter's tensor, which begins at ``start``: the part of each run inside the parameter, as boxes."""
     order = param.order
     dims = range(len(param.shape)) if order is None else order
     rows = []
@@ -253,10 +253,10 @@ def _tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: int) ->
 def name_slices(
     checkpoint: Checkpoint, resolved: ResolvedUnits, sources: Sources, *, replicas: bool = True
 ) -> Checkpoint:
-    """``checkpoint`` with the slices turned into whole tensors by units that were proved.
+    """Turn the slices of ``checkpoint`` into whole tensors with units that were proved.
 
-    ``replicas``: whether to compare replicas of slices. Raises SourceCorruptError when they differ, or when bytes that
-    are padding according to the units do not hold padding.
+    ``replicas``: whether to compare replicas of slices. Raises SourceCorruptError if they differ, or if bytes that are
+    padding according to the units do not hold padding.
     """
     if resolved.match is None:
         return checkpoint
@@ -270,13 +270,13 @@ def name_slices(
 
 
 def logical(checkpoint: Checkpoint, sources: Sources, *, units: str | None = None, listing: bool = False) -> Checkpoint:
-    """``checkpoint`` with slices turned into whole tensors by name, as far as its units are known.
+    """Turn slices into whole tensors by name, if the units of ``checkpoint`` are known.
 
-    ``units``: a units file. Without one, those beside the checkpoint, or what its own model section proves. When
-    there are none, the slices stay unchanged, with a note that says what would name them. Raises SourceError when the
-    units contradict the checkpoint, NeedsInformationError when ``units`` is given and is not enough.
-    ``listing``: for a caller that lists problems and compares replicas itself. Contradictions to the units beside the
-    checkpoint are then added to its problems.
+    ``units``: a units file. Without one, those beside the checkpoint, or what its own model section proves. If there
+    are none, the slices stay unchanged, with a note on what would name them. Raises SourceError if the units contradict
+    the checkpoint, NeedsInformationError if ``units`` is given and is not enough. ``listing``: for a caller that lists
+    problems and compares replicas itself; contradictions to the units beside the checkpoint are then added to its
+    problems.
     """
     request = UnitsRequest(file=units)
     if not is_flattened(checkpoint, sources, request):
@@ -307,7 +307,7 @@ def logical(checkpoint: Checkpoint, sources: Sources, *, units: str | None = Non
 
 
 def _with_problems(checkpoint: Checkpoint, error: SourceCorruptError) -> Checkpoint:
-    """``checkpoint`` as it is, with one problem for each thing that ``error`` lists."""
+    """``checkpoint`` with one problem for each item that ``error`` lists."""
     added = [Problem("units", f"{error.what}: {detail}", file=error.file) for detail in error.details]
     added = added or [Problem("units", error.what, file=error.file)]
     return replace(checkpoint, problems=(*checkpoint.problems, *added))

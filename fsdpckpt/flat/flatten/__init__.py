@@ -1,9 +1,10 @@
-"""Write FSDP1's flattened checkpoints: ``{model,optim,extra_state}_world_size_{N}_rank_{r}.pt``, one of each a rank.
+"""Writes FSDP1's flattened checkpoints: ``{model,optim,extra_state}_world_size_{N}_rank_{r}.pt``, one of each for every
+rank.
 
-On rank r the model file holds what ``LOCAL_STATE_DICT`` gives there, the optimizer file the dict that
+On rank r the model file holds what ``LOCAL_STATE_DICT`` returns there, the optimizer file the dict that
 ``optimizer.load_state_dict`` takes there: what ``FSDP.optim_state_dict_to_load`` returns. With HYBRID_SHARD rank r
 holds shard r % ``shard_size``, and its flat parameters state the shards of r's own group; PyTorch itself cannot save a
-``LOCAL_STATE_DICT`` outside of the first group, and this is the same form there.
+``LOCAL_STATE_DICT`` outside the first group, and this is the same form there.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from fsdpckpt.writers.torch_ranks import require_memory
 
 
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
-    """``spec.world_size`` files for each section that ``checkpoint`` (whole tensors, optimizer keyed by name) has.
+    """``spec.world_size`` files for each section of ``checkpoint`` (whole tensors, optimizer keyed by name).
 
-    ``spec.units`` describe the target, and fit the checkpoint (``flat.units.request.contradictions``). Raises
+    ``spec.units`` describe the target, and match the checkpoint (``flat.units.request.contradictions``). Raises
     SourceUnsupportedError for what no flat parameter can hold, NeedsInformationError for missing optimizer states.
     """
     if spec.units is None:
@@ -68,7 +69,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
 
 
 class FlatModel:
-    """Everything about the model that is the same on all ranks; ``value`` is what one rank gets."""
+    """The parts of the model's state dict that are the same on all ranks; ``value`` returns one rank's state dict."""
 
     def __init__(
         self,
@@ -162,7 +163,9 @@ class FlatModel:
         return keys
 
     def _names(self) -> list[str]:
-        """The names of the source, in ``model.parameters()`` order if they are not in it (safetensors sorts them)."""
+        """The names of the source, in ``model.parameters()`` order if the source has another one (safetensors sorts
+        them).
+        """
         names = list(self._leaves)
         listed = [name for name in names if name in self._params]
         if listed == [name for name in self._units.parameters if name in self._params]:

@@ -1,7 +1,7 @@
 """Keys, names and param groups of a wrapped model and its optimizer.
 
-Ids count group by group, and inside a group in the order of the wrapped model's ``parameters()``; ``params`` lists have
-this order, in which ``_rekey_sharded_optim_state_dict`` sorts ids.
+Ids count group by group, and within a group in the order of the wrapped model's ``parameters()``. ``params`` lists have
+the same order, in which ``_rekey_sharded_optim_state_dict`` sorts ids.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fsdpckpt.text import plural, some_of
 
 @dataclass(frozen=True, slots=True)
 class RankKeys:
-    """``keys``: each parameter name, or unit key, that the optimizer holds to its key in the target.
+    """``keys``: the key in the target for each parameter name, or unit key, that the optimizer holds.
 
-    ``groups``: the param groups as they are written, None when the source has none.
+    ``groups``: the param groups as they are written, None if the source has none.
     """
 
     keys: Mapping[str, ParamKey]
@@ -30,7 +30,7 @@ class RankKeys:
 
 @dataclass(frozen=True, slots=True)
 class FlatKeys:
-    """``every``: what any rank has. ``by_rank``: the ranks whose optimizers have other keys, or less."""
+    """``every``: the keys that any rank has. ``by_rank``: the ranks whose optimizers have other keys, or fewer."""
 
     every: RankKeys
     by_rank: Mapping[int, RankKeys] = field(default_factory=dict)
@@ -43,9 +43,9 @@ class FlatKeys:
 def flat_keys(checkpoint: Checkpoint, units: Units, key_type: KeyType) -> FlatKeys:
     """The keys of ``checkpoint``'s optimizer (keyed by name) in a flattened target of ``units``.
 
-    Raises SourceUnsupportedError for units that lie in several groups, or only partly in the optimizer, where a flat
-    parameter is in one group; SourceCorruptError when the groups are not those of the units; UsageError for names of
-    flat parameters, which have none.
+    Raises SourceUnsupportedError for units that are in several groups, or only partly in the optimizer, because a flat
+    parameter is in one group; SourceCorruptError if the groups are not those of the units; UsageError for keys by name,
+    because flat parameters have no names.
     """
     if key_type == "name" and not units.use_orig_params:
         raise UsageError(
@@ -77,7 +77,7 @@ def flat_keys(checkpoint: Checkpoint, units: Units, key_type: KeyType) -> FlatKe
 
 
 def _absent_unmanaged(members: Sequence[Sequence[str]], units: Units) -> frozenset[str]:
-    """The unmanaged parameters in the optimizer of which the checkpoint has nothing.
+    """The unmanaged parameters in the optimizer that the checkpoint does not contain.
 
     FSDP leaves them out (``_flatten_optim_state_dict``), as another part of the job may load them; without their entry
     ``Optimizer.load_state_dict`` refuses the group.
@@ -88,7 +88,7 @@ def _absent_unmanaged(members: Sequence[Sequence[str]], units: Units) -> frozens
 
 
 def _numbered(order: Iterable[Sequence[str]], key_type: KeyType, prefixes: Collection[str]) -> dict[str, ParamKey]:
-    """Keys that are names are those of the wrapped model, as ``_NamedOptimizer`` has and loads them."""
+    """The ids, or for keys by name the wrapped model's names, as ``_NamedOptimizer`` has and loads them."""
     names = [name for group in order for name in group]
     if key_type == "name":
         return {name: wrapped_name(name, prefixes) for name in names}
@@ -96,7 +96,7 @@ def _numbered(order: Iterable[Sequence[str]], key_type: KeyType, prefixes: Colle
 
 
 def _names(group: Mapping[Key, Value], units: Units) -> list[str]:
-    """What a group lists, a shared parameter once and by its first name."""
+    """The names that a group lists, a shared parameter once and by its first name."""
     shared = dict(units.shared)
     return list(dict.fromkeys(shared.get(str(key), str(key)) for key in group_params(group) or ()))
 
@@ -117,7 +117,7 @@ def _of_units(listed: Sequence[Sequence[str]], units: Units) -> list[list[str]]:
 
 
 def _group_division(unit: Unit, places: Mapping[str, int]) -> str | None:
-    """How the parameters of ``unit`` are spread over several groups, or over a group and none."""
+    """How the parameters of ``unit`` are divided among several groups, or among a group and none."""
     by_group: dict[int | None, list[str]] = {}
     for param in unit.params:
         by_group.setdefault(places.get(param.name), []).append(param.name)
@@ -133,7 +133,7 @@ def _group_division(unit: Unit, places: Mapping[str, int]) -> str | None:
 def _ordered(
     checkpoint: Checkpoint, members: Sequence[Sequence[str]], units: Units, absent: Collection[str]
 ) -> tuple[Sequence[Sequence[str]], tuple[Note, ...]]:
-    """The members of each group in the order of their ids, ``absent`` ones too."""
+    """The members of each group in the order of their ids, including ``absent`` ones."""
     if units.groups is not None:
         wrong = _other_groups(members, [[key for key in group if key not in absent] for group in units.groups])
         if wrong:
@@ -190,7 +190,7 @@ _WRAPPED = "_fsdp_wrapped_module"
 
 
 def wrapped_name(name: str, prefixes: Collection[str]) -> str:
-    """``name`` of a parameter or unit as ``named_parameters()`` of a model gives it that is wrapped at ``prefixes``."""
+    """The name of a parameter or unit in ``named_parameters()`` of a model that is wrapped at ``prefixes``."""
     words = name.split(".")
     path: list[str] = []
     for index, word in enumerate(words):
@@ -201,7 +201,7 @@ def wrapped_name(name: str, prefixes: Collection[str]) -> str:
 
 
 def wrapped_metadata(metadata: Value, units: Units) -> Value:
-    """``_metadata`` (module path to version) of a model, wrapped or not, as that of the model wrapped in ``units``."""
+    """``_metadata`` (module path to version) of a model, wrapped or not, for the model wrapped in ``units``."""
     if not isinstance(metadata, dict):
         return metadata
     prefixes = {unit.prefix for unit in units.units}

@@ -47,13 +47,15 @@ class FlatShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatScales:
-    """The scales of bitsandbytes' 8-bit states of one unit's parameters, or of one alone; ``block``: codes of each."""
+    """The scales of bitsandbytes' 8-bit states for one unit's parameters, or for one parameter; ``block``: codes in a
+    block.
+    """
 
     tensors: Sequence[Tensor]
     block: int
 
     def shard(self, parts: Iterable[FlatPart]) -> FlatShard:
-        """Those of the slice that ``parts`` are."""
+        """The scales for the slice that consists of ``parts``."""
         scale_parts = [
             replace(part, begin=part.begin // self.block, count=-(-part.count // self.block)) for part in parts
         ]
@@ -93,7 +95,7 @@ class FlatParameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatView:
-    """``count`` elements of a shard from element ``offset``, on the shard's own memory; of nothing when None."""
+    """``count`` elements of a shard from element ``offset``, in the shard's own memory; with None, an empty tensor."""
 
     shard: FlatShard | None
     offset: int
@@ -136,7 +138,7 @@ class FlatPickle(ShardedTensorPickle):
         return StorageView(key, shard.dtype, offset, (count,), (1,), nbytes)
 
     def _empty(self, dtype: DType) -> StorageView:
-        """What FSDP1 puts in place of a parameter without elements here: one empty tensor for all of them."""
+        """What FSDP1 uses for a parameter without elements on this rank: one empty tensor for all of them."""
         key = self._keys.get(dtype)
         if key is None:
             key = self._keys[dtype] = self.record(b"", dtype, Box.whole((0,)), 0)

@@ -1,7 +1,7 @@
-"""The optimizer's state dict on each rank: one shard a unit, or one slice a parameter.
+"""The optimizer's state dict on each rank: one shard for each unit, or one slice for each parameter.
 
 The rules are those of ``_flatten_optim_state`` (``use_orig_params=False``) and ``_shard_orig_param_state`` (True) in
-``torch/distributed/fsdp/_optim_utils.py``: tensors in the parameter's shape are cut; 0-dim ones and values that are no
+``torch/distributed/fsdp/_optim_utils.py``: tensors in the parameter's shape are cut; 0-dim ones and values that are not
 tensors are on every rank that holds elements, and with ``use_orig_params=False`` all parameters of a unit must agree on
 them (``_flatten_zero_dim_tensor_optim_state``, ``_flatten_non_tensor_optim_state``). A tensor of shape (1,) is treated
 like a 0-dim one. Only ``require_equal_scalars`` reads data. What FSDP1 refuses is refused.
@@ -48,7 +48,7 @@ def unit_states(
     state: Mapping[ParamKey, Mapping[str, _State]],
     casts: Mapping[Tensor, DType],
 ) -> tuple[dict[str, UnitStates], list[str]]:
-    """Each unit's states, for units that have any, by the unit's key; and everything that no flat parameter can hold.
+    """The states of each unit that has any, by the unit's key; and everything that no flat parameter can hold.
 
     Raises NeedsInformationError that lists the units of which only some parameters have states.
     """
@@ -75,7 +75,7 @@ def unit_states(
 
 
 def deciding_params(unit: Unit) -> Sequence[UnitParam]:
-    """The parameters that decide on the states of ``unit``: those with elements, as long as there are some."""
+    """The parameters that decide the states of ``unit``: those with elements, if there are any."""
     return [param for param in unit.params if param.numel] or unit.params
 
 
@@ -85,7 +85,7 @@ def shape_mismatch(param: UnitParam, item: str, leaf: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """The states of one unit; what does not fit is added to ``wrong``."""
+    """Merges the states of one unit; adds what does not fit to ``wrong``."""
 
     unit: Unit
     casts: Mapping[Tensor, DType]
@@ -93,7 +93,7 @@ class _Merge:
     block: int | None
 
     def states(self, param_states: Sequence[Mapping[str, _State]]) -> UnitStates:
-        """``param_states``: the states of each parameter of ``deciding_params``, in the unit's order."""
+        """Merge ``param_states``: the states of each of ``deciding_params``, in the unit's order."""
         params, first = deciding_params(self.unit), param_states[0]
         for param, states in zip(params, param_states, strict=True):
             if states.keys() != first.keys():
@@ -111,7 +111,9 @@ class _Merge:
         return made
 
     def _of_all(self, leaves: Sequence[_State]) -> list[Tensor]:
-        """``leaves`` of ``deciding_params`` for all parameters; of one without elements nothing is ever taken."""
+        """Extend ``leaves`` of ``deciding_params`` to all parameters; nothing is ever taken from one without
+        elements.
+        """
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         by_name = {param.name: one for param, one in zip(deciding_params(self.unit), tensors, strict=True)}
         return [by_name.get(param.name, tensors[0]) for param in self.unit.params]
@@ -183,7 +185,9 @@ _IN_SLICES = frozenset({SLICES, "flattened"})
 
 
 class FlatOptimizer:
-    """Everything about the optimizer that is the same on all ranks; ``value`` is what one rank gets."""
+    """The parts of the optimizer's state dict that are the same on all ranks; ``value`` returns one rank's
+    state dict.
+    """
 
     def __init__(
         self,
@@ -272,7 +276,7 @@ class FlatOptimizer:
     # use_orig_params=True.
 
     def _slices(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Of which parameters ``rank`` holds elements: [begin, begin + count) each."""
+        """The parameters of which ``rank`` holds elements: [begin, begin + count) each."""
         ranges = {}
         for placed in self._placed.values():
             if placed.sharded:
@@ -296,7 +300,7 @@ class FlatOptimizer:
         return entry
 
     def _misshapen(self, name: str) -> list[str]:
-        """What is wrong with the states of a parameter: one that is not sharded may have states of any shape."""
+        """What is wrong with the states of a parameter. One that is not sharded may have states of any shape."""
         param, sharded, states = self._params[name], self._holder[name].sharded, self._state.get(name, {})
         other = {*scales_in(states), *maps_in(states)}
         return [

@@ -50,22 +50,22 @@ class FsdpModule:
 
     @property
     def orig_dtype(self) -> torch.dtype:
-        """The dtype of the parameters, whichever one the flat parameter has just now.
+        """The dtype of the parameters, whatever dtype the flat parameter has at the moment.
 
-        The handle's own note of it is brought up to date by the first forward, which sets ``_local_shard``: until then
-        the flat parameter knows better, if the model was cast.
+        The first forward updates the handle's own record of it and sets ``_local_shard``; until then the flat parameter
+        has the right dtype if the model was cast.
         """
         handle = self.handle if hasattr(self.flat_param, "_local_shard") else None
         return self.flat_param.dtype if handle is None else handle._orig_param_dtype  # type: ignore[no-any-return]
 
     @property
     def param_dtype(self) -> torch.dtype | None:
-        """``MixedPrecision.param_dtype`` of this unit: none for BatchNorm and others that it leaves out."""
+        """``MixedPrecision.param_dtype`` of this unit: None for BatchNorm and other modules that it leaves out."""
         return self.state.mixed_precision.param_dtype  # type: ignore[no-any-return]
 
     @property
     def groups(self) -> list[Any]:
-        """The process group it is sharded over, and with HYBRID_SHARD the one over which that is replicated."""
+        """The process group it is sharded over, and with HYBRID_SHARD the group of its replicas."""
         between = getattr(self.state, "_inter_node_pg", None)  # only set for hybrid strategies
         return [self.state.process_group, *([between] if between is not None else [])]
 
@@ -121,7 +121,7 @@ def params_outside_units(model: nn.Module, names: LiveNames) -> Iterator[UnitPar
 
 
 def unit_param(name: str, param: nn.Parameter) -> UnitParam:
-    """An original parameter, which is still in the model, as units record it."""
+    """An original parameter that is still in the model, as units record it."""
     shape = tuple(param.shape)
     row_major = param.is_contiguous() or not flattens_in_memory_order()
     stride = None if row_major else stride_of(shape, tuple(param.stride()))
@@ -150,7 +150,7 @@ def parameter_order(
 def shared(
     model: nn.Module, modules: list[FsdpModule], names: LiveNames, outside: set[str]
 ) -> Iterator[tuple[str, str]]:
-    """Every further name of a parameter, with the one it is listed by. ``outside``: parameters of no unit."""
+    """Every further name of a parameter, with the name it is listed under. ``outside``: parameters of no unit."""
     seen: set[str] = set()
     for one in modules:
         for info in one.flat_param._shared_param_infos:
@@ -183,10 +183,10 @@ def groups(optimizer: torch.optim.Optimizer, keys: dict[torch.Tensor, str]) -> t
 
 
 def module_parameters(model: nn.Module, modules: list[FsdpModule]) -> Iterator[tuple[str, bool]]:
-    """(original name, whether its place among its module's parameters is not known), module by module.
+    """(original name, whether its place among its module's parameters is unknown), module by module.
 
-    Flat parameters remember the parameters of each module in order. Of ignored ones beside them only the order among
-    themselves is known; they are listed first, as in the wrapped model.
+    Flat parameters keep the order of the parameters in each module. Of ignored parameters beside them only the order
+    among themselves is known; they are listed first, as in the wrapped model.
     """
     flattened_names: dict[nn.Module, list[str]] = {}
     for one in modules:
@@ -205,7 +205,7 @@ def module_parameters(model: nn.Module, modules: list[FsdpModule]) -> Iterator[t
 
 
 def aligning_dtype(unit: Unit, one: FsdpModule) -> Unit:
-    """``unit`` with the ``param_dtype`` by which it was aligned.
+    """``unit`` with the ``param_dtype`` that decided its alignment.
 
     A model that was cast after it was wrapped (``model.half()``) keeps the alignment of its former dtype.
     """
@@ -219,12 +219,12 @@ def aligning_dtype(unit: Unit, one: FsdpModule) -> Unit:
 
 
 def _deciding(unit: Unit) -> int:
-    """Bytes of the elements that decide the alignment."""
+    """The size in bytes of the elements that decide the alignment."""
     return (unit.param_dtype if unit.param_dtype is not None else unit.params[0].dtype).itemsize
 
 
 def contradictions(unit: Unit, one: FsdpModule, *, shard_size: int, use_orig_params: bool) -> Iterator[str]:
-    """Each number of the live flat parameter that the layout of ``unit`` gives otherwise."""
+    """Each number of the live flat parameter that differs from the layout of ``unit``."""
     layout = FlatLayout.of(
         [param.numel for param in unit.params],
         world_size=shard_size,
@@ -263,14 +263,14 @@ def dtype_of(dtype: torch.dtype) -> DType:
 
 
 def stride_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
-    """``stride``, or None when the elements lie row-major: strides of dimensions of one element say nothing."""
+    """``stride``, or None if the elements are row-major: strides of dimensions of one element have no meaning."""
     strides = [step for size, step in zip(shape, stride, strict=True) if size > 1]
     return None if strides == sorted(strides, reverse=True) else tuple(stride)
 
 
 def flattens_in_memory_order() -> bool:
-    """Whether the installed FSDP1 flattens a parameter that is not row-major as it lies in memory.
+    """Whether the installed FSDP1 flattens a parameter that is not row-major in its memory order.
 
-    torch 2.4 and older flatten every parameter row-major; they lack this function, which later ones decide by.
+    torch 2.4 and older flatten every parameter row-major; they lack the function by which later versions decide.
     """
     return hasattr(_flat_param, "_is_truly_contiguous")

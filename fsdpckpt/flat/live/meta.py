@@ -1,4 +1,4 @@
-"""Find the units of a model that is built on the meta device and never wrapped (``units --model``).
+"""Finds the units of a model that is built on the meta device and never wrapped (``units --model``).
 
 Follows ``torch/distributed/fsdp``: ``wrap._post_order_apply`` and ``ModuleWrapPolicy`` (which modules, in which order),
 ``_init_utils._get_orig_params`` (which parameters are left for a unit), and
@@ -38,9 +38,9 @@ def units_from_model(
     """The units of the model that ``factory`` (a callable or ``package.module:name``) makes, for any world size.
 
     Every module of ``wrap_classes`` is a unit, and the root, as under ``ModuleWrapPolicy`` and
-    ``transformer_auto_wrap_policy``. ``ignored``: globs of the module paths and parameter names that FSDP
-    ignores. With a ``param_dtype`` normalisations over batches are units of their own, without it, as FSDP makes them.
-    The factory is the caller's own code, and is run. Raises UsageError.
+    ``transformer_auto_wrap_policy``. ``ignored``: globs of the module paths and parameter names that FSDP ignores. With
+    a ``param_dtype`` batch normalisations are separate units without it, as FSDP makes them. The factory is the
+    caller's own code, and is run. Raises UsageError.
     """
     classes = tuple(_module_class(one) for one in wrap_classes)
     model = build_on_meta(factory)
@@ -134,7 +134,7 @@ def _require_found(model: nn.Module, wrap_classes: Sequence[type[nn.Module]]) ->
 
 
 def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """(modules, parameters) that the globs name: a module with everything below it."""
+    """(modules, parameters) that the globs match: a module with everything below it."""
     modules: set[nn.Module] = set()
     params: set[nn.Parameter] = set()
     for glob in globs:
@@ -300,9 +300,9 @@ def _post_order(module: nn.Module, prefix: str, modules: list[tuple[str, nn.Modu
 
 
 def import_object(reference: str, option: str) -> object:
-    """The object that ``package.module:name`` (or ``:Outer.name``) refers to. ``option`` is named in errors.
+    """Import the object that ``package.module:name`` (or ``:Outer.name``) refers to. ``option`` is named in errors.
 
-    The current directory counts as a place for modules, as it does for ``python -m``. Raises UsageError.
+    Also searches the current directory, like ``python -m``. Raises UsageError.
     """
     module_name, _, name = reference.partition(":")
     if not module_name or not name:

@@ -1,8 +1,9 @@
 """Saves what FSDP1 knows of a live model and never writes to a checkpoint: the units file.
 
-``save_units`` makes no rank wait for another, so ranks whose optimizers list other parameters leave what differs in the
-store of the process group: the first rank that comes says which order is the usual one, and every other rank whose own
-differs says so. Whoever writes the file looks again afterwards, so that the last write has what every rank said.
+``save_units`` makes no rank wait for another. If ranks' optimizers list different parameters, the ranks exchange the
+differences through the store of the process group: the first rank to arrive sets the usual order, and every rank with
+another order adds its own. The rank that writes the file reads the store again afterwards, so that the last write has
+every rank's order.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ def save_units(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: 
 
     Call it on every rank; no rank waits for another, and rank 0 of the model's process group writes. ``optimizer``
     gives the order of ids in its state; None means one group in ``model.parameters()`` order. Ranks whose optimizers
-    list their parameters in another order, or lack some, are recorded with their own. Call it outside of forward and
-    backward. Raises UsageError for a model without FSDP1 modules (FSDP2 needs no units file), SourceUnsupportedError
-    on a rank whose own order cannot be recorded, because it does not see the file that rank 0 wrote.
+    list their parameters in another order, or lack some, are recorded with their own order. Call it outside forward and
+    backward. Raises UsageError for a model without FSDP1 modules (FSDP2 needs no units file), SourceUnsupportedError on
+    a rank whose own order cannot be recorded, because it does not see the file that rank 0 wrote.
     """
     units, target = units_of(model, optimizer), units_path(os.fspath(path))
     rank, process_groups = _place(model)
@@ -77,9 +78,8 @@ def save_units(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: 
 def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Units:
     """The units of a live FSDP1 model, the same on every rank.
 
-    What is returned has been proved against the numbers of the model's own flat parameters. Raises UsageError for a
-    model without FSDP1 modules or an optimizer of another model, SourceUnsupportedError for FSDP1 on top of tensor
-    parallelism.
+    They are proved against the numbers of the model's flat parameters. Raises UsageError for a model without FSDP1
+    modules or an optimizer of another model, SourceUnsupportedError for FSDP1 on top of tensor parallelism.
     """
     modules = fsdp_modules(model)
     if not modules:
@@ -109,7 +109,9 @@ def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
 
 def _place(model: nn.Module) -> tuple[int, list[Any]]:
-    """This rank among those of the model's checkpoint, and its process groups: stages of a pipeline have their own."""
+    """This rank's place among those of the model's checkpoint, and its process groups: each pipeline stage
+    has its own.
+    """
     groups = fsdp_modules(model)[0].groups
     rank = 0
     for group in reversed(groups):
@@ -129,7 +131,7 @@ def _agreed(modules: list[FsdpModule]) -> bool:
 
 
 def _ranks(modules: list[FsdpModule]) -> tuple[int, int | None]:
-    """(ranks of the model, ranks of a sharding group when those are fewer)."""
+    """(ranks of the model, ranks of a sharding group if they are fewer)."""
     sizes = {tuple(group.size() for group in one.groups) for one in modules}
     if len(sizes) > 1:
         raise SourceUnsupportedError(
@@ -145,9 +147,10 @@ def _ranks(modules: list[FsdpModule]) -> tuple[int, int | None]:
 
 
 def _require_neighbours(groups: Sequence[Any]) -> None:
-    """Raises SourceUnsupportedError where HYBRID_SHARD shards over ranks between which others hold another replica.
+    """Raises SourceUnsupportedError if the ranks of a HYBRID_SHARD sharding group are not consecutive.
 
-    A rank file's number then says neither its shard nor its replica: rank r is taken to hold shard r % ``shard_size``.
+    The number of a rank file then shows neither its shard nor its replica: rank r is expected to hold shard r %
+    ``shard_size``.
     """
     if not torch.distributed.is_initialized() or any(group.size() == 1 for group in groups):
         return  # the ranks of a group that is gone are not known
@@ -201,7 +204,9 @@ def _requires_grad(one: FsdpModule, number: int) -> bool:
 
 
 def _prove(units: Units, modules: list[FsdpModule]) -> None:
-    """The flat parameters of ``units`` are those of the model, number by number, and ``units`` are consistent."""
+    """Check that the flat parameters of ``units`` are those of the model, number by number, and that ``units`` are
+    consistent.
+    """
     shard_size = units.shard_size or units.world_size or 1
     wrong = flaws(units)
     for unit, one in zip(units.units, modules, strict=True):
@@ -220,7 +225,7 @@ _PREFIX = "fsdpckpt/units"
 
 @dataclass(frozen=True, slots=True)
 class SharedOrders:
-    """The orders of the ranks that write the units file ``target`` together. ``rank``: this rank in the checkpoint."""
+    """The orders of the ranks that together write the units file ``target``. ``rank``: this rank in the checkpoint."""
 
     store: Any
     key: str
@@ -229,7 +234,7 @@ class SharedOrders:
 
     @classmethod
     def of(cls, units: Units, groups: Sequence[Any], rank: int, target: str) -> SharedOrders | None:
-        """None where the ranks have no store that can compare (MPI, or no process group).
+        """None if the ranks have no store with compare-and-set (MPI, or no process group).
 
         ``groups``: the model's process groups; ranks of other groups may have a model of the same units.
         """
@@ -246,7 +251,7 @@ class SharedOrders:
         return cls(store, key, rank, target)
 
     def say(self, units: Units) -> bool:
-        """Leave what this rank's optimizer lists; True when a file that is written already may lack it."""
+        """Store this rank's optimizer order; True if a file that is written already may lack it."""
         document = json.dumps(encode(units))
         digest = _digest(document)
         if not self.store.check([f"{_PREFIX}/{digest}"]):
@@ -267,13 +272,13 @@ class SharedOrders:
         return {None: by_digest[first], **{rank: by_digest[one] for rank, one in said.items()}}
 
     def written(self, data: bytes) -> None:
-        """Say that the file has been written, with this content."""
+        """Announce that the file has been written with this content."""
         self.store.set(f"{self.key}/written", _digest(data))
 
     def require_seen(self) -> bool:
         """Whether the file has been written, and this rank sees that very file.
 
-        Raises SourceUnsupportedError when it does not: rank 0's file lacks this rank's order then.
+        Raises SourceUnsupportedError if it does not: rank 0's file then lacks this rank's order.
         """
         for _ in range(20):
             written = self._get("written")
@@ -295,7 +300,7 @@ class SharedOrders:
         )
 
     def _said(self) -> dict[int, str]:
-        """The last word of each rank that ever differed from the first."""
+        """The latest order of each rank that ever differed from the first."""
         lines = (line.split() for line in self._get("others").splitlines())
         return {int(rank): digest for rank, digest in lines}
 
@@ -316,9 +321,9 @@ def _digest(value: object) -> str:
 
 
 def with_orders(by_rank: Mapping[int | None, Units]) -> Units:
-    """One ``Units`` of those that the ranks have, which differ in their optimizers and unmanaged parameters.
+    """Combine the ranks' ``Units``, which differ in their optimizers and unmanaged parameters.
 
-    None: the ranks that are not among ``by_rank``. Raises SourceUnsupportedError for optimizers that cannot be recorded
+    None: the ranks that are not in ``by_rank``. Raises SourceUnsupportedError for optimizers that cannot be recorded
     together.
     """
     usual = by_rank[None]
@@ -352,7 +357,7 @@ def with_orders(by_rank: Mapping[int | None, Units]) -> Units:
 
 
 def _unmanaged(every: Sequence[Units]) -> tuple[UnitParam, ...]:
-    """The parameters outside of every unit, which the models of some ranks may have alone."""
+    """The parameters outside every unit, some of which only some ranks may have."""
     named: dict[str, UnitParam] = {}
     for one in every:
         for param in one.unmanaged:

@@ -16,7 +16,7 @@ from fsdpckpt.text import fold
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How FSDP1 was configured; None where that is not known or not given.
+    """How FSDP1 was configured; None for what is not known or not given.
 
     ``param_dtype``: ``MixedPrecision.param_dtype``. ``shard_size``: ranks in one sharding group, None for all.
     """
@@ -36,7 +36,7 @@ class Settings:
         )
 
     def applied_to(self, units: Units) -> Units:
-        """``units`` with the settings that are not None here; their groups are adapted."""
+        """``units`` with the settings that are not None here, and their groups adapted."""
         names = units.named_groups()
         changed = replace(
             units,
@@ -54,7 +54,7 @@ class Settings:
         return replace(changed, groups=keyed_groups(replace(changed, groups=None), names))
 
     def options(self) -> list[str]:
-        """The options that give the known settings, as they are typed."""
+        """The command line options for the known settings."""
         flag = {True: "--use-orig-params", False: "--no-use-orig-params", None: ""}[self.use_orig_params]
         given = [
             flag,
@@ -73,7 +73,7 @@ def build_units(
     unmanaged: Collection[str] = (),
     shared: Sequence[tuple[str, str]] = (),
 ) -> Units:
-    """Units of ``params`` (in the order of ``model.parameters()``), each in the innermost unit that contains it.
+    """The units of ``params`` (in the order of ``model.parameters()``), each in the innermost unit that contains it.
 
     A parameter under none of ``prefixes`` ("" is the root), or among the names ``unmanaged``, belongs to no unit.
     """
@@ -119,9 +119,9 @@ def _begins(params: Sequence[NamedParam], prefixes: Collection[str]) -> dict[str
 
 
 def keyed_groups(units: Units, names: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...] | None:
-    """The keys that groups of original names have under ``units``, each group in the order of ``optimizer_keys``.
+    """The keys of groups of original names under ``units``, each group in the order of ``optimizer_keys``.
 
-    None when a flat parameter would lie in two groups.
+    None if a flat parameter would be in two groups.
     """
     key_of = {name: name if units.use_orig_params else unit.key for name, unit in units.unit_of().items()}
     key_of.update({param.name: param.name for param in units.unmanaged})
@@ -146,9 +146,9 @@ def module_paths(names: Iterable[str]) -> list[str]:
 
 
 def expand_globs(globs: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
-    """The module paths that the globs match, the root left out. ``*`` stays within a segment, ``**`` crosses dots.
+    """The module paths that the globs match, without the root. ``*`` stays within a segment, ``**`` crosses dots.
 
-    Raises UsageError for a glob that matches no module, with the module paths there are.
+    Raises UsageError for a glob that matches no module, with the module paths that exist.
     """
     if tuple(globs) == (ROOT_ONLY,):
         return ()
@@ -200,7 +200,7 @@ def _nothing(glob: str, paths: Sequence[str]) -> UsageError:
 
 
 def layers_glob(names: Iterable[str]) -> str:
-    """The glob of the numbered modules that most of ``names`` lie in, for an example: ``model.layers.*``."""
+    """The glob of the numbered modules that contain most of ``names``, as an example: ``model.layers.*``."""
     globs: Counter[str] = Counter()
     for name in names:
         words = name.split(".")
@@ -209,7 +209,7 @@ def layers_glob(names: Iterable[str]) -> str:
 
 
 def innermost_unit(name: str, prefixes: Collection[str]) -> str | None:
-    """The innermost of the prefixes that contain a parameter; None when none does."""
+    """The innermost of the prefixes that contains a parameter; None if none does."""
     words = name.split(".")
     for depth in range(len(words) - 1, -1, -1):
         prefix = ".".join(words[:depth])
