@@ -94,10 +94,10 @@ def looks_like_safetensors(head: bytes, nbytes: int) -> bool:
 
 
 def read_header(source: ByteSource, *, begin: int = 0, end: int | None = None) -> Header:
-    """The header of the blob that lies in [begin, end) of ``source``, by default all of it.
+    """The header of the blob in [begin, end) of ``source``, by default all of it.
 
-    Raises SourceCorruptError for anything the format forbids, SourceUnsupportedError for dtypes without a torch
-    counterpart, naming every tensor of such a dtype.
+    Raises SourceCorruptError for anything the format forbids, SourceUnsupportedError that lists every tensor whose
+    dtype torch does not have.
     """
     end = source.nbytes if end is None else end
     parser = _Parser(source.path)
@@ -234,7 +234,7 @@ class _Parser:
         )
 
     def _check_cover(self, spans: list[tuple[int, int, str]], nbytes: int) -> None:
-        """Check that tensors neither overlap nor leave holes, and that nothing follows the last one."""
+        """Check that tensors neither overlap nor leave gaps, and that nothing follows the last one."""
         position = 0
         for begin, stop, key in sorted(spans):
             if begin < position:

@@ -68,11 +68,12 @@ class DcpTensor:
 
 @dataclass(slots=True)
 class DcpMetadata:
-    """``tensors`` and ``items`` (pickled values) by flat key. ``files``: relative paths, which chunks name by position.
+    """``tensors`` and ``items`` (pickled values) by flat key. ``files``: relative paths, to which chunks refer by
+    position.
 
-    ``paths``: flat key to its nesting, dict keys as str and list positions as int; None when the save did not flatten.
-    ``version``: None before torch wrote one. ``transforms``: how items are encoded, of those that are.
-    ``unflattened``: of tensors that Megatron-core saved as ranges of flattened shards, the shape that they have.
+    ``paths``: the nesting of each flat key, dict keys as str and list positions as int; None if the save did not
+    flatten. ``version``: None before torch wrote one. ``transforms``: how encoded items are encoded. ``unflattened``:
+    the real shape of tensors that Megatron-core saved as ranges of flattened shards.
     """
 
     tensors: dict[str, DcpTensor]
@@ -86,13 +87,13 @@ class DcpMetadata:
 
 
 class _TorchName(str):
-    """``torch.<name>``, a dtype. A name and not the dtype itself: a pickle may set the state of whatever it names."""
+    """``torch.<name>``, a dtype. Kept as a name because a pickle may set the state of whatever it names."""
 
     __slots__ = ()
 
 
 def _size(extents: object = ()) -> tuple[int, ...]:
-    """``torch.Size``: few numbers, so that no pickle can build large tuples of sizes of sizes."""
+    """``torch.Size``, limited to a few numbers, so that no pickle can build large tuples of sizes of sizes."""
     few = type(extents) in (tuple, list) and len(extents) <= MAX_DIMENSIONS  # type: ignore[arg-type]
     if not (few and _INTEGERS.issuperset(map(type, extents))):  # type: ignore[call-overload]
         raise pickle.UnpicklingError("a size that is no short list of numbers")
@@ -100,7 +101,7 @@ def _size(extents: object = ()) -> tuple[int, ...]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives every name an inert class, which no file can change. Persistent id n is ``runs[n]``."""
+    """Resolves every name to an inert class that no file can change. Persistent id n is ``runs[n]``."""
 
     def __init__(self, data: bytes, runs: Sequence[Run]) -> None:
         super().__init__(buffered(data))
@@ -126,7 +127,7 @@ class _Unpickler(pickle.Unpickler):
 def _load(data: bytes, file: str, runs: Sequence[Run] = ()) -> object:
     """The object in ``data``: records, tuples, dicts, scalars and ``_TorchName``.
 
-    Raises SourceUnsafeError naming every global outside the closed set, SourceCorruptError when it is no pickle.
+    Raises SourceUnsafeError that lists every global outside the closed set, SourceCorruptError if it is not a pickle.
     """
     check_pickle(data, file, "is not a readable DCP metadata file")
     unpickler = _Unpickler(data, runs)
@@ -158,8 +159,8 @@ def _load(data: bytes, file: str, runs: Sequence[Run] = ()) -> object:
 def parse_metadata(source: ByteSource) -> DcpMetadata:
     """Parse and validate a ``.metadata`` file.
 
-    Raises SourceUnsafeError (unknown globals), SourceCorruptError (contradictions), SourceIncompleteError (entries
-    without a stored item, all named).
+    Raises SourceUnsafeError (unknown globals), SourceCorruptError (contradictions), SourceIncompleteError (lists all
+    entries without a stored item).
     """
     reduced = reduce_pickle(source)
     if reduced is not None:
@@ -170,8 +171,9 @@ def parse_metadata(source: ByteSource) -> DcpMetadata:
 
 
 class _Known(NamedTuple):
-    """A tensor whose chunks are one run: dtype and shape, its ``number`` in the table, and starts and sizes where the
-    chunks were added one by one."""
+    """A tensor whose chunks are one run: dtype and shape, its ``number`` in the table, and starts and sizes if the
+    chunks were added one by one.
+    """
 
     head: tuple[DType, Indexes]
     number: int
@@ -233,7 +235,7 @@ class _Parser:
         return DcpMetadata(tensors, items, paths, version, order, table.files, frozenset(transforms), unflattened)
 
     def _unflattened(self, data: object, tensors: dict[str, DcpTensor]) -> dict[str, tuple[int, ...]]:
-        """What ``mcore_data`` of Megatron-core says of tensors, {} without it."""
+        """The shapes of tensors in ``mcore_data`` of Megatron-core, {} without it."""
         shapes: dict[str, tuple[int, ...]] = {}
         for key, entry in data.items() if isinstance(data, dict) else ():
             shape = entry.get("nd_reformulated_orig_global_shape") if isinstance(entry, dict) else None
@@ -290,7 +292,7 @@ class _Parser:
             self._table.single[fqn, start] = Stored(path, offset, length, names)
 
     def _again(self, key: str, entry: Run) -> tuple[DType, Indexes]:
-        """Add the chunks of a tensor that is described as another one; returns its dtype and shape."""
+        """Add the chunks of a tensor that is described like an earlier one; return its dtype and shape."""
         run = self._table.run_of(entry)
         if run not in self._known:
             raise UnusualError("a tensor described as one that is none")
@@ -302,7 +304,7 @@ class _Parser:
         return head
 
     def _tensor(self, key: str, entry: StubInstance) -> tuple[DType, Indexes]:
-        """Add the chunks of a tensor; returns its dtype and shape."""
+        """Add the chunks of a tensor; return its dtype and shape."""
         fields = entry.__dict__
         shape = fields.get("size")
         dtype = self._dtype(key, fields.get("properties"))
@@ -371,7 +373,7 @@ def _is_shape(value: object) -> TypeGuard[Indexes]:
 
 
 def _paths(data: object) -> dict[str, tuple[PathElement, ...]] | None:
-    """planner_data, when it is what DefaultSavePlanner writes with flatten_state_dict; another one means no nesting."""
+    """The nesting in planner_data, if DefaultSavePlanner wrote it with flatten_state_dict; otherwise there is none."""
     if not isinstance(data, dict) or not data:
         return None
     for key, path in data.items():
@@ -384,10 +386,10 @@ def _paths(data: object) -> dict[str, tuple[PathElement, ...]] | None:
 
 
 def merge_metadata(parts: Iterable[tuple[str, DcpMetadata]]) -> DcpMetadata:
-    """One description of what several ranks wrote with rank-local metadata (``__<rank>.metadata``).
+    """Join the rank-local metadata (``__<rank>.metadata``) of several ranks.
 
-    Each rank describes its own chunks and does not drop what others hold too: boxes that repeat are kept, they are
-    replicas. Raises SourceCorruptError when two ranks disagree on a shape or dtype.
+    Each rank describes its own chunks and keeps those that other ranks hold too: repeated boxes stay, as replicas.
+    Raises SourceCorruptError if two ranks disagree on a shape or dtype.
     """
     merged = DcpMetadata({}, {}, None)
     chunks: dict[str, list[StoredChunks]] = {}

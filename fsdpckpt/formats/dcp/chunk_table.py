@@ -1,7 +1,7 @@
-"""Makes the columns of all chunks of a DCP checkpoint: boxes, and for each the item that holds it.
+"""Builds the columns of all chunks of a DCP checkpoint: boxes, and for each the item that holds it.
 
-Chunks come one by one or as a run of rows that ``reduce`` parsed; so do the stored items. An item belongs to
-the chunk of its tensor that starts where it says. Its index says which one that is, and is checked.
+Chunks come one by one, or as a run of rows that ``reduce`` parsed; so do the stored items. An item belongs to the chunk
+of its tensor with the same start. Its index says which chunk that is, and is checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _AT_ONCE = 1 << 20  # rows of which something is computed at a time
 
 
 class Stored(NamedTuple):
-    """Where one item lies: ``length`` bytes from ``offset`` of ``relative_path``, encoded by ``transforms``."""
+    """The place of one item: ``length`` bytes from ``offset`` of ``relative_path``, encoded by ``transforms``."""
 
     relative_path: str
     offset: int
@@ -52,8 +52,9 @@ class StoredChunks:
 
 
 class _Boxes:
-    """Starts and sizes of all chunks of ``ndim`` dimensions, in the order they are added. ``rows_of``: where those of
-    runs are, which tensors share that have the same."""
+    """Starts and sizes of all chunks of ``ndim`` dimensions, in the order they are added. ``rows_of``: the rows of each
+    run, which tensors with the same run share.
+    """
 
     def __init__(self, ndim: int) -> None:
         self.count = 0
@@ -92,7 +93,7 @@ class _Boxes:
 
 
 class _Place(NamedTuple):
-    """Where the chunks of one tensor are: the first row of all, how many, and the first row among its ``ndim``."""
+    """The chunks of one tensor: the first row of all, their number, and the first row among its ``ndim``."""
 
     key: str
     first: int
@@ -102,10 +103,10 @@ class _Place(NamedTuple):
 
 
 class ChunkTable:
-    """Is filled tensor by tensor, and then joined with the stored items.
+    """Takes tensors one by one, and is then joined with the stored items.
 
-    ``single``: the items that the pickle has one by one, by key and start. Those in ``reduced`` come in columns.
-    Raises UnusualError where runs are used for anything else than to be the chunks of a tensor or the stored items.
+    ``single``: the items that the pickle has one by one, by key and start. Those in ``reduced`` are columns. Raises
+    UnusualError for runs that are neither the chunks of a tensor nor the stored items.
     """
 
     def __init__(self, reduced: Reduced | None) -> None:
@@ -127,13 +128,13 @@ class ChunkTable:
         return len(self._places)
 
     def use(self, run: Run, kind: tuple[bytes, bytes]) -> None:
-        """``run`` stands where records of ``kind`` belong."""
+        """Note that ``run`` is used where records of ``kind`` belong."""
         if run.kind != kind or run not in self._unused:
             raise UnusualError("a run in two places, or in a wrong one")
         self._unused.discard(run)
 
     def run_of(self, entry: Run) -> Run:
-        """The chunks of the first tensor that is described as ``entry``, which may stand in many places."""
+        """The chunks of the first tensor that is described as ``entry``, which many tensors may be."""
         if entry.kind != ENTRY or self._reduced is None:
             raise UnusualError("a run of chunks or items in the place of a tensor")
         return self._reduced.runs[entry.begin]
@@ -158,7 +159,9 @@ class ChunkTable:
         self._places.append(_Place(key, first, self._count - first, ndim, at))
 
     def add_runs(self, key: str, shape: Indexes, runs: Sequence[Run]) -> bool:
-        """Add a tensor with the chunks in ``runs``. False, and nothing is added, unless they lie apart and inside."""
+        """Add a tensor with the chunks in ``runs``. Adds nothing and returns False unless they are disjoint and inside
+        the tensor.
+        """
         ranges = tuple([(run.begin, run.end) for run in runs])
         boxes = self._boxes.setdefault(len(shape), _Boxes(len(shape)))
         if (shape, ranges) not in self._fitting:
@@ -176,7 +179,7 @@ class ChunkTable:
         return True
 
     def add_again(self, key: str, number: int) -> None:
-        """Add a tensor with the chunks of the tensor ``number``, which were added in runs."""
+        """Add a tensor with the chunks of the tensor ``number``, which were added as runs."""
         _, _, rows, ndim, at = self._places[number]
         self._in_rows[key] = len(self._places)
         self._places.append(_Place(key, self._count, rows, ndim, at))
@@ -187,7 +190,7 @@ class ChunkTable:
         self._stored.append((row, self._file(item.relative_path), item.offset, item.length))
 
     def finish(self) -> tuple[list[StoredChunks], list[tuple[int, str]]]:
-        """The chunks of each tensor, and those that no item holds: number of the tensor, and what to call it."""
+        """The chunks of each tensor, and those that no item holds: the tensor's number, and a name for messages."""
         if self._unused:
             raise UnusualError("a run that is nowhere")
         for boxes in self._boxes.values():
@@ -214,7 +217,7 @@ class ChunkTable:
     def _chunks(
         self, place: _Place, where: Int64Array, cuts: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]]
     ) -> StoredChunks:
-        """Those of one tensor. ``cuts``: starts and sizes by place, which tensors that are cut alike have in common."""
+        """The chunks of one tensor. ``cuts``: starts and sizes by place, which tensors that are cut alike share."""
         _, first, rows, ndim, at = place
         cut = cuts.get((ndim, at, rows))
         if cut is None:
@@ -231,7 +234,7 @@ class ChunkTable:
         return number
 
     def _sort_files(self, file: Int64Array) -> None:
-        """Number the files in the order of the first chunk of each, without those that hold none."""
+        """Number the files in the order of their first chunk, without those that hold none."""
         first = np.full(len(self.files), len(file), np.int64)
         parts = [slice(begin, begin + _AT_ONCE) for begin in range(0, len(file), _AT_ONCE)]
         for part in reversed(parts):
@@ -246,7 +249,7 @@ class ChunkTable:
             self.files = [self.files[number] for number in order]
 
     def _join(self, reduced: Reduced, where: Int64Array) -> None:
-        """Give each item in a run to its chunk. Two for one chunk are left to the general reader."""
+        """Assign each item in a run to its chunk. Leaves two items for one chunk to the general reader."""
         texts = reduced.texts
         known = {place.key: number for number, place in enumerate(self._places)}
         tensor = np.array([known.get(text, -1) for text in texts], np.int32)
@@ -276,7 +279,7 @@ class ChunkTable:
             raise UnusualError("two items of one chunk")
 
     def _rows(self, part: Columns, holder: npt.NDArray[np.int32], places: tuple[Int64Array, ...]) -> Int64Array:
-        """The rows of the chunks that items say they hold, -1 where that chunk starts somewhere else."""
+        """The rows of the chunks that the items name, -1 if that chunk starts somewhere else."""
         first, count, ndim, at = (column[holder] for column in places)
         index = part["index"]
         fits = (index < count) & (part["ndim"] == ndim)
@@ -288,7 +291,7 @@ class ChunkTable:
         return np.where(fits, first + index, -1)
 
     def _row(self, number: int, start: Indexes) -> int:
-        """The chunk of a tensor that begins at ``start``; -1 when none does."""
+        """The chunk of a tensor that begins at ``start``; -1 if there is none."""
         starts = self._starts.get(number)
         if starts is None:
             place = self._places[number]
@@ -307,7 +310,7 @@ class ChunkTable:
 
 
 def disjoint_and_inside(shape: Indexes, start: Int64Array, size: Int64Array) -> bool:
-    """Whether all boxes lie in a tensor of ``shape``, and no two start at the same place."""
+    """Whether all boxes are inside a tensor of ``shape``, and no two start at the same place."""
     limit = np.array(shape, np.int64)
     if start.shape[1] != len(shape) or not ((start <= limit).all() and (size <= limit - start).all()):
         return False
@@ -318,6 +321,6 @@ def disjoint_and_inside(shape: Indexes, start: Int64Array, size: Int64Array) -> 
 
 
 def is_inside(path: str) -> bool:
-    """Whether a relative path stays in the directory that it is relative to."""
+    """Whether a relative path stays inside the directory."""
     outside = not path or path.startswith(("/", "\\")) or "\0" in path or ":" in path.partition("/")[0]
     return not outside and ".." not in path.replace("\\", "/").split("/")

@@ -1,12 +1,13 @@
 """Parses one field of many pickled records at once: literal bytes, integers, ``torch.Size``, texts.
 
-All functions take a ``Block`` of opcodes and the places where the field begins, one for each record, and say for which
-records it has the expected form. A record may reach past the end of the block: there are zeros, which are no opcodes.
+All functions take a ``Block`` of opcodes and the places where the field begins, one for each record, and return which
+records have it in the expected form. If a record extends past the end of the block, zeros follow, which are not
+opcodes.
 
-``Plans`` goes past the plans of all ranks, which Megatron-core leaves behind everything that is read:
+``Plans`` skips the plans of all ranks, which Megatron-core appends after everything that is read:
 ``save_state_dict_async_plan`` (``megatron/core/dist_checkpointing/strategies/state_dict_saver.py``) gives the metadata
 the attribute ``all_local_plans``: the chunks once more, as objects that refer to those in the tables before it. It is
-the last attribute, so nothing refers to what is in it.
+the last attribute, so nothing refers to its content.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _WEIGHTS = np.array([pow(0x9E3779B97F4A7C15, word, 1 << 64) for word in range(1,
 
 
 class UnusualError(Exception):
-    """The pickle has not the form that is read in bulk. No error of the file: the general reader decides."""
+    """The pickle does not have the form that is read in bulk. The file may be fine: the general reader decides."""
 
 
 class Block:
-    """Opcodes, as bytes and as the number of 8 bytes at every place."""
+    """Opcodes, as bytes, and as the number in the 8 bytes at every place."""
 
     def __init__(self, data: bytes) -> None:
         padded = data + _PADDING
@@ -53,7 +54,7 @@ class Block:
         return self.bytes[at]
 
     def has(self, at: Int64Array, literal: bytes) -> BoolArray:
-        """Where ``literal`` stands."""
+        """Which places have ``literal``."""
         ok = np.ones(len(at), np.bool_)
         for begin in range(0, len(literal), 8):
             part = literal[begin : begin + 8]
@@ -61,7 +62,9 @@ class Block:
         return ok
 
     def operands(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
-        """Where the bytes of the integers at ``at`` begin, how many they are (0: no integer), whether one is a sign."""
+        """For the integers at ``at``: where their bytes begin, how many there are (0: not an integer), whether one is a
+        sign.
+        """
         opcode = self.opcodes(at)
         place, width = at + 1, _WIDTH[opcode]
         long = np.flatnonzero(opcode == _LONG)
@@ -79,7 +82,7 @@ class Block:
         return value.astype(np.int64), place + width, ok
 
     def hints(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
-        """As ``integers``; 0 for None."""
+        """``integers``, with 0 for None."""
         value, end, ok = self.integers(at)
         return value, end, ok | (self.opcodes(at) == ord("N"))
 
@@ -91,7 +94,7 @@ class Block:
         return number, at + np.where(short, 2, 5), short | (opcode == ord("j"))
 
     def sizes(self, at: Int64Array, memoize: bytes) -> tuple[Int64Array, Int64Array, Int64Array, BoolArray]:
-        """What follows the name of ``torch.Size``: extents (n, most dimensions of any), their count, ends.
+        """The operands of ``torch.Size``: extents (n, the largest number of dimensions), their count, ends.
 
         ``memoize``: the opcode that follows each value, or none.
         """
@@ -132,7 +135,7 @@ class Block:
         return extents, ndim, end, ok & (ndim >= 0)
 
     def texts(self, at: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array, BoolArray]:
-        """The short texts at ``at``, memoised: where the characters begin, how many bytes they are, ends."""
+        """The short, memoised texts at ``at``: where the characters begin, their number of bytes, ends."""
         nbytes = self.opcodes(at + 1).astype(np.int64)
         end = at + 2 + nbytes
         return at + 2, nbytes, end + 1, (self.opcodes(at) == 0x8C) & (self.opcodes(end) == 0x94)
@@ -148,7 +151,7 @@ class Texts:
         self._hashed: dict[int, tuple[UInt64Array, Int64Array, UInt64Array]] = {}
 
     def known(self, text: bytes | None) -> int:
-        """The number of ``text``; -1 when it has none yet."""
+        """The number of ``text``; -1 if it has none yet."""
         return self._numbers.get(text, -1) if text is not None else -1
 
     def number(self, text: bytes) -> int:
@@ -171,7 +174,7 @@ class Texts:
         return numbers
 
     def _of_length(self, block: Block, at: npt.NDArray[np.signedinteger], length: int) -> Int64Array:
-        """By a hash; then each text is compared with the one that has this hash, byte for byte."""
+        """Numbers texts of one length by a hash; then compares each text with the one of this hash, byte for byte."""
         words = -(-length // 8)
         table = np.empty((len(at), words), np.uint64)
         for word in range(words):
@@ -208,15 +211,16 @@ _MARK, _CLOSING, _TEXT, _LONG_TEXT, _LONG = ord("("), b"uet", 0x8C, ord("X"), 0x
 
 
 class Plans:
-    """The list of plans, from behind its mark on. ``ended``: it was gone past, and nothing came after it."""
+    """The list of plans, from its mark on. ``ended``: it was skipped, and nothing followed it."""
 
     def __init__(self) -> None:
         self.ended = False
         self._depth = 1  # marks that are open; 0 between batches of the list, and behind it
 
     def past(self, data: bytes, at: int, limit: int) -> int:
-        """Go from ``at`` at least to ``limit``; returns where an opcode begins. Raises UnusualError for anything that
-        is no list of plans in the last place."""
+        """Skip from ``at`` at least to ``limit``; return where an opcode begins. Raises UnusualError for anything but a
+        list of plans in the last place.
+        """
         while at < limit and not self.ended:
             opcode = data[at]
             if self._depth == 0:

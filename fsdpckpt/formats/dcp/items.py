@@ -1,8 +1,8 @@
 """Locates the tensor items of DCP files, many at once.
 
-Every item of a ``.distcp`` file is a torch archive of its own holding one tensor (``FileSystemWriter`` calls
-``torch.save`` for each). Items of the same shape have the same bytes except for the tensor's data and the checksums
-that depend on it, so the structure of one is parsed once and only compared for all others, eight bytes at a time.
+Every item of a ``.distcp`` file is a separate torch archive with one tensor (``FileSystemWriter`` calls ``torch.save``
+for each). Items of the same shape have the same bytes except for the tensor's data and its checksums, so the structure
+of one is parsed once and all others are only compared with it, eight bytes at a time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ItemTensors:
 
 
 class _ItemTensor(NamedTuple):
-    """As one row of ``ItemTensors``, with offsets from the begin of the item."""
+    """One row of ``ItemTensors``, with offsets from the begin of the item."""
 
     kind: int
     offset: int
@@ -64,8 +64,9 @@ class _ItemTensor(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """Bytes of one item that were read: ``head`` from its begin; ``tail`` up to its end, such that the byte at offset
-    x of the item is ``tail[tail_at + x]`` (tail_at may be negative)."""
+    """The bytes of one item that were read: ``head`` from its begin; ``tail`` up to its end, such that the byte at
+    offset x of the item is ``tail[tail_at + x]`` (tail_at may be negative).
+    """
 
     head: bytes
     tail: bytes
@@ -73,7 +74,7 @@ class _Ends(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """What one pickle says: the record its tensor lies in, its first and last byte there, and the tensor."""
+    """The content of one pickle: the tensor, the record that holds it, and its first and last byte there."""
 
     record: str
     first: int
@@ -87,8 +88,8 @@ _Runs: TypeAlias = list[tuple[int, bytes]]
 class _Template(NamedTuple):
     """The structure of one item: the ``words`` at ``places``, offsets from its begin, under their ``masks``.
 
-    They are what comes before the data and, from number ``head`` on, the central directory, both without the checksums
-    that differ from item to item. ``crc_at``: where the data's checksum is.
+    These are the bytes before the data and, from number ``head`` on, the central directory, both without the checksums
+    that differ from item to item. ``crc_at``: the offset of the data's checksum.
     """
 
     places: Int64Array
@@ -100,7 +101,7 @@ class _Template(NamedTuple):
 
 
 class Structures:
-    """What is known of the items of one checkpoint: shared by the readers of its files.
+    """The known structures of the items of one checkpoint, shared by the readers of its files.
 
     ``kinds``: the different dtypes, shapes and strides of the tensors.
     """
@@ -134,10 +135,10 @@ class ItemReader:
         self.reading = 0
 
     def tensors(self, begin: Int64Array, length: Int64Array) -> ItemTensors:
-        """The tensors in the items of ``length`` bytes at ``begin``; quickest in the order of the file.
+        """The tensors in the items of ``length`` bytes at ``begin``; fastest in the order of the file.
 
-        Raises SourceCorruptError when an item is damaged or holds no tensor, SourceUnsupportedError when it is no
-        strided tensor, and what ``zip.read_directory`` and ``pickle.load`` raise.
+        Raises SourceCorruptError if an item is damaged or holds no tensor, SourceUnsupportedError if the tensor is not
+        strided, and what ``zip.read_directory`` and ``pickle.load`` raise.
         """
         nbytes = self._source.nbytes
         inside = (begin >= 0) & (length > 0) & (length <= nbytes) & (begin <= nbytes - np.minimum(length, nbytes))
@@ -155,7 +156,7 @@ class ItemReader:
         return tensors
 
     def _batch(self, tensors: ItemTensors, begin: Int64Array, length: Int64Array, rows: slice) -> None:
-        """Find the tensors of some items: read their ends, compare them with what is known, parse the others."""
+        """Locate the tensors of some items: read their ends, compare them with the known structures, parse the rest."""
         ends = _BatchEnds(self._source, begin[rows], length[rows])
         order = np.argsort(length[rows], kind="stable")
         of_length = length[rows][order]
@@ -184,7 +185,7 @@ class ItemReader:
         rows: npt.NDArray[np.intp],
         crcs: Int64Array | int,
     ) -> None:
-        """Put down ``tensor`` for some items, with their own checksums."""
+        """Store ``tensor`` for some items, with their own checksums."""
         tensors.kind[rows] = tensor.kind
         tensors.offset[rows] = begin[rows] + tensor.offset
         tensors.record_offset[rows] = begin[rows] + tensor.record_offset
@@ -262,7 +263,7 @@ class ItemReader:
 
 
 class _BatchEnds:
-    """The bytes of some items that hold their structures, read in few requests."""
+    """The bytes of some items that contain their structures, read in few requests."""
 
     def __init__(self, source: ByteSource, begin: Int64Array, length: Int64Array) -> None:
         large = length > _SMALL
@@ -308,9 +309,9 @@ class _BatchEnds:
 def _requests(
     begin: Int64Array, end: Int64Array, *, near: int
 ) -> tuple[Int64Array, Iterator[tuple[int, int, int]], int]:
-    """Where each range lies in a buffer; what to read into it: place, offset, bytes; its size.
+    """The place of each range in a buffer; the reads that fill it (place, offset, bytes); its size.
 
-    Ranges that come one after the other with at most ``near`` bytes between them are read together.
+    Consecutive ranges with at most ``near`` bytes between them are read together.
     """
     apart = np.concatenate([[True], (begin[1:] > end[:-1] + near) | (begin[1:] < begin[:-1])])
     first = np.flatnonzero(apart)
@@ -322,7 +323,9 @@ def _requests(
 
 
 def _template(tensor: _ItemTensor, record: str, length: int, ends: _Ends) -> _Template | None:
-    """What the next item of this length is compared with; None when the bytes at hand do not hold the structure."""
+    """The structure to compare the next item of this length with; None if the bytes that were read do not
+    contain it.
+    """
     data_at = tensor.record_offset
     head = ends.head[:data_at]
     end_record = ends.tail_at + length - _END_RECORD.size

@@ -54,9 +54,10 @@ Columns: TypeAlias = dict[str, npt.NDArray[np.signedinteger]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Stands in the loaded value for rows ``begin`` to ``end`` of the columns: in a list for chunks (``kind`` is
-    ``CHUNK``), in a dict as a key and its value for items. Of kind ``ENTRY`` it is a tensor with the same bytes as the
-    first one that has run number ``begin``."""
+    """Takes the place of rows ``begin`` to ``end`` of the columns in the loaded value: in a list for chunks (``kind``
+    is ``CHUNK``), in a dict as a key and its value for items. Of kind ``ENTRY`` it is a tensor with the same bytes as
+    the first one that has run number ``begin``.
+    """
 
     kind: tuple[bytes, bytes]
     begin: int
@@ -65,10 +66,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """``pickle``: what is left, whose persistent id n stands for ``runs[n]``.
+    """``pickle``: the rest, in which persistent id n stands for ``runs[n]``.
 
-    ``chunks``: start and size (n, most dimensions of any) and ndim. ``items``, in parts: name and path (numbers of
-    ``texts``), index, start, ndim, offset and length.
+    ``chunks``: start and size (n, the largest number of dimensions) and ndim. ``items``, in parts: name and path
+    (numbers of ``texts``), index, start, ndim, offset and length.
     """
 
     pickle: bytes
@@ -79,7 +80,7 @@ class Reduced:
 
 
 def reduce_pickle(source: ByteSource) -> Reduced | None:
-    """``source`` without its runs; None when it has none, or anything that a DCP save has not."""
+    """``source`` without its runs; None if it has none, or contains anything that no DCP save writes."""
     try:
         return _reduce(source, shared_names=False)
     except ReferenceIntoRunError:
@@ -116,7 +117,7 @@ def _joined(parts: list[npt.NDArray[np.signedinteger]]) -> npt.NDArray[np.signed
 
 
 def _unframed(source: ByteSource) -> Iterator[tuple[bytes, list[int]]]:
-    """The opcodes of a pickle without its frames, in blocks, and where in each block a frame ends."""
+    """The opcodes of a pickle without its frames, in blocks, and where frames end in each block."""
     if source.nbytes < 2 or source.read(0, 2) not in _PROTOCOLS:
         raise UnusualError("another protocol")
     if source.nbytes > 2 and source.read(2, 1)[0] != _FRAME:
@@ -147,15 +148,16 @@ def _unframed(source: ByteSource) -> Iterator[tuple[bytes, list[int]]]:
 
 
 def _run_of_numbered(kinds: Collection[bytes]) -> re.Pattern[bytes]:
-    """A run of opcodes that are copied as they are where memo numbers are written: runs take none of them, so that all
-    GETs stay but those of the classes of records, ``kinds``."""
+    """A pattern for opcodes that are copied unchanged if memo numbers are written out: runs use none of them, so all
+    GETs stay except those of the record classes ``kinds``.
+    """
     other = b"".join(b"(?!%b)" % re.escape(kind) for kind in kinds)
     return re.compile(rb"(?:" + _PLAIN + rb"|" + other + rb"(?:h.|j.{4}))++", re.DOTALL)
 
 
 def _run_of_plain(numbers: Collection[int]) -> re.Pattern[bytes]:
-    """A run of opcodes that are copied as they are, with the short GETs of ``numbers``. A GET that may be part of a
-    name is not among them: what a name consists of has to be known.
+    """A pattern for opcodes that are copied unchanged, including the short GETs of ``numbers``. A GET that may be part
+    of a name is not among them, because the parts of a name must be known.
     """
     gets = b"".join(b"\\x%02x" % number for number in sorted(numbers))
     short = rb"|(?:h[" + gets + rb"])++(?![\x93\x8cX])" if gets else b""
@@ -163,8 +165,9 @@ def _run_of_plain(numbers: Collection[int]) -> re.Pattern[bytes]:
 
 
 class _Walk:
-    """``out``: the opcodes that were kept, and the placeholders. ``shared_names``: an item is in a run only when its
-    name was mentioned before."""
+    """``out``: the opcodes that were kept, and the placeholders. ``shared_names``: an item can be in a run only if its
+    name appeared before.
+    """
 
     def __init__(self, *, shared_names: bool) -> None:
         self._shared_names = shared_names
@@ -191,7 +194,7 @@ class _Walk:
         self._plans: Plans | None = None  # once they have begun
 
     def read(self, data: bytes, ends: list[int]) -> None:
-        """Walk over the next block, up to what may not be whole."""
+        """Walk the next block, up to the last record that may be incomplete."""
         self._read += len(data)
         self._ends += [end + len(self._rest) for end in ends]
         block = Block(self._rest + data)
@@ -200,13 +203,13 @@ class _Walk:
             raise UnusualError("little of it is in runs")
 
     def finish(self) -> None:
-        """Walk over the rest."""
+        """Walk the rest."""
         self._step(Block(self._rest), len(self._rest))
         if not self._stopped or self._rest or (self._memo.numbers and self._memo.count):
             raise UnusualError("no end, or memo numbers of both kinds")
 
     def _step(self, block: Block, limit: int) -> None:
-        """Walk from the begin of ``block`` at least until ``limit``."""
+        """Walk from the begin of ``block`` at least to ``limit``."""
         self._block, self._limit = block, limit
         at = self._copy(block.data, limit) if self._plans is None else 0
         if self._plans is not None:
@@ -222,7 +225,7 @@ class _Walk:
         self._ends = [end - at for end in self._ends if end >= at]
 
     def _copy(self, data: bytes, limit: int) -> int:  # noqa: PLR0912, PLR0915 (one loop: it runs for every opcode)
-        """Copy the opcodes of ``data`` but for the runs; returns where the walk ended."""
+        """Copy the opcodes of ``data`` except the runs; return where the walk ended."""
         memo, out, texts, gets, width_of = self._memo, self.out, self._memo.texts, self._gets, _WIDTH
         frames = iter([end for end in self._ends if end <= len(data)])
         frame = next(frames, -1)
@@ -331,7 +334,7 @@ class _Walk:
         return at
 
     def _memoise(self, data: bytes, at: int) -> int:
-        """The number that a value is given by the opcode at ``at``, which memoises it."""
+        """The memo number that the opcode at ``at`` gives a value."""
         memo = self._memo
         if data[at] == _MEMOIZE:
             memo.count += 1
@@ -343,12 +346,14 @@ class _Walk:
         return number
 
     def _may_add(self, number: int) -> bool:
-        """Whether a GET of ``number`` shall be learned as one that is copied as it is."""
+        """Whether a GET of ``number`` may be added to those that are copied unchanged."""
         few = not self._memo.numbers and len(self._plain_gets) < _MOST_PLAIN_GETS
         return few and number not in self._plain_gets
 
     def _learn_entry(self, data: bytes, at: int, chunks: Records) -> None:
-        """Know a tensor again that is described by the same bytes as this one, whose chunks begin at ``at``."""
+        """Remember the bytes of this tensor, whose chunks begin at ``at``, to recognise tensors described by the same
+        bytes.
+        """
         begin, before = self._entry
         self._entry = -1, 0
         number, memoised = len(self.runs), self._memo.count - before
@@ -356,7 +361,7 @@ class _Walk:
             self.runs.append(Run(ENTRY, number - 1, number))
 
     def _take(self, kind: tuple[bytes, bytes], at: int) -> Records | None:
-        """The records of this kind from ``at`` on; None when none of the form that is known stands there."""
+        """The records of this kind from ``at`` on; None if there is none of the known form."""
         block = self._block
         form = self._forms.get(kind) or self._learn(kind, at)
         if form is None:
@@ -393,7 +398,7 @@ class _Walk:
         return form
 
     def _open(self, kind: tuple[bytes, bytes], form: Form, at: int) -> _Window:
-        """Find the records from ``at`` on: whether one stands there after those that were known, then ever more."""
+        """Search for records from ``at`` on: first for one after those that were known, then for more and more."""
         self._close(kind)
         end = min(at + self._sizes[kind], max(self._limit, at + 1))
         self._sizes[kind] = min(max(2 * self._sizes[kind], _WINDOW), _MOST_WINDOW)
@@ -416,7 +421,7 @@ class _Walk:
         return taken
 
     def _placeholder(self, kind: tuple[bytes, bytes], taken: Records) -> bytes:
-        """What stands for the records."""
+        """The opcodes that take the place of the records."""
         form, data, end = self._forms[kind], self._block.data, taken.end
         self._memo.remove(taken.memoised)
         alone = taken.rows.stop - taken.rows.start == 1 and data[end] == form.append[1]
@@ -426,7 +431,7 @@ class _Walk:
         return _persistent(len(self.runs) - 1) * form.objects
 
     def _close(self, kind: tuple[bytes, bytes]) -> None:
-        """Keep the fields of the records that were taken from the window."""
+        """Store the fields of the records that were taken from the window."""
         window = self._windows.pop(kind, None)
         if window is None or not window.taken:
             return
@@ -441,7 +446,7 @@ class _Walk:
         self.columns[kind].append(self._compact(columns))
 
     def _compact(self, columns: Columns) -> Columns:
-        """The fields of items or chunks, as small as they can be kept."""
+        """The fields of items or chunks in the smallest integer types that hold them."""
         if "path" in columns:
             columns["path"] = self._shared(columns["path"])
             columns["index"] = np.minimum(columns["index"], np.iinfo(np.int32).max)
@@ -450,7 +455,7 @@ class _Walk:
         return columns
 
     def _shared(self, references: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int32]:
-        """The numbers of the texts that are referred to: few different ones, each often several times in a row."""
+        """The numbers of the texts that are referred to: there are few different ones, often repeated in a row."""
         changes = np.flatnonzero(np.diff(references, prepend=-1))
         different, first, place = np.unique(references[changes], return_index=True, return_inverse=True)
         numbers = np.empty(len(different), np.int32)
@@ -483,7 +488,7 @@ def _last_before(stretches: list[Begins], place: int) -> int:
 
 
 def _require_boundary(data: bytes, at: int, boundary: int) -> None:
-    """The unpickler reads the opcodes of a record, and finds the begin of a frame where the next one should be."""
+    """Raises unless a frame begins between two opcodes, as the unpickler needs it."""
     while at < boundary:
         opcode = data[at]
         if opcode in (_SHORT_TEXT, _LONG):

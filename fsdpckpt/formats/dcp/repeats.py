@@ -1,12 +1,12 @@
-"""Knows records of a ``.metadata`` pickle again: what was parsed once is only compared the next time.
+"""Recognises records of a ``.metadata`` pickle that were parsed before: repeats are only compared.
 
-Tensors of one shape have the same list of chunks, byte for byte, and every rank stores the same tensors in the same
-order, so that its items differ from another rank's in numbers alone. ``Lists`` holds the bytes of lists of chunks;
-``Items`` holds those of items, with a mask over their numbers, which are taken from their places.
+Tensors of one shape have the same list of chunks, byte for byte. Every rank stores the same tensors in the same order,
+so its items differ from another rank's only in numbers. ``Lists`` holds the bytes of lists of chunks; ``Items`` holds
+those of items, with a mask over their numbers, which are read from their places.
 
-Most tensors of many are described by the same bytes, but for their keys. ``Entries`` knows those that were walked over
-if they are whole values, whatever is around them: they begin with the class, then come the attributes, and nothing
-reaches below the mark before them.
+Most of many tensors are described by the same bytes, except for their keys. ``Entries`` recognises those that were
+walked before, if they are whole values, whatever surrounds them: they begin with the class, then come the attributes,
+and nothing reaches below the mark before them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NameAt: TypeAlias = Callable[[int], int]
 
 
 class Records(NamedTuple):
-    """Records one after the other. ``rows``: of the columns that have their fields; ``end``: of their bytes."""
+    """Consecutive records. ``rows``: their rows in the columns; ``end``: the end of their bytes."""
 
     rows: slice
     memoised: int
@@ -58,14 +58,14 @@ class _List(NamedTuple):
 
 
 class Lists:
-    """The lists of chunks, or tensors with theirs, that were parsed."""
+    """The lists of chunks, or tensors with their lists, that were parsed."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, list[_List]] = {}
         self._left = _MOST_BYTES
 
     def add(self, data: bytes, begins: Int64Array, end: int, rows: slice, memoised: int) -> bool:
-        """Remember the chunks of ``rows``, which begin at ``begins`` of ``data``. False when there are too many."""
+        """Remember the chunks of ``rows``, which begin at ``begins`` of ``data``. False if there are too many."""
         at = int(begins[0])
         alike = self._known.setdefault(_key(data, at), [])
         room = len(alike) < _MOST_ALIKE and self._left >= end - at
@@ -76,7 +76,7 @@ class Lists:
         return room
 
     def take(self, data: bytes, at: int) -> Records | None:
-        """The longest known list that stands at ``at``, with more bytes after it."""
+        """The longest known list at ``at`` with more bytes after it."""
         for known in self._known.get(_key(data, at), ()):
             end = at + len(known.content)
             if end < len(data) and data.startswith(known.content, at):
@@ -85,7 +85,7 @@ class Lists:
 
 
 def _key(data: bytes, at: int) -> bytes:
-    """What stands at ``at`` up to the end of the first chunk, or the begin of it: a chunk ends with these opcodes."""
+    """The bytes at ``at`` up to the end of the first chunk, or its begin: a chunk ends with these opcodes."""
     return data[at : data.find(b"ub", at, at + _MOST_KEY) + 2]
 
 
@@ -93,8 +93,8 @@ def _key(data: bytes, at: int) -> bytes:
 class _Stretch:
     """n items without the separators of batches. ``begins`` (n + 1,): of their bytes; ``mask``: 0 over their numbers.
 
-    ``places``, ``masks`` (numbers, n): where each number's bytes are, and which of the 8 from there on are its own.
-    ``names``, ``ndim`` (n,): as in the columns of items. ``memoised`` (n + 1,): how many values up to each.
+    ``places``, ``masks`` (numbers, n): where each number's bytes are, and which of the 8 bytes from there on belong to
+    it. ``names``, ``ndim`` (n,): as in the columns of items. ``memoised`` (n + 1,): how many values come before each.
     """
 
     content: npt.NDArray[np.uint8]
@@ -126,7 +126,9 @@ class _Stretch:
         )
 
     def same(self, block: Block, at: int, first: int) -> int:
-        """The items from ``first`` to this one (exclusive) stand at ``at`` of ``block``, but for their numbers."""
+        """Whether the items from ``first`` to this one (exclusive) are at ``at`` of ``block``, except for their
+        numbers.
+        """
         last = min(first + _AT_ONCE, len(self))
         for end in (first + 1, last):  # where one does not stand, the others need no look
             low, high = int(self.begins[first]), int(self.begins[end])
@@ -140,7 +142,7 @@ class _Stretch:
 
 
 def _joined(parts: list[tuple[_Stretch, int, int]]) -> _Stretch:
-    """The items of several parts, first to end (exclusive) of each, one after the other."""
+    """The items of several parts (first to end, exclusive) one after the other."""
     numbers = max(len(stretch.places) for stretch, *_ in parts)
     stretches = [stretch.part(first, end, numbers) for stretch, first, end in parts]
     shifts = np.cumsum([0, *(len(each.content) for each in stretches)])
@@ -164,7 +166,7 @@ def _joined(parts: list[tuple[_Stretch, int, int]]) -> _Stretch:
 
 
 class Items:
-    """The items that were parsed, and those of the block at hand that were known."""
+    """The items that were parsed, and those of the current block that were recognised."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[_Stretch, int]] = {}  # by name: the last item that has it
@@ -221,7 +223,7 @@ class Items:
         self._last.update((name, (stretch, row)) for name, row in last.items())
 
     def take(self, form: ItemForm, block: Block, at: int, name_at: NameAt) -> Records | None:
-        """The known items that stand at ``at``, one after the other. ``name_at``: the name of the item at a place."""
+        """The known items at ``at``, one after the other. ``name_at``: returns the name of the item at a place."""
         if self.scattered:
             self.scattered = False
             return None
@@ -249,7 +251,7 @@ class Items:
     def _same(
         self, block: Block, at: int, expected: tuple[_Stretch, int] | None, name_at: NameAt
     ) -> tuple[_Stretch | None, int, int]:
-        """The known items that stand at ``at``: those that are expected, else those that follow the same name."""
+        """The known items at ``at``: the expected ones, else those that follow the same name."""
         if expected is not None and expected[1] < len(expected[0]):
             end = expected[0].same(block, at, expected[1])
             if end > expected[1]:
@@ -258,7 +260,7 @@ class Items:
         return (*named, named[0].same(block, at, named[1])) if named is not None else (None, 0, 0)
 
     def columns(self, block: Block) -> dict[str, Int64Array] | None:
-        """The fields of all items that were taken since the last call, from ``block``; ``path`` is a reference."""
+        """The fields of all items taken from ``block`` since the last call; ``path`` is a memo reference."""
         if not self._taken:
             return None
         numbers = max(len(stretch.places) for stretch, *_ in self._taken)
@@ -287,7 +289,7 @@ _FOLLOWS = b"X\x8cus"  # the next key, or the end of the dict or of a part of it
 
 
 class Entries:
-    """The tensors that were walked over."""
+    """The tensors that were walked."""
 
     def __init__(self) -> None:
         self._known = Lists()
@@ -295,7 +297,7 @@ class Entries:
     def add(self, data: bytes, begin: int, at: int, chunks_end: int, number: int, memoised: int, memo: Memo) -> bool:
         """Remember the tensor at ``begin``, whose chunks are one run from ``at`` to ``chunks_end``, as ``number``.
 
-        ``memoised``: how many values it memoises. False when it is no whole tensor, or too many are known.
+        ``memoised``: how many values it memoises. False if it is not a whole tensor, or too many are known.
         """
         appended = data[chunks_end : chunks_end + 3]
         marks = {b"eub": 2, b"aub": 1}.get(appended, -1)
@@ -304,13 +306,13 @@ class Entries:
         return self._known.add(data, np.array([begin]), chunks_end + 3, slice(number, number + 1), memoised)
 
     def take(self, data: bytes, at: int) -> Records | None:
-        """The known tensor that stands at ``at``, its number in ``rows``."""
+        """The known tensor at ``at``, with its number in ``rows``."""
         taken = self._known.take(data, at)
         return taken if taken is not None and data[taken.end] in _FOLLOWS else None
 
 
 def _marks(head: bytes, memo: Memo) -> int:
-    """How many marks are open after ``head``, a tensor up to the first of its chunks; 0 when it is something else."""
+    """The number of open marks after ``head``, a tensor up to its first chunk; 0 if it is something else."""
     match = _BEGIN.match(head)
     if match is None or memo.names.get(_number(match)) != ENTRY:
         return 0

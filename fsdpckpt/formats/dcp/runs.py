@@ -1,9 +1,9 @@
 """Parses runs of equal records of a DCP ``.metadata`` pickle into columns: chunks, and where each is stored.
 
-Records of one class have the same bytes in one file, but for numbers and names: names and attributes are references to
-the memo after their first occurrence. A *form* has these bytes, learned from the first record that consists of
-references; ``find`` gives every place of a block where a whole record of this form stands. Such a place may lie within
-a text: it counts only when an opcode begins there, which the one who walks the opcodes knows (``reduce``).
+Records of one class have the same bytes in one file, except for numbers and names: names and attributes are memo
+references after their first occurrence. A *form* has these bytes, learned from the first record that consists of
+references; ``find`` returns every place of a block with a whole record of this form. Such a place may be inside a text:
+it counts only if an opcode begins there, which only the walk over the opcodes knows (``reduce``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ReferenceIntoRunError(UnusualError):
 
 
 class Memo:
-    """What a pickle's memo holds so far: ``texts`` and ``names``, as (module, name), by number."""
+    """The pickle's memo so far: ``texts`` and ``names``, as (module, name), by number."""
 
     def __init__(self) -> None:
         self.count = 0  # of values that have no number written
@@ -60,13 +60,13 @@ class Memo:
         self._removed.append(count + (self._removed[-1] if self._removed else 0))
 
     def put(self, number: int) -> None:
-        """A value is given this number, as protocols before 4 do. No number may come twice."""
+        """Give a value this number, as protocols before 4 do. No number may appear twice."""
         if number in self.numbers:
             raise UnusualError("a memo number twice")
         self.numbers.add(number)
 
     def next(self, data: bytes, at: int) -> int | None:
-        """The number that a value is given by the opcode at ``at``; None when it memoises nothing."""
+        """The number that the opcode at ``at`` gives a value; None if it memoises nothing."""
         width = PUTS.get(data[at])
         if width is not None:
             return int.from_bytes(data[at + 1 : at + 1 + width], "little")
@@ -106,7 +106,7 @@ def _candidates(block: Block, prefix: bytes, begin: int, end: int) -> Int64Array
 
 
 def _runs(block: Block, begin: Int64Array, end: Int64Array, append: bytes, same: Int64Array | None) -> Int64Array:
-    """For each record the last one of its run. ``same``: a field that all records of a run have in common."""
+    """For each record the last one of its run. ``same``: a field that is equal for all records of a run."""
     n = len(begin)
     linked = np.zeros(n, np.bool_)
     if n > 1:
@@ -120,10 +120,10 @@ def _runs(block: Block, begin: Int64Array, end: Int64Array, append: bytes, same:
 
 @dataclass(frozen=True, slots=True)
 class ChunkForm:
-    """``ChunkStorageMetadata(offsets, sizes)``. ``prefix`` ends with the name of ``offsets``' class, ``sizes`` too.
+    """``ChunkStorageMetadata(offsets, sizes)``. ``prefix`` ends with the name of ``offsets``' class; so does ``sizes``.
 
-    ``memoize``: the opcode that follows each value; none where the writer knows that nothing refers to it.
-    ``objects``: how many a record leaves on the stack. ``append``: the opcodes that take those of a batch, and of one.
+    ``memoize``: the opcode that follows each value; none if the writer knows that nothing refers to it. ``objects``:
+    how many a record leaves on the stack. ``append``: the opcodes that append those of a batch, and a single one.
     """
 
     prefix: bytes
@@ -151,8 +151,8 @@ class ChunkForm:
 class ItemForm:
     """``MetadataIndex(fqn, offset, index)`` and its ``_StorageInfo(relative_path, offset, length)``.
 
-    ``prefix`` ends before the fqn, which is a text, or a reference to one where ``shared_names``. The other fields are
-    what stands before the value they are named after. The index says which chunk it may be: Megatron-core saves None.
+    ``prefix`` ends before the fqn, which is a text, or with ``shared_names`` a reference to one. The other fields are
+    the bytes before the value they are named after. The index says which chunk it may be: Megatron-core saves None.
     ``rest`` matches what follows the fqn, and little else.
     """
 
@@ -207,7 +207,7 @@ class ItemForm:
         )
 
     def may_stand(self, data: bytes, at: int) -> bool:
-        """Whether a record may stand at ``at``: a glance, since ``find`` takes as long for one as for a hundred."""
+        """Whether a record may begin at ``at``: a quick test, since ``find`` takes as long for one as for a hundred."""
         after = at + len(self.prefix)
         if self.shared_names:
             after += 2 if data[after] == ord("h") else 5
@@ -216,7 +216,7 @@ class ItemForm:
         return data.startswith(self.prefix, at) and self.rest.match(data, after) is not None
 
     def name(self, data: bytes, at: int, memo: Memo) -> bytes | None:
-        """The name of the item at ``at``; None when none of this form stands there."""
+        """The name of the item at ``at``; None if there is none of this form."""
         begin = at + len(self.prefix)
         if not data.startswith(self.prefix, at):
             return None
@@ -230,7 +230,7 @@ Form: TypeAlias = ChunkForm | ItemForm
 
 
 def learn(kind: tuple[bytes, bytes], data: bytes, at: int, memo: Memo) -> Form | None:
-    """The form of the record of class ``kind`` at ``at``, whose name is a reference; None when it has another one."""
+    """The form of the record of class ``kind`` at ``at``, whose name is a reference; None if it has another form."""
     cursor = _Cursor(data, at, memo)
     try:
         return _learn_chunk(cursor) if kind == CHUNK else _learn_item(cursor)
@@ -243,7 +243,7 @@ class _AnotherFormError(Exception):
 
 
 class _Cursor:
-    """Walks over one record. ``take`` gives the bytes since it was last called."""
+    """Walks one record. ``take`` returns the bytes since its last call."""
 
     def __init__(self, data: bytes, at: int, memo: Memo) -> None:
         self._data, self._at, self._memo = data, at, memo
@@ -262,7 +262,7 @@ class _Cursor:
         self._require(self._memo.names.get(self._reference()) == name)
 
     def new(self, name: tuple[bytes, bytes]) -> None:
-        """An instance, its attributes, a dict, and a mark before them."""
+        """Read an instance, its attributes, a dict, and a mark before them."""
         self.name(name)
         self.memoize = _MEMOIZE if self._data.startswith(b")\x81\x94", self._at) else b""
         self.literal(b")\x81%b}%b(" % (self.memoize, self.memoize))
@@ -278,7 +278,7 @@ class _Cursor:
         self.take()
 
     def value(self, parse: Callable[..., tuple[Int64Array | BoolArray, ...]], *how: bytes) -> None:
-        """Go past a field."""
+        """Skip a field."""
         *_, end, ok = parse(Block(self._data[self._at : self._at + 512]), np.zeros(1, np.int64), *how)
         self._require(bool(ok[0]))
         self._at += int(end[0])

@@ -1,11 +1,12 @@
 """Writes the ``.metadata`` file of a DCP directory.
 
-Pickled under PyTorch's own class paths, in the form it has had since torch 2.3. Newer fields are instance attributes
-that older readers ignore (``StorageMeta.modules``, ``Metadata.version``), and those a newer reader adds have defaults.
-``checkpoint_id`` stays None: it would carry a path of this machine and a ``pathlib`` class that moved between Python
+Pickled under PyTorch's class paths, in the form it has had since torch 2.3. Newer fields are instance attributes that
+older readers ignore (``StorageMeta.modules``, ``Metadata.version``), and fields that a newer reader adds have defaults.
+``checkpoint_id`` stays None: it would contain a path of this machine and a ``pathlib`` class that moved between Python
 versions.
 
-Entries that are cut alike differ in their names and in where their items begin: the rest of their opcodes is made once.
+Entries that are cut alike differ only in their names and in the offsets of their items: the rest of their opcodes is
+made once.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ _Made = TypeVar("_Made")
 
 @dataclass(slots=True, eq=False)
 class StoredItems:
-    """What the items of all entries that are cut alike have in common, n rows: the box of each in elements, (n, d); the
-    number of its file; and its length in bytes."""
+    """The common part of the items of all entries that are cut alike, n rows: the box of each in elements, (n, d); the
+    number of its file; and its length in bytes.
+    """
 
     start: Final[Int64Array]
     size: Final[Int64Array]
@@ -43,9 +45,9 @@ class StoredItems:
 
 @dataclass(slots=True, eq=False)
 class DcpEntry:
-    """One flat key. ``path`` is where it was nested: dict keys as text, list indexes as ints.
+    """One flat key. ``path``: its nesting, dict keys as text, list indexes as ints.
 
-    ``dtype`` is None for BYTES, a value that is no tensor, which has one item. ``offset``: where each item begins.
+    ``dtype``: None for BYTES, a value that is not a tensor, which has one item. ``offset``: where each item begins.
     """
 
     key: Final[str]
@@ -57,7 +59,7 @@ class DcpEntry:
 
 
 def metadata_pickle(entries: Sequence[DcpEntry], files: Sequence[str]) -> bytearray:
-    """The whole file for ``entries``, in their order. ``files``: the relative paths that items name by number."""
+    """The whole file for ``entries``, in their order. ``files``: the relative paths to which items refer by number."""
     writer = _Writer(files, Counter(entry.items for entry in entries if entry.dtype is not None))
     raw, text = writer.raw, writer.text
     raw(writer.name(_METADATA, "Metadata") + _NEW)
@@ -77,8 +79,9 @@ def metadata_pickle(entries: Sequence[DcpEntry], files: Sequence[str]) -> bytear
 
 
 def _dict(writer: PickleOpcodes, pairs: Iterator[bytes]) -> None:
-    """A dict from opcodes of key and value. Each pair is made when it is written, so that memo places come in order,
-    and that no two are held at once: a tensor in thousands of chunks is one of 200 KB."""
+    """A dict from opcodes of keys and values. Each pair is made when it is written, so that memo places are in order
+    and only one pair is in memory: a tensor in thousands of chunks has 200 KB of opcodes.
+    """
     out = writer.out
     out += b"}"
     while (first := next(pairs, None)) is not None:
@@ -96,8 +99,9 @@ def _path(writer: PickleOpcodes, path: tuple[str | int, ...]) -> bytes:
 
 
 class _Kept(Generic[_Made]):
-    """What was made of items, until the last tensor that has them: on thousands of ranks most have some of their own,
-    as the chunk without rows, which several ranks hold, is written by another one each time."""
+    """What was made of items, until the last tensor that uses them. On thousands of ranks most tensors have some items
+    of their own, because the empty chunk that several ranks hold is written by a different one each time.
+    """
 
     def __init__(self, uses: Counter[StoredItems]) -> None:
         self.left = uses.copy()
@@ -109,7 +113,7 @@ class _Kept(Generic[_Made]):
 
 
 class _Writer(PickleOpcodes):
-    """``uses``: how many tensors have these items."""
+    """``uses``: how many tensors use these items."""
 
     def __init__(self, files: Sequence[str], uses: Counter[StoredItems]) -> None:
         super().__init__()
@@ -118,7 +122,7 @@ class _Writer(PickleOpcodes):
         self._around = _Kept[list[tuple[bytes, bytes]]](uses)
 
     def _alike(self, kept: _Kept[_Made], items: StoredItems, make: Callable[[], _Made]) -> _Made:
-        """What ``make`` makes of texts and names; from the second time on all of them memo references."""
+        """What ``make`` makes of texts and names: from the second time on these are all memo references."""
         known = kept.take(items)
         if known is not None:
             return known
@@ -172,7 +176,7 @@ class _Writer(PickleOpcodes):
         return self.name(_METADATA, "MetadataIndex") + _NEW + self.text("fqn") + self.text(key)
 
     def _around_offsets(self, items: StoredItems, *, tensor: bool) -> list[tuple[bytes, bytes]]:
-        """What stands before and after the offset of each item: its number, its place and its file; its length."""
+        """The opcodes before and after the offset of each item: its number, its place and its file; its length."""
         made = []
         rows = zip(items.start.tolist(), items.file.tolist(), items.nbytes.tolist(), strict=True)
         for number, (start, file, nbytes) in enumerate(rows):
@@ -184,7 +188,7 @@ class _Writer(PickleOpcodes):
         return made
 
     def _attributes(self) -> tuple[bytes, ...]:
-        """What stands before the values of one MetadataIndex behind its name, and of one _StorageInfo."""
+        """The opcodes before the values of one MetadataIndex after its name, and of one _StorageInfo."""
         text = self.text
         return (
             text("index"),

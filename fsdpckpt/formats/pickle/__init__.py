@@ -26,19 +26,19 @@ from fsdpckpt.text import plural, truncate
 
 
 class TensorResolver(Protocol):
-    """What a torch file adds to a pickle: storages by persistent id, and tensors on them."""
+    """Resolves the additions of a torch file to a pickle: storages by persistent id, and tensors on them."""
 
     def storage(self, persistent_id: object) -> object:
         """The storage that a persistent id names."""
         ...
 
     def rebuild(self, function: str, arguments: tuple[object, ...]) -> object:
-        """What ``torch``'s rebuild function of that name would return."""
+        """The result of ``torch``'s rebuild function of that name."""
         ...
 
 
 class _Loading(threading.local):
-    """What the load in progress in this thread has made; records are finished when it ends."""
+    """What the current load in this thread has made; records are finished when it ends."""
 
     objects: list[Object]
     hashed: list[tuple[Object, int]]  # keys and items of sets
@@ -54,7 +54,7 @@ LOADING = _Loading()
 
 
 class _OpenObject(Object):
-    """An Object while the unpickler still writes to it; becomes a plain Object when the load ends."""
+    """An Object to which the unpickler still writes; becomes a plain Object when the load ends."""
 
     __slots__ = ()
 
@@ -94,7 +94,7 @@ def _open_object(function: Global, arguments: tuple[object, ...], new: bool) -> 
 
 
 class _Name(Global):
-    """A Global while the unpickler may still call it; becomes a plain Global when the load ends."""
+    """A Global that the unpickler may still call; becomes a plain Global when the load ends."""
 
     __slots__ = ()
 
@@ -147,7 +147,7 @@ class _Getattr(_Name):
 
 
 class _Python(_Name):
-    """A type whose value is plain data: made at once, by the one harmless way of calling it."""
+    """A type whose value is plain data: made at once, with its one harmless kind of call."""
 
     __slots__ = ()
 
@@ -208,7 +208,7 @@ _PYTHON: dict[str, Callable[..., object]] = {
 
 
 class _StubClass(type):
-    """The type of stub classes. NEWOBJ insists on a type; making an instance gives a record instead."""
+    """The type of stub classes. NEWOBJ requires a type; making an instance returns a record instead."""
 
     function: Global
 
@@ -235,10 +235,10 @@ def _stub_class(module: str, name: str) -> _StubClass:
 
 
 class StubInstance(metaclass=_StubClass):
-    """An instance of a class that DTensor, ShardedTensor or DCP metadata is made of: only its attributes count.
+    """An instance of a class used by DTensor, ShardedTensor or DCP metadata: only its attributes count.
 
-    A checkpoint has several for each tensor, so the C unpickler makes and fills them by itself; ``torch.distributed``
-    and ``dcp.metadata`` read them, and where they stand on their own they become Objects (``as_object``).
+    A checkpoint has several for each tensor, so the C unpickler makes and fills them directly; ``torch.distributed``
+    and ``dcp.metadata`` read them. Those that are values by themselves become Objects (``as_object``).
     """
 
     def __init__(self, *_: object) -> None: ...  # never called; that it exists makes __new__ accept arguments
@@ -254,7 +254,7 @@ class _StubWithArguments(StubInstance):
 
 
 class _StubWithState(StubInstance):
-    """A StubInstance whose state is no dict of attributes, and is not needed."""
+    """A StubInstance whose state is not a dict of attributes, and is not needed."""
 
     def __setstate__(self, state: object) -> None:
         vars(self)[""] = (state,)
@@ -285,7 +285,7 @@ def instance_class(module: str, name: str) -> _StubClass:
 
 
 def as_object(part: StubInstance) -> Object:
-    """The Object that ``part`` is as a value of its own."""
+    """``part`` as an Object, a value by itself."""
     attributes = cast("dict[Key, Value]", dict(vars(part)))
     arguments = attributes.pop("", ())
     function = type(part).function
@@ -332,7 +332,7 @@ _NAMES: dict[Kind, type[_Name]] = {
 
 
 def _resolve(module_name: str, global_name: str) -> object:
-    """The stub for a name as the pickle writes it; a name outside the closed set is remembered as refused."""
+    """The stub for a name in the pickle; a name outside the closed set is recorded as refused."""
     module, name = canonical(module_name, global_name)
     kind = kind_of(module, name)
     if kind is None:
@@ -347,7 +347,7 @@ def _resolve(module_name: str, global_name: str) -> object:
 
 
 def _finish() -> None:
-    """Turn what the load in progress has made into plain ir values. Raises UnpicklingError for a booby trap."""
+    """Turn what the current load has made into plain ir values. Raises UnpicklingError for a booby trap."""
     for made in LOADING.objects:
         made.__class__ = Object
     if any(hash(made) != known for made, known in LOADING.hashed):
@@ -386,16 +386,16 @@ DAMAGE = (
 
 
 def buffered(data: bytes) -> io.BufferedReader:
-    """``data`` as the stream the C unpickler reads fastest: it asks a plain BytesIO for every few bytes."""
+    """``data`` as the stream that the C unpickler reads fastest: it asks a plain BytesIO for every few bytes."""
     return io.BufferedReader(cast(io.RawIOBase, io.BytesIO(data)), min(len(data) + 1, 1 << 17))
 
 
 def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Value:
-    """The value that the pickle ``data`` holds, as ir values; ``file`` names it in messages.
+    """The value in the pickle ``data``, as ir values; ``file``: its name in messages.
 
-    With ``tensors``, storages and rebuild calls of ``torch`` go to that resolver and its results stand in the
-    value. Raises SourceUnsafeError naming every name outside the closed set, SourceCorruptError for bytes that
-    are not a whole pickle.
+    With ``tensors``, this resolver handles storages and rebuild calls of ``torch``, and its results are part of the
+    value. Raises SourceUnsafeError that lists every name outside the closed set, SourceCorruptError for bytes that are
+    not a whole pickle.
     """
     check_pickle(data, file)
     outer = dict(vars(LOADING))

@@ -182,11 +182,11 @@ ALLOWED: Mapping[tuple[str, str], Kind] = _table()
 
 
 def canonical(module: str, name: str) -> tuple[str, str]:
-    """The name Python 3 uses for what pickle protocols 0 to 2 write under a Python 2 name."""
+    """The name in Python 3 of what pickle protocols 0 to 2 write under a Python 2 name."""
     alias = _ALIASES.get((module, name))
     return alias if alias is not None else (_MODULE_ALIASES.get(module, module), name)
 
 
 def kind_of(module: str, name: str) -> Kind | None:
-    """What the (canonical) name may do, None when it is outside the closed set."""
+    """What the (canonical) name may do, None if it is outside the closed set."""
     return ALLOWED.get((module, name))

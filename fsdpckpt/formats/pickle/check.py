@@ -1,12 +1,12 @@
-"""Checks a pickle's opcodes before the C unpickler sees them: whole, no larger than they say, and within bounds.
+"""Checks a pickle's opcodes before the C unpickler sees them: complete, within bounds, and with honest counts.
 
-The C unpickler believes numbers: a memo number of two thousand million, which a few damaged bytes make, has it fill a
-table of 32 GB. It makes an object of 200 bytes for an opcode of one, and hashes nested tuples for as long as that
+The C unpickler trusts numbers: for a memo number of two thousand million, which a few damaged bytes make, it allocates
+a table of 32 GB. It makes an object of 200 bytes for an opcode of one byte, and hashes nested tuples however long that
 takes. Layout of the opcodes: ``pickletools`` of the standard library.
 
-``fast_accept`` recognises, at the speed of a regular expression, pickles that need no look at their cost. What
-``torch.save`` and DCP write refers back to texts, names and results of calls alone, never to a tuple, a list or a dict,
-and nests few tuples. Then no tuple is larger than the bytes that made it, and no state is used twice.
+``fast_accept`` recognises, at the speed of a regular expression, pickles whose cost need not be computed. The pickles
+of ``torch.save`` and DCP refer back only to texts, names and results of calls, never to a tuple, a list or a dict, and
+nest few tuples. Then no tuple is larger than the bytes that made it, and no state is used twice.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _MOST_ALLOCATED = max(nbytes for _, nbytes in _ALLOCATED)
 
 @lru_cache(maxsize=64)
 def _run_of_fixed(limit: bytes) -> re.Pattern[bytes]:
-    """A run of opcodes of fixed size, of which LONG_BINPUT's number is at most about ``limit`` (4 bytes)."""
+    """A pattern for opcodes of fixed size, with LONG_BINPUT numbers up to about ``limit`` (4 bytes)."""
     zeros = len(limit) - len(limit.lstrip(b"\0"))
     highest = b"[\\x00-\\x%02x]" % limit[zeros] if zeros < 4 else b"\\x00"
     number = b"." * (3 - zeros) + highest + b"\\x00" * zeros
@@ -78,7 +78,7 @@ def _run_of_fixed(limit: bytes) -> re.Pattern[bytes]:
 
 
 def check_size(nbytes: int, file: str) -> None:
-    """Raises SourceCorruptError when ``nbytes`` is more than a pickle in ``file`` can have: it is not read then."""
+    """Raises SourceCorruptError if ``nbytes`` is more than a pickle in ``file`` can have: it is not read then."""
     if nbytes > _MAX_PICKLE_BYTES:
         raise _corrupt(
             f"{file} holds an impossibly large pickle",
@@ -89,11 +89,11 @@ def check_size(nbytes: int, file: str) -> None:
 
 
 def check_pickle(data: bytes, file: str, what: str = "holds a pickle that cannot be read") -> None:
-    """Check that the pickle ``data`` is made of whole opcodes up to a STOP, its counts and numbers no larger than it.
+    """Check that the pickle ``data`` consists of whole opcodes up to a STOP, with counts and numbers no larger than it.
 
-    What loading it allocates is then at most 256 MiB and some 50 bytes for each of its bytes, and the time it takes is
-    in proportion to its length. Raises SourceCorruptError when it is not so (``file`` and ``what`` make its sentence),
-    SourceUnsafeError for extension codes, which can stand for any object.
+    Loading it then allocates at most 256 MiB and some 50 bytes for each of its bytes, in time proportional to its
+    length. Raises SourceCorruptError otherwise (``file`` and ``what`` form its sentence), SourceUnsafeError for
+    extension codes, which can stand for any object.
     """
     runs = _fixed_opcodes(data, file, what)
     joined = b"".join(runs)
@@ -110,7 +110,7 @@ def check_pickle(data: bytes, file: str, what: str = "holds a pickle that cannot
 
 
 def _fixed_opcodes(data: bytes, file: str, what: str) -> list[bytes]:
-    """The opcodes of fixed size, run by run; between the runs what stands for those with texts."""
+    """The opcodes of fixed size, run by run, with a placeholder for each opcode with text between the runs."""
     run = _run_of_fixed(len(data).to_bytes(4, "big") if len(data) < 1 << 32 else b"\xff" * 4).match
     at, end = 0, len(data)
     runs: list[bytes] = []
@@ -139,7 +139,7 @@ def _fixed_opcodes(data: bytes, file: str, what: str) -> list[bytes]:
 
 
 def _after_line(data: bytes, at: int, opcode: int, file: str, what: str) -> int:
-    """The place after an opcode with text up to a newline; any other opcode is refused."""
+    """The place after an opcode with text up to a newline; refuses any other opcode."""
     if opcode in _EXTENSIONS:
         raise SourceUnsafeError(
             f"{file} uses pickle extension codes",
@@ -183,7 +183,9 @@ _ITEM = rb"(?:S" + _MEMOISED + rb"?+|[Kh].|M..|[Jj].{4})"  # of a tuple that hol
 
 
 def _finding(opcode: bytes, *, skipped: bytes) -> re.Pattern[bytes]:
-    """Finds ``opcode`` among opcodes of which nothing is memoised but ``skipped``; one match more at the end."""
+    """A pattern that finds ``opcode`` among opcodes of which only ``skipped`` memoise; it matches once more
+    at the end.
+    """
     return re.compile(
         rb"(?:"
         + skipped
@@ -225,8 +227,9 @@ _REFERENCES = (b"h", b"j")
 
 
 def _obviously_cheap(put: bytes) -> re.Pattern[bytes]:
-    """A pickle that memoises nothing but what may be referred to, and of which every tuple is of numbers and texts or
-    taken at once: what this program's DCP metadata is. Quicker than looking at each reference."""
+    """Whether the pickle memoises only what may be referred to, and every tuple has only numbers and texts or is used
+    at once, as in the DCP metadata of this program. Faster than following each reference.
+    """
     item = rb"(?:[hK].|S" + put + rb"?+|[Jj].{4}|M..)"
     few = item + rb"(?:" + item + rb"(?:" + item + rb"++[\x85-\x87]?+|[\x85\x86]?+)|\x85?+)"
     return re.compile(
@@ -240,10 +243,10 @@ _CHEAP_COUNTED, _CHEAP_NUMBERED = _obviously_cheap(rb"\x94"), _obviously_cheap(_
 
 
 def fast_accept(opcodes: bytes) -> bool:
-    """Whether nothing but texts, names and results of calls is referred back to, and tuples nest little.
+    """Whether only texts, names and results of calls are referred back to, and tuples nest little.
 
-    ``opcodes``: with their operands, but S for one with a text, c for a name, ? for what needs a closer look. A call
-    without arguments makes a container, and is no such result. False when in doubt.
+    ``opcodes``: with their operands, but S for one with a text, c for a name, ? for one that needs a closer look. A
+    call without arguments makes a container, and does not count as a result. False when in doubt.
     """
     counted = opcodes[:1] == b"\x80" and opcodes[1:2] >= b"\x04"
     if (_CHEAP_COUNTED if counted else _CHEAP_NUMBERED).fullmatch(opcodes):
@@ -253,7 +256,7 @@ def fast_accept(opcodes: bytes) -> bool:
 
 
 def _no_numbered_container(opcodes: bytes) -> bool:
-    """Whether no number that is referred to is that of a tuple, a list or a dict."""
+    """Whether no number that is referred to belongs to a tuple, a list or a dict."""
     references = set(_NUMBERED_REFERENCES.findall(opcodes))  # few: the same places are referred to again and again
     if any(len(match) == 1 for match in references):
         return False
@@ -264,7 +267,7 @@ def _no_numbered_container(opcodes: bytes) -> bool:
 
 
 def _no_counted_container(opcodes: bytes) -> bool:
-    """The same where what is memoised has no numbers, but is counted."""
+    """The same for pickles that count memoised values instead of numbering them."""
     matches = _COUNTED_REFERENCES.findall(opcodes)
     kinds = set(matches)
     if any(len(match) == 1 for match in kinds):

@@ -1,10 +1,10 @@
-"""Refuses pickles whose values would take forever to hash or copy: small to read, endless to use.
+"""Refuses pickles whose values would take forever to hash or copy, although they are small.
 
-CPython hashes a tuple by hashing its items, each time anew, in C, without looking at the clock or at the stack: forty
-tuples, each of which holds the one before twice, are a dict key that takes a year, and a million nested ones overrun
-the stack. BUILD copies a state each time it is used. ``excessive_cost`` walks the opcodes once before the C unpickler
-sees them, with a number in place of each value. ``check_expansion`` bounds what a loaded value has when its shared
-parts are counted everywhere they occur.
+CPython hashes a tuple by hashing its items, each time anew, in C, without checking signals or the stack: forty tuples,
+each of which holds the one before twice, are a dict key that takes a year, and a million nested ones overrun the stack.
+BUILD copies a state each time it is used. ``excessive_cost`` walks the opcodes once before the C unpickler sees them,
+with a number in place of each value. ``check_expansion`` limits the size of a loaded value with its shared parts
+counted everywhere they occur.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _TooCostlyError(Exception):
 
 
 def excessive_cost(data: bytes) -> str | None:
-    """Why the pickle ``data`` (whole opcodes up to a STOP) costs too much to load; None when it does not."""
+    """Why the pickle ``data`` (whole opcodes up to a STOP) costs too much to load; None if it does not."""
     try:
         _walk(data, _Budget(len(data)))
     except _TooCostlyError as error:
@@ -86,7 +86,7 @@ def excessive_cost(data: bytes) -> str | None:
 
 
 class _Budget:
-    """Counts items that are hashed or may be copied; raises _TooCostlyError when they are too many."""
+    """Counts items that are hashed or may be copied; raises _TooCostlyError if they are too many."""
 
     def __init__(self, nbytes: int) -> None:
         self.limit = _FREE_ITEMS + _PER_BYTE * nbytes
@@ -249,7 +249,7 @@ def _rare(  # noqa: PLR0912 (a case for each)
 
 
 def _to_the_mark(opcode: bytes, stack: list[int], marks: list[int], budget: _Budget) -> None:
-    """Apply an opcode that takes what is above the topmost mark."""
+    """Apply an opcode that takes everything above the topmost mark."""
     begin = marks.pop()
     items = stack[begin:]
     del stack[begin:]
@@ -274,7 +274,7 @@ _CONTAINERS = (dict, list, tuple, set, Object)
 
 
 def check_expansion(root: Value, file: str) -> None:
-    """Raises SourceCorruptError when ``root``, shared parts counted wherever they occur, is too deep or too large."""
+    """Raises SourceCorruptError if ``root`` is too deep or too large, with shared parts counted wherever they occur."""
     measure = _Measure(file)
     entries, _ = measure.of(root)
     if entries > _FREE_ENTRIES + _SHARING * measure.stored:
@@ -288,7 +288,7 @@ def check_expansion(root: Value, file: str) -> None:
 
 
 def too_deep(file: str, key: str | None = None) -> SourceCorruptError:
-    """The error of a value in ``file`` that Python's stack is too small for."""
+    """The error for a value in ``file`` that is too deep for Python's stack."""
     what = f"{file} nests values more than {MAX_DEPTH} deep, or a value contains itself"
     return SourceCorruptError(what, file=file, key=key)
 
@@ -300,7 +300,7 @@ class _Measure:
         self.stored = 0
 
     def of(self, value: Value) -> tuple[int, int]:
-        """Entries and depth of a value, all its parts expanded; a value that is no container has 1 and 0."""
+        """Entries and depth of a value with all its parts expanded; 1 and 0 for a value that is not a container."""
         if not isinstance(value, _CONTAINERS) or (not isinstance(value, Object) and not value):
             return 1, 0
         if id(value) in self._known:
@@ -324,7 +324,7 @@ class _Measure:
 
 
 def _children(value: Value) -> Collection[Value]:
-    """What a container holds; a key that is a container is held too."""
+    """The content of a container; a key that is a container counts too."""
     if isinstance(value, dict):
         keys = [key for key in value if isinstance(key, (tuple, Object))]
         attributes = getattr(value, "__dict__", None)  # an OrderedDict has some

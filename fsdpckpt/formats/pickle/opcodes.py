@@ -1,7 +1,7 @@
-"""Writes the opcodes of pickles directly, for many values of one form.
+"""Writes the opcodes of pickles directly, for many values of the same form.
 
-They are those of protocol 2, as ``torch.save`` uses them, with two liberties that no reader sees: equal strings are
-written once, and the parts of a tensor that nothing refers to again are not memoised.
+They are those of protocol 2, as ``torch.save`` uses them, with two differences that no reader notices: equal strings
+are written once, and the parts of a tensor that nothing refers to again are not memoised.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PYTHON_2_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
 
 
 class StorageView(NamedTuple):
-    """One tensor as a view of a stored record: what ``torch._utils._rebuild_tensor_v2`` is called with.
+    """One tensor as a view of a stored record: the arguments of ``torch._utils._rebuild_tensor_v2``.
 
-    ``key`` is the record ``data/<key>``; ``offset`` and ``stride`` are in elements of ``dtype``; ``nbytes`` is the
-    length of the whole record.
+    ``key``: the record ``data/<key>``; ``offset`` and ``stride``: in elements of ``dtype``; ``nbytes``: the length of
+    the whole record.
     """
 
     key: str
@@ -58,7 +58,7 @@ def integers(values: Sequence[int]) -> bytes:
 
 
 def tuple_of(items: Sequence[bytes]) -> bytes:
-    """The opcodes of a tuple that is not memoised; ``items`` are those of what is in it."""
+    """The opcodes of a tuple that is not memoised; ``items``: the opcodes of its content."""
     body = b"".join(items)
     if len(items) <= 3:
         return body + TUPLE_ENDS[len(items)] if items else b")"
@@ -66,15 +66,15 @@ def tuple_of(items: Sequence[bytes]) -> bytes:
 
 
 def list_of(items: Iterable[bytes]) -> bytes:
-    """The opcodes of a list that is not memoised; ``items`` are those of what is in it."""
+    """The opcodes of a list that is not memoised; ``items``: the opcodes of its content."""
     return b"](" + b"".join(items) + b"e"
 
 
 class PickleOpcodes:
-    """One pickle growing front to back; ``finish`` ends it.
+    """One pickle, written front to back; ``finish`` ends it.
 
     ``text``, ``name``, ``once`` and ``constant`` return the opcodes of a string, an importable name or anything else:
-    in full the first time, a memo reference later. What they return must be written in the order of the calls.
+    in full the first time, a memo reference later. The results must be written in the order of the calls.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class PickleOpcodes:
         self._extents: dict[tuple[int, ...], bytes] = {}
 
     def finish(self) -> bytes:
-        """The whole pickle; the writer is used up."""
+        """The whole pickle. The object cannot be used afterwards."""
         self.out += b"."
         return bytes(self.out)
 
@@ -96,7 +96,7 @@ class PickleOpcodes:
         self.out += opcodes
 
     def put(self) -> tuple[bytes, bytes]:
-        """A fresh memo place: the opcode that stores the top of the stack there, and the one that fetches it."""
+        """A new memo place: the opcode that stores the top of the stack there, and the one that fetches it."""
         place = self._memo
         self._memo = place + 1
         if place < 256:
@@ -114,7 +114,7 @@ class PickleOpcodes:
         return b"X" + struct.pack("<I", len(data)) + data + put
 
     def name(self, module: str, name: str) -> bytes:
-        """For names this program chose itself: names out of a checkpoint are checked in ``PickleWriter.value``."""
+        """For names that this program chose itself: names from a checkpoint are checked in ``PickleWriter.value``."""
         known = self._names.get((module, name))
         if known is not None:
             return known
@@ -124,7 +124,7 @@ class PickleOpcodes:
         return b"c" + f"{written}\n{name}\n".encode() + put
 
     def once(self, key: Hashable, build: Callable[[], bytes]) -> bytes:
-        """The opcodes ``build`` gives for one object, which every later call with the same ``key`` refers to."""
+        """The opcodes that ``build`` returns for one object; every later call with the same ``key`` refers to it."""
         known = self._once.get(key)
         if known is not None:
             return known
@@ -133,9 +133,10 @@ class PickleOpcodes:
         return opcodes + put
 
     def constant(self, key: Hashable, build: Callable[[], bytes]) -> bytes:
-        """The opcodes ``build`` gives, made of texts and names; from the second time on all of them memo references.
+        """The opcodes that ``build`` returns, made of texts and names; from the second time on these are memo
+        references.
 
-        Unlike ``once`` the value is made anew each time: for what must not be shared.
+        Unlike ``once`` this makes the value anew each time: for values that must not be shared.
         """
         known = self._constants.get(key)
         if known is not None:

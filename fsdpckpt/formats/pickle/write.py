@@ -1,8 +1,8 @@
 """Writes checkpoint values as protocol-2 pickles, as ``torch.save`` does, from the closed set the reader accepts.
 
-The opcode stream of plain values, dicts and tensors is ``pickle``'s own (protocol 2, the batching of its C
-implementation, ``torch``'s persistent ids), but for what ``opcodes`` leaves out, and for sets: they are written in
-sorted order, so that a checkpoint gives the same bytes in every process. A name outside ``allowlist`` is refused.
+The opcodes of plain values, dicts and tensors are those of ``pickle`` (protocol 2, the batches of its C implementation,
+``torch``'s persistent ids), except for what ``opcodes`` leaves out, and for sets: they are written in sorted order, so
+that a checkpoint gives the same bytes in every process. A name outside ``allowlist`` is refused.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TensorHook = Callable[[Tensor], StorageView]
 
 
 def dumps(value: Value, tensors: TensorHook | None = None) -> bytes:
-    """``value`` as one pickle; ``tensors`` says where each tensor in it is stored."""
+    """``value`` as one pickle; ``tensors`` returns where each tensor in it is stored."""
     writer = PickleWriter(tensors)
     writer.value(value)
     return writer.finish()
 
 
 class PickleWriter(PickleOpcodes):
-    """Writes checkpoint values into one pickle; ``tensors`` says where each tensor in them is stored."""
+    """Writes checkpoint values into one pickle; ``tensors`` returns where each tensor in them is stored."""
 
     def __init__(self, tensors: TensorHook | None = None) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class PickleWriter(PickleOpcodes):
                 self.out += b"b"
 
     def tensor(self, value: Tensor) -> None:
-        """What a tensor becomes: subclasses wrap it."""
+        """Write a tensor: subclasses wrap it."""
         self.view(self._stored(value))
 
     def _stored(self, value: Tensor) -> StorageView:
@@ -207,11 +207,11 @@ class PickleWriter(PickleOpcodes):
         return self._tensors(value)
 
     def blockwise(self, value: Blockwise) -> None:
-        """What a state in blocks becomes: subclasses wrap it."""
+        """Write a state quantized in blocks: subclasses wrap it."""
         self.whole_blocks(value, self._stored)
 
     def whole_blocks(self, value: Blockwise, stored: TensorHook) -> None:
-        """A state in blocks, of which ``stored`` gives the tensors: all of it, or whole groups of its rows."""
+        """Write a state in blocks, whose tensors ``stored`` returns: all of it, or whole groups of its rows."""
         blocks, text = value.blocks, self.text
         views = {part: stored(tensor) for part, tensor in value.tensors.items()}
         numel = prod(views[SCALE].shape) * blocks.block
@@ -266,7 +266,9 @@ class PickleWriter(PickleOpcodes):
         out += end
 
     def _fetch(self, value: object) -> bool:
-        """Refer to a container that was written before. Raises SourceUnsupportedError inside of itself."""
+        """Refer to a container that was written before. Raises SourceUnsupportedError for a container that contains
+        itself.
+        """
         if id(value) in self._open:
             raise SourceUnsupportedError(
                 f"a {type(value).__name__} contains itself",

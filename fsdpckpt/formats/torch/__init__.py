@@ -1,7 +1,7 @@
 """Reads a ``torch.save`` archive as values: the pickle's tree with its tensors located in the file.
 
 Nothing is loaded or run. One pass over the unpickled tree makes its leaves, parses its distributed tensors, and refuses
-what cannot be converted, naming every key. ``load_torch`` reads a whole torch file, or one item of a DCP file; for the
+what cannot be converted, listing every key. ``load_torch`` reads a whole torch file, or one item of a DCP file; for the
 tensor items of a DCP file, one for each shard of each tensor, ``dcp.items`` is faster.
 """
 
@@ -35,7 +35,9 @@ _PLAIN: frozenset[type] = frozenset({str, int, float, bool, type(None), bytes, c
 
 
 class _TreeWalk:
-    """One pass over an unpickled tree, in place: leaves made, whatever cannot be converted collected with its key."""
+    """One pass over an unpickled tree, in place: makes the leaves, and collects what cannot be converted with
+    its key.
+    """
 
     def __init__(
         self,
@@ -200,7 +202,7 @@ class _TreeWalk:
         return made
 
     def _parts(self, key: Key, state: DistributedBlocks | StoredBlocks) -> dict[Key, Value]:
-        """The entries that stand for ``state``, which is called ``key``."""
+        """The entries for ``state`` under the name ``key``."""
         parts = state.whole() if isinstance(state, StoredBlocks) else state.parts
         made = {n: self._stored(one) if isinstance(one, StoredTensor) else one for n, one in parts.items()}
         return cast("dict[Key, Value]", split_state(key, state.blocks, made))
@@ -223,7 +225,7 @@ class _TreeWalk:
         return self._refuse("a bare storage" if type(value).__name__ == "_Storage" else f"a {type(value).__name__}")
 
     def _object(self, value: Object) -> Value:
-        """A record: plain when it holds no tensor; a ``defaultdict`` becomes the dict it is."""
+        """A record: unchanged if it holds no tensor; a ``defaultdict`` becomes a plain dict."""
         if value.function.name == "defaultdict":
             known = self._dicts.get(id(value))
             if known is None:
@@ -246,7 +248,7 @@ class _TreeWalk:
         return value
 
     def _refuse(self, what: str) -> Value:
-        """Remember that the value at the current path cannot be converted; None stands in for it until ``finish``."""
+        """Record that the value at the current path cannot be converted; None replaces it until ``finish``."""
         self._refused.append(f"{self._key() or 'the whole file'}: {what}")
         return None
 
@@ -254,7 +256,7 @@ class _TreeWalk:
         return ".".join(map(str, self._path))
 
     def finish(self) -> None:
-        """Raises SourceUnsupportedError naming everything that was refused."""
+        """Raises SourceUnsupportedError that lists everything that was refused."""
         if self._refused:
             raise SourceUnsupportedError(
                 f"{self._source.path} holds {len(self._refused)} value{'s' * (len(self._refused) != 1)} that fsdpckpt "
@@ -268,7 +270,7 @@ class _TreeWalk:
 
 
 def _order(item: object) -> str:
-    """What the items of a set are sorted by: ``repr`` of scalars."""
+    """The sort key for the items of a set: ``repr`` of scalars."""
     return repr(item) if isinstance(item, (str, int, float, bytes)) else truncate(item)
 
 
@@ -277,14 +279,14 @@ ChecksumRow: TypeAlias = tuple[int, int, int, int]  # file, offset, nbytes, crc
 
 @dataclass(frozen=True, slots=True)
 class OpenedArchive:
-    """One archive, of which only the pickle's bytes were read: ``pickle``. ``source``: what it is in."""
+    """One archive of which only the pickle's bytes were read: ``pickle``. ``source``: the file that contains it."""
 
     source: ByteSource
     columns: ZipColumns
     pickle: bytes
 
     def checksums(self, file_id: int) -> Checksums:
-        """The CRC-32 of every record; none when it was saved with ``set_crc32_options(False)``, which leaves all 0."""
+        """The CRC-32 of every record; empty if it was saved with ``set_crc32_options(False)``, which leaves all 0."""
         names, offset, nbytes, crc = self.columns
         if not crc.any():
             return Checksums.of([])
@@ -293,10 +295,12 @@ class OpenedArchive:
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
-    """One archive, read. ``root``'s leaves are ``StoredTensor`` (or what ``leaf`` made of them), ``Distributed`` or ir
-    values. ``path``: of the file; ``dropped``: the Python attributes of its tensors, which are left out. ``ranks``: the
-    ranks that its distributed tensors say saved them; ``worlds``: the ranks that they say there are; ``forms``:
-    ``DTensor``, ``ShardedTensor``; ``devices``: the device types of DTensors' meshes. All empty when it holds none."""
+    """The content of one archive. ``root``'s leaves are ``StoredTensor`` (or what ``leaf`` made of them),
+    ``Distributed`` or ir values. ``path``: of the file; ``dropped``: the Python attributes of its tensors, which are
+    left out. ``ranks``: the ranks that saved its distributed tensors, ``worlds``: all ranks, both according to these
+    tensors; ``forms``: ``DTensor``, ``ShardedTensor``; ``devices``: the device types of DTensors' meshes. All empty if
+    it holds none.
+    """
 
     root: Value
     checksums: Checksums
@@ -309,7 +313,7 @@ class TorchArchive:
 
 
 def notes_on_dropped(archives: Iterable[TorchArchive]) -> list[Note]:
-    """What there is to say of Python attributes of tensors, which are left out: once for all files with the same."""
+    """Notes on Python attributes of tensors, which are left out: one for all files with the same attributes."""
     paths: dict[frozenset[str], list[str]] = {}
     for archive in archives:
         paths.setdefault(archive.dropped, []).append(archive.path)
@@ -337,19 +341,19 @@ def load_torch(
 
 
 def local_tensor(stored: StoredTensor, file_id: int, rank: int = 0, *, offset: int | None = None) -> Tensor:
-    """The ir tensor that is whole in one file, at its own offset or another."""
+    """The ir tensor that is whole in one file, at its own offset or at another one."""
     at = stored.offset if offset is None else offset
     chunks = Chunks.whole(file=file_id, offset=at, shape=stored.shape, stride=stored.stride, rank=rank)
     return Tensor(stored.dtype, stored.shape, chunks, stored.sharded)
 
 
 def read_archive(source: ByteSource, file_id: int) -> TorchArchive:
-    """What the torch file ``source`` holds. Raises what ``open_archive`` and ``parse_archive`` raise."""
+    """Read the torch file ``source``. Raises what ``open_archive`` and ``parse_archive`` raise."""
     return parse_archive(open_archive(source), file_id)
 
 
 def open_archive(source: ByteSource, *, begin: int = 0, end: int | None = None) -> OpenedArchive:
-    """The torch archive at bytes [begin, end) of ``source``.
+    """Open the torch archive at bytes [begin, end) of ``source``.
 
     Raises SourceUnrecognisedError (a zip of something else), SourceUnsupportedError (big-endian) and
     SourceCorruptError.
@@ -378,10 +382,10 @@ def parse_archive(
     builder: TensorBuilder | None = None,
     parser: DistributedParser | None = None,
 ) -> TorchArchive:
-    """What the archive holds; ``leaf`` makes the leaves from stored tensors. ``builder``: another one than that of its
-    records, which may make ir tensors; ``parser``: another one of its distributed tensors.
+    """Parse the archive; ``leaf`` makes the leaves from stored tensors. ``builder``: replaces that of its records, and
+    may make ir tensors; ``parser``: replaces that of its distributed tensors.
 
-    Raises SourceUnsupportedError (values that are no strided tensors, all named by key), SourceUnsafeError and
+    Raises SourceUnsupportedError (lists the keys of all values that are not strided tensors), SourceUnsafeError and
     SourceCorruptError.
     """
     source = opened.source
@@ -404,8 +408,9 @@ def parse_archive(
 
 
 def read_pickle(source: ByteSource, record: ZipRecord, *, summed: bool) -> bytes:
-    """The bytes of the record. ``summed``: the archive has checksums. Raises SourceCorruptError when this one's is
-    wrong; torch.load checks none."""
+    """The bytes of the record. ``summed``: the archive has checksums. Raises SourceCorruptError if this one's is wrong;
+    torch.load checks none.
+    """
     check_size(record.nbytes, source.path)
     data = source.read(record.offset, record.nbytes)
     if not summed:

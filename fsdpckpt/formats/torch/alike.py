@@ -53,10 +53,10 @@ class _Operand(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """What is the same for all ranks of one ``Alike``: ``archive`` but for its checksums, path, ranks and worlds.
+    """What is the same for all ranks of one ``Alike``: ``archive`` except its checksums, path, ranks and worlds.
 
-    ``starts``: where the records of the archive that was parsed begin, in ascending order. ``cuts``: how tensors are
-    cut, each with one of them, and what came out of it. ``cut_of``: the number of the cut, and the local tensor, of a
+    ``starts``: where the records of the parsed archive begin, ascending. ``cuts``: the distinct ways in which tensors
+    are cut, each with the result for the parsed rank. ``cut_of``: the number of the cut, and the local tensor, of a
     ``Distributed`` by its id.
     """
 
@@ -69,7 +69,7 @@ class Shared:
     others: list[Distributed]
 
     def record(self, offset: int) -> int:
-        """The number of the record in which a tensor's bytes begin at ``offset``."""
+        """The number of the record that contains the tensor bytes at ``offset``."""
         return bisect_right(self.starts, offset) - 1
 
 
@@ -83,7 +83,7 @@ class RankPlaces:
     meshes: list[Mesh]
 
     def offset(self, offset: int) -> int:
-        """Where the bytes are that are at ``offset`` of the archive that was parsed."""
+        """The offset in this rank's file of the bytes at ``offset`` of the parsed archive."""
         record = self.shared.record(offset)
         return int(self.starts[record]) + offset - self.shared.starts[record]
 
@@ -101,11 +101,11 @@ class RankPlaces:
 
 
 class _NotAlikeError(FsdpckptError):
-    """Nothing is wrong with the archive: what it holds depends on more than numbers in a mesh."""
+    """The archive may be fine, but its content depends on more than numbers in a mesh."""
 
 
 class _WithHoles(TensorBuilder):
-    """The resolver of a pickle in which a text as a persistent id stands for a number."""
+    """Resolves a pickle in which a text as a persistent id stands for a number."""
 
     def __init__(self, opened: OpenedArchive, holes: Mapping[str, Hole]) -> None:
         super().__init__(opened.columns.records(), opened.source.path)
@@ -123,7 +123,7 @@ class _WithHoles(TensorBuilder):
 
 
 class _Sealed:
-    """A file of which nothing may be read: of another rank the same bytes could say something else."""
+    """A file that must not be read: for another rank the same bytes could mean something else."""
 
     def __init__(self, path: str) -> None:
         self.path, self.nbytes = path, 0
@@ -171,8 +171,9 @@ class _CutParser(DistributedParser):
 
 
 class Alike:
-    """The archive of one rank, and whether others are like it. ``shared`` is there as soon as one was; ``unlike``: one
-    differed in numbers that matter, so that others will too."""
+    """The archive of one rank, and whether others are like it. ``shared``: set as soon as one was; ``unlike``: one
+    differed in numbers that matter, so others will too.
+    """
 
     def __init__(self, opened: OpenedArchive, root: Value) -> None:
         self._opened, self._root = opened, root
@@ -183,7 +184,7 @@ class Alike:
         self.shared: Shared | None = None
 
     def changes(self, opened: OpenedArchive) -> Changes | None:
-        """The numbers in which the pickle of another rank differs; None where it is not like this one."""
+        """The numbers in which the pickle of another rank differs; None if it is not like this one."""
         ours, theirs = self._opened.columns, opened.columns
         if len(opened.pickle) != len(self._bytes) or ours.names != theirs.names:
             return None
@@ -197,7 +198,7 @@ class Alike:
         return changes if self._covers(changes) or self._cover(changes) else None
 
     def _covers(self, changes: Changes) -> bool:
-        """Whether each change is one of a number that is known to be a rank's own, and leaves a number there."""
+        """Whether each change is in a number that is known to be a rank's own, and leaves a number there."""
         if self.shared is None:
             return False
         for place, byte in changes.items():
@@ -207,7 +208,7 @@ class Alike:
         return True
 
     def _cover(self, changes: Changes) -> bool:
-        """Parse once more, with holes in the place of these numbers and of those that were found before."""
+        """Parse once more, with holes in place of these numbers and of those found before."""
         if self.unlike:
             return False
         places = self._places | set(changes)
@@ -220,7 +221,7 @@ class Alike:
         return self._covers(changes)
 
     def _with_holes(self, numbers: Sequence[_Operand]) -> Shared | None:
-        """What is there when ``numbers`` are not known; None unless it is the tree that was parsed."""
+        """The result if ``numbers`` are not known; None unless it is the tree that was parsed."""
         data, source = self._opened.pickle, self._opened.source
         holes = {f"hole {number}": Hole(number) for number in range(len(numbers))}
         parts: list[bytes] = []
@@ -243,7 +244,7 @@ class Alike:
         return Shared(archive, starts, order, meshes.parsed, parser.cuts, parser.cut_of, parser.others)
 
     def _values(self, numbers: Sequence[_Operand], changes: Changes) -> list[int | None]:
-        """The numbers of a rank with these ``changes``; None for a text, in which nothing reads one."""
+        """The numbers of a rank with these ``changes``; None for a text, in which no number is read."""
         values: list[int | None] = []
         for number in numbers:
             content = bytes(changes.get(at, self._opened.pickle[at]) for at in range(number.begin, number.end))
@@ -252,9 +253,9 @@ class Alike:
         return values
 
     def places_of(self, source: ByteSource, offsets: Int64Array, changes: Changes) -> RankPlaces | None:
-        """What the rank has of its own whose archive, with records at ``offsets``, has these ``changes``.
+        """The places of the rank whose archive, with records at ``offsets``, has these ``changes``.
 
-        None where its tensors are not what its place in the mesh gives it: parsing the archive says which.
+        None if its tensors do not follow from its place in the mesh: the archive must then be parsed.
         """
         shared = self.shared
         if shared is None:
@@ -274,7 +275,7 @@ class Alike:
 
 
 def archive_of(places: RankPlaces, checksums: Checksums, path: str) -> TorchArchive:
-    """The archive at ``path`` of a rank like the one that was parsed, whose bytes the leaves of its root locate."""
+    """The archive at ``path`` of a rank like the parsed one. Its root's leaves still have the parsed rank's offsets."""
     shared = places.shared
     ranks = {mesh.rank for mesh in places.meshes} | {other.rank for other in shared.others}
     worlds = [*(mesh.world for mesh in places.meshes), *(other.world for other in shared.others)]
@@ -292,7 +293,7 @@ def _is_digit(byte: int) -> bool:
 
 
 def _operands(pickle: bytes, places: Sequence[int]) -> list[_Operand] | None:
-    """The numbers and texts in which ``places``, in ascending order, lie; None where one lies in anything else."""
+    """The numbers and texts that contain ``places`` (ascending); None if one of these is in anything else."""
     operands: list[_Operand] = []
     if places and places[-1] > _SCANNED:
         return None
@@ -314,7 +315,7 @@ def _operands(pickle: bytes, places: Sequence[int]) -> list[_Operand] | None:
 
 
 def _same(one: object, other: object) -> bool:
-    """Whether two trees are equal, in types and in the order of their keys; a number that is NaN equals itself."""
+    """Whether two trees are equal, in types and in the order of their keys; a NaN equals itself."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict) and isinstance(other, dict):

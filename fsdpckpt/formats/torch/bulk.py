@@ -1,12 +1,12 @@
-"""Reads the plain tensors of a large state dict in bulk: what ``archive`` makes of them one by one.
+"""Reads the plain tensors of a large state dict in bulk, with the same result as reading them one by one.
 
-Beside its name, a tensor of a state dict is a few opcodes in which nothing differs between tensors of one shape but the
-key of the storage and places of the memo. One regular expression, which matches at every place, goes over all opcodes,
-so that each match begins where an opcode does. It takes such tensors out: a number as a persistent id stands for each.
-What is left, names and values, is checked and loaded as any pickle.
+Beside its name, a tensor of a state dict is a few opcodes that differ between tensors of one shape only in the key of
+the storage and places of the memo. One regular expression, which matches at every place, goes over all opcodes, so that
+each match begins at an opcode. It takes such tensors out and puts a number as a persistent id in their place. The rest,
+names and values, is checked and loaded as any pickle.
 
-Whatever is unusual (another opcode or class, a reference to a part of a tensor, a memo place that is written twice, an
-error of any kind) is for ``archive`` to read, or to refuse.
+Anything unusual (another opcode or class, a reference to a part of a tensor, a memo place that is written twice, an
+error of any kind) is left to the general reader.
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ _CLASSES = {b"ctorch\n%b\n" % name.encode(): dtype for name, dtype in STORAGE_DT
 
 @dataclass(slots=True, eq=False)
 class _Scanned:
-    """``out``: the opcodes that are left, and the memo places that they are put at. ``forms``: what tensors of one type
-    and shape agree in, with its number: the references before the storage's key, its location and length, the
-    storage offset, size, strides, and what follows. ``met``: the length that ``out`` had when each was met first.
-    ``form``, ``key``: of each tensor. ``dropped``: the places of the memo that tensors write to."""
+    """``out``: the opcodes that are left, and their memo places. ``forms``: the common part of tensors of one type and
+    shape, with its number: the references before the storage's key, its location and length, the storage offset, size,
+    strides, and what follows. ``met``: the length of ``out`` when each form appeared first. ``form``, ``key``: of each
+    tensor. ``dropped``: the memo places that tensors write to.
+    """
 
     out: list[bytes] = field(default_factory=list)
     forms: dict[tuple[bytes, ...], int] = field(default_factory=dict)
@@ -84,11 +85,11 @@ class _Scanned:
 
 
 class _UnusualError(FsdpckptError):
-    """Nothing is wrong with the archive: it is to be read tensor by tensor."""
+    """The archive may be fine, but must be read tensor by tensor."""
 
 
 def read_tensors(source: ByteSource, file_id: int) -> TorchArchive:
-    """As ``archive.read_archive``, with each stored tensor as ``local_tensor`` makes it. Raises what that raises."""
+    """``read_archive``, with each stored tensor as ``local_tensor`` makes it. Raises what that raises."""
     opened = open_archive(source)
 
     def leaf(stored: StoredTensor) -> Tensor:
@@ -105,7 +106,7 @@ def read_tensors(source: ByteSource, file_id: int) -> TorchArchive:
 
 
 def _scan(data: bytes) -> _Scanned:
-    """The pickle with its plain tensors taken out. Raises _UnusualError when it has none."""
+    """Take the plain tensors out of the pickle. Raises _UnusualError if it has none."""
     scanned = _Scanned()
     at, window = 0, _FIRST
     while not scanned.out or scanned.out[-1] != b".":
@@ -123,7 +124,7 @@ def _scan(data: bytes) -> _Scanned:
 
 
 def _scan_window(data: bytes, at: int, stop: int, scanned: _Scanned) -> int:
-    """Go over the opcodes from ``at`` to ``stop``; returns where the first one begins that is not whole, or unusual."""
+    """Scan the opcodes from ``at`` to ``stop``; return the begin of the first one that is incomplete, or unusual."""
     out, forms, form_of, key_of = scanned.out, scanned.forms, scanned.form, scanned.key
     last = stop if stop == len(data) else stop - _CUT
     dropped: list[bytes] = []
@@ -161,7 +162,7 @@ def _scan_window(data: bytes, at: int, stop: int, scanned: _Scanned) -> int:
 
 
 def _long_text(data: bytes, at: int, scanned: _Scanned) -> int:
-    """Go past the long text at ``at``, and the place in the memo that it is put at."""
+    """Skip the long text at ``at``, and the opcode that memoises it."""
     if data[at : at + 1] != b"X" or at + _TEXT_HEAD.size > len(data):
         raise _UnusualError("another opcode")
     end = at + _TEXT_HEAD.size + int(_TEXT_HEAD.unpack_from(data, at)[0])
@@ -202,7 +203,7 @@ def _numbers(opcodes: bytes) -> tuple[int, ...]:
 
 
 class _Records(Mapping[str, ZipRecord]):
-    """The records by name: a ``ZipRecord`` is made of those only that are asked for."""
+    """The records by name: makes a ``ZipRecord`` only for those that are used."""
 
     def __init__(self, columns: ZipColumns) -> None:
         self.columns = columns
@@ -219,7 +220,7 @@ class _Records(Mapping[str, ZipRecord]):
 
 
 class _Form(NamedTuple):
-    """Tensors of one storage type and shape. ``nbytes`` of the storage, of which the tensor begins at ``first``."""
+    """Tensors of one storage type and shape. ``nbytes``: of the storage, in which the tensor begins at ``first``."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -230,7 +231,7 @@ class _Form(NamedTuple):
 
 
 class _Tensors(TensorBuilder):
-    """The resolver of a pickle whose tensors were taken out: their numbers are its persistent ids."""
+    """Resolves a pickle whose tensors were taken out: their numbers are its persistent ids."""
 
     def __init__(self, records: _Records, file: str, scanned: _Scanned, file_id: int) -> None:
         super().__init__(records, file)
