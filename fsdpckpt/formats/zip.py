@@ -1,9 +1,9 @@
-"""Reads the zip archives of ``torch.save``: where each stored record lies.
+"""Reads the zip archives of ``torch.save``: where each stored record is.
 
-``torch.save`` writes stored (never compressed) records. Reading takes no offset from a rule: the true start of a
-record's bytes is in its LOCAL header (alignment lives in an extra field there), its true size and CRC-32 in the central
-directory. PKWARE's APPNOTE is the format's source; the zip64 forms are 4.3.14, 4.3.15 and 4.5.3 there.
-Offsets inside the archive count from its first byte, which need not be the first byte of the file (a DCP item).
+``torch.save`` writes stored (never compressed) records. Offsets are read, never computed: the true start of a record's
+bytes is in its LOCAL header (alignment is in an extra field there), its true size and CRC-32 in the central directory.
+PKWARE's APPNOTE is the format's source; the zip64 forms are 4.3.14, 4.3.15 and 4.5.3 there. Offsets inside the archive
+count from its first byte, which need not be the first byte of the file (a DCP item).
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class ZipRecord(NamedTuple):
 
 
 class ZipColumns(NamedTuple):
-    """The records of one archive in the order of its directory: names without the archive's own folder, and as in
-    ``ZipRecord``, in columns."""
+    """The records of one archive in the order of its directory: names without the archive's own folder, and the fields
+    of ``ZipRecord`` in columns.
+    """
 
     names: list[str]
     offset: Int64Array
@@ -93,8 +94,8 @@ class ZipColumns(NamedTuple):
 def read_columns(source: ByteSource, *, begin: int = 0, end: int | None = None) -> ZipColumns:
     """The records of the zip in bytes [begin, end) of ``source``.
 
-    Raises SourceCorruptError (truncated, overlapping, contradicting), SourceUnsupportedError (compressed or
-    encrypted records, torch's formats before zip) and SourceUnrecognisedError (no zip at all).
+    Raises SourceCorruptError (truncated, overlapping, contradicting), SourceUnsupportedError (compressed or encrypted
+    records, torch's formats before zip) and SourceUnrecognisedError (not a zip).
     """
     stop = source.nbytes if end is None else end
     if not 0 <= begin <= stop <= source.nbytes:
@@ -125,9 +126,9 @@ def _first_repeated(names: list[str]) -> str:
 
 
 def top_folder(source: ByteSource) -> str:
-    """The folder that all records of the zip lie in: of a ``torch.save`` file its name at that time, without suffix.
+    """The folder that contains all records of the zip: for a ``torch.save`` file its name at that time, without suffix.
 
-    "archive" was written to a file object; "" when the zip does not begin with a record.
+    "archive" if it was saved to a file object; "" if the zip does not begin with a record.
     """
     head = source.read(0, min(source.nbytes, _LOCAL_SIZE + _MAX_NAME))
     if len(head) < _LOCAL_SIZE or not head.startswith(b"PK\3\4"):
@@ -142,8 +143,9 @@ def _corrupt(source: ByteSource, what: str, expected: str, found: str) -> NoRetu
 
 
 def find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, int, int]:
-    """The central directory's bytes, its number of entries, and its offset from ``begin``: of the zip in bytes
-    [begin, stop)."""
+    """The central directory of the zip in bytes [begin, stop): its bytes, its number of entries, and its offset from
+    ``begin``.
+    """
     tail_size = min(stop - begin, _END_FIELDS.size + _LOCATOR64_FIELDS.size + _END64_FIELDS.size + 1024)
     tail = source.read(stop - tail_size, tail_size)
     at = tail.rfind(b"PK\5\6")
@@ -229,7 +231,7 @@ def _parse_directory(source: ByteSource, directory: bytes, count: int) -> ZipCol
 
 
 def _zip64(source: ByteSource, extra: bytes, short: list[int]) -> list[int]:
-    """The sizes and the offset, of which those that did not fit into 32 bits are in the zip64 extra field (id 1)."""
+    """The sizes and the offset; those that do not fit in 32 bits are in the zip64 extra field (id 1)."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)
@@ -270,7 +272,7 @@ def _data_offsets(source: ByteSource, entries: ZipColumns, begin: int, directory
 
 
 def _local_headers(source: ByteSource, headers: list[int], limits: list[int], directory: int) -> list[bytes]:
-    """The fixed part of the local header at each of ``headers``, in ascending order; each ends before its limit."""
+    """The fixed part of the local header at each of ``headers`` (ascending); each must end before its limit."""
     heads: list[bytes] = []
     block, block_at = b"", 0
     grown = _FIRST_BLOCK
@@ -289,7 +291,7 @@ def _local_headers(source: ByteSource, headers: list[int], limits: list[int], di
 
 
 class ChecksumPlaces(NamedTuple):
-    """Where the CRC-32 of a record is: at ``entry`` of the directory, and at ``local`` of the archive."""
+    """The two places of a record's CRC-32: at ``entry`` of the directory, and at ``local`` of the archive."""
 
     name: str
     entry: int
@@ -297,7 +299,7 @@ class ChecksumPlaces(NamedTuple):
 
 
 def checksum_places(directory: bytes) -> list[ChecksumPlaces] | None:
-    """Of each record in the bytes of a ``directory``; None when they are none."""
+    """The places for each record in the bytes of a ``directory``; None if they are not a directory."""
     places: list[ChecksumPlaces] = []
     at = 0
     while at + _CENTRAL_SIZE <= len(directory):
@@ -310,7 +312,9 @@ def checksum_places(directory: bytes) -> list[ChecksumPlaces] | None:
 
 
 def _explain_no_zip(source: ByteSource, begin: int, stop: int) -> NoReturn:
-    """Say what a file without a zip end record is: older torch formats, a truncated zip, or something else."""
+    """Raises the error for a file without a zip end record: an older torch format, a truncated zip, or
+    something else.
+    """
     head = source.read(begin, min(stop - begin, 512))
     if head.startswith(_LEGACY_MAGIC[:14]):
         raise SourceUnsupportedError(

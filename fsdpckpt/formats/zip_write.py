@@ -2,7 +2,7 @@
 
 The order is ``data.pkl``, ``byteorder``, ``data/0`` .., ``version``, ``.data/serialization_id``. ``.format_version``
 and ``.storage_alignment`` are left out on purpose: a reader that sees them computes offsets as torch's own writer would
-have placed them (``torch.serialization``, FakeTensorMode) instead of reading the headers. Local headers carry real
+have placed them (``torch.serialization``, FakeTensorMode) instead of reading the headers. Local headers have real
 sizes, so no data descriptors follow the data. Offsets inside the archive count from its first byte, which need not be
 the first byte of the file (a DCP item). The format's source is that of ``formats.zip``.
 """
@@ -48,7 +48,7 @@ class _Record(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Records of data one after the other, in columns."""
+    """Consecutive records of data, in columns."""
 
     name: list[bytes]
     header: Int64Array
@@ -62,9 +62,9 @@ class _Run(NamedTuple):
 
 
 class TorchZip:
-    """One archive, written front to back into ``file`` from where it stands now.
+    """One archive, written front to back at the current end of ``file``.
 
-    ``stem`` is the folder every record lies in: the file's stem, or ``archive`` for DCP items.
+    ``stem``: the folder that contains every record: the file's stem, or ``archive`` for DCP items.
     """
 
     def __init__(self, file: TargetFile, *, stem: str) -> None:
@@ -81,12 +81,12 @@ class TorchZip:
         self._identity = _identity(data)
 
     def record(self, name: str, data: bytes) -> None:
-        """A record whose bytes are known now."""
+        """A record whose bytes are known already."""
         self._header(name.encode(), len(data), isal_zlib.crc32(data))
         self._file.literal(data)
 
     def begin_data(self, key: str, nbytes: int) -> None:
-        """The header of ``data/<key>``: the caller appends exactly ``nbytes`` to the file next."""
+        """Write the header of ``data/<key>``: the caller then appends exactly ``nbytes`` to the file."""
         self._header(b"data/" + key.encode(), nbytes, None if nbytes else 0)
 
     def _header(self, name: bytes, nbytes: int, crc: int | None) -> None:
@@ -105,8 +105,9 @@ class TorchZip:
         self._records.append(_Record(name, header, file.nbytes, nbytes, crc))
 
     def begin_all(self, first: int, nbytes: Int64Array) -> Int64Array:
-        """The headers of ``data/<first>`` and of those that follow it, each with ``nbytes``, below 4 GiB, left free
-        behind it, which the caller fills; returns where these bytes begin in the file."""
+        """Write the headers of ``data/<first>`` and those after it, each followed by ``nbytes`` (below 4 GiB) that the
+        caller fills; return where these bytes begin in the file.
+        """
         file, begin = self._file, self._begin
         names = [b"%b/data/%d" % (self._stem, key) for key in range(first, first + len(nbytes))]
         length = np.array([len(name) for name in names], np.int64)
@@ -124,7 +125,7 @@ class TorchZip:
         return data
 
     def finish(self) -> int:
-        """The last records and the directory; returns the archive's length in bytes."""
+        """Write the last records and the directory; return the archive's length in bytes."""
         self.record("version", b"3\n")
         self.record(".data/serialization_id", self._identity)
         file, begin = self._file, self._begin
@@ -162,18 +163,20 @@ class TorchZip:
         return self._single(0).nbytes
 
     def _single(self, number: int) -> _Record:
-        """The first record or the last one, which are never part of a run."""
+        """Write the first record or the last one, which are never part of a run."""
         record = self._records[number]
         if not isinstance(record, _Record):
             raise InternalError("an archive begins and ends with a record of known bytes")
         return record
 
     def names(self) -> list[int]:
-        """Where in the file the names of the records of a finished archive are: in their headers, in the directory."""
+        """The file offsets of the records' names in a finished archive: in their headers and in the directory."""
         return [at for pairs in self._crc_places for at in (pairs + np.array([16, 30])).ravel().tolist()]
 
     def with_pickle(self, data: bytes | bytearray) -> list[tuple[int, bytes]]:
-        """What a finished archive has at which file offset, in whose pickle is ``data`` of the same length instead."""
+        """The bytes of a finished archive that change, with their file offsets, if its pickle becomes ``data`` of the
+        same length.
+        """
         changes = [(self._single(0).data, bytes(data)), (self._single(-1).data, _identity(data))]
         for number, (_, content) in zip((0, -1), changes[:2], strict=True):
             crc = isal_zlib.crc32(content).to_bytes(4, "little")
@@ -199,7 +202,7 @@ def _central(record: _Record, header: int) -> bytes:
 
 
 def _locals(names: list[bytes], length: Int64Array, nbytes: Int64Array, size: Int64Array) -> bytes:
-    """The headers in front of the data of records, of ``size`` bytes with the padding."""
+    """The headers before the data of records, of ``size`` bytes with the padding."""
     fixed = np.zeros(len(names), _LOCAL_COLUMNS)
     fixed["fixed"] = _LOCAL_HEADER.pack(0x04034B50, 20, _UTF8, 0, 0, _DATE, 0, 0, 0, 0, 0)[:14]
     fixed["nbytes"] = nbytes[:, None]
@@ -213,7 +216,7 @@ def _locals(names: list[bytes], length: Int64Array, nbytes: Int64Array, size: In
 
 
 def _centrals(run: _Run, begin: int) -> tuple[bytes, Int64Array]:
-    """The entries of the directory, and where each of them begins; ``begin`` of the archive in its file."""
+    """The entries of the directory, and where each of them begins; ``begin``: of the archive in its file."""
     length = np.array([len(name) for name in run.name], np.int64)
     fixed = np.zeros(len(length), _CENTRAL_COLUMNS)
     fixed["fixed"] = _CENTRAL_HEADER.pack(0x02014B50, 20, 20, _UTF8, 0, 0, _DATE, *[0] * 10)[:16]
@@ -235,7 +238,7 @@ def _put_rows(
     names: list[bytes],
     length: Int64Array,
 ) -> Int64Array:
-    """Put rows of equal length into ``out``, a name behind each of them; returns where the names end."""
+    """Write rows of equal length to ``out``, each followed by a name; return where the names end."""
     width = fixed.dtype.itemsize
     out[places[:, None] + np.arange(width)] = np.ascontiguousarray(fixed).view(np.uint8).reshape(-1, width)
     begin = np.cumsum(length) - length
@@ -245,7 +248,7 @@ def _put_rows(
 
 
 def _end(records: int, nbytes: int, offset: int) -> bytes:
-    """The end of the directory, in its 64-bit form too where a number needs it."""
+    """The end of the directory, including its 64-bit form if a number needs it."""
     wide = b""
     if records >= _LIMIT_16 or nbytes >= LIMIT_32 or offset >= LIMIT_32:
         wide = _END64_RECORD.pack(0x06064B50, 44, 45, 45, 0, 0, records, records, nbytes, offset)

@@ -1,4 +1,4 @@
-"""States what a writer is: a checkpoint and a ``WriteSpec`` in, the laid-out files of a ``Target`` out.
+"""Defines what a writer is: it turns a checkpoint and a ``WriteSpec`` into the laid-out files of a ``Target``.
 
 To add a target format, write one module with a ``lay_out`` that conforms to ``Writer``, add it to the table in
 ``converters/lay_out.py``, and let a test class inherit ``tests/writers/writer_contract.py``.
@@ -30,15 +30,15 @@ class DtypeRule:
     """The casts of one conversion; None casts nothing.
 
     ``model`` applies to the floating tensors of the model section. ``optim`` applies to the floating states of the
-    optimizer that have elements of a parameter: 0-dim states and ``step`` are counters, which a short float would
-    round, and stay what they are, as do tensors inside param groups. Integers, bools and complex are never cast.
+    optimizer that have the elements of a parameter. 0-dim states and ``step`` are counters, which a short float would
+    round: they are not cast, and neither are tensors inside param groups. Integers, bools and complex are never cast.
     """
 
     model: DType | None = None
     optim: DType | None = None
 
     def of(self, section: Section, state: str | None, tensor: Tensor) -> DType:
-        """The dtype ``tensor`` is written with; ``state`` is the optimizer state's name, None for anything else."""
+        """The dtype of ``tensor`` in the target; ``state``: the optimizer state's name, None for anything else."""
         if section is Section.MODEL:
             wanted = self.model
         elif section is Section.OPTIM and state is not None and state != _COUNTER and tensor.shape:
@@ -105,9 +105,9 @@ class WriteSpec:
     linkable: frozenset[int] = frozenset()
 
     def sharding(self, tensor: Tensor) -> Sharding:
-        """How a sharded ``tensor`` is cut: as its own says, without ``meshes`` along dimension 0 over all ranks.
+        """How a sharded ``tensor`` is cut: by its own sharding, or without ``meshes`` along dimension 0 over all ranks.
 
-        Raises InternalError for a tensor that has no place on a mesh of all ranks.
+        Raises InternalError for a tensor without a sharding on a mesh of all ranks.
         """
         if not self.meshes:
             return on_one_dimension(self.ranks(), self.mesh.names)
@@ -116,19 +116,19 @@ class WriteSpec:
         return tensor.sharding
 
     def ranks(self) -> int:
-        """``world_size``, for a target of files by rank. Raises InternalError when it is not known."""
+        """``world_size``, for a target of rank files. Raises InternalError if it is None."""
         if self.world_size is None:
             raise InternalError("files by rank without a number of ranks")
         return self.world_size
 
 
 class Writer(Protocol):
-    """Lays out one target: every file of it as literal bytes and as write items for tensor data. Nothing is copied.
+    """Lays out one target: every file of it as literal bytes and as write items for tensor data. Copies nothing.
 
-    Every worker of a run calls the writer with equal arguments and has to get equal files, so it may depend on nothing
-    else. Literals, repeats and write items follow each other without gaps or overlaps, file names are unique and
-    relative to the target, and what cannot be done exactly is refused before the first byte is written: with
-    SourceUnsupportedError for what the format has no place for, NeedsInformationError for what only the user knows.
+    Every worker of a run calls the writer with equal arguments and must get equal files, so the result may depend on
+    nothing else. Literals, repeats and write items follow each other without gaps or overlaps, file names are unique
+    and relative to the target, and what cannot be done exactly is refused before the first byte is written: with
+    SourceUnsupportedError for what the format cannot hold, NeedsInformationError for what only the user knows.
     ``Target.notes`` say what was cast, renamed, dropped or inferred.
     """
 

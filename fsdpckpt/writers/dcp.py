@@ -1,11 +1,11 @@
 """Lays out a DCP directory, as ``dcp.save({"model": ..., "optimizer": ..., **extra})`` writes it.
 
-Sharded tensors are cut as their mesh cuts them (by default along dimension 0), and rank r's chunks lie in
-``__{r}_0.distcp``, so that each of N loading ranks reads its own file only. What several ranks hold lies once, in the
-file of the rank that ``torch.distributed.checkpoint._dedup_save_plans`` chooses. Each item is a ``torch.save`` archive.
+Sharded tensors are cut by their mesh (by default along dimension 0), and rank r's chunks are in ``__{r}_0.distcp``, so
+that each of N loading ranks reads only its own file. What several ranks hold is stored once, in the file of the rank
+that ``torch.distributed.checkpoint._dedup_save_plans`` chooses. Each item is a ``torch.save`` archive.
 
-An item of a data file carries neither names nor the place of its box: ``.metadata`` says both. Where a target wants the
-boxes that a DCP source has, in their dtypes, its ``.metadata`` can point to the source's items: the files are linked.
+An item of a data file has neither a name nor the place of its box: ``.metadata`` has both. If a target needs the same
+boxes as a DCP source, in the same dtypes, its ``.metadata`` can refer to the source's items: the files are linked.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _METADATA = ".metadata"
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     """One data file for each rank that has an item, ``.metadata`` last; their names begin with ``spec.path``.
 
-    ``spec.world_size`` ranks share the tensors whose ``sharded`` is True, as ``Tensor.sharding`` says (0-dim ones are
-    never cut). None keeps the source's own chunks and ranks, replicas written once. Raises SourceUnsupportedError when
-    two keys flatten to one.
+    ``spec.world_size`` ranks share the tensors whose ``sharded`` is True, according to ``Tensor.sharding`` (0-dim ones
+    are never cut). None keeps the source's own chunks and ranks, replicas written once. Raises SourceUnsupportedError
+    if two keys flatten to one.
     """
     world_size = spec.world_size
     casts, notes = spec.dtypes.casts(checkpoint)
@@ -71,7 +71,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
 
 
 def _held(value: Value | Blockwise, spec: WriteSpec) -> HeldChunks | None:
-    """The chunks of a tensor with the ranks that hold each, None for what all ranks hold whole."""
+    """The chunks of a tensor with the ranks that hold each, None if all ranks hold it whole."""
     if isinstance(value, Blockwise):
         codes = value.tensors[CODES]
         if spec.world_size is None:
@@ -100,10 +100,11 @@ def _dedup(
 ) -> list[RankBoxes]:
     """For each leaf its (rank, box)es, in the order of the ranks that write them.
 
-    As ``dedup_save_plans``: item by item, those of rank 0 first, then what rank 1 has beside them, and so on. Of the
-    ranks that hold an item the first with the smallest load writes it, and its load grows by the size of the *whole*
-    tensor (``WriteItem.tensor_storage_size``), or by 1. Of the items that one rank alone holds, which are most, only
-    those count that come before another with the same first holder: no later item is between their ranks.
+    As ``dedup_save_plans``: item by item, rank 0's first, then those that only rank 1 and later ranks have, and so on.
+    The rank with the smallest load among those that hold an item writes it (the first of several), and its load grows
+    by the size of the *whole* tensor (``WriteItem.tensor_storage_size``), or by 1. Of the items that only one rank
+    holds, which are most, only those count that come before another with the same first holder: no later item is
+    between their ranks.
     """
     nbytes = [_nbytes(leaf.value, casts) or 1 for leaf in leaves]
     loads = [0] * ranks
@@ -164,7 +165,7 @@ def _nbytes(value: Value | Blockwise, casts: Mapping[Tensor, DType]) -> int:
 
 
 class _Linked(NamedTuple):
-    """Where those boxes of one tensor lie that are in linked files, one row each. ``boxes``: which of all these are.
+    """The boxes of one tensor that are in linked files, one row each. ``boxes``: the numbers of these boxes.
 
     ``file``: a number of the source's; ``offset``, ``nbytes``: of the item in it.
     """
@@ -176,12 +177,12 @@ class _Linked(NamedTuple):
 
 
 class _Links:
-    """The items of the source that a target points to. ``names``: of each linked file, by its number in the source.
+    """The items of the source to which a target refers. ``names``: of each linked file, by its number in the source.
 
-    ``used``: the bytes that are taken from each. ``items``: the linked boxes of each value by its number among
-    ``values``, the target's tensors (None for other values) with the boxes of each; others have to be written.
-    ``casts``: the new dtypes. ``linkable``: the source's files that may be linked. Of these, a file is linked when most
-    bytes that the target takes from it are items that stay as they are.
+    ``used``: how many bytes of each are used. ``items``: the linked boxes of each value by its number among ``values``,
+    the target's tensors (None for other values) with the boxes of each; other boxes must be written. ``casts``: the new
+    dtypes. ``linkable``: the source files that may be linked. One of these is linked if most bytes that the target
+    takes from it are items that do not change.
     """
 
     def __init__(
@@ -213,16 +214,16 @@ class _Links:
                 np.add.at(self.used, file[taken], item[taken, 1])
 
     def free_name(self, rank: int) -> str:
-        """The name of one more data file of ``rank``, as ``FileSystemWriter`` numbers them."""
+        """The next name for a data file of ``rank``, as ``FileSystemWriter`` numbers them."""
         self._named[rank] += 1
         return f"__{rank}_{self._named[rank] - 1}.distcp"
 
 
 def _stored_boxes(tensor: Tensor, item: Int64Array, wanted: RankBoxes) -> tuple[Int64Array, Int64Array]:
-    """The chunks that the source stores in items of their own, of replicas the first; and for each box of ``wanted``
-    the one that is it, -1 for none.
+    """The chunks that the source stores as separate items, of replicas the first; and for each box of ``wanted`` the
+    chunk equal to it, -1 for none.
 
-    Not those of data files in the safetensors format, which hold one blob for all.
+    Leaves out data files in the safetensors format, which hold one blob for all chunks.
     """
     chunks = tensor.chunks
     nbytes = chunks.size.prod(axis=1) * tensor.dtype.itemsize
@@ -236,8 +237,9 @@ def _stored_boxes(tensor: Tensor, item: Int64Array, wanted: RankBoxes) -> tuple[
 
 
 class _Alike(NamedTuple):
-    """The items of entries that are cut alike, one row each: its kind, its box in ``TargetData.boxes`` (0 for a value),
-    and what ``.metadata`` says of it. The number of a file is the rank that writes it."""
+    """The items of entries that are cut alike, one row each: the kind, the box in ``TargetData.boxes`` (0 for a value),
+    and what ``.metadata`` has about it. The number of a file is the rank that writes it.
+    """
 
     kind: Int64Array
     box: Int64Array
@@ -248,9 +250,9 @@ class _Alike(NamedTuple):
 class _Items:
     """Lays out the items of all data files, in columns.
 
-    Items of one *kind* (the same dtype and size, or the same value) differ in their data only: a kind is laid out once,
-    as a file of its own, and put into every data file where it belongs. Items begin at multiples of ``ALIGNMENT``, so
-    that data is aligned in the file as well as in the item.
+    Items of one *kind* (the same dtype and size, or the same value) differ only in their data: a kind is laid out once,
+    as a separate file, and inserted in every data file. Items begin at multiples of ``ALIGNMENT``, so that data is
+    aligned in the file as well as in the item.
     """
 
     casts: Mapping[Tensor, DType]
@@ -306,7 +308,7 @@ class _Items:
         return files, entries
 
     def _written(self, number: int, value: Value | Blockwise, boxes: RankBoxes) -> RankBoxes:
-        """Which of ``boxes`` have to be written, on which rank."""
+        """Which of ``boxes`` must be written, and on which rank."""
         if self.links.names and not isinstance(value, Tensor | Blockwise):
             return _whole(0, ())  # the linked files hold the data: one small one for all the rest
         linked = self.links.items.get(number)
@@ -315,7 +317,7 @@ class _Items:
     def _with_linked(
         self, boxes: RankBoxes, items: StoredItems, offset: Int64Array, linked: _Linked
     ) -> tuple[StoredItems, Int64Array]:
-        """The items of one tensor that are written and those that are linked, and where each begins."""
+        """The written and the linked items of one tensor, and where each begins."""
         numbers = {file: len(self.names) + number for number, file in enumerate(self.links.names)}
         file, begin, nbytes = np.empty((3, len(boxes.rank)), np.int64)
         file[linked.boxes] = [numbers[each] for each in linked.file.tolist()]
@@ -350,7 +352,7 @@ class _Items:
         return _Alike(np.array(kinds, np.int64), np.array(places, np.int64), items)
 
     def _tensor(self, dtype: DType, size: tuple[int, ...]) -> int:
-        """The kind of row-major tensors of ``size``: which tensor, and which box of it, each item says."""
+        """The kind of row-major tensors of ``size``. Each item adds which tensor it is, and which box of it."""
         number = self.numbers.get((dtype.name, size))
         if number is None:
             nbytes = dtype.itemsize * prod(size)
@@ -368,7 +370,7 @@ class _Items:
         return number
 
     def _blocks(self, value: Blockwise, box: Box) -> int:
-        """The kind of one box of a state in blocks; of an empty one, which is not quantized, an empty tensor."""
+        """The kind of one box of a state in blocks; an empty one is not quantized, and is an empty tensor."""
         blocks = value.blocks
         if not box.numel:
             return self._tensor(blocks.dtype, box.sizes)

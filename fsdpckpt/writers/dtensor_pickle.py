@@ -1,8 +1,9 @@
-"""Pickles sharded tensors as DTensors, as FSDP2's state dicts hold them, in the form of one PyTorch version.
+"""Pickles sharded tensors as DTensors, as in FSDP2's state dicts, in the form of one PyTorch version.
 
-A DTensor's pickle holds private attributes of ``DTensorSpec`` and ``DeviceMesh``, which change with PyTorch: a version
-takes its own form only. Sources: ``torch/distributed/device_mesh.py``, ``torch/distributed/tensor/_dtensor_spec.py`` of
-2.4 to 2.15. Objects that torch's own state dicts share between tensors (the mesh, placements) are shared here.
+A DTensor's pickle holds private attributes of ``DTensorSpec`` and ``DeviceMesh``, which change with PyTorch: each
+version loads only its own form. Sources: ``torch/distributed/device_mesh.py``,
+``torch/distributed/tensor/_dtensor_spec.py`` of 2.4 to 2.15. Objects that torch's own state dicts share between tensors
+(the mesh, placements) are shared here too.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ _WORLD_GROUP = "0"  # the name torch.distributed gives the default process group
 
 
 class DTensorPickle(RankPickle):
-    """Sharded tensors as DTensors on the mesh of their sharding, which ``form`` describes further.
+    """Sharded tensors as DTensors on the mesh of their sharding. ``form``: further details of it.
 
-    ``torch``: the version that loads them. ``meshes``: all that there are, in the order in which a job makes them.
+    ``torch``: the version that loads them. ``meshes``: all meshes, in the order in which a job makes them.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class DTensorPickle(RankPickle):
         self._dtensor(blocks.shape, blocks.dtype, sharding, local)
 
     def _dtensor(self, shape: tuple[int, ...], dtype: DType, sharding: Sharding, local: Callable[[], None]) -> None:
-        """A DTensor of which ``local`` writes what this rank holds."""
+        """A DTensor; ``local`` writes what this rank holds of it."""
         text, name, raw = self.text, self.name, self.raw
         self.wrapper(self._class, shape, dtype)
         raw(b"N}(" + text("_local_tensor"))
@@ -122,7 +123,7 @@ class DTensorPickle(RankPickle):
                 return head + text("split_factor") + integer(factor) + BUILD
 
     def _shard_order(self, placements: tuple[Placement, ...], sizes: tuple[int, ...]) -> None:
-        """``DTensorSpec.__post_init__``: from 2.11 on, split factors say the order themselves."""
+        """``DTensorSpec.__post_init__``: from 2.11 on, the order follows from the split factors."""
         text, raw = self.text, self.raw
         is_strided = any(isinstance(placement, StridedShard) for placement in placements)
         raw(text("shard_order"))
@@ -159,7 +160,7 @@ class DTensorPickle(RankPickle):
         self.raw(self.text("_hash") + b"N" + BUILD + self.once(key, lambda: b""))
 
     def _whole_mesh(self, mesh: MeshShape, dims: tuple[int, ...]) -> None:
-        """The mesh that the submesh of ``dims`` is one of; None where it is the whole."""
+        """The mesh that contains the submesh of ``dims``; None if that is the whole mesh."""
         if len(dims) < len(mesh.sizes):
             self._mesh(mesh, tuple(range(len(mesh.sizes))))
         else:
@@ -222,8 +223,9 @@ class DTensorPickle(RankPickle):
     def _group_names(self, mesh: MeshShape) -> list[str]:
         """The names of this rank's process group along each dimension of ``mesh``.
 
-        ``DeviceMesh._init_process_groups`` makes all groups of one dimension after those of the one before, numbered on
-        from mesh to mesh. A dimension that spans all ranks has the default group; before 2.10 only if it is alone.
+        ``DeviceMesh._init_process_groups`` makes all groups of one dimension after those of the one before, and
+        continues the numbers from mesh to mesh. A dimension of all ranks has the default group; before 2.10 only if it
+        is the only one.
         """
         made = 1
         for one in self._meshes:
@@ -253,7 +255,7 @@ class DTensorPickle(RankPickle):
 def target_version(given: str | None) -> tuple[TorchVersion, list[Note]]:
     """The PyTorch version that loads the files: the one ``given``, else the one installed here, else the newest known.
 
-    The note says which was inferred. Raises UsageError for a version that is too old.
+    The note says which one was inferred. Raises UsageError for a version that is too old.
     """
     text, why = given or "", ""
     if given is None:
@@ -289,5 +291,5 @@ def _coordinate(mesh: MeshShape, dims: Sequence[int], rank: int) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _all_ranks(world_size: int) -> tuple[bytes, bytes]:
-    """0 .. world_size - 1 as int32 and as the opcodes of a tuple: every rank's file holds both, for each mesh."""
+    """0 .. world_size - 1 as int32 and as the opcodes of a tuple: every rank's file has both, for each mesh."""
     return struct.pack(f"<{world_size}i", *range(world_size)), integers(range(world_size))

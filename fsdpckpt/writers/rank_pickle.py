@@ -1,8 +1,8 @@
 """Writes the pickle of one rank's file: plain tensors, and sharded ones as ShardedTensor with this rank's rows.
 
 The forms are those that torch 2.4 to 2.15 pickle (``torch.distributed._shard``): what FSDP1's ``SHARDED_STATE_DICT``
-holds on that rank, on a CPU device. What depends on the shape only (shard metadata) is shared between tensors, which
-keeps a file from growing with the world size times the number of tensors.
+holds on that rank, on a CPU device. Parts that depend only on the shape (shard metadata) are shared between tensors;
+otherwise a file would grow with the world size times the number of tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Content: TypeAlias = Tensor | bytes | Filling
 class ShardList(NamedTuple):
     """The shards of one ShardedTensor that are not empty: ``boxes[i]`` is on ``ranks[i]``.
 
-    Lists of equal ``key`` are written once.
+    Lists with equal ``key`` are written once.
     """
 
     key: Hashable
@@ -49,11 +49,10 @@ class ShardList(NamedTuple):
 
 
 class RankPickle(PickleWriter, ABC):
-    """Writes a section's dict for ``rank`` of ``world_size``; the tensors of ``shardings`` are cut as they say.
+    """Writes a section's dict for ``rank`` of ``world_size``; the tensors of ``shardings`` are cut by these.
 
-    ``canonical`` maps a tied tensor to the tensor it shares its record with. ``of_ranks``: where the pickle has what
-    another rank has otherwise, although it holds boxes of the same sizes; and what a rank has there. Subclasses say
-    what wraps the local rows.
+    ``canonical`` maps a tied tensor to the tensor whose record it shares. ``of_ranks``: the places where another rank
+    with boxes of the same sizes has other opcodes, and what makes them. Subclasses decide what wraps the local rows.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class RankPickle(PickleWriter, ABC):
 
     @abstractmethod
     def sharded(self, tensor: Tensor, dtype: DType, sharding: Sharding) -> None:
-        """Write what this rank holds of a sharded tensor."""
+        """Write this rank's part of a sharded tensor."""
 
     def blockwise(self, value: Blockwise) -> None:
         sharding = self._shardings.get(value.tensors[CODES])
@@ -90,8 +89,7 @@ class RankPickle(PickleWriter, ABC):
             self.whole_blocks(value, self._part)
 
     def sharded_blocks(self, value: Blockwise, sharding: Sharding) -> None:
-        """Write what this rank holds of a state in blocks. Raises SourceUnsupportedError where the form has no place
-        for one."""
+        """Write this rank's part of a state in blocks. Raises SourceUnsupportedError if the form cannot hold one."""
         raise SourceUnsupportedError(
             f"a ShardedTensor does not hold {value.blocks}",
             why=f"{TORCHAO}'s optimizers keep DTensors",
@@ -99,7 +97,7 @@ class RankPickle(PickleWriter, ABC):
         )
 
     def _part(self, tensor: Tensor) -> StorageView:
-        """All that this rank holds of one tensor of a state in blocks."""
+        """This rank's part of one tensor of a state in blocks."""
         sharding = self._shardings.get(tensor)
         box = mesh_box(tensor.shape, sharding, self.rank) if sharding is not None else Box.whole(tensor.shape)
         return self.stored(tensor, tensor.dtype, box)
@@ -114,7 +112,7 @@ class RankPickle(PickleWriter, ABC):
         return StorageView(key, dtype, 0, box.sizes, contiguous_stride(box.sizes), nbytes)
 
     def literal(self, dtype: DType, data: bytes) -> StorageView:
-        """A 1-D tensor of values that are known now."""
+        """A 1-D tensor of values that are known already."""
         shape = (len(data) // dtype.itemsize,)
         key = self.record(data, dtype, Box.whole(shape), len(data))
         return StorageView(key, dtype, 0, shape, (1,), len(data))
@@ -124,12 +122,12 @@ class RankPickle(PickleWriter, ABC):
         return str(len(self._records) - 1)
 
     def of_rank(self, make: Callable[[int], bytes]) -> None:
-        """Write what ``make`` makes of this rank, texts and names aside."""
+        """Write what ``make`` makes for this rank, apart from texts and names."""
         self.of_ranks.append((len(self.out), make))
         self.raw(make(self.rank))
 
     def write(self, file: TargetFile, *, stem: str) -> TorchZip:
-        """Append the whole archive: the pickle and the records it asked for."""
+        """Append the whole archive: the pickle and the records it uses."""
         archive = TorchZip(file, stem=stem)
         archive.pickle(self.finish())
         for key, (content, dtype, box, nbytes) in enumerate(self._records):
@@ -148,7 +146,7 @@ class RankPickle(PickleWriter, ABC):
 class ShardedTensorPickle(RankPickle):
     """Sharded tensors as ShardedTensors, as FSDP1's ``_create_chunk_sharded_tensor`` makes them.
 
-    Ranks without rows are no shards: they hold an empty list. On a mesh of two dimensions (HYBRID_SHARD) each row of
+    Ranks without rows have no shards: they hold an empty list. On a mesh of two dimensions (HYBRID_SHARD) each row of
     ranks holds the whole: metadata and specification name the ranks of this row, the rank's own shard its place in it.
     """
 
@@ -173,7 +171,7 @@ class ShardedTensorPickle(RankPickle):
     ) -> None:
         """Write a ShardedTensor of which this rank holds the shard ``local`` (index in ``shards``, view), or none.
 
-        ``placed``: the rank that the shard says it is on, None for that of ``shards``.
+        ``placed``: the rank recorded in the shard, None for that of ``shards``.
         """
         name, raw = self.name, self.raw
         self.wrapper((f"{_SHARD}.sharded_tensor.api", "ShardedTensor"), shape, dtype, requires_grad=requires_grad)
@@ -239,7 +237,7 @@ class ShardedTensorPickle(RankPickle):
         return head + BUILD
 
     def _spec(self, shards: ShardList) -> bytes:
-        """``_infer_sharding_spec_from_shards_metadata``: one shard alone does not say along which dimension."""
+        """``_infer_sharding_spec_from_shards_metadata``: a single shard does not show the dimension."""
         if len(shards.ranks) > 1:
             return self.once(("spec", shards.ranks), lambda: self._chunk_spec(shards.ranks))
         head = self.name(f"{_SHARD}.sharding_spec.api", "EnumerableShardingSpec") + NEW + self.text("shards")
@@ -253,7 +251,7 @@ class ShardedTensorPickle(RankPickle):
 
 @lru_cache(maxsize=4096)
 def _shards(shape: tuple[int, ...], ranks: int, first: int) -> ShardList:
-    """The shards of those with rows among ``ranks`` ranks from rank ``first`` on; that one's when there are none."""
+    """The shards with rows among ``ranks`` ranks from rank ``first`` on; that rank's if there are none."""
     rows = -(-shape[0] // ranks)
     filled = -(-shape[0] // rows) if rows else 1
     boxes = [rank_box(shape, ranks, place) for place in range(filled)]

@@ -1,7 +1,8 @@
 """Lays out safetensors files: one file, or shards of model, optimizer and extras with Hugging Face's index beside them.
 
-``formats.safetensors`` says how values that are not tensors lie in ``__metadata__``. Tied weights are stored once.
-Tensors lie by falling element size, so that every one is aligned without the gaps the format forbids.
+``formats.safetensors`` describes how ``__metadata__`` holds values that are not tensors. Tied weights are stored once.
+Tensors are sorted by element size, largest first, so that every one is aligned without the gaps that the format
+forbids.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class _Group:
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     """One file (``path`` ""), or a directory with shards of at most ``spec.max_shard_size`` bytes of data each.
 
-    A tensor longer than that has a shard of its own. Raises SourceUnsupportedError, naming all keys, when the format
-    has no code for a dtype.
+    A larger tensor has a shard of its own. Raises SourceUnsupportedError that lists all keys whose dtype the format has
+    no code for.
     """
     single_file, dtypes = spec.single_file, spec.dtypes
     sections = single_file and checkpoint.model is not None and checkpoint.optim is not None
@@ -71,7 +72,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
 
 
 def _where(extra: dict[Key, Value], group: _Group, *, single_file: bool) -> Note:
-    """Says where the extras are: nobody looks for them among weights."""
+    """A note on where the extras are: nobody expects them among weights."""
     names = tuple(map(str, extra))
     where = f"{group.stem}.safetensors"
     if single_file:
@@ -206,7 +207,7 @@ def _shards(group: _Group, limit: int) -> list[TargetFile]:
 
 
 def _file(path: str, keys: list[str], group: _Group, *, first: bool) -> TargetFile:
-    """One file of the tensors ``keys``; the group's first carries the document."""
+    """One file of the tensors ``keys``; the group's first file holds the document."""
     metadata = {"format": "pt"}
     if first and group.document:
         metadata[METADATA_KEY] = json.dumps({"version": VERSION, **group.document}, separators=(",", ":"))

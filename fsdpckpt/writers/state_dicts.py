@@ -28,7 +28,7 @@ def extras_of_rank(checkpoint: Checkpoint, rank: int) -> dict[Key, Value]:
 
 
 def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]:
-    """The extras of a target without ranks: rank 0's, and a note for each one in which other ranks differ."""
+    """The extras of a target without ranks: rank 0's, and a note for each extra that differs on other ranks."""
     notes = []
     if len(checkpoint.rank_extra) > 1:
         ranks = len(checkpoint.rank_extra)
@@ -43,7 +43,7 @@ def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]
 
 
 def _merged(common: dict[Key, Value], of_rank: dict[Key, Value]) -> dict[Key, Value]:
-    """Both, those of the rank first: their order is that of the file."""
+    """Both together, the rank's first: their order is that of the file."""
     merged = like(of_rank, of_rank)
     for key, value in of_rank.items():
         known = common.get(key)
@@ -54,7 +54,7 @@ def _merged(common: dict[Key, Value], of_rank: dict[Key, Value]) -> dict[Key, Va
 
 
 def _alike(one: Value, other: Value) -> bool:
-    """Whether two ranks have the same value: what they have in common is one object, its tensors of the same chunks."""
+    """Whether two ranks have the same value: common values are one object, with tensors of the same chunks."""
     if one is other:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -67,7 +67,7 @@ def _alike(one: Value, other: Value) -> bool:
 
 
 def nested(sections: Sequence[tuple[tuple[Step, ...], Value]]) -> Value:
-    """One dict of ``sections``, each below its path; a position in a path makes a list of the one section."""
+    """One dict of ``sections``, each under its path; a position in a path makes a list with one section."""
     root: dict[Key, Value] = {}
     for path, section in sections:
         if not path:
@@ -81,7 +81,7 @@ def nested(sections: Sequence[tuple[tuple[Step, ...], Value]]) -> Value:
 
 
 def model_dict(model: ModelState) -> dict[Key, Value]:
-    """The state dict ``nn.Module.load_state_dict`` takes, ``_metadata`` attached when the source had it."""
+    """The state dict that ``nn.Module.load_state_dict`` takes, with ``_metadata`` if the source had it."""
     if model.metadata is None:
         return model.params  # type: ignore[return-value]  # a dict of str is one of Key
     params: OrderedDict[Key, Value] = OrderedDict(model.params)
@@ -90,7 +90,7 @@ def model_dict(model: ModelState) -> dict[Key, Value]:
 
 
 def optim_dict(optim: OptimState) -> dict[Key, Value]:
-    """The dict ``Optimizer.load_state_dict`` takes, and what users added to it."""
+    """The dict that ``Optimizer.load_state_dict`` takes, with the entries that users added."""
     state = {key: stored_entry(states) for key, states in optim.state.items()}
     root: dict[Key, Value] = {"state": state}  # type: ignore[dict-item]
     if optim.param_groups is not None:
@@ -99,7 +99,7 @@ def optim_dict(optim: OptimState) -> dict[Key, Value]:
 
 
 def extra_notes(checkpoint: Checkpoint, world_size: int) -> list[Note]:
-    """A note on what happens to the extras of ranks when the number of ranks changes."""
+    """A note on what happens to the ranks' extras if the number of ranks changes."""
     ranks = len(checkpoint.rank_extra)
     if ranks in (0, world_size):
         return []
@@ -114,7 +114,7 @@ Path: TypeAlias = tuple[str | int, ...]
 
 
 class Leaf(NamedTuple):
-    """One entry of the flat state dict: its key, the path it was nested under, and what it is."""
+    """One entry of the flat state dict: its key, its nesting, and its value."""
 
     key: str
     path: Path
@@ -173,18 +173,18 @@ def _dotted(path: Path) -> str:
 
 
 def _plain(values: list[Value]) -> bool:
-    """Whether DCP keeps a list as one value: no tensor, mapping or entered list in it."""
+    """Whether DCP stores a list as one value: it contains no tensor, mapping or list that DCP enters."""
     return not any(isinstance(item, (Tensor, dict)) or (isinstance(item, list) and not _plain(item)) for item in values)
 
 
 def flatten(checkpoint: Checkpoint, nesting: Nesting = PLAIN_NESTING) -> tuple[list[Leaf], list[Note]]:
     """All leaves in ``dcp.save``'s order under DCP's flat keys, with notes on what the flat form cannot hold.
 
-    As ``torch.distributed.checkpoint._nested_dict`` and ``_traverse`` do: mappings are always entered, their keys as
-    text; lists only when they hold tensors or non-empty containers that do; tuples never. An empty mapping leaves no
-    trace, which is why it is noted.
+    As ``torch.distributed.checkpoint._nested_dict`` and ``_traverse`` do: mappings are always entered, with their keys
+    as text; lists only if they hold tensors, or non-empty containers that do; tuples never. An empty mapping leaves no
+    trace, so a note mentions it.
 
-    Raises SourceUnsupportedError when several entries get the same flat key.
+    Raises SourceUnsupportedError if several entries get the same flat key.
     """
     leaves: list[Leaf] = []
     notes: list[Note] = []
@@ -210,9 +210,9 @@ def flatten(checkpoint: Checkpoint, nesting: Nesting = PLAIN_NESTING) -> tuple[l
 
 
 def _flat_optimizer(optim: OptimState, at: Path, notes: list[Note]) -> Iterator[Leaf]:
-    """What ``StateDictOptions(flatten_optimizer_state_dict=True)`` makes of an optimizer keyed by name.
+    """The form of ``StateDictOptions(flatten_optimizer_state_dict=True)`` for an optimizer keyed by name.
 
-    Raises SourceUnsupportedError for ids, which have no place in that form.
+    Raises SourceUnsupportedError for ids, which this form cannot hold.
     """
     if optim.key_type == "id":
         raise SourceUnsupportedError(

@@ -1,8 +1,8 @@
 """Lays out one torch file with every tensor whole: the sections and extras in one dict, or one section's dict itself.
 
-A tensor gets a compact storage of its own, unless the source shares memory: tied tensors (the same range of the same
-file) get one storage, partially overlapping views one that covers them all. ``torch.save`` writes the whole storage
-behind a view; a compact one loads equally and holds no byte twice.
+Each tensor gets a compact storage, unless the source shares memory: tied tensors (the same range of the same file) get
+one storage, partially overlapping views one that covers them all. ``torch.save`` writes the whole storage behind a
+view; a compact one loads equally and holds no byte twice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fsdpckpt.writers.state_dicts import extras_of_one, model_dict, nested, opti
 
 
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
-    """One file at ``spec.path``: a dict of the sections, each where ``spec.nesting`` says, and the extras.
+    """One file at ``spec.path``: a dict of the sections, each at its place in ``spec.nesting``, and the extras.
 
     Tensors that share memory in the source's model section or extras share it in the target.
     """
@@ -116,7 +116,7 @@ def _has_number(value: Value) -> bool:
 def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
     """The order (slowest dimension first, None for row-major) and strides that a compact copy keeps.
 
-    A dense tensor whose dimensions lie permuted in memory (transposed, channels_last) keeps its order; any other
+    A dense tensor whose dimensions are permuted in memory (transposed, channels_last) keeps its order; any other
     becomes row-major.
     """
     row_major = contiguous_stride(shape)
@@ -137,7 +137,7 @@ def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple
 
 @dataclass(slots=True, eq=False)
 class _Shared:
-    """One record that several tensors view. ``tensor`` is what fills it; ``key`` is given out on first use."""
+    """One record that several tensors view. ``tensor``: its content; ``key``: assigned on first use."""
 
     tensor: Tensor
     dtype: DType
@@ -153,7 +153,9 @@ class _SharedView:
 
 
 class Storages:
-    """The data records of one torch file: its pickle's tensor hook, then the writer of the records that asked for."""
+    """The data records of one torch file: first the tensor hook of its pickle, then the writer of the records it asked
+    for.
+    """
 
     def __init__(self, casts: Mapping[Tensor, DType], shared: Mapping[Tensor, _SharedView]) -> None:
         self._casts = casts
@@ -215,7 +217,7 @@ def _nbytes(written: WrittenTensor) -> int:
 
 
 def order_of(tensor: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """``memory_order`` of a tensor: only one that is a single chunk has an order to keep."""
+    """``memory_order`` of a tensor: only a tensor of a single chunk has an order to keep."""
     chunks = tensor.chunks
     if len(tensor.shape) < 2 or len(chunks.file) != 1:
         return None, contiguous_stride(tensor.shape)
@@ -227,8 +229,8 @@ def sharing(
 ) -> tuple[Mapping[Tensor, _SharedView], list[Note]]:
     """The view of a shared record, for every tensor that shares memory with another one.
 
-    Tensors that overlap but cannot share one typed storage (other dtypes, other casts) are left to be copied apart,
-    with a note.
+    Tensors that overlap but cannot share one typed storage (other dtypes, other casts) are copied separately, with a
+    note.
     """
     views: dict[Tensor, _SharedView] = {}
     notes: list[Note] = []
@@ -331,7 +333,7 @@ def _share_union(group: list[Tensor], dtype: DType, views: dict[Tensor, _SharedV
 
 
 class LoadablePickle(PickleWriter):
-    """``record`` keeps the elements of a NumPy array, and says under which key."""
+    """``record`` stores the elements of a NumPy array, and returns the key."""
 
     def __init__(self, tensors: TensorHook, record: Callable[[bytes], str]) -> None:
         super().__init__(tensors)

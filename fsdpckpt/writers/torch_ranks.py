@@ -1,11 +1,11 @@
-"""Lays out one torch file per rank and section: ``{model,optim,extra_state}_world_size_{N}_rank_{r}.pt``.
+"""Lays out one torch file for each rank and section: ``{model,optim,extra_state}_world_size_{N}_rank_{r}.pt``.
 
-Each holds its section's dict itself. Sharded tensors hold what their mesh gives rank r, by default its rows
+Each holds its section's dict itself. Sharded tensors hold rank r's part on their mesh, by default its rows
 (``torch.chunk`` along dimension 0); everything else is whole in every rank's file.
 
-Ranks that hold boxes of the same sizes have almost the same file: they differ in their number, in the folder of their
-archive and in the checksums of both. One of them is laid out, and the others are made of it when they are planned, so
-that the work and the memory of many ranks are those of a few.
+Ranks that hold boxes of the same sizes have almost the same file: they differ in the rank's number, in the folder of
+their archive and in the checksums of both. One of them is laid out, and the others are derived from it when they are
+planned, so that the work and memory for many ranks are those for a few.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from fsdpckpt.writers.torch_full import ties
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Template:
-    """The file of one rank, whose ``pickle`` is in ``archive``. ``cut``: of each write item the number of its tensor's
-    cut, -1 for a whole tensor. ``names``: where in the blob the names of records are, which begin with the folder."""
+    """The file of one rank, whose ``pickle`` is in ``archive``. ``cut``: for each write item the number of its tensor's
+    cut, -1 for a whole tensor. ``names``: where in the blob the names of records are, which begin with the folder.
+    """
 
     file: TargetFile
     pickle: RankPickle
@@ -50,7 +51,7 @@ class _Template:
 
 @dataclass(slots=True)
 class RankFiles:
-    """The files of one section. ``pickle`` makes the writer of a rank's, ``shardings`` say how tensors are cut."""
+    """The files of one section. ``pickle`` makes the writer for a rank, ``shardings`` cut the tensors."""
 
     pickle: Callable[[int], RankPickle]
     shardings: Mapping[Tensor, Sharding]
@@ -59,8 +60,9 @@ class RankFiles:
     _templates: dict[tuple[object, ...], _Template] = field(default_factory=dict)
 
     def of_value(self, value: Value, paths: Sequence[str]) -> Iterator[TargetFile]:
-        """The file of each rank of a mesh of one dimension, all of which hold ``value``: tensors, and what is the same
-        on all of them."""
+        """The file of each rank of a mesh of one dimension, if all hold ``value``: tensors, and what is equal on all of
+        them.
+        """
         for tensor, sharding in self.shardings.items():
             self._cuts.setdefault((tensor.shape, sharding), len(self._cuts))
         for rank, path in enumerate(paths):
@@ -74,7 +76,7 @@ class RankFiles:
                 yield TargetFile(path, self.data, template.file.nbytes, make=make)
 
     def of_values(self, values: Sequence[Value], paths: Sequence[str]) -> Iterator[TargetFile]:
-        """The file of each rank, which holds its own one of ``values``."""
+        """The file of each rank, if each holds its own one of ``values``."""
         for rank, (value, path) in enumerate(zip(values, paths, strict=True)):
             yield self._one(rank, path, value)[0]
 
@@ -85,7 +87,7 @@ class RankFiles:
         return file, pickle, pickle.write(file, stem=_stem(path))
 
     def _kind(self, rank: int, path: str) -> tuple[object, ...]:
-        """Equal for ranks whose files differ in nothing but bytes of the same number at the same places."""
+        """Equal for ranks whose files differ only in bytes, of the same number at the same places."""
         sizes = [mesh_box(shape, sharding, rank).sizes for shape, sharding in self._cuts]
         return len(_stem(path)), len(integer(rank)), *sizes
 
@@ -134,12 +136,12 @@ def _in_blob(file: TargetFile, offsets: Int64Array) -> Int64Array:
 
 
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
-    """``spec.world_size`` files for each section that the checkpoint has.
+    """``spec.world_size`` files for each section of the checkpoint.
 
     A tensor whose ``sharded`` is True becomes what ``spec.tensor`` names (0-dim ones stay whole). A live model takes
     DTensors only from a mesh of its own device type: that of ``spec.mesh_device``, else of the source's DTensors, else
     that of ``spec.mesh``, with a note. Target rank r gets the extras of source rank r modulo the source's ranks. Raises
-    NeedsInformationError when the source's DTensors name several device types.
+    NeedsInformationError if the source's DTensors name several device types.
     """
     world_size, names = spec.ranks(), spec.names
     device = spec.mesh_device or _mesh_device(checkpoint)
@@ -202,7 +204,8 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
 
 def _require_rows(checkpoint: Checkpoint, spec: WriteSpec) -> None:
     """Raises UsageError for tensors that a ShardedTensor of FSDP1 cannot hold: its ranks cut rows, on a mesh of two
-    dimensions (HYBRID_SHARD) those of the second."""
+    dimensions (HYBRID_SHARD) those of the second.
+    """
     wanted = (Replicate(), Shard(0))
     for named in checkpoint.tensors() if spec.meshes else ():
         sharding = named.tensor.sharding
@@ -230,7 +233,7 @@ def _mesh_device(checkpoint: Checkpoint) -> str | None:
 
 
 def require_memory(nbytes: int, world_size: int) -> None:
-    """Raises UsageError when the bytes around the tensors, ``nbytes`` in each file, do not fit into memory.
+    """Raises UsageError if the bytes around the tensors, ``nbytes`` in each file, do not fit in memory.
 
     Each file names every rank, once or for every tensor, so twice as many ranks need four times as many bytes.
     """
@@ -246,5 +249,5 @@ def require_memory(nbytes: int, world_size: int) -> None:
 
 
 def memory_bytes() -> int:
-    """The machine's memory."""
+    """The size of the machine's memory in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

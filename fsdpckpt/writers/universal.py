@@ -1,9 +1,9 @@
 """Lays out a DeepSpeed universal checkpoint: one torch file for each weight and each state, all of them whole.
 
-``engine.load_checkpoint`` with ``"load_universal": true`` opens, of the step that ``latest_universal`` names,
+``engine.load_checkpoint`` with ``"load_universal": true`` opens, in the step that ``latest_universal`` names,
 ``mp_rank_00_model_states.pt`` (ZeRO 3: ``zero_pp_rank_0_mp_rank_00_model_states.pt``), ``zero/optimizer_state.pt``, and
-of every parameter that it trains ``zero/<parameter>/``: every file of it, ZeRO 3 those of Adam. Each rank cuts its part
-out of the whole tensor (``load_hp_checkpoint_state`` of ``deepspeed/checkpoint/universal_checkpoint.py`` and
+for every parameter that it trains ``zero/<parameter>/``: every file of it, ZeRO 3 those of Adam. Each rank cuts its
+part from the whole tensor (``load_hp_checkpoint_state`` of ``deepspeed/checkpoint/universal_checkpoint.py`` and
 ``deepspeed/runtime/zero/stage3.py``). It takes neither buffers nor frozen parameters from there.
 """
 
@@ -41,11 +41,11 @@ _SHOWN = 4
 
 
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
-    """``global_step<N>_universal/`` and ``latest_universal``, where N is the extra ``global_steps``; of accelerate's
+    """``global_step<N>_universal/`` and ``latest_universal``, where N is the extra ``global_steps``; for accelerate's
     checkpoints ``pytorch_model/``.
 
     Without an optimizer all of the model is written as weights. Raises SourceUnsupportedError for states that DeepSpeed
-    cannot cut and names that are no file names, NeedsInformationError for parameters without states.
+    cannot cut and names that cannot be file names, NeedsInformationError for parameters without states.
     """
     casts, notes = spec.dtypes.casts(checkpoint)
     extra, dropped = extras_of_one(checkpoint)
@@ -97,7 +97,9 @@ def _file_of(
     casts: Mapping[Tensor, DType],
     alike: dict[tuple[object, ...], TargetFile],
 ) -> TargetFile:
-    """``file`` with one tensor in it. ``alike``: the files before, which differ only in what fills their tensor."""
+    """``file`` with one tensor in it. ``alike``: the earlier files, which differ only in the content of their
+    tensor.
+    """
     dtype, (order, stride) = casts.get(tensor, tensor.dtype), order_of(tensor)
     key = (state, tensor.shape, dtype.name, stride)
     first = alike.setdefault(key, file)
@@ -194,8 +196,9 @@ def _module_states(
     extra: Mapping[Key, Value],
     casts: Mapping[Tensor, DType],
 ) -> list[TargetFile]:
-    """The file that ZeRO 1 and 2 open and the one that ZeRO 3 opens. The weights are in neither, but their names are,
-    as ZeRO 3 has them. Buffers and frozen parameters are in the first."""
+    """The file that ZeRO 1 and 2 open and the one that ZeRO 3 opens. Neither has the weights, but both have their
+    names, in ZeRO 3's form. Buffers and frozen parameters are in the first.
+    """
     module: dict[Key, Value] = OrderedDict()
     for name, leaf in params.items():
         if isinstance(leaf, Tensor) and (name in weights or name in shared):
@@ -247,7 +250,9 @@ def _optimizer_state(
 
 
 def _scaler(extra: Mapping[Key, Value]) -> Object | None:
-    """The loss scaler whose attributes the extras of a DeepSpeed checkpoint hold, as the object that it wants."""
+    """The loss scaler whose attributes the extras of a DeepSpeed checkpoint hold, as the object that
+    DeepSpeed loads.
+    """
     state = extra.get(_SCALER)
     if not isinstance(state, dict) or not {"cur_scale", "dynamic"} <= state.keys():
         return None
@@ -256,7 +261,7 @@ def _scaler(extra: Mapping[Key, Value]) -> Object | None:
 
 
 def _notes_on_groups(optim: OptimState) -> list[Note]:
-    """What ZeRO 3 does not restore, and says nothing of."""
+    """What ZeRO 3 silently does not restore."""
     groups = optim.param_groups or []
     states = {state for entry in optim.state.values() for state in entry}
     notes: list[Note] = []

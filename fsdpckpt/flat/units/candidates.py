@@ -1,12 +1,12 @@
-"""Enumerates the ways to interpret names and ids, for the lengths of slices to decide between.
+"""Enumerates the ways to interpret names and ids; the lengths of slices decide between them.
 
-A list of names may not say which of them are buffers, which are one shared parameter, and which are outside of the
+A list of names may not show which of them are buffers, which are one shared parameter, and which are outside the
 wrapped modules. Each plausible interpretation is one ``Candidate``; ``inference`` finds those that the element counts
 allow.
 
 The ids of an optimizer count group by group; within a group they follow ``model.parameters()``, and parameters that the
-optimizer was not given have none. ``group_candidates`` finds the assignments in that order whose lengths fit: one is an
-answer, two are ambiguous.
+optimizer was not given have none. ``group_candidates`` finds the assignments in that order whose lengths match: one is
+an answer, two are ambiguous.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _CLASSES = 3  # kinds of buffers (last components of names) that are left out at
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Units whose settings are still to be found. ``ordered``: their parameters are in the model's order.
+    """Units whose settings are still unknown. ``ordered``: their parameters are in the model's order.
 
-    ``label``: where they come from. ``assumed``: what this interpretation takes some names for. ``strides_known``:
-    whether it has the parameters' strides. Those of a higher ``tier`` are tried only when none of a lower one fits.
+    ``label``: where they come from. ``assumed``: what this interpretation assumes some names to be. ``strides_known``:
+    whether it has the parameters' strides. A higher ``tier`` is tried only if no candidate of a lower one matches.
     """
 
     units: Units
@@ -120,9 +120,9 @@ class _Candidates:
         return list(dict.fromkeys(map(_last, self._maybe_buffers())))
 
     def _explains(self, omitted: Iterable[NamedParam], *, all_shown: bool) -> bool:
-        """Whether the slices can hold all names except ``omitted``, give or take padding.
+        """Whether the slices can hold all names except ``omitted``, apart from padding.
 
-        ``all_shown``: every parameter has states, so that the slices must not hold more than that, either.
+        ``all_shown``: every parameter has states, so the slices must not hold more than that either.
         """
         left = sum(param.numel for param in self.possible) - sum(param.numel for param in omitted)
         slack = self.world_size * (len(self.prefixes.prefixes) + 1)
@@ -131,7 +131,7 @@ class _Candidates:
         return any(left + slack >= shown and (left - slack <= shown or not all_shown) for shown in self.numels)
 
     def _roots(self, params: Sequence[NamedParam]) -> Iterator[Collection[str]]:
-        """The prefixes, with and without the root where nothing shows whether the root module is wrapped."""
+        """The prefixes, with and without the root if nothing shows whether the root module is wrapped."""
         yield self.prefixes.prefixes
         inner = [prefix for prefix in self.prefixes.prefixes if prefix]
         if not self.prefixes.complete and inner:
@@ -153,7 +153,7 @@ class _Candidates:
     def _ties(self, omitted: Sequence[NamedParam]) -> Iterator[tuple[str, str]]:
         """Pairs (later, first) that may be one shared parameter.
 
-        Both have one shape, and the optimizer does not list the later one, which is not among ``omitted``.
+        Both have the same shape, and the optimizer does not list the later one, which is not among ``omitted``.
         """
         by_shape: dict[tuple[object, ...], list[str]] = {}
         for param in self.possible:
@@ -185,14 +185,14 @@ class _Candidates:
         return Candidate(units, self.label, named.ordered, (assumed,) if assumed else (), tier)
 
     def _typed(self, param: NamedParam) -> NamedParam:
-        """``param`` with the dtype that the checkpoint itself shows, since a reference may have been cast."""
+        """``param`` with the dtype in the checkpoint itself, since a reference may have been cast."""
         unit = innermost_unit(param.name, self.prefixes.prefixes)
         dtype = self.dtypes.get(unit or "", self.state_dtype)
         return param if dtype is None else replace(param, dtype=dtype)
 
 
 def _whole_beside_flat(checkpoint: Checkpoint) -> dict[str, int]:
-    """The number of elements of each tensor that is whole beside flat parameters, and so in none of them."""
+    """The number of elements of each tensor that is whole beside flat parameters, and so not in one."""
     params = checkpoint.model.params if checkpoint.model is not None else {}
     if not any(map(is_flat_key, params)):
         return {}
@@ -227,7 +227,7 @@ def _flat_dtypes(checkpoint: Checkpoint) -> dict[str, DType]:
 
 
 def _state_dtype(checkpoint: Checkpoint) -> DType | None:
-    """The dtype of the slices of the optimizer, as of its parameters, when all have one."""
+    """The dtype of the optimizer's slices, taken as that of its parameters, if all have the same."""
     dtypes = {
         leaf.dtype
         for states in (checkpoint.optim.state.values() if checkpoint.optim is not None else ())
@@ -238,7 +238,7 @@ def _state_dtype(checkpoint: Checkpoint) -> DType | None:
 
 
 def _listed(checkpoint: Checkpoint) -> set[str]:
-    """Original names that the optimizer lists: parameters for certain."""
+    """Original names that the optimizer lists: these are certainly parameters."""
     optim = checkpoint.optim
     if optim is None:
         return set()
@@ -254,9 +254,9 @@ _MOST = 2_000_000  # states of the search; two groups of a thousand parameters e
 
 
 def group_candidates(checkpoint: Checkpoint, units: Units) -> list[Groups | None]:
-    """The groups that fit the ids of ``checkpoint``, at most two; [None] when ``match`` proves the ids by itself.
+    """The groups that match the ids of ``checkpoint``, at most two; [None] if ``match`` proves the ids by itself.
 
-    It does not where the states are whole (of one rank, with ``use_orig_params=True``): their shapes are compared here.
+    It does not if the states are whole (of one rank, with ``use_orig_params=True``): their shapes are compared here.
     """
     optim = checkpoint.optim
     if optim is None or units.groups is not None or optim.key_type != "id" or not optim.param_groups:
@@ -288,7 +288,7 @@ def group_candidates(checkpoint: Checkpoint, units: Units) -> list[Groups | None
 
 
 def _tokens(optim: OptimState, world_size: int) -> dict[int, _Token]:
-    """What the first state with elements shows of each id: lengths by rank, or the shape of a whole tensor."""
+    """For each id, from its first state with elements: the lengths by rank, or the shape of a whole tensor."""
     tokens: dict[int, _Token] = {}
     for key, states in optim.state.items():
         for leaf in states.values():
@@ -299,7 +299,7 @@ def _tokens(optim: OptimState, world_size: int) -> dict[int, _Token]:
 
 
 def _expected(units: Units, world_size: int) -> dict[str, set[_Token]]:
-    """What each key of ``units`` may show."""
+    """The possible tokens of each key of ``units``."""
     tokens: dict[str, set[_Token]] = {}
     for param in units.unmanaged:
         lengths = np.full(world_size, param.numel, np.int64)

@@ -1,7 +1,7 @@
 """Infers the units of a flattened checkpoint, by excluding all others.
 
 Every interpretation of the names (``candidates``) is tried with every setting (``use_orig_params``, alignment, sharding
-group, the optimizer's ids). Those that the lengths of slices contradict are dropped. When all the others read the same
+group, the optimizer's ids). Those that the lengths of slices contradict are dropped. If all the rest read the same
 bytes as the same parameters, that is the answer. Otherwise the error says which option decides; nothing is guessed.
 """
 
@@ -30,7 +30,9 @@ from fsdpckpt.layouts.flattened import is_flat_key
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No candidate fits. ``nearest`` describes the closest one, ``contradictions`` is everything that excludes it."""
+    """No candidate matches. ``nearest`` describes the closest one, ``contradictions`` lists everything that excludes
+    it.
+    """
 
     nearest: str
     contradictions: tuple[str, ...]
@@ -51,9 +53,9 @@ def infer(
 ) -> ResolvedUnits | Refusal:
     """The only units that the lengths in ``checkpoint`` allow, or what contradicts the nearest candidate.
 
-    ``candidates``: lower tiers first; a higher tier is tried only when nothing of a lower one fits. ``preferred``:
-    settings that the caller has reason to expect; they decide when several fit. Raises NeedsInformationError when
-    several fit that read the same bytes differently, or when an order is not certain.
+    ``candidates``: lower tiers first; a higher tier is tried only if nothing in a lower one matches. ``preferred``:
+    settings that the caller expects; they decide if several match. Raises NeedsInformationError if several match that
+    read the same bytes differently, or if an order is not certain.
     """
     survivors: list[_Fitting] = []
     nearest: Refusal | None = None
@@ -84,7 +86,7 @@ def infer(
 def _with_settings(
     checkpoint: Checkpoint, units: Units, wanted: Settings
 ) -> Iterator[tuple[Units, Sequence[tuple[tuple[str, ...], ...] | None]]]:
-    """``units`` under every setting that is not known, each with every assignment of the optimizer's ids."""
+    """``units`` under every combination of unknown settings, each with every assignment of the optimizer's ids."""
     if not units.units:
         return
     flags = (wanted.use_orig_params,) if wanted.use_orig_params is not None else (False, True)
@@ -101,7 +103,9 @@ def _with_settings(
 
 
 def _shardings(checkpoint: Checkpoint, wanted: Settings) -> Iterator[tuple[Strategy, int | None]]:
-    """Strategy and sharding group, full groups first. A group of one rank is NO_SHARD, and all of one rank's are."""
+    """Strategy and sharding group, full groups first. A group of one rank is NO_SHARD, and so is every group in a world
+    of one.
+    """
     world_size = checkpoint.world_size
     sizes = possible_shard_sizes(checkpoint)
     whole = wanted.strategy if wanted.strategy is Strategy.SHARD_GRAD_OP else Strategy.FULL_SHARD
@@ -120,7 +124,7 @@ def _shardings(checkpoint: Checkpoint, wanted: Settings) -> Iterator[tuple[Strat
 
 
 def _param_dtypes(units: Units, *, use_orig_params: bool, wanted: Settings) -> tuple[DType | None, ...]:
-    """What decides the alignment: the parameters' own dtype, or one of another size (half and single precision)."""
+    """The dtypes that decide the alignment: the parameters' own, or one of another size (half and single precision)."""
     if wanted.param_dtype is not None or not use_orig_params:
         return (wanted.param_dtype,)
     sizes = {(unit.param_dtype or unit.params[0].dtype).itemsize for unit in units.units}
@@ -196,7 +200,7 @@ def _ambiguous(checkpoint: Checkpoint, several: list[_Fitting]) -> NeedsInformat
 
 
 def _first_difference(one: _Fitting, several: list[_Fitting]) -> str:
-    """The first optimizer key that is another parameter elsewhere."""
+    """The first optimizer key that stands for different parameters."""
     for key, name in one.match.keys.items():
         if any(other.match.keys.get(key) != name for other in several):
             return f"; optimizer key {key} is {name}"
@@ -215,9 +219,9 @@ def _unordered(checkpoint: Checkpoint, chosen: _Fitting, reason: str) -> NeedsIn
 
 
 def possibly_channels_last(units: Units) -> list[str]:
-    """The parameters whose elements FSDP1 flattens in another order when the model is channels_last.
+    """The parameters whose elements FSDP1 flattens in another order if the model is channels_last.
 
-    They are convolution kernels with several channels and several elements per channel. Names and shapes do not show
+    These are convolution kernels with several channels and several elements per channel. Names and shapes do not show
     the memory format; parameters with known strides are not listed.
     """
     return [
@@ -229,10 +233,10 @@ def possibly_channels_last(units: Units) -> list[str]:
 
 
 def why_order_matters(checkpoint: Checkpoint, match: FlatMatch) -> str | None:
-    """Why the order of the parameters matters and is not proved; None when every order gives the same result.
+    """Why the order of the parameters matters and is not proved; None if every order gives the same result.
 
-    Only the order says where parameters are in a flat parameter. States by name need no order; states by id are
-    certain without one only when each id has the length of exactly one parameter.
+    Only the order shows where parameters are in a flat parameter. States by name need no order; states by id are
+    certain without one only if each id has the length of exactly one parameter.
     """
     units = match.units
     model = checkpoint.model.params if checkpoint.model is not None else {}
@@ -286,7 +290,7 @@ def interpretation(checkpoint: Checkpoint, match: FlatMatch) -> object:
 
 
 def _flat(unit: Unit, match: FlatMatch) -> tuple[_Row, ...]:
-    """Each parameter of a flat one; where it lies in it matters only when it is not alone."""
+    """Each parameter of a flat parameter; its place there matters only if there are others."""
     layout = match.layouts[unit.key]
     filled = [param for param in unit.params if param.numel]
     if len(filled) == 1:

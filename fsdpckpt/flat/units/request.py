@@ -1,4 +1,4 @@
-"""Collects what the options say about units, reads and writes their files, and compares them with a checkpoint."""
+"""The options about units: collects them, reads and writes their files, and compares them with a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ ORDER = "parameters"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitsRequest(Settings):
-    """What the options say about units, settings among it; None (and empty) where they say nothing.
+    """The options about units, including settings; None (and empty) for those not given.
 
     ``file``: a units file. ``globs``: module paths of units, ``("none",)`` for the root alone. ``reference``: a
     checkpoint with names and shapes. ``parameters``: names in the order of ``model.parameters()``. ``buffers``: globs
-    of model keys that are no parameters, ``("none",)`` when all are parameters. ``one_group``: all ranks shard
-    together, also where units of another run say HYBRID_SHARD.
+    of model keys that are not parameters, ``("none",)`` if all are parameters. ``one_group``: all ranks shard together,
+    even if units of another run have HYBRID_SHARD.
     """
 
     file: str | None = None
@@ -58,8 +58,8 @@ class UnitsRequest(Settings):
 class ResolvedUnits:
     """Units, what proves them (for messages), and for a source what each of its keys is.
 
-    ``how``: where they come from and what was compared. ``unsettled``: settings that make no difference to the
-    source's bytes and so cannot be read from them, and ``ORDER``.
+    ``how``: where they come from and what was compared. ``unsettled``: settings that make no difference to the source's
+    bytes and so cannot be read from them, and ``ORDER``.
     """
 
     units: Units
@@ -103,7 +103,7 @@ def _no_file(path: str, *, directory: bool) -> SourceMissingError:
 
 
 def reference_names(path: str, sources: Sources) -> ParameterNames:
-    """The names and shapes of the checkpoint at ``path``. Raises SourceUnrecognisedError when it has none."""
+    """The names and shapes of the checkpoint at ``path``. Raises SourceUnrecognisedError if it has none."""
     from fsdpckpt.readers.detect import open_checkpoint
 
     with of_option("--reference"):
@@ -121,7 +121,7 @@ def reference_names(path: str, sources: Sources) -> ParameterNames:
 
 
 def require_agreement(units: Units, request: UnitsRequest, sources: Sources, described: str) -> None:
-    """Raises SourceCorruptError when other options contradict ``units``, which ``described`` names in the message."""
+    """Raises SourceCorruptError if other options contradict ``units``; ``described``: their name in the message."""
     wrong = option_contradictions(units, request, sources)
     if not wrong:
         return
@@ -136,7 +136,7 @@ def require_agreement(units: Units, request: UnitsRequest, sources: Sources, des
 
 
 def option_contradictions(units: Units, request: UnitsRequest, sources: Sources) -> list[str]:
-    """What ``--unit``, ``--parameters`` and ``--reference`` contradict in ``units``; empty when they agree."""
+    """What ``--unit``, ``--parameters`` and ``--reference`` contradict in ``units``; empty if they agree."""
     wrong = list(_wrapped(units, request.globs))
     if request.parameters is not None:
         for number, (listed, name) in enumerate(zip_longest(request.parameters, units.parameters)):
@@ -180,9 +180,10 @@ def _reference(units: Units, names: ParameterNames) -> list[str]:
 
 
 def contradictions(units: Units, checkpoint: Checkpoint, *, dtype: DType | None = None) -> list[str]:
-    """Everything in ``checkpoint`` (logical, its optimizer keyed by name) that contradicts ``units``; none if they fit.
+    """Everything in ``checkpoint`` (logical, its optimizer keyed by name) that contradicts ``units``; empty if they
+    match.
 
-    ``dtype``: what the model section is cast to, None when it is not.
+    ``dtype``: what the model section is cast to, None if it is not.
     """
     result: list[str] = []
     if checkpoint.model is not None:
@@ -263,12 +264,12 @@ def _groups(units: Units, optim: OptimState) -> Iterator[str]:
 
 
 def listed_names(optim: OptimState) -> Sequence[Sequence[str]]:
-    """The names that each param group lists; empty when there are no groups."""
+    """The names that each param group lists; empty if there are no groups."""
     return [[clean(str(key)) for key in group_params(group) or ()] for group in optim.param_groups or ()]
 
 
 def units_path(path: str) -> str:
-    """The file that ``path`` means: itself when it ends in ``.json``, else ``units.json`` in that directory."""
+    """The file for ``path``: itself if it ends in ``.json``, else ``units.json`` in that directory."""
     if path.endswith(".json") and not os.path.isdir(path):
         return path
     return os.path.join(path, UNITS_FILE)

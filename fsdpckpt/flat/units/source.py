@@ -34,7 +34,7 @@ _SAVED = "give the units file that save_units wrote in the job that saved this: 
 
 
 def is_flattened(checkpoint: Checkpoint, sources: Sources, request: UnitsRequest | None = None) -> bool:
-    """Whether the sections that ``checkpoint`` has hold slices of flat parameters."""
+    """Whether the sections of ``checkpoint`` hold slices of flat parameters."""
     if checkpoint.model is not None and any(is_flat_key(key) for key in checkpoint.model.params):
         return True
     optim = checkpoint.optim
@@ -72,9 +72,9 @@ def source_units(
 ) -> ResolvedUnits:
     """The units of a flattened source, proved by the number of elements of every slice.
 
-    ``target_flattened``: ``request`` describes the target, and the source only when no units are beside the source.
-    Raises SourceCorruptError for units that contradict the checkpoint, NeedsInformationError when several units fit or
-    something has to be given.
+    ``target_flattened``: ``request`` describes the target, and the source only if no units are beside the source.
+    Raises SourceCorruptError for units that contradict the checkpoint, NeedsInformationError if several units match or
+    an option is needed.
     """
     beside = checkpoint.units
     if beside is not None and (target_flattened or request.file is None):
@@ -96,7 +96,7 @@ def source_units(
 
 
 def _given(checkpoint: Checkpoint, units: Units, label: str, request: UnitsRequest, sources: Sources) -> ResolvedUnits:
-    """Units from a file, with the options' settings on top; proved or refused."""
+    """Units from a file, with the settings from options applied; proved or refused."""
     requested = request.applied_to(units)
     result = match(checkpoint, requested)
     settings = request.options()
@@ -121,7 +121,7 @@ def _given(checkpoint: Checkpoint, units: Units, label: str, request: UnitsReque
 
 
 def _serving_both(checkpoint: Checkpoint, units: Units, label: str, sources: Sources) -> ResolvedUnits:
-    """The target's file, where nothing says what the source's units are: its settings may be others, if proved."""
+    """The target's file, if nothing gives the source's units: they may have other settings, if proved."""
     if isinstance(match(checkpoint, units), FlatMatch):
         return _given(checkpoint, units, label, UnitsRequest(), sources)
     # Its ranks are the target's; how many the source has, and how they share, its own lengths prove.
@@ -156,7 +156,7 @@ def _inferred(
 
 
 def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames:
-    """Names, shapes and order: the checkpoint's own where they have an order, else those of the reference."""
+    """Names, shapes and order: the checkpoint's own if they are ordered, else those of the reference."""
     lists = [model_names(checkpoint, "the model section"), optimizer_names(checkpoint, "the optimizer's own names")]
     if request.reference is not None:
         lists.append(reference_names(request.reference, sources))
@@ -227,7 +227,7 @@ def _refused(
 
 
 def find_units(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ResolvedUnits:
-    """The units of any checkpoint. For one that is not flattened, ``request`` has to say how the model was wrapped.
+    """The units of any checkpoint. For one that is not flattened, ``request`` must say how the model was wrapped.
 
     Raises what ``source_units`` and ``target_units`` raise.
     """

@@ -1,4 +1,4 @@
-"""Find the units of a flattened target: given, the source's, or made of names and ``--unit``.
+"""Finds the units of a flattened target: given, the source's, or made of names and ``--unit``.
 
 They are checked against the names, shapes, dtypes and order of what is written.
 """
@@ -43,8 +43,8 @@ def target_units(
     """The units of a flattened target of ``checkpoint`` (whole tensors, its optimizer keyed by name).
 
     ``source``: the units of a flattened source; the target is wrapped like it unless ``request`` says otherwise.
-    ``dtype``: what the model section is cast to. Raises NeedsInformationError when wrapping or ``use_orig_params`` are
-    not known, SourceCorruptError when the units are those of another model, UsageError for what FSDP1 cannot wrap.
+    ``dtype``: what the model section is cast to. Raises NeedsInformationError if wrapping or ``use_orig_params`` are
+    not known, SourceCorruptError if the units are those of another model, UsageError for what FSDP1 cannot wrap.
     """
     wrapped, how = _wrapping(checkpoint, request, source, sources)
     units = wrapped
@@ -65,7 +65,7 @@ def target_units(
 def _wrapping(
     checkpoint: Checkpoint, request: UnitsRequest, source: ResolvedUnits | None, sources: Sources
 ) -> tuple[Units, str]:
-    """Which parameters are in which unit, and where that is known from."""
+    """Which parameters are in which unit, and how that is known."""
     if request.file is not None:
         return load_units(request.file, sources), f"target units: from {request.file}"
     source_units, label = checkpoint.units, f"the units of {checkpoint.units_from}"
@@ -125,7 +125,7 @@ def _require_description(units: Units, checkpoint: Checkpoint, request: UnitsReq
 def _require_orders(
     from_file: Units, units: Units, world_size: int | None, checkpoint: Checkpoint, *, given: bool
 ) -> None:
-    """Where optimizers differ by rank, units say it of the ranks they were recorded on, and of no other target.
+    """If optimizers differ by rank, the units are valid only for the number of ranks they were recorded on.
 
     ``given``: ``from_file`` are those of ``--units``.
     """
@@ -144,7 +144,7 @@ def _require_orders(
 
 
 def _cast(units: Units, dtype: DType) -> Units:
-    """The same with the floating dtype that the model is cast to, which decides how parameters are aligned."""
+    """The same with the floating dtype that the model is cast to, which decides the alignment."""
 
     def cast(params: tuple[UnitParam, ...]) -> tuple[UnitParam, ...]:
         return tuple(replace(param, dtype=dtype) if param.dtype.floating else param for param in params)
@@ -202,7 +202,7 @@ def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Un
 def _groups(units: Units, checkpoint: Checkpoint) -> tuple[tuple[str, ...], ...] | None:
     """The optimizer's groups under these units: as recorded, else as the checkpoint's groups list the parameters.
 
-    Their order is that of ``model.parameters()``, unless ``param_names`` state the optimizer's own.
+    Their order is that of ``model.parameters()``, unless ``param_names`` state the optimizer's own order.
     """
     if units.groups is not None or checkpoint.optim is None or checkpoint.optim.key_type == "id":
         return units.groups
@@ -247,7 +247,7 @@ NO_BUFFERS = ("none",)
 
 
 def target_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames:
-    """The parameters in the order of ``model.parameters()``. Raises NeedsInformationError when they are not certain."""
+    """The parameters in the order of ``model.parameters()``. Raises NeedsInformationError if they are not certain."""
     checkpoint_names = model_names(checkpoint, "the model section")
     if checkpoint_names is None:
         checkpoint_names = optimizer_names(checkpoint, "the optimizer's own names")
@@ -267,7 +267,7 @@ def target_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources
 
 
 def _apart(names: ParameterNames, buffers: Sequence[str]) -> ParameterNames:
-    """Names that nothing else decides: buffers where a ``--buffers`` glob matches, parameters otherwise."""
+    """Names that nothing else decides: buffers if a ``--buffers`` glob matches, parameters otherwise."""
     if not buffers:
         return names
     globs = [glob for glob in buffers if tuple(buffers) != NO_BUFFERS]
@@ -289,7 +289,7 @@ def _apart(names: ParameterNames, buffers: Sequence[str]) -> ParameterNames:
 
 
 def _with_reference(stored: ParameterNames | None, reference: ParameterNames) -> ParameterNames:
-    """The reference's names and order, with the dtypes and what else the checkpoint itself says of them."""
+    """The reference's names and order, with the dtypes and other facts from the checkpoint itself."""
     by_name = {param.name: param for param in stored.params} if stored is not None else {}
     params = tuple(
         replace(param, dtype=by_name[param.name].dtype, stride=by_name[param.name].stride or param.stride)
@@ -343,7 +343,9 @@ def _explicit(names: ParameterNames, order: tuple[str, ...], checkpoint: Checkpo
 
 
 def _settled(names: ParameterNames, checkpoint: Checkpoint) -> ParameterNames:
-    """Only the parameters; what may be a parameter or a buffer, frozen or shared, raises NeedsInformationError."""
+    """Only the parameters; raises NeedsInformationError for names that may be a parameter or a buffer, frozen or
+    shared.
+    """
     optim = checkpoint.optim
     by_name = optim is not None and optim.key_type == "name"
     trained = {name for group in listed_names(optim) for name in group} if optim is not None and by_name else set()

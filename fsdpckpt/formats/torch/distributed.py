@@ -1,8 +1,8 @@
-"""Parses DTensor and ShardedTensor in a rank's file: which boxes of the global tensor lie where.
+"""Parses DTensor and ShardedTensor in a rank's file: which boxes of the global tensor it holds, and where.
 
 Follows the pickled forms of ``torch.distributed.tensor`` (``DTensorSpec``, ``DeviceMesh`` of torch 2.4 to 2.14) and of
-``torch.distributed._shard.sharded_tensor`` (2.1 to 2.14). Shard offsets are trusted, placements of ShardedTensor never
-are (HYBRID_SHARD writes the group's rank there).
+``torch.distributed._shard.sharded_tensor`` (2.1 to 2.14). Trusts shard offsets, but never the placements of a
+ShardedTensor (HYBRID_SHARD writes the group's rank there).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Placed: TypeAlias = tuple[tuple[Place, ...], str, Sharding | None]
 
 
 class Cut(NamedTuple):
-    """How the ``local`` tensor of one rank is cut out of a tensor of ``shape``. ``order``: as ``DTensorSpec``'s."""
+    """How the ``local`` tensor of one rank is cut from a tensor of ``shape``. ``order``: as ``DTensorSpec``'s."""
 
     shape: tuple[int, ...]
     mesh: Mesh
@@ -63,12 +63,12 @@ class BoxInFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distributed:
-    """What one rank's file holds of a tensor that is spread over ranks.
+    """What one rank's file holds of a tensor that is distributed over ranks.
 
-    ``form``: ``DTensor`` or ``ShardedTensor``. ``rank``: the rank that saved it, as the file says (None: not said).
-    ``holders``: the ranks that together hold it; ``world``: all ranks of the job as far as the file knows. ``device``:
-    the device type of a DTensor's mesh, "" when not said. ``sharding``: how a DTensor lies on its own mesh; None where
-    its ranks hold interleaved boxes, or a mesh of another order than ``init_device_mesh`` makes.
+    ``form``: ``DTensor`` or ``ShardedTensor``. ``rank``: the rank that saved it, according to the file (None: not
+    recorded). ``holders``: the ranks that together hold it; ``world``: all ranks of the job, as far as the file shows.
+    ``device``: the device type of a DTensor's mesh, "" if not recorded. ``sharding``: a DTensor's placements on its own
+    mesh; None if its ranks hold interleaved boxes, or the mesh has another order than ``init_device_mesh`` makes.
     """
 
     form: str
@@ -85,8 +85,9 @@ class Distributed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DistributedBlocks:
-    """What one rank's file holds of a state in blocks: ``blocks`` with the shape of the whole, its codes and its scale,
-    and what each code stands for."""
+    """What one rank's file holds of a state quantized in blocks: ``blocks`` with the shape of the whole, its codes and
+    its scale, and the value of each code.
+    """
 
     blocks: Blocks
     parts: Mapping[str, Distributed | StoredTensor]
@@ -108,10 +109,10 @@ class DistributedParser(FileParser):
         self._known: dict[object, Placed] = {}
 
     def parse(self, wrapped: Wrapped, key: str) -> Distributed | DistributedBlocks | StoredBlocks:
-        """What the file holds of ``wrapped``; ``key`` names it in messages.
+        """Parse ``wrapped``; ``key``: its name in messages.
 
-        Raises SourceUnsupportedError for placements that cannot be put together (Partial, blocks cut apart),
-        SourceCorruptError where the local tensor contradicts its placement.
+        Raises SourceUnsupportedError for placements that cannot be joined (Partial, blocks cut apart),
+        SourceCorruptError if the local tensor contradicts its placement.
         """
         if wrapped.kind.name == "DTensor":
             return self._dtensor(wrapped, key)
@@ -137,7 +138,7 @@ class DistributedParser(FileParser):
         return self._of_local(wrapped, attributes, local, key)
 
     def _in_blocks(self, held: StoredBlocks, placed: Distributed, key: str) -> DistributedBlocks:
-        """The parts of a state whose codes lie where ``placed`` says, were they one for each element."""
+        """The parts of a state in blocks. ``placed``: where its codes would be if there were one for each element."""
         blocks = replace(held.blocks, shape=placed.shape)
         parts: dict[str, Distributed | StoredTensor] = {}
         for part in (CODES, SCALE):
@@ -179,7 +180,7 @@ class DistributedParser(FileParser):
         )
 
     def places(self, cut: Cut, key: str) -> Placed:
-        """What ``cut.local`` holds; ``key`` names the tensor in messages."""
+        """The boxes of ``cut.local``; ``key``: the tensor's name in messages."""
         shape, mesh, placements, order, local = cut
         if mesh.coordinate is None:
             return (), placements_text(placements), None
@@ -300,5 +301,5 @@ def _fits(boxes: Sequence[LocalBox], shape: Sequence[int], local: Sequence[int])
 
 @lru_cache(maxsize=1024)
 def _sharding(mesh: MeshShape, placements: tuple[Placement, ...]) -> Sharding:
-    """One object for all files and tensors."""
+    """Cached: one object for all files and tensors."""
     return Sharding(mesh, placements)

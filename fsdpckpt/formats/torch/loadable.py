@@ -62,7 +62,7 @@ def is_class(function: Global) -> bool:
 
 
 def is_loadable(value: Value) -> bool:
-    """Whether ``torch.load`` takes ``value`` by default, with all that is in it."""
+    """Whether ``torch.load`` accepts ``value`` by default, with everything in it."""
     if isinstance(value, Object):
         return is_class(value.function) or value.number is not None or blocks_of(value) is not None
     if isinstance(value, Global):
@@ -73,7 +73,7 @@ def is_loadable(value: Value) -> bool:
 
 
 def encoded(value: Value) -> dict[Key, Value]:
-    """What stands for ``value``, which is not loadable and no NumPy array."""
+    """The replacement for ``value``, which is neither loadable nor a NumPy array."""
     if isinstance(value, dict):
         return {ENCODED: _text(like(value, dict.fromkeys(value))), VALUES: list(value.values())}
     return {ENCODED: _text(value)}
@@ -85,7 +85,7 @@ def stands_for(mapping: Mapping[Key, Value]) -> bool:
 
 
 def restored(stand_in: Mapping[Key, Value], file: str) -> Value:
-    """The value of which ``encoded`` made ``stand_in``. Raises SourceCorruptError, SourceUnsafeError."""
+    """The inverse of ``encoded``. Raises SourceCorruptError, SourceUnsafeError."""
     value = _value(str(stand_in[ENCODED]), file)
     if VALUES not in stand_in:
         return value
@@ -96,7 +96,7 @@ def restored(stand_in: Mapping[Key, Value], file: str) -> Value:
 
 
 def array_of(value: Object) -> Array | None:
-    """The NumPy array that ``value`` makes; None when it is something else, or torch has no such dtype."""
+    """The NumPy array that ``value`` makes; None if it is something else, or torch has no such dtype."""
     parts = _parts(value)
     code = numpy_code(parts[1]) if parts is not None else None
     if parts is None or code is None:
@@ -109,7 +109,7 @@ def array_of(value: Object) -> Array | None:
 
 
 def array_object(call: str, data: bytes, file: str) -> Object:
-    """The array that ``call``, which ``array_of`` made, gives of ``data``. Raises as ``restored``."""
+    """The array that ``call``, a result of ``array_of``, makes of ``data``. Raises as ``restored``."""
     value = _value(call, file)
     parts = _parts(value) if isinstance(value, Object) else None
     if not isinstance(value, Object) or parts is None:
@@ -118,7 +118,7 @@ def array_object(call: str, data: bytes, file: str) -> Object:
 
 
 def _parts(value: Object) -> tuple[tuple[int, ...], Value, _Data] | None:
-    """Shape, dtype and elements of what NumPy's functions make."""
+    """Shape, dtype and elements of an array made by NumPy's functions."""
     shape: Value = ()
     kind: Value = None
     data: Value = None
@@ -166,7 +166,7 @@ def _value(text: str, file: str) -> Value:
 
 
 def _names(data: Json) -> list[tuple[str, str]]:
-    """Every importable name in what ``encode`` made."""
+    """Every importable name in a result of ``encode``."""
     names: list[tuple[str, str]] = []
     stack: list[Json] = [data]
     while stack:

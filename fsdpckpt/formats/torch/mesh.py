@@ -1,4 +1,4 @@
-"""Parses the device meshes in a rank's file: which ranks a mesh spans, and where in it the saving rank was.
+"""Parses the device meshes in a rank's file: which ranks a mesh has, and the place of the saving rank.
 
 Follows ``torch.distributed.device_mesh.DeviceMesh`` as torch 2.4 to 2.15 pickle it: up to 2.9 with a tensor of ranks,
 later with a rank map and a layout of strides into it.
@@ -26,12 +26,12 @@ MAX_RANKS = 1 << 20  # more than any job has: a larger mesh is damaged, and is n
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A device mesh as one rank saw it. ``ranks``: all it spans, row-major, empty when the file does not say.
+    """A device mesh from one rank's file. ``ranks``: all of its ranks, row-major, empty if not recorded.
 
-    ``coordinate`` is the saving rank's place, None when it was outside. ``rank``: the saving rank, None when not
-    recorded. ``world``: the ranks of the mesh this one was cut from (itself when it was not). ``device``: the type of
-    its devices, "" when the file does not say. ``names``: its ``mesh_dim_names``, None without any. ``ascending``: its
-    ranks stand as ``init_device_mesh`` places them; False when the file does not say.
+    ``coordinate``: the saving rank's place, None if it was outside. ``rank``: the saving rank, None if not recorded.
+    ``world``: the ranks of the mesh that this one was cut from (of itself if it was not). ``device``: the type of its
+    devices, "" if not recorded. ``names``: its ``mesh_dim_names``, None without any. ``ascending``: its ranks are in
+    the order of ``init_device_mesh``; False if not recorded.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Mesh:
 
 
 def fields(value: object) -> Mapping[object, object]:
-    """The attributes of one of the objects that a distributed tensor is made of."""
+    """The attributes of an object that is part of a distributed tensor."""
     return cast("Mapping[object, object]", vars(value)) if isinstance(value, StubInstance) else {}
 
 
@@ -71,20 +71,20 @@ def integers(value: object) -> tuple[int, ...] | None:
 
 
 class FileParser:
-    """Parses what one file says of distributed tensors."""
+    """Parses the distributed tensors of one file."""
 
     def __init__(self, source: ByteSource) -> None:
         self._source = source
 
     def _corrupt(self, key: str, what: str, expected: str, found: str) -> NoReturn:
-        """Refuse the tensor ``key``, whose parts do not fit each other."""
+        """Refuse the tensor ``key``, whose parts contradict each other."""
         why = "the file is damaged, or was written by a torch version that fsdpckpt does not know"
         raise damaged(self._source.path, f"{key}: {what}", expected, found, key=key, why=why)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hole:
-    """Stands for a number in a pickle: the rank's own, which is ``number`` among several (``formats.torch.alike``)."""
+    """Takes the place of a number in a pickle: the rank's own, with index ``number`` (``formats.torch.alike``)."""
 
     number: int
 
@@ -92,7 +92,7 @@ class Hole:
 class MeshParser(FileParser):
     """Parses the meshes of one file, each once.
 
-    ``numbers``: what stands in holes. ``moved``: where the bytes are of a tensor that the pickle places at an offset.
+    ``numbers``: what holes stand for. ``moved``: returns the offset of a tensor's bytes from its offset in the pickle.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class MeshParser(FileParser):
 
     @property
     def parsed(self) -> list[tuple[object, Mesh]]:
-        """Every mesh, as it was pickled and what it is."""
+        """Every mesh, as it was pickled and parsed."""
         return list(self._meshes.values())
 
     def _filled(self, value: object) -> object:
-        """A number, or several, with those of this rank in holes."""
+        """A number, or several, with this rank's numbers in place of holes."""
         if isinstance(value, Hole):
             return self._numbers[value.number]
         if isinstance(value, (list, tuple)) and any(isinstance(item, Hole) for item in value):
@@ -120,7 +120,7 @@ class MeshParser(FileParser):
         return value
 
     def mesh(self, pickled: object, key: str) -> Mesh:
-        """The mesh that ``pickled`` describes; ``key`` names the tensor in messages."""
+        """The mesh that ``pickled`` describes; ``key``: the tensor's name in messages."""
         known = self._meshes.get(id(pickled))
         if known is None:
             known = self._meshes[id(pickled)] = (pickled, self._parse(pickled, key))
@@ -191,7 +191,7 @@ class MeshParser(FileParser):
             self._corrupt(key, "a coordinate outside its mesh", f"a place in {shape}", f"{place}")
 
     def _axes(self, layout: object, key: str) -> list[list[int]]:
-        """For each mesh dimension, the steps into the rank map of its indexes."""
+        """For each mesh dimension the steps into the rank map for its indexes."""
         attributes = fields(layout)
         made_of = attributes.get("")
         if isinstance(made_of, tuple) and len(made_of) == 2:

@@ -1,8 +1,8 @@
-"""Builds the tensors that a torch pickle describes: each located in its file and validated, none loaded.
+"""Builds the tensors that a torch pickle describes: locates each in its file and validates it, loads none.
 
 Follows ``torch.serialization``'s ``persistent_load`` (a storage is the record ``data/<key>``) and the rebuild functions
 of ``torch._utils`` and ``torch._tensor``. A tensor that is not plain strided data becomes a ``Refused`` mark, so that
-whoever walks the tree can name its key.
+the walk over the tree can name its key.
 
 torchao's optimizer states are a tensor subclass that wraps codes, scales and a map: ``stored_blocks`` parses it.
 """
@@ -38,7 +38,7 @@ _NOT_STRIDED = {
 
 
 class _Stateless:
-    """What a pickle may hold but not change: BUILD is refused."""
+    """A value that a pickle may hold but not change: BUILD is refused."""
 
     __slots__ = ()
 
@@ -48,7 +48,7 @@ class _Stateless:
 
 @dataclass(slots=True, eq=False)
 class _Storage(_Stateless):
-    """One storage: ``dtype`` None when untyped; ``offset`` and ``nbytes`` of its bytes in the file."""
+    """One storage: ``dtype`` None if untyped; ``offset`` and ``nbytes`` of its bytes in the file."""
 
     dtype: DType | None
     offset: int
@@ -59,8 +59,8 @@ class _Storage(_Stateless):
 class StoredTensor(_Stateless):
     """One strided tensor. ``offset``: byte offset of its first element in the file; ``stride`` in elements.
 
-    ``sharded`` as in ``ir.tensors.Tensor``; ``cloned``: it carries the mark of an FSDP1 full state dict; ``array``: the
-    call that makes the NumPy array which it stands for (``formats.torch.loadable``), "" when it is a tensor itself.
+    ``sharded`` as in ``ir.tensors.Tensor``; ``cloned``: it has the mark of an FSDP1 full state dict; ``array``: the
+    call that makes the NumPy array it stands for (``formats.torch.loadable``), "" if it is a tensor.
     """
 
     dtype: DType
@@ -84,13 +84,13 @@ class Wrapped(_Stateless):
 
 @dataclass(slots=True, eq=False)
 class Refused(_Stateless):
-    """A value this program does not convert, and what it is."""
+    """A value that this program does not convert, and a description of it."""
 
     what: str
 
 
 def size_of(value: object) -> tuple[int, ...] | None:
-    """A tuple of sizes, written plainly or as ``torch.Size``; None when it is neither."""
+    """A tuple of sizes, plain or as ``torch.Size``; None if it is neither."""
     if isinstance(value, Object) and value.function.name == "Size" and len(value.args) == 1:
         value = value.args[0]
     if isinstance(value, (tuple, list)) and all(type(n) is int and n >= 0 for n in value):
@@ -99,7 +99,7 @@ def size_of(value: object) -> tuple[int, ...] | None:
 
 
 class TensorBuilder:
-    """The ``TensorResolver`` of one archive: ``records`` are the zip's, ``file`` names it in messages."""
+    """The ``TensorResolver`` of one archive: ``records`` are those of the zip, ``file`` is its name in messages."""
 
     def __init__(self, records: Mapping[str, ZipRecord], file: str) -> None:
         self._records = records
@@ -134,7 +134,7 @@ class TensorBuilder:
         return _Storage(dtype, record.offset, nbytes)
 
     def rebuild(self, function: str, arguments: tuple[object, ...]) -> object:
-        """What the rebuild function ``function`` of torch makes of ``arguments``."""
+        """The result of torch's rebuild function ``function`` for ``arguments``."""
         if function == "_rebuild_tensor_v2":
             return self._tensor(arguments, None, arguments[6] if len(arguments) > 6 else None)
         rule = _RULES.get(function)
@@ -204,7 +204,7 @@ class TensorBuilder:
         return made
 
     def _mark(self, made: StoredTensor, kind: Global, state: object) -> None:
-        """Take from a tensor's Python attributes whether FSDP shards it; remember the names of the others."""
+        """Read from a tensor's Python attributes whether FSDP shards it; record the names of the other attributes."""
         if isinstance(state, tuple) and state:
             state = state[0]
         attributes = state if isinstance(state, dict) else {}
@@ -244,13 +244,15 @@ _CODES = {"OptimStateFp8": DTYPES["float8_e4m3fn"]}  # all others have bytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredBlocks:
-    """What one file holds of a state: that of a parameter's shard. ``blocks``: its form, with the shard's shape."""
+    """What one file holds of a state in blocks: that of a parameter's shard. ``blocks``: its form, with the shard's
+    shape.
+    """
 
     blocks: Blocks
     parts: Mapping[str, StoredTensor]
 
     def whole(self) -> dict[str, StoredTensor]:
-        """The parts of a state that is all here, in the shapes of the IR."""
+        """The parts of a state that is entirely in this file, in the shapes of the IR."""
         made: dict[str, StoredTensor] = {}
         for part, stored in self.parts.items():
             shape = stored.shape if part == QMAP else self.blocks.shape_of(part)
@@ -260,10 +262,10 @@ class StoredBlocks:
 
 
 def stored_blocks(wrapped: Wrapped, file: str, key: str) -> StoredBlocks:
-    """The state that ``wrapped``, of one of ``CLASSES``, holds.
+    """The state in ``wrapped``, of one of ``CLASSES``.
 
-    Raises SourceCorruptError where its parts do not fit, SourceUnsupportedError where a block ends outside of whole
-    rows of bytes.
+    Raises SourceCorruptError if its parts contradict each other, SourceUnsupportedError if a block does not end at a
+    whole byte of a row.
     """
     state = wrapped.state if isinstance(wrapped.state, dict) else {}
     block, signed = state.get("block_size"), state.get("signed")
@@ -294,7 +296,7 @@ def stored_blocks(wrapped: Wrapped, file: str, key: str) -> StoredBlocks:
 
 
 def _waited(value: object) -> object:
-    """What a collective gave: torchao's full states on CPU hold it still wrapped."""
+    """The result of a collective: torchao's full states on CPU still hold it wrapped."""
     if isinstance(value, Wrapped) and value.kind.name == "AsyncCollectiveTensor":
         state = value.state[1] if isinstance(value.state, tuple) and len(value.state) == 2 else value.state
         return state.get("elem") if isinstance(state, dict) else None
