@@ -42,7 +42,9 @@ class HeldBox:
 
 
 def kind_of(tensor: torch.Tensor) -> str:
-    """``DTensor``, ``ShardedTensor`` or ``Tensor``. UsageError for what has no elements in strided memory."""
+    """``DTensor``, ``ShardedTensor`` or ``Tensor``. Raises UsageError for a tensor without elements in
+    strided memory.
+    """
     if isinstance(tensor, DTensor):
         return "DTensor"
     if isinstance(tensor, ShardedTensor):
@@ -53,7 +55,7 @@ def kind_of(tensor: torch.Tensor) -> str:
 
 
 def held_boxes(tensor: torch.Tensor, key: str) -> list[HeldBox]:
-    """The boxes of ``tensor`` on this rank; none where the rank holds nothing. ``key`` names it in messages."""
+    """The boxes of ``tensor`` on this rank; none if the rank holds nothing. ``key``: its name in messages."""
     if isinstance(tensor, ShardedTensor):
         shards = tensor.local_shards()
         held = [
@@ -80,7 +82,7 @@ def mesh_boxes(
     order: Mapping[int, Sequence[int]] | None,
     key: str,
 ) -> tuple[layouts.LocalBox, ...]:
-    """The boxes of a tensor of ``shape`` that this rank holds on ``mesh``; none outside of it."""
+    """The boxes of a tensor of ``shape`` that this rank holds on ``mesh``; none if it is not on the mesh."""
     coordinate = mesh.get_coordinate()
     ours = [_placement(placement, len(shape), key) for placement in placements]
     if coordinate is None:
@@ -108,7 +110,7 @@ def _placement(placement: Placement, dimensions: int, key: str) -> ir.Placement:
 
 
 def _order(spec: object) -> Mapping[int, Sequence[int]] | None:
-    """``DTensorSpec.shard_order`` (torch 2.10+), None where there is none."""
+    """``DTensorSpec.shard_order`` (torch 2.10+), None if there is none."""
     entries = getattr(spec, "shard_order", None) or ()
     return {entry.tensor_dim: tuple(entry.mesh_dims) for entry in entries} or None
 
@@ -129,7 +131,9 @@ class TensorBox:
 
 
 def all_boxes(group: Group, boxes: Sequence[Sequence[Box]], dimensions: Sequence[int]) -> list[list[list[Box]]]:
-    """Every rank's ``boxes`` (one list a tensor, whose number of ``dimensions`` all know), by rank. All ranks."""
+    """Every rank's ``boxes`` (one list for each tensor, whose number of ``dimensions`` all know), by rank.
+    Collective.
+    """
     rows = cast("list[Int64Array]", group.all_gather_objects(_packed(boxes), name="tell who holds what"))
     return [_unpacked(row, dimensions) for row in rows]
 
@@ -155,7 +159,9 @@ def _unpacked(row: Int64Array, dimensions: Sequence[int]) -> list[list[Box]]:
 
 
 def check_coverage(keys: Sequence[str], shapes: Sequence[Sequence[int]], every: list[list[list[Box]]]) -> None:
-    """Raise StateDictMismatchError unless the ranks' boxes hold every element of every tensor, replicas aside."""
+    """Raises StateDictMismatchError unless the ranks' boxes hold every element of every tensor, not counting
+    replicas.
+    """
     problems: list[str] = []
     for index, (key, shape) in enumerate(zip(keys, shapes, strict=True)):
         rows = [(rank, box) for rank, boxes in enumerate(every) for box in boxes[index]]
@@ -178,9 +184,9 @@ def check_coverage(keys: Sequence[str], shapes: Sequence[Sequence[int]], every: 
 def assign_senders(
     every: list[list[list[Box]]], itemsizes: Sequence[int], *, to: int | None = None
 ) -> list[list[TensorBox]]:
-    """For each rank the boxes that it sends: each box once, replicas' holders balanced by bytes.
+    """For each rank the boxes that it sends: each box once, with replicas' holders balanced by bytes.
 
-    ``to``: the only receiver; what it holds itself is its own to send.
+    ``to``: the only receiver; it sends itself the boxes that it holds.
     """
     loads = [0] * len(every)
     sends: list[list[TensorBox]] = [[] for _ in every]
@@ -198,7 +204,7 @@ def assign_senders(
 
 
 def on_group_device(group: Group, tensors: Sequence[torch.Tensor]) -> bool:
-    """True when the data lies where the group communicates, so that no host memory is needed in between."""
+    """True if the data is on the group's device, so that no host memory is needed in between."""
     device = torch.device(group.device)
     return device.type != "cpu" and all(tensor.device == device for tensor in tensors)
 
@@ -209,7 +215,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def stream_nbytes(sizes: Sequence[tuple[Sequence[int], int]]) -> int:
-    """Bytes of the stream of tensors of these (shape, bytes an element)."""
+    """The length in bytes of the stream of tensors of these (shape, bytes per element)."""
     return sum(_aligned(prod(shape) * itemsize) for shape, itemsize in sizes)
 
 
@@ -233,7 +239,7 @@ class Stream:
         self._move(offset, buffer, write=False)
 
     def write(self, offset: int, buffer: torch.Tensor) -> None:
-        """Put the bytes in ``buffer`` where they belong from ``offset`` on."""
+        """Write the bytes in ``buffer`` to their tensors, from ``offset`` on."""
         self._move(offset, buffer, write=True)
 
     def _move(self, offset: int, buffer: torch.Tensor, *, write: bool) -> None:
@@ -254,7 +260,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(tensor: torch.Tensor, first: int, part: torch.Tensor, *, write: bool) -> None:
-    """Between the bytes of ``tensor`` from ``first`` on, in row-major order, and all of ``part``."""
+    """Copy between the bytes of ``tensor`` from ``first`` on, in row-major order, and all of ``part``."""
     itemsize = tensor.element_size()
     elements = part.view(tensor.dtype)
     if tensor.is_contiguous():
@@ -281,7 +287,7 @@ Placements: TypeAlias = Sequence[Placement] | Callable[[str, tuple[int, ...]], S
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a tensor goes on this rank. ``boxes``: what this rank wants of it, with the memory to fill.
+    """Where a tensor goes on this rank. ``boxes``: what this rank needs of it, with the memory to fill.
 
     ``tensor``: the result, once that memory is filled. ``filled``: it is already.
     """
@@ -298,7 +304,7 @@ def destination_whole(shape: Sequence[int], dtype: torch.dtype, device: torch.de
 
 
 def destination_like(like: torch.Tensor, key: str, device: torch.device) -> Destination:
-    """In the memory of ``like`` itself; where that is on the meta device, in new memory on ``device``, cut the same."""
+    """The memory of ``like`` itself; if that is on the meta device, new memory on ``device``, cut the same way."""
     if isinstance(like, ShardedTensor):  # its shards are asked: without any it answers nothing itself
         on_meta = any(each.tensor.is_meta for each in like.local_shards())
         return _new_sharded_tensor(like, device) if on_meta else Destination(held_boxes(like, key), like)
@@ -332,7 +338,7 @@ def destination_on_mesh(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
 ) -> Destination:
-    """A new DTensor: what ``distribute_tensor`` would make of a whole contiguous tensor."""
+    """A new DTensor, as ``distribute_tensor`` would make it from a whole contiguous tensor."""
     boxes = mesh_boxes(shape, mesh, placements, None, key)
     local_shape = layouts.local_shape(boxes, shape)
     if local_shape is None:

@@ -1,12 +1,12 @@
 """Exchanges bytes between all ranks (``exchange``), or from one rank to all (``spread``), through bounded buffers.
 
-The caller says how many bytes go where, and reads and writes them in chunks; nothing here knows what they mean. Gloo
-has no all-to-all, so an exchange is a sequence of ``SendRecv``: in number k, rank r sends to r + k and receives from
-r - k.
+The caller states how many bytes go where, and reads and writes them in chunks; this module does not interpret them.
+Gloo has no all-to-all, so an exchange is a sequence of ``SendRecv``: in number k, rank r sends to r + k and receives
+from r - k.
 
-All ranks order all chunks alike, and each has several in flight: it posts the next ones before it waits for the first.
-Nobody deadlocks: of the chunks that have not crossed, both sides of the first one in that order have posted it, or wait
-for nothing but their own disks.
+All ranks order all chunks the same way, and each has several in flight: it posts the next ones before it waits for the
+first. There is no deadlock: of the chunks that have not been transferred, both sides of the first one in that order
+have posted it, or wait only for their own disks.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def exchange(
     on_device: bool = False,
     name: str = "exchange",
 ) -> None:
-    """Move ``sends[peer]`` bytes to each peer and ``receives[peer]`` bytes from each. All ranks of the group.
+    """Move ``sends[peer]`` bytes to each peer and ``receives[peer]`` bytes from each. Collective.
 
     A rank may be its own peer. ``budget``: bytes of buffers, on the device and, for CUDA, again in pinned memory.
-    ``on_device``: the buffers handed to ``read`` and ``write`` lie on the group's device, else in host memory.
-    Raises WorkerError when a peer has other counts than this rank, before any byte is moved.
+    ``on_device``: the buffers passed to ``read`` and ``write`` are on the group's device, else in host memory. Raises
+    WorkerError if a peer has other counts than this rank, before any byte is moved.
     """
     with group.step(name):
         largest = max([*sends.values(), *receives.values(), 1])
@@ -82,9 +82,9 @@ def exchange(
 class SendRecv:
     """Send ``send_bytes`` to rank ``to``, while ``receive_bytes`` come from rank ``source``.
 
-    ``receive_into``: the tensors that bytes are received into directly, on the group's device; ``write`` is not called
-    then. ``has_room()``: whether there is room to receive; if not, ``wait_for_room()`` returns once there is.
-    ``on_received()`` is called once everything has come, of this ``SendRecv`` and of those before it.
+    ``receive_into``: the tensors, on the group's device, that receive the bytes directly; ``write`` is not called then.
+    ``has_room()``: whether there is room to receive; if not, ``wait_for_room()`` returns once there is.
+    ``on_received()`` is called once everything has arrived, of this ``SendRecv`` and of those before it.
     """
 
     to: int
@@ -101,8 +101,9 @@ class SendRecv:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """``sent`` bytes from ``offset`` on, which lie in buffer ``send_buffer``, and ``received`` bytes, which go to
-    buffer ``receive_buffer`` unless ``of`` says where to receive into."""
+    """``sent`` bytes from ``offset`` on, in buffer ``send_buffer``, and ``received`` bytes, which go to buffer
+    ``receive_buffer`` unless ``of`` has memory to receive into.
+    """
 
     of: SendRecv
     offset: int
@@ -114,7 +115,7 @@ class _Chunk:
 
 
 class Exchanger:
-    """Runs exchanges through the same buffers, inside a step of the caller's. All ranks do the same.
+    """Runs exchanges through the same buffers, inside a step of the caller's. Collective.
 
     ``largest``: bytes of the largest ``SendRecv``; ``budget`` and ``on_device`` as for ``exchange``. ``in_place``:
     every ``SendRecv`` has ``receive_into``, so that no buffer is needed to receive.
@@ -130,11 +131,11 @@ class Exchanger:
 
     @property
     def chunk(self) -> int:
-        """The most bytes that ``read``, ``write`` or ``receive_into`` are asked for."""
+        """The largest number of bytes in one call of ``read``, ``write`` or ``receive_into``."""
         return self._staging.size
 
     def check(self, sends: Mapping[int, int], receives: Mapping[int, int]) -> None:
-        """Raises WorkerError when a peer has other counts than this rank. Counts of several exchanges may be added."""
+        """Raises WorkerError if a peer has other counts than this rank. Counts of several exchanges may be added."""
         group = self._group
         unknown = [peer for peer in (*sends, *receives) if not 0 <= peer < group.world_size]
         if unknown or sends.get(group.rank, 0) != receives.get(group.rank, 0):
@@ -152,12 +153,12 @@ class Exchanger:
                 )
 
     def pairs(self) -> list[tuple[int, int]]:
-        """The peers that this rank sends to and at the same time receives from: (to, source), in order."""
+        """The peers that this rank sends to and receives from at the same time: (to, source), in order."""
         rank, world_size = self._group.rank, self._group.world_size
         return [((rank + distance) % world_size, (rank - distance) % world_size) for distance in range(1, world_size)]
 
     def to_itself(self, total: int, read: Read, write: Write) -> None:
-        """What this rank sends to itself: nothing crosses."""
+        """Copy what this rank sends to itself, without communication."""
         for offset in range(0, total, self.chunk):
             buffer = self._staging.host(0, min(self.chunk, total - offset))
             read(self._group.rank, offset, buffer)
@@ -165,10 +166,10 @@ class Exchanger:
             self._group.beat()
 
     def run(self, operations: Iterable[SendRecv], *, watch: Callable[[], None] | None = None) -> None:
-        """Run ``operations``, in order and overlapping. Those of all ranks have to match: nothing here checks it.
+        """Run ``operations``, in order and overlapping. Those of all ranks must match: this is not checked.
 
-        ``watch``: given, another thread takes the operations and calls their ``read``, ahead of the communication;
-        this one calls ``watch`` while it waits for that.
+        ``watch``: if given, another thread takes the operations and calls their ``read``, ahead of the communication;
+        this thread calls ``watch`` while it waits for that.
         """
         free, ended = Semaphore(SEND_BUFFERS), Event()
         chunks = self._chunks(operations, free, ended)
@@ -188,7 +189,7 @@ class Exchanger:
                 free.release(SEND_BUFFERS)  # nobody waits for a buffer any more
 
     def _chunks(self, operations: Iterable[SendRecv], free: Semaphore, ended: Event) -> Generator[_Chunk]:
-        """The chunks of ``operations`` in order, each once there is a buffer for it, filled."""
+        """The chunks of ``operations`` in order, each as soon as there is a buffer for it, filled."""
         outgoing = incoming = 0
         for of in operations:
             total = max(of.send_bytes, of.receive_bytes)
@@ -241,7 +242,7 @@ def spread(
     on_device: bool = False,
     name: str = "spread",
 ) -> None:
-    """Send rank s's ``sizes[s]`` bytes to all others, for every s. All ranks, with the same ``sizes``.
+    """Send rank s's ``sizes[s]`` bytes to all others, for every s. Collective, with the same ``sizes`` on all ranks.
 
     ``read(own rank, offset, buffer)`` is called on the sender, ``write(s, offset, buffer)`` on the others. For the
     rest, see ``exchange``.
@@ -303,7 +304,7 @@ class Prefetch(Generic[T]):
             return made[0]
 
     def close(self) -> None:
-        """No further item is wanted. Waits a little for the thread, which may be in the middle of one."""
+        """Stop. Waits briefly for the thread, which may be making an item."""
         self._stopped = True
         self._room.release()
         self._thread.join(PATIENCE)

@@ -4,12 +4,12 @@ torchrun (any elastic launch) sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZ
 sets SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE, SLURM_NODEID and SLURM_STEP_NODELIST;
 a batch script without srun has some of them, but no SLURM_STEP_ID.
 
-Backend ``auto`` is NCCL when every rank has a GPU of its own, else Gloo on the CPU. All ranks vote on that, because
-nodes may have different numbers of GPUs.
+Backend ``auto`` is NCCL if every rank has a GPU of its own, else Gloo on the CPU. All ranks vote on that, because nodes
+may have different numbers of GPUs.
 
 ``launch`` starts workers through PyTorch's elastic launch, and reports their failure as one error. Each worker writes
-its position, and its failure if it can, to a directory of the launcher, so that the error names rank and step even of a
-worker that was killed. No worker is restarted, and none outlives the launcher.
+its position, and its failure if it can, to a directory of the launcher, so that the error names rank and step even for
+a worker that was killed. No worker is restarted, and none outlives the launcher.
 """
 
 from __future__ import annotations
@@ -146,12 +146,12 @@ DeviceKind: TypeAlias = Literal["cuda", "cpu"]
 
 
 def has_own_gpu(local_world_size: int) -> bool:
-    """True when this node has a GPU for each of its workers, and torch was built with NCCL."""
+    """True if this node has a GPU for each of its workers, and torch was built with NCCL."""
     return torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local_world_size
 
 
 def local_workers(nproc_per_node: str) -> int:
-    """``--nproc-per-node`` as a number; ``gpu``: this node's GPUs, ``auto``: the same, or 1 where there is none."""
+    """``--nproc-per-node`` as a number; ``gpu``: this node's GPUs, ``auto``: the same, or 1 if there are none."""
     if nproc_per_node in {"gpu", "auto"}:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0 and nproc_per_node == "gpu":
@@ -163,7 +163,7 @@ def local_workers(nproc_per_node: str) -> int:
 def choose_backend(backend: str, device: str, *, all_have_gpu: Callable[[], bool]) -> tuple[Backend, DeviceKind]:
     """The backend and device kind for the options ``--backend`` and ``--device``; either may be ``auto``.
 
-    ``all_have_gpu`` is collective, and called only where the answer matters: all workers need equal options.
+    ``all_have_gpu`` is collective, and called only if the answer matters: all workers need equal options.
     """
     if backend not in {"auto", "nccl", "gloo"} or device not in {"auto", "cpu", "cuda"}:
         raise UsageError(f"no such backend or device: {backend}, {device}", expected="auto|nccl|gloo, auto|cpu|cuda")

@@ -1,10 +1,10 @@
-"""Keeps hung calls and processes from holding up the rest. Imports no torch.
+"""Prevents hung calls and processes from blocking the others. Imports no torch.
 
 ``Background`` runs calls that may never return: neither a store nor a process group of PyTorch can be interrupted from
-Python, and what blocks inside one blocks a daemon thread, never the thread that notices, reports and ends.
-``heartbeat`` reports progress while a rank computes. ``end_with_launcher`` ends this process with its launcher, and
-``kill_stopped`` kills workers that were stopped (SIGSTOP, a debugger): they notice nothing, SIGTERM included, and their
-launcher would wait for them.
+Python. A call that hangs blocks a daemon thread, never the thread that notices, reports and ends. ``heartbeat`` reports
+progress while a rank computes. ``end_with_launcher`` ends this process with its launcher, and ``kill_stopped`` kills
+workers that were stopped (SIGSTOP, a debugger): they react to nothing, not even SIGTERM, and their launcher would wait
+for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Job(Generic[T]):
-    """One call on its way. ``done`` is set when it returned or raised."""
+    """One submitted call. ``done`` is set when it has returned or raised."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
@@ -45,14 +45,14 @@ class Job(Generic[T]):
             self.done.set()
 
     def result(self) -> T:
-        """What the call returned; raises what it raised. Only once ``done``."""
+        """The result of the call; raises what it raised. Only once ``done``."""
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[return-value]  # T may be None; set when there was no error
 
 
 class Background:
-    """A daemon thread that runs calls in the order they were given."""
+    """A daemon thread that runs calls in the order in which they were submitted."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Job[object] | None] = SimpleQueue()
@@ -68,9 +68,9 @@ class Background:
         return job
 
     def close(self, patience: float) -> None:
-        """End the thread once it has done what it was given; waits at most ``patience`` seconds for it.
+        """End the thread once it has run the submitted calls; waits at most ``patience`` seconds for it.
 
-        A thread that is inside torch when the interpreter ends takes the process down with an abort.
+        A thread that is inside torch when the interpreter ends aborts the process.
         """
         self._jobs.put(None)
         if self._thread is not None:
@@ -87,9 +87,10 @@ MOVED = 0.001  # seconds of processor time between two looks that count as movem
 
 @contextmanager
 def heartbeat(watch: Callable[[bool], None]) -> Iterator[None]:
-    """While the body runs, call ``watch(moving)`` from another thread: whether the body used the processor meanwhile.
+    """While the body runs, call ``watch(moving)`` from another thread. ``moving``: the body used the processor
+    meanwhile.
 
-    A WorkerError of ``watch`` interrupts the body and is raised in its place. For the main thread only.
+    A WorkerError of ``watch`` interrupts the body and is raised in its place. Only for the main thread.
     """
     heart = _Heart(watch)
     heart.start()
@@ -150,7 +151,7 @@ ProcessIdentity: TypeAlias = "list[object]"
 
 
 def process_identity() -> ProcessIdentity:
-    """This worker, as ``kill_stopped`` on another one has to know it."""
+    """This worker's identity, by which another one can kill it (``kill_stopped``)."""
     _, started = _status(os.getpid())
     return [_machine() if started else "", os.getpid(), started]
 
@@ -167,7 +168,7 @@ def kill_stopped(peers: Sequence[ProcessIdentity]) -> None:
 
 
 def _machine() -> str:
-    """The running system and its process ids' namespace; empty where the system does not say."""
+    """The running system and its namespace of process ids; empty if it has neither."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -176,7 +177,7 @@ def _machine() -> str:
 
 
 def _status(process: int) -> tuple[str, str]:
-    """State and start time of a process, as Linux counts them: no two processes of one id have the same."""
+    """State and start time of a process in Linux's units: two processes with the same id differ in it."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -1,10 +1,11 @@
-"""``Group``: one rank among the ranks of a run, what they do together, and how their errors cross.
+"""``Group``: one rank among the ranks of a run. Defines what ranks do together, and how their errors are sent.
 
-``Solo`` is a group of one process and never imports torch; ``comm.torch_group.TorchGroup`` is a group over a
-live process group. Code written against ``Group`` runs the same on one rank and on a thousand.
+``Solo`` is a group of one process and never imports torch; ``comm.torch_group.TorchGroup`` is a group over a live
+process group. Code written against ``Group`` runs the same on one rank and on a thousand.
 
-An error crosses as a record of its type and its fields, so that a damaged source is exit code 3 whichever rank reads
-it. This program's errors and the operating system's have a record; of any other error other ranks know only the text.
+An error is sent as a record of its type and its fields, so that a damaged source is exit code 3 whichever rank reads
+it. This program's errors and the operating system's have a record; of any other error the other ranks get only the
+text.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
 class Group(Protocol):
     """Rank ``rank`` of ``world_size``. A method marked *collective* is called by all ranks, in the same order.
 
-    ``device``: where data must lie to cross between ranks, a ``torch.device`` or the name of one. ``backend``: the
-    process group's, None in a world of one. ``transport``: what moves bytes between ranks (``comm.transport``), None in
-    a world of one; only the code that exchanges bytes uses it.
+    ``device``: where data must be to be sent to other ranks, a ``torch.device`` or the name of one. ``backend``: the
+    process group's, None in a world of one. ``transport``: moves bytes between ranks (``comm.transport``), None in a
+    world of one; only the code that exchanges bytes uses it.
     """
 
     rank: int
@@ -45,7 +46,7 @@ class Group(Protocol):
         """Collective: ``with group.step("write shards"):`` all ranks enter and leave the body together.
 
         ``agree``: a digest of what must be the same on all ranks. An exception in the body of any rank is raised as the
-        same WorkerError on all of them, with the exception itself as ``original``; in a world of one it passes
+        same WorkerError on all of them, with the exception itself as ``original``; in a world of one it is raised
         unchanged. Steps may be nested.
         """
 
@@ -57,31 +58,33 @@ class Group(Protocol):
     def watch(self, *, moving: bool) -> None:
         """Check the other ranks, from a loop that waits for threads of this process; at least every second.
 
-        ``moving``: whether those threads made progress since the last call. A rank that makes none is as lost as a
-        silent one. Raises WorkerError when a rank failed.
+        ``moving``: whether those threads made progress since the last call. A rank without progress counts as lost,
+        like a silent one. Raises WorkerError if a rank failed.
         """
 
     @abstractmethod
     def heartbeat(self) -> Context[None]:
-        """While the body runs, report progress for as long as it uses the processor. For the main thread only.
+        """While the body runs, report progress for as long as it uses the processor. Only for the main thread.
 
         A failure of another rank interrupts the body and is raised in its place.
         """
 
     @abstractmethod
     def silent_for(self, seconds: float) -> Context[None]:
-        """The body may take ``seconds`` more than the limit without reporting progress, as one long library call."""
+        """Allow the body ``seconds`` more than the limit without a report of progress, for a single long
+        library call.
+        """
 
     @abstractmethod
     def all_gather_objects(self, value: object, *, name: str = "exchange of values") -> list[object]:
         """Collective: every rank's ``value``, by rank; this rank's own is returned as it is.
 
-        Values cross by a closed encoding (``comm.trees``); UsageError for a type outside it.
+        Values are sent in a closed encoding (``comm.trees``); raises UsageError for a type outside it.
         """
 
     @abstractmethod
     def broadcast_object(self, value: object = None, *, source: int = 0, name: str = "broadcast of a value") -> object:
-        """Collective: rank ``source``'s ``value`` on every rank; what the others pass is ignored."""
+        """Collective: rank ``source``'s ``value`` on every rank; the values of the others are ignored."""
 
     @abstractmethod
     def send_object(self, value: object, *, to: int) -> None:
@@ -93,11 +96,11 @@ class Group(Protocol):
 
     @abstractmethod
     def all_stopped(self) -> None:
-        """After a failure: wait until every rank has raised it, at most the limit; briefly when a rank was lost."""
+        """After a failure: wait until every rank has raised it, up to the limit; only briefly if a rank was lost."""
 
     @abstractmethod
     def close(self) -> None:
-        """Collective: leave the group. After a failure it only releases what it holds."""
+        """Collective: leave the group. After a failure, only release resources."""
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +114,7 @@ ErrorRecord: TypeAlias = "dict[str, Any]"
 
 
 def encode_error(error: BaseException) -> ErrorRecord | None:
-    """``error`` as a record; None for one that does not cross: a WorkerError, and what this program did not foresee."""
+    """``error`` as a record; None for an error without one: a WorkerError, and what this program did not foresee."""
     if isinstance(error, OSError):
         filename = error.filename if isinstance(error.filename, str) else None
         return {"type": "OSError", "args": [error.errno, error.strerror or str(error), filename]}
@@ -121,7 +124,7 @@ def encode_error(error: BaseException) -> ErrorRecord | None:
 
 
 def decode_error(record: Mapping[str, Any]) -> Exception:
-    """The error that ``encode_error`` made ``record`` of. An InternalError when this program knows no such type."""
+    """The inverse of ``encode_error``. An InternalError if this program does not know the type."""
     return _decoded(record) or InternalError(f"another worker reported an unknown error: {record!r}")
 
 
@@ -137,7 +140,7 @@ def _decoded(record: Mapping[str, Any]) -> Exception | None:
 
 
 def original_error(error: WorkerError) -> Exception:
-    """The error that made a rank fail, where it is one that a lone process would end with; else ``error`` itself."""
+    """The error that made a rank fail, if a single process would end with it too; else ``error`` itself."""
     original = None if error.original is None else _decoded(error.original)
     if original is None:
         return error

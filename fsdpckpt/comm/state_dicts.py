@@ -48,7 +48,7 @@ from fsdpckpt.ir.tensors import Box
 
 @dataclass(frozen=True, slots=True)
 class _Sharded:
-    """One sharded tensor: its place in the state dict, what it is, and this rank's boxes of it."""
+    """One sharded tensor: its place in the state dict, its metadata, and this rank's boxes of it."""
 
     slot: int
     key: str
@@ -70,12 +70,12 @@ def gather(
     cpu_offload: bool = False,
     budget: int = BUDGET,
 ) -> StateDict:
-    """``state`` with every DTensor and ShardedTensor whole. All ranks, each with its own shards.
+    """Return ``state`` with every DTensor and ShardedTensor whole. Collective, each rank with its own shards.
 
-    ``to``: the rank that gets it, the others get ``{}`` and allocate nothing; None: all. Whole tensors lie where the
-    shards do, with ``cpu_offload`` in host memory. Plain tensors and other values stay each rank's own. Beside the
-    result no rank needs more than ``budget`` bytes. Raises StateDictMismatchError, alike on all ranks, when the
-    ranks' state dicts differ in structure or do not hold every element.
+    ``to``: the rank that gets it, the others get ``{}`` and allocate nothing; None: all. Whole tensors are on the
+    device of the shards, with ``cpu_offload`` in host memory. Plain tensors and other values stay each rank's own.
+    Besides the result no rank needs more than ``budget`` bytes. Raises StateDictMismatchError, the same on all ranks,
+    if the ranks' state dicts differ in structure or do not hold every element.
     """
     agree_on_structure(group, state)
     tree = split_tensors(state)
@@ -172,10 +172,10 @@ def shard(
     placements: Placements | None = None,
     device: torch.device | None = None,
 ) -> StateDict:
-    """This rank's shards of ``state``, which every rank has whole and alike. Only structures are communicated.
+    """Return this rank's shards of ``state``, which every rank has whole and equal. Communicates only structures.
 
-    ``device``: where new tensors lie (default: where ``state``'s do). Raises StateDictMismatchError on all ranks,
-    with every difference, when ``state`` does not fit ``like``.
+    ``device``: the device of new tensors (default: that of ``state``). Raises StateDictMismatchError on all ranks, with
+    every difference, if ``state`` does not match ``like``.
     """
     tree = split_tensors(state)
     whole = _described(tree)
@@ -196,11 +196,12 @@ def scatter(
     device: torch.device | None = None,
     budget: int = BUDGET,
 ) -> StateDict:
-    """This rank's shards of the ``state`` that rank ``source`` has whole; what other ranks pass is ignored. All ranks.
+    """Return this rank's shards of the ``state`` that rank ``source`` has whole; other ranks' ``state`` is ignored.
+    Collective.
 
-    Each rank is sent what it wants and no more; beside its own shards it needs at most ``budget`` bytes. ``device``:
-    where new tensors lie (default: the group's). Raises StateDictMismatchError on all ranks, with every difference,
-    when the state dict does not fit a rank's ``like``.
+    Each rank is sent only what it needs; besides its own shards it needs at most ``budget`` bytes. ``device``: the
+    device of new tensors (default: the group's). Raises StateDictMismatchError on all ranks, with every difference, if
+    the state dict does not match a rank's ``like``.
     """
     with group.step("scatter"):
         tree = split_tensors(state) if group.rank == source else None
@@ -227,9 +228,9 @@ def broadcast(
     device: torch.device | None = None,
     budget: int = BUDGET,
 ) -> StateDict:
-    """Rank ``source``'s ``state`` on every rank, tensors and all else; ``source`` gets its own back. All ranks.
+    """Return rank ``source``'s ``state`` on every rank, tensors and all else; ``source`` gets its own back. Collective.
 
-    ``device``: where the other ranks' tensors lie (default: the group's).
+    ``device``: the device of the other ranks' tensors (default: the group's).
     """
     return scatter(group, state, source=source, device=device, budget=budget)
 
@@ -256,7 +257,7 @@ def _destinations(
     device: torch.device | None,
     tree: Tree | None,
 ) -> tuple[list[Destination], list[str]]:
-    """A place for each tensor, and what does not fit."""
+    """A destination for each tensor, and what does not match."""
     if (mesh is None) != (placements is None) or (like is not None and mesh is not None):
         raise UsageError("pass like, or mesh and placements: they say where tensors go")
     destinations: list[Destination] = []
@@ -308,7 +309,7 @@ def _misfits(whole: _Whole, templates: dict[str, torch.Tensor]) -> list[str]:
 
 
 def _fill(destinations: Sequence[Destination], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy what this rank wants out of whole ``tensors`` that it has."""
+    """Copy this rank's boxes out of whole ``tensors`` that it has."""
     with torch.no_grad():
         for destination, tensor in zip(destinations, tensors, strict=True):
             for each in () if destination.filled else destination.boxes:
@@ -323,7 +324,7 @@ def _send(
     every: list[list[list[Box]]],
     budget: int,
 ) -> None:
-    """The tensors that all want whole by broadcast, the boxes of the others each to the rank that wants it."""
+    """Broadcast the tensors that all ranks need whole; send the boxes of the others to the ranks that need them."""
     shared = [_wanted_whole([boxes[index] for boxes in every]) for index in range(len(destinations))]
     whole = [index for index, is_shared in enumerate(shared) if is_shared]
     cut = [index for index, is_shared in enumerate(shared) if not is_shared]
@@ -351,7 +352,7 @@ def _send(
 
 
 def _wanted_whole(wants: Sequence[Sequence[Box]]) -> bool:
-    """True when all ranks want the same and it is one box, as of a tensor that nobody cuts."""
+    """True if all ranks need the same and it is one box, as for a tensor that is not cut."""
     return len(wants[0]) == 1 and all(list(each) == list(wants[0]) for each in wants)
 
 

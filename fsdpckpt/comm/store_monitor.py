@@ -32,7 +32,7 @@ from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
 class Position:
     """Where one rank is. ``sequence``: how many steps it has entered. ``beat`` changes as long as it makes progress.
 
-    ``silence``: seconds beyond the usual limit for which it announced that it may show no progress.
+    ``silence``: for how many seconds beyond the usual limit it announced that it may show no progress.
     """
 
     sequence: int
@@ -50,9 +50,9 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Rank ``rank`` failed in ``step``. ``exit_code``: that of a lone process with the same cause.
+    """Rank ``rank`` failed in ``step``. ``exit_code``: that of a single process with the same cause.
 
-    ``original``: the cause as a record, where it is an error that crosses (``protocol.encode_error``).
+    ``original``: the cause as a record, if the error has one (``protocol.encode_error``).
     """
 
     rank: int
@@ -144,7 +144,7 @@ class StoreMonitor:
     def barrier(self, name: str, digest: str = "", *, place: str | None = None) -> None:
         """Wait until all ranks have entered the step ``name``. ``digest``: must be the same on all ranks.
 
-        ``place``: the step that this rank reports from now on, if not ``name``. Raises WorkerError when a rank is in a
+        ``place``: the step that this rank reports from now on, if not ``name``. Raises WorkerError if a rank is in a
         different step, has a different digest, failed, or makes no progress.
         """
         self.raise_failure()
@@ -225,15 +225,15 @@ class StoreMonitor:
             self._check_failure()
 
     def allow_silence(self, seconds: float) -> float:
-        """This rank may show no progress for ``seconds`` more than usual. Returns what was allowed before."""
+        """Allow this rank ``seconds`` more than usual without progress. Returns what was allowed before."""
         before, self._silence = self._silence, seconds
         self._call(self._write_heartbeat)
         return before
 
     def check_peers(self, *, alive: bool = True) -> None:
-        """What a rank does while it waits: look for a failure, report progress, watch the next rank.
+        """To be called while waiting: look for a failure, report progress, watch the next rank.
 
-        ``alive`` False: without reporting progress. Raises WorkerError when a rank failed.
+        ``alive`` False: without reporting progress. Raises WorkerError if a rank failed.
         """
         now = time.monotonic()
         if now - self._polled_at > self._most_interval:
@@ -279,11 +279,13 @@ class StoreMonitor:
             raise self.failure.error()
 
     def fail(self, rank: int, cause: str, exit_code: int, *, step: str | None = None) -> WorkerError:
-        """Pin the failure of ``rank``, unless one is pinned already; returns the error to raise: the pinned one."""
+        """Record the failure of ``rank`` for all, unless one is recorded already; return the error to raise: the
+        recorded one.
+        """
         return self._pin(Failure(rank, self._step if step is None else step, cause, exit_code))
 
     def fail_with(self, error: BaseException) -> WorkerError:
-        """Pin ``error`` as this rank's failure; returns the error to raise."""
+        """Record ``error`` as this rank's failure; return the error to raise."""
         return self._pin(Failure.of(error, self.rank, self._step))
 
     def _pin(self, failure: Failure) -> WorkerError:
@@ -295,7 +297,9 @@ class StoreMonitor:
         return self.failure.error()
 
     def connection_lost(self, error: BaseException, peer: int | None) -> WorkerError:
-        """The error to raise when the process group broke: of who failed first, else ``peer``, else who is silent."""
+        """The error to raise when the process group broke: that of the rank that failed first, else of ``peer``, else
+        of a silent rank.
+        """
         deadline = time.monotonic() + GRACE * self.limit
         while time.monotonic() < deadline:
             try:
@@ -313,7 +317,7 @@ class StoreMonitor:
         return self.fail_with(error)
 
     def _first_silent_rank(self) -> tuple[int, str] | None:
-        """The first rank that makes no progress, with its last position; None when all do."""
+        """The first rank without progress, with its last position; None if all make progress."""
         ranks = [rank for rank in range(self.world_size) if rank != self.rank]
         before = self._call(lambda: {rank: self._position(rank) for rank in ranks})
         deadline = time.monotonic() + (SILENCE_LIMIT - GRACE) * self.limit
@@ -374,10 +378,10 @@ class StoreMonitor:
                 file.write(text)
 
     def close(self) -> None:
-        """End the background thread. Rank 0 waits until the others have left, too: it may serve the store they use.
+        """End the background thread. Rank 0 waits until the others have left too: it may serve the store they use.
 
-        After a failure all wait for all: a launcher that sees one end kills the others, in the middle of their
-        clean-up. Only briefly when a rank was lost, which may never leave.
+        After a failure all wait for all: a launcher that sees one worker end kills the others in the middle of their
+        clean-up. Waits only briefly if a rank was lost, which may never leave.
         """
         if not self._store_is_gone:
             with suppress(WorkerError):
@@ -385,7 +389,7 @@ class StoreMonitor:
         self._control.close(0.0 if self._store_is_gone else 1.0)
 
     def all_stopped(self) -> None:
-        """After a failure: wait until it has stopped every rank, so that none still works on what is cleaned up now."""
+        """After a failure: wait until every rank has stopped, so that none still uses what is cleaned up next."""
         if not self._store_is_gone:
             with suppress(WorkerError):
                 self._wait_for_all("stopped", wait=True)

@@ -35,7 +35,7 @@ PATIENCE = 120.0
 
 
 class TorchGroup(Group):
-    """The ranks of a process group; ``device``: where data must lie to cross between them.
+    """The ranks of a process group; ``device``: where data must be to be sent between them.
 
     Made by ``over`` (a live process group, which stays the caller's) or ``start`` (makes its own).
     """
@@ -60,10 +60,10 @@ class TorchGroup(Group):
     def over(
         cls, process_group: dist.ProcessGroup | None = None, *, device: torch.device | None = None, limit: float = LIMIT
     ) -> Group:
-        """The ranks of a live process group (default: the default one; ``Solo`` when none was initialised).
+        """The ranks of a live process group (default: the default one; ``Solo`` if none was initialised).
 
-        Every rank of it calls this, in the same order where there are several. ``device``: by default the current GPU
-        where the group has NCCL, else the CPU.
+        Every rank of it calls this, in the same order if there are several. ``device``: by default the current GPU if
+        the group has NCCL, else the CPU.
         """
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
@@ -91,10 +91,11 @@ class TorchGroup(Group):
         patience: float = PATIENCE,
         place: RankInfo | None = None,
     ) -> Group:
-        """Meet the other ranks as the environment (torchrun, srun) or ``place`` says; ``Solo`` without either.
+        """Meet the other ranks at the rendezvous of the environment (torchrun, srun) or ``place``; ``Solo`` without
+        either.
 
         ``patience``: seconds that one rank may start later than another. Initialises the default process group;
-        ``close`` destroys it. Raises WorkerError when a rank does not come.
+        ``close`` destroys it. Raises WorkerError if a rank does not come.
         """
         place = rank_from_environment() if place is None else place
         if place is None:
@@ -230,7 +231,7 @@ class TorchGroup(Group):
 
 
 def _connect(backend: str, device: torch.device, store: Store, place: RankInfo) -> None:
-    """Initialise the default process group. For any thread.
+    """Initialise the default process group. Thread-safe.
 
     NCCL connects at once, to this rank's GPU, and not in the first operation: that would be a long call without
     progress.
@@ -249,7 +250,7 @@ def _own_part(store: Store, rank: int) -> Store:
 
 
 def _rendezvous(place: RankInfo, patience: float) -> Store:
-    """The store where the workers meet: torchrun's own where it keeps one, else one that rank 0 serves."""
+    """The store at which the workers meet: torchrun's own if it keeps one, else one that rank 0 serves."""
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = place.rank == 0 and not by_agent
     try:

@@ -26,14 +26,14 @@ ALIGNMENT = 4096  # pages; also a multiple of every element size, so that no chu
 
 
 def chunk_bytes(budget: int, buffers: int) -> int:
-    """Bytes of each of ``buffers`` buffers that share ``budget``."""
+    """The size in bytes of each of ``buffers`` buffers that share ``budget``."""
     return max(budget // buffers // ALIGNMENT, 1) * ALIGNMENT
 
 
 class Staging:
     """``count`` buffers of ``size`` bytes on ``device``, each with its host side.
 
-    ``on_device``: the caller fills and empties the device's buffers itself, because its data lies there.
+    ``on_device``: the caller fills and empties the device's buffers itself, because its data is there.
     """
 
     def __init__(self, device: torch.device, *, count: int, size: int, on_device: bool = False) -> None:
@@ -88,7 +88,7 @@ class Transfer:
         self._peer = peer
 
     def wait(self) -> None:
-        """Wait until it is complete. Raises WorkerError when any rank failed meanwhile, not only the peer."""
+        """Wait until it is complete. Raises WorkerError if any rank failed meanwhile, not only the peer."""
         monitor = self._transport.monitor
         while not self._job.done.wait(POLL_INTERVAL):
             monitor.check_peers()
@@ -124,7 +124,7 @@ class Transport:
         return self._start(lambda: dist.batch_isend_irecv(operations), blamed)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Transfer:
-        """Rank ``source``'s ``tensor`` into everyone's. All ranks, in the same order."""
+        """Copy rank ``source``'s ``tensor`` to every rank's. Collective."""
 
         def post() -> list[dist.Work]:
             return [dist.broadcast(tensor, self._global(source), group=self._group, async_op=True)]
@@ -132,7 +132,7 @@ class Transport:
         return self._start(post, None)
 
     def all_counts(self, counts: Sequence[int]) -> list[list[int]]:
-        """Every rank's ``counts``, of one length everywhere, by rank. All ranks."""
+        """Every rank's ``counts``, of one length everywhere, by rank. Collective."""
         local = torch.tensor(list(counts), dtype=torch.int64, device=self.device)
         gathered = [torch.empty_like(local) for _ in range(self.monitor.world_size)]
         self._start(lambda: [dist.all_gather(gathered, local, group=self._group, async_op=True)], None).wait()

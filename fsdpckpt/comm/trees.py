@@ -44,7 +44,7 @@ class Slot:
 
 
 def encode(value: object) -> bytes:
-    """``value`` as bytes. Raises UsageError for a type that cannot be sent; the error says where in ``value`` it is."""
+    """``value`` as bytes. Raises UsageError for a type that cannot be sent, with its path in ``value``."""
     encoder = _Encoder()
     tree = encoder.json(value, "")
     header = json.dumps({"tree": tree, "blobs": [len(blob) for blob in encoder.blobs]}).encode()
@@ -52,7 +52,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes) -> object:
-    """The value that ``encode`` encoded as ``data``. Raises InternalError for any other bytes."""
+    """The inverse of ``encode``. Raises InternalError for any other bytes."""
     (length,) = struct.unpack_from("<q", data)
     header = json.loads(data[8 : 8 + length])
     blobs, offset = [], 8 + length
@@ -163,7 +163,7 @@ def split_tensors(state: object) -> Tree:
 
 
 def join_tensors(skeleton: object, tensors: list[torch.Tensor]) -> object:
-    """The reverse of ``split_tensors``: the state dict with ``tensors`` in the slots of ``skeleton``."""
+    """The inverse of ``split_tensors``: the state dict with ``tensors`` in the slots of ``skeleton``."""
     return _map_leaves(skeleton, lambda value, _: tensors[value.index] if isinstance(value, Slot) else value, "")
 
 
@@ -219,7 +219,7 @@ def _describe(value: object, key: str, description: Description, *, plain_shapes
 
 
 def differences(one: Description, other: Description, names: tuple[str, str] = ("one", "the other")) -> list[str]:
-    """Every difference, one line each. A dict is not listed itself when only its entries differ."""
+    """Every difference, one line each. A dict is not listed itself if only its entries differ."""
     lines = [f"{key}: only in {names[0]} ({words})" for key, words in one.items() if key not in other]
     lines += [f"{key}: only in {names[1]} ({words})" for key, words in other.items() if key not in one]
     for key, words in one.items():
@@ -229,12 +229,12 @@ def differences(one: Description, other: Description, names: tuple[str, str] = (
 
 
 def check_similar(state: object, companion: object) -> None:
-    """Raise StateDictMismatchError unless both have the same keys, kinds, shapes and dtypes."""
+    """Raises StateDictMismatchError unless both have the same keys, kinds, shapes and dtypes."""
     _raise(differences(describe(state), describe(companion), ("the state dict", "its companion")))
 
 
 def agree_on_structure(group: Group, state: object) -> None:
-    """Collective. Raise the same StateDictMismatchError on all ranks unless their state dicts have one structure.
+    """Collective. Raises the same StateDictMismatchError on all ranks unless their state dicts have one structure.
 
     Plain tensors may differ in shape and dtype from rank to rank.
     """
@@ -250,7 +250,7 @@ def agree_on_structure(group: Group, state: object) -> None:
 
 
 def raise_on_all_ranks(group: Group, problems: list[str]) -> None:
-    """Collective. Raise StateDictMismatchError with the ``problems`` of all ranks on every rank, if there are any."""
+    """Collective. Raises StateDictMismatchError with the ``problems`` of all ranks on every rank, if there are any."""
     every = cast("list[list[str]]", group.all_gather_objects(problems, name="compare structures"))
     ranks_by_problem: dict[str, list[int]] = {}
     for rank, rank_problems in enumerate(every):
@@ -275,14 +275,14 @@ def _raise(problems: list[str]) -> None:
 def empty_on_cpu(state: StateDict, *, pin: bool = False, share: bool = False) -> StateDict:
     """A state dict with the structure of ``state`` and new, uninitialized tensors in host memory.
 
-    ``pin``: page-locked, where torch can do that (it needs a GPU). ``share``: visible to other processes.
+    ``pin``: page-locked, if torch supports that (it needs a GPU). ``share``: visible to other processes.
     """
     tree = split_tensors(state)
     return _joined(tree.skeleton, [_empty_like(tensor, pin=pin, share=share) for tensor in tree.tensors])
 
 
 def copy_state_dict(state: StateDict, into: StateDict, *, non_blocking: bool = False) -> StateDict:
-    """Copy every tensor of ``state`` into the one of the same key in ``into``; returns ``state`` with the copies.
+    """Copy every tensor of ``state`` to the one with the same key in ``into``; return ``state`` with the copies.
 
     Raises StateDictMismatchError, which lists every difference, before anything is copied. ``non_blocking``: copies to
     pinned memory may still be running on return; synchronize the device before reading them.
@@ -297,7 +297,7 @@ def copy_state_dict(state: StateDict, into: StateDict, *, non_blocking: bool = F
 
 
 def offload_to_cpu(state: StateDict) -> StateDict:
-    """A copy of ``state`` in host memory; tensors that are on the CPU already are copied too."""
+    """A copy of ``state`` in host memory; tensors that are already on the CPU are copied too."""
     return copy_state_dict(state, empty_on_cpu(state))
 
 
@@ -307,7 +307,7 @@ def _in_order(keys: tuple[str, ...], others: tuple[str, ...], tensors: tuple[tor
 
 
 def _locals(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The local shards of ``tensor``, or the tensor itself when it is plain."""
+    """The local shards of ``tensor``, or the tensor itself if it is plain."""
     if isinstance(tensor, ShardedTensor):
         return [each.tensor for each in tensor.local_shards()]
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]

@@ -1,7 +1,7 @@
-"""States what bytes are read from and written to, and what identifies the state of a file.
+"""Defines what bytes are read from and written to, and what identifies the state of a file.
 
-Adding a storage means implementing ``ByteSource`` (and ``ByteTarget``, where it can be written at positions) and
-inheriting the suites in ``tests/storage/byte_source_contract.py`` and ``byte_target_contract.py``.
+To add a storage, implement ``ByteSource`` (and ``ByteTarget``, if it can be written at positions) and inherit the
+suites in ``tests/storage/byte_source_contract.py`` and ``byte_target_contract.py``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ByteSource(Protocol):
     def read(self, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes from ``offset``, never fewer.
 
-        Raises SourceCorruptError when they do not all lie in the file, also when ``offset`` lies before its begin;
-        SourceError when the disk, the network or the store fails.
+        Raises SourceCorruptError if they are not all inside the file, including a negative ``offset``; SourceError if
+        the disk, the network or the store fails.
         """
         ...
 
@@ -48,7 +48,7 @@ class ByteSource(Protocol):
 class ByteTarget(Protocol):
     """A new file of exactly ``nbytes`` bytes, written at positions in any order, by any thread at any time.
 
-    Making one raises TargetUnwritableError when the file cannot be made. Only ``commit`` ends it successfully: bytes
+    Making one raises TargetUnwritableError if the file cannot be created. Only ``commit`` ends it successfully: bytes
     that were never committed must not be trusted.
     """
 
@@ -64,18 +64,18 @@ class ByteTarget(Protocol):
         ...
 
     def sync(self) -> None:
-        """Make what was written so far durable. Raises TargetUnwritableError when it may be lost."""
+        """Make what was written so far durable. Raises TargetUnwritableError if it may be lost."""
         ...
 
     def commit(self) -> None:
-        """Make all that was written durable, and close.
+        """Make everything that was written durable, and close.
 
-        Raises TargetUnwritableError when the file is not ``nbytes`` long, or when it is not known to be on the disk.
+        Raises TargetUnwritableError if the file is not ``nbytes`` long, or is not known to be on the disk.
         """
         ...
 
     def close(self) -> None:
-        """Release the file. Without a ``commit`` before, this abandons it. May be called twice."""
+        """Release the file. Without an earlier ``commit`` this abandons it. May be called twice."""
         ...
 
 
@@ -137,7 +137,7 @@ class FileIdentity:
 
 
 class NoFile(Enum):
-    """What is at a URL that is not a file."""
+    """A URL that is not a file: what is there instead."""
 
     DIRECTORY = "directory"
     NOTHING = "nothing"
@@ -148,7 +148,7 @@ def identity_of_status(path: str, status: os.stat_result) -> FileIdentity:
 
 
 def identity_now(path: str) -> FileIdentity:
-    """The identity of the local file at ``path`` now. Raises SourceMissingError when it is gone, SourceError."""
+    """The identity of the local file at ``path`` now. Raises SourceMissingError if it is gone, SourceError."""
     try:
         return identity_of_status(path, os.stat(path))
     except FileNotFoundError:
@@ -171,7 +171,7 @@ def remote_identity(url: str, info: Mapping[str, object]) -> FileIdentity:
 
 
 def change_between(before: FileIdentity, now: FileIdentity) -> str | None:
-    """What happened to a file, as words for a message; None when nothing did. Their paths are not compared."""
+    """What happened to a file, as words for a message; None if nothing did. Does not compare the paths."""
     if now.nbytes != before.nbytes:
         verb = "grew" if now.nbytes > before.nbytes else "shrank"
         return f"{verb} from {bytes_text(before.nbytes)} to {bytes_text(now.nbytes)}"
@@ -183,7 +183,7 @@ def change_between(before: FileIdentity, now: FileIdentity) -> str | None:
 
 
 def changed_error(path: str, change: str) -> SourceCorruptError:
-    """The error of a file that changed while it was read: the bytes copied so far belong to no single checkpoint."""
+    """The error for a file that changed while it was read: the bytes copied so far belong to no single checkpoint."""
     return SourceCorruptError(
         f"{path} changed while it was read: it {change}",
         file=path,

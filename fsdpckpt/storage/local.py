@@ -32,7 +32,7 @@ DIRECT_FROM = 1 << 20  # bytes: shorter files are not worth a second descriptor
 
 
 def stat(path: str) -> Entry | None:
-    """What is at the local ``path`` (following links), or None when nothing is."""
+    """The entry at the local ``path`` (following links), or None if there is none."""
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -191,7 +191,7 @@ _ZERO_BLOCK = memoryview(bytes(1 << 20))  # copied from, so that no read allocat
 
 
 class target_errors:  # noqa: N801  # used like a function; as a generator it would cost more than a small write
-    """Turn an OSError while writing ``path`` into a TargetUnwritableError that says what to do."""
+    """Turn an OSError while writing ``path`` into a TargetUnwritableError with the next step."""
 
     __slots__ = ("_path",)
 
@@ -233,7 +233,7 @@ def aligned_buffer(nbytes: int) -> memoryview:
 class WritableFile:
     """A ``ByteTarget`` on a local disk.
 
-    Large writes bypass the page cache (O_DIRECT) where the file system allows it: this saves one copy of the bytes, and
+    Large writes bypass the page cache (O_DIRECT) if the file system allows it: this saves one copy of the bytes, and
     the disk works from the first write on instead of waiting for the final fsync. Partial blocks, and memory that is
     not aligned as the file is, are written through the cache; both may be mixed, as they never share a block.
     """
@@ -276,7 +276,7 @@ class WritableFile:
             _write_all(self._fd, view[high:], offset + high)
 
     def _blocks(self, offset: int, view: memoryview) -> tuple[int, int]:
-        """The range of ``view`` that is whole blocks of the file, aligned in memory, too; (0, 0) when there is none."""
+        """The range of ``view`` that is whole blocks of the file and aligned in memory; (0, 0) if there is none."""
         if self._direct < 0 or not self._aligned or len(view) < BLOCK or (_address_of(view) - offset) % BLOCK:
             return 0, 0
         return -offset % BLOCK, (offset + len(view)) // BLOCK * BLOCK - offset
@@ -309,7 +309,7 @@ class WritableFile:
                 os.close(descriptor)
 
     def commit(self) -> None:
-        """As ``ByteTarget.commit``."""
+        """See ``ByteTarget.commit``."""
         with target_errors(self.path):
             length = os.fstat(self._fd).st_size
             if length != self.nbytes:

@@ -38,7 +38,7 @@ AsyncFetch = Callable[[int, memoryview], Awaitable[None]]
 
 
 class RemoteFile:
-    """A ``ByteSource`` of one object. ``identity``: the state of the object that every answer has to be from."""
+    """A ``ByteSource`` of one object. ``identity``: the state of the object from which every answer must come."""
 
     def __init__(self, identity: FileIdentity, fetch: Fetch, cache: RangeCache) -> None:
         self.path = identity.path
@@ -112,7 +112,7 @@ class RemoteFile:
 
 
 def prefetch(source: ByteSource, ranges: Iterable[tuple[int, int]]) -> bool:
-    """Announce the small ranges (offset, nbytes) that are read next; True when ``source`` fetched them ahead."""
+    """Announce the small ranges (offset, nbytes) that are read next; True if ``source`` fetched them ahead."""
     if not isinstance(source, RemoteFile):
         return False
     source.prefetch(ranges)
@@ -120,14 +120,14 @@ def prefetch(source: ByteSource, ranges: Iterable[tuple[int, int]]) -> bool:
 
 
 def request_cost(source: ByteSource) -> int:
-    """How many unneeded bytes are cheaper to read than one more request is; 0 for a local source."""
+    """How many unneeded bytes can be read in the time of one more request; 0 for a local source."""
     return REQUEST_COST if isinstance(source, RemoteFile) else 0
 
 
 class RangeCache:
     """Byte ranges of many files, at most ``limit`` bytes in all; the least recently used are dropped first.
 
-    Any thread may call any method.
+    Thread-safe.
     """
 
     def __init__(self, limit: int = CACHE_BYTES) -> None:
@@ -138,7 +138,7 @@ class RangeCache:
         self._lock = threading.Lock()
 
     def get(self, path: str, offset: int, nbytes: int) -> bytes | None:
-        """The bytes at ``offset``, None when no single cached range has all of them."""
+        """The bytes at ``offset``, None if no single cached range has all of them."""
         with self._lock:
             begins = self._begins.get(path, ())
             # The nearest range that begins before may be a short one inside a longer one: look at two.
@@ -151,7 +151,7 @@ class RangeCache:
         return None
 
     def add(self, path: str, begin: int, data: bytes) -> None:
-        """Cache ``data``, which lies at ``begin``, unless a longer range that begins there is cached."""
+        """Cache ``data`` from offset ``begin``, unless a longer range from there is cached."""
         with self._lock:
             known = self._ranges.get((path, begin))
             if len(data) > self.limit or (known is not None and len(known) >= len(data)):
@@ -168,7 +168,7 @@ class RangeCache:
 
 
 def fetcher(filesystem: AbstractFileSystem, name: str, identity: FileIdentity) -> Fetch:
-    """A function that fetches ranges of the object ``name``, which has to be in the state ``identity``."""
+    """A function that fetches ranges of the object ``name``, which must be in the state ``identity``."""
     asynchronous: AsyncFetch | None = None
     if type(filesystem).__module__.partition(".")[0] == "s3fs":
         asynchronous = _s3_fetch(filesystem, name, identity)
@@ -251,7 +251,7 @@ async def _fill(buffer: memoryview, read: Callable[[], Awaitable[bytes]]) -> Non
 
 
 def _require_same(identity: FileIdentity, tag: str, total: str) -> None:
-    """Raises SourceCorruptError when an answer with ``tag`` and length ``total`` is from another state of the file."""
+    """Raises SourceCorruptError if an answer with ``tag`` and length ``total`` is from another state of the file."""
     nbytes = _length(total)
     same_kind = tag.partition("=")[0] == identity.tag.partition("=")[0]
     now = FileIdentity(
@@ -274,7 +274,7 @@ def _require_range(content_range: str, offset: int, nbytes: int) -> None:
 
 
 def require_plain(url: str, headers: Any) -> None:
-    """Raises SourceUnsupportedError when the body of an answer is a compressed form of the file."""
+    """Raises SourceUnsupportedError if the body of an answer is a compressed form of the file."""
     encoding = headers.get("Content-Encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
         raise SourceUnsupportedError(
@@ -286,13 +286,13 @@ def require_plain(url: str, headers: Any) -> None:
 
 
 def http_identity(url: str, headers: Any) -> FileIdentity | None:
-    """The identity of the file that an answer to a range request is from, None when it does not state the length."""
+    """The identity of the file in the answer to a range request, None if the answer does not state the length."""
     nbytes = _length(headers.get("Content-Range", "").rpartition("/")[2])
     return None if nbytes is None else FileIdentity(url, nbytes, tag=http_tag(headers))
 
 
 def http_tag(headers: Any) -> str:
-    """What distinguishes one state of a file behind HTTP from another, as ``FileIdentity.tag``."""
+    """What distinguishes states of a file behind HTTP, as ``FileIdentity.tag``."""
     return next((f"{name}={headers[name]}" for name in ("ETag", "Last-Modified") if headers.get(name)), "")
 
 

@@ -51,7 +51,7 @@ _PACKAGES = {
 
 
 def is_http(url: str) -> bool:
-    """Whether ``url`` is of a web server, which has neither directories nor a list of its files, only pages."""
+    """Whether ``url`` is on a web server, which has neither directories nor a list of its files, only pages."""
     return url.startswith(("http://", "https://"))
 
 
@@ -100,7 +100,7 @@ def _open_error(url: str, error: ImportError | ValueError, examples: str) -> Sou
 
 
 class RemoteStore:
-    """Remembers every listing and identity, so that a run sees one state of them. Any thread may call any method.
+    """Remembers every listing and identity, so that a run sees one state of them. Thread-safe.
 
     ``cache``: the small ranges that were fetched, of all files together.
     """
@@ -113,7 +113,7 @@ class RemoteStore:
         self._lock = threading.Lock()
 
     def stat(self, url: str) -> Entry | None:
-        """What is at ``url``, or None when nothing is."""
+        """The entry at ``url``, or None if there is none."""
         name = _last(url)
         answer = self._identities.get(url) or self._look_up(url)
         if isinstance(answer, FileIdentity):
@@ -216,7 +216,7 @@ _HREF = re.compile(r"""\shref\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.I
 def look_up_url(filesystem: Any, url: str) -> FileIdentity | NoFile:
     """The identity of the file at ``url``, or what is there instead. Raises SourceError.
 
-    Raises SourceUnsupportedError when the server does not send ranges of the file.
+    Raises SourceUnsupportedError if the server does not send ranges of the file.
     """
     answer = _request(filesystem, url)
     if answer is NoFile.NOTHING and _files(filesystem, (f"{url}/{name}" for name in _PROBED)):
@@ -254,7 +254,7 @@ def _files(filesystem: Any, urls: Iterable[str]) -> list[FileIdentity]:
 
 
 def _request(filesystem: Any, url: str) -> FileIdentity | NoFile:
-    """As ``look_up_url``, from one request alone: of the first byte, since its headers describe the file."""
+    """``look_up_url`` with a single request: for the first byte, since its headers describe the file."""
     from fsspec.asyn import sync
 
     async def first_byte() -> FileIdentity | NoFile:
@@ -282,7 +282,9 @@ def _request(filesystem: Any, url: str) -> FileIdentity | NoFile:
 
 
 def _links(filesystem: Any, directory: str) -> list[str]:
-    """What the directory's page links to right below it; subdirectories end in a slash. Empty without a page."""
+    """The links on the directory's page to entries right below it; subdirectories end in a slash. Empty
+    without a page.
+    """
 
     def fetch() -> list[str]:
         try:
@@ -304,7 +306,7 @@ def _links(filesystem: Any, directory: str) -> list[str]:
 
 
 def _listed(filesystem: Any, identity: FileIdentity) -> list[str]:
-    """The file names in the file ``identity``, when it is one of ``_LISTS``."""
+    """The file names in the file ``identity``, if it is one of ``_LISTS``."""
     names_of = _LISTS.get(identity.path.rpartition("/")[2])
     if names_of is None or identity.nbytes > MOST_LIST:
         return []
@@ -321,7 +323,7 @@ def _join(directory: str, name: str) -> str:
 
 
 def _fetch_links(filesystem: Any, url: str) -> list[str]:
-    """What the page at ``url`` links to; empty when it is not a page.
+    """The links on the page at ``url``; empty if it is not a page.
 
     Raises FileNotFoundError, HttpStatusError and what the session raises.
     """
@@ -345,7 +347,7 @@ def _fetch_links(filesystem: Any, url: str) -> list[str]:
 
 
 def links_of(url: str, text: str) -> list[str]:
-    """What the HTML page ``text`` at ``url`` links to on the same server, as whole URLs, sorted."""
+    """The links to the same server in the HTML page ``text`` at ``url``, as whole URLs, sorted."""
     server = urlsplit(url).netloc
     links: set[str] = set()
     for part in text.split("<")[1:]:

@@ -1,4 +1,4 @@
-"""Retries requests to object stores and web servers, and words their failures."""
+"""Retries requests to object stores and web servers, and describes their failures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HttpStatusError(OSError):
 
 
 def store_errors() -> tuple[type[BaseException], ...]:
-    """Everything an fsspec file system raises when a request to its store fails."""
+    """Every exception that an fsspec file system raises if a request to its store fails."""
     kinds: list[type[BaseException]] = [OSError, TimeoutError, EOFError]
     for module, name in _ERROR_CLASSES:
         kind = getattr(sys.modules.get(module), name, None)
@@ -86,11 +86,11 @@ def _one_line(error: BaseException) -> str:
 
 
 def with_retries(request: Callable[[], T], *, url: str, action: str, make_error: ErrorMaker | None = None) -> T:
-    """Return what ``request()`` returns, trying up to ``ATTEMPTS`` times within ``MOST_SECONDS``.
+    """Return the result of ``request()``, trying up to ``ATTEMPTS`` times within ``MOST_SECONDS``.
 
-    ``action``: what the request does, for the message ("looking it up"). When all attempts fail, or another one cannot
-    help, raises what ``make_error`` makes of the last error; without it SourceMissingError when nothing is at ``url``,
-    else SourceError.
+    ``action``: what the request does, for the message ("looking it up"). If all attempts fail, or another one cannot
+    help, raises the error that ``make_error`` makes of the last one; without it SourceMissingError if nothing is at
+    ``url``, else SourceError.
     """
     kinds = store_errors()
     caught: tuple[type[BaseException], ...] = (*kinds, ValueError)
@@ -144,7 +144,7 @@ def _source_error(error: BaseException, url: str, action: str, attempts: int) ->
 
 
 def target_error(error: BaseException, url: str, action: str, attempts: int) -> FsdpckptError:
-    """The error of a failed request to a target: what could not be written, and why."""
+    """The error for a failed request to a target: what could not be written, and why."""
     denied = _not_allowed(error)
     tries = f" {attempts} times" if attempts > 1 else ""
     why, next_step = "the store refused the request", None
@@ -180,7 +180,7 @@ def _missing(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status of a store's answer, None where its package does not expose it."""
+    """The HTTP status of a store's answer, None if its package does not expose it."""
     for name in _STATUS_NAMES:
         status = getattr(error, name, None)
         if isinstance(status, int):

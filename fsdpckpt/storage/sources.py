@@ -29,7 +29,7 @@ T = TypeVar("T")
 class Sources:
     """Open sources by path, at most ``limit`` at a time (file descriptors are finite), closed with the block.
 
-    Readers list directories here, too, so that a subclass can show them more than the disks of this machine.
+    Readers list directories through it too, so that a subclass can show them more than the disks of this machine.
     """
 
     def __init__(self, limit: int = 256, opener: Callable[[str], ByteSource] | None = None) -> None:
@@ -42,13 +42,13 @@ class Sources:
         self._parsed: dict[str, object] = {}
 
     def parsed(self, path: str, parse: Callable[[ByteSource], T]) -> T:
-        """What ``parse`` makes of the file, the first time; nobody may change it."""
+        """The result of ``parse`` for the file, computed once; callers must not change it."""
         if path not in self._parsed:
             self._parsed[path] = parse(self.open(path))
         return cast(T, self._parsed[path])
 
     def stat(self, path: str) -> Entry | None:
-        """As the function ``stat``, also for URLs."""
+        """The function ``stat``, also for URLs."""
         return self._store.stat(path) if is_url(path) else stat(path)
 
     def stat_all(self, paths: Sequence[str]) -> list[Entry | None]:
@@ -59,7 +59,7 @@ class Sources:
             return list(pool.map(self.stat, paths))
 
     def list_directory(self, path: str) -> list[Entry]:
-        """As the function ``list_directory``, also for URLs."""
+        """The function ``list_directory``, also for URLs."""
         return self._store.list_directory(path) if is_url(path) else list_directory(path)
 
     def prefetch_ends(self, paths: Sequence[str], *, tails: bool = True) -> None:
@@ -80,7 +80,7 @@ class Sources:
             list(pool.map(ends, remote[: self._store.cache.limit // (2 * AHEAD)]))
 
     def open(self, path: str) -> ByteSource:
-        """The source at ``path``, opened once and kept open while it is among the last used."""
+        """The source at ``path``, opened once and kept open while it is among the most recently used."""
         with self._lock:
             source = self._files.pop(path, None)
             if source is None:
@@ -102,13 +102,13 @@ class Sources:
         return bytes(self.open(files[int(tensor.chunks.file[row])].path).read(offset, count * itemsize))
 
     def open_new(self, path: str) -> ByteSource:
-        """The source at ``path``, opened anew."""
+        """Open the source at ``path`` once more."""
         return self._opener(path)
 
     def identity(self, path: str) -> FileIdentity:
-        """The identity of the file at ``path`` when it was first seen, which is now if it was never opened.
+        """The identity of the file at ``path`` when it was first seen; if it was never opened, that is now.
 
-        Raises SourceMissingError, SourceError; SourceCorruptError when it has changed since.
+        Raises SourceMissingError, SourceError; SourceCorruptError if it has changed since.
         """
         with self._lock:
             first = self._identities.get(path)
@@ -120,7 +120,7 @@ class Sources:
             return self._identities[path]
 
     def require_unchanged(self) -> None:
-        """Raises SourceCorruptError or SourceMissingError when a file has changed since it was first seen."""
+        """Raises SourceCorruptError or SourceMissingError if a file has changed since it was first seen."""
         with self._lock:
             seen = list(self._identities.values())
         local = [first for first in seen if not is_url(first.path)]

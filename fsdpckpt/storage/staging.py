@@ -37,7 +37,7 @@ _SHOWN = 10  # files that are named in an error
 
 
 def _hidden_name(name: str, suffix: str) -> str:
-    """A name for a file beside DST, whose own name is ``name``; with a hash of it where it is too long."""
+    """A name for a file beside DST, whose own name is ``name``; contains a hash of it if it is too long."""
     hidden = f".{name}.fsdpckpt-{suffix}"
     if len(os.fsencode(hidden)) <= NAME_LIMIT:
         return hidden
@@ -56,7 +56,7 @@ def journal_path(root: str, writer: int | None = None) -> str:
 
 
 def journal_paths(root: str) -> list[str]:
-    """All journals in the staging directory ``root``; none when it does not exist."""
+    """All journals in the staging directory ``root``; empty if it does not exist."""
     return [os.path.join(root, name) for name in _names(root, _JOURNAL)]
 
 
@@ -70,7 +70,7 @@ def lock_as_writer(root: str, writer: int) -> int:
 
 
 def _has_writers(root: str) -> bool:
-    """Whether a process that locked the staging directory ``root`` as a writer still runs."""
+    """Whether a process that locked the staging directory ``root`` as a writer is still running."""
     return not all(_is_free(os.path.join(root, name)) for name in _names(root, _WRITER))
 
 
@@ -95,7 +95,7 @@ def _names(root: str, kind: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """What is at ``root``, the staging directory of a DST, before a run; its fields are as in ``Staging``."""
+    """The content of ``root``, the staging directory of a DST, before a run; its fields are as in ``Staging``."""
 
     root: str
     leftover: bool
@@ -104,7 +104,7 @@ class Remains:
 
 
 def remains_of(target: str, *, resume: bool) -> Remains:
-    """What an interrupted run has left for ``target``, and what a run that resumes, or does not, would do with it."""
+    """What an interrupted run has left for ``target``, and what a run with or without ``resume`` would do with it."""
     root = staging_root(target)
     resumed = resume and bool(journal_paths(root)) and os.path.isdir(os.path.join(root, _OUTPUT))
     return Remains(root, os.path.lexists(root), resumed, 0 if resumed else _allocated(root))
@@ -156,7 +156,7 @@ class Staging:
                 self._make()
 
     def _settle_aside(self) -> None:
-        """Remove the older DST where the new one is in its place, else move it back."""
+        """Remove the older DST if the new one is in its place, else move it back."""
         if not os.path.lexists(self._target):
             os.rename(self._aside, self._target)
         elif not os.path.lexists(self.visible):
@@ -216,11 +216,11 @@ class Staging:
         return self.path if self._directory else self.locate("")
 
     def locate(self, path: str) -> str:
-        """The staged path of the target file ``path``; "" is the only file of a target that is a file."""
+        """The staged path of the target file ``path``; "" for a target that is one file."""
         return os.path.join(self.path, path or os.path.basename(self._target))
 
     def require_space(self, nbytes: int, *, files: int = 0) -> None:
-        """Raises TargetUnwritableError when fewer than ``nbytes`` bytes or ``files`` inodes are free.
+        """Raises TargetUnwritableError if fewer than ``nbytes`` bytes or ``files`` inodes are free.
 
         What an interrupted run has staged already counts as free.
         """
@@ -239,7 +239,7 @@ class Staging:
             )
 
     def require_files(self, paths: Iterable[str]) -> None:
-        """Raises TargetUnwritableError when a target file that was written no longer exists."""
+        """Raises TargetUnwritableError if a target file that was written no longer exists."""
         for path in map(self.locate, paths):
             if not os.path.isfile(path):
                 raise TargetUnwritableError(

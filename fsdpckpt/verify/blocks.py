@@ -73,7 +73,7 @@ class BlockReader:
         return ChunkReader(self, tensor)
 
     def chunk(self, tensor: Tensor, row: int) -> Iterator[Bytes]:
-        """As ``blocks``, for the box of the chunk in ``row`` alone (row-major within the box)."""
+        """``blocks`` for the box of the chunk in ``row`` alone (row-major within the box)."""
         chunks = tensor.chunks
         size = tuple(chunks.size[row].tolist())
         alone = Chunks(
@@ -100,7 +100,7 @@ class BlockReader:
             raise_if_cancelled()
 
     def _contiguous(self, tensor: Tensor, row: int) -> Iterator[Bytes]:
-        """The bytes of one row-major chunk that is the whole tensor, as they lie in the file."""
+        """The bytes of one row-major chunk that is the whole tensor, in the order of the file."""
         source = self.source(int(tensor.chunks.file[row]))
         offset, left = int(tensor.chunks.offset[row]), tensor.nbytes
         step = self._limit // tensor.dtype.itemsize * tensor.dtype.itemsize
@@ -164,7 +164,7 @@ def slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
 
 
 class ChunkReader:
-    """Reads boxes of one tensor through ``reader``, from the chunks in ``rows`` (all that hold data when None)."""
+    """Reads boxes of one tensor through ``reader``, from the chunks in ``rows`` (None: all that hold data)."""
 
     def __init__(self, reader: BlockReader, tensor: Tensor, rows: list[int] | None = None) -> None:
         rows = rows if rows is not None else rows_to_read(tensor.chunks)
@@ -190,7 +190,7 @@ class ChunkReader:
 
 
 def _descending(size: tuple[int, ...], stride: list[int]) -> bool:
-    """Whether the dimensions lie in the file in their own order, slowest first."""
+    """Whether the dimensions are in the file in their own order, slowest first."""
     steps = [step for n, step in zip(size, stride, strict=True) if n > 1]
     return steps == sorted(steps, reverse=True)
 
@@ -198,7 +198,7 @@ def _descending(size: tuple[int, ...], stride: list[int]) -> bool:
 def _read_box(reader: BlockReader, source: ByteSource, offset: int, stride: list[int], target: Bytes) -> None:
     """Fill ``target`` (a box and a last axis of item bytes) from strided elements that begin at ``offset``.
 
-    One read when the elements lie close together, else one for each step of the slowest dimension, recursively.
+    One read if the elements are close together, else one for each step of the slowest dimension, recursively.
     """
     size = target.shape[:-1]
     itemsize = target.shape[-1]
@@ -247,14 +247,14 @@ _thread = threading.local()
 
 
 def raise_if_cancelled() -> None:
-    """Raises Cancelled when the work was cancelled; called between two blocks of one item."""
+    """Raises Cancelled if the work was cancelled; called between two blocks of one item."""
     stop: threading.Event | None = getattr(_thread, "stop", None)
     if stop is not None and stop.is_set():
         raise Cancelled
 
 
 def threads_for(*checkpoints: Checkpoint) -> int:
-    """The number of threads to read ``checkpoints`` with when the user gives none."""
+    """The number of threads for reading ``checkpoints`` if the user gives none."""
     remote = any(is_url(file.path) for checkpoint in checkpoints for file in checkpoint.files)
     return REMOTE_THREADS if remote else DEFAULT_THREADS
 
@@ -269,7 +269,7 @@ def for_each(
 ) -> list[R]:
     """The results of ``work(reader, item)`` in the order of ``items``. The first error cancels all.
 
-    ``order``: in which the items are started. ``make_reader()`` is called once in each thread.
+    ``order``: the order in which the items are started. ``make_reader()`` is called once in each thread.
     """
     results: dict[int, R] = {}
     numbers: Iterator[int] = iter(order if order is not None else range(len(items)))
@@ -310,7 +310,7 @@ def for_each(
 
 
 def in_file_order(values: Sequence[Value]) -> list[int]:
-    """The order in which the first chunks of ``values`` lie in their files, so that reads run forward."""
+    """The order of the first chunks of ``values`` in their files, so that reads run forward."""
     return sorted(range(len(values)), key=lambda number: _position(values[number]))
 
 

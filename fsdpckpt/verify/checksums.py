@@ -37,7 +37,7 @@ READ_THROUGH = 64 * 1024  # bytes between two parts: reading a gap this small co
 class Records:
     """n ranges of bytes, in columns (n,): ``nbytes`` from ``offset`` of ``paths[file]`` should have the CRC-32 ``crc``.
 
-    ``listed``: ``fsdpckpt.json`` says so, and not the file itself.
+    ``listed``: the checksum comes from ``fsdpckpt.json``, not from the file itself.
     """
 
     paths: tuple[str, ...]
@@ -73,7 +73,9 @@ class Records:
 
 
 def records_of(checkpoint: Checkpoint, sources: Sources) -> Records:
-    """What the containers themselves state, in file order, and then what ``fsdpckpt.json`` states of whole files."""
+    """The records stated by the containers themselves, in file order, then those of whole files in
+    ``fsdpckpt.json``.
+    """
     sums = checkpoint.checksums
     table = np.stack([sums.file, sums.offset, sums.nbytes, sums.crc])
     has_sums = np.zeros(len(checkpoint.files), np.bool_)
@@ -117,7 +119,7 @@ class _Parts:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are read, with the gaps that are read through."""
+        """The number of bytes to read, including the gaps that are read through."""
         begins, ends = self.begin[self.reads[:-1]], self.end[np.array(self.reads[1:], np.intp) - 1]
         return int((ends - begins).sum())
 
@@ -144,7 +146,7 @@ def _parts(records: Records) -> _Parts:
 
 
 def _reads(file: Int64Array, begin: Int64Array, end: Int64Array) -> list[int]:
-    """Neighbours of one file are read together, at most ``READ_BYTES``."""
+    """Neighbouring parts of one file are read together, at most ``READ_BYTES``."""
     apart = (file[1:] != file[:-1]) | (begin[1:] - end[:-1] > READ_THROUGH)
     reads, first = [0], 0
     for stop in [*(np.flatnonzero(apart) + 1).tolist(), len(file)]:
@@ -162,9 +164,9 @@ def check_records(
     threads: int = DEFAULT_THREADS,
     progress: Progress | None = None,
 ) -> list[Problem]:
-    """A problem for each record that does not have its checksum, and for each range that cannot be read.
+    """A problem for each record with another checksum, and for each range that cannot be read.
 
-    ``tensors`` names those whose bytes are hit.
+    ``tensors`` finds the tensors whose bytes are damaged.
     """
     from isal.isal_zlib import crc32
 
@@ -206,7 +208,7 @@ def check_records(
 
 
 def _sums(parts: _Parts, crcs: Int64Array) -> Int64Array:
-    """The CRC-32 of each record, -1 where a part of it could not be read."""
+    """The CRC-32 of each record, -1 if a part of it could not be read."""
     from isal.isal_zlib import crc32_combine
 
     count = parts.stop - parts.first
@@ -222,7 +224,7 @@ def _sums(parts: _Parts, crcs: Int64Array) -> Int64Array:
 
 
 def _mismatch(records: Records, row: int, computed: int, where: str, tensors: TensorsInFiles | None) -> Problem:
-    """``where``: in the file, as far as that is known of a whole file."""
+    """``where``: the place in the file, as far as it is known for a whole file."""
     path, offset, nbytes = records.paths[records.file[row]], int(records.offset[row]), int(records.nbytes[row])
     if records.listed[row]:
         what = f"{path} was changed{where}: it has CRC-32 {computed:08x}, and {MANIFEST} says"
@@ -243,9 +245,9 @@ def _problem(
 
 
 def damaged_files(directory: str, sources: Sources) -> list[Problem]:
-    """What is wrong with the files in ``directory``, which do not read as a checkpoint.
+    """What is wrong with the files in ``directory``, which cannot be read as a checkpoint.
 
-    ``fsdpckpt.json`` says it where there is one, else each file's own headers and checksums.
+    Uses ``fsdpckpt.json`` if there is one, else each file's own headers and checksums.
     """
     entries = [entry for entry in sources.list_directory(directory) if not entry.directory]
     manifest, problems = read_manifest(directory, [entry.name for entry in entries], sources)
@@ -266,7 +268,7 @@ def damaged_files(directory: str, sources: Sources) -> list[Problem]:
 
 
 def _own_records(entry: Entry, sources: Sources) -> list[tuple[str, int, int, int]]:
-    """The checksums that a torch or safetensors file has of its own. Raises what reading its header raises."""
+    """The checksums in a torch or safetensors file itself. Raises what reading its header raises."""
     source = sources.open(entry.path)
     head = source.read(0, min(16, entry.nbytes))
     if entry.name.endswith(".safetensors"):
@@ -296,7 +298,7 @@ class TensorsInFiles:
         self._by_file: dict[int, Int64Array] | None = None
 
     def within(self, path: str, begin: int, end: int) -> list[NamedTensor]:
-        """Those with bytes from ``begin`` to ``end`` of the file at ``path``, in the checkpoint's order."""
+        """The tensors with bytes from ``begin`` to ``end`` of the file at ``path``, in the checkpoint's order."""
         if self._by_file is None:
             self._by_file = self._index()
         rows = self._by_file.get(self._numbers.get(path, -1))
@@ -307,7 +309,9 @@ class TensorsInFiles:
         return [self._named[at] for at in np.unique(near[2, near[1] > begin]).tolist()]
 
     def _index(self) -> dict[int, Int64Array]:
-        """By file, its chunks as columns by offset: offset, end, number of the tensor, and the farthest end so far."""
+        """For each file its chunks as columns sorted by offset: offset, end, number of the tensor, and the farthest end
+        so far.
+        """
         parts: list[Int64Array] = []
         for number, one in enumerate(self._named):
             chunks = one.tensor.chunks
@@ -329,10 +333,10 @@ def named_text(tensors: Sequence[NamedTensor]) -> str:
 
 
 def buffer_keys(checkpoint: Checkpoint) -> frozenset[str]:
-    """The model's keys that are no parameters, as far as something says so; frozen parameters may be among them.
+    """The model's keys that are not parameters, as far as this is known; frozen parameters may be among them.
 
     A parameter is what the optimizer lists by name, or what FSDP shards. Of the others, those are buffers that every
-    rank holds whole although parameters are sharded, and, where nothing is sharded, those that the optimizer does not
+    rank holds whole although parameters are sharded, and, if nothing is sharded, those that the optimizer does not
     list. Without either (an optimizer by ids or none, in one full file) nothing counts as a buffer.
     """
     if checkpoint.model is None:

@@ -88,8 +88,8 @@ def compare(
 ) -> Difference:
     """Compare every key of ``a`` and ``b``. ``tolerance`` None compares bytes; with ``strict`` every entry counts.
 
-    Raises NeedsInformationError when the optimizers' key types differ and cannot be matched by order,
-    SourceIncompleteError when a tensor that has to be read is incomplete.
+    Raises NeedsInformationError if the optimizers' key types differ and cannot be matched by order,
+    SourceIncompleteError if a tensor that must be read is incomplete.
     """
     matched = _match(a, b)
     left, right = _leaves(a, {}, matched.place), _leaves(b, matched.keys, matched.place)
@@ -153,7 +153,7 @@ def _entry(address: _Address, left: _Leaves, right: _Leaves, detail: str) -> Ent
 
 
 def _not_kept(a: Checkpoint, b: Checkpoint) -> frozenset[Section]:
-    """The sections of which B's framework keeps what it wants, if it is another one than A's.
+    """The sections in which B's framework keeps only what it needs, if it is another framework than A's.
 
     The extras beside a model and its optimizer are each framework's own. Weights without an optimizer have neither, and
     tied weights once.
@@ -166,13 +166,15 @@ def _not_kept(a: Checkpoint, b: Checkpoint) -> frozenset[Section]:
 
 
 def _unlisted(checkpoint: Checkpoint) -> set[str]:
-    """The keys of the lists that groups lack: Megatron does not save who is in which, and --no-weight-decay says it."""
+    """The keys of the lists that groups lack: Megatron does not store who is in which, and --no-weight-decay
+    says it.
+    """
     groups = (checkpoint.optim.param_groups if checkpoint.optim is not None else None) or []
     return {f"param_groups.{index}.params" for index, group in enumerate(groups) if "params" not in group}
 
 
 def _compare_values(both: Sequence[_Address], left: _Leaves, right: _Leaves) -> set[_Address]:
-    """The addresses whose values are equal and not tensors; everything else is for ``work``."""
+    """The addresses whose values are equal and not tensors; everything else is left to ``work``."""
     same = set()
     for address in both:
         one, other = left[address], right[address]
@@ -231,8 +233,9 @@ def _optimizer_leaves(
 
 
 def _apart(value: Value) -> Iterator[tuple[tuple[Key, ...], Value]]:
-    """``value`` as one leaf (a tuple of betas reads best whole), or by path what DCP keeps apart: tensors, and what is
-    in dicts, whose keys become text there."""
+    """``value`` as one leaf (a tuple of betas is easiest to read whole), or by path what DCP stores separately:
+    tensors, and the content of dicts, whose keys become text there.
+    """
     if _has_dict_or_tensor(value):
         yield from walk(value)
     else:
@@ -247,8 +250,9 @@ def _has_dict_or_tensor(value: Value) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """``keys``: A's optimizer key for each of B's where the key types differ. ``place``: that of each of A's keys in
-    the model, where the order in which a param group lists names says nothing."""
+    """``keys``: A's optimizer key for each of B's if the key types differ. ``place``: the place of each of A's keys in
+    the model, if the order in which a param group lists names has no meaning.
+    """
 
     keys: Mapping[ParamKey, ParamKey] = field(default_factory=dict)
     place: Mapping[ParamKey, int] = field(default_factory=dict)
@@ -292,7 +296,7 @@ def _match(a: Checkpoint, b: Checkpoint) -> _Match:
 
 
 def _other_order(left: Sequence[Sequence[ParamKey]], right: Sequence[Sequence[ParamKey]]) -> _Match:
-    """Groups of names in any order: a name says which parameter it is, and where it is listed says nothing."""
+    """Groups of names in any order: a name identifies its parameter, and its place in the list has no meaning."""
     if len(left) != len(right) or left == right:
         return _Match()
     if any(sorted(map(str, a)) != sorted(map(str, b)) for a, b in zip(left, right, strict=True)):
@@ -315,7 +319,7 @@ def _paired(left: Sequence[Sequence[ParamKey]], right: Sequence[Sequence[ParamKe
 
 
 def _model_order(checkpoint: Checkpoint) -> dict[ParamKey, int]:
-    """The place of each name in the model of the checkpoint that counts in ids; empty where it keeps no order."""
+    """The place of each name in the model of the checkpoint that uses ids; empty if it keeps no order."""
     names = list(checkpoint.model.params) if checkpoint.model is not None else []
     return {name: at for at, name in enumerate(names)} if keeps_order(checkpoint, names) else {}
 
@@ -347,7 +351,7 @@ def _orders(optim: OptimState) -> list[list[ParamKey]] | None:
 
 
 def _unfit(one: OptimState, other: OptimState, pairs: Mapping[ParamKey, ParamKey]) -> str | None:
-    """Why keys cannot be matched by the order of the groups, None when every state fits."""
+    """Why keys cannot be matched by the order of the groups, None if every state matches."""
     for key_b, key_a in pairs.items():
         states_a, states_b = one.state.get(key_a, {}), other.state.get(key_b, {})
         for name, leaf in states_b.items():
@@ -379,7 +383,8 @@ LONGEST = 60  # characters of a value in a message
 
 def same_value(one: Value, other: Value) -> bool:
     """Equal in type and value. NaN equals NaN; the order of keys and the class of a dict do not matter, and a NumPy
-    number is the Python number that it equals, as a full torch file has it."""
+    number equals the Python number of the same value, as in a full torch file.
+    """
     if isinstance(one, Object) != isinstance(other, Object):
         one, other = (_number(each) for each in (one, other))
     if isinstance(one, dict) and isinstance(other, dict):

@@ -50,7 +50,7 @@ def compare_tensors(
     tolerance: Tolerance | None,
     advance: Advance = no_progress,
 ) -> str:
-    """How ``a`` and ``b`` differ, as text; "" when they do not. ``tolerance`` None compares bytes."""
+    """How ``a`` and ``b`` differ, as text; "" if they do not. ``tolerance`` None compares bytes."""
     if a.shape != b.shape or a.dtype is not b.dtype:
         advance(a.nbytes)
         shapes = f"shape {list(a.shape)} vs {list(b.shape)}" if a.shape != b.shape else ""
@@ -118,7 +118,7 @@ Located: TypeAlias = tuple[Tensor, Sequence[SourceFile], Sources]
 def first_difference(
     source: Located, written: Located, digest: hashlib._Hash | None = None, *, max_memory: int | None = None
 ) -> int | None:
-    """The row-major index of the first element where ``written`` is not ``source`` cast to its dtype; None when equal.
+    """The row-major index of the first element in which ``written`` is not ``source`` cast to its dtype; None if equal.
 
     Elements are compared as bytes: NaN equals the same NaN, and 0.0 differs from -0.0. ``digest`` is updated with the
     bytes of ``written`` in the same pass. All buffers together take at most ``max_memory`` bytes.
@@ -160,7 +160,7 @@ def replica_sets(tensor: Tensor) -> list[list[int]]:
 
 
 def _repeated(boxes: Int64Array) -> npt.NDArray[np.intp]:
-    """The rows of ``boxes`` that are there more than once."""
+    """The rows of ``boxes`` that appear more than once."""
     order = np.lexsort(boxes.T) if boxes.shape[1] else np.arange(len(boxes))
     same = (boxes[order[1:]] == boxes[order[:-1]]).all(axis=1)
     return np.sort(order[np.append(same, False) | np.append(False, same)]) if len(order) else order
@@ -211,9 +211,9 @@ def _equal(readers: tuple[BlockReader, BlockReader], tensor: Tensor, one: int, o
 
 
 def without_repeats(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
-    """``checkpoint`` without pieces that others hold, too, where all that is held twice is equal; else as it is.
+    """Drop chunks of ``checkpoint`` that others hold too, if all that is held twice is equal; else return it unchanged.
 
-    Reads what is held twice, and only where pieces overlap. Raises SourceCorruptError when a file ends too early.
+    Reads only what is held twice. Raises SourceCorruptError if a file ends too early.
     """
     overlapping = [problem for problem in checkpoint.problems if problem.kind == "overlap"]
     model = checkpoint.model
@@ -243,7 +243,7 @@ def without_repeats(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
 
 
 def _rows_apart(tensor: Tensor, reader: BlockReader) -> list[int] | None:
-    """Chunks of ``tensor`` of which no two overlap, and that hold what all others hold; None where there are none."""
+    """Chunks of ``tensor`` that do not overlap and together hold what all others hold; None if there are none."""
     starts, sizes = tensor.chunks.start, tensor.chunks.size
     kept: list[int] = []
     for row in np.argsort(-sizes.prod(axis=1), kind="stable").tolist():
@@ -258,7 +258,7 @@ def _rows_apart(tensor: Tensor, reader: BlockReader) -> list[int] | None:
 
 
 def _is_kept(tensor: Tensor, kept: list[int], row: int, reader: BlockReader) -> bool:
-    """Whether the chunks ``kept`` hold, in the box of the chunk ``row``, the same bytes as that one."""
+    """Whether the chunks ``kept`` hold the same bytes as the chunk ``row`` in its box."""
     one, other = ChunkReader(reader, tensor, kept), ChunkReader(reader, tensor, [row])
     start, itemsize = tensor.chunks.start[row].tolist(), tensor.dtype.itemsize
     for part in slabs(tuple(tensor.chunks.size[row].tolist()), itemsize, reader.limit):

@@ -96,7 +96,7 @@ class Verification:
 
 
 def unreadable(error: FsdpckptError) -> tuple[Problem, ...]:
-    """The problems of a source of which ``error`` says why it cannot be read as a checkpoint."""
+    """The problems of a source that cannot be read as a checkpoint because of ``error``."""
     kind: ProblemKind = "incomplete" if isinstance(error, SourceIncompleteError) else "unreadable"
     if not error.details:
         return (Problem(kind, error.what, file=error.file, key=error.key),)
@@ -114,7 +114,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What reading one tensor showed."""
+    """The result of reading one tensor."""
 
     problems: list[Problem]
     sha256: str | None = None
@@ -173,14 +173,14 @@ def verify_checkpoint(
 class Finite:
     """Which tensors are searched for NaN and Inf: parameters and states. Globs match keys and parameter names.
 
-    ``include``: only what matches, buffers as well; ``exclude``: not what matches.
+    ``include``: only what matches, including buffers; ``exclude``: not what matches.
     """
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
     def require_matches(self, checkpoint: Checkpoint) -> None:
-        """Raises UsageError for a glob that matches nothing: what was meant would not be searched."""
+        """Raises UsageError for a glob that matches nothing: the intended tensors would not be searched."""
         named = list(checkpoint.tensors())
         for option, globs in (("--include", self.include), ("--exclude", self.exclude)):
             for glob in globs:
@@ -202,7 +202,7 @@ class Finite:
 
 
 def _left_out(finite: Finite, buffers: frozenset[str]) -> tuple[str, ...]:
-    """What ``finite`` did not look at because it seems to be a buffer."""
+    """What ``finite`` skipped because it seems to be a buffer."""
     if finite.include or not buffers:
         return ()
     names = sorted(buffers)
@@ -266,7 +266,7 @@ def _read(
     digests: bool,
     finite: frozenset[int],
 ) -> list[_Outcome | None]:
-    """What reading each tensor showed; None where nothing had to be read or it cannot be read.
+    """The result of reading each tensor; None if nothing had to be read or it cannot be read.
 
     ``finite``: the numbers of those to search for NaN and Inf.
     """
@@ -377,7 +377,7 @@ def verify(
 
 
 def _add_damage(error: SourceError, source: str, sources: Sources) -> None:
-    """Add to ``error``, the first that reading ``source`` met, what else is wrong with the files beside that one."""
+    """Add to ``error``, the first problem of ``source``, what else is wrong with the files beside that one."""
     place = error.file or source
     entry = sources.stat(place)
     if entry is None or not entry.directory:
@@ -398,7 +398,7 @@ def _add_damage(error: SourceError, source: str, sources: Sources) -> None:
 def check_steps(reader: BlockReader, optim: OptimState, unreadable: frozenset[str]) -> list[Problem]:
     """A problem for each param group whose parameters have different steps: the sign of two mixed saves.
 
-    ``unreadable``: keys (``<param>.step``) to leave out, because a problem of them is listed already.
+    ``unreadable``: keys (``<param>.step``) to leave out, because they have a problem already.
     """
     groups = [group_params(group) for group in optim.param_groups] if optim.param_groups else [list(optim.state)]
     problems: list[Problem] = []

@@ -21,9 +21,9 @@ AT_ONCE = 1 << 16  # elements processed together: half a MiB as float64, which s
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Of the finite elements, in float64: ``min``, ``max``, ``mean``, ``std`` (population), ``norm`` (Euclidean).
+    """Over the finite elements, in float64: ``min``, ``max``, ``mean``, ``std`` (population), ``norm`` (Euclidean).
 
-    None where there are none. The real and imaginary parts of a complex tensor count as separate elements.
+    None if there are none. The real and imaginary parts of a complex tensor count as separate elements.
     """
 
     min: float | None
@@ -154,7 +154,7 @@ def digest(reader: BlockReader, tensor: Tensor, advance: Advance = no_progress) 
     """The hexadecimal SHA-256 of the elements of ``tensor`` as row-major little-endian bytes, and of nothing else.
 
     It does not depend on layout, container or world size, and equals
-    ``hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes())``. Raises SourceIncompleteError when
+    ``hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes())``. Raises SourceIncompleteError if
     elements are missing.
     """
     sha256 = hashlib.sha256()
