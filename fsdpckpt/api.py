@@ -107,13 +107,12 @@ def inspect(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Description:
-    """What is at ``source``: recognised layout, container, flavor, tensors, param groups, problems.
+    """Describe the checkpoint at ``source``: its layout, container, flavor, tensors, param groups, problems.
 
-    Reads headers and metadata only, unless ``stats``. ``ranks`` locates every chunk in its file. ``keys`` are globs
-    over dotted keys, ``ignore_file`` globs of files of the source that are left out.
-    ``.to_json(ranks=...)`` gives the document of ``fsdpckpt inspect --json``. Flattened shards are
-    shown by name where ``units`` (a file), or units beside the source, tell. Raises SourceError, UsageError for a glob
-    that matches nothing.
+    Reads headers and metadata only, unless ``stats``. ``ranks`` locates every chunk in its file. ``keys``: globs over
+    dotted keys; ``ignore_file``: globs of files of the source to leave out. ``.to_json(ranks=...)`` returns the
+    document of ``fsdpckpt inspect --json``. Flattened shards are shown by name if ``units`` (a file), or units beside
+    the source, name them. Raises SourceError, UsageError for a glob that matches nothing.
     """
     from fsdpckpt.describe import Selection, describe
 
@@ -184,9 +183,9 @@ def convert(
 ) -> Report:
     """Convert ``source`` to ``target``. Options have the names of the command line: ``to="full"``, ``world_size=3``.
 
-    ``options`` and ``launch`` hold all options of the conversion and of the processes that run it; single options, as
-    ``nproc_per_node=4``, replace their fields. Under torchrun or srun every rank calls this and gets the same report.
-    Raises UsageError for an option that does not exist, and the errors of ``fsdpckpt convert``.
+    ``options`` and ``launch`` hold all options of the conversion and of the processes that run it; single options, such
+    as ``nproc_per_node=4``, replace their fields. Under torchrun or srun every rank calls this and gets the same
+    report. Raises UsageError for an option that does not exist, and the errors of ``fsdpckpt convert``.
     """
     from fsdpckpt.worker import convert as run
 
@@ -218,8 +217,7 @@ def diff(
 
     Every byte counts; with ``rtol`` or ``atol`` numbers are compared as ``torch.allclose`` does. ``only`` compares one
     section. ``strict`` counts extras of ranks (random states) that only one of them has. ``units``: a units file for
-    flattened shards on either side. Raises NeedsInformationError when
-    id and name keys cannot be matched, SourceError.
+    flattened shards on either side. Raises NeedsInformationError if id and name keys cannot be matched, SourceError.
     """
     from fsdpckpt.verify.blocks import threads_for
     from fsdpckpt.verify.compare import compare, only_section
@@ -311,8 +309,8 @@ def open(  # noqa: A001  # the contract's name
 def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> None:
     """Write what FSDP1 does not save: the names, shapes and order of the parameters in each flat parameter.
 
-    Call it once after wrapping, on every rank, or on rank 0 alone where all optimizers list the same parameters in the
-    same order; rank 0 writes ``path``, a ``.json`` file or a directory that gets a ``units.json``. Write it beside the
+    Call it once after wrapping, on every rank, or only on rank 0 if all optimizers list the same parameters in the same
+    order; rank 0 writes ``path``, a ``.json`` file or a directory that gets a ``units.json``. Write it beside the
     checkpoints, where ``fsdpckpt`` finds it. Raises UsageError for a model without FSDP1 modules: FSDP2 needs no units
     file.
     """
@@ -325,7 +323,9 @@ def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> Non
 def _opened(
     paths: Sequence[Path], sources: Sources, units: Path | None, ignore_file: tuple[str, ...], *, locate: bool = True
 ) -> list[Checkpoint]:
-    """The checkpoints at ``paths``. Raises UsageError for a glob of ``ignore_file`` that matches no file of them."""
+    """The checkpoints at ``paths``. Raises UsageError for a glob of ``ignore_file`` that matches none of
+    their files.
+    """
     from fsdpckpt.readers.detect import open_checkpoint
     from fsdpckpt.readers.protocol import require_matches
 
@@ -348,7 +348,7 @@ def _given_units(path: Path | None) -> Units | None:
 
 
 def _named(checkpoint: Checkpoint, sources: Sources, units: Path | None, *, listing: bool = False) -> Checkpoint:
-    """Flattened shards by name, as far as units are known; any other checkpoint unchanged."""
+    """Flattened shards by name, if units are known; any other checkpoint unchanged."""
     if checkpoint.layout is not Layout.FLATTENED and checkpoint.units is None and units is None:
         return checkpoint
     from fsdpckpt.flat.unflatten import logical
@@ -359,7 +359,7 @@ def _named(checkpoint: Checkpoint, sources: Sources, units: Path | None, *, list
 def find_units(source: Path, options: UnitsOptions) -> ResolvedUnits:
     """The units of the checkpoint at ``source``, inferred or from ``options.units``, and how they were checked.
 
-    Raises NeedsInformationError when several units fit, SourceError.
+    Raises NeedsInformationError if several units match, SourceError.
     """
     from fsdpckpt.flat.units.source import find_units as find
     from fsdpckpt.readers.detect import open_checkpoint

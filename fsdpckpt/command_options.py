@@ -1,7 +1,7 @@
-"""Declares the options of all commands but ``convert``, and names any option as the Python API does.
+"""Declares the options of all commands but ``convert``, and translates options to keywords of the Python API.
 
-Options that ``convert`` has too are its own. Messages are written with the options of the command line; ``in_python``
-words them for ``str(error)``: there ``--world-size 3`` is ``world_size=3``. Imports neither numpy nor torch, since
+Options that ``convert`` has too are taken from it. Messages use the options of the command line; ``in_python``
+translates them for ``str(error)``: there ``--world-size 3`` is ``world_size=3``. Imports neither numpy nor torch, since
 ``--help`` needs all of it.
 """
 
@@ -174,7 +174,7 @@ def _worded(mention: re.Match[str]) -> str:
 
 
 def _is_value(one: Parameter, word: str) -> bool:
-    """Whether ``word`` is a value of the option, and no word of the sentence."""
+    """Whether ``word`` is a value of the option, not a word of the sentence."""
     kinds = {
         INTEGER: r"\d+",
         NUMBER: r"[\d.]+",

@@ -51,8 +51,8 @@ class SectionSummary:
 class Description:
     """``checkpoint`` and a summary of it. ``tensors``: the selected ones, in the checkpoint's order.
 
-    ``stats``: the statistics of each (``verify.measures.Stats`` as a dict), or None; None when not computed.
-    ``key_type``: of the optimizer as stored; flat shards are shown by name where their units are known.
+    ``stats``: the statistics of each (``verify.measures.Stats`` as a dict), or None; None if not computed.
+    ``key_type``: of the optimizer as stored; flat shards are shown by name if their units are known.
     """
 
     checkpoint: Checkpoint
@@ -70,7 +70,7 @@ class Description:
         )
 
     def to_json(self, *, ranks: bool = False) -> dict[str, Json]:
-        """The document of ``inspect --json``; with ``chunks`` for ``ranks``, with ``stats`` when they were computed."""
+        """The document of ``inspect --json``; with ``chunks`` for ``ranks``, with ``stats`` if they were computed."""
         rows = list(_rows(self))
         if ranks:
             for row, chunks in zip(rows, _chunk_texts(self), strict=True):
@@ -78,7 +78,9 @@ class Description:
         return {**self.document(ranks=ranks), "tensors": [*rows]}
 
     def document(self, *, ranks: bool) -> dict[str, Any]:
-        """The same with an iterator in place of the list of tensors: their chunks are too many to be there at once."""
+        """``to_json`` with an iterator in place of the list of tensors: their chunks are too many to be in memory at
+        once.
+        """
         checkpoint = self.checkpoint
         optim = checkpoint.optim
         return {
@@ -159,7 +161,7 @@ def _rows_with_chunks(description: Description) -> Iterator[JsonText]:
 
 
 def _chunk_texts(description: Description) -> Iterator[str]:
-    """The chunks of each tensor as one JSON list: an object for each of millions of chunks takes longer."""
+    """The chunks of each tensor as one JSON text: an object for each of millions of chunks takes longer."""
     paths = [json.dumps(file.path, ensure_ascii=False) for file in description.checkpoint.files]
     known: dict[tuple[int, int, int], list[str]] = {}  # by the columns that tensors which are cut alike share
     for named in description.tensors:
@@ -178,7 +180,7 @@ def _chunk_texts(description: Description) -> Iterator[str]:
 
 
 def extra_json(checkpoint: Checkpoint) -> list[Json]:
-    """Everything else than tensors of model and optimizer: extras by dotted key, then the extras of each rank."""
+    """Everything but the tensors of model and optimizer: extras by dotted key, then the extras of each rank."""
     rows: list[Json] = []
     extras: list[tuple[int | None, dict[Key, Value]]] = [(None, checkpoint.extra)]
     extras += list(enumerate(checkpoint.rank_extra))
@@ -207,7 +209,7 @@ def type_name(value: Value) -> str:
 
 
 def json_value(value: object) -> Json:
-    """``value`` as JSON, not to be read back: tuples become lists, tensors and objects text, NaN a string."""
+    """``value`` as JSON, for people: tuples become lists, tensors and objects text, NaN a string."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -36,7 +36,7 @@ _OTHER_TARGET = "give another DST"
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What a run that failed has left: ``what`` is kept where, and what the same command does with it."""
+    """What a failed run has left: ``what`` is kept where, and what the same command does with it."""
 
     what: str
     resume: str
@@ -44,16 +44,15 @@ class Leftover:
 
 @dataclass(eq=False, repr=False)
 class FsdpckptError(Exception):
-    """What is wrong, why that may be, and the command to type next.
+    """What is wrong, the likely cause, and the command to type next.
 
-    ``what`` is one sentence; ``details`` lists every single finding when there are several (all missing
-    ranks, all unknown globals), ``files`` the file that each of them is about; ``why`` is the likely cause;
-    ``next_step`` is a command or an option.
-    ``run_again``: the same command may succeed, after ``next_step`` where there is one. ``alternative``: another way to
-    what was wanted. ``leftover``: what a failed run left for the next one; ``resumable``: False where that is no help.
+    ``what``: one sentence; ``details``: every single finding if there are several (all missing ranks, all unknown
+    globals), ``files``: the file of each finding; ``why``: the likely cause; ``next_step``: a command or an option.
+    ``run_again``: the same command may succeed, after ``next_step`` if there is one. ``alternative``: another way to
+    the same goal. ``leftover``: what a failed run left for the next one; ``resumable``: False if that does not help.
     ``file``, ``key``, ``rank``, ``expected`` and ``found`` are for machines (``--json``) and tests.
 
-    ``title`` says the kind of error before ``what``, unless it is empty. ``usual_next_step`` is for errors that name no
+    ``title``: the kind of error, shown before ``what`` unless it is empty. ``usual_next_step``: for errors that have no
     other.
     """
 
@@ -98,7 +97,7 @@ class FsdpckptError(Exception):
 
     @property
     def next_steps(self) -> str | None:
-        """All there is to do next; None when the error names nothing. Commands to copy stand on lines of their own."""
+        """All next steps; None if the error has none. Commands to copy are on separate lines."""
         if self.leftover is not None:
             steps = "; then ".join(filter(None, (self.next_step, f"{_AGAIN}: it {self.leftover.resume}")))
         else:
@@ -109,7 +108,7 @@ class FsdpckptError(Exception):
 
     @property
     def text(self) -> str:
-        """All that the error says, in several lines, with the options of the command line."""
+        """The whole error, in several lines, with the options of the command line."""
         lines = [self.what, *self.expectation, *(f"  - {detail}" for detail in self.findings)]
         if self.why is not None:
             lines.append(f"  why: {self.why}")
@@ -118,25 +117,25 @@ class FsdpckptError(Exception):
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        """What Python shows: ``text`` with options as keywords. The command line shows the fields (``cli.errors``)."""
+        """For Python: ``text`` with options as keywords. The command line shows the fields (``cli.errors``)."""
         from fsdpckpt.command_options import in_python  # which needs all options: no error does before it is shown
 
         return in_python(self.text)
 
     def to_json(self) -> dict[str, Any]:
-        """Every field but the class, for ``from_json`` in another process."""
+        """Every field except the class, for ``from_json`` in another process."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> FsdpckptError:
-        """The error of this class that ``to_json`` made ``document`` of."""
+        """The inverse of ``to_json``, for an error of this class."""
         leftover = document.get("leftover")
         return cls(**{**document, "leftover": None if leftover is None else Leftover(**leftover)})
 
 
 @contextmanager
 def of_option(flag: str) -> Iterator[None]:
-    """A SourceError in the block is about the file that the option ``flag`` names, and says so."""
+    """Make a SourceError in the block name ``flag``, the option whose file it is about."""
     try:
         yield
     except SourceError as error:
@@ -145,19 +144,19 @@ def of_option(flag: str) -> Iterator[None]:
 
 
 def to_copy(why: str, command: str) -> str:
-    """A next step: what ``command`` is for, and behind it the command on a line of its own, ready to copy."""
+    """A next step: the purpose of ``command``, then the command on a separate line, ready to copy."""
     return f"{why}:{NEW_LINE}{command}"
 
 
 def attach_leftover(error: BaseException, leftover: Leftover) -> None:
-    """Say with ``error``, which may be of any class, what is left to resume."""
+    """Attach to ``error``, of any class, what is left to resume."""
     error.leftover = leftover  # type: ignore[attr-defined]
     if not isinstance(error, FsdpckptError):
         error.add_note(leftover.what)  # for the traceback that Python shows
 
 
 def leftover_of(error: BaseException) -> Leftover | None:
-    """What ``attach_leftover`` put there."""
+    """What ``attach_leftover`` attached."""
     return getattr(error, "leftover", None)
 
 
@@ -172,11 +171,11 @@ class StateDictMismatchError(UsageError):
 
 
 class TorchMissingError(UsageError, ImportError):
-    """What was asked for needs PyTorch, which is not installed."""
+    """The requested feature needs PyTorch, which is not installed."""
 
 
 def require_torch(what: str) -> None:
-    """Raise TorchMissingError if PyTorch is not installed. ``what`` is the subject and verb: ``"workers need"``."""
+    """Raises TorchMissingError if PyTorch is not installed. ``what``: the subject and verb: ``"workers need"``."""
     from importlib.util import find_spec
 
     if find_spec("torch") is None:
@@ -224,7 +223,7 @@ def damaged(
     next_step: str | None = None,
     run_again: bool = False,
 ) -> SourceCorruptError:
-    """The error of ``file``, in which ``what`` is wrong: its sentence begins with the file's name."""
+    """The error for a ``file`` in which ``what`` is wrong: the sentence begins with the file's name."""
     return SourceCorruptError(
         f"{file}: {what}",
         file=file,
@@ -270,8 +269,8 @@ class TargetUnwritableError(TargetError):
 class WorkerError(FsdpckptError):
     """The same on every worker: ``rank`` failed in the collective ``step`` because of ``cause``.
 
-    ``cause_exit_code`` is what the cause itself would have ended the program with (70 for an unforeseen exception).
-    ``original``: the cause as a record (``comm.protocol``), where one process alone would end with it.
+    ``cause_exit_code``: the exit code of the cause itself (70 for an unforeseen exception). ``original``: the cause as
+    a record (``comm.protocol``), if a single process would end with it.
     """
 
     exit_code = 6

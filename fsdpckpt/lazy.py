@@ -34,7 +34,7 @@ SHOWN = 100  # tensors in a notebook's table
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The indices ``first``, ``first + step``, ... of one dimension. ``dropped``: an int chose the only one."""
+    """The indices ``first``, ``first + step``, ... of one dimension. ``dropped``: an int chose a single one."""
 
     first: int
     count: int
@@ -49,8 +49,8 @@ class _Span:
 class LazyTensor:
     """A tensor, or a slice of one, that is not read yet. ``dtype``: torch's name, such as ``"bfloat16"``.
 
-    ``tensor[3:7, ..., 0]`` is the slice; reading it reads only its bytes. An index is an int, a slice with a step of 1
-    or more, or ``...``, as for numpy; negative ones count from the end. ``shape``: that of the slice.
+    ``tensor[3:7, ..., 0]`` is a slice; reading it reads only its bytes. An index is an int, a slice with a step of 1 or
+    more, or ``...``, as in numpy; negative indices count from the end. ``shape``: that of the slice.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LazyTensor:
     def numpy(self) -> npt.NDArray[np.generic]:
         """The elements, assembled from the chunks; bfloat16 and 8-bit floats as ``ml_dtypes``.
 
-        Other types numpy lacks come as raw bytes. Raises SourceIncompleteError when elements are missing.
+        Other types that numpy lacks are returned as raw bytes. Raises SourceIncompleteError if elements are missing.
         """
         from fsdpckpt.ir.dtypes import numpy_dtype
 
@@ -153,12 +153,12 @@ class LazyTensor:
 
 
 def _reads_apart(span: _Span, inner: tuple[int, ...], itemsize: int) -> bool:
-    """Whether the gaps between the indices of a dimension are worth a request for each index."""
+    """Whether the gaps between the indices of a dimension are worth a separate request for each index."""
     return span.count > 1 and (span.step - 1) * prod(inner) * itemsize > READ_THROUGH
 
 
 def _indexed(spans: tuple[_Span, ...], indices: tuple[Index, ...]) -> tuple[_Span, ...]:
-    """``spans`` after ``indices``, which numpy's rules spread over the dimensions that no int has dropped."""
+    """``spans`` after ``indices``, which apply by numpy's rules to the dimensions that no int has dropped."""
     ndim = sum(not span.dropped for span in spans)
     dots = [number for number, index in enumerate(indices) if index is ...]
     if len(dots) > 1:
@@ -190,7 +190,7 @@ def _sliced(span: _Span, index: Index, dim: int) -> _Span:
 
 
 class LazyCheckpoint(Mapping[str, LazyTensor]):
-    """Dotted key -> tensor. Of a key in two sections the model's is meant; ``section(...)`` selects one section.
+    """Dotted key -> tensor. A key in two sections is the model's; ``section(...)`` selects one section.
 
     Use it in a ``with`` block, or call ``close()``. ``checkpoint``: the description it is made of.
     """
@@ -223,7 +223,7 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
         return f"<{self._heading()}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: a table of the tensors."""
+        """For notebooks: a table of the tensors."""
         rows = [
             (
                 key,
@@ -250,7 +250,7 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
 
     @property
     def param_groups(self) -> list[dict[Key, Value]]:
-        """The optimizer's param groups as saved; empty when there are none."""
+        """The optimizer's param groups as saved; empty if there are none."""
         optim = self.checkpoint.optim
         return [dict(group) for group in optim.param_groups or []] if optim is not None else []
 
@@ -265,7 +265,7 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
 
 
 def _nearest(key: object, keys: Mapping[str, object]) -> str:
-    """Up to three keys that may be meant: with another prefix, or spelt alike."""
+    """Up to three keys that may be meant: with another prefix, or spelt similarly."""
     if not isinstance(key, str):
         return ""
     nearest = [one for one in keys if one.endswith(f".{key}") or key.endswith(f".{one}") or one.startswith(f"{key}.")]

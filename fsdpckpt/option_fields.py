@@ -39,7 +39,7 @@ class Group(StrEnum):
 
 
 class Scope(Flag):
-    """Where an option applies. Given anywhere else it is refused: it was meant for another source or target."""
+    """Where an option applies. It is refused anywhere else, because it was meant for another source or target."""
 
     MODEL = auto()  # a model section that is taken
     OPTIMIZER = auto()  # an optimizer section that is taken and written
@@ -66,8 +66,8 @@ EVERYWHERE = Scope(0)
 class Kind:
     """The values of an option. ``values``: their type on the command line; ``keyword``: their type in the Python API.
 
-    ``convert`` makes the value that the record holds of one from Python, JSON or the command line, and gets the
-    flag of the option for its UsageError. ``choices``: all values there are. ``metavar``: what stands for one in help.
+    ``convert`` turns a value from Python, JSON or the command line into the one that the record holds; it gets the flag
+    of the option for its UsageError. ``choices``: all values. ``metavar``: the placeholder in help.
     """
 
     values: Any
@@ -78,7 +78,7 @@ class Kind:
 
 
 def kind_of(annotation: object) -> Kind:
-    """The kind of values of a field with this type."""
+    """The kind of values for a field of this type."""
     if get_origin(annotation) in (Union, UnionType):
         (annotation,) = (one for one in get_args(annotation) if one is not NoneType)
     if annotation is bool:
@@ -134,7 +134,7 @@ def _pairs(flag: str, value: Mapping[str, str] | Iterable[str | Iterable[str]]) 
 
 
 def _dtype(_flag: str, value: object) -> str:
-    """The name of a dtype; torch.bfloat16 itself is one, too, without an import of torch."""
+    """The name of a dtype; also accepts torch.bfloat16 itself, without importing torch."""
     return value if isinstance(value, str) else str(value).removeprefix("torch.")
 
 
@@ -191,7 +191,7 @@ def parse_size(text: str) -> int:
 
 
 def _torch_version(flag: str, value: object) -> str:
-    """``2.8``, of ``2.8``, ``2.8.1`` or ``2.13.0+cpu``."""
+    """``2.8``, for ``2.8``, ``2.8.1`` or ``2.13.0+cpu``."""
     match = re.match(r"(\d+)\.(\d+)(?![\w])", str(value))
     if match is None:
         raise UsageError(f"{flag} takes a version", found=str(value), next_step=f"for example {flag} 2.8")
@@ -213,13 +213,12 @@ TORCH_VERSION = Kind(str, "str", _torch_version, metavar="VERSION")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What the type of the field does not say. ``flag``: the long option, where it is not the field's name.
+    """What the type of the field does not say. ``flag``: the long option, if it differs from the field's name.
 
-    ``metavar``: what stands for a value in help, where it is not that of its kind. ``minimum``: of a number.
-    ``offered``: the values that it takes, where they are fewer than its type has. ``completion``: values that the shell
-    completes, of an option that takes others, too. ``synonyms``: what people try instead, without dashes.
-    ``changes_output``: whether the bytes that are written depend on it. ``excludes``: fields, of whichever record, that
-    it cannot be given with.
+    ``metavar``: the placeholder in help, if it differs from its kind's. ``minimum``: of a number. ``offered``: the
+    values that it takes, if they are fewer than those of its type. ``completion``: values that the shell completes, for
+    an option that takes others too. ``synonyms``: what people try instead, without dashes. ``changes_output``: whether
+    the bytes that are written depend on it. ``excludes``: fields, of any record, that it cannot be given with.
     """
 
     help_text: str
@@ -249,7 +248,7 @@ def repeatable(help_text: str, group: Group = Group.OTHER, **described: Any) -> 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One option of a record: its name in Python, its default, and all that was declared of it."""
+    """One option of a record: its name in Python, its default, and everything that was declared for it."""
 
     name: str
     default: object
@@ -258,12 +257,12 @@ class Parameter:
 
     @property
     def flag(self) -> str:
-        """The option on the command line, as messages name it: ``--world-size``."""
+        """The option on the command line, as messages show it: ``--world-size``."""
         return self.option.flag or "--" + self.name.replace("_", "-")
 
     @property
     def metavar(self) -> str | None:
-        """What stands for a value in help."""
+        """The placeholder for a value in help."""
         return f"<{'|'.join(self.choices)}>" if self.choices else self.option.metavar or self.kind.metavar
 
     @property
@@ -273,11 +272,11 @@ class Parameter:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values that the command line takes; empty when it takes others than listed ones."""
+        """The values that the command line takes; empty if it takes any others."""
         return self.option.offered or self.kind.choices
 
     def convert(self, value: object) -> object:
-        """``value`` as the record holds it. Raises UsageError."""
+        """``value`` in the form of the record. Raises UsageError."""
         if value is None:
             return self.default
         if self.option.offered:
@@ -304,7 +303,7 @@ def _parameters(record: Any) -> tuple[Parameter, ...]:
 
 
 def changed(record: Record, values: Mapping[str, object]) -> Record:
-    """``record`` with ``values`` instead, as Python, JSON or the command line give them. Raises UsageError."""
+    """``record`` with ``values`` from Python, JSON or the command line. Raises UsageError."""
     kinds = {one.name: one for one in parameters(type(record))}
     converted: dict[str, object] = {}
     for name, value in values.items():
@@ -333,7 +332,9 @@ def synonym(records: Iterable[type], name: str) -> Parameter | None:
 
 
 def with_named(records: Iterable[Any], named: Mapping[str, object]) -> list[Any]:
-    """The ``records`` of ``convert`` with the keywords ``named``. Raises UsageError for a name that is no option."""
+    """The ``records`` of ``convert`` with the keywords ``named``. Raises UsageError for a name that is not an
+    option.
+    """
     records = list(records)
     homes = {one.name: number for number, record in enumerate(records) for one in parameters(type(record))}
     for name in named:
@@ -358,7 +359,7 @@ def given(record: object, scope: Scope) -> tuple[str, ...]:
 
 
 def refuse_unused(record: object, scope: Scope, why: str, instead: str = "") -> None:
-    """Raises UsageError when options of ``scope`` are given: they have no effect, as ``why`` says.
+    """Raises UsageError if options of ``scope`` are given: they have no effect because of ``why``.
 
     ``instead``: what would give them one: ``add --to sharded``.
     """
@@ -372,7 +373,7 @@ def refuse_unused(record: object, scope: Scope, why: str, instead: str = "") -> 
 
 
 def refuse_conflicts(*records: object) -> None:
-    """Raises UsageError for two options of ``records`` of which one excludes the other."""
+    """Raises UsageError for two options of ``records`` that exclude each other."""
     every = {
         one.name: one
         for record in records
@@ -387,13 +388,15 @@ def refuse_conflicts(*records: object) -> None:
 
 
 def identity(record: object) -> dict[str, str]:
-    """The options that decide which bytes are written, as far as they were given: what a resumed run must repeat."""
+    """The given options that affect the output bytes: what a resumed run must repeat."""
     values = {one.name: getattr(record, one.name) for one in parameters(type(record)) if one.option.changes_output}
     return {name: str(value) for name, value in values.items() if value not in (None, ())}
 
 
 def takes_options(*records: type) -> Callable[[Function], Function]:
-    """For a function with ``**named``: ``help()`` and completion show the options of ``records`` as its keywords."""
+    """Decorates a function with ``**named``: ``help()`` and completion show the options of ``records`` as its
+    keywords.
+    """
 
     def decorate(function: Function) -> Function:
         import inspect

@@ -1,7 +1,7 @@
-"""Declares every option of ``convert`` once: the command line, the Python API, workers and its checks read it here.
+"""Declares every option of ``convert`` once, for the command line, the Python API, workers and its checks.
 
 To add an option, add one field to the record of its command, with what ``option_fields.Option`` describes: nothing else
-needs an edit but the code that acts on it. ``scripts/keywords`` then writes the types of ``fsdpckpt.convert`` anew.
+needs an edit except the code that uses it. ``scripts/keywords`` then rewrites the types of ``fsdpckpt.convert``.
 Imports neither numpy nor torch, since ``--help`` needs all of it.
 """
 
@@ -46,7 +46,7 @@ class VerifyLevel(StrEnum):
 
 
 class MissingState(StrEnum):
-    """What becomes of parameters that a param group lists and that have no optimizer state."""
+    """What to do with parameters that a param group lists and that have no optimizer state."""
 
     ERROR = "error"
     ZEROS = "zeros"
@@ -54,7 +54,7 @@ class MissingState(StrEnum):
 
 
 class LinkMode(StrEnum):
-    """How a file of DST is made that is the same as a file of SRC. ``AUTO``: a reflink where possible, else a copy."""
+    """How to make a file of DST that equals a file of SRC. ``AUTO``: a reflink if possible, else a copy."""
 
     COPY = "copy"
     AUTO = "auto"
@@ -63,7 +63,7 @@ class LinkMode(StrEnum):
 
 
 class Launcher(StrEnum):
-    """Where a conversion runs. ``AUTO``: as workers when several are requested, or when started as one of them."""
+    """Where a conversion runs. ``AUTO``: as workers if several are requested, or if started as one of them."""
 
     AUTO = "auto"
     LOCAL = "local"
@@ -283,7 +283,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """On which processes a conversion runs; none of it changes a byte of what is written."""
+    """The processes that run a conversion; these options do not change a byte of the output."""
 
     launcher: Launcher = option(
         "Where to run; auto: workers if --nproc-per-node asks for them, or torchrun or srun started this.",

@@ -1,7 +1,7 @@
 """This process: its role among several, and when Python collects its garbage.
 
-A run of many workers prints everything once: rank 0 does, or rank 1 when rank 0 was lost. Imports nothing that takes
-time, because every command asks.
+A run of many workers prints everything once: rank 0 does, or rank 1 if rank 0 was lost. Imports nothing that takes
+time, because every command uses it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 def started_as_worker(environment: Mapping[str, str] | None = None) -> bool:
     """Whether torchrun (any elastic launch) or srun started this process as one of its workers.
 
-    The same answer as ``comm.launch.rank_from_environment`` gives, without importing torch.
+    The same answer as ``comm.launch.rank_from_environment``, without importing torch.
     """
     variables = os.environ if environment is None else environment
     if "RANK" in variables and "WORLD_SIZE" in variables:
@@ -25,7 +25,7 @@ def started_as_worker(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def own_rank(environment: Mapping[str, str] | None = None) -> int:
-    """The rank of this process; 0 when it is no worker."""
+    """The rank of this process; 0 if it is not a worker."""
     variables = os.environ if environment is None else environment
     if not started_as_worker(variables):
         return 0
@@ -55,9 +55,10 @@ process_role = ProcessRole()
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """While many objects are made: the collector would walk them over and over, and parsing take three times as long.
+    """Pause the collector while many objects are made: it would walk them repeatedly and make parsing take three times
+    as long.
 
-    Afterwards they count as old: as young ones they would all be walked by the very next collection.
+    Afterwards they count as old: as young ones they would all be walked by the next collection.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -75,7 +76,7 @@ _entered: list[object] = []
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """Inside, the collector walks only what is made inside: for long work beside the many objects that exist."""
+    """Inside the block, the collector walks only objects made there: for long work while many objects exist."""
     unfreeze = not _entered and not gc.get_freeze_count()  # else whoever froze objects before us wants them to stay so
     _entered.append(None)
     gc.freeze()

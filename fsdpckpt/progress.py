@@ -1,4 +1,4 @@
-"""Reports progress: whatever takes long reports bytes to a ``Progress``, which the command line draws.
+"""Reports progress: long work reports bytes to a ``Progress``, which the command line draws.
 
 A worker that another process started writes its events to a file (``ProgressPipe``), which that process follows.
 """
@@ -19,7 +19,7 @@ class Progress(Protocol):
     """Gets the progress of one stage at a time, from any thread."""
 
     def begin(self, stage: str, total_bytes: int) -> None:
-        """A stage starts: ``"read"``, ``"copy"``, ``"verify"``, ... ``total_bytes`` 0 when it has no size."""
+        """A stage starts: ``"read"``, ``"copy"``, ``"verify"``, ... ``total_bytes`` 0 if it has no size."""
 
     def advance(self, nbytes: int) -> None:
         """``nbytes`` more bytes are done."""
@@ -45,7 +45,9 @@ INTERVAL = 0.1  # seconds: as often as a bar is redrawn
 
 
 class ProgressPipe:
-    """A ``Progress`` that appends each call to ``path``, one JSON list a line. Nothing is written before the first."""
+    """A ``Progress`` that appends each call to ``path``, one JSON list on each line. The file appears with the first
+    call.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -1,6 +1,6 @@
 """Formats numbers, values and keys for people: pure functions from data to text.
 
-``fold`` writes dotted keys that differ in their numbers only as one, with braces as bash has them:
+``fold`` joins dotted keys that differ only in their numbers into one, with braces as in bash:
 ``layers.{0..125}.wq.weight``.
 """
 
@@ -71,7 +71,7 @@ def shape_text(shape: Iterable[int]) -> str:
 
 
 def dtypes_text(dtypes: Mapping[str, int]) -> str:
-    """``float32 81, int64 1``; the name alone when there is one dtype."""
+    """``float32 81, int64 1``; the name alone if there is one dtype."""
     if len(dtypes) == 1:
         return next(iter(dtypes))
     return ", ".join(f"{name} {count}" for name, count in dtypes.items())
@@ -83,7 +83,7 @@ _MOST_DIGITS = 1 << 12  # bits of an int that Python writes as text
 
 
 def first_of(values: Sequence[object], most: int) -> str:
-    """The first ``most`` of ``values``, separated by commas, and ``...`` where there are more."""
+    """The first ``most`` of ``values``, separated by commas, and ``...`` if there are more."""
     return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
 
 
@@ -93,9 +93,9 @@ def some_of(names: Sequence[str], most: int = 4) -> str:
 
 
 def truncate(value: object) -> str:
-    """A scalar, or a short tuple or list of scalars, in at most 80 characters; of any other value its type and length.
+    """A scalar, or a short tuple or list of scalars, in at most 80 characters; for any other value its type and length.
 
-    ``repr`` would visit nested values, and those from a file may be nested so that this takes exponential time.
+    ``repr`` would visit nested values, and a file may nest them so that this takes exponential time.
     """
     if isinstance(value, (tuple, list)) and len(value) <= 8 and all(isinstance(item, _SCALARS) for item in value):
         opening, closing = "()" if isinstance(value, tuple) else "[]"
@@ -123,17 +123,17 @@ _Box: TypeAlias = tuple[tuple[int, ...], ...]  # the numbers of each numbered se
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """``key`` stands for the keys at the positions ``members`` of what was folded, exactly."""
+    """``key`` stands for exactly the keys at the positions ``members`` of the folded list."""
 
     key: str
     members: tuple[int, ...]
 
 
 def fold(items: Iterable[tuple[str, Hashable]]) -> list[Folded]:
-    """Fold items of (dotted key, what must be equal), in the order in which the first of each comes.
+    """Fold items of (dotted key, what must be equal), in the order in which the first of each appears.
 
-    Keys are folded over any number of segments that are numbers. A key stands for the product of its numbers: where
-    they have gaps that no product describes, there are several keys.
+    Keys are folded over any number of segments that are numbers. A folded key stands for the product of its numbers: if
+    these have gaps that no product describes, there are several folded keys.
     """
     groups: dict[tuple[_Template, Hashable], dict[_Box, list[int]]] = {}
     for at, (key, equal) in enumerate(items):
@@ -149,7 +149,7 @@ def fold(items: Iterable[tuple[str, Hashable]]) -> list[Folded]:
 
 
 def _split(key: str) -> tuple[_Template, tuple[int, ...]]:
-    """The segments of ``key``, with what stands before the number for those that are one, and the numbers."""
+    """The segments of ``key``, with the text before the number for those that end in one, and the numbers."""
     words: list[str | tuple[str]] = []
     numbers = []
     for word in key.split("."):
@@ -166,7 +166,7 @@ def _joined(template: _Template, box: _Box) -> str:
 
 
 def _merged(boxes: dict[_Box, list[int]]) -> dict[_Box, list[int]]:
-    """Boxes that differ in one segment only become one, segment by segment, the last one first."""
+    """Join boxes that differ in only one segment, segment by segment, the last one first."""
     for segment in reversed(range(len(next(iter(boxes))))):
         alike: dict[_Box, list[_Box]] = {}
         for box in boxes:
@@ -181,7 +181,7 @@ def _merged(boxes: dict[_Box, list[int]]) -> dict[_Box, list[int]]:
 
 
 def numbers_text(numbers: Sequence[int]) -> str:
-    """Ascending numbers as bash writes them in braces: ``{0..3}``, ``{1..9..2}``, ``{0..3,7}``; one alone without."""
+    """Ascending numbers in bash's braces: ``{0..3}``, ``{1..9..2}``, ``{0..3,7}``; a single one without braces."""
     if len(numbers) == 1:
         return str(numbers[0])
     steps = {after - before for before, after in pairwise(numbers)}
@@ -197,7 +197,7 @@ def numbers_text(numbers: Sequence[int]) -> str:
 
 
 def braces(words: Sequence[str], *, always: bool = False) -> str:
-    """``{a,b}``; one word alone as it is, unless ``always``."""
+    """``{a,b}``; a single word unchanged, unless ``always``."""
     return words[0] if len(words) == 1 and not always else f"{{{','.join(words)}}}"
 
 
@@ -210,7 +210,7 @@ _LAST_NUMBER = re.compile(r"(.*?)(0|[1-9]\d*)(\D*)")
 
 
 def names_text(names: Sequence[str], most: int) -> str:
-    """``most`` of ``names``, those of ranks as one: ``scheduler.pt, rng_state_{0..5}.pth and 2 more``."""
+    """``most`` of ``names``, with those of ranks joined: ``scheduler.pt, rng_state_{0..5}.pth and 2 more``."""
     groups: dict[tuple[str, str], list[int | None]] = {}
     for name in names:
         match = _LAST_NUMBER.fullmatch(name)
@@ -232,7 +232,7 @@ SHORTEST_WORD = 6  # characters of a word that was shortened
 def shorten(key: str, width: int) -> str:
     """``key`` in at most ``width`` characters: its longest words lose their middle, ``layers.0.post_at…rm.weight``.
 
-    Where that is not enough words behind the first one go, too: the end tells keys apart.
+    If that is not enough, words after the first one go too: the end distinguishes keys.
     """
     words = _SEGMENTS.split(key)
     for dropped in range(len(words) - 1):
@@ -244,7 +244,7 @@ def shorten(key: str, width: int) -> str:
 
 
 def _with_short_words(words: Sequence[str], width: int) -> str | None:
-    """The words in at most ``width`` characters; None where they would become too short to be read."""
+    """The words in at most ``width`` characters; None if they would become too short to be read."""
     lengths = list(map(len, words))
     while sum(lengths) + len(words) - 1 > width:
         at = max(range(len(words)), key=lambda at: (not words[at].startswith("{"), lengths[at]))

@@ -1,8 +1,8 @@
-"""Where a conversion runs: in this process, or on workers that torchrun, srun or this program started.
+"""Chooses where a conversion runs: in this process, or on workers that torchrun, srun or this program started.
 
 ``python -m fsdpckpt.worker REQUEST`` is one worker of a launch by this program: the request is a JSON file, and the
-report lies beside it when all have ended. Workers that a user's torchrun or srun started call ``convert`` as anybody
-does, and find each other by the environment. Imports torch only where there are workers.
+report is beside it when all have ended. Workers that a user's torchrun or srun started call ``convert`` like any other
+program, and find each other through the environment. Imports torch only if there are workers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ REQUEST, REPORT, PROGRESS = "request.json", "report.json", "progress"
 
 
 def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
-    """Convert ``source`` to ``target`` where ``launch`` says. Every byte written is the same wherever that is.
+    """Convert ``source`` to ``target`` on the processes of ``launch``. The output is the same on any of them.
 
-    Raises what ``converters.pipeline.convert`` raises, and WorkerError when a worker or the process group failed.
+    Raises what ``converters.pipeline.convert`` raises, and WorkerError if a worker or the process group failed.
     """
     refuse_unknown_suffix(target)
     if launch.launcher is not Launcher.LOCAL and started_as_worker():
@@ -58,7 +58,7 @@ def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOpt
 
 
 def _as_worker(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
-    """This process's part of a run of several. Leaves in ``process_role`` who speaks."""
+    """This process's part of a run of several. Sets the rank that prints in ``process_role``."""
     require_torch("workers need")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: who was lost we say, in fewer words
     from fsdpckpt.comm.launch import rank_from_environment
@@ -98,7 +98,7 @@ def _as_worker(source: str, target: str, options: ConvertOptions, launch: Launch
 
 
 def _report_to_torchrun(error: Exception) -> None:
-    """Put ``error`` where torchrun looks for it, so that its own summary ends with the cause.
+    """Store ``error`` where torchrun looks for it, so that its own summary ends with the cause.
 
     The form is that of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``.
     """
@@ -113,12 +113,12 @@ def _report_to_torchrun(error: Exception) -> None:
 
 @contextmanager
 def _defer_sigterm(limit: float) -> Iterator[list[Group]]:
-    """On SIGTERM, find out first whether another worker was lost.
+    """On SIGTERM, first find out whether another worker was lost.
 
-    A launcher that sees one end stops the others at once, before any of them noticed, and nobody would report which
-    one it was.
+    A launcher that sees one worker end stops the others at once, before any of them noticed, and nobody would report
+    which one it was.
 
-    The body puts the group into the list. Once a loss is known, SIGTERM changes nothing any more.
+    The body puts the group into the list. Once a loss is known, SIGTERM has no effect any more.
     """
     before = signal.getsignal(signal.SIGTERM)
     groups: list[Group] = []
@@ -151,7 +151,7 @@ def _defer_sigterm(limit: float) -> Iterator[list[Group]]:
 
 
 def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
-    """Start workers on this node, wait for them, and take what rank 0 reports."""
+    """Start workers on this node, wait for them, and return rank 0's report."""
     require_torch("workers need")
     from fsdpckpt.comm.launch import launch as start
     from fsdpckpt.comm.launch import local_workers
@@ -197,14 +197,14 @@ def _read(directory: str) -> dict[str, Any]:
 
 
 def _write(directory: str, document: dict[str, Any]) -> None:
-    """Report to the process that launched the workers of this node: the first of them does."""
+    """Report to the process that launched the workers of this node. Only the node's first worker does."""
     if os.environ["LOCAL_RANK"] == "0":
         with open(os.path.join(directory, REPORT), "w", encoding="utf-8") as file:
             json.dump(document, file)
 
 
 def main() -> None:
-    """One worker of ``_launched``. The launcher says everything; this process only works, and ends."""
+    """Run one worker of ``_launched``. The launcher reports everything; this process only works and ends."""
     from fsdpckpt.comm.protocol import encode_error
     from fsdpckpt.comm.torch_group import TorchGroup
     from fsdpckpt.converters.pipeline import convert as run
@@ -240,9 +240,9 @@ def main() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End now: torch's threads can abort an orderly end, and the destructors of a failed process group hang.
+    """End at once: torch's threads can abort an orderly end, and the destructors of a failed process group hang.
 
-    What this worker has written is closed by now, and the launcher looks at nothing but the exit code.
+    Everything that this worker has written is closed, and the launcher looks only at the exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # the reader is gone

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _end(_number: int, _frame: object) -> None:
-    """End the process at once, with one line and exit code 130: nothing has been begun yet.
+    """End the process at once, with one line and exit code 130: nothing has begun yet.
 
     An exception would be lost where Python cannot raise one, in the middle of an import.
     """
@@ -83,7 +83,7 @@ def _usage(error: BaseException) -> BaseException:
 
 
 def _expected(error: BaseException, said: str) -> str | None:
-    """The commands, where one was meant, and the arguments of a command that lacks some."""
+    """The commands, if one was expected; else the arguments of a command that lacks some."""
     context = getattr(error, "ctx", None)
     if context is None:
         return None
@@ -95,7 +95,7 @@ def _expected(error: BaseException, said: str) -> str | None:
 
 
 def _meant_option(error: BaseException, unknown: str) -> str | None:
-    """What was meant by an option that does not exist."""
+    """The option that was probably meant by one that does not exist."""
     from difflib import get_close_matches
 
     from fsdpckpt.errors import to_copy

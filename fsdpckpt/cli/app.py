@@ -40,10 +40,10 @@ USAGE_ERRORS: tuple[type[BaseException], ...] = (typer.BadParameter.__mro__[1],)
 
 
 class HelpCommand(TyperCommand):
-    """Shows ``--help`` with the options under headings, and breaks lines between words only.
+    """Shows ``--help`` with the options under headings, and breaks lines only between words.
 
-    ``headings``: of each parameter. Those that it does not name come under ``rest``, the last one. ``tunable``: those
-    that change nothing of what is written. They may be given again, so that a script's limits can be overridden.
+    ``headings``: of each parameter. Parameters without one come under ``rest``, at the end. ``tunable``: those that do
+    not change the output. They may be repeated, so that a script's limits can be overridden.
     """
 
     tunable: ClassVar[frozenset[str]] = frozenset()
@@ -51,7 +51,7 @@ class HelpCommand(TyperCommand):
     rest: ClassVar[str] = "Options"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raises UsageError for an option with one value that is given twice; the last of ``tunable`` ones counts."""
+        """Raises UsageError for an option with one value that is given twice; of ``tunable`` ones the last counts."""
         if not ctx.resilient_parsing:
             _, words, order = self.make_parser(ctx).parse_args(args=list(args))
             options: list[Any] = [param for param in order if not _is_argument(param)]
@@ -103,7 +103,7 @@ def _table(rows: list[tuple[str, str]], indent: int, width: int) -> str:
 def command(
     body: Callable[..., int], arguments: Iterable[tuple[str, str, str]], records: Iterable[type], needs: str
 ) -> Callable[..., int]:
-    """A function that typer makes a command of.
+    """A function that typer turns into a command.
 
     ``body`` gets an Output, the value of each of ``arguments`` (name, metavar, help text), and one of each of
     ``records``, filled from the command line. ``needs``: a module that takes long to import, imported while a signal
@@ -161,7 +161,7 @@ def _argument(metavar: str, help_text: str) -> Any:
 
 
 def _option(one: Parameter) -> signatures.Parameter:
-    """The parameter of a command that typer makes the option ``one`` of."""
+    """The parameter of a command that typer turns into the option ``one`` of its record."""
     kind: Any = one.kind.values
     default: Any = one.default if isinstance(one.default, bool | int | float) and one.option.kind is None else None
     names = [one.flag, *([one.option.short] if one.option.short else [])]

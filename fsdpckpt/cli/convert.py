@@ -85,7 +85,7 @@ def _refuse_memory(target: str) -> None:
 
 @contextmanager
 def _with_the_command_for_nodes(source: str) -> Iterator[None]:
-    """An error for missing files says how to run this command where they lie on the disks of other nodes."""
+    """Make an error for missing files say how to run this command if they are on the disks of other nodes."""
     try:
         yield
     except SourceIncompleteError as error:
@@ -101,7 +101,7 @@ def _with_the_command_for_nodes(source: str) -> Iterator[None]:
 
 @contextmanager
 def _with_the_command_for_damage(source: str) -> Iterator[None]:
-    """An error for damage, which ends a conversion at the first, says how to list all there is."""
+    """Make an error for damage, which ends a conversion at once, say how to list all damage."""
     try:
         yield
     except SourceCorruptError as error:
@@ -113,7 +113,7 @@ def _with_the_command_for_damage(source: str) -> Iterator[None]:
 
 @contextmanager
 def _to_the_end() -> Iterator[None]:
-    """When a worker was lost, the launcher tells the others to stop: what happened is shown all the same."""
+    """When a worker was lost, the launcher tells the others to stop: still show what happened."""
     try:
         yield
     except BaseException:
@@ -140,7 +140,7 @@ def _written(report: Report) -> str:
 
 
 def _linked(report: Report) -> Iterator[str]:
-    """What is linked, of which the notes say what that means."""
+    """The files that are linked; the notes explain what that means."""
     links = [file for file in report.files if file.source is not None]
     if links:
         kind = {"hardlink": "hard link", "reflink": "reflink"}[report.link]

@@ -62,8 +62,9 @@ _COLOURS = {"*": Colour.CHANGED, "-": Colour.BAD, "+": Colour.NEW}
 
 
 def _lines(result: Difference, columns: int | None, *, everything: bool) -> Iterator[Line]:
-    """``columns``: of a terminal, on which keys of repeated layers that differ alike share a line, as do all keys of a
-    section that only one of the two has."""
+    """``columns``: of a terminal, on which keys of repeated layers with the same difference share a line, as do all
+    keys of a section that only one side has.
+    """
     shown = [entry for entry in result.entries if (everything or entry.sigil != "=") and entry.counts]
     rows = [(entry.key, 1, entry) for entry in shown]
     if columns is not None and not everything:

@@ -1,6 +1,6 @@
 """Ends every exception at the command line: signals, errors in words or JSON, and the exit code.
 
-``catch_signals`` is what ``main`` needs before anything else, so that importing this module takes no time.
+``main`` needs ``catch_signals`` before anything else, so importing this module takes no time.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Interruption(BaseException):
 
 
 def catch_signals() -> None:
-    """From now on a signal raises Interruption: the run ends tidily, can be resumed, and the exit code is 130.
+    """Make signals raise Interruption: the run ends tidily, can be resumed, and the exit code is 130.
 
-    One that the caller had ignored, as ``nohup`` does with SIGHUP, stays ignored.
+    A signal that the caller ignores, as ``nohup`` does with SIGHUP, stays ignored.
     """
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -63,7 +63,7 @@ def catch_signals() -> None:
 
 
 def ignore_signals() -> None:
-    """From now on ignore signals: a second Ctrl-C must not turn the last message of a run into a traceback."""
+    """Ignore further signals: a second Ctrl-C must not turn the last message of a run into a traceback."""
     for number in _numbers():
         with suppress(ValueError):  # not in the main thread
             signal.signal(number, signal.SIG_IGN)
@@ -74,7 +74,7 @@ def _numbers() -> list[signal.Signals]:
 
 
 def guarded(output: Output, body: Callable[[], int]) -> int:
-    """The exit code of ``body``, or that of the error it raised, which has then been shown."""
+    """The exit code of ``body``, or of the error it raised, after showing it."""
     try:
         return body()
     except (KeyboardInterrupt, Interruption) as error:
@@ -102,7 +102,7 @@ def _interrupted(error: BaseException) -> InterruptedRunError:
 def report(
     output: Output, error: BaseException, document: Mapping[str, object] = MappingProxyType({}), schema: str = "error"
 ) -> int:
-    """Show ``error`` and return its exit code. ``document``: what the command's JSON, of ``schema``, has besides it."""
+    """Show ``error`` and return its exit code. ``document``: the rest of the command's JSON, of ``schema``."""
     from fsdpckpt.cli.output import redirect_to_null
 
     known = known_error(error)
@@ -128,7 +128,7 @@ def report(
 
 
 def _command() -> str:
-    """What was called: ``fsdpckpt convert``."""
+    """The command that was called: ``fsdpckpt convert``."""
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     return f"fsdpckpt {first}" if first in ("inspect", "convert", "diff", "verify", "units") else "fsdpckpt"
 

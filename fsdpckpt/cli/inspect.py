@@ -85,7 +85,7 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
 
 
 def _summary(description: Description, columns: int | None) -> Iterator[Line]:
-    """``columns``: of the terminal. In a pipe the lines are as long as they are, and list everything."""
+    """``columns``: of the terminal. In a pipe, lines are not cut, and everything is listed."""
     from fsdpckpt.transform.placements import source_meshes
 
     checkpoint = description.checkpoint
@@ -118,7 +118,7 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
 
 
 def _recognised(evidence: Iterable[Evidence]) -> Iterator[str]:
-    """What decided the flavor (for plain files, the container) and the layout; --json has every reason."""
+    """The evidence for the flavor (for plain files, the container) and the layout; --json has all evidence."""
     from fsdpckpt.ir.checkpoint import EvidenceKind
 
     by_kind: dict[EvidenceKind, list[str]] = {}
@@ -158,7 +158,7 @@ def _group(group: dict[Key, Value], *, short: bool) -> str:
 
 
 def _extras(checkpoint: Checkpoint, columns: int | None) -> Iterator[str]:
-    """The extras, one text for each key at their top: its value, or how many it has."""
+    """The extras, one text for each top-level key: its value, or how many it has."""
     from fsdpckpt.ir.values import walk
     from fsdpckpt.verify.compare import value_text
 

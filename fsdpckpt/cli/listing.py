@@ -1,4 +1,4 @@
-"""Lists the tensors of ``inspect``: one row a key, or, on a terminal, one row for the keys of all layers."""
+"""Lists the tensors of ``inspect``: one row for each key or, on a terminal, one row for the keys of all layers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SEVERAL = "several"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One key, or the ``count`` keys that ``key`` stands for; ``nbytes``: of all of them.
+    """One key, or ``count`` keys that are folded into ``key``; ``nbytes``: of all of them.
 
-    ``more``: the cells of statistics or of one piece. ``again``: a further piece of the key in the row above.
+    ``more``: the cells of statistics or of one chunk. ``again``: a further chunk of the key in the row above.
     ``first``: the place of the first of the keys in the checkpoint.
     """
 
@@ -55,7 +55,7 @@ def listing(
     more = (*(STATS if measured else ()), *(PIECES if ranks else ()))
     rows = folded_rows(description) if not unfold and not more else _rows(description, short=columns is not None)
     if ranks:
-        rows = list(_pieces(description, rows))
+        rows = list(_chunk_rows(description, rows))
     lines = _lines([(*FIELDS, *more), *(row.cells(FIELDS) for row in rows)], (*FIELDS, *more), None)
     if columns is None or not rows or max(map(len, lines)) <= columns:
         return lines, frozenset({0})
@@ -65,7 +65,7 @@ def listing(
 
 
 def _fewer_stats(rows: Sequence[Row], columns: int) -> tuple[list[str], frozenset[int]]:
-    """The statistics that leave room for keys by which people know a tensor, and which ones do not."""
+    """The statistics to show so that keys stay recognisable, and those to leave out."""
     kept = list(range(len(STATS)))
     wanted = min(max(len(row.key) for row in rows), READABLE)
     widths = [max(len(name), *(len(str(row.more[at])) for row in rows)) + GAP for at, name in enumerate(STATS)]
@@ -84,7 +84,7 @@ def _lines(cells: Sequence[Sequence[Cell]], headings: Sequence[str], columns: in
 
 
 def _by_section(rows: Sequence[Row], more: Sequence[str], columns: int) -> tuple[list[str], frozenset[int]]:
-    """A heading for each section, which says what its rows have in common, and no columns for that."""
+    """A heading for each section with what its rows have in common, which then needs no columns."""
     sections = {row.section: [each for each in rows if each.section is row.section] for row in rows}
     common = {section: _common(of_section) for section, of_section in sections.items()}
     fields = [field for field in FIELDS[2:] if any(field not in each for each in common.values())]
@@ -101,7 +101,7 @@ def _by_section(rows: Sequence[Row], more: Sequence[str], columns: int) -> tuple
 
 
 def _common(rows: Sequence[Row]) -> dict[str, str]:
-    """The dtype and the placement of all rows, as far as they have one; a scalar that is whole goes with any."""
+    """The dtype and the placement that all rows have in common; a whole scalar matches any placement."""
     dtypes = {row.dtype for row in rows}
     placements = {row.placement for row in rows if (row.shape, row.placement) != ("[]", "whole")} or {"whole"}
     texts_by_field = {"dtype": dtypes, "placement": placements}
@@ -114,7 +114,7 @@ def _row(named: NamedTensor) -> Row:
 
 
 def _rows(description: Description, *, short: bool) -> list[Row]:
-    """One row a key. ``short``: numbers with fewer digits."""
+    """One row for each key. ``short``: numbers with fewer digits."""
     shown = [_row(named) for named in description.tensors]
     if description.stats is None:
         return shown
@@ -132,8 +132,8 @@ def _stats_cells(stats: dict[str, Json] | None, digits: int) -> tuple[Cell, ...]
     return (*numbers, str(stats["nan"]), str(stats["inf"]))
 
 
-def _pieces(description: Description, rows: Sequence[Row]) -> Iterator[Row]:
-    """One row a stored piece."""
+def _chunk_rows(description: Description, rows: Sequence[Row]) -> Iterator[Row]:
+    """One row for each stored chunk."""
     from fsdpckpt.ir.coverage import box_text
 
     source = description.checkpoint.source.rstrip("/")
@@ -154,15 +154,15 @@ def _pieces(description: Description, rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _below(path: str, source: str) -> str:
-    """The path of a file as seen from the source, which the summary names already."""
+    """The path of a file relative to the source, which the summary names already."""
     return path.removeprefix(source + "/") if path != source else path.rpartition("/")[2]
 
 
 def folded_rows(description: Description) -> list[Row]:
-    """One row for all keys that differ in numbers only and agree in dtype, shape and placement.
+    """One row for all keys that differ only in numbers and agree in dtype, shape and placement.
 
-    An optimizer state that all parameters have is one row: ``*.exp_avg``. What the extras have in common, when ranks
-    saved their own, is a copy of rank 0's and has no row.
+    An optimizer state that all parameters have is one row: ``*.exp_avg``. If ranks saved their own extras, the common
+    extras are a copy of rank 0's and have no row.
     """
     tensors = description.tensors
     extras = {named.key for named in tensors if named.section is Section.EXTRA}
@@ -188,12 +188,12 @@ def _folded(keyed: Sequence[tuple[str, Row]]) -> list[Row]:
 
 
 def _joined(key: str, rows: Sequence[Row]) -> Row:
-    """One row for several that have everything else in common."""
+    """One row for several that agree in everything else."""
     return replace(rows[0], key=key, nbytes=sum(row.nbytes for row in rows), count=sum(row.count for row in rows))
 
 
 def _states(tensors: Sequence[NamedTensor]) -> list[Row]:
-    """States of parameters whose numbers are folded, those that a parameter has alike in one row."""
+    """States of folded parameters; those that a parameter has alike share a row."""
     by_state: dict[str | None, list[tuple[str, Row]]] = {}
     for first, named in enumerate(tensors):
         key = named.param if named.state is not None else named.key
@@ -218,7 +218,7 @@ def _of_all_parameters(
 ) -> tuple[list[Row], list[NamedTensor]]:
     """A row for the states that every parameter of the optimizer has, and the tensors of all other states.
 
-    Only where the model's rows are there to say which parameters these are.
+    Only if the model's rows show which parameters these are.
     """
     if optim is None or not model:
         return [], list(tensors)
@@ -247,7 +247,7 @@ def _of_all_parameters(
 
 
 def _of_all(rows: Sequence[Row], field: str, of_model: Sequence[Row | None]) -> str | None:
-    """What all rows have in ``field``, in words; None when they differ and not as their parameters do."""
+    """The common value of ``field``, in words; None if the rows differ in another way than their parameters do."""
     values = [getattr(row, field) for row in rows]
     if len(set(values)) == 1:
         return str(values[0])

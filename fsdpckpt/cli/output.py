@@ -1,6 +1,6 @@
 """Prints all output: data on stdout, messages and progress on stderr, with ``--json`` one document on stdout.
 
-Tables of text are as wide as they are in a pipe, and at most as wide as the screen on a terminal.
+Tables of text are never cut in a pipe, and at most as wide as the screen on a terminal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _escaped(char: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A cell that may lose its middle where the screen is narrow; ``suffix`` stays whole."""
+    """A cell whose middle may be cut if the screen is narrow; ``suffix`` stays whole."""
 
     text: str
     suffix: str = ""
@@ -74,7 +74,9 @@ def table_lines(rows: Sequence[Sequence[Cell]], *, right: Collection[int], colum
 
 
 def _narrowed(rows: Sequence[Sequence[Cell]], widths: Sequence[int], columns: int) -> list[int]:
-    """``widths`` with the columns of names made narrower, the widest first, until the table fits or none can be."""
+    """``widths`` with the columns of names made narrower, the widest first, until the table fits or none can be
+    narrowed.
+    """
     narrowed = list(widths)
     least = list(widths)
     for at, column in enumerate(zip(*rows, strict=True)):
@@ -96,12 +98,12 @@ def width_of(widths: Sequence[int]) -> int:
 
 
 def cut(line: str, columns: int | None) -> str:
-    """``line`` in at most ``columns`` characters, an ellipsis where it goes on."""
+    """``line`` in at most ``columns`` characters, ending in an ellipsis if it is longer."""
     return line if columns is None or len(line) <= columns else line[: max(columns - 1, 0)] + "…"
 
 
 def wrapped(line: str, columns: int | None) -> list[str]:
-    """A sentence on as many lines as it takes: other than a row, it loses nothing on a narrow screen."""
+    """A sentence on as many lines as it needs: unlike a row, it loses nothing on a narrow screen."""
     if columns is None or len(line) <= columns:
         return [line]
     import textwrap
@@ -116,7 +118,7 @@ SECONDS_BETWEEN_LINES = 5.0  # often enough to show progress in a CI log, seldom
 
 
 class Colour(StrEnum):
-    """What a colour says. The values are those of the terminal's control sequence."""
+    """The meaning of a colour. The values are those of the terminal's control sequence."""
 
     BAD = "1;31"
     GOOD = "1;32"
@@ -128,7 +130,7 @@ class Colour(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Styled:
-    """A line of which ``begin`` to ``end`` is coloured where colours are shown."""
+    """A line with ``begin`` to ``end`` coloured if colours are shown."""
 
     text: str
     colour: Colour
@@ -140,7 +142,7 @@ Line: TypeAlias = str | Styled
 
 
 def labelled(label: str, text: str, colour: Colour | None, columns: int | None) -> Iterator[Line]:
-    """``label text`` with a coloured label, on several lines where the terminal is narrow."""
+    """``label text`` with a coloured label, on several lines if the terminal is narrow."""
     first, *rest = wrapped(f"{label} {text}", columns)
     yield first if colour is None else Styled(first, colour, end=len(label))
     yield from rest
@@ -160,13 +162,13 @@ class Output:
 
     @property
     def columns(self) -> int | None:
-        """The width of the terminal that data goes to, None when it goes anywhere else."""
+        """The width of the terminal that data goes to, None if it goes anywhere else."""
         return shutil.get_terminal_size().columns if _is_terminal(sys.stdout) and not self.as_json else None
 
     def document(self, make: Callable[[], Mapping[str, object]], schema: str | None = None) -> None:
         """Print the one JSON document that ``make`` returns; without ``--json`` it is not called.
 
-        An iterator in it is a list that is printed item by item. ``schema``: its name in ``cli/schemas``. A units file
+        An iterator in it is printed as a list, item by item. ``schema``: its name in ``cli/schemas``. A units file
         names its own format instead.
         """
         if self.as_json:
@@ -228,7 +230,7 @@ def _json(value: object) -> str:
 
 
 def _text(lines: Iterable[Line], stream: TextIO | None) -> str:
-    """The lines as ``stream`` shows them: with colours on a terminal, unless NO_COLOR says otherwise."""
+    """The lines for ``stream``: with colours on a terminal, unless NO_COLOR is set."""
     environment = os.environ
     colours = bool(environment.get("FORCE_COLOR")) or (_is_terminal(stream) and environment.get("TERM") != "dumb")
     colours = colours and not environment.get("NO_COLOR")
@@ -322,14 +324,14 @@ class Lines:
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
-    """A rich progress bar on stderr, gone when the block ends."""
+    """A rich progress bar on stderr, removed when the block ends."""
     from rich import progress
     from rich.console import Console
     from rich.table import Column
     from rich.text import Text
 
     class Numbers(progress.ProgressColumn):
-        """In the words of all other output: ``1.2 GiB of 3.6 GiB  850.0 MiB/s  2 min 5 s left``."""
+        """In the words of all other output: ``1.2 GiB of 3.6 GiB 850.0 MiB/s 2 min 5 s left``."""
 
         def render(self, task: progress.Task) -> Text:
             of = f" of {size_text(int(task.total))}" if task.total else ""

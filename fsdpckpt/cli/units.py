@@ -88,7 +88,7 @@ def _from_model(model: str, options: UnitsOptions) -> ResolvedUnits:
 
 
 def _target(path: str | None, *, overwrite: bool) -> str | None:
-    """The file to write, which is free. Raises TargetExistsError."""
+    """The file to write, which does not exist yet. Raises TargetExistsError."""
     if path is None:
         return None
     if os.path.isdir(path):
@@ -106,7 +106,9 @@ def _target(path: str | None, *, overwrite: bool) -> str | None:
 
 
 def _require_units_file(path: str) -> None:
-    """Raises TargetExistsError for what ``--overwrite`` does not replace: all but an empty file and a units file."""
+    """Raises TargetExistsError for what ``--overwrite`` does not replace: anything but an empty file and a
+    units file.
+    """
     try:
         with open(path, "rb") as file:
             head = file.read(_HEAD)
@@ -134,7 +136,7 @@ def _show(output: Output, result: ResolvedUnits) -> None:
 
 
 def _summary(units: Units) -> Iterator[str]:
-    """What there is, above the table."""
+    """The lines above the table."""
     params = units.params()
     elements = sum(param.numel for param in params.values())
     ranks = f", {plural(units.world_size, 'rank')}" if units.world_size is not None else ""
@@ -161,7 +163,7 @@ def _row(unit: Unit) -> list[Cell]:
 
 
 def _rest(units: Units) -> Iterator[str]:
-    """What lies in no unit, and what is known of the optimizer."""
+    """What is in no unit, and what is known of the optimizer."""
     yield ""
     for param in units.unmanaged:
         yield f"outside of all units: {param.name} {param.dtype.name} {shape_text(param.shape)}"

@@ -52,13 +52,13 @@ Path = str | os.PathLike[str]
 class StorageReader(TorchStorageReader):
     """Fills a state dict from any source: ``dcp.load(state_dict, storage_reader=StorageReader(path))``.
 
-    ``model`` and ``optimizer``: the dotted keys under which ``state_dict`` has the two, "" when its top level is the
-    section itself; by default those of a DCP source, else ``"model"`` and ``"optimizer"``.
-    ``flatten_optimizer_state_dict``: the optimizer's keys are listed as ``get_optimizer_state_dict`` with the option of
-    the same name has them; keys of both forms are found either way. ``key_type``: how the optimizer's part is keyed;
-    ``"name"`` is what ``get_optimizer_state_dict`` and ``FSDP.optim_state_dict`` give, ``"id"`` the optimizer's own
-    ``state_dict()``. All other options are those of ``fsdpckpt convert``. Each rank opens the source itself and reads
-    only its shards; no dtype is cast. Raises SourceError, NeedsInformationError, UsageError.
+    ``model`` and ``optimizer``: the dotted keys of the two in ``state_dict``, "" if its top level is the section
+    itself; by default those of a DCP source, else ``"model"`` and ``"optimizer"``. ``flatten_optimizer_state_dict``:
+    list the optimizer's keys as ``get_optimizer_state_dict`` does with the option of the same name; keys of both forms
+    are found either way. ``key_type``: how the optimizer's part is keyed; ``"name"`` is what
+    ``get_optimizer_state_dict`` and ``FSDP.optim_state_dict`` return, ``"id"`` the optimizer's own ``state_dict()``.
+    All other options are those of ``fsdpckpt convert``. Each rank opens the source itself and reads only its shards; no
+    dtype is cast. Raises SourceError, NeedsInformationError, UsageError.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class StorageReader(TorchStorageReader):
         return self._checkpoint
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
-        """Step 0: open another source with the same options, when ``dcp.load`` is given a ``checkpoint_id``."""
+        """Step 0: open another source with the same options, if ``dcp.load`` is given a ``checkpoint_id``."""
         if checkpoint_id is not None:
             self._open(os.fspath(checkpoint_id), locate=False)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Step 1: every key that can be loaded, with dtype and shape; anew where the source was saved again."""
+        """Step 1: every key that can be loaded, with dtype and shape; read again if the source was saved again."""
         try:
             self._sources.require_unchanged()
         except SourceError:
@@ -149,7 +149,7 @@ class StorageReader(TorchStorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Step 5: fill this rank's shards.
 
-        Raises StateDictMismatchError, naming every tensor that does not fit, SourceError where a file has changed.
+        Raises StateDictMismatchError that lists every tensor that does not match, SourceError if a file has changed.
         """
         values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
@@ -180,7 +180,7 @@ class StorageReader(TorchStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Whether the path exists. ``dcp.load`` itself asks this of its own readers only."""
+        """Whether the path exists. ``dcp.load`` itself calls this only for its own readers."""
         with Sources() as sources:
             return sources.stat(os.fspath(checkpoint_id)) is not None
 
@@ -218,9 +218,9 @@ class StorageReader(TorchStorageReader):
         return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [whole])
 
     def _require_match(self, wanted: list[_Wanted], planner: LoadPlanner, entries: Entries) -> None:
-        """Raises when a tensor has another dtype, or another shape: the plans of older torch do not check it.
+        """Raises if a tensor has another dtype or shape: the plans of older torch versions do not check it.
 
-        A planner that plans by itself may ask for a part of a tensor.
+        A planner that makes its own plans may request a part of a tensor.
         """
         own_plan = type(planner).create_local_plan is not DefaultLoadPlanner.create_local_plan
         whole = getattr(planner, "state_dict", {}) if not own_plan else {}
@@ -246,7 +246,7 @@ class StorageReader(TorchStorageReader):
 
 
 def _as_named_by(state: Mapping[str, Any], item: ReadItem, entries: Entries) -> Value:
-    """The value that ``item`` asks for; names in the ``params`` of groups with the prefixes they have in ``state``."""
+    """The value for ``item``; names in the ``params`` of groups get the prefixes they have in ``state``."""
     value = entries.values[item.storage_index.fqn]
     held = state.get(item.dest_index.fqn)
     path = entries.paths.get(item.storage_index.fqn, ())
@@ -266,7 +266,7 @@ def _tensor(entries: Entries, key: str) -> Tensor:
 
 
 class _Wanted(NamedTuple):
-    """``box`` of the tensor ``key``, to be put into ``target``, a part of what the state dict holds as ``held_as``."""
+    """``box`` of the tensor ``key``, to be read into ``target``, a part of ``held_as`` in the state dict."""
 
     key: str
     held_as: str
@@ -280,9 +280,9 @@ def _wanted(item: ReadItem, target: torch.Tensor) -> _Wanted:
 
 
 def _misplaced(planner: LoadPlanner, entries: Entries) -> dict[str, list[_Wanted]]:
-    """DTensors for which torch asks for another box than the rank holds, by key, with what it does hold.
+    """DTensors for which torch requests another box than the rank holds, by key, with the one it does hold.
 
-    Where FSDP2 and tensor parallelism cut one dimension and rows do not divide evenly, the boxes that
+    If FSDP2 and tensor parallelism cut one dimension and rows do not divide evenly, the boxes that
     ``compute_local_shape_and_global_offset`` computes for the plan are wrong (torch 2.13): another part of the tensor,
     or more elements than the local tensor has.
     """
@@ -314,7 +314,7 @@ def _box(tensor: Tensor, box: Box, target: torch.Tensor) -> BoxToRead:
 
 
 def _memory(target: torch.Tensor) -> Bytes | None:
-    """The bytes of a contiguous tensor in host memory, None for any other."""
+    """The bytes of a contiguous tensor in host memory, None for any other tensor."""
     if target.device.type != "cpu" or not target.is_contiguous():
         return None
     memory: Bytes = target.reshape(-1).view(torch.uint8).numpy()

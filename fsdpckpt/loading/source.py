@@ -53,9 +53,9 @@ T = TypeVar("T")
 
 
 def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate: bool) -> Checkpoint:
-    """The checkpoint at ``path`` as whole tensors, keyed and named as ``options`` say.
+    """The checkpoint at ``path`` as whole tensors, keyed and named according to ``options``.
 
-    ``locate=False``: the items of a DCP directory are not opened, unless flat parameters are in them. Raises what
+    ``locate=False``: the items of a DCP directory are not opened, unless they contain flat parameters. Raises what
     ``fsdpckpt convert`` raises for the source: SourceError, NeedsInformationError.
     """
     units = load_units(options.units, sources) if options.units is not None else None
@@ -75,9 +75,9 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The dotted keys that the model and the optimizer have in the state dict to be filled ("" is its top level).
+    """The dotted keys of the model and the optimizer in the state dict to fill ("" is its top level).
 
-    None: as in the source when that is DCP, else ``model`` and ``optimizer``. ``flattened``: the optimizer has the form
+    None: as in the source if that is DCP, else ``model`` and ``optimizer``. ``flattened``: the optimizer has the form
     of ``StateDictOptions(flatten_optimizer_state_dict=True)``.
     """
 
@@ -88,7 +88,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """``values`` and ``paths`` (how each is nested) by flat key."""
+    """``values`` and ``paths`` (their nesting) by flat key."""
 
     values: Mapping[str, Value]
     paths: Mapping[str, Path]
@@ -97,7 +97,7 @@ class Entries:
 def entries_of(checkpoint: Checkpoint, names: Names, rank: int) -> Entries:
     """What rank ``rank`` can load: what all ranks share, and the extras of source rank ``rank`` modulo their number.
 
-    Raises UsageError when ``names`` give two entries one key, SourceUnsupportedError when the checkpoint itself does.
+    Raises UsageError if ``names`` give two entries one key, SourceUnsupportedError if the checkpoint itself does.
     """
     of_rank = replace(checkpoint, extra=extras_of_rank(checkpoint, rank), rank_extra=())
     leaves: Iterable[tuple[Path, Value]] = [(leaf.path, _loadable(leaf)) for leaf in flatten(of_rank)[0]]
@@ -136,9 +136,9 @@ def _loadable(leaf: Leaf) -> Value:
 
 
 class _MatchingNames(dict[str, T]):
-    """Finds what is asked for by a name with prefixes of wrappers (a compiled model's), where one entry matches.
+    """Finds entries by names with prefixes of wrappers (a compiled model's), if one entry matches.
 
-    ``others``: what is found, too, and not listed: the settings of a nested optimizer by parameter.
+    ``others``: entries that are found but not listed: the settings of a nested optimizer by parameter.
     """
 
     others: Mapping[str, T] = MappingProxyType({})
@@ -154,7 +154,7 @@ class _MatchingNames(dict[str, T]):
 
 
 def matching_names(values: Mapping[str, T], change: Callable[[str, T], S]) -> dict[str, S]:
-    """``values`` changed, which are also found by names that have prefixes of wrappers, and by all that they had."""
+    """``values`` changed, so that names with prefixes of wrappers find them, and all names that they had."""
     matching = _MatchingNames({key: change(key, value) for key, value in values.items()})
     if isinstance(values, _MatchingNames):
         matching.others = {key: change(key, value) for key, value in values.others.items()}
@@ -162,7 +162,7 @@ def matching_names(values: Mapping[str, T], change: Callable[[str, T], S]) -> di
 
 
 def _prefixes(checkpoint: Checkpoint, names: Names) -> dict[str | int, Path]:
-    """What replaces the first element of a path. An extra that is named like an absent section keeps its name."""
+    """Replacements for the first element of a path. An extra with the name of an absent section keeps its name."""
     prefixes: dict[str | int, Path] = {}
     for section, present, word, name in (
         (Section.MODEL, checkpoint.model is not None, "model", names.model),
@@ -177,7 +177,7 @@ def _prefixes(checkpoint: Checkpoint, names: Names) -> dict[str | int, Path]:
 
 
 def _by_parameter(optim: OptimState, leaves: Iterable[tuple[Path, Value]]) -> Iterator[tuple[Path, Value]]:
-    """The optimizer as ``_flatten_optim_state_dict`` has it: one level of dotted keys, settings by parameter."""
+    """The optimizer in the form of ``_flatten_optim_state_dict``: one level of dotted keys, settings by parameter."""
     for path, value in leaves:
         if path[:2] != ("optimizer", "param_groups"):
             yield ("optimizer", ".".join(map(str, path[1:]))) if path[0] == "optimizer" else path, value
@@ -196,7 +196,7 @@ def _settings(optim: OptimState) -> Iterator[tuple[Path, Value]]:
 class BoxToRead:
     """``box`` of ``tensor``, to be read row-major into ``memory``.
 
-    Without host memory to read into, its bytes go to ``put`` in parts (the part's box within the box, its bytes).
+    Without host memory to read into, ``put`` gets its bytes in parts (the part's box within the box, its bytes).
     """
 
     tensor: Tensor
@@ -206,9 +206,9 @@ class BoxToRead:
 
 
 def read_boxes(boxes: Sequence[BoxToRead], checkpoint: Checkpoint, sources: Sources, *, threads: int) -> bool:
-    """Read every box, in file order. False, with nothing read, when chunks cannot be located one by one.
+    """Read every box, in file order. Reads nothing and returns False if chunks cannot be located one by one.
 
-    Raises SourceCorruptError when a file ends too early or an item is damaged.
+    Raises SourceCorruptError if a file ends too early or an item is damaged.
     """
     located = locate_rows([(each.tensor, _rows(each)) for each in boxes], checkpoint.files, sources)
     if located is None:
@@ -228,7 +228,7 @@ def read_boxes(boxes: Sequence[BoxToRead], checkpoint: Checkpoint, sources: Sour
 
 
 def _rows(wanted: BoxToRead) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """The chunks that hold something of the box; of replicas only the one that is read."""
+    """The chunks that hold part of the box; of replicas only the one that is read."""
     chunks, offsets = wanted.tensor.chunks, np.asarray(wanted.box.offsets, np.int64)
     low = np.maximum(chunks.start, offsets)
     high = np.minimum(chunks.start + chunks.size, offsets + np.asarray(wanted.box.sizes, np.int64))
@@ -250,7 +250,7 @@ def _read(reader: BlockReader, wanted: BoxToRead, located: Tensor) -> None:
 
 
 def as_saved(value: Value, checkpoint: Checkpoint, sources: Sources) -> io.BytesIO:
-    """What ``torch.save`` would write for ``value``, made from scratch: it names allow-listed classes only."""
+    """What ``torch.save`` would write for ``value``, made from scratch: it names only allow-listed classes."""
     file = TargetFile("")
     lay_out_file(file, value, casts={}, sharers=[], stem="archive")
     content = bytearray(file.nbytes)

@@ -1,4 +1,4 @@
-"""Defines how the checkpoints of a framework are described: where it puts each section, in which layout and container.
+"""Describes the checkpoints of a framework: where it puts each section, in which layout and container.
 
 A ``Flavor`` is one framework (``--flavor``), a ``Form`` one way in which it saves. ``table`` has them all.
 """
@@ -20,8 +20,8 @@ Step: TypeAlias = str | int  # a key of a dict, or an index of a list
 class Nesting:
     """The path of keys of each section in one state dict; () is the top level.
 
-    ``flattened``: the optimizer's keys are ``state.<name>.<state>`` and ``param_groups.<name>.<setting>``, what
-    ``StateDictOptions(flatten_optimizer_state_dict=True)`` gives.
+    ``flattened``: the optimizer's keys are ``state.<name>.<state>`` and ``param_groups.<name>.<setting>``, as
+    ``StateDictOptions(flatten_optimizer_state_dict=True)`` makes them.
     """
 
     model: tuple[Step, ...] = ("model",)
@@ -34,7 +34,7 @@ PLAIN_NESTING = Nesting()
 
 @dataclass(frozen=True, slots=True)
 class RankNames:
-    """Names of the sections' files by rank, with ``{rank}`` and ``{world_size}``."""
+    """Names of the sections' rank files, with ``{rank}`` and ``{world_size}``."""
 
     model: str = "model_world_size_{world_size}_rank_{rank}.pt"
     optim: str = "optim_world_size_{world_size}_rank_{rank}.pt"
@@ -46,11 +46,11 @@ PLAIN_NAMES = RankNames()
 
 @dataclass(frozen=True, slots=True)
 class MeshForm:
-    """The mesh that DTensors name: a live model loads them only when its own mesh is equal.
+    """The mesh that DTensors name: a live model loads them only if its own mesh is equal.
 
     ``device``: the device type, as ``init_device_mesh`` takes it. ``names``: ``mesh_dim_names``, None without any.
-    ``hybrid``: those of its mesh of two dimensions, of which the first replicates and the second shards rows; None when
-    it has none of its own.
+    ``hybrid``: those of its mesh of two dimensions, of which the first replicates and the second shards rows; None if
+    it has no such mesh.
     """
 
     device: str = "cpu"
@@ -66,7 +66,7 @@ class Place:
     """Where one section goes: ``file`` below DST, and the keys ``at`` in it. Sections of one file share its dict.
 
     ``file``: "" is DST itself, a trailing ``/`` makes a DCP directory; ``{rank}`` and ``{world_size}`` are filled in.
-    ``container``, ``layout``: where they differ from the form's.
+    ``container``, ``layout``: if they differ from the form's.
     """
 
     file: str
@@ -122,7 +122,7 @@ class RankFile:
         return self.single if self.single is not None and world_size == 1 else self.name.format(rank=rank)
 
     def rank_of(self, name: str) -> int | None:
-        """The rank whose file ``name`` is, None when it is not such a file. ``single`` names no rank."""
+        """The rank whose file ``name`` is, None if it is not such a file. ``single`` names no rank."""
         before, _, after = self.name.partition("{rank}")
         match = re.fullmatch(rf"{re.escape(before)}(\d+){re.escape(after)}", name)
         return int(match[1]) if match is not None else None
@@ -130,8 +130,8 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """How a framework is recognised: every pattern of ``files`` matches a name in the directory, and all ``keys`` are
-    top-level keys of what is neither model nor optimizer.
+    """How to recognise a framework: every pattern of ``files`` matches a name in the directory, and all ``keys`` are
+    top-level keys beside model and optimizer.
 
     ``model``: the path of keys of a DCP checkpoint's model, None for any. ``flattened``: whether its optimizer's keys
     are (see ``Nesting``), None for any.

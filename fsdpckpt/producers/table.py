@@ -1,8 +1,8 @@
-"""Describes every framework, those that are only read included, and recognises one by its files and keys.
+"""Describes every framework, including those that can only be read, and recognises one by its files and keys.
 
 Sources: ``accelerate/utils/fsdp_utils.py`` (``save_state``, which the Trainer of transformers calls);
 ``lightning/{fabric,pytorch}/strategies/fsdp.py``; torchtitan's ``CheckpointManager``, ``step-N`` directories of DCP in
-two generations of keys; verl's ``FSDPCheckpointManager``, ``global_step_N/actor`` with three files a rank.
+two generations of keys; verl's ``FSDPCheckpointManager``, ``global_step_N/actor`` with three files for each rank.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ def recognise(
     model: tuple[object, ...] | None = None,
     flattened: bool = False,
 ) -> Flavor | None:
-    """The framework whose sign is among the file ``names`` of ``directory`` and the top-level ``keys``, or None.
+    """The framework that matches the file ``names`` of ``directory`` and the top-level ``keys``, or None.
 
     ``model`` and ``flattened``: of a DCP checkpoint's keys, as in ``Sign``.
     """

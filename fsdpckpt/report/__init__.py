@@ -1,7 +1,7 @@
 """Draws a checkpoint as one self-contained HTML page (``inspect --report``).
 
-It is written complete or not at all, and never over anything but an earlier page. ``health`` summarises
-what the page says of an optimizer's state and of the values of tensors: steps, missing states, norms, NaN and Inf.
+The page is written complete or not at all, and never over anything but an earlier page. ``health`` summarises the
+optimizer's state and the values of tensors: steps, missing states, norms, NaN and Inf.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def check_report(path: str, source: str) -> None:
     """Check that a page may be written to ``path``.
 
     Raises UsageError for a path inside the checkpoint at ``source`` and for a name that is not one of an HTML page,
-    TargetExistsError when something other than a page exists there, TargetUnwritableError for what cannot be a file.
+    TargetExistsError if something other than a page exists there, TargetUnwritableError for a path that cannot be a
+    file.
     """
     _refuse_source(path, source)
     _require_free(path)
@@ -61,7 +62,7 @@ def write_report(described: Description, path: str) -> int:
 
 
 def _refuse_source(path: str, source: str) -> None:
-    """Raises for a path inside ``source``, a URL, and ``-``: stdout has the summary."""
+    """Raises UsageError for a path inside ``source``, a URL, and ``-``: stdout has the summary."""
     if path in ("", "-"):
         raise UsageError("--report takes the name of a file", found=repr(path), next_step="--report report.html")
     if is_url(path):
@@ -77,7 +78,7 @@ def _refuse_source(path: str, source: str) -> None:
 
 
 def _require_free(path: str) -> None:
-    """Raises when ``path`` is not called as a page is, or exists and is not an earlier page."""
+    """Raises if ``path`` does not have the name of a page, or exists and is not an earlier page."""
     if os.path.isdir(path):
         raise TargetExistsError(
             f"{path} is a directory, and the report is one file",
@@ -114,7 +115,7 @@ def _is_page(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Root mean squares of tensors. ``bins``: how many have which decimal exponent; ``zeros``: how many are all 0.
+    """Root mean squares of tensors. ``bins``: how many have each decimal exponent; ``zeros``: how many are all 0.
 
     ``smallest``, ``largest``: (root mean square, key).
     """
@@ -141,7 +142,7 @@ class Health:
 
 
 def health(optim: OptimState, described: Description) -> Health:
-    """The summary of ``optim``; steps that are tensors have values only when ``described`` has statistics."""
+    """The summary of ``optim``; steps that are tensors have values only if ``described`` has statistics."""
     listed = optim.grouped_keys()
     summary = Health(len(dict.fromkeys([*listed, *optim.state])))
     summary.without = [str(key) for key in listed if not optim.state.get(key)]
@@ -178,7 +179,7 @@ def _measured_steps(described: Description) -> dict[str, float]:
 def not_finite(
     tensors: Sequence[NamedTensor], stats: Sequence[dict[str, Json] | None], buffers: frozenset[str]
 ) -> tuple[list[str], list[str]]:
-    """A line for each tensor that contains NaN or Inf, and one for each of ``buffers`` with Inf alone, as masks."""
+    """A line for each tensor that contains NaN or Inf, and one for each of ``buffers`` with only Inf, as masks have."""
     lines: tuple[list[str], list[str]] = [], []
     for named, values in zip(tensors, stats, strict=True):
         nan, inf = (_integer(values, name) for name in ("nan", "inf"))
@@ -194,7 +195,7 @@ def _integer(values: dict[str, Json] | None, name: str) -> int:
 
 
 def spreads(tensors: Sequence[NamedTensor], stats: Sequence[dict[str, Json] | None]) -> list[Spread]:
-    """One for the model's parameters, and one for each optimizer state that has the shape of its parameter."""
+    """One for the model's parameters, and one for each optimizer state in the shape of its parameter."""
     groups: dict[str, list[tuple[float, str]]] = {}
     for named, values in zip(tensors, stats, strict=True):
         norm = values.get("norm") if values is not None else None

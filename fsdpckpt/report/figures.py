@@ -1,7 +1,7 @@
 """Computes the page's figures: modules to scale, below them what each rank holds, and small histograms.
 
-The tensors of one section become a tree of modules along one axis of bytes (``module_tree``), and a grid says which
-ranks hold which stretch of that axis (``holdings``).
+The tensors of one section become a tree of modules along one axis of bytes (``module_tree``), and a grid shows which
+ranks hold which part of that axis (``holdings``).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Module:
 
 
 def module_tree(named: Iterable[tuple[str, Tensor]]) -> Module:
-    """The root of the tree of all (dotted name, tensor), in the order in which they come first."""
+    """The root of the tree of all (dotted name, tensor), in the order in which they first appear."""
     root = Module("")
     for name, tensor in named:
         node, path = root, ""
@@ -93,8 +93,8 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 class Holdings:
     """``share`` (rows, COLUMNS): the fraction, 0 to 1, of each column's bytes that the ranks of a row hold.
 
-    ``covered`` (COLUMNS,): the fraction that all ranks hold. ``nbytes``, ``chunks`` (ranks,): what each rank holds.
-    ``ranks_in_row``: how many ranks share a row, 1 when there are few.
+    ``covered`` (COLUMNS,): the fraction that all ranks hold together. ``nbytes``, ``chunks`` (ranks,): what each rank
+    holds. ``ranks_in_row``: how many ranks share a row, 1 if there are few.
     """
 
     share: FloatArray
@@ -106,7 +106,7 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Leaf:
-    """One tensor between ``left`` and ``right`` on the axis, in columns, of which it touches ``first`` .. ``last``."""
+    """One tensor between ``left`` and ``right`` on the axis, in columns; it touches ``first`` .. ``last``."""
 
     tensor: Tensor
     left: float
@@ -158,7 +158,7 @@ def _add_narrow(
     share: FloatArray,
     covered: FloatArray,
 ) -> None:
-    """Add the leaves that touch one column only, all at once. ``width``: of each chunk, in columns."""
+    """Add the leaves that touch only one column, all at once. ``width``: of each chunk, in columns."""
     narrow = np.array([leaf.last - leaf.first == 1 for leaf in group])
     first = np.array([leaf.first for leaf in group])
     number = np.repeat(np.arange(len(group)), counts)
@@ -255,7 +255,7 @@ def figure(root: Module, held: Holdings, title: str) -> Figure:
 
 
 def _icicle(root: Module) -> tuple[int, list[Rectangle]]:
-    """(number of levels, their rectangles), each with its name where that fits."""
+    """(number of levels, their rectangles), each with its name if that fits."""
     scale = WIDTH / root.nbytes if root.nbytes else 0.0
     boxes: list[Rectangle] = []
     nodes = list(root.children.values())
@@ -282,7 +282,7 @@ def _block(node: Module, level: int, number: int, scale: float) -> Rectangle:
 
 
 def _cells(held: Holdings, pitch: int) -> list[tuple[int, str]]:
-    """One path for each shade; a run of equal cells is one box of it."""
+    """One path for each shade; a run of equal cells is one box in it."""
     shades = np.ceil(held.share * LEVELS - 1e-9).astype(np.int64)
     step = WIDTH / COLUMNS
     paths: list[list[str]] = [[] for _ in range(LEVELS + 1)]
@@ -302,7 +302,7 @@ def _runs(cells: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 
 def _holes(held: Holdings, y: int) -> str:
-    """The path of marks below the ranks for columns of which no rank holds some bytes; "" for none."""
+    """The path of marks below the ranks for columns with bytes that no rank holds; "" for none."""
     step = WIDTH / COLUMNS
     missing = (held.covered < 1 - 1e-6).astype(np.int64)
     if not held.share.any():
@@ -313,7 +313,7 @@ def _holes(held: Holdings, y: int) -> str:
 
 
 def _ranks(held: Holdings, pitch: int) -> tuple[list[tuple[int, str]], list[Rectangle]]:
-    """The names of the ranks on the left, where there is room, and their bytes as bars on the right."""
+    """The names of the ranks on the left, if there is room, and their bytes as bars on the right."""
     rows, in_row = len(held.share), held.ranks_in_row
     most = float(held.nbytes.max(initial=0.0)) or 1.0
     every = max(-(-14 // pitch), 1)
@@ -358,7 +358,7 @@ LONGEST = 160  # characters of one text: a key may have a megabyte
 
 
 def clipped(text: object, longest: int = LONGEST) -> str:
-    """``text`` without its middle when it is long."""
+    """``text`` without its middle if it is long."""
     shown = str(text)
     if len(shown) <= longest:
         return shown

@@ -41,9 +41,9 @@ _TITLES = {Section.MODEL: "model", Section.OPTIM: "optimizer state"}
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Texts as they are, escaped by the template. ``right``: columns of numbers; ``label``: for screen readers.
+    """Texts, which the template escapes. ``right``: columns of numbers; ``label``: for screen readers.
 
-    ``more``: what the rows leave out. ``longest``: most characters of a cell that are shown.
+    ``more``: what the rows leave out. ``longest``: the largest number of characters shown of a cell.
     """
 
     headings: Sequence[str]
@@ -55,7 +55,7 @@ class Table:
 
 
 def page(described: Description, made: datetime | None = None) -> str:
-    """The page for what ``inspect`` describes, with statistics when they were computed. ``made``: None for now."""
+    """The page for what ``inspect`` describes, with statistics if they were computed. ``made``: None for now."""
     import jinja2
     from markupsafe import Markup
 
@@ -86,7 +86,7 @@ def page(described: Description, made: datetime | None = None) -> str:
 
 
 def _content(described: Description) -> dict[str, Any]:
-    """What the template shows of a checkpoint."""
+    """The values for the template."""
     checkpoint = described.checkpoint
     sums = health(checkpoint.optim, described) if checkpoint.optim is not None else None
     buffers: Sequence[str] = ()
@@ -119,7 +119,7 @@ def _content(described: Description) -> dict[str, Any]:
 
 
 def _more(rows: int, word: str, hint: str = "") -> str:
-    """What a table of so many rows says of those that it does not show."""
+    """The note on the rows that a table of this length leaves out."""
     return f"and {plural(rows - MOST_ROWS, word)} more{hint}" if rows > MOST_ROWS else ""
 
 
@@ -165,7 +165,7 @@ def _section(described: Description, section: Section) -> dict[str, Any] | None:
 
 
 def _rank_table(held: Holdings, root: Module) -> Table:
-    """Every rank; of very many those with the most and the fewest bytes."""
+    """Every rank; if there are very many, those with the most and the fewest bytes."""
     order = list(range(len(held.nbytes)))
     more = ""
     if len(order) > MOST_ROWS:
@@ -217,7 +217,7 @@ def _module_table(root: Module) -> Table:
 def _modules(node: Module, depth: int) -> Iterator[Module]:
     """The modules below ``node``: ``depth`` levels of them, all layers, and one level below these.
 
-    A layer is a module that has a number for its name. A module with one child only is that child.
+    A layer is a module with a number for its name. A module with only one child is replaced by it.
     """
     for first in node.children.values():
         child = first

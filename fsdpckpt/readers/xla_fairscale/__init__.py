@@ -1,7 +1,7 @@
-"""Name the shards of torch_xla's and fairscale's FSDP by the shard metadata saved beside them.
+"""Names the shards of torch_xla's and fairscale's FSDP by the shard metadata saved beside them.
 
-Every rank's file is rewritten before the ranks are put together: in the place of a stored chunk stand the boxes of the
-parameters it holds, as if the parameters had been saved sharded.
+Every rank's file is rewritten before the ranks are merged: boxes of the parameters take the place of each stored chunk,
+as if the parameters had been saved sharded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdpckpt.text import first_of, plural
 
 @dataclass(slots=True)
 class NamedShards:
-    """The archives of all ranks, rewritten, and what there is to say about them. ``producer``: the flavor's name."""
+    """The archives of all ranks, rewritten, and the notes about them. ``producer``: the flavor's name."""
 
     archives: list[TorchArchive]
     producer: str = ""
@@ -47,10 +47,10 @@ def find_shard_metadata(root: Value) -> ShardMetadata | None:
 
 
 def name_shards(archives: Sequence[TorchArchive], ranks: Sequence[int], paths: Mapping[int, str]) -> NamedShards:
-    """The archives of ``ranks`` with every shard under its parameters' names; as they are without shard metadata.
+    """The archives of ``ranks`` with every shard under its parameters' names; unchanged without shard metadata.
 
     Raises SourceCorruptError for metadata that contradict themselves, each other or the shards, SourceIncompleteError
-    when chunks are missing, SourceUnsupportedError for parameters of which every rank has another one.
+    if chunks are missing, SourceUnsupportedError for parameters that differ on every rank.
     """
     roots: dict[int, tuple[int, Value]] = {}  # ranks that are alike share one
     for rank, archive in zip(ranks, archives, strict=True):
@@ -71,7 +71,7 @@ def name_shards(archives: Sequence[TorchArchive], ranks: Sequence[int], paths: M
 
 
 def shards_without_metadata(root: Value, file: str) -> Iterator[Problem]:
-    """A fatal problem for each dict in ``root`` with shards of either library, where nothing says what they are."""
+    """A fatal problem for each dict in ``root`` with shards of either library but no metadata."""
     for path, mapping in mappings(root):
         keys = [key for key in mapping if isinstance(key, str) and is_shard(key)]
         if not keys:
@@ -87,7 +87,7 @@ def shards_without_metadata(root: Value, file: str) -> Iterator[Problem]:
 
 
 def _all_metadata(root: Value) -> Iterator[tuple[KeyPath, ShardMetadata | None]]:
-    """All shard metadata in ``root`` and where they stand; None for those in a form that is not known."""
+    """All shard metadata in ``root`` with their paths; None for those in an unknown form."""
     for path, value in mappings(root):
         recognised, metadata = metadata_in(cast("Mapping[object, object]", value))
         if recognised:
@@ -147,7 +147,7 @@ def _name_rank(
     paths: Mapping[int, str],
     report: NamedShards,
 ) -> TorchArchive:
-    """The archive with its shards named. Where ``metadata`` does not say the rank, the file's name does."""
+    """The archive with its shards named. If ``metadata`` does not record the rank, the file's name decides."""
     rank = metadata.rank if metadata.rank is not None else named_rank
     world_size = metadata.world_size if metadata.world_size is not None else len(paths)
     shards = RankShards(archive.root, metadata, rank, world_size, paths[named_rank])

@@ -1,9 +1,9 @@
-"""Name the parameters in one rank's shards: those of models, and those of the optimizer's states.
+"""Names the parameters in one rank's shards: those of models, and those of the optimizer's states.
 
 The shapes of the shards must follow from the shard metadata, or they are refused. The optimizer is the one of
-``torch.optim`` over the wrapped ``model.parameters()``: an id is a sharded tensor. Which one is proved by
-``param_names`` in the groups, or by order and by the lengths of the states; where that leaves it open, the optimizer
-keeps its ids and is refused.
+``torch.optim`` over the wrapped ``model.parameters()``: an id is a sharded tensor. ``param_names`` in the groups, or
+the order and the lengths of the states, prove which one; if they leave it open, the optimizer keeps its ids and is
+refused.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class UnnamedError(Exception):
 
 
 class RankShards:
-    """What ``metadata`` describes in ``root``, one rank's file: the model, and others cut alike (an average of it).
+    """The tensors of ``metadata`` in ``root``, one rank's file: the model, and others cut the same way (an average of
+    it).
 
     Raises SourceCorruptError or SourceIncompleteError for shards whose lengths do not follow from the metadata,
-    SourceUnsupportedError for parameters of which every rank has another one.
+    SourceUnsupportedError for parameters that differ on every rank.
     """
 
     def __init__(self, root: Value, metadata: ShardMetadata, rank: int, world_size: int, file: str) -> None:
@@ -143,7 +144,7 @@ class RankShards:
     # Models
 
     def models(self) -> dict[KeyPath, dict[Key, object]]:
-        """Each state dict with boxes of parameters in the places of shards, and names without wrappers."""
+        """Each state dict with boxes of parameters in place of shards, and names without wrappers."""
         return {path: self._named(model) for path, model in self._models.items()}
 
     def _params_in(self, tensor: ShardedTensor, stored: StoredTensor) -> dict[str, Distributed]:
@@ -177,7 +178,7 @@ class RankShards:
         named.update(entries)
 
     def _aliases(self, model: Mapping[Key, object]) -> dict[str, ShardedTensor]:
-        """Keys that the metadata does not list and that lie on the bytes of one it does: they share its storage."""
+        """Keys that the metadata does not list and that have the bytes of one it does: they share its storage."""
         places = {_place(stored): tensor for tensor, stored in self._held(model) if len(tensor.params) == 1}
         unlisted = ((key, _place(stored)) for key, stored in self._unlisted(model).items())
         return {key: places[place] for key, place in unlisted if place in places}
@@ -191,16 +192,16 @@ class RankShards:
         return {key: leaf for key, leaf in others if isinstance(leaf, StoredTensor) and leaf.shape}
 
     def unlisted(self) -> list[str]:
-        """Tensors of which nothing says whether they are cut."""
+        """Tensors of which it is not known whether they are cut."""
         models = self._models.values() if self.world_size > 1 else ()
         return [key for model in models for key in self._unlisted(model) if key not in self._aliases(model)]
 
     def absent(self) -> list[str]:
-        """Tensors of the metadata that a state dict with others of them lacks."""
+        """Tensors of the metadata that are missing from a state dict with others of them."""
         return [key for model in self._models.values() for key in self._by_key if key not in model]
 
     def retyped(self) -> list[str]:
-        """Buffers whose type is not the one that they had before they were wrapped, with that type."""
+        """Buffers with another dtype than before wrapping, with that dtype."""
         held = {without_wrappers(str(key)): leaf for model in self._models.values() for key, leaf in model.items()}
         return [
             f"{name} ({dtype})"
@@ -211,8 +212,9 @@ class RankShards:
     # Optimizers
 
     def named_optimizer(self, optimizer: dict[Key, object]) -> tuple[dict[Key, object], int, int]:
-        """``optimizer`` by name, with every state cut as its parameter is; how many ids it had, and how many
-        parameters these are. Raises UnnamedError."""
+        """``optimizer`` by name, with every state cut like its parameter; also the number of its ids, and of their
+        parameters. Raises UnnamedError.
+        """
         ids = self._tensors_of_ids(optimizer, self._model_order())
         states = cast("dict[Key, object]", optimizer["state"])
         named: dict[Key, object] = {}
@@ -269,7 +271,7 @@ class RankShards:
         return {key: tensors[at] for key, at in zip(ids, answers[0], strict=True)}
 
     def _states(self, states: object, tensor: ShardedTensor) -> dict[Key, dict[Key, object]]:
-        """The states of each parameter in ``tensor``; what is not cut belongs to all of them."""
+        """The states of each parameter in ``tensor``; a state that is not cut belongs to all of them."""
         by_param: dict[Key, dict[Key, object]] = {param.name: {} for param in tensor.params}
         for name, leaf in cast("dict[Key, object]", states).items():
             params: Mapping[str, object] = dict.fromkeys((param.name for param in tensor.params), leaf)
@@ -307,7 +309,7 @@ def _ids(group: Mapping[Key, object]) -> list[Key]:
 
 
 def _by_param_names(optimizer: Mapping[Key, object], tensors: Sequence[ShardedTensor]) -> list[int] | None:
-    """The index in ``tensors`` of each id, by the ``param_names``; None where they do not name every id once."""
+    """The index in ``tensors`` of each id, from ``param_names``; None unless they name every id once."""
     places = {without_wrappers(tensor.key): at for at, tensor in enumerate(tensors)}
     places_of_ids: list[int] = []
     for group in cast("list[dict[Key, object]]", optimizer["param_groups"]):
@@ -329,7 +331,7 @@ def _cut_shapes(states: object) -> Iterator[tuple[int, ...]]:
 
 
 def _is_cut(name: object, leaf: object) -> bool:
-    """A number is no chunk of anything; as a tensor it may be of shape (1,), which only ``step`` proves."""
+    """Whether a state is cut. A number is not; as a tensor it may have shape (1,), which only ``step`` proves."""
     return isinstance(leaf, StoredTensor) and bool(leaf.shape) and (name, leaf.shape) != ("step", (1,))
 
 

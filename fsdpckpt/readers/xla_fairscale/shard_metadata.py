@@ -1,14 +1,14 @@
-"""Parse the shard metadata of torch_xla's and fairscale's FSDP: which parameters lie in which stored tensor.
+"""Parses the shard metadata of torch_xla's and fairscale's FSDP: which parameters are in which stored tensor.
 
 Both libraries save it under any key. torch_xla: ``XlaFullyShardedDataParallel.get_shard_metadata``; the rules are those
 of ``consolidate_sharded_state_dicts`` in ``torch_xla/distributed/fsdp/state_dict_utils.py``. A module that shares its
-parameter with another is not in it: the shared parameter is there once, under the name met first. fairscale:
+parameter with another is not in it: the shared parameter appears once, under the first name. fairscale:
 ``FullyShardedDataParallel.local_metadata_dict``; the rules are those of ``consolidate_shard_weights`` in
 ``fairscale/nn/data_parallel/fully_sharded_data_parallel.py``, and for shared parameters what that class saves.
 
-Both cut alike. A stored tensor is one parameter, or several flattened one after the other; its elements are padded at
-the end and cut into equal chunks, rank by rank (torch_xla can cut rows instead). The number of elements that each rank
-holds has to follow from the names and shapes in the metadata, or the metadata is not believed.
+Both cut the same way. A stored tensor is one parameter, or several flattened one after the other; its elements are
+padded at the end and cut into equal chunks, rank by rank (torch_xla can cut rows instead). The number of elements that
+each rank holds must follow from the names and shapes in the metadata; otherwise the metadata is not trusted.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Param:
 class ShardedTensor:
     """One tensor of the wrapped model. ``key``: its key in the state dict. ``module``: the wrapped module's name.
 
-    ``params``: what it holds, front to back. ``flattened``: it is a flat parameter, even if of one parameter.
-    ``padding``: the elements of padding on the rank whose file this is, None where the metadata does not say.
-    ``per_rank``: every rank has another one, which is not cut. ``frozen``: it is a flat parameter of frozen parameters.
+    ``params``: its content, front to back. ``flattened``: it is a flat parameter, even if of one parameter.
+    ``padding``: the elements of padding on the rank whose file this is, None if not recorded. ``per_rank``: every rank
+    has another one, which is not cut. ``frozen``: it is a flat parameter of frozen parameters.
     """
 
     key: str
@@ -67,7 +67,7 @@ class ShardedTensor:
 
     @property
     def title(self) -> str:
-        """What to call it in a message."""
+        """Its name in messages."""
         if not self.flattened:
             return self.params[0].name
         _, word, number = self.key.rpartition("flat_param")
@@ -80,13 +80,12 @@ class ShardedTensor:
 
 @dataclass(frozen=True, slots=True)
 class ShardMetadata:
-    """The metadata in one rank's file. ``producer``: whose, by the name of its flavor.
+    """The metadata in one rank's file. ``producer``: the name of its flavor.
 
     ``tensors``: in the order of the metadata. ``listed``: whether that is the order of the wrapped
-    ``model.parameters()``. ``shared``: (name, name of the parameter that it shares). ``rank``, ``world_size``: None
-    where it does not say. ``multiples``: to multiples of what the length of a chunk may be padded; () is any.
-    ``buffers``: the names of all buffers, None where it does not say. ``buffer_types``: (name, dtype before) of buffers
-    that were cast.
+    ``model.parameters()``. ``shared``: (name, name of the parameter that it shares). ``rank``, ``world_size``: None if
+    not recorded. ``multiples``: the multiples to which the length of a chunk may be padded; () is any. ``buffers``: the
+    names of all buffers, None if not recorded. ``buffer_types``: (name, dtype before) of buffers that were cast.
     """
 
     producer: str
@@ -101,7 +100,7 @@ class ShardMetadata:
 
     @property
     def consistent(self) -> bool:
-        """Whether there is something in it, and every key and every name once."""
+        """Whether it is not empty, and has every key and every name once."""
         names = [param.name for tensor in self.tensors for param in tensor.params]
         names += [later for later, _ in self.shared]
         keys = [tensor.key for tensor in self.tensors]
@@ -109,10 +108,10 @@ class ShardMetadata:
 
     @property
     def in_model_order(self) -> bool:
-        """Whether the parameters stand in the order in which the model had them before it was wrapped.
+        """Whether the parameters are in the order that the model had before it was wrapped.
 
-        Flat parameters stand before the modules below theirs, and those of frozen parameters apart; torch_xla's shards
-        all do so.
+        Flat parameters come before the modules below theirs, and those of frozen parameters separately; torch_xla's
+        shards all do so.
         """
         flat = sum(tensor.flattened for tensor in self.tensors)
         if not flat and not self.listed:
@@ -139,7 +138,7 @@ def is_shard(key: str) -> bool:
 
 
 def without_wrappers(name: str) -> str:
-    """``name`` without the words that both libraries' wrappers put into it."""
+    """``name`` without the segments that both libraries' wrappers insert."""
     return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
 
 
@@ -148,7 +147,7 @@ class _MalformedError(Exception):
 
 
 def metadata_in(value: Mapping[object, object]) -> tuple[bool, ShardMetadata | None]:
-    """Whether ``value`` is the metadata of one rank, and what it says: None when it contradicts itself."""
+    """Whether ``value`` is the metadata of one rank, and the parsed metadata: None if it contradicts itself."""
     try:
         if value.keys() >= {"shard_info", "flatten_info", "world_size", "rank"}:
             return True, _of_torch_xla(value)
@@ -177,7 +176,7 @@ def _list(value: object) -> Sequence[object]:
 
 
 def _shape(value: object) -> tuple[int, ...]:
-    """A shape that a tensor can have."""
+    """A possible shape of a tensor."""
     size = size_of(value)
     if size is None or len(size) > MAX_DIMENSIONS or max(size, default=0) > _LARGEST:
         raise _MalformedError
@@ -261,10 +260,10 @@ def _fairscale_tensors(module: Mapping[object, object]) -> Iterator[ShardedTenso
 
 
 def _shared(module: Mapping[object, object], names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(later name, first name) of the module's shared parameters, where the metadata is unambiguous.
+    """(later name, first name) of the module's shared parameters, if the metadata is unambiguous.
 
-    It has the last words of the two names swapped, which shows only where they differ: the parameter that is shared is
-    one of ``names``, and the one that shares it is not.
+    It has the last components of the two names swapped, which shows only if they differ: the parameter that is shared
+    is one of ``names``, and the one that shares it is not.
     """
     path = _checked(module.get("fsdp_path"), str)
     for pair in _list(module.get("shared_param_info", ())):
@@ -277,7 +276,7 @@ def _shared(module: Mapping[object, object], names: Sequence[str]) -> Iterator[t
 
 
 def _with_last_word(name: str, other: str) -> str:
-    """``name`` with the last word of ``other``."""
+    """``name`` with the last component of ``other``."""
     return joined(name.rpartition(".")[0], other.rpartition(".")[2])
 
 
@@ -299,9 +298,9 @@ def _by_rows(tensor: ShardedTensor, shape: Sequence[int]) -> bool:
 def padding_multiples(
     metadata: ShardMetadata, held: Sequence[tuple[ShardedTensor, tuple[int, ...]]], world_size: int
 ) -> tuple[int, ...]:
-    """To multiples of what the lengths of ``held``, one rank's tensors and their shapes, were padded.
+    """The multiples to which the lengths of ``held``, one rank's tensors and their shapes, were padded.
 
-    () when nothing explains them. A multiple that a user chose (``_shard_size_multiple``) has to explain all of them.
+    () if nothing explains them. A multiple that a user chose (``_shard_size_multiple``) must explain all of them.
     """
     usual = metadata.multiples or (128, 1)
     if all(fits(tensor, shape, world_size, usual) for tensor, shape in held):
@@ -324,7 +323,7 @@ def _divisors(number: int) -> Iterator[int]:
 def params_in(
     tensor: ShardedTensor, stored: StoredTensor, *, rank: int, world_size: int, producer: str
 ) -> dict[str, Distributed]:
-    """What ``rank``'s chunk of ``tensor`` holds of each parameter in it; ``stored`` has a shape that fits."""
+    """The part of each parameter in ``rank``'s chunk of ``tensor``; ``stored`` has a matching shape."""
     world = all_ranks(world_size)
 
     def distributed(param: Param, boxes: Sequence[BoxInFile]) -> Distributed:
@@ -347,7 +346,7 @@ def params_in(
 
 
 def _rows(param: Param, stored: StoredTensor, rank: int) -> list[BoxInFile]:
-    """Rows of ``param``, those that are padding left out."""
+    """Rows of ``param``, without those that are padding."""
     begin = min(rank * stored.shape[0], param.shape[0])
     count = min(stored.shape[0], param.shape[0] - begin)
     start, size = (begin, *(0,) * (len(param.shape) - 1)), (count, *param.shape[1:])
