@@ -149,7 +149,7 @@ _OPTIONS = {
     for record in (ConvertOptions, LaunchOptions, InspectOptions, DiffOptions, VerifyOptions)
     for one in parameters(record)
 }
-# A command for a terminal stays one. Else an option, and the word behind it, which may be its value.
+# A command for a terminal stays unchanged. Else an option, and the word after it, which may be its value.
 _MENTION = re.compile(
     r"(?:fsdpckpt (?:inspect|convert|diff|verify|units)|torchrun|curl|pip)\b[^`#\n]*"
     r"|(?P<flag>--[a-z][a-z-]*[a-z])(?: (?P<value>'[^']*'|(?:[^\s,;:()`?]|,(?=\w))*[^\s,;:()`.?]))?(?: \(repeatable\))?"

@@ -20,7 +20,7 @@ from fsdpckpt.text import JsonText, plural
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 LONGEST_TEXT = 200  # characters of an object's or a bytes value's text in the document
-_MOST_CUTS = 64  # whose boxes are kept as text: a model has few, each of them in many tensors
+_MOST_CUTS = 64  # kept as text: a model has few different ones, each in many tensors
 
 
 @dataclass(frozen=True, slots=True)

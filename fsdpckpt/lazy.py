@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    TorchTensor: TypeAlias = torch.Tensor  # in a class that has a method of the name
+    TorchTensor: TypeAlias = torch.Tensor  # in a class with a method of this name
 
 Index: TypeAlias = SupportsIndex | slice | EllipsisType
 
-READ_THROUGH = 64 * 1024  # bytes between two indices of a stepped slice: reading so few costs less than another request
+READ_THROUGH = (
+    64 * 1024
+)  # bytes between two indices of a stepped slice: reading a smaller gap costs less than another request
 SHOWN = 100  # tensors in a notebook's table
 
 

@@ -41,8 +41,8 @@ class Group(StrEnum):
 class Scope(Flag):
     """Where an option applies. It is refused anywhere else, because it was meant for another source or target."""
 
-    MODEL = auto()  # a model section that is taken
-    OPTIMIZER = auto()  # an optimizer section that is taken and written
+    MODEL = auto()  # a selected model section
+    OPTIMIZER = auto()  # an optimizer section that is selected and written
     FLAT_PARAMETERS = auto()  # FSDP1's flat parameters, in the source or in the target
     PER_RANK_FILES = auto()  # a sharded target in one torch file per rank
     SHARDED = auto()  # a sharded or flattened target
@@ -50,7 +50,7 @@ class Scope(Flag):
     SHARDED_OR_KEYED = auto()  # a sharded target, flat parameters, or --key-type
     REFERENCE = auto()  # as SHARDED_OR_KEYED, and Hugging Face's weights
     KEYED = auto()  # flat parameters, or --key-type
-    KNOWLEDGE = auto()  # what the source does not say itself: what is a parameter, in which order
+    KNOWLEDGE = auto()  # what the source does not record: which tensors are parameters, and their order
     SAFETENSORS = auto()  # a safetensors target
     WORKERS = auto()  # a run of several workers
     LAUNCH = auto()  # a run that starts its workers itself

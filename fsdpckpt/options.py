@@ -14,7 +14,9 @@ from typing import Literal
 from fsdpckpt.ir import Container, KeyType, Layout, Section, Strategy
 from fsdpckpt.option_fields import DTYPE, PATH, SIZE, TORCH_VERSION, WORKERS, Group, Scope, option, repeatable
 
-DEFAULT_MAX_MEMORY = 128 * 1024 * 1024  # bytes of copy buffers: several windows a thread, far below a laptop's memory
+DEFAULT_MAX_MEMORY = (
+    128 * 1024 * 1024
+)  # bytes of copy buffers: several windows for each thread, far below a laptop's memory
 DEFAULT_MAX_SHARD_SIZE = 5_000_000_000  # bytes, the split Hugging Face's own writers use
 
 # Listed, as --help imports no table of producers and dtypes; tests compare them with those.
@@ -272,7 +274,7 @@ class ConvertOptions:
         changes_output=False,
     )
     threads: int | None = option("Number of threads that copy.", Group.RESOURCES, minimum=1, changes_output=False)
-    # For a path it has no effect, which the summary says: one command may serve both.
+    # For a path it has no effect, and the summary says so: one command may serve both.
     staging: str | None = option(
         "Local directory where a DST for an object store is staged (default: TMPDIR); not used for a path.",
         Group.RESOURCES,

@@ -77,7 +77,9 @@ _entered: list[object] = []
 @contextmanager
 def set_aside() -> Iterator[None]:
     """Inside the block, the collector walks only objects made there: for long work while many objects exist."""
-    unfreeze = not _entered and not gc.get_freeze_count()  # else whoever froze objects before us wants them to stay so
+    unfreeze = (
+        not _entered and not gc.get_freeze_count()
+    )  # otherwise other code froze objects, and they must stay frozen
     _entered.append(None)
     gc.freeze()
     try:

@@ -9,16 +9,16 @@ import _signal as signal  # type: ignore[import-not-found]  # without the time t
 import os
 import sys
 
-TYPE_CHECKING = False  # typing's own, without the time that importing it takes
+TYPE_CHECKING = False  # as in typing, whose import takes time
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
 
-NEAR = 0.8  # likeness of a mistyped option to one that is suggested: --verbose is not --overwrite
+NEAR = 0.8  # similarity of a mistyped option to the suggested one: --verbose is not --overwrite
 
 
 def main() -> None:
     """Run the command line and exit with the contract's code."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # until the command has loaded what it needs, and catches them
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # until the command is loaded, and catches them itself
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)

@@ -89,7 +89,7 @@ def _with_the_command_for_nodes(source: str) -> Iterator[None]:
     try:
         yield
     except SourceIncompleteError as error:
-        if os.path.isfile(source):  # one rank's: nothing says where the others are
+        if os.path.isfile(source):  # one rank's: it is not known where the others are
             raise
         command = ["torchrun", "--nnodes", "NODES", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", f"{socket.gethostname()}:{PORT}", "-m", "fsdpckpt", *sys.argv[1:]]

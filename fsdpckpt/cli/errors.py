@@ -115,7 +115,7 @@ def report(
             output.error("".join(traceback.format_exception(error)).rstrip().split("\n"))
         if output.as_json:
             output.document(lambda: {**document, **error_json(known)}, schema)
-            output.error(error_lines(known)[:1])  # the document may go to a file: a log should say what happened
+            output.error(error_lines(known)[:1])  # the document may go to a file: a log should show what happened
         else:
             output.error(error_lines(known))
     except OSError:  # stdout or stderr cannot be written: a full disk

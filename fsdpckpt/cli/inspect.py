@@ -43,7 +43,7 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
         from fsdpckpt.report import check_report
 
         check_report(options.report, source)
-    # Without --stats there is nothing to wait for, and a bar costs its import.
+    # Without --stats there is nothing to wait for, and importing the bar takes time.
     with output.progress() if options.stats else nullcontext() as progress:
         description = inspect(
             source,

@@ -14,8 +14,8 @@ FIELDS = ("section", "key", "dtype", "shape", "bytes", "placement")
 STATS = ("min", "max", "mean", "std", "norm", "NaN", "Inf")
 PIECES = ("rank", "box", "file", "offset")
 NUMBERS = frozenset({"bytes", *STATS, "rank", "offset"})  # aligned right
-READABLE = 44  # characters of a key that is worth a statistic less
-IN_MODEL = "as in model"  # the shape or the placement of a state that has its parameter's
+READABLE = 44  # characters of a key that must be visible before a statistic is shown
+IN_MODEL = "as in model"  # in place of the shape or the placement that a state shares with its parameter
 SEVERAL = "several"
 
 
@@ -253,6 +253,6 @@ def _of_all(rows: Sequence[Row], field: str, of_model: Sequence[Row | None]) -> 
         return str(values[0])
     if field == "dtype":
         return None
-    if all(one is None for one in of_model):  # an optimizer by ids: nothing says which parameter is which
+    if all(one is None for one in of_model):  # an optimizer by ids: it is not known which parameter is which
         return SEVERAL
     return IN_MODEL if values == [getattr(one, field, None) for one in of_model] else None

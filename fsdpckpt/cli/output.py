@@ -112,9 +112,9 @@ def wrapped(line: str, columns: int | None) -> list[str]:
     return textwrap.wrap(line, width, subsequent_indent="    ", break_on_hyphens=False) or [line]
 
 
-SCHEMA_VERSION = 1  # goes up when a key goes away or changes its meaning; new keys may come at any time
+SCHEMA_VERSION = 1  # increases when a key disappears or changes its meaning; new keys may appear at any time
 PRINTED_AT_ONCE = 1 << 16  # characters of a document, at least
-SECONDS_BETWEEN_LINES = 5.0  # often enough to show progress in a CI log, seldom enough not to fill it
+SECONDS_BETWEEN_LINES = 5.0  # often enough to show progress in a CI log, rarely enough not to fill it
 
 
 class Colour(StrEnum):
@@ -341,7 +341,7 @@ def _bar() -> Iterator[Progress]:
 
     drawn = progress.Progress(
         progress.TextColumn("{task.description}"),
-        progress.BarColumn(bar_width=None),  # what the numbers leave of the line: two lines would jump
+        progress.BarColumn(bar_width=None),  # the rest of the line after the numbers: two lines would jump
         Numbers(Column(no_wrap=True)),
         console=Console(stderr=True),
         transient=True,

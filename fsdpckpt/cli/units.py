@@ -112,7 +112,7 @@ def _require_units_file(path: str) -> None:
     try:
         with open(path, "rb") as file:
             head = file.read(_HEAD)
-    except OSError:  # a directory, a dangling link, a file of somebody else's
+    except OSError:  # a directory, a dangling link, someone else's file
         head = b"?"
     if head and _MARK not in head:
         raise TargetExistsError(

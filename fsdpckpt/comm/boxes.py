@@ -66,7 +66,7 @@ def held_boxes(tensor: torch.Tensor, key: str) -> list[HeldBox]:
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             local = tensor.to_local()
-        if hasattr(local, "wait"):  # a result of a collective that is still on its way
+        if hasattr(local, "wait"):  # the result of a collective that is still in flight
             local = local.wait()
         spec = tensor._spec
         boxes = mesh_boxes(tuple(tensor.shape), spec.mesh, spec.placements, _order(spec), key)
@@ -209,7 +209,7 @@ def on_group_device(group: Group, tensors: Sequence[torch.Tensor]) -> bool:
     return device.type != "cpu" and all(tensor.device == device for tensor in tensors)
 
 
-ALIGNMENT = 16  # bytes: the largest element there is, complex128
+ALIGNMENT = 16  # bytes: the largest element, complex128
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -305,7 +305,7 @@ def destination_whole(shape: Sequence[int], dtype: torch.dtype, device: torch.de
 
 def destination_like(like: torch.Tensor, key: str, device: torch.device) -> Destination:
     """The memory of ``like`` itself; if that is on the meta device, new memory on ``device``, cut the same way."""
-    if isinstance(like, ShardedTensor):  # its shards are asked: without any it answers nothing itself
+    if isinstance(like, ShardedTensor):  # its shards have the device; without shards it has none
         on_meta = any(each.tensor.is_meta for each in like.local_shards())
         return _new_sharded_tensor(like, device) if on_meta else Destination(held_boxes(like, key), like)
     if not like.is_meta:

@@ -27,8 +27,8 @@ from fsdpckpt.comm.store_monitor import POLL_INTERVAL
 from fsdpckpt.comm.transport import Staging, Transfer, chunk_bytes
 from fsdpckpt.errors import InternalError
 
-MOST_AHEAD = 16  # items made and not taken; what they hold is bounded elsewhere
-PATIENCE = 2.0  # seconds for the thread to end when its items are not wanted any more
+MOST_AHEAD = 16  # items made and not taken; their memory is bounded elsewhere
+PATIENCE = 2.0  # seconds for the thread to end when its items are not needed any more
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 BUDGET = 32 << 20
 """Bytes of buffers by default: chunks of some MiB, beyond which neither Gloo nor NCCL gets faster."""
 
-IN_FLIGHT = 3  # chunks: with fewer, a rank that is held up for a moment holds up the others
+IN_FLIGHT = 3  # chunks: with fewer, a rank that pauses for a moment delays the others
 SEND_BUFFERS = IN_FLIGHT + 1  # one buffer is filled while the others are in flight
 DEPTH = 4  # chunks in flight in ``spread``
 
@@ -298,7 +298,7 @@ class Prefetch(Generic[T]):
                 self._watch()
                 continue
             if isinstance(made, BaseException):
-                self._made.put(made)  # for whoever asks again
+                self._made.put(made)  # for later calls
                 raise made
             self._room.release()
             return made[0]

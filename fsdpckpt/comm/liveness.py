@@ -81,8 +81,8 @@ class Background:
             job.run()
 
 
-POLL_INTERVAL = 0.2  # seconds between two looks
-MOVED = 0.001  # seconds of processor time between two looks that count as movement
+POLL_INTERVAL = 0.2  # seconds between two checks
+MOVED = 0.001  # seconds of processor time between two checks that count as progress
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def heartbeat(watch: Callable[[bool], None]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if heart.failure is not None:  # the interruption was this thread's
+        if heart.failure is not None:  # this thread caused the interruption
             raise heart.failure from None
         raise
     finally:
@@ -142,7 +142,7 @@ def end_with_launcher() -> None:
     if launcher is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it ended before we asked
+    if os.getppid() != int(launcher):  # it ended before the request
         os._exit(6)
 
 

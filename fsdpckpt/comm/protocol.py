@@ -164,7 +164,7 @@ class Solo(Group):
         self.device = device
         self.transport = None
 
-    def step(self, name: str, *, agree: str = "") -> Context[None]:  # nobody to agree with
+    def step(self, name: str, *, agree: str = "") -> Context[None]:  # there are no other ranks
         return nullcontext()
 
     def beat(self) -> None:

@@ -106,9 +106,11 @@ POLL_INTERVAL = 0.05
 STATUS_DIRECTORY = "FSDPCKPT_STATUS_DIRECTORY"
 """Environment variable: where each worker leaves its position for its launcher, in case it is killed."""
 
-SILENCE_LIMIT = 0.7  # of the limit without progress: the rank has failed, and time is left to tell the others
-HEARTBEAT_INTERVAL = 0.1  # of the limit, between two heartbeats, and between two checks of the next rank
-GRACE = 0.1  # of the limit, to wait for a failure of another rank that explains a broken connection
+SILENCE_LIMIT = (
+    0.7  # part of the limit without progress: the rank has failed, and there is time left to tell the others
+)
+HEARTBEAT_INTERVAL = 0.1  # part of the limit, between two heartbeats, and between two checks of the next rank
+GRACE = 0.1  # part of the limit, to wait for another rank's failure that explains a broken connection
 
 T = TypeVar("T")
 
@@ -186,7 +188,7 @@ class StoreMonitor:
         pinned = self._store.compare_set(f"{key}/what", "", entered).decode()
         if pinned == entered and self._store.add(f"{key}/count", 1) == self.world_size:
             self._store.set(f"{key}/open", "1")
-            self._forget(self._sequence - 2)  # everybody has left that one: all have arrived at a later one
+            self._forget(self._sequence - 2)  # all ranks have left that one: all have arrived at a later one
             return pinned, True
         return pinned, False
 
@@ -248,7 +250,7 @@ class StoreMonitor:
     def _watch(self, neighbour: int, now: float) -> None:
         continuous = (
             now - self._peer_checked_at < 4 * HEARTBEAT_INTERVAL * self.limit
-        )  # else it may have made progress unseen
+        )  # else it may have made progress that this rank did not see
         self._peer_checked_at = now
         text = self._call(lambda: self._position(neighbour))
         if text != self._peer_position or not continuous:

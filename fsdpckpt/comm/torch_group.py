@@ -114,7 +114,7 @@ class TorchGroup(Group):
             if kind == "cuda":
                 torch.cuda.set_device(own_device)
             part = PrefixStore("fsdpckpt/group", store)
-            # Unwatched it would wait half an hour for a rank that has ended since.
+            # Without watching it would wait half an hour for a rank that has ended.
             monitor.run_watched(lambda: _connect(name, own_device, part, place))
         group = cls.over(device=own_device, limit=limit)
         if isinstance(group, TorchGroup):
@@ -152,7 +152,7 @@ class TorchGroup(Group):
         self._monitor.check_peers(alive=moving)
 
     def heartbeat(self) -> Context[None]:
-        if self.world_size == 1:  # the next rank is this one: a wait for a slow source would look like a lost rank
+        if self.world_size == 1:  # the next rank is this one: waiting for a slow source would look like a lost rank
             return nullcontext()
         return heartbeat(lambda moving: self.watch(moving=moving))
 
@@ -239,7 +239,7 @@ def _connect(backend: str, device: torch.device, store: Store, place: RankInfo) 
     if device.type == "cpu":
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
         return
-    torch.cuda.set_device(device)  # of this thread: a new one is on the first GPU
+    torch.cuda.set_device(device)  # per thread: a new one begins on the first GPU
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, device_id=device)
 
 

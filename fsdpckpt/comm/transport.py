@@ -49,7 +49,7 @@ class Staging:
             # The allocator may reuse memory that its last owner's queued work still writes to.
             self._copies.wait_stream(torch.cuda.current_stream(device))
             for buffer in self._device:
-                buffer.record_stream(self._copies)  # nor may it give this memory on while a copy is queued
+                buffer.record_stream(self._copies)  # nor may it hand out this memory while a copy is queued
 
     def host(self, slot: int, count: int) -> torch.Tensor:
         """The caller's side of buffer ``slot``: ``count`` bytes."""
@@ -154,7 +154,7 @@ class Transport:
             return
         # NCCL's wait only orders the current stream; the buffer may be reused once the device is done. On a stream of
         # its own, because other streams may hold any amount of the caller's work.
-        torch.cuda.set_device(self.device)  # of this thread: new threads start on the first GPU
+        torch.cuda.set_device(self.device)  # per thread: a new one begins on the first GPU
         if self._waiting is None:
             self._waiting = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._waiting):

@@ -41,7 +41,7 @@ def adapt_to_form(
     """
     _require_its_section(checkpoint, flavor, form, only)
     beside = side_files(checkpoint, flavor, world_size, sources, only=only)
-    below = f"{checkpoint.directory.rstrip('/')}/"  # of what lies directly in there all is said again
+    below = f"{checkpoint.directory.rstrip('/')}/"  # its direct entries are all listed again
     notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(below)]
     optim = checkpoint.optim
     if optim is not None and form.optim is None:
@@ -50,7 +50,7 @@ def adapt_to_form(
     extra, *rank_extras = (
         {key: value for key, value in each.items() if form.extra is None or key not in _stems(beside.files)}
         for each in (checkpoint.extra, *checkpoint.rank_extra)
-    )  # what goes along as a file is not written twice
+    )  # what is copied as a file is not written twice
     rank_extra = tuple(rank_extras)
     if form.extra is None:
         extra, rank_extra = {}, ()

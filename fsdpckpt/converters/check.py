@@ -217,7 +217,7 @@ def _not_as_planned(path: str, wrong: Sequence[str]) -> InternalError:
 def _reopen(path: str, sources: Sources, *, locate: bool, units: Units | None = None) -> Checkpoint:
     try:
         return open_checkpoint(path, sources=sources, locate=locate, units=units)
-    except FsdpckptError as error:  # our own output: whatever is wrong with it is no fault of the user's source
+    except FsdpckptError as error:  # our own output: an error in it is not the fault of the user's source
         raise InternalError(f"the output does not read back: {error.what}", details=error.details) from error
 
 

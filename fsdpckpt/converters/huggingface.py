@@ -17,7 +17,9 @@ from fsdpckpt.verify.elements import first_difference
 from fsdpckpt.writers.torch_full import ties
 
 _CONFIG = "config.json"
-_OUTPUT_LAYER = re.compile(r"(^|\.)lm_head\.weight$")  # what transformers leaves out of a model with tied embeddings
+_OUTPUT_LAYER = re.compile(
+    r"(^|\.)lm_head\.weight$"
+)  # the weight that transformers leaves out of a model with tied embeddings
 _WORD_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embeddings)\.weight$")
 _SIZES = (  # fields of a configuration, and the weights whose first dimension they state
     (("vocab_size",), _WORD_EMBEDDINGS),

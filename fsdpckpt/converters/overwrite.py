@@ -27,7 +27,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.target_checks import LINK, Contents, added_since, contents_of, is_left_behind
 
 _SHOWN = 10  # files that are named in a refusal
-# What describes the data of a checkpoint, beside its data: read, but no data file itself. Or data of an older save.
+# Files that describe a checkpoint's data and are read, but hold none. Or data of an older save.
 _DESCRIBING = re.compile(r"fsdpckpt\.json|units\.json|\.metadata|.*\.(safetensors|bin)\.index\.json|__\d+_\d+\.distcp")
 # torch files beside a model and an optimizer that frameworks and training scripts keep there. Any other one may be a
 # data set or a result, although a reader can open it.

@@ -137,10 +137,12 @@ class _Conversion:
     _linked: list[str] = field(default_factory=list)  # the target files that are links, all at place 0
     _prepared: Prepared | None = None  # on rank 0
     _peers: list[ProcessIdentity] = field(default_factory=list)
-    _sources: list[Sources] = field(default_factory=list)  # they know what each file was when it was first opened
+    _sources: list[Sources] = field(
+        default_factory=list
+    )  # they know the identity each file had when it was first opened
     _opened: list[str] = field(default_factory=list)  # every file that rank 0 has read
-    _staging: list[Staging] = field(default_factory=list)  # what this rank leads: one or none
-    _staged_now: bool = False  # what is staged is this run's, not an earlier one's
+    _staging: list[Staging] = field(default_factory=list)  # of the place that this rank leads: one or none
+    _staged_now: bool = False  # the staged files are this run's, not an earlier run's
     _locks: list[int] = field(default_factory=list)
     _recorder: Recorder | None = None
     _note: Note | None = None
@@ -159,7 +161,7 @@ class _Conversion:
             return True
         if self.options.overwrite or self.options.resume is False:
             return False
-        return self.options.resume is True or was_interrupted(self.target)  # killed when DST was there already
+        return self.options.resume is True or was_interrupted(self.target)  # killed after DST was published
 
     @property
     def _alone(self) -> bool:
@@ -229,7 +231,9 @@ class _Conversion:
                     self._replaces = find_replaceable(self.target)
             threads = options.threads
             if threads is None and self._alone and is_url(self.source):
-                threads = MOST_THREADS  # a store answers late and serves many at once: threads wait, not work
+                threads = (
+                    MOST_THREADS  # a store answers slowly and serves many requests at once: the threads mostly wait
+                )
             budget = make_budget(max_memory=options.max_memory, threads=threads)
             return for_worker(budget, workers_here, max_memory=options.max_memory, chosen=threads is not None)
 
@@ -271,7 +275,7 @@ class _Conversion:
                 self.group.beat()
         everyone = cast("list[list[bytes]]", self.group.all_gather_objects(rows, name="who sees what"))
         with self.group.step("compare the sources"):
-            if self.group.rank == 0:  # all would find the same to be wrong, and one says it
+            if self.group.rank == 0:  # all would find the same errors; one rank reports them
                 find_visible(self._opened, everyone)
         return find_visible(self._opened, everyone)[: len(files)]
 
@@ -322,7 +326,7 @@ class _Conversion:
         place = places.place[group.rank]
         with group.step("prepare staging"):
             for staging in self._staging:
-                files, nbytes = files_at(job, place)  # not what an earlier run has linked: that is done again
+                files, nbytes = files_at(job, place)  # without what an earlier run has linked: links are made again
                 if staging.resumed and not (job.claims[:, 0] == place).any():
                     staging.restart()
                 elif staging.resumed:
@@ -373,7 +377,7 @@ class _Conversion:
                 if self.for_upload and self._alone:
                     raise other_upload(self.target) from None
                 if self._alone and places.existing[place or 0]:
-                    raise target_differs(self.target) from None  # the user knows DST, and replaces all of it
+                    raise target_differs(self.target) from None  # the user knows DST as a whole, not its single files
                 raise
         with self.group.step("look for the output"):
             for staging in self._staging:
@@ -449,7 +453,7 @@ class _Conversion:
         with self.group.step("commit"):
             for staging in self._staging:
                 if files_at(job, places.place[self.group.rank])[0] or self._linked:
-                    if staging.replaces is not None:  # what came there meanwhile is not to be deleted
+                    if staging.replaces is not None:  # files that appeared there meanwhile must not be deleted
                         staging.replaces = still_replaceable(self.target, staging.replaces)
                     staging.commit()
                 else:
@@ -471,7 +475,7 @@ class _Conversion:
             if not staging.committed and is_resumable(original) and self._is_journaled(staging):
                 self._attach_leftover(error, staging)
             else:
-                with contextlib.suppress(OSError):  # a disk that takes nothing any more may not delete either
+                with contextlib.suppress(OSError):  # a failing disk may not delete either
                     staging.discard()
         self._release()
 

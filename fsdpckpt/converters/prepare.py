@@ -62,7 +62,7 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     transformed, spec, options, side_files = selected.transformed, selected.spec, selected.options, selected.side_files
     files = transformed.checkpoint.files
     linking = choose_linking(options.link, files, target)
-    totals_only = options.dry_run and not linking.files  # links are found by what the plan of each file says
+    totals_only = options.dry_run and not linking.files  # links are found by comparing the plan of each file
     output = lay_out(transformed, spec, options, side_files, linking.files)
     output, plan = link_equal_files(output, make_plan(output, totals_only=totals_only), linking, files, sources)
     output.notes += linking.notes(output, files)
@@ -76,7 +76,7 @@ def _select(source: str, target: str, options: ConvertOptions, sources: Sources)
     from the metadata, anything that is refused), open all items.
     """
     if options.only is not None or options.include or options.exclude:
-        with suppress(FsdpckptError):  # all items may say otherwise, or the same with all that is wrong
+        with suppress(FsdpckptError):  # the other items may show otherwise, or complete the list of errors
             items: bool | Items = False
             for _ in range(2):
                 selected = _read(source, target, options, sources, locate=items)
@@ -137,7 +137,7 @@ def planned_report(
     files += [PlannedFile(file.path, file.nbytes) for file in output.files]
     link = prepared.linking.mode
     if spec.directory:
-        if not manifest:  # of a dry run: as long as it will be, but for digests
+        if not manifest:  # of a dry run: as long as the real one, except for digests
             crcs = {file.path: 0 for file in files}
             manifest = encode_manifest(output, prepared.transformed, spec, link=link, crcs=crcs, digests={})
         files.append(PlannedFile(MANIFEST, len(manifest)))

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 BLOCK = 4 << 20  # bytes compared at once
 POLL_INTERVAL = 0.05  # seconds between checks of the other ranks while files are uploaded
-PATIENCE = 5.0  # seconds to take back the parts of an upload that is called off
+PATIENCE = 5.0  # seconds to remove the parts of a cancelled upload
 _MAKE_ROOM = "make room there, or name a local directory that has it: --staging DIR"
 
 Holders: TypeAlias = "Mapping[str, Sequence[int]]"
@@ -117,7 +117,7 @@ class Upload:
     ) -> None:
         if error is not None:
             kill_stopped(self._peers)
-            solo = isinstance(self._group, Solo)  # of several ranks, whoever shows the error adds this
+            solo = isinstance(self._group, Solo)  # with several ranks, the process that shows the error adds this
             if solo and self._converted:
                 _attach_upload(error, self._directory)
             elif solo and isinstance(error, TargetUnwritableError) and self.path:

@@ -43,7 +43,7 @@ from fsdpckpt.storage.staging import Remains, Staging, journal_paths, staging_ro
 from fsdpckpt.text import bytes_text, size_text
 from fsdpckpt.version import __version__
 
-_LOOKUPS = 16  # at a time: a store answers in tens of milliseconds
+_LOOKUPS = 16  # requests at a time: a store answers in tens of milliseconds
 
 
 def run_identity(plan: Plan, options: ConvertOptions, sources: Sequence[Sequence[FileIdentity]]) -> RunIdentity:

@@ -248,7 +248,7 @@ class UploadDirectory:
         """
         with target_errors(self.root):
             os.makedirs(self.root, mode=0o700, exist_ok=True)
-            if os.stat(self.root).st_uid != os.getuid():  # anybody may make directories in /tmp
+            if os.stat(self.root).st_uid != os.getuid():  # anyone may make directories in /tmp
                 raise TargetUnwritableError(
                     f"{self.root} belongs to another user", file=self.root, next_step="add --staging DIR"
                 )

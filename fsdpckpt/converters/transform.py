@@ -116,7 +116,7 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
     checkpoint = steps.fill(checkpoint, resolved.units if resolved is not None else steps.units)
     checkpoint = steps.key(steps.place(checkpoint, spec.mesh), options.key_type or source_keys)
     _require_common_ids(checkpoint, steps.units, spec.layout)
-    # Names change last: sections are matched by names without the prefixes of wrappers.
+    # Rename last: sections are matched by names without wrapper prefixes.
     keep_names = not (options.clean_names or weights)
     if spec.layout is Layout.SHARDED:
         # A cut that a DCP loader does not expect costs nothing; a DTensor where the model has a buffer does not load.
@@ -339,7 +339,7 @@ class _Steps:
                     next_step="drop --key-type, or add --use-orig-params",
                 )
             key_type = "id"
-        if spec.form is not None:  # which may shard one section where it flattens the other
+        if spec.form is not None:  # which may shard one section and flatten the other
             flat, params = target.units.params(), checkpoint.model.params if checkpoint.model is not None else {}
             hints = ShardingHints(reference={name: name in flat for name in params})
             checkpoint = self.place(decide_sharded(checkpoint, hints, strict=True), spec.mesh)

@@ -206,7 +206,7 @@ class _Run:
             pool.wait(self._watch)
         finally:
             pool.stop(self._patience)
-            self.pool = None  # with it go the buffers, which the collector would find late
+            self.pool = None  # frees the buffers now; the collector would find them late
         if self.exchange is not None:
             self.exchange.buffers.close()
         self.progress.end()
@@ -224,7 +224,7 @@ class _Run:
             "list[tuple[dict[int, list[Any]], list[SourcePart]]]",
             self.group.all_gather_objects((states, self.check.unfinished() if self.group.rank else []), name="join"),
         )
-        if self.group.rank == 0:  # one judge is enough
+        if self.group.rank == 0:  # one rank is enough
             for _, rows in gathered[1:]:
                 self.check.absorb(rows)
             self.check.absorb(self.finished.parts)
@@ -240,7 +240,7 @@ class _Run:
             crcs.update(cast("dict[str, int]", theirs))
         if self.recorder is not None:
             self.recorder.close(complete=True)
-        self.outputs.clear()  # each knows this run: the plan would be there until the collector comes
+        self.outputs.clear()  # each refers to this run: the plan would stay in memory until the collector runs
         return crcs
 
     def _check_streams(self) -> None:

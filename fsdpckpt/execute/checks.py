@@ -30,7 +30,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text
 
 _PART = 5  # numbers of each part
-_RECORD_BITS = 40  # of a number that says the file, too
+_RECORD_BITS = 40  # of a number that includes the file
 _AT_ONCE = 4096  # records
 FEW = 64  # ranges: with more of them, checksumming all bytes again is cheaper than combining
 
@@ -91,7 +91,7 @@ class SourceCheck:
         self._records: dict[int, Int64Array] = {}  # offset, nbytes and CRC-32 of those of a file, by offset
         self._parts = array("q")  # file, record, offset, nbytes and CRC-32 of each part that was read here
         self._absorbed = array("q")  # the same of those that were read elsewhere
-        self._reported: int | None = None  # how many of ``_parts`` are fresh no more
+        self._reported: int | None = None  # how many of ``_parts`` are not fresh any more
         self._lock = threading.Lock()
         order = np.lexsort((checksums.crc, checksums.nbytes, checksums.offset, checksums.file))
         _require_one_checksum(files, checksums, order)

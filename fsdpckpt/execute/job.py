@@ -22,7 +22,9 @@ from fsdpckpt.plan import Copies, FilePlan, Plan
 from fsdpckpt.plan.transfer import Segment
 from fsdpckpt.text import size_text
 
-LARGEST_WINDOW = 8 * 1024 * 1024  # bytes: past this a request's cost is lost in its transfer on every disk measured
+LARGEST_WINDOW = (
+    8 * 1024 * 1024
+)  # bytes: above this the cost of a request is negligible beside its transfer, on every disk measured
 MOST_THREADS = 8  # by default: a disk is busy long before
 SMALLEST_WINDOW = 64 * 1024  # bytes: below this the work per request dominates
 BUFFERS_PER_THREAD = 2  # the window being assembled, and scratch for what must be cast or gathered
@@ -59,7 +61,7 @@ def make_budget(*, max_memory: int, threads: int | None) -> Budget:
 
 
 PAGE = 4096
-WINDOWS_A_ROUND = 4  # what several small windows need comes together
+WINDOWS_A_ROUND = 4  # the needs of several small windows are sent together
 WINDOWS_HELD = 2 * WINDOWS_A_ROUND  # at least: two rounds
 
 

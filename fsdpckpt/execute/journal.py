@@ -333,7 +333,7 @@ class Recorder:
             self._end()
         else:
             self._ended.wait(patience)
-        if complete and self._failure is not None:  # a disk reports a lost write only once, and that was to the thread
+        if complete and self._failure is not None:  # a disk reports a lost write only once, here to the thread
             raise self._failure
 
     def _run(self) -> None:
@@ -346,7 +346,7 @@ class Recorder:
         if self._failure is None and not self._retracted and (not self._complete or self._begun):
             self._attempt()
         self._journal.close()
-        self._pending, self._fresh = [], list  # they know what the run knew, whose memory is for the check
+        self._pending, self._fresh = [], list  # they refer to the run, whose memory is needed for the check
         self._ended.set()
 
     def _attempt(self) -> None:
@@ -373,6 +373,6 @@ class Recorder:
     def _sync(self, file: WritableFile) -> None:
         file.sync()
         directory = os.path.dirname(file.path)
-        if directory not in self._directories:  # a file's name has to be durable too
+        if directory not in self._directories:  # a file's name must be durable too
             sync_directory(directory)
             self._directories.add(directory)

@@ -210,7 +210,7 @@ class TargetChecks:
 
 
 _NEAR = 4096  # bytes between two late checksums that are read and written with them
-_AT_ONCE = 1 << 20  # bytes of late checksums, and what is between them, in one write
+_AT_ONCE = 1 << 20  # bytes of late checksums, and of the gaps between them, in one write
 
 
 def _close_together(
@@ -264,7 +264,7 @@ class LatePlaces:
 
     def _sorted(self) -> list[tuple[int, int, int]]:
         with self._lock:
-            if self._rows is None:  # only a run that is resumed needs them
+            if self._rows is None:  # only a resumed run needs them
                 ranges = self._file.checksums.tolist()
                 self._rows = sorted(
                     (place, low, high) for low, high, *places in ranges for place in places if place >= 0

@@ -48,7 +48,7 @@ class Exchange:
         self.check = StreamCheck(job.files, job.checksums)
         self.sent = SentChecksums()
         self._begins = {peer: np.cumsum(column) - column for peer, column in transfers.sends.items()}
-        self._on_host = torch.device(group.device).type == "cpu"  # what is received can land where it is kept
+        self._on_host = torch.device(group.device).type == "cpu"  # bytes can be received where they are kept
 
     def run(self, pool: CopyPool, watch: Callable[[], None]) -> None:
         """Run all rounds while the threads of ``pool`` write what has been received. Collective."""
@@ -138,7 +138,7 @@ class ReceiveBuffers:
         size = int(totals.max()) if rounds else 0
         self._left = dict(windows)
         self._buffers: dict[int, npt.NDArray[np.uint8]] = {}
-        # numpy copies without holding up other threads, which memoryviews do not.
+        # numpy copies without blocking other threads, unlike memoryviews.
         self._free = [np.empty(size, np.uint8) for _ in range(min(held, rounds))]
         self._lock = threading.Lock()
 

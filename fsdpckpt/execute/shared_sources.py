@@ -24,8 +24,8 @@ from fsdpckpt.ir.checkpoint import ZEROS
 from fsdpckpt.storage import ByteSource, Entry, is_url
 from fsdpckpt.storage.sources import Sources
 
-PAGE = 256 * 1024  # bytes: metadata is read in small chunks that lie near each other, and a question costs more
-PAGES = 16  # of each file kept: its head, its tail, and where its metadata is
+PAGE = 256 * 1024  # bytes: metadata is read in small pieces that are near each other, and a request costs more
+PAGES = 16  # pages of each file that are kept: its head, its tail, and its metadata
 
 Question = tuple[str, str, int, int]
 """(what, path, offset, nbytes): ``list``, ``stat``, ``read`` or ``done``."""
@@ -134,7 +134,7 @@ class _Elsewhere:
         self._lock = threading.Lock()
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        if nbytes > PAGE or offset + nbytes > self.nbytes:  # past its end the worker says what is wrong with that
+        if nbytes > PAGE or offset + nbytes > self.nbytes:  # past its end, the worker reports the error
             return self._fetch(offset, nbytes)
         pages = range(offset // PAGE, -(-(offset + nbytes) // PAGE))
         data = b"".join(self._page(page) for page in pages)
@@ -158,7 +158,7 @@ class _Elsewhere:
         return data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        step = 4 << 20  # bytes: a bound on what either side holds
+        step = 4 << 20  # bytes that either side holds at most
         for begin in range(0, len(buffer), step):
             count = min(step, len(buffer) - begin)
             buffer[begin : begin + count] = self.read(offset + begin, count)
@@ -168,7 +168,7 @@ class _Elsewhere:
 
 
 SAMPLE = 4096  # bytes
-SAMPLES = 16  # of each file: evenly spaced, the first at its head and the last at its tail
+SAMPLES = 16  # samples of each file: evenly spaced, the first at its head and the last at its tail
 
 
 def content_identities(paths: Sequence[str], sources: Sources) -> list[bytes]:
@@ -186,7 +186,7 @@ def _identity(path: str, sources: Sources) -> bytes:
     try:
         file = sources.open(path)
         total = hashlib.sha256(str(file.nbytes).encode())
-        if is_url(path):  # the same for whoever may read it, and each question costs
+        if is_url(path):  # the same for every worker that may read it, and each request costs time
             return total.digest()
         count = min(SAMPLE, file.nbytes)
         for sample in range(SAMPLES if file.nbytes > SAMPLE else 1):

@@ -30,8 +30,8 @@ DIRECT = 128 * 1024  # bytes: ranges of this size or more are read straight into
 GAP = 32 * 1024  # bytes: a gap of this size between two small ranges is cheaper to read than to skip
 WIDE_ROW = 16 * 1024  # bytes: rows of this width or more are read one by one, narrower ones in one span
 
-_FEW = 16  # copies of a window
-CACHED = 512 * 1024  # bytes: with what else is in use they fit into the second-level cache of one core
+_FEW = 16  # copies in a window
+CACHED = 512 * 1024  # bytes: small enough for the second-level cache of one core, beside other data
 CAST_AT_ONCE = 1 << 16  # elements: their temporary copies fit into the processor's cache
 
 
@@ -314,7 +314,7 @@ class CopyPool:
             self._changed.notify_all()
         deadline = None if patience is None else time.monotonic() + patience
         for thread in self._threads:
-            if thread.is_alive():  # one that a signal kept from starting finds the pool stopped
+            if thread.is_alive():  # a thread that starts late because of a signal finds the pool stopped
                 thread.join(None if deadline is None else max(deadline - time.monotonic(), 0.0))
 
     def _next(self) -> Window | None:
@@ -336,7 +336,7 @@ class CopyPool:
                 with self._lock:
                     self._moves += 1
                     self._left -= 1
-                    if self._asked or not self._left:  # else waking the main thread costs more than a small window
+                    if self._asked or not self._left:  # otherwise waking the main thread costs more than a small window
                         self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001  # raised by the main thread, in ``wait``
             with self._lock:

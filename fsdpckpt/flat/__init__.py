@@ -21,7 +21,7 @@ def slice_lengths(tensor: Tensor, world_size: int) -> Int64Array | None:
     chunks = tensor.chunks
     if tensor.ndim != 1 or len(np.unique(chunks.rank)) != len(chunks):
         return None
-    if ((chunks.stride[:, 0] != 1) & (chunks.size[:, 0] > 1)).any():  # no slice of FSDP1's, which are dense
+    if ((chunks.stride[:, 0] != 1) & (chunks.size[:, 0] > 1)).any():  # not a slice of FSDP1's, which are dense
         return None
     lengths = np.zeros(world_size, np.int64)
     lengths[chunks.rank] = chunks.size[:, 0]
@@ -50,7 +50,7 @@ def is_sliced(checkpoint: Checkpoint, units: Units) -> bool:
     ]
     if any(leaf.placement == SLICES for leaf in leaves):
         return True
-    if not leaves:  # SGD without momentum: only the ids are there, and they are ids of what the units say
+    if not leaves:  # SGD without momentum: only the ids exist, and the units name them
         return optim.key_type == "id"
     if optim.key_type != "id" or units.use_orig_params:
         return False
@@ -97,7 +97,7 @@ def key_lengths(optim: OptimState, world_size: int) -> dict[ParamKey, Int64Array
 def _lengths(leaf: Tensor | Value, world_size: int) -> Int64Array | None:
     if not isinstance(leaf, Tensor) or leaf.ndim != 1 or is_number_per_rank(leaf):
         return None
-    if leaf.placement != SLICES and world_size > 1:  # whole vectors; of one rank, slices look the same
+    if leaf.placement != SLICES and world_size > 1:  # whole vectors; with one rank, slices look the same
         return None
     return slice_lengths(leaf, world_size)
 

@@ -93,7 +93,7 @@ def read_scales(
     return made
 
 
-_TRIED = 256  # ranks, of those that a message proposes
+_TRIED = 256  # how many numbers of ranks a message proposes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +126,7 @@ class Quantized:
         yield from _blocks_apart(self.unit, layout, self.block, self.params, orig=orig)
         for rank in range(layout.shards) if not orig else ():
             begin, end = layout.held(rank)
-            if end - begin < layout.shard and (end - begin) % self.block:  # a code of zero is no value of zero
+            if end - begin < layout.shard and (end - begin) % self.block:  # a code of zero is not a value of zero
                 yield f"unit {self.unit.prefix or 'root'!r}: padding of rank {rank} begins inside of a block"
 
 

@@ -249,7 +249,7 @@ def order_contradictions(units: Units, names: Iterable[str], *, across: bool = T
         if wrong:
             yield f"unit {unit.prefix!r}: {wrong[0]} is where the model section has {wrong[1]}"
             return
-    # Ids count over all units, and only their order tells units of one size apart.
+    # Ids count over all units, and only their order distinguishes units of the same size.
     sharded = units.unit_of()
     wrong = first_misplaced_module(
         [_module(name) for name in units.parameters if name in sharded], list(map(_module, place))

@@ -301,7 +301,7 @@ def logical(checkpoint: Checkpoint, sources: Sources, *, units: str | None = Non
         if not listing:
             raise
         return _with_problems(checkpoint, error)
-    # A problem of slices is found again, under a parameter's name, in the tensors made of them.
+    # A problem of slices appears again, under a parameter's name, in the tensors made of them.
     known = set(problems(checkpoint))
     return replace(named, problems=tuple(problem for problem in named.problems if problem not in known))
 

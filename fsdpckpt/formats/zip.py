@@ -20,7 +20,7 @@ from fsdpckpt.storage.remote_file import prefetch
 from fsdpckpt.text import bytes_text, plural
 
 _LOCAL_LENGTHS = struct.Struct("<26xHH")  # name length, extra length
-_CENTRAL_LENGTHS = struct.Struct("<4s24xHHH")  # signature; lengths of name, extra field and comment
+_CENTRAL_LENGTHS = struct.Struct("<4s24xHHH")  # signature; lengths of the name, the extra field and the comment
 _LOCAL_COLUMNS = np.dtype(
     {
         "names": ["signature", "n_name", "n_extra"],
@@ -43,17 +43,17 @@ _END64_FIELDS = struct.Struct("<4sQHHIIQQQQ")
 _LOCAL_SIZE, _CENTRAL_SIZE = 30, 46
 _CRC_AT, _HEADER_AT = 16, 42  # of the checksum and of the local header's offset in an entry of the directory
 _LOCAL_CRC_AT = 14  # of the checksum in a local header
-LIMIT_32 = 0xFFFFFFFF  # in place of a number that stands in a 64-bit field
+LIMIT_32 = 0xFFFFFFFF  # in place of a number in a 64-bit field
 _ENCRYPTED = 0x1
 _MAX_COMMENT = 65535
 # Bytes of a record's name: file systems allow 255 bytes for the folder, and data.pkl is the first record.
 _MAX_NAME = 512
-_FIRST_BLOCK = 1 << 15  # local headers are fetched in blocks of this many bytes, of ever more ...
+_FIRST_BLOCK = 1 << 15  # local headers are fetched in blocks of this many bytes, growing ...
 _MAX_DIRECTORY_BYTES = 1 << 30  # ten million records
 _BLOCK = 1 << 20  # ... up to this, while there are more of them: most archives of one tensor need no second block ...
 _NEAR = 1 << 14  # ... when the next one is nearer than this: reading on is then cheaper than another request
 
-_TOO_LARGE = 1 << 60  # no file is: numbers up to here can be added up
+_TOO_LARGE = 1 << 60  # larger than any file: numbers up to here can be added without overflow
 _PREFETCHED = 1024  # local headers of a remote file that are requested at a time
 
 SERIALIZATION_ID = "/.data/serialization_id"  # torch computes this record from the checksums of the others

@@ -24,7 +24,7 @@ from fsdpckpt.ir.tensors import Int64Array
 
 ALIGNMENT = 64  # bytes; torch.serialization's storage alignment, what mmap=True loads rely on
 _UTF8 = 0x0800
-_DATE = 0x0021  # 1980-01-01, the earliest a zip can say: output does not depend on the clock
+_DATE = 0x0021  # 1980-01-01, the earliest date of a zip: output does not depend on the clock
 _LIMIT_16 = 0xFFFF
 _LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL_HEADER = struct.Struct("<IHHHHHHIIIHHHHHII")

@@ -14,7 +14,7 @@ from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
 
-__all__ = ["Container", "KeyType", "Layout", "Section"]  # of ``ir``: who needs a checkpoint needs them, too
+__all__ = ["Container", "KeyType", "Layout", "Section"]  # from ``ir``: code that uses a checkpoint uses them too
 
 STRAY: Final = "stray"
 """The kind of notes on files of another save that lie among those of a checkpoint."""

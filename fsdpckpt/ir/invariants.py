@@ -193,7 +193,7 @@ def state_completeness(optim: OptimState) -> Iterator[Problem]:
     groups: list[list[ParamKey]] = []
     for group in optim.param_groups:
         params = group_params(group)
-        if params is None:  # nothing can be said
+        if params is None:  # undecided
             return
         groups.append(params)
     seen: set[ParamKey] = set()

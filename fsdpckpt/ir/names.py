@@ -64,13 +64,13 @@ def revisits_a_module(names: Iterable[str]) -> bool:
     """Whether a module has names in two places, which ``Module.state_dict`` does not do: it lists a module's own
     tensors, then one child after the other."""
     path: list[str] = []
-    left: set[tuple[str, ...]] = set()  # modules whose last name has gone by
+    left: set[tuple[str, ...]] = set()  # modules whose last name has been seen
     for name in names:
         *module, _ = name.split(".")
         shared = next((depth for depth, (a, b) in enumerate(zip(path, module, strict=False)) if a != b), None)
         shared = min(len(path), len(module)) if shared is None else shared
         if len(path) > shared == len(module):
-            return True  # a tensor of its own after a child's
+            return True  # a module's own tensor after a child's
         left.update(tuple(path[:depth]) for depth in range(shared + 1, len(path) + 1))
         if any(tuple(module[:depth]) in left for depth in range(shared + 1, len(module) + 1)):
             return True

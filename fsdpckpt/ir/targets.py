@@ -208,7 +208,7 @@ class ItemKinds:
         each = items[:, 2] == EACH
         items[each, 2], items[each, 3] = tensor[number[each]], box[number[each]]
         number, checksums = _rows_of(self._checksums, kind)
-        checksums += begin[number, None]  # all of them have two places
+        checksums += begin[number, None]  # all checksums have two places
         return replace(
             file,
             literal_columns=array("q", literals.tobytes()),

@@ -134,7 +134,7 @@ def contiguous_strides(size: Int64Array) -> Int64Array:
     n, d = size.shape
     if n == 1:
         return np.array([contiguous_stride(size[0].tolist())], np.int64).reshape(1, d)
-    if n and (size[1:, 1:] == size[0, 1:]).all():  # the first dimension is in no stride
+    if n and (size[1:, 1:] == size[0, 1:]).all():  # the first dimension is part of no stride
         return np.broadcast_to(np.array(contiguous_stride(size[0].tolist()), np.int64), (n, d))
     stride = np.ones((n, d), np.int64)
     for dim in range(d - 1, 0, -1):
@@ -173,7 +173,9 @@ def _number(value: int) -> Int64Array:
     return column
 
 
-@dataclass(slots=True, eq=False)  # Final, not frozen: frozen ones take four times as long to make, and there are many
+@dataclass(
+    slots=True, eq=False
+)  # Final, not frozen: frozen objects take four times as long to make, and there are many
 class Chunks:
     """The chunks of one tensor, one row each: n rows; d is the tensor's number of dimensions.
 

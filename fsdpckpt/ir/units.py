@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 from fsdpckpt.ir import Strategy
 from fsdpckpt.ir.dtypes import DType
 
-__all__ = ["Strategy"]  # of ``ir``: who needs units needs it, too
+__all__ = ["Strategy"]  # from ``ir``: code that uses units uses it too
 
 FLAT_PARAM = "_flat_param"
 

@@ -279,7 +279,7 @@ _ENCODERS: Mapping[type, Callable[[Encoder, Any, str], Json]] = {
     bytearray: lambda encoder, value, where: {"$bytearray": encoder.blob(bytes(value))},
     tuple: lambda encoder, value, where: {"$tuple": encoder.items(value, where)},
     set: lambda encoder, value, where: {
-        # In one order, so that the same set gives the same file every time.
+        # Sorted, so that the same set gives the same file every time.
         "$set": sorted(encoder.items(value, where), key=lambda item: json.dumps(item, sort_keys=True))
     },
     Global: lambda _, value, where: {"$global": [value.module, value.name]},

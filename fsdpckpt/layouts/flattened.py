@@ -220,7 +220,7 @@ def flat_boxes(shape: Sequence[int], begin: int, count: int, order: Sequence[int
     boxes: list[Box] = []
     end = begin + count
     while begin < end:
-        # The slowest dimension at whose boundary ``begin`` lies and of which a slice fits: one box of whole slices.
+        # The slowest dimension with ``begin`` at its boundary and room for a slice: one box of whole slices.
         inner, level = 1, len(dims)
         while level and begin % (inner * shape[dims[level - 1]]) == 0 and begin + inner * shape[dims[level - 1]] <= end:
             level -= 1

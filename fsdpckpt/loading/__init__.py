@@ -190,7 +190,7 @@ class StorageReader(TorchStorageReader):
         self._checkpoint = open_to_load(path, self._options, self._sources, locate=locate)
         self._entries: Entries | None = None
         self._rank = -1
-        self._entries_of_rank()  # now: dcp.load would wrap later errors in errors of its own
+        self._entries_of_rank()  # check now: dcp.load would wrap later errors
 
     def _entries_of_rank(self) -> Entries:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -44,7 +44,7 @@ from fsdpckpt.verify.elements import without_repeats
 from fsdpckpt.writers.state_dicts import Leaf, extras_of_rank, flatten
 from fsdpckpt.writers.torch_full import lay_out_file
 
-# A source is transformed as for a conversion to whole tensors, up to the point where that would be laid out.
+# A source is transformed as for a conversion to whole tensors, up to the layout.
 _SPEC = TargetSpec(Layout.FULL, Container.DCP, None, TensorForm.DTENSOR, directory=True)
 
 Path = tuple[str | int, ...]

@@ -164,7 +164,7 @@ def make_plan(target: Target, *, totals_only: bool = False) -> Plan:
     return Plan(tuple(files), tuple(casts), bytes_read)
 
 
-_AT_ONCE = 1 << 12  # files of few items: what numpy costs for each call is then divided among them
+_AT_ONCE = 1 << 12  # small files are planned together: this divides the cost of each numpy call among them
 
 
 def _batches(files: Sequence[TargetFile]) -> Iterator[list[TargetFile]]:

@@ -22,7 +22,7 @@ CopyTable = tuple[Int64Array, ...]
 Casts = dict[tuple[DType, DType], int]
 """The number of each (source, target) pair of dtypes of one plan."""
 
-_AT_ONCE = 1 << 17  # pairs of a write item and a chunk: bounds the memory of what is computed of them
+_AT_ONCE = 1 << 17  # pairs of a write item and a chunk: bounds the memory of computing with them
 
 
 class SourceChunks:
@@ -32,7 +32,7 @@ class SourceChunks:
         numbers: dict[tuple[int, tuple[int, ...] | None], int] = {}
         members: list[list[int]] = []
         self._group = np.empty(len(tensors), np.int64)
-        self._index = np.empty(len(tensors), np.int64)  # in its group
+        self._index = np.empty(len(tensors), np.int64)  # place in its group
         for number, (tensor, _, order) in enumerate(tensors):
             group = numbers.setdefault((tensor.ndim, order), len(numbers))
             if group == len(members):
@@ -191,7 +191,7 @@ def _boxes(
     each: Sequence[Chunks], count: Int64Array, ndim: int
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
     """Starts, sizes and strides of all boxes, and the box of each chunk. Tensors that are cut alike share boxes."""
-    first: dict[tuple[int, int, int], int] = {}  # by the arrays that they share
+    first: dict[tuple[int, int, int], int] = {}  # keyed by the arrays that tensors share
     parts: list[Chunks] = []
     places = np.empty(len(each), np.int64)
     total = 0
@@ -220,7 +220,7 @@ def _pitched(size: Int64Array, source_stride: Int64Array, target_stride: Int64Ar
     """
     boxes, ndim = size.shape
     run = np.ones(boxes, np.int64)
-    depth = np.zeros(boxes, np.int64)  # how many dimensions are left beside the run
+    depth = np.zeros(boxes, np.int64)  # how many dimensions are left besides the run
     left = np.ones((3, ndim + 1, boxes), np.int64)  # extent, source stride, target stride; fastest first
     for dim in reversed(order):
         n, source, target = size[:, dim], source_stride[:, dim], target_stride[:, dim]

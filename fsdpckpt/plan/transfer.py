@@ -18,8 +18,8 @@ import numpy.typing as npt
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import Claim, Copies, CopyParts, FilePlan, Plan, Range, open_windows, split_copies
 
-NEAR = 0.05  # of a part: a rank may have so much more than another if that saves a file from having two writers
-BLOCK = 1 << 16  # bytes: no page of any system in use is larger, so no page of a file has two writers
+NEAR = 0.05  # fraction of a part: a rank may write this much more if a file then has one writer instead of two
+BLOCK = 1 << 16  # bytes: pages are not larger on any system in use, so no page of a file has two writers
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def _allowed(file: FilePlan, plan: Plan, at: int) -> int:
     cast = int(file.copies.cast[rows].max())  # the same for all copies of a write item
     if at >= offset + nbytes or cast < 0:
         return at
-    # Not on a block where the tensor is not aligned: then two workers write that one, each its own bytes.
+    # Not on a block if the tensor is not aligned: then two workers write to the same block, each its own bytes.
     return at - (at - int(offset)) % plan.casts[cast][1].itemsize
 
 
@@ -240,7 +240,7 @@ def _need(
     if needing:
         _, round_of = np.unique(np.where(per_window > 0, round_of, -1), return_inverse=True)  # without empty rounds
         round_of = round_of - (1 if (per_window == 0).any() else 0)
-    else:  # nothing is sent, as in a run of one process, which does not pay for what np.unique imports
+    else:  # nothing is sent, as in a run of one process: skip np.unique, whose import takes time
         round_of = np.full(len(bounds), -1, np.int64)
     found_windows = [Window(*bound, int(when)) for bound, when in zip(bounds, round_of, strict=True)]
     return _Need(owner, found_windows, parts, sender, round_of[window_of], nbytes)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from fsdpckpt.ir.checkpoint import Container, KeyType, Layout
 
 PLAIN = "plain"
-EXTRA_STEM = "extra_state"  # of files, verl's and this program's, that hold extras and nothing else
+EXTRA_STEM = "extra_state"  # the stem of files, verl's and this program's, that hold only extras
 Step: TypeAlias = str | int  # a key of a dict, or an index of a list
 
 

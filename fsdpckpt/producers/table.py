@@ -49,7 +49,7 @@ _LOCAL = Form(  # the optimizer is saved by name and sharded all the same
     Place(f"{_OPTIM}_0/", ("optimizer",), container=Container.DCP, layout=Layout.SHARDED),
 )
 
-_BY_DEEPSPEED = r"^latest(_universal)?$"  # DeepSpeed's state in the place of FSDP's
+_BY_DEEPSPEED = r"^latest(_universal)?$"  # DeepSpeed's state in place of FSDP's
 _OF_DEEPSPEED = rf"{_BY_DEEPSPEED}|^zero_to_(fp32|torch)\.py$"
 _STEP_DIRECTORY = r"^global_step\d+(_universal)?$"
 _DEEPSPEED_SCHEDULE = ("lr_scheduler",)
@@ -114,7 +114,7 @@ _Defaults = tuple[tuple[str, str | int | tuple[()] | None], ...]
 _META = Place("meta.pt", container=Container.TORCH, layout=Layout.FULL)
 _META_FILES = (r"^meta\.pt$", r"^\.metadata$")
 _VERSION = "pytorch-lightning_version"
-# The oldest version that saves what is written here: a Trainer brings what is older up to its own.
+# The oldest version that saves this form: the Trainer upgrades older ones.
 _DEFAULTS: _Defaults = ((_VERSION, "2.0.0"), ("epoch", 0), ("global_step", 0), ("lr_schedulers", ()))
 
 
@@ -171,7 +171,7 @@ FABRIC = Flavor(
 # torchtitan
 
 _DCP = r"^\.metadata$"
-_STEP = r"^\.\./step-\d+$"  # anybody calls a directory so: the keys in it say whose it is
+_STEP = r"^\.\./step-\d+$"  # anyone may use this name for a directory: the keys in it show whose it is
 _TORCHTITAN_FORM = Form(
     Layout.SHARDED,
     Container.DCP,
@@ -242,7 +242,7 @@ VERL = Flavor(
 )
 
 
-# those that are only read
+# frameworks that can only be read
 
 COMPOSER = Flavor(
     name="composer",

@@ -32,11 +32,11 @@ from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, glob_of
 from fsdpckpt.readers.sections import Sections, replaced, split, without
 from fsdpckpt.text import first_of, listed, shape_text, truncate
 
-# A part of this name is a dict of extras itself; any other part's extras stand under the part's own name.
+# A part of this name is a dict of extras itself; the extras of any other part are under that part's name.
 _EXTRA_STEMS = frozenset({EXTRA_STEM, "extra", "meta"})
-_MOST_VALUES = 4  # of ranks that differ, in a message
+_MOST_VALUES = 4  # differing ranks in a message
 _SHOWN = 3  # names in a message
-_FLAT = "flat_param"  # in the names of flat parameters, of every version of FSDP1
+_FLAT = "flat_param"  # part of the names of flat parameters in every version of FSDP1
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
     """Join all ``parts`` into one checkpoint. Raises NeedsInformationError if two of them have the same section, or if
     the model of one and the optimizer of another have no name in common.
     """
-    if len(parts) > 1:  # Lightning's meta.pt has extras, even where they are a dict of tensors like a model
+    if len(parts) > 1:  # Lightning's meta.pt has extras, even if they are a dict of tensors like a model
         parts = [
             read_part(part.label, part.stem, part.tree, extras=True) if part.stem == "meta" else part for part in parts
         ]

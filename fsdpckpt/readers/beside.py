@@ -128,7 +128,7 @@ def _may_hold_units(entry: Entry, sources: Sources) -> bool:
     try:
         head = sources.open(entry.path).read(0, min(_HEAD, entry.nbytes))
         return _MARK in head or ("units" in entry.name.lower() and _MARK in _content(entry, sources))
-    except SourceError:  # a file beside the checkpoint that nobody asked for
+    except SourceError:  # a file beside the checkpoint that was not requested
         return False
 
 
@@ -144,9 +144,9 @@ SEAL = ',\n "crc32": "'
 
 _SEAL_END = b'"\n}\n'
 _CRC_DIGITS = 8
-_MOST_DIGITS = 20  # of an id: Python refuses to read a number of thousands of them
+_MOST_DIGITS = 20  # digits of an id: Python refuses to parse thousands of them
 _AT_ONCE = 1 << 24  # bytes
-_SMALL = (".metadata", ".json")  # files that are read anyway, whose bytes decide what the others mean
+_SMALL = (".metadata", ".json")  # files that are read in any case, whose bytes decide the meaning of the others
 _CRC = re.compile("[0-9a-f]{8}")
 
 
@@ -163,7 +163,7 @@ def with_manifest(checkpoint: Checkpoint, directory: str, names: Collection[str]
     document, problems = _document(directory, names, sources)
     if document is None:
         checkpoint.problems = (*checkpoint.problems, *problems)
-        notes = (Note("manifest", problem.message) for problem in problems)  # a conversion tells of these
+        notes = (Note("manifest", problem.message) for problem in problems)  # a conversion reports these
         checkpoint.notes = (*checkpoint.notes, *notes)
         return checkpoint
     manifest = checkpoint.manifest = _manifest(directory, document)
@@ -203,7 +203,7 @@ def with_units(checkpoint: Checkpoint, beside: BesideUnits) -> None:
     """Give ``checkpoint`` the units that were found."""
     checkpoint.units, checkpoint.units_from = beside.units, beside.path
     if checkpoint.layout is Layout.FLATTENED or (checkpoint.optim is not None and checkpoint.optim.key_type == "id"):
-        checkpoint.notes = (*checkpoint.notes, *beside.notes)  # where nothing is flat nobody needs to choose
+        checkpoint.notes = (*checkpoint.notes, *beside.notes)  # without flat parameters no choice is needed
     if beside.units is not None:
         evidence = Evidence(EvidenceKind.UNITS, f"{beside.path} says what lies in flat parameters")
         checkpoint.evidence = (*checkpoint.evidence, evidence)
@@ -286,7 +286,7 @@ def _contradictions(manifest: Manifest, present: Collection[str], sources: Sourc
 
 def _crc(source: ByteSource) -> int:
     crc = 0
-    for at in range(0, source.nbytes, _AT_ONCE):  # the .metadata of thousands of ranks take gigabytes
+    for at in range(0, source.nbytes, _AT_ONCE):  # the .metadata of thousands of ranks takes gigabytes
         crc = zlib.crc32(source.read(at, min(_AT_ONCE, source.nbytes - at)), crc)
     return crc
 
@@ -374,7 +374,7 @@ _NOT_STATE = re.compile(
 def flavor_of(checkpoint: Checkpoint, names: Iterable[str], directory: str) -> str:
     """The producer according to the file names, or to the keys beside model and optimizer; else ``plain``."""
     known = list(names)
-    if MANIFEST in known:  # which says it itself
+    if MANIFEST in known:  # which records it itself
         return PLAIN
     model, flattened = checkpoint.nesting.get(Section.MODEL), checkpoint.flattened_keys
     flavor = recognise(known, directory=directory, keys=checkpoint.extra, model=model, flattened=flattened)

@@ -45,7 +45,7 @@ from fsdpckpt.text import bytes_text, first_of, names_text
 
 # Sub-directories named like this are checkpoints of their own, not parts of one.
 _NUMBERED = re.compile(r"(?:^|[_-])(?:checkpoint|ckpt|step|global_step|epoch|ep|iter|iteration)[-_]?\d+", re.IGNORECASE)
-# A checkpoint in parts has a directory for the model, for the optimizer, for data loaders, samplers; hardly more.
+# A checkpoint in parts has directories for the model, the optimizer, data loaders, samplers; hardly more.
 _MOST_DIRECTORIES = 6
 _DEPTH = 3  # levels below SRC that are searched for the one checkpoint: run / step / role
 
@@ -277,7 +277,7 @@ class _Opening:
         directories = [entry for entry in entries if entry.directory and not entry.name.startswith(".")]
         apart = {*exports, MANIFEST, UNITS}
         files = {entry.name: entry for entry in entries if not entry.directory and entry.name not in apart}
-        # Numbers in the names of side files are no ranks, and tensors in them no model.
+        # Numbers in the names of side files are not ranks, and tensors in them are not a model.
         parts = _side_parts(names, files, self.sources)
         for part in parts:
             del files[part.label.rpartition("/")[2]]
@@ -311,7 +311,7 @@ class _Opening:
             return None
         if len(below) == 1 and recognise(listing.names) is None:
             only = below[0]
-            if all(note.kind != "found-below" for note in only.notes):  # a level further down may have said it
+            if all(note.kind != "found-below" for note in only.notes):  # a deeper level may have added it already
                 only.notes.insert(0, Note("found-below", f"the checkpoint was found in {only.path}"))
             return only
         if sum(1 for entry in numbered if any(one.path.startswith(entry.path) for one in below)) > 1:

@@ -35,7 +35,7 @@ from fsdpckpt.readers.protocol import KeyPath, Tree
 from fsdpckpt.readers.sections import Sections
 from fsdpckpt.text import first_of, truncate
 
-_DEPTH = 4  # how deep an optimizer may lie; composer, the deepest producer, needs 3
+_DEPTH = 4  # how deeply an optimizer may be nested; composer, the deepest producer, needs 3
 _SHOWN = 6
 
 
@@ -106,7 +106,7 @@ def why_sliced(
     vectors = [leaf for leaf in leaves if leaf.ndim == 1 and leaf.placement == "whole"]
     if vectors and any(is_flat_key(key) for key in state):
         return "the optimizer's keys are those of flat parameters"
-    # Of one rank a slice is all there is: only units can tell.
+    # With one rank a slice looks like the whole tensor: only units can tell.
     if max((len(leaf.chunks) for leaf in vectors), default=0) < 2:
         return None
     return _why_not_replicas(vectors, _whole_shapes(model), checksums, alone=len(vectors) == len(leaves))

@@ -18,7 +18,7 @@ from fsdpckpt.ir.values import Key, Value, encode
 from fsdpckpt.text import plural
 
 _STATE, _GROUPS = "state", "param_groups"
-# State names of torch.optim; only needed to recognise a ``state`` that stands alone under no telling name.
+# State names of torch.optim; only needed to recognise a ``state`` alone, under a name that does not show what it is.
 _STATE_NAMES = frozenset(
     {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf", "acc_delta"}
 )

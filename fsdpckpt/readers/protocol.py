@@ -27,7 +27,7 @@ from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 
 MANIFEST = "fsdpckpt.json"
-UNITS = "units.json"  # what save_units calls its file in a directory
+UNITS = "units.json"  # the file name that save_units uses in a directory
 
 KeyPath: TypeAlias = tuple[Key, ...]
 """Where a value stands in a nested state dict: dict keys and list positions, outermost first."""
@@ -238,7 +238,7 @@ def build_tensors(tensors: Sequence[ChunkedTensor], *, world_size: int) -> dict[
         sharded = None if shape else False
         if shape and cut is not None:
             sharded = True
-        elif shape and several and shape[0] >= 2:  # one row is one chunk either way under FSDP1: it says nothing
+        elif shape and several and shape[0] >= 2:  # one row is one chunk either way under FSDP1: this proves nothing
             sharded = False
         placement = "[" + ", ".join(f"Shard({dim})" for dim in cut or [0]) + "]" if sharded else "whole"
         built[key] = Tensor(dtype, shape, chunks, sharded, placement)
@@ -254,7 +254,7 @@ def _cut_dimensions(tensor: ChunkedTensor) -> list[int] | None:
     if not differs.any():
         return None
     filled: npt.NDArray[np.bool_] = np.all(size > 0, axis=1, keepdims=True)
-    differs[:, 1:] &= filled  # an empty chunk only says that rows are cut
+    differs[:, 1:] &= filled  # an empty chunk only shows that rows are cut
     cut: list[int] = np.flatnonzero(differs.any(axis=0)).tolist()
     return cut
 

@@ -236,7 +236,9 @@ def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
     taken = [path for path in places if path is not None]
     if () in taken:
         return {}
-    for path in sorted(taken, key=_place, reverse=True):  # from the back: taking an item out of a list moves the later
+    for path in sorted(
+        taken, key=_place, reverse=True
+    ):  # from the back: removing an item from a list moves the later ones
         remaining = _without(rest, path)
         rest = remaining if isinstance(remaining, dict) else {}
     return dict(rest)

@@ -17,7 +17,7 @@ from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import names_text
 
-# What the libraries of Hugging Face keep beside weights: every program that loads a model by its directory wants them.
+# Files that Hugging Face's libraries keep beside weights: every program that loads a model by its directory needs them.
 _OF_THE_MODEL = re.compile(
     r"^(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|chat_template|preprocessor_config|"
     r"processor_config|adapter_config)\.(json|jinja|model)$|^(vocab|merges)\.txt$|^(spiece|sentencepiece.*)\.model$"
@@ -100,7 +100,7 @@ def side_files(
     same = source is not None and (
         source.name in (target.name, *target.within) or target.name in (source.name, *source.within)
     )
-    exports = export_files(entries)  # they hold the model once more, as it was
+    exports = export_files(entries)  # they hold another copy of the model, unchanged
     chosen = {name: name for name in files if name not in exports} if same else _of_the_model(files, source, target)
     if same and only is not None:
         pattern = "|".join(target.training_files)

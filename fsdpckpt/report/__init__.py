@@ -42,7 +42,7 @@ def write_report(described: Description, path: str) -> int:
     Raises what ``check_report`` does.
     """
     check_report(path, described.checkpoint.source)
-    from fsdpckpt.report.page import page  # and the template engine: only where a page is made
+    from fsdpckpt.report.page import page  # and the template engine: only if a page is made
 
     content = page(described).encode("utf-8", "backslashreplace")
     beside = f"{path}.{os.getpid()}.tmp"

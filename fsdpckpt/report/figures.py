@@ -28,8 +28,8 @@ NARROWEST = 1.5  # units: narrower modules are not drawn
 LEVEL_HEIGHT = 20
 LETTER = 6.6  # units: the width of one letter, roughly
 DEEPEST = 12  # path segments that become levels; the rest of a key stays one name
-COLUMNS = 600  # of the grid: the axis of bytes of a section
-MOST_ROWS = 128  # of the grid: more ranks share rows
+COLUMNS = 600  # columns of the grid: the axis of bytes of a section
+MOST_ROWS = 128  # rows of the grid: more ranks share rows
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ def _parts(leaf: _Leaf) -> FloatArray:
     columns = np.arange(leaf.first, leaf.last, dtype=np.float64)
     low = np.maximum((leaf.left + begin * width)[:, None], columns)
     high = np.minimum((leaf.left + end * width)[:, None], columns + 1)
-    # A chunk that is cut along another dimension as well fills its stretch only in part.
+    # A chunk that is also cut along another dimension fills its stretch only in part.
     filled = chunks.size.prod(axis=1) / np.maximum((end - begin) * prod(tensor.shape), 1.0)
     parts: FloatArray = np.clip(high - low, 0.0, None) * np.minimum(filled, 1.0)[:, None]
     return parts

@@ -28,9 +28,9 @@ from fsdpckpt.verify.checksums import buffer_keys
 from fsdpckpt.verify.compare import value_text
 from fsdpckpt.version import __version__
 
-MOST_ROWS = 300  # of a table; the page says how many more there are
+MOST_ROWS = 300  # rows of a table; the page says how many more there are
 MOST_PROBLEMS = 200
-MOST_FIGURES = 24  # no optimizer has more states than these
+MOST_FIGURES = 24  # more states than any optimizer has
 LONGEST_LINE = 600  # characters of a problem or a note
 
 # No script runs and nothing is fetched, whatever the keys of a checkpoint contain.

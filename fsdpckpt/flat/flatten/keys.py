@@ -178,10 +178,10 @@ def _group(
 ) -> dict[Key, Value]:
     written = dict(group)
     if "params" in group:
-        # In the order of the ids also where names are listed: ``Optimizer.load_state_dict`` goes by position.
+        # In the order of the ids even if names are listed: ``Optimizer.load_state_dict`` matches by position.
         written["params"] = [keys[name] for name in names]
         if "param_names" in group:
-            # What the wrapped model's named_parameters() gives: ``Optimizer.load_state_dict`` takes them over unseen.
+            # As in the wrapped model's named_parameters(): ``Optimizer.load_state_dict`` copies them unchecked.
             written["param_names"] = [wrapped_name(name, prefixes) for name in names]
     return written
 

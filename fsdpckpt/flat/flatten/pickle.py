@@ -39,7 +39,7 @@ class FlatShard:
     def fill(self, file: TargetFile, dtype: DType) -> None:
         for part in self.parts:
             if part.param is None:
-                # Never large: padding is at most 16 bytes a parameter and one element a rank.
+                # Never large: padding is at most 16 bytes for each parameter and one element for each rank.
                 file.literal(_element(part.filler, dtype) * part.count)
             else:
                 _write_item(file, self.tensors[part.param], self.params[part.param], part.begin, part.count, dtype)

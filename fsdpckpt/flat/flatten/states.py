@@ -180,7 +180,7 @@ def _truncate(leaf: _State) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# What a state is called in a flattened source that is no slice of its parameter: ranks' parts of something else.
+# The name of a state in a flattened source that is not a slice of its parameter but ranks' parts of something else.
 _IN_SLICES = frozenset({SLICES, "flattened"})
 
 
@@ -345,7 +345,7 @@ def _disagreements(unit: Unit, optim: OptimState, checkpoint: Checkpoint, source
     values: dict[str, dict[tuple[str, object], list[str]]] = {}
     for param in unit.params:
         for state, leaf in optim.state.get(param.name, {}).items():
-            # A parameter without elements holds nothing that took a step.
+            # A parameter without elements never took a step.
             if param.numel and (not isinstance(leaf, Tensor) or _is_scalar(state, leaf, param)):
                 seen = values.setdefault(state, {})
                 seen.setdefault(_identity(leaf, checkpoint, sources), []).append(param.name)

@@ -126,7 +126,7 @@ class _Candidates:
         """
         left = sum(param.numel for param in self.possible) - sum(param.numel for param in omitted)
         slack = self.world_size * (len(self.prefixes.prefixes) + 1)
-        if self.dtypes:  # flat parameters as they lie in the model section, alignment included
+        if self.dtypes:  # flat parameters as in the model section, alignment included
             slack += _PADDING * len(self.possible)
         return any(left + slack >= shown and (left - slack <= shown or not all_shown) for shown in self.numels)
 

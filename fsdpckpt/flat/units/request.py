@@ -231,11 +231,11 @@ def _optimizer(units: Units, optim: OptimState) -> Iterator[str]:
         param = params.get(name)
         tensors = [leaf for leaf in states.values() if isinstance(leaf, Tensor)]
         if param is None:
-            # What no group lists is a user's own entry beside the parameters' (TorchRec's keyed optimizers have them).
+            # An entry that no group lists is the user's own (TorchRec's keyed optimizers have them).
             if tensors and (name in listed or not listed):
                 yield f"the optimizer has states of {name}, which the units do not have"
             continue
-        # They may have other shapes than their parameter (factors), but not all of them one single other shape.
+        # They may have other shapes than their parameter (factors), but not all the same other shape.
         shapes = {leaf.shape for leaf in tensors if leaf.numel > 1}
         if len(shapes) == 1 and param.shape not in shapes:
             yield f"{name}: {list(param.shape)} in the units, its optimizer states are {list(next(iter(shapes)))}"

@@ -124,7 +124,7 @@ def _serving_both(checkpoint: Checkpoint, units: Units, label: str, sources: Sou
     """The target's file, if nothing gives the source's units: they may have other settings, if proved."""
     if isinstance(match(checkpoint, units), FlatMatch):
         return _given(checkpoint, units, label, UnitsRequest(), sources)
-    # Its ranks are the target's; how many the source has, and how they share, its own lengths prove.
+    # Its number of ranks is the target's; the source's own lengths prove its ranks and sharding groups.
     wrapping = Candidate(replace(units, world_size=None), f"units: names and wrapping from {label}", strides_known=True)
     result = infer(checkpoint, [wrapping], wanted=Settings())
     if isinstance(result, Refusal):  # the unchanged file gives the better message
@@ -148,7 +148,7 @@ def _inferred(
     )
     if isinstance(result, Refusal):
         raise _refused(checkpoint, names, prefixes, result)
-    # --unit was held against what the checkpoint shows, or describes the target.
+    # --unit was compared with the checkpoint, or describes the target.
     require_agreement(result.units, replace(request, globs=()), sources, f"what {checkpoint.source} shows of its units")
     if names.in_model_order or request.parameters is not None:
         return result

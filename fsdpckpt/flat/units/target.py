@@ -57,7 +57,7 @@ def target_units(
     described = f"the units of {request.file}" if request.file is not None else "the target's units"
     require_agreement(units, request, sources, described)
     _require_possible(units)
-    # With use_orig_params=False nothing is aligned, so that nothing shows how it would be.
+    # With use_orig_params=False nothing is aligned, so the alignment is not known.
     aligned = wrapped.use_orig_params and any((request.file, source, checkpoint.units))
     return ResolvedUnits(units, None, (how, *_settings_notes(units, request, aligned=aligned)))
 
@@ -378,7 +378,7 @@ def _settled(names: ParameterNames, checkpoint: Checkpoint) -> ParameterNames:
 
 def require_known_order(units: Units, names: ParameterNames, checkpoint: Checkpoint) -> None:
     crowded = [unit for unit in units.units if len(unit.params) > 1]
-    # A flat parameter is all about order, and so are the optimizer's ids.
+    # The content of a flat parameter depends on the order, and so do the optimizer's ids.
     matters = bool(crowded) or (checkpoint.optim is not None and len(units.parameters) > 1)
     if (names.ordered and names.in_model_order) or not matters:
         return

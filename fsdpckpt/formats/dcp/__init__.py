@@ -164,7 +164,7 @@ def parse_metadata(source: ByteSource) -> DcpMetadata:
     """
     reduced = reduce_pickle(source)
     if reduced is not None:
-        # Anything unexpected is for the general reader to accept or to name: it sees each record.
+        # The general reader accepts or reports anything unexpected: it sees each record.
         with suppress(UnusualError, SourceCorruptError, SourceUnsafeError):
             return _Parser(source.path, reduced).parse(_load(reduced.pickle, source.path, reduced.runs))
     return _Parser(source.path, None).parse(_load(source.read(0, source.nbytes), source.path))
@@ -369,7 +369,7 @@ class _Parser:
 def _is_shape(value: object) -> TypeGuard[Indexes]:
     if type(value) is not tuple:
         return False
-    return not value or (_INTEGERS.issuperset(map(type, value)) and min(value) >= 0)  # a bool is no extent
+    return not value or (_INTEGERS.issuperset(map(type, value)) and min(value) >= 0)  # a bool is not an extent
 
 
 def _paths(data: object) -> dict[str, tuple[PathElement, ...]] | None:

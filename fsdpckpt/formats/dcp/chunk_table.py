@@ -22,7 +22,7 @@ from fsdpckpt.ir.tensors import Int64Array
 Indexes: TypeAlias = tuple[int, ...]
 _Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
-_AT_ONCE = 1 << 20  # rows of which something is computed at a time
+_AT_ONCE = 1 << 20  # rows that are processed at a time
 
 
 class Stored(NamedTuple):
@@ -119,7 +119,7 @@ class ChunkTable:
         self._boxes: dict[int, _Boxes] = {}
         self._places: list[_Place] = []
         self._in_rows: dict[str, int] = {}  # tensors that were added in columns
-        self._fitting: set[tuple[Indexes, _Ranges]] = set()  # lists of chunks that lie in a tensor of this shape
+        self._fitting: set[tuple[Indexes, _Ranges]] = set()  # lists of chunks that are inside a tensor of this shape
         self._starts: dict[int, dict[Indexes, int]] = {}
         self._count = 0
         self._stored: list[tuple[int, int, int, int]] = []  # row, file, offset, length
@@ -268,7 +268,7 @@ class ChunkTable:
                 inner = holder >= 0
                 part, holder = {name: column[inner] for name, column in part.items()}, holder[inner]
             rows = self._rows(part, holder, columns)
-            for row in np.flatnonzero(rows < 0).tolist():  # its index is that of another chunk
+            for row in np.flatnonzero(rows < 0).tolist():  # its index names another chunk
                 rows[row] = self._row(int(holder[row]), tuple(part["start"][row, : part["ndim"][row]].tolist()))
             if (rows < 0).any():  # items of no chunk
                 hit = rows >= 0

@@ -22,14 +22,14 @@ from fsdpckpt.ir.tensors import Int64Array
 BoolArray = npt.NDArray[np.bool_]
 UInt64Array = npt.NDArray[np.uint64]
 
-_MOST_DIMENSIONS = 8  # of a size that is read here: more is rare
-_PADDING = bytes(1024)  # more than the bytes of one record, right or wrong
+_MOST_DIMENSIONS = 8  # dimensions of a size that are read in bulk: more are rare
+_PADDING = bytes(1024)  # more than the bytes of one record, valid or not
 _LONG = 0x8A
 _WIDTH = np.zeros(256, np.int64)  # bytes of an unsigned operand by opcode
 _WIDTH[list(b"KMJ")] = (1, 2, 4)
 MASK = np.array([(1 << (8 * width)) - 1 for width in range(9)], np.uint64)
 _AT_ONCE = 1 << 16  # texts compared at once
-_WEIGHTS = np.array([pow(0x9E3779B97F4A7C15, word, 1 << 64) for word in range(1, 33)], np.uint64)  # of a hash's words
+_WEIGHTS = np.array([pow(0x9E3779B97F4A7C15, word, 1 << 64) for word in range(1, 33)], np.uint64)  # words of a hash
 
 
 class UnusualError(Exception):
@@ -203,9 +203,9 @@ class Texts:
 
 
 PLANS = b"all_local_plans"
-END = b"ub."  # of the attributes, of the object, of the pickle
+END = b"ub."  # the ends of the attributes, of the object and of the pickle
 
-# Opcodes of one length that neither open nor close what stands between marks, many at a time.
+# Opcodes of one length that neither open nor close a mark, many at a time.
 _PLAIN = re.compile(rb"(?:[\x94)\x81}\]NbaR\x93\x85-\x89s0]|[hK].|j.{4}|M..|J.{4}|G.{8}){1,64}", re.DOTALL)
 _MARK, _CLOSING, _TEXT, _LONG_TEXT, _LONG = ord("("), b"uet", 0x8C, ord("X"), 0x8A
 
@@ -215,7 +215,7 @@ class Plans:
 
     def __init__(self) -> None:
         self.ended = False
-        self._depth = 1  # marks that are open; 0 between batches of the list, and behind it
+        self._depth = 1  # open marks; 0 between batches of the list, and after it
 
     def past(self, data: bytes, at: int, limit: int) -> int:
         """Skip from ``at`` at least to ``limit``; return where an opcode begins. Raises UnusualError for anything but a

@@ -30,8 +30,8 @@ from fsdpckpt.text import bytes_text
 
 _SMALL = 1 << 15  # items up to this many bytes are read whole
 _END = 1 << 12  # bytes read at each end of a larger item: all its structure, unless its names are very long
-_NEAR = 1 << 14  # bytes between two ranges that are read rather than making two requests of it
-_BATCH = 2 << 20  # bytes that are read before they are compared
+_NEAR = 1 << 14  # bytes between two ranges: a smaller gap is read rather than making two requests
+_BATCH = 2 << 20  # bytes read before they are compared
 _MAX_TEMPLATES = 1 << 14  # different item structures remembered; a model has far fewer different shapes
 _MAX_SAME_LENGTH = 16  # structures of one length remembered: comparing with more costs as much as parsing
 _END_RECORD = struct.Struct("<4s6xHIIH")  # signature, entries, bytes and offset of the central directory, comment
@@ -218,7 +218,7 @@ class ItemReader:
         if length > _SMALL:
             records = read_directory(self._source, begin=begin, end=begin + length)
         else:
-            # A small item is at hand as a whole, and its structure is spread over all of it.
+            # A small item is read whole, and its structure is spread over all of it.
             entries = read_directory(MemoryFile(ends.head, self._source.path)).items()
             records = {name: record._replace(offset=record.offset + begin) for name, record in entries}
         if "byteorder" in records:
@@ -279,7 +279,7 @@ class _BatchEnds:
                 view[place : place + nbytes] = source.read(offset, nbytes)
             else:
                 source.read_into(offset, view[place : place + nbytes])
-        # Where each item would begin in the buffer, were it all there: by its head, and by its tail.
+        # Where each item would begin in the buffer if it were there entirely: by its head, and by its tail.
         self._head = at[0::2]
         self._tail = at[1::2] - (first[:, 1] - begin)
         self._length = length
@@ -332,7 +332,7 @@ def _template(tensor: _ItemTensor, record: str, length: int, ends: _Ends) -> _Te
     signature, _, size, start, comment = _END_RECORD.unpack_from(ends.tail, end_record)
     if len(head) < data_at or signature != b"PK\5\6" or comment or ends.tail_at + start < 0:
         return None
-    if start + size > length - _END_RECORD.size:  # these are the 32-bit fields, and the zip64 ones were believed
+    if start + size > length - _END_RECORD.size:  # these are the 32-bit fields, and the zip64 ones were used
         return None
     # Two checksums depend on the data: its own, and that of the id which torch computes from the checksums.
     listed = checksum_places(ends.tail[ends.tail_at + start : ends.tail_at + start + size])

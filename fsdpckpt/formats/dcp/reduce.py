@@ -24,14 +24,14 @@ from fsdpckpt.formats.dcp.repeats import ENTRY, Begins, Entries, Items, Lists, R
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, PUTS, Form, ItemForm, Matches, Memo, ReferenceIntoRunError, learn
 from fsdpckpt.storage import ByteSource
 
-_BLOCK = 4 << 20  # bytes that are looked at at a time: what is made of them takes several times as much memory
-_LONGEST_COPY = 16 << 20  # bytes that are kept before most are found to be in runs
+_BLOCK = 4 << 20  # bytes processed at a time: the results take several times as much memory
+_LONGEST_COPY = 16 << 20  # bytes that may be kept before most must turn out to be in runs
 _WINDOW = 64 << 10  # bytes that are searched for records at first
 _MOST_WINDOW = 1 << 20  # ... and in the end
 _ROOM = 4096  # bytes at the end of a block in which no opcode or record begins that might not end there
 _PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _FRAME = 0x95
-_WIDTH = bytearray(256)  # of opcodes that are copied as they are
+_WIDTH = bytearray(256)  # patterns of opcodes that are copied unchanged
 for _opcode in b")]}(teausbR\x81\x85\x86\x87\x88\x89N":
     _WIDTH[_opcode] = 1
 for _opcode, _width in ((ord("K"), 2), (ord("M"), 3), (ord("J"), 5), (ord("G"), 9)):
@@ -46,7 +46,7 @@ _GETS = {_GET: 1, ord("j"): 4}
 _MEMOISES = {_MEMOIZE: 1, ord("q"): 2, ord("r"): 5}
 _GLOBAL = ord("c")
 _MOST_PLAIN_GETS = 48  # each is learned at the cost of a new pattern
-_MOST_UNLIKE = 1 << 10  # records of a kind, which are then read one by one: trying to learn costs more
+_MOST_UNLIKE = 1 << 10  # records of a kind that are read one by one: trying to learn their form costs more
 _LIST = b"]\x94("  # memoised, then several elements
 
 Columns: TypeAlias = dict[str, npt.NDArray[np.signedinteger]]
@@ -87,7 +87,7 @@ def reduce_pickle(source: ByteSource) -> Reduced | None:
         pass
     except (UnusualError, IndexError, ValueError):
         return None
-    try:  # a run holds the first mention of a name that others refer to: leave those out of runs
+    try:  # a run contains the first use of a name that others refer to: keep these out of runs
         return _reduce(source, shared_names=True)
     except (UnusualError, IndexError, ValueError):
         return None
@@ -180,17 +180,17 @@ class _Walk:
         self._entries, self._lists, self._items = Entries(), Lists(), Items()
         self._entry = -1, 0  # where the bytes after a text begin that have no other text, and values memoised before
         self._block, self._limit = Block(b""), 0
-        self._windows: dict[tuple[bytes, bytes], _Window] = {}  # of this block, by the kind of what was found
+        self._windows: dict[tuple[bytes, bytes], _Window] = {}  # of this block, by the kind of record
         self._sizes = {CHUNK: _WINDOW, INDEX: _WINDOW}
         self._memo = Memo()
         self._gets: dict[bytes, bytes] = {}  # what a GET becomes
         self._kinds: list[bytes] = []  # the GETs of the classes of records, where memo numbers are written
-        self._plain_gets: set[int] = set()  # numbers of which a short GET is copied as it is
+        self._plain_gets: set[int] = set()  # numbers whose short GETs are copied unchanged
         self._run = _run_of_plain(())
-        self._rest, self._ends = b"", [0]  # bytes that were not walked over yet, and where in them frames end
+        self._rest, self._ends = b"", [0]  # bytes that were not walked yet, and where frames end in them
         self._read = 0
         self._stopped = False
-        self._unlike = {CHUNK: 0, INDEX: 0}  # records of which no form could be learned
+        self._unlike = {CHUNK: 0, INDEX: 0}  # records whose form could not be learned
         self._plans: Plans | None = None  # once they have begun
 
     def read(self, data: bytes, ends: list[int]) -> None:
@@ -377,7 +377,7 @@ class _Walk:
             )
             if taken is None and not form.may_stand(block.data, at):
                 return None
-            if taken is None and self._sizes[kind] == 1:  # one among those that are known is walked over sooner
+            if taken is None and self._sizes[kind] == 1:  # a single one among known records is walked faster
                 self._sizes[kind] = _WINDOW
                 return None
         if taken is not None:

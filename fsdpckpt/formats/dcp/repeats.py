@@ -26,13 +26,13 @@ from fsdpckpt.ir.tensors import Int64Array
 __all__ = ["Items", "Lists", "Begins", "Records"]
 
 _MOST_ALIKE = 8  # lists that begin with the same bytes
-_MOST_KEY = 512  # bytes by which they are told apart
-_MOST_BYTES = 32 << 20  # of lists that are known at a time
-_MOST_OF_ITEMS = 8 << 20  # of items, which take three times as much memory as their bytes
-_WORTH = 16  # items in a row that are compared sooner than parsed
-_SHORT = 128  # items in a row, on average, that are joined with those around them
+_MOST_KEY = 512  # bytes that distinguish them
+_MOST_BYTES = 32 << 20  # bytes of lists that are remembered
+_MOST_OF_ITEMS = 8 << 20  # bytes of items, which take three times as much memory
+_WORTH = 16  # items in a row from which comparing is faster than parsing
+_SHORT = 128  # items in a row, on average, below which they are joined with those around them
 _AT_ONCE = 1024  # items compared at once: a batch of the pickler has a thousand
-_NUMBERS = ("index", "path", "offset", "length")  # of an item; then its start
+_NUMBERS = ("index", "path", "offset", "length")  # the numbers of an item; then its start
 
 Begins: TypeAlias = tuple[int, Int64Array]
 """Where records begin: a place, and how far from it each is."""
@@ -130,7 +130,7 @@ class _Stretch:
         numbers.
         """
         last = min(first + _AT_ONCE, len(self))
-        for end in (first + 1, last):  # where one does not stand, the others need no look
+        for end in (first + 1, last):  # if one is not there, the others need not be compared
             low, high = int(self.begins[first]), int(self.begins[end])
             nbytes = max(min(high - low, len(block.data) - 1 - at), 0)
             differs = (block.bytes[at : at + nbytes] ^ self.content[low : low + nbytes]) & self.mask[low : low + nbytes]
@@ -171,7 +171,7 @@ class Items:
     def __init__(self) -> None:
         self._last: dict[int, tuple[_Stretch, int]] = {}  # by name: the last item that has it
         self._left = _MOST_OF_ITEMS
-        self.scattered = False  # those that were taken last followed each other nowhere: parsing more joins them
+        self.scattered = False  # those that were taken last did not follow each other before: parsing more joins them
         self._taken: list[tuple[_Stretch, int, int, int]] = []  # first item, end, where the first begins in the block
 
     def add(self, block: Block, matches: Matches, rows: npt.NDArray[np.intp], columns: dict[str, Int64Array]) -> None:
@@ -194,7 +194,7 @@ class Items:
                 inside = width > byte
                 mask[places[-1][inside] + byte] = 0
                 top = inside & signed & (width == byte + 1)
-                mask[places[-1][top] + byte] = 0x80  # a number that is negative here is none that was parsed
+                mask[places[-1][top] + byte] = 0x80  # a negative number was not parsed
 
         for name in _NUMBERS:
             at = matches.places[name][rows]

@@ -41,11 +41,11 @@ class Memo:
     """The pickle's memo so far: ``texts`` and ``names``, as (module, name), by number."""
 
     def __init__(self) -> None:
-        self.count = 0  # of values that have no number written
+        self.count = 0  # for values without a written number
         self.numbers: set[int] = set()
         self.texts: dict[int, bytes] = {}
         self.names: dict[int, tuple[bytes, bytes]] = {}
-        # Values memoised in runs: the first and the last number of each, and how many up to there.
+        # Values memoised in runs: the first and the last number of each run, and how many values come before.
         self._first: list[int] = []
         self._last: list[int] = []
         self._removed: list[int] = []

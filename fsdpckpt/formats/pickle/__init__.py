@@ -191,7 +191,7 @@ def _set(items: object = ()) -> set[object]:
         raise pickle.UnpicklingError("a set of something that is no list")
     LOADING.copied += sum(len(item) for item in items if isinstance(item, tuple))
     if any(isinstance(part, tuple) for item in items if isinstance(item, tuple) for part in item):
-        raise pickle.UnpicklingError("a set of nested tuples")  # each could take for ever to hash
+        raise pickle.UnpicklingError("a set of nested tuples")  # each could take forever to hash
     if LOADING.copied > LOADING.most_copied:
         raise pickle.UnpicklingError("the same data is copied again and again")
     return set(items)
@@ -241,7 +241,7 @@ class StubInstance(metaclass=_StubClass):
     and ``dcp.metadata`` read them. Those that are values by themselves become Objects (``as_object``).
     """
 
-    def __init__(self, *_: object) -> None: ...  # never called; that it exists makes __new__ accept arguments
+    def __init__(self, *_: object) -> None: ...  # never called; its existence makes __new__ accept arguments
 
 
 class _StubWithArguments(StubInstance):
@@ -370,7 +370,7 @@ class _Unpickler(pickle.Unpickler):
         return LOADING.tensors.storage(persistent_id)
 
 
-# Everything the C unpickler raises on bytes that are no pickle; nothing of the file runs, so no other can come.
+# Everything the C unpickler raises on bytes that are not a pickle; nothing in the file runs, so there are no others.
 DAMAGE = (
     pickle.UnpicklingError,
     EOFError,

@@ -21,7 +21,7 @@ from fsdpckpt.ir.quantized import CLASSES
 class Kind(Enum):
     """What a name may do: be a value, be called, be the class of a new object, or build a tensor."""
 
-    VALUE = "value"  # only ever carried, e.g. torch.float32
+    VALUE = "value"  # a value that is only stored, e.g. torch.float32
     STORAGE = "storage"  # the type in a persistent id
     CALL = "call"  # REDUCE gives an ir Object
     CLASS = "class"  # NEWOBJ (or REDUCE) gives an ir Object
@@ -151,7 +151,7 @@ _ROWS: tuple[tuple[str, str, Kind], ...] = (
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix", Kind.CLASS),
 )
 
-# The only attributes getattr may be asked for: pickle protocol 2 writes a nested class as getattr(outer, name).
+# The only attributes allowed for getattr: pickle protocol 2 writes a nested class as getattr(outer, name).
 NESTED_CLASSES: Mapping[tuple[str, str, str], tuple[str, str]] = {
     ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor", "ProcessGroupState"): (
         "torch.distributed._shard.sharded_tensor.api",

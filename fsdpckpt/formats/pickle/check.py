@@ -40,7 +40,7 @@ _MAX_NUMBER = 1785  # bytes of an integer: Python refuses to write one of more t
 _MAX_NUMBER_TEXT = 4096
 _NUMBERS = b"IL"
 
-# Stand for opcodes with texts in what ``fast_accept`` looks at.
+# Placeholders for opcodes with texts in the input of ``fast_accept``.
 _REPLACEMENTS = {**dict.fromkeys(b"ILFSVP", b"S"), ord("c"): b"c"}
 
 # Bytes that an opcode of one byte makes the unpickler allocate (CPython 3.11, rounded up).
@@ -58,7 +58,7 @@ _ALLOCATED = (
     (b"R", 240),
     (b"\x81", 240),
 )
-_FREE_BYTES = 256 << 20  # allocated by a pickle of any size ...
+_FREE_BYTES = 256 << 20  # bytes that a pickle of any size may allocate ...
 _PER_BYTE = 32  # ... and by each of its bytes; honest ones need 6 to 10
 _MOST_ALLOCATED = max(nbytes for _, nbytes in _ALLOCATED)
 
@@ -173,13 +173,13 @@ def _corrupt(message: str, file: str, expected: str, found: str) -> SourceCorrup
     )
 
 
-_MAX_NESTED = 20_000  # tuples within each other that no stack of 8 MiB is too small for
+_MAX_NESTED = 20_000  # nested tuples that fit in a stack of 8 MiB
 
 _PUT_TO_NUMBER = rb"(?:q.|r.{4})"
 _MEMOISED = rb"(?:q.|r.{4}|\x94)"
 _PLAIN = rb"[K\x80].|M..|J.{4}|[G\x95].{8}"
 _SINGLE = rb"ScNRQabe\]}stu\x81\x85-\x89\x8f\x90\x91\x93"
-_ITEM = rb"(?:S" + _MEMOISED + rb"?+|[Kh].|M..|[Jj].{4})"  # of a tuple that holds no other: a number, a text
+_ITEM = rb"(?:S" + _MEMOISED + rb"?+|[Kh].|M..|[Jj].{4})"  # content of a tuple without other tuples: a number, a text
 
 
 def _finding(opcode: bytes, *, skipped: bytes) -> re.Pattern[bytes]:
@@ -199,18 +199,18 @@ def _finding(opcode: bytes, *, skipped: bytes) -> re.Pattern[bytes]:
     )
 
 
-# Numbers of the memo are written by protocols up to 3, and counted since: a pickle that mixes them is not accepted.
-# What is found is a reference, what memoises something, or any byte for which the pickle is not accepted.
+# Protocols up to 3 write memo numbers, later ones count: a pickle that mixes both is not accepted.
+# A match is a reference, an opcode that memoises, or a byte for which the pickle is not accepted.
 _COUNTED_REFERENCES = _finding(rb"(h.|j.{4}|\)R\x94|[" + _SINGLE + rb"]\x94|\Z|.)", skipped=b"")
 _NUMBERED_REFERENCES = _finding(
     rb"(h.|j.{4}|\Z|.)", skipped=rb"\)R" + _PUT_TO_NUMBER + rb"|[" + _SINGLE + rb"]" + _PUT_TO_NUMBER + b"|"
 )
-# Where a tuple, a list, a dict or what a call without arguments made is put; of a pickle that is otherwise accepted.
+# Where a tuple, a list, a dict or the result of a call without arguments is memoised, in an otherwise accepted pickle.
 _PUTS = _finding(
     rb"(?:\)R|[" + _SINGLE + rb"])(" + _PUT_TO_NUMBER + rb")|\Z",
     skipped=rb"h.|j.{4}|[Sc\x93R\x81]" + _PUT_TO_NUMBER + rb"|",
 )
-# A tuple of numbers and texts holds no tuple; one that a call, a state or a persistent id takes is in no tuple.
+# A tuple of numbers and texts holds no tuple; one used by a call, a state or a persistent id is in no tuple.
 _NESTING = re.compile(
     rb"(?:" + _ITEM + rb"(?:\x85|" + _ITEM + rb"(?:\x86|" + _ITEM + rb"\x87))|\(" + _ITEM + rb"*+t"
     rb"|[t\x85-\x87](?="
@@ -257,7 +257,7 @@ def fast_accept(opcodes: bytes) -> bool:
 
 def _no_numbered_container(opcodes: bytes) -> bool:
     """Whether no number that is referred to belongs to a tuple, a list or a dict."""
-    references = set(_NUMBERED_REFERENCES.findall(opcodes))  # few: the same places are referred to again and again
+    references = set(_NUMBERED_REFERENCES.findall(opcodes))  # few: the same places are referred to repeatedly
     if any(len(match) == 1 for match in references):
         return False
     numbers = {match[1:].ljust(4, b"\0") for match in references if match}

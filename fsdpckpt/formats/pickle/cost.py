@@ -16,11 +16,11 @@ from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.values import Object, Value
 
 MAX_DEPTH = 200  # deeper nesting than any state dict, shallow enough for Python's stack
-_FREE_ITEMS = 1_000_000  # items that may be hashed or copied in any pickle: they take no noticeable time ...
+_FREE_ITEMS = 1_000_000  # items that may be hashed or copied in any pickle: this takes no noticeable time ...
 _PER_BYTE = 20  # ... and for each byte of the pickle
 
-# What is known of a value is one number: how many items it has, all references followed, plus these. A call's result
-# is an object unless the call had no arguments, as that of a container.
+# Each value is represented by one number: its items, all references followed, plus these constants. A call's result
+# is an object unless the call had no arguments, as for a container.
 _LEAF, _OBJECT, _CONTAINER = 1, 2, 3
 _DEPTH = 1 << 40  # for each level of nested tuples
 _SHARED = 1 << 56  # it is, or holds, a container that was referred back to
@@ -81,7 +81,7 @@ def excessive_cost(data: bytes) -> str | None:
     except _TooCostlyError as error:
         return str(error)
     except LookupError:
-        return None  # the stack or the memo lacks a value: the unpickler says so
+        return None  # the stack or the memo lacks a value: the unpickler reports it
     return None
 
 
@@ -268,8 +268,8 @@ def _index(text: bytes) -> int:
     return int(text) if text.strip().isdigit() else -1
 
 
-_SHARING = 10  # how many times larger than what is stored the expanded value may be ...
-_FREE_ENTRIES = 1_000_000  # ... past this many entries, which every walk gets through
+_SHARING = 10  # how many times larger than the stored value the expanded one may be ...
+_FREE_ENTRIES = 1_000_000  # ... above this many entries, which every walk can handle
 _CONTAINERS = (dict, list, tuple, set, Object)
 
 

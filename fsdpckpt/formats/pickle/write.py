@@ -168,7 +168,7 @@ class PickleWriter(PickleOpcodes):
         if self._fetch(value):
             return
         self.out += self.name("builtins", "set") + b"]"
-        # Sets have no order, and that of strings changes from run to run: a sorted one gives the same bytes every time.
+        # Sets have no order, and that of strings changes from run to run: sorting gives the same bytes every time.
         self._appends(sorted(value, key=lambda item: (type(item).__name__, repr(item))))
         self.out += b"\x85R"
         self._remember(value)

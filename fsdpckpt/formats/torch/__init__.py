@@ -49,9 +49,15 @@ class _TreeWalk:
         self._source, self._builder, self._leaf, self._parser = source, builder, leaf, parser
         self._path: list[Key] = []
         self._seen: set[int] = set()
-        self._restored: dict[int, tuple[object, Value]] = {}  # stand-ins and their values, kept: ids stay theirs
-        self._tuples: dict[int, tuple[tuple[Value, ...], Value]] = {}  # old and new, kept: ids stay theirs
-        self._dicts: dict[int, tuple[Object, dict[Key, Value]]] = {}  # of defaultdicts, kept: ids stay theirs
+        self._restored: dict[
+            int, tuple[object, Value]
+        ] = {}  # replacements and their values, kept alive so that their ids stay unique
+        self._tuples: dict[
+            int, tuple[tuple[Value, ...], Value]
+        ] = {}  # old and new, kept alive so that their ids stay unique
+        self._dicts: dict[
+            int, tuple[Object, dict[Key, Value]]
+        ] = {}  # of defaultdicts, kept alive so that their ids stay unique
         self._refused: list[str] = []
         self._inside: str | None = None
         self.ranks: set[int] = set()
@@ -220,7 +226,7 @@ class _TreeWalk:
         if isinstance(value, Refused):
             return self._refuse(value.what)
         named = getattr(value, "function", None) if isinstance(value, type) else None
-        if isinstance(named, Global):  # a class as a value, not as what makes one
+        if isinstance(named, Global):  # a class as a value, not as a constructor
             return named
         return self._refuse("a bare storage" if type(value).__name__ == "_Storage" else f"a {type(value).__name__}")
 

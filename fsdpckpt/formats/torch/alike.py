@@ -33,8 +33,8 @@ from fsdpckpt.storage import ByteSource
 
 __all__ = ["Alike", "Changes", "RankPlaces", "Shared", "archive_of"]
 
-_MOST_DIFFERENT = 64  # bytes in which pickles may differ: an own place in a mesh and the number of a GPU are a few
-_SCANNED = 1 << 20  # bytes from the begin on in which they are looked for: a mesh stands where it is used first
+_MOST_DIFFERENT = 64  # bytes in which pickles may differ: the rank's place in a mesh and the number of a GPU take a few
+_SCANNED = 1 << 20  # bytes from the begin on that are searched: a mesh is where it is used first
 _INTEGERS = frozenset("KMJ")
 _TEXTS = {"X": 4, "\x8c": 1}  # opcodes of texts, and the bytes of the count before them
 
@@ -235,7 +235,7 @@ class Alike:
         holed = OpenedArchive(_Sealed(source.path), self._opened.columns, b"".join([*parts, data[at:]]))
         try:
             archive = parse_archive(holed, 0, builder=builder, parser=parser)
-        except (FsdpckptError, TypeError):  # a hole is where only the number will do
+        except (FsdpckptError, TypeError):  # a hole in a place that needs a number
             return None
         if not _same(archive.root, self._root):
             return None

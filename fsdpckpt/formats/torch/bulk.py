@@ -32,7 +32,7 @@ from fsdpckpt.storage import ByteSource
 
 __all__ = ["read_tensors"]
 
-_LONGEST = 255  # bytes of a text that the expression knows: others are few
+_LONGEST = 255  # longest text in bytes that the expression matches: longer ones are few
 _GET = rb"(?:h.|j.{4})"
 _PUT = rb"(q.|r.{4}|)"
 _INTEGER = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}))"
@@ -58,9 +58,9 @@ def _opcodes() -> re.Pattern[bytes]:
 _TEXT_HEAD = Struct("<xI")
 _GETS = re.compile(_GET, re.DOTALL)
 _PUTS = re.compile(rb"q.|r.{4}", re.DOTALL)
-_WORTH = 1 << 14  # bytes of a pickle that are scanned sooner than loaded as they are
-_FIRST, _MOST = 1 << 13, 1 << 18  # bytes of the pickle that are looked at at once
-_CUT = 1 << 11  # bytes at the end of these that are looked at again: an opcode, or what belongs to it, may be cut off
+_WORTH = 1 << 14  # bytes of a pickle from which scanning is faster than loading it unchanged
+_FIRST, _MOST = 1 << 13, 1 << 18  # bytes of the pickle that are scanned at once
+_CUT = 1 << 11  # bytes at the end of these that are scanned again: an opcode, or its operand, may be cut off
 
 _REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 _STORAGE = b"X\x07\x00\x00\x00storage"
@@ -101,7 +101,7 @@ def read_tensors(source: ByteSource, file_id: int) -> TorchArchive:
         scanned = _scan(opened.pickle)
         builder = _Tensors(_Records(opened.columns), source.path, scanned, file_id)
         return parse_archive(replace(opened, pickle=b"".join(scanned.out)), file_id, leaf, builder)
-    except FsdpckptError:  # the general reader knows better, or says what is wrong
+    except FsdpckptError:  # the general reader reads it, or reports the error
         return parse_archive(opened, file_id, leaf)
 
 

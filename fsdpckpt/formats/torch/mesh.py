@@ -21,7 +21,7 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import truncate
 
-MAX_RANKS = 1 << 20  # more than any job has: a larger mesh is damaged, and is not computed
+MAX_RANKS = 1 << 20  # more than any job has: a larger mesh is damaged, and not computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class MeshParser(FileParser):
         place = integers(coordinate) if coordinate is not None else None
         pickled_root = attributes.get("_root_mesh", attributes.get("_parent_mesh"))
         root = self.mesh(pickled_root, key) if isinstance(pickled_root, StubInstance) else None
-        rank = attributes.get("_rank", root.rank if root is not None else None)  # torch 2.10 has it in neither
+        rank = attributes.get("_rank", root.rank if root is not None else None)  # torch 2.10 does not have it
         rank = self._filled(rank)
         rank = rank if type(rank) is int else None
         if "mesh" in attributes:  # torch 2.4 to 2.9: the mesh's own ranks

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SUFFIXES = (".distcp", ".metadata")
 _DATA_FILE = re.compile(r"^__(\d{1,6})_\d+\.distcp$")
 _RANK_METADATA = re.compile(r"^__(\d{1,6})\.metadata$")
-_AT_ONCE = 256  # tensors: of thousands of chunks each some megabytes
+_AT_ONCE = 256  # tensors to parse at a time: with thousands of chunks each takes some megabytes
 
 
 class DcpReader:
@@ -123,7 +123,7 @@ def open_directory(path: str, sources: Sources) -> DcpDirectory:
 
 def _ends(metadata: DcpMetadata) -> dict[str, int]:
     """Where the last item of each file ends."""
-    ends = np.zeros(len(metadata.files), np.uint64)  # two counts below 2^63 fit
+    ends = np.zeros(len(metadata.files), np.uint64)  # large enough for two counts below 2^63
     chunks = (tensor.chunks for tensor in metadata.tensors.values())
     while some := list(islice(chunks, _AT_ONCE)):
         file, item = (np.concatenate([getattr(each, name) for each in some]) for name in ("file", "item"))

@@ -37,7 +37,7 @@ def declared_chunks(directory: DcpDirectory, offset: Int64Array | None = None) -
     """
     ranks, numbers = directory.by_file(directory.ranks), directory.by_file(directory.numbers)
     as_named, one_each = np.array_equal(numbers, np.arange(len(numbers))), np.array_equal(ranks, numbers)
-    strides: dict[int, Int64Array] = {}  # by the id of the sizes, which tensors that are cut alike share
+    strides: dict[int, Int64Array] = {}  # keyed by the id of the sizes, which tensors that are cut alike share
     unknown: dict[int, Int64Array] = {}
     first = 0
     declared: list[ChunkedTensor] = []
@@ -165,7 +165,7 @@ class _Contents:
             numbers = np.flatnonzero((ndim == dimensions) & (counts > 0))
             if not len(numbers):
                 continue
-            nothing = ((0,) * dimensions,) * 2  # for kinds of another number of dimensions
+            nothing = ((0,) * dimensions,) * 2  # a placeholder for kinds of another number of dimensions
             forms = [(shape, stride) if len(shape) == dimensions else nothing for _, shape, stride in kinds]
             rows = np.repeat(ndim == dimensions, counts)
             held = np.array(forms, np.int64).swapaxes(0, 1).take(self.kind[rows], axis=1)
@@ -294,7 +294,7 @@ def _fits(rows: int, items: list[_StoredRows], mesh: MeshShape) -> bool:
         start, count = _rows_of(rows, mesh, item.rank)
         if count != item.rows:
             return False
-        # Where the declared size is right, torch's declared place is right too: no combination was seen otherwise.
+        # If the declared size is right, torch's declared place is right too: no counterexample was seen.
         if count and item.declared_rows == count and item.declared_start != start:
             return False
         total += count
@@ -418,7 +418,7 @@ def locate_rows(
         tensor = located[number]
         declared.append(ChunkedTensor(str(number), tensor.dtype, tensor.shape, replace(tensor.chunks, offset=part)))
     contents = _Contents({number: file.path for number, file in enumerate(files)}, declared, offset)
-    if (contents.spare <= 0).any():  # of a blob in the safetensors format only its header says where the data lies
+    if (contents.spare <= 0).any():  # only the header of a safetensors blob gives the place of the data
         return None
     try:
         contents.read_archives(sources)

@@ -138,7 +138,7 @@ def _read_torch_dist(
     tree = read_dcp(path, files, sources, locate=locate)
     saved = _Saved(path, tree)
     shared = _shared(common, saved, files, sources)
-    # Beside the buffers: what a group of data-parallel ranks keeps of its optimizer.
+    # Beside the buffers: what a group of data-parallel ranks stores of its optimizer.
     kept = [saved.buffers.pop(key) for key in list(saved.buffers) if str(key).partition("/")[0].endswith(".optimizer")]
     optimizers = list(_optimizers(shared.pop("optimizer", None)))
     if kept and isinstance(kept[0], list):

@@ -33,7 +33,7 @@ UNREAD = Global("fsdpckpt", "unread")
 """Stands for a pickled value that ``locate=False`` left in its file."""
 
 _FEW_VALUES = 1 << 14  # pickled values that are read in any case, at some microseconds each: groups, counters, ...
-# Those of Megatron that are read however many there are: what all ranks share, and the settings of parameters.
+# Megatron's values that are always read: what all ranks share, and the settings of parameters.
 _GROUPS = re.compile(r"^common_state/|\.optimizer/|(?:^|\.)param_to_group_meta\.")
 
 
@@ -156,13 +156,13 @@ def _in_shape(tensor: ChunkedTensor, shape: tuple[int, ...], *, file: str) -> Ch
     offset = np.where(offset < 0, offset, offset + before.astype(np.int64) * step * tensor.dtype.itemsize)
     start += chunks.start[row, :-1] * np.array(local, np.int64)
     strides = contiguous_strides(size) * step[:, None]
-    # An item holds a range, in another shape than its boxes: no target may point to it as the item of one.
+    # An item holds a range, in another shape than its boxes: no target may refer to it as the item of a box.
     item = chunks.item[row] if chunks.item is not None and (offset < 0).any() else None
     boxed = Chunks(chunks.rank[row], chunks.file[row], offset, start, size, strides, item)
     return tensor._replace(shape=shape, chunks=boxed)
 
 
-_MOST_POSITIONS = 1 << 20  # of lists whose entries are mostly empty
+_MOST_POSITIONS = 1 << 20  # largest list whose entries may be mostly empty
 
 
 class _Node(dict[PathElement, Value]):
@@ -336,7 +336,7 @@ def _first_lost(metadata: DcpMetadata, by_id: list[str], world_size: int) -> str
         has_flat_param = any(map(is_flat_key, metadata.tensors))
         return vectors[0] if has_flat_param or not model_is_flat else None
     if any(len(tensor.chunks) > 1 for tensor in states.values()):
-        return None  # DCP cut them: they are no raw optimizer's, and a vector among them is a state of its own shape
+        return None  # DCP cut them: they are not a raw optimizer's, and a vector among them is a state in its own shape
     if not any(len(tensor.chunks) > 1 for tensor in others.values()):
         return None
     whole = {tensor.shape for tensor in others.values()}

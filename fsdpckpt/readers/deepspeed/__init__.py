@@ -91,7 +91,7 @@ def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Clai
 def _claim_universal(path: str, files: Mapping[str, Entry]) -> Claim:
     matches = {name: match for name in files if (match := _MODEL.match(name))}
     whole = {name: match for name, match in matches.items() if match[1] is None}
-    taken = whole or matches  # where both are, ZeRO 3 finds the second
+    taken = whole or matches  # if both exist, ZeRO 3 finds the second
     model = {int(match[1] or 0): name for name, match in taken.items() if int(match[2]) == 0}
     require_all_ranks(path, {}, model, per_rank=not whole)
     paths = {rank: files[name].path for rank, name in sorted(model.items())}

@@ -122,7 +122,7 @@ class _Step:
         self._describe(tree, shapes)
         return tree
 
-    # What the files say
+    # The content of the files
 
     def _rank_states(self, file: StepFile) -> _RankStates:
         states = file.states
@@ -138,7 +138,7 @@ class _Step:
         if stripped and isinstance(saved, (list, tuple)) and len(saved) == count and all(map(is_count, saved)):
             paddings = [int(one) for one in saved]
         flat = cast("list[StoredTensor]", list(weights))
-        if isinstance(base, list):  # elastic checkpoints have the states alone
+        if isinstance(base, list):  # elastic checkpoints have only the states
             if len(base) != count:
                 raise contradiction(file.path, f"it has the states of {len(base)} of {count} flat tensors")
             by_number = [as_mapping(one, file.path, "base_optimizer_state") for one in base]

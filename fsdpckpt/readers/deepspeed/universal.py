@@ -47,7 +47,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
 
 _MOST_ALIKE = 16  # forms of one length that are remembered: comparing with more costs as much as parsing
-_LONGEST = 1 << 15  # bytes of a form
+_LONGEST = 1 << 15  # largest size of a form in bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,7 +247,7 @@ class _Universal:
                 if one.name.endswith(_SUFFIX) and not one.directory
             }
         missing: list[str] = []
-        for group in groups:  # a parameter that never had a gradient has its weight alone
+        for group in groups:  # a parameter that never had a gradient has only its weight
             every = {_WEIGHT}.union(*(files[name] for name in group))
             for name in group:
                 lacks = every - files[name].keys() if files[name].keys() - {_WEIGHT} else {_WEIGHT} - files[name].keys()
@@ -277,7 +277,7 @@ class _Universal:
         archive = self.forms.match(source, number, state)
         if archive is None:
             was = top_folder(source)
-            if was != state and was in beside:  # of the same shape, so nothing else says so
+            if was != state and was in beside:  # they have the same shape, so nothing else shows it
                 raise contradiction(path, f"it was saved as {was}{_SUFFIX}")
             opened = open_archive(source)
             archive = parse_archive(opened, number)

@@ -35,7 +35,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, truncate
 
 _INDEX = ".safetensors.index.json"
-_MAX_INDEX_BYTES = 1 << 28  # of a million tensors
+_MAX_INDEX_BYTES = 1 << 28  # large enough for a million tensors
 _SHARDING_KEY = "DCP_SHARDING_INFO"
 _RANK_SHARD = re.compile(r"shard-(\d{1,6})-")
 _NUMBERED = re.compile(r"^(?:shard-\d+-)?(?P<stem>.*?)-\d+-of-\d+\.safetensors$")

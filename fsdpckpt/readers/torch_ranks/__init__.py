@@ -160,7 +160,7 @@ def _parse(name: str) -> NamedRank | None:
         match = pattern.match(name)
         words = match.groupdict() if match else {}
         if match is None or any(int(words.get(number, 0)) >= MAX_RANKS for number in ("rank", "world")):
-            continue  # a number larger than there can be ranks is something else
+            continue  # a number larger than any number of ranks is something else
         if pattern is _BARE and _NO_RANK.search(words["stem"]):
             continue
         stem = words["stem"] if "stem" in words else f"{words['head']}{words['tail']}".strip("_.-")

@@ -46,7 +46,7 @@ class _Place(Enum):
     ENTRY = auto()  # the states of one parameter
     STATE = auto()  # one state
     BESIDE_FLAT = auto()  # in one dict with flat parameters
-    INSIDE = auto()  # inside of a state that is a container itself
+    INSIDE = auto()  # inside a state that is a container itself
 
 
 class Merge:

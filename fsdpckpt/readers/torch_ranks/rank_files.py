@@ -16,7 +16,7 @@ from fsdpckpt.ir.tensors import Chunks, Int64Array
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.storage.sources import Sources
 
-_MOST_ALIKE = 8  # archives with pickles of one length that others are compared with
+_MOST_ALIKE = 8  # archives with pickles of the same length with which others are compared
 
 
 @dataclass(frozen=True, slots=True, eq=False)
