@@ -120,8 +120,8 @@ def inspect(
     options = changed(InspectOptions(), named)
     wanted = Selection(options.keys, options.section)
     with Sources() as sources:
-        (opened,) = _opened([source], sources, units, options.ignore_file, locate=ranks or stats)
-        checkpoint = _named(opened, sources, options.units)
+        (opened,) = _open_all([source], sources, units, options.ignore_file, locate=ranks or stats)
+        checkpoint = _name_slices(opened, sources, options.units)
         if checkpoint is not opened:
             checkpoint = dataclasses.replace(checkpoint, problems=(*checkpoint.problems, *problems(checkpoint)))
         _require_keys(checkpoint, wanted)
@@ -227,8 +227,8 @@ def diff(
     options = changed(DiffOptions(), {"only": only, "ignore_file": ignore_file, "units": units})
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     with Sources() as sources:
-        opened = _opened([a, b], sources, units, options.ignore_file)
-        pair = [_named(without_repeats(one, sources), sources, options.units) for one in opened]
+        opened = _open_all([a, b], sources, units, options.ignore_file)
+        pair = [_name_slices(without_repeats(one, sources), sources, options.units) for one in opened]
         one, other = (only_section(checkpoint, options.only) for checkpoint in pair)
         stages.begin("compare", sum(tensor.nbytes for tensor in one.leaves()))
         result = compare(
@@ -272,7 +272,7 @@ def verify(
     searched = Finite(options.include, options.exclude) if finite else None
 
     def name(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
-        return _named(checkpoint, sources, units, listing=True)
+        return _name_slices(checkpoint, sources, units, listing=True)
 
     return run(
         os.fspath(source),
@@ -300,8 +300,8 @@ def open(  # noqa: A001  # the contract's name
     with ExitStack() as until_opened:
         sources = until_opened.enter_context(Sources())
         globs = changed(InspectOptions(), {"ignore_file": ignore_file}).ignore_file
-        (checkpoint,) = _opened([source], sources, units, globs)
-        lazy = LazyCheckpoint(_named(without_repeats(checkpoint, sources), sources, units), sources)
+        (checkpoint,) = _open_all([source], sources, units, globs)
+        lazy = LazyCheckpoint(_name_slices(without_repeats(checkpoint, sources), sources, units), sources)
         until_opened.pop_all()
         return lazy
 
@@ -320,7 +320,7 @@ def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> Non
     save(model, optimizer, path)
 
 
-def _opened(
+def _open_all(
     paths: Sequence[Path], sources: Sources, units: Path | None, ignore_file: tuple[str, ...], *, locate: bool = True
 ) -> list[Checkpoint]:
     """The checkpoints at ``paths``. Raises UsageError for a glob of ``ignore_file`` that matches none of
@@ -347,7 +347,7 @@ def _given_units(path: Path | None) -> Units | None:
         return load_units(os.fspath(path), sources)
 
 
-def _named(checkpoint: Checkpoint, sources: Sources, units: Path | None, *, listing: bool = False) -> Checkpoint:
+def _name_slices(checkpoint: Checkpoint, sources: Sources, units: Path | None, *, listing: bool = False) -> Checkpoint:
     """Flattened shards by name, if units are known; any other checkpoint unchanged."""
     if checkpoint.layout is not Layout.FLATTENED and checkpoint.units is None and units is None:
         return checkpoint

@@ -112,14 +112,14 @@ def command(
     arguments, records = list(arguments), list(records)
 
     def run(**values: Any) -> int:
-        printing: OutputOptions = _filled(OutputOptions, values)
+        printing: OutputOptions = _fill_records(OutputOptions, values)
         output = Output(as_json=printing.as_json, quiet=printing.quiet)
         import_module(needs)
         catch_signals()
 
         def work() -> int:
-            paths = [_given(metavar, values[name]) for name, metavar, _ in arguments]
-            filled = [_filled(record, values) for record in records]
+            paths = [_gather_values(metavar, values[name]) for name, metavar, _ in arguments]
+            filled = [_fill_records(record, values) for record in records]
             refuse_conflicts(*filled, printing)
             return body(output, *paths, *filled)
 
@@ -143,7 +143,7 @@ def command(
 _UNFINISHED_URL = re.compile(r"(s3a?|gc?s|abfss?|az|adl|https?|hf|hdfs|memory|file):(?://?/?|/([^/].*)|///.*|)")
 
 
-def _given(metavar: str, path: str) -> str:
+def _gather_values(metavar: str, path: str) -> str:
     if not path:
         raise UsageError(f"{metavar} is empty", why=EMPTY, next_step=f"give {metavar}: a path or a URL")
     if begun := _UNFINISHED_URL.fullmatch(path):
@@ -152,7 +152,7 @@ def _given(metavar: str, path: str) -> str:
     return path
 
 
-def _filled(record: type[Any], values: dict[str, Any]) -> Any:
+def _fill_records(record: type[Any], values: dict[str, Any]) -> Any:
     return changed(record(), {one.name: values[one.name] for one in parameters(record)})
 
 

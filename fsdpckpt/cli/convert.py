@@ -122,7 +122,7 @@ def _to_the_end() -> Iterator[None]:
         raise
 
 
-def _heading(report: Report) -> str:
+def _heading_text(report: Report) -> str:
     from fsdpckpt.producers import PLAIN
 
     ranks = f", {plural(report.world_size, 'rank')}" if report.world_size else ""
@@ -130,16 +130,16 @@ def _heading(report: Report) -> str:
     return f"{report.target}: {report.layout}, {report.container}{flavor}{ranks}"
 
 
-def _notes(report: Report) -> Iterator[str]:
+def _note_lines(report: Report) -> Iterator[str]:
     return (f"note: {note.message}" for note in report.notes)
 
 
-def _written(report: Report) -> str:
+def _written_text(report: Report) -> str:
     count = sum(file.source is None for file in report.files)
     return f"{size_text(report.bytes_written)} in {plural(count, 'file')}"
 
 
-def _linked(report: Report) -> Iterator[str]:
+def _linked_text(report: Report) -> Iterator[str]:
     """The files that are linked; the notes explain what that means."""
     links = [file for file in report.files if file.source is not None]
     if links:
@@ -147,37 +147,37 @@ def _linked(report: Report) -> Iterator[str]:
         yield f"{plural(len(links), kind)} to files of SRC, {size_text(sum(file.nbytes for file in links))} not copied"
 
 
-def _workers(report: Report) -> str:
+def _workers_text(report: Report) -> str:
     threads = plural(report.threads, "thread")
     return f"{threads}, one process" if report.workers == 1 else f"{report.workers} processes, up to {threads} each"
 
 
 def done_lines(report: Report) -> Iterator[str]:
-    yield _heading(report)
+    yield _heading_text(report)
     rate = size_text(int(report.bytes_written / report.seconds)) if report.seconds > 0 else "-"
     yield (
-        f"  {plural(report.tensors, 'tensor')}, {_written(report)}, "
+        f"  {plural(report.tensors, 'tensor')}, {_written_text(report)}, "
         f"{duration_text(report.seconds)} ({rate}/s), verified: {report.verified}"
     )
-    for line in _linked(report):
+    for line in _linked_text(report):
         yield f"  {line}"
     if report.replaced:
-        yield f"  replaced the checkpoint that was there: {_replaced(report)}"
-    yield from _notes(report)
+        yield f"  replaced the checkpoint that was there: {_replaced_text(report)}"
+    yield from _note_lines(report)
 
 
-def _replaced(report: Report) -> str:
+def _replaced_text(report: Report) -> str:
     at = f" in {os.path.realpath(report.target)}" if os.path.islink(report.target) else ""
     return f"{plural(len(report.replaced), 'file')}{at}, {size_text(sum(file.nbytes for file in report.replaced))}"
 
 
-def _room(report: Report) -> str:
+def _disk_text(report: Report) -> str:
     if report.disk_free is None:
         return ""
     return f", {size_text(report.disk_free)} free" + ("" if report.disk_suffices else ": NOT ENOUGH")
 
 
-def _listed(label: str, files: Sequence[PlannedFile], target: str) -> Iterator[str]:
+def _file_lines(label: str, files: Sequence[PlannedFile], target: str) -> Iterator[str]:
     for file in files[:MOST_FILES]:
         same = f"  = {file.source}" if file.source is not None else ""
         yield f"  {label} {file.path or target}  {size_text(file.nbytes)}{same}"
@@ -186,18 +186,18 @@ def _listed(label: str, files: Sequence[PlannedFile], target: str) -> Iterator[s
 
 
 def plan_lines(report: Report) -> Iterator[str]:
-    yield f"plan: {report.source} -> {_heading(report)}"
+    yield f"plan: {report.source} -> {_heading_text(report)}"
     yield f"  read    {size_text(report.bytes_read)} of tensor data from {plural(report.source_files, 'file')}"
-    yield f"  write   {_written(report)}, {plural(report.tensors, 'tensor')}"
-    for line in _linked(report):
+    yield f"  write   {_written_text(report)}, {plural(report.tensors, 'tensor')}"
+    for line in _linked_text(report):
         yield f"  link    {line}"
     place = f"in {report.staged_in}" if report.staged_in is not None else f"beside {report.target}"
-    yield f"  disk    {size_text(report.disk_needed)} needed {place}{_room(report)}"
+    yield f"  disk    {size_text(report.disk_needed)} needed {place}{_disk_text(report)}"
     yield f"  memory  {size_text(report.peak_memory_planned)} of buffers"
-    yield f"  workers {_workers(report)}"
-    yield from _listed("file   ", report.files, report.target)
+    yield f"  workers {_workers_text(report)}"
+    yield from _file_lines("file   ", report.files, report.target)
     if report.replaced:
-        yield f"  replace {_replaced(report)}, deleted once the new checkpoint is complete:"
-        yield from _listed("delete ", report.replaced, report.target)
-    yield from _notes(report)
+        yield f"  replace {_replaced_text(report)}, deleted once the new checkpoint is complete:"
+        yield from _file_lines("delete ", report.replaced, report.target)
+    yield from _note_lines(report)
     yield "nothing was written (--dry-run)"

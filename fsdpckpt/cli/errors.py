@@ -79,12 +79,12 @@ def guarded(output: Output, body: Callable[[], int]) -> int:
         return body()
     except (KeyboardInterrupt, Interruption) as error:
         ignore_signals()
-        return report(output, _interrupted(error))
+        return report(output, _report_interruption(error))
     except Exception as error:  # noqa: BLE001  # the boundary: one of the program's two broad excepts
         return report(output, error)
 
 
-def _interrupted(error: BaseException) -> InterruptedRunError:
+def _report_interruption(error: BaseException) -> InterruptedRunError:
     leftover, why = leftover_of(error), "Ctrl-C, or a signal from the system"
     if leftover is None:
         return InterruptedRunError("by a signal", why=f"{why}; no partial output was left", next_step="run it again")
@@ -107,7 +107,7 @@ def report(
 
     known = known_error(error)
     if isinstance(known, UsageError) and known.next_steps is None:
-        known.next_step = to_copy("see the options, with examples", f"{_command()} --help")
+        known.next_step = to_copy("see the options, with examples", f"{_command_name()} --help")
     try:
         if os.environ.get("FSDPCKPT_DEBUG") == "1":
             import traceback
@@ -127,7 +127,7 @@ def report(
     return known.exit_code
 
 
-def _command() -> str:
+def _command_name() -> str:
     """The command that was called: ``fsdpckpt convert``."""
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     return f"fsdpckpt {first}" if first in ("inspect", "convert", "diff", "verify", "units") else "fsdpckpt"

@@ -94,7 +94,7 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
     meshes = [str(mesh) for mesh in source_meshes(checkpoint) if mesh.names is not None]
     title += f", mesh {' and '.join(meshes)}" if meshes else ""
     yield from wrapped(title, columns)
-    for line in _recognised(checkpoint.evidence):
+    for line in _recognised_text(checkpoint.evidence):
         yield from wrapped(f"  recognised: {line.replace(f'{checkpoint.source}/', '')}", columns)
     for section, sums in description.sections.items():
         parts = [plural(sums.tensors, "tensor"), f"{count_text(sums.elements)} elements", size_text(sums.nbytes)]
@@ -103,7 +103,7 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
         yield cut(f"{section}: {', '.join(parts)}, {dtypes_text(sums.dtypes)}", columns)
     if checkpoint.optim is not None:
         yield from _groups(checkpoint.optim.param_groups, columns)
-    yield from _extras(checkpoint, columns)
+    yield from _extra_texts(checkpoint, columns)
     for note in checkpoint.notes:
         if note.kind == "not-carried" and note.keys:  # what convert does not copy
             yield from wrapped(f"other files: {names_text(note.keys, 6)}", columns)
@@ -117,7 +117,7 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
     yield f"problems: {len(problems)}" if problems else Styled("problems: none", Colour.GOOD, len("problems: "))
 
 
-def _recognised(evidence: Iterable[Evidence]) -> Iterator[str]:
+def _recognised_text(evidence: Iterable[Evidence]) -> Iterator[str]:
     """The evidence for the flavor (for plain files, the container) and the layout; --json has all evidence."""
     from fsdpckpt.ir.checkpoint import EvidenceKind
 
@@ -136,12 +136,12 @@ def _groups(groups: list[dict[Key, Value]] | None, columns: int | None) -> Itera
         yield f"param groups: {len(groups)}"
     for number, group in enumerate(groups[: None if columns is None else MOST_GROUPS]):
         label = "param group" if len(groups) == 1 and columns is not None else " "
-        yield cut(f"{label} {number}: {_group(group, short=columns is not None)}", columns)
+        yield cut(f"{label} {number}: {_group_text(group, short=columns is not None)}", columns)
     if columns is not None and len(groups) > MOST_GROUPS:
         yield f"  and {len(groups) - MOST_GROUPS} more: --json lists them all"
 
 
-def _group(group: dict[Key, Value], *, short: bool) -> str:
+def _group_text(group: dict[Key, Value], *, short: bool) -> str:
     """``short``: without the settings that are None or False."""
     from fsdpckpt.verify.compare import value_text
 
@@ -157,7 +157,7 @@ def _group(group: dict[Key, Value], *, short: bool) -> str:
     return f"{plural(count, 'parameter')}; {shown}{more}"
 
 
-def _extras(checkpoint: Checkpoint, columns: int | None) -> Iterator[str]:
+def _extra_texts(checkpoint: Checkpoint, columns: int | None) -> Iterator[str]:
     """The extras, one text for each top-level key: its value, or how many it has."""
     from fsdpckpt.ir.values import walk
     from fsdpckpt.verify.compare import value_text

@@ -86,7 +86,7 @@ def _lines(cells: Sequence[Sequence[Cell]], headings: Sequence[str], columns: in
 def _by_section(rows: Sequence[Row], more: Sequence[str], columns: int) -> tuple[list[str], frozenset[int]]:
     """A heading for each section with what its rows have in common, which then needs no columns."""
     sections = {row.section: [each for each in rows if each.section is row.section] for row in rows}
-    common = {section: _common(of_section) for section, of_section in sections.items()}
+    common = {section: _common_cells(of_section) for section, of_section in sections.items()}
     fields = [field for field in FIELDS[2:] if any(field not in each for each in common.values())]
     if more:  # which needs the room
         fields = [field for field in fields if field == "shape" and more == PIECES]
@@ -100,7 +100,7 @@ def _by_section(rows: Sequence[Row], more: Sequence[str], columns: int) -> tuple
     return _lines(cells, ("key", *fields, *more), columns), frozenset(headings)
 
 
-def _common(rows: Sequence[Row]) -> dict[str, str]:
+def _common_cells(rows: Sequence[Row]) -> dict[str, str]:
     """The dtype and the placement that all rows have in common; a whole scalar matches any placement."""
     dtypes = {row.dtype for row in rows}
     placements = {row.placement for row in rows if (row.shape, row.placement) != ("[]", "whole")} or {"whole"}
@@ -137,7 +137,7 @@ def _chunk_rows(description: Description, rows: Sequence[Row]) -> Iterator[Row]:
     from fsdpckpt.ir.coverage import box_text
 
     source = description.checkpoint.source.rstrip("/")
-    paths = [_below(file.path, source) for file in description.checkpoint.files]
+    paths = [_relative_to_source(file.path, source) for file in description.checkpoint.files]
     for row, named in zip(rows, description.tensors, strict=True):
         chunks = named.tensor.chunks
         columns = (chunks.rank, chunks.start, chunks.size, chunks.file, chunks.offset)
@@ -153,7 +153,7 @@ def _chunk_rows(description: Description, rows: Sequence[Row]) -> Iterator[Row]:
             yield replace(row, more=(*row.more, "", "", "", ""))
 
 
-def _below(path: str, source: str) -> str:
+def _relative_to_source(path: str, source: str) -> str:
     """The path of a file relative to the source, which the summary names already."""
     return path.removeprefix(source + "/") if path != source else path.rpartition("/")[2]
 
@@ -174,25 +174,25 @@ def folded_rows(description: Description) -> list[Row]:
     for section, of_section in taken.items():
         if section is Section.OPTIM:
             optim = description.checkpoint.optim
-            general, rest = _of_all_parameters(optim, of_section, taken.get(Section.MODEL, ()))
-            rows += [*general, *_states(rest)]
+            general, rest = _join_shared_states(optim, of_section, taken.get(Section.MODEL, ()))
+            rows += [*general, *_join_states(rest)]
         else:
-            rows += _folded([(named.key, _row(named)) for named in of_section])
+            rows += _fold([(named.key, _row(named)) for named in of_section])
     return rows
 
 
-def _folded(keyed: Sequence[tuple[str, Row]]) -> list[Row]:
+def _fold(keyed: Sequence[tuple[str, Row]]) -> list[Row]:
     """``keyed``: the key to fold, and its row."""
     alike = [(key, (row.section, row.dtype, row.shape, row.placement)) for key, row in keyed]
-    return [_joined(one.key, [keyed[at][1] for at in one.members]) for one in fold(alike)]
+    return [_join(one.key, [keyed[at][1] for at in one.members]) for one in fold(alike)]
 
 
-def _joined(key: str, rows: Sequence[Row]) -> Row:
+def _join(key: str, rows: Sequence[Row]) -> Row:
     """One row for several that agree in everything else."""
     return replace(rows[0], key=key, nbytes=sum(row.nbytes for row in rows), count=sum(row.count for row in rows))
 
 
-def _states(tensors: Sequence[NamedTensor]) -> list[Row]:
+def _join_states(tensors: Sequence[NamedTensor]) -> list[Row]:
     """States of folded parameters; those that a parameter has alike share a row."""
     by_state: dict[str | None, list[tuple[str, Row]]] = {}
     for first, named in enumerate(tensors):
@@ -200,10 +200,10 @@ def _states(tensors: Sequence[NamedTensor]) -> list[Row]:
         by_state.setdefault(named.state, []).append((key, replace(_row(named), first=first)))
     several: dict[tuple[object, ...], list[tuple[str | None, Row]]] = {}
     for state, keyed in by_state.items():
-        for row in _folded(keyed):
+        for row in _fold(keyed):
             several.setdefault((row.key, row.dtype, row.shape, row.placement, row.count), []).append((state, row))
     rows = [
-        _joined(_with_states(members[0][1].key, [state for state, _ in members if state]), [row for _, row in members])
+        _join(_with_states(members[0][1].key, [state for state, _ in members if state]), [row for _, row in members])
         for members in several.values()
     ]
     return sorted(rows, key=lambda row: row.first)
@@ -213,7 +213,7 @@ def _with_states(key: str, states: Sequence[str]) -> str:
     return f"{key}.{braces(states)}" if states else key
 
 
-def _of_all_parameters(
+def _join_shared_states(
     optim: OptimState | None, tensors: Sequence[NamedTensor], model: Sequence[NamedTensor]
 ) -> tuple[list[Row], list[NamedTensor]]:
     """A row for the states that every parameter of the optimizer has, and the tensors of all other states.
@@ -232,7 +232,7 @@ def _of_all_parameters(
     for state, of_state in by_state.items():
         rows = [_row(named) for named in of_state]
         fields = [
-            _of_all(rows, field, [of_model.get(named.param) for named in of_state])
+            _common_value(rows, field, [of_model.get(named.param) for named in of_state])
             for field in ("dtype", "shape", "placement")
         ]
         if state is None or {named.param for named in of_state} != parameters or None in fields:
@@ -241,12 +241,12 @@ def _of_all_parameters(
             several.setdefault(tuple(map(str, fields)), []).append((state, rows))
     general = []
     for (_, shape, placement), of_form in several.items():
-        row = _joined(_with_states("*", [state for state, _ in of_form]), [row for _, rows in of_form for row in rows])
+        row = _join(_with_states("*", [state for state, _ in of_form]), [row for _, rows in of_form for row in rows])
         general.append(replace(row, shape=shape, placement=placement))
     return general, rest
 
 
-def _of_all(rows: Sequence[Row], field: str, of_model: Sequence[Row | None]) -> str | None:
+def _common_value(rows: Sequence[Row], field: str, of_model: Sequence[Row | None]) -> str | None:
     """The common value of ``field``, in words; None if the rows differ in another way than their parameters do."""
     values = [getattr(row, field) for row in rows]
     if len(set(values)) == 1:

@@ -57,7 +57,7 @@ def table_lines(rows: Sequence[Sequence[Cell]], *, right: Collection[int], colum
     """The rows as lines with aligned columns. ``right``: columns of numbers; ``columns``: of the terminal, if any."""
     texts = [[visible(cell) if isinstance(cell, str) else str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    if columns is not None and (narrowed := _narrowed(rows, widths, columns)) != widths:
+    if columns is not None and (narrowed := _narrow(rows, widths, columns)) != widths:
         widths = narrowed
         for row, cells in zip(rows, texts, strict=True):
             for at, cell in enumerate(row):
@@ -73,7 +73,7 @@ def table_lines(rows: Sequence[Sequence[Cell]], *, right: Collection[int], colum
     return lines
 
 
-def _narrowed(rows: Sequence[Sequence[Cell]], widths: Sequence[int], columns: int) -> list[int]:
+def _narrow(rows: Sequence[Sequence[Cell]], widths: Sequence[int], columns: int) -> list[int]:
     """``widths`` with the columns of names made narrower, the widest first, until the table fits or none can be
     narrowed.
     """
@@ -158,7 +158,7 @@ class Output:
     def data(self, lines: Iterable[Line]) -> None:
         """Print lines on stdout; nothing with ``--json``."""
         if not self.as_json:
-            self._write(sys.stdout, _text(lines, sys.stdout))
+            self._write(sys.stdout, _styled_text(lines, sys.stdout))
 
     @property
     def columns(self) -> int | None:
@@ -184,11 +184,11 @@ class Output:
     def message(self, text: Line) -> None:
         """One line for a person, on stderr; nothing with ``--quiet``."""
         if not self.quiet:
-            self._write(sys.stderr, _text([text], sys.stderr))
+            self._write(sys.stderr, _styled_text([text], sys.stderr))
 
     def error(self, lines: Iterable[Line]) -> None:
         """Print an error on stderr, also with ``--quiet``."""
-        self._write(sys.stderr, _text(lines, sys.stderr))
+        self._write(sys.stderr, _styled_text(lines, sys.stderr))
 
     def progress(self) -> AbstractContextManager[Progress]:
         """Show progress: a bar on a terminal, a line every few seconds in a log, nothing if quiet."""
@@ -229,7 +229,7 @@ def _json(value: object) -> str:
     return text
 
 
-def _text(lines: Iterable[Line], stream: TextIO | None) -> str:
+def _styled_text(lines: Iterable[Line], stream: TextIO | None) -> str:
     """The lines for ``stream``: with colours on a terminal, unless NO_COLOR is set."""
     environment = os.environ
     colours = bool(environment.get("FORCE_COLOR")) or (_is_terminal(stream) and environment.get("TERM") != "dumb")

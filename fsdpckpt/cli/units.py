@@ -50,7 +50,7 @@ def units_command(output: Output, options: UnitsOptions) -> int:
 
     Prints what was found and how it was checked; with --json the units file itself.
     """
-    target = _target(options.output, overwrite=options.overwrite)
+    target = _free_target(options.output, overwrite=options.overwrite)
     if options.model is not None:
         refuse_unused(options, Scope.CHECKPOINT, "there is no checkpoint", "add --from SRC")
         units = _from_model(options.model, options)
@@ -87,7 +87,7 @@ def _from_model(model: str, options: UnitsOptions) -> ResolvedUnits:
         return model_units(model, options)
 
 
-def _target(path: str | None, *, overwrite: bool) -> str | None:
+def _free_target(path: str | None, *, overwrite: bool) -> str | None:
     """The file to write, which does not exist yet. Raises TargetExistsError."""
     if path is None:
         return None
@@ -130,7 +130,7 @@ def _show(output: Output, result: ResolvedUnits) -> None:
     output.document(lambda: encode(units, how=result.how))
     output.data(_summary(units))
     output.data(table_lines([HEADINGS, *map(_row, units.units)], right=NUMERIC, columns=output.columns))
-    output.data(_rest(units))
+    output.data(_rest_lines(units))
     output.data(result.how)
     output.data(f"not recorded in the checkpoint, and without effect on it: {name}" for name in result.unsettled)
 
@@ -162,7 +162,7 @@ def _row(unit: Unit) -> list[Cell]:
     ]
 
 
-def _rest(units: Units) -> Iterator[str]:
+def _rest_lines(units: Units) -> Iterator[str]:
     """What is in no unit, and what is known of the optimizer."""
     yield ""
     for param in units.unmanaged:

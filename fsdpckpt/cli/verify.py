@@ -51,7 +51,7 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
                 progress=progress,
             )
     except (SourceError, OSError) as error:
-        return report(output, error, _refused(source, known_error(error)), "verify")
+        return report(output, error, _refused_document(source, known_error(error)), "verify")
     output.document(lambda: _document(result), "verify")
     output.data(
         f"{one.sha256 or 'unreadable':64}  {one.section} {one.key} {one.dtype} {shape_text(one.shape)}"
@@ -70,7 +70,7 @@ def _verdict(result: Verification) -> Line:
     return Styled(result.summary, Colour.GOOD, begin, begin + len("whole")) if result.whole else result.summary
 
 
-def _refused(source: str, error: FsdpckptError) -> dict[str, object]:
+def _refused_document(source: str, error: FsdpckptError) -> dict[str, object]:
     """The document of a source that cannot be read as a checkpoint: it is not whole."""
     from fsdpckpt.verify.integrity import Verification, unreadable
 

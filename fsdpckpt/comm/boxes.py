@@ -69,7 +69,7 @@ def held_boxes(tensor: torch.Tensor, key: str) -> list[HeldBox]:
         if hasattr(local, "wait"):  # the result of a collective that is still in flight
             local = local.wait()
         spec = tensor._spec
-        boxes = mesh_boxes(tuple(tensor.shape), spec.mesh, spec.placements, _order(spec), key)
+        boxes = mesh_boxes(tuple(tensor.shape), spec.mesh, spec.placements, _shard_order(spec), key)
         return [HeldBox(one.box, view_of(local, Box(one.local_offsets, one.box.sizes))) for one in boxes]
     plain = tensor.detach()
     return [HeldBox(Box.whole(tuple(plain.shape)), plain)] if plain.numel() else []
@@ -109,7 +109,7 @@ def _placement(placement: Placement, dimensions: int, key: str) -> ir.Placement:
     return ir.Shard(dim) if factor is None or type(placement) is Shard else ir.StridedShard(dim, factor)
 
 
-def _order(spec: object) -> Mapping[int, Sequence[int]] | None:
+def _shard_order(spec: object) -> Mapping[int, Sequence[int]] | None:
     """``DTensorSpec.shard_order`` (torch 2.10+), None if there is none."""
     entries = getattr(spec, "shard_order", None) or ()
     return {entry.tensor_dim: tuple(entry.mesh_dims) for entry in entries} or None

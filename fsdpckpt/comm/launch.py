@@ -68,7 +68,7 @@ def rank_from_environment(environment: Mapping[str, str] | None = None) -> RankI
 
 def _of_torchrun(variables: Mapping[str, str]) -> RankInfo:
     rank, world_size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
-    return _checked(
+    return _check_ranks(
         RankInfo(
             rank=rank,
             world_size=world_size,
@@ -85,7 +85,7 @@ def _of_srun(variables: Mapping[str, str]) -> RankInfo:
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST", "")
     job = f"{variables.get('SLURM_JOB_ID', '0')}.{variables['SLURM_STEP_ID']}"
     digits = int("".join(re.findall(r"\d", job)) or "0")
-    return _checked(
+    return _check_ranks(
         RankInfo(
             rank=_number(variables, "SLURM_PROCID"),
             world_size=_number(variables, "SLURM_STEP_NUM_TASKS"),
@@ -122,7 +122,7 @@ def first_host(nodes: str) -> str:
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
-def _checked(place: RankInfo) -> RankInfo:
+def _check_ranks(place: RankInfo) -> RankInfo:
     if not 0 <= place.rank < place.world_size or not 0 <= place.local_rank < place.local_world_size <= place.world_size:
         raise UsageError(
             f"the variables of {place.started_by} contradict each other",
@@ -218,11 +218,11 @@ def launch(
         if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
             variables["OMP_NUM_THREADS"] = "1"  # as torchrun does: N workers with N threads each slow each other down
         config = _config(workers, nodes, node_rank, endpoint, status)
-        with _environment(variables), _quiet():
+        with _environment(variables), _silence_launcher():
             try:
                 elastic_launch(config, sys.executable)("-m", module, *arguments)
             except ChildFailedError as failed:
-                raise _explained(failed, status) from failed
+                raise _explain(failed, status) from failed
             except SignalException as stopped:
                 name = signal.Signals(stopped.sigval).name
                 raise InterruptedRunError(
@@ -258,7 +258,7 @@ def _config(workers: int, nodes: int, node_rank: int | None, endpoint: str | Non
     return LaunchConfig(**settings)  # type: ignore[arg-type]  # as collected above
 
 
-def _explained(failed: ChildFailedError, status: str) -> WorkerError:
+def _explain(failed: ChildFailedError, status: str) -> WorkerError:
     """The error for the first worker that failed: as the workers reported it, else from its exit code or signal."""
     for name in sorted(os.listdir(status)):
         if name.startswith("failure-"):
@@ -295,7 +295,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_launcher() -> Iterator[None]:
     """Silence the elastic launcher's own report of a failure: ours is shorter and names the step."""
     logger = logging.getLogger("torch.distributed.elastic")
     children = [logger, *(logging.getLogger(name) for name in logging.root.manager.loggerDict if "elastic" in name)]

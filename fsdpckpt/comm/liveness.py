@@ -152,22 +152,22 @@ ProcessIdentity: TypeAlias = "list[object]"
 
 def process_identity() -> ProcessIdentity:
     """This worker's identity, by which another one can kill it (``kill_stopped``)."""
-    _, started = _status(os.getpid())
-    return [_machine() if started else "", os.getpid(), started]
+    _, started = _process_status(os.getpid())
+    return [_machine_id() if started else "", os.getpid(), started]
 
 
 def kill_stopped(peers: Sequence[ProcessIdentity]) -> None:
     """Kill those of ``peers`` that run on this machine and are stopped."""
-    here = _machine()
+    here = _machine_id()
     for machine, process, started in peers:
         if machine != here or not isinstance(process, int) or process == os.getpid():
             continue
-        if _status(process) == ("T", started):
+        if _process_status(process) == ("T", started):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
 
 
-def _machine() -> str:
+def _machine_id() -> str:
     """The running system and its namespace of process ids; empty if it has neither."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -176,7 +176,7 @@ def _machine() -> str:
         return ""
 
 
-def _status(process: int) -> tuple[str, str]:
+def _process_status(process: int) -> tuple[str, str]:
     """State and start time of a process in Linux's units: two processes with the same id differ in it."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:

@@ -178,7 +178,7 @@ def shard(
     every difference, if ``state`` does not match ``like``.
     """
     tree = split_tensors(state)
-    whole = _described(tree)
+    whole = _describe(tree)
     destinations, problems = _destinations(whole, like, mesh, placements, device, tree)
     raise_on_all_ranks(group, problems)
     _fill(destinations, tree.tensors)
@@ -205,7 +205,7 @@ def scatter(
     """
     with group.step("scatter"):
         tree = split_tensors(state) if group.rank == source else None
-        parts = None if tree is None else _parts(_described(tree))
+        parts = None if tree is None else _itemsizes(_describe(tree))
         whole = _Whole(*cast("tuple[object, ...]", group.broadcast_object(parts, source=source)))  # type: ignore[arg-type]
         destinations, problems = _destinations(
             whole, like, mesh, placements, device or torch.device(group.device), tree
@@ -235,7 +235,7 @@ def broadcast(
     return scatter(group, state, source=source, device=device, budget=budget)
 
 
-def _described(tree: Tree) -> _Whole:
+def _describe(tree: Tree) -> _Whole:
     for key, tensor in zip(tree.keys, tree.tensors, strict=True):
         if kind_of(tensor) != "Tensor":
             raise UsageError(
@@ -245,7 +245,7 @@ def _described(tree: Tree) -> _Whole:
     return _Whole(tree.skeleton, tree.keys, shapes, tuple(tensor.dtype for tensor in tree.tensors))
 
 
-def _parts(whole: _Whole) -> tuple[object, ...]:
+def _itemsizes(whole: _Whole) -> tuple[object, ...]:
     return whole.skeleton, whole.keys, whole.shapes, whole.dtypes
 
 

@@ -258,9 +258,9 @@ class StoreMonitor:
             return
         silence = Position.parse(text).silence if text else 0.0
         if now - self._peer_changed_at > SILENCE_LIMIT * self.limit + silence:
-            raise self._lost(neighbour, text, f"no sign of life for {now - self._peer_changed_at:.0f} s")
+            raise self._lost_rank_failure(neighbour, text, f"no sign of life for {now - self._peer_changed_at:.0f} s")
 
-    def _lost(self, rank: int, position: str, cause: str) -> WorkerError:
+    def _lost_rank_failure(self, rank: int, position: str, cause: str) -> WorkerError:
         step = Position.parse(position).step if position else "start"
         return self.fail(rank, cause, WorkerError.exit_code, step=step)
 
@@ -310,12 +310,12 @@ class StoreMonitor:
                 return known
             time.sleep(0.02)
         if peer is not None:
-            return self._lost(
+            return self._lost_rank_failure(
                 peer, self._call(lambda: self._position(peer)), "its connection was closed: it may have ended"
             )
         silent = self._first_silent_rank()
         if silent is not None:
-            return self._lost(*silent, "its connections were closed: it may have ended")
+            return self._lost_rank_failure(*silent, "its connections were closed: it may have ended")
         return self.fail_with(error)
 
     def _first_silent_rank(self) -> tuple[int, str] | None:

@@ -230,7 +230,7 @@ def differences(one: Description, other: Description, names: tuple[str, str] = (
 
 def check_similar(state: object, companion: object) -> None:
     """Raises StateDictMismatchError unless both have the same keys, kinds, shapes and dtypes."""
-    _raise(differences(describe(state), describe(companion), ("the state dict", "its companion")))
+    _raise_mismatch(differences(describe(state), describe(companion), ("the state dict", "its companion")))
 
 
 def agree_on_structure(group: Group, state: object) -> None:
@@ -246,7 +246,7 @@ def agree_on_structure(group: Group, state: object) -> None:
     lines: list[str] = []
     for rank, other in enumerate(every[1:], 1):
         lines += differences(every[0], other, ("rank 0", f"rank {rank}"))
-    _raise(lines or ["the keys are in a different order"])
+    _raise_mismatch(lines or ["the keys are in a different order"])
 
 
 def raise_on_all_ranks(group: Group, problems: list[str]) -> None:
@@ -256,12 +256,12 @@ def raise_on_all_ranks(group: Group, problems: list[str]) -> None:
     for rank, rank_problems in enumerate(every):
         for problem in rank_problems:
             ranks_by_problem.setdefault(problem, []).append(rank)
-    _raise(
+    _raise_mismatch(
         [text if len(ranks) == len(every) else f"{text} (rank {ranks[0]})" for text, ranks in ranks_by_problem.items()]
     )
 
 
-def _raise(problems: list[str]) -> None:
+def _raise_mismatch(problems: list[str]) -> None:
     if not problems:
         return
     more = [f"and {len(problems) - MOST_SHOWN} more"] if len(problems) > MOST_SHOWN else []
@@ -278,7 +278,7 @@ def empty_on_cpu(state: StateDict, *, pin: bool = False, share: bool = False) ->
     ``pin``: page-locked, if torch supports that (it needs a GPU). ``share``: visible to other processes.
     """
     tree = split_tensors(state)
-    return _joined(tree.skeleton, [_empty_like(tensor, pin=pin, share=share) for tensor in tree.tensors])
+    return _join(tree.skeleton, [_empty_like(tensor, pin=pin, share=share) for tensor in tree.tensors])
 
 
 def copy_state_dict(state: StateDict, into: StateDict, *, non_blocking: bool = False) -> StateDict:
@@ -291,9 +291,9 @@ def copy_state_dict(state: StateDict, into: StateDict, *, non_blocking: bool = F
     tree, companion = split_tensors(state), split_tensors(into)
     with torch.no_grad():
         for one, other in zip(tree.tensors, _in_order(tree.keys, companion.keys, companion.tensors), strict=True):
-            for source, target in zip(_locals(one), _locals(other), strict=True):
+            for source, target in zip(_shards_of(one), _shards_of(other), strict=True):
                 target.copy_(source, non_blocking=non_blocking)
-    return _joined(tree.skeleton, _in_order(tree.keys, companion.keys, companion.tensors))
+    return _join(tree.skeleton, _in_order(tree.keys, companion.keys, companion.tensors))
 
 
 def offload_to_cpu(state: StateDict) -> StateDict:
@@ -306,7 +306,7 @@ def _in_order(keys: tuple[str, ...], others: tuple[str, ...], tensors: tuple[tor
     return [by_key[key] for key in keys]
 
 
-def _locals(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _shards_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The local shards of ``tensor``, or the tensor itself if it is plain."""
     if isinstance(tensor, ShardedTensor):
         return [each.tensor for each in tensor.local_shards()]
@@ -338,5 +338,5 @@ def _empty(tensor: torch.Tensor, *, pin: bool, share: bool) -> torch.Tensor:
     return made
 
 
-def _joined(skeleton: object, tensors: list[torch.Tensor]) -> StateDict:
+def _join(skeleton: object, tensors: list[torch.Tensor]) -> StateDict:
     return cast("StateDict", join_tensors(skeleton, tensors))

@@ -56,7 +56,7 @@ def adapt_to_form(
         extra, rank_extra = {}, ()
         if optim is not None and only is None:
             form, extra = _with_schedule(checkpoint, flavor, form, beside, sources, divided=divided)
-        names = _unplaced(checkpoint, beside, _schedule_path(checkpoint)[:1] if extra else ())
+        names = _unplaced_extras(checkpoint, beside, _schedule_path(checkpoint)[:1] if extra else ())
         why = f"left out, because flavor {flavor.name} has no place for them"
     elif form.model.at == () and form.extra.container is None:  # a tensor there would be one of the model's names
         names = tuple(str(key) for key, value in extra.items() if isinstance(value, Tensor))
@@ -123,7 +123,7 @@ def _of_both(flavor: Flavor, form: Form, extras: Iterable[Mapping[Key, Value]]) 
     return tuple(key for key in keys if _model_alone_has_none(flavor, form) or key in flavor.training_keys)
 
 
-def _unplaced(checkpoint: Checkpoint, beside: SideFiles, placed: tuple[Step, ...]) -> tuple[str, ...]:
+def _unplaced_extras(checkpoint: Checkpoint, beside: SideFiles, placed: tuple[Step, ...]) -> tuple[str, ...]:
     """The extras that are neither in ``placed``, nor in a side file, nor already reported as left out."""
     files = [*beside.files, *(name for note in beside.notes for name in note.keys)]
     said = {*map(str, placed), *_stems(files)}
@@ -145,7 +145,7 @@ def _with_schedule(
     Appends to ``beside`` the notes about this file and about what is missing. ``divided``: as in ``adapt_to_form``.
     """
     names, extra = set(beside.files), dict[Key, Value]()
-    schedule = _schedule(checkpoint)
+    schedule = _source_schedule(checkpoint)
     file = flavor.schedule_file
     if file and file not in names and isinstance(schedule, dict) and _has(schedule, _ANY_SCHEDULE):
         form, extra = replace(form, extra=Place(file, container=Container.TORCH, layout=Layout.FULL)), schedule
@@ -174,7 +174,7 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
         notes.append(Note("not-carried", message, keys=foreign))
     if form.schedule is not None and form.schedule[0] not in extra:
         place, keys = form.schedule
-        schedule = _schedule(checkpoint)
+        schedule = _source_schedule(checkpoint)
         if isinstance(schedule, dict) and _has(schedule, keys):
             extra[place] = schedule
             notes.append(_schedule_note(place, schedule, checkpoint, flavor, sources))
@@ -182,7 +182,7 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
         (key, [] if value == () else value) for key, value in form.defaults if key not in extra
     ]
     if form.counter and type(extra.get(form.counter)) is not int:
-        absent.append((form.counter, _steps(checkpoint, sources)))
+        absent.append((form.counter, _optimizer_steps(checkpoint, sources)))
     if absent:
         said = ", ".join(f"{key} = {value!r}" for key, value in absent)
         message = f"what flavor {flavor.name} needs and the source does not have was added: {said}"
@@ -198,7 +198,7 @@ def _schedule_note(
     message = f"{place} is the state of the source's LR scheduler, unchanged"
     if flavor.schedule_file and _LAMBDAS not in schedule:
         message += ", which is no LambdaLR: resume with a scheduler of the same class"
-    counted, steps = schedule.get("last_epoch"), _steps(checkpoint, sources)
+    counted, steps = schedule.get("last_epoch"), _optimizer_steps(checkpoint, sources)
     source = flavor_named(checkpoint.flavor)
     by_process = source is not None and source.counts_processes
     if by_process and not flavor.counts_processes and isinstance(counted, int) and counted != steps:
@@ -210,7 +210,7 @@ def _schedule_note(
     return Note("inferred", message)
 
 
-def _schedule(checkpoint: Checkpoint) -> Value:
+def _source_schedule(checkpoint: Checkpoint) -> Value:
     """The state dict of the source's LR scheduler; None if its producer does not use a torch scheduler."""
     path = _schedule_path(checkpoint)
     value: Value = checkpoint.extra if path else None
@@ -228,7 +228,7 @@ def _schedule_path(checkpoint: Checkpoint) -> tuple[Step, ...]:
     return next((path for path in paths if path[0] in checkpoint.extra), ())
 
 
-def _steps(checkpoint: Checkpoint, sources: Sources) -> int:
+def _optimizer_steps(checkpoint: Checkpoint, sources: Sources) -> int:
     """The optimizer's step count, from the first parameter that has one; 0 if none has."""
     entries = checkpoint.optim.state.values() if checkpoint.optim is not None else ()
     step = next((entry["step"] for entry in entries if "step" in entry), 0)

@@ -175,12 +175,12 @@ def _match(
     expected, units = transformed.checkpoint, transformed.units
     written = _reopen(path, opener, locate=level is VerifyLevel.FULL, units=units)
     if units is not None:
-        written = _named(written, units, path)
+        written = _unflatten(written, units, path)
     wrong = [problem.message for problem in written.problems if problem.fatal]
     empty = frozenset(name for name, param in units.params().items() if not param.numel) if units else frozenset()
-    unmatched = {(named.section, named.key): named for named in _compared(written, empty)}
+    unmatched = {(named.section, named.key): named for named in _comparable(written, empty)}
     pairs = []
-    for named in _compared(expected, empty):
+    for named in _comparable(expected, empty):
         other = unmatched.pop((named.section, named.key), None)
         dtype = dtypes.of(named.section, named.state, named.tensor)
         if other is None:
@@ -221,7 +221,7 @@ def _reopen(path: str, sources: Sources, *, locate: bool, units: Units | None = 
         raise InternalError(f"the output does not read back: {error.what}", details=error.details) from error
 
 
-def _named(written: Checkpoint, units: Units, path: str) -> Checkpoint:
+def _unflatten(written: Checkpoint, units: Units, path: str) -> Checkpoint:
     """Flattened output as whole tensors by name, unflattened with the units it was written with."""
     matched = match(written, units)
     if isinstance(matched, Mismatch):
@@ -235,7 +235,7 @@ def _named(written: Checkpoint, units: Units, path: str) -> Checkpoint:
     return to_names(named, from_units(units, "the units it was written with"))  # NO_SHARD and one rank cut nothing
 
 
-def _compared(checkpoint: Checkpoint, empty: Collection[str]) -> Iterator[NamedTensor]:
+def _comparable(checkpoint: Checkpoint, empty: Collection[str]) -> Iterator[NamedTensor]:
     """The values to compare. Keys of the model and optimizer are the same in every container; keys of extras depend on
     it.
 
@@ -291,14 +291,14 @@ def _pack(tensors: Sequence[Tensor]) -> Packed:
     chunks = [tensor.chunks for tensor in tensors]
     return [
         [tensor.dtype.name for tensor in tensors],
-        _joined(np.asarray(tensor.shape, np.int64) for tensor in tensors),
+        _join(np.asarray(tensor.shape, np.int64) for tensor in tensors),
         np.asarray([(tensor.ndim, len(tensor.chunks)) for tensor in tensors], np.int64).reshape(-1, 2),
-        _joined(np.stack([each.rank, each.file, each.offset]) for each in chunks),
-        _joined(np.stack([each.start, each.size, each.stride]) for each in chunks),
+        _join(np.stack([each.rank, each.file, each.offset]) for each in chunks),
+        _join(np.stack([each.start, each.size, each.stride]) for each in chunks),
     ]
 
 
-def _joined(arrays: Iterable[Int64Array]) -> Int64Array:
+def _join(arrays: Iterable[Int64Array]) -> Int64Array:
     flat = [array.ravel() for array in arrays]
     return np.concatenate(flat).astype(np.int64) if flat else np.zeros(0, np.int64)
 

@@ -62,7 +62,7 @@ def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tu
     fitting = [
         form
         for form in _fitting(flavor, suffix, options, source)
-        if form.layout is layout and (not suffix or suffix == form.suffix) and _takes(form, options, source)
+        if form.layout is layout and (not suffix or suffix == form.suffix) and _matches_request(form, options, source)
     ]
     unsettled = any(note.kind in _UNSETTLED for note in source.notes)
     if fitting and not unsettled:
@@ -71,10 +71,10 @@ def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tu
     asked = _words_of(suffix, options) or "all that is taken from this source"
     why = "which sections it has is not settled" if unsettled else f"flavor {flavor.name} does not save {asked}"
     resumes = "resumes" if form.optim is not None else "loads"
-    return Note("plain", f"{_PLAIN}: {why}. What {resumes} with it: --flavor {flavor.name} {_words(form)}")
+    return Note("plain", f"{_PLAIN}: {why}. What {resumes} with it: --flavor {flavor.name} {_describe_change(form)}")
 
 
-def _takes(form: Form, options: ConvertOptions, source: Checkpoint) -> bool:
+def _matches_request(form: Form, options: ConvertOptions, source: Checkpoint) -> bool:
     """Whether ``form`` has a place for the sections that are taken, a model among them, and matches the optimizer's
     keys.
 
@@ -110,7 +110,7 @@ def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source:
         raise UsageError(
             f"--flavor {flavor.name} does not go with "
             + _words_of(suffix, replace(options, key_type=None, only=None), " and "),
-            expected="; ".join(map(_words, flavor.forms)),
+            expected="; ".join(map(_describe_change, flavor.forms)),
             next_step=_what_to_change(flavor, suffix, options, source),
         )
     form = _preferred(flavor, fitting, source)
@@ -175,7 +175,7 @@ def _what_to_change(flavor: Flavor, suffix: str, options: ConvertOptions, source
     return "drop --to, --container and --world-size, and give DST a name without a suffix"
 
 
-def _words(form: Form) -> str:
+def _describe_change(form: Form) -> str:
     ranks = " --world-size N" if is_per_rank(form.layout, form.container) else ""
     return f"--to {form.layout} --container {form.container}" + ranks + ("" if form.directory else ", one file")
 

@@ -57,7 +57,7 @@ def finish_export(
         _check_configuration(reference, checkpoint, sources)
     if _CONFIG not in files:
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", _NEEDED)))
-    return _export(checkpoint, folders, sources, reference), files
+    return _without_tied_copies(checkpoint, folders, sources, reference), files
 
 
 def _check_against(reference: str, checkpoint: Checkpoint, sources: Sources) -> None:
@@ -113,7 +113,9 @@ def _list(value: object) -> Sequence[object]:
     return value if isinstance(value, list) else ()
 
 
-def _export(checkpoint: Checkpoint, folders: Sequence[str], sources: Sources, reference: str | None) -> Checkpoint:
+def _without_tied_copies(
+    checkpoint: Checkpoint, folders: Sequence[str], sources: Sources, reference: str | None
+) -> Checkpoint:
     """Drop the second copy of tied weights: of those that share memory, and of the output layer if the model's
     configuration ties it to the word embeddings and the bytes are equal.
 

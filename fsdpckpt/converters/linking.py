@@ -60,7 +60,7 @@ def hardlink(source: str, path: str) -> None:
     try:
         os.link(source, path, follow_symlinks=False)
     except OSError as error:
-        raise _refused(source, path, error) from None
+        raise _refused_error(source, path, error) from None
     _sync(path)
 
 
@@ -85,7 +85,7 @@ def _sync(path: str) -> None:
             os.close(file)
 
 
-def _refused(source: str, path: str, error: OSError) -> TargetUnwritableError:
+def _refused_error(source: str, path: str, error: OSError) -> TargetUnwritableError:
     why = {
         errno.EXDEV: "they are on different file systems, which no hard link can cross",
         errno.EPERM: "the file belongs to another user (fs.protected_hardlinks), or the file system has no hard links",

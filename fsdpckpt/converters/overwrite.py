@@ -49,7 +49,7 @@ def find_replaceable(target: str) -> Contents:
         present = [name for name in contents if not is_left_behind(name)]
         if not present or (present == [""] and not contents[""].nbytes):
             return contents
-        foreign = list(_foreign(where, target, contents, sources))
+        foreign = list(_foreign_files(where, target, contents, sources))
     if foreign:
         raise foreign_files_error(target, foreign)
     return contents
@@ -83,7 +83,7 @@ def foreign_files_error(target: str, names: Iterable[str]) -> TargetExistsError:
     """The error for files at ``target`` that do not belong to a checkpoint. ``foreign``: their paths below it."""
     foreign = sorted(names)
     more = [f"and {len(foreign) - _SHOWN} more"] if len(foreign) > _SHOWN else []
-    return _refused(
+    return _refused_error(
         f"{target} holds files that are no part of a checkpoint, and --overwrite would delete them",
         target,
         [*foreign[:_SHOWN], *more],
@@ -91,7 +91,7 @@ def foreign_files_error(target: str, names: Iterable[str]) -> TargetExistsError:
     )
 
 
-def _foreign(where: str, target: str, contents: Contents, sources: Sources) -> Iterator[str]:
+def _foreign_files(where: str, target: str, contents: Contents, sources: Sources) -> Iterator[str]:
     """The files of ``contents``, at ``where``, that do not belong to the checkpoint there.
 
     Raises TargetExistsError if there is no checkpoint, or several.
@@ -129,19 +129,21 @@ def _open(where: str, target: str, sources: Sources, contents: Contents) -> Chec
     try:
         checkpoint = open_checkpoint(where, sources=sources, locate=False)
     except NeedsInformationError as error:
-        raise _refused(f"{target} is not one checkpoint", target, error.details or shown, why=_ONLY_ONE) from error
+        raise _refused_error(
+            f"{target} is not one checkpoint", target, error.details or shown, why=_ONLY_ONE
+        ) from error
     except FsdpckptError as error:
-        raise _refused(f"{target} does not read as a checkpoint", target, shown, why=error.what) from error
+        raise _refused_error(f"{target} does not read as a checkpoint", target, shown, why=error.what) from error
     if checkpoint.directory and checkpoint.directory.rstrip("/") != where:
         what = f"{target} is not a checkpoint, it contains one"
-        raise _refused(what, target, [checkpoint.directory], why=_ONLY_ONE)
+        raise _refused_error(what, target, [checkpoint.directory], why=_ONLY_ONE)
     return checkpoint
 
 
 _ONLY_ONE = "--overwrite replaces one checkpoint, and everything at DST would be deleted"
 
 
-def _refused(what: str, target: str, details: Iterable[str], *, why: str) -> TargetExistsError:
+def _refused_error(what: str, target: str, details: Iterable[str], *, why: str) -> TargetExistsError:
     new = "give a DST that does not exist yet"
     old = target.rstrip("/")
     move = to_copy(f"{new}, or move what is there out of the way", f"mv {shlex.quote(old)} {shlex.quote(old + '.old')}")
@@ -160,12 +162,12 @@ def _contents_of_url(url: str, sources: Sources) -> dict[str, FileIdentity]:
         return {}
     if not entry.directory:
         return {"": FileIdentity("", entry.nbytes)}
-    return {name: FileIdentity(name, nbytes) for name, nbytes in _below(url, sources)}
+    return {name: FileIdentity(name, nbytes) for name, nbytes in _files_below(url, sources)}
 
 
-def _below(url: str, sources: Sources) -> Iterator[tuple[str, int]]:
+def _files_below(url: str, sources: Sources) -> Iterator[tuple[str, int]]:
     for entry in sources.list_directory(url):
         if entry.directory:
-            yield from ((f"{entry.name}/{name}", nbytes) for name, nbytes in _below(entry.path, sources))
+            yield from ((f"{entry.name}/{name}", nbytes) for name, nbytes in _files_below(entry.path, sources))
         else:
             yield entry.name, entry.nbytes

@@ -178,13 +178,13 @@ class _Conversion:
                     with set_aside():
                         self._write(budget)
                 elif self._prepared is not None and self._alone:
-                    self._foresee(self._prepared, budget)
+                    self._note_remains(self._prepared, budget)
                 return self._report(budget, begun)
         except BaseException as error:
             self._undo(error)
             raise
 
-    def _foresee(self, prepared: Prepared, budget: Budget) -> None:
+    def _note_remains(self, prepared: Prepared, budget: Budget) -> None:
         """Set the note on what a real run would do with the remains of an interrupted one. Raises what that run would
         raise.
         """

@@ -181,10 +181,10 @@ def resume_note(
         return Note("resumed", f"continued an interrupted run: {there}")
     if staging is None:
         return Note("resumed", f"{target} was complete already: every byte was compared, nothing was written")
-    return _cleared(staging, options, useless)
+    return _cleared_text(staging, options, useless)
 
 
-def _cleared(staging: Staging | Remains, options: ConvertOptions, useless: Sequence[str]) -> Note | None:
+def _cleared_text(staging: Staging | Remains, options: ConvertOptions, useless: Sequence[str]) -> Note | None:
     if useless:
         left = f"what an interrupted run had left in {staging.root} was removed"
         return Note("cleared", f"{left}, because its source has changed ({useless[0]}): started from the beginning")

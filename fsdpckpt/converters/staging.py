@@ -114,7 +114,7 @@ def open_staging(
     compared = cast("list[bool]", group.all_gather_objects(existing, name="where DST exists"))
     paths = cast("list[tuple[str, str, str]]", group.all_gather_objects(opened, name="staging"))
     leader = leaders[places[group.rank]]
-    sees = group.world_size == 1 or _sees(paths[leader], existing=compared[leader])
+    sees = group.world_size == 1 or _find_seers(paths[leader], existing=compared[leader])
     seen = group.all_gather_objects(sees, name="who sees staging")
     with group.step("staging is seen"):
         if made and group.world_size > 1:
@@ -154,7 +154,7 @@ def _state(path: str) -> str:
     return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
 
 
-def _sees(opened: tuple[str, str, str], *, existing: bool) -> bool:
+def _find_seers(opened: tuple[str, str, str], *, existing: bool) -> bool:
     path, _, token = opened
     try:
         if existing:

@@ -62,17 +62,17 @@ def requested_mesh(options: ConvertOptions, source: Checkpoint, sources: Sources
     if meshes and options.placements is not None:
         return TargetMesh(meshes, parse_placements(options.placements, meshes, sources))
     if options.like is not None:
-        return _like(options.like, options, meshes, sources)
+        return _like_checkpoint(options.like, options, meshes, sources)
     if not meshes:
         return None
     pairs = _by_dimensions(_whole_meshes(source), meshes)
     if pairs is not None:
-        return _as_source(pairs, [] if _strange(source, list(pairs)) else _all_shardings(source, list(pairs)))
+        return _as_source(pairs, [] if _why_no_mesh(source, list(pairs)) else _all_shardings(source, list(pairs)))
     flat = (options.to or source.layout) is Layout.FLATTENED
     hybrid = options.tensor is TensorForm.SHARDED_TENSOR or _has_hybrid(options.flavor or source.flavor)
     dimensions = len(meshes[0].sizes)
     if len(meshes) == 1 and (dimensions == 1 or flat or (hybrid and dimensions == 2)):
-        return TargetMesh(meshes, None, _rows(meshes[0]))
+        return TargetMesh(meshes, None, _on_rows(meshes[0]))
     raise _how_to_place(meshes, source)
 
 
@@ -121,7 +121,7 @@ def on_mesh(spec: TargetSpec, source: Checkpoint, mesh: TargetMesh | None) -> Ta
     if mesh is not None:
         return replace(spec, mesh=mesh)
     meshes = source_meshes(source)
-    strange = _strange(source, meshes)
+    strange = _why_no_mesh(source, meshes)
     if spec.form is not None and spec.form.mesh.names is not None:  # it has meshes of its own
         return replace(spec, mesh=_of_framework(spec, source, spec.form.mesh, spec.world_size))
     if strange:
@@ -149,7 +149,7 @@ def _of_framework(spec: TargetSpec, source: Checkpoint, form: MeshForm, world_si
     if len(meshes) == 1 and names and {one.placements for one in _all_shardings(source, meshes)} == {_HYBRID}:
         [(before, target)] = _resized(spec, source, meshes, world_size).items()
         named = replace(target, names=names)
-        return TargetMesh((named,), None, _rows(named), _note({replace(before, names=names): named}))
+        return TargetMesh((named,), None, _on_rows(named), _note({replace(before, names=names): named}))
     meshes = source_meshes(source)
     if not any(len(mesh.sizes) > 1 for mesh in meshes):
         return None
@@ -168,7 +168,7 @@ def _note(meshes: Mapping[MeshShape, MeshShape]) -> str:
     return f"{what} {verb} kept: {after}" if before == after else f"{what} {before} {verb} resized to {after}"
 
 
-def _strange(source: Checkpoint, meshes: Sequence[MeshShape]) -> str:
+def _why_no_mesh(source: Checkpoint, meshes: Sequence[MeshShape]) -> str:
     """Why no mesh of all ranks can describe the source's DTensors, with their placements or meshes; "" if one can."""
     tensors = list(source.leaves())
     unknown = {one.placement for one in tensors if one.sharded and one.sharding is None and one.placement[0] == "["}
@@ -222,7 +222,7 @@ def _has_hybrid(flavor: str) -> bool:
     return known is not None and any(form.mesh.hybrid is not None for form in known.forms)
 
 
-def _rows(mesh: MeshShape) -> Sharding:
+def _on_rows(mesh: MeshShape) -> Sharding:
     return Sharding(mesh, tuple(_hybrid(mesh).values()))
 
 
@@ -261,7 +261,7 @@ def _by_dimensions(before: Sequence[MeshShape], meshes: Sequence[MeshShape]) -> 
     return {mesh: by_names[mesh.dimension_names] for mesh in before}
 
 
-def _like(path: str, options: ConvertOptions, meshes: Sequence[MeshShape], sources: Sources) -> TargetMesh:
+def _like_checkpoint(path: str, options: ConvertOptions, meshes: Sequence[MeshShape], sources: Sources) -> TargetMesh:
     with of_option("--like"):
         other = open_checkpoint(path, sources=sources, locate=False)
     whole = _whole_meshes(other)

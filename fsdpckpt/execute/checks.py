@@ -331,17 +331,19 @@ def unproved(check: SourceCheck, plan: Plan, received: Mapping[int, Sequence[Ran
         file = plan.files[number]
         begins, ends = np.asarray(ranges, np.int64).reshape(-1, 2).T
         parts = split_copies(file, plan, np.ones(len(file.copies.rows), bool), begins, ends)
-        _add(spans, parts.copies, parts.nbytes // parts.copies.rows, np.ones(len(parts.nbytes), bool))
+        _add_spans(spans, parts.copies, parts.nbytes // parts.copies.rows, np.ones(len(parts.nbytes), bool))
     for file in plan.files:
         copies = file.copies
-        _add(spans, copies, plan.source_bytes(copies.width, copies.cast), _gapped(plan, copies))
+        _add_spans(spans, copies, plan.source_bytes(copies.width, copies.cast), _gapped(plan, copies))
     records: list[SourceRecord] = []
     for source, several in sorted(spans.items()):
         records += check.unproved(source, *np.concatenate(several, axis=1))
     return records
 
 
-def _add(spans: dict[int, list[Int64Array]], copies: Copies, width: Int64Array, wanted: npt.NDArray[np.bool_]) -> None:
+def _add_spans(
+    spans: dict[int, list[Int64Array]], copies: Copies, width: Int64Array, wanted: npt.NDArray[np.bool_]
+) -> None:
     """Add to ``spans``, by source file, where the ``wanted`` copies begin and end. Their rows have ``width`` bytes."""
     ends = copies.source + (copies.rows - 1) * copies.source_pitch + width
     for source in np.unique(copies.file[wanted]).tolist():

@@ -58,9 +58,9 @@ class Output:
         self._file: WritableFile | None = None
         self._patched = 0
         if self.resumed is not None:
-            self._take(self.resumed)
+            self._absorb(self.resumed)
 
-    def _take(self, state: OutputState) -> None:
+    def _absorb(self, state: OutputState) -> None:
         self.parts.extend(state.parts)
         self.checks.absorb(state.rows, state.late)
 
@@ -126,7 +126,7 @@ class Output:
         file durable.
         """
         for state in others:
-            self._take(state)
+            self._absorb(state)
         self._complete()
 
     def abandon(self) -> None:

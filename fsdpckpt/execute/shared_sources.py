@@ -87,7 +87,7 @@ class UnionSources(Sources):
             raise decode_error(answer)
         return answer
 
-    def _union(self, what: str, path: str, entries: list[Entry], join: str) -> list[Entry]:
+    def _union_entries(self, what: str, path: str, entries: list[Entry], join: str) -> list[Entry]:
         by_name = {entry.name: entry for entry in entries}
         for rank in range(1, self._group.world_size):
             for name, nbytes, directory in cast("list[tuple[str, int, bool]]", self.ask(rank, what, path)):
@@ -100,13 +100,13 @@ class UnionSources(Sources):
         entry = super().stat(path)
         if entry is not None or self._group.world_size == 1:
             return entry
-        return next(iter(self._union("stat", path, [], "")), None)
+        return next(iter(self._union_entries("stat", path, [], "")), None)
 
     def list_directory(self, path: str) -> list[Entry]:
         if self._group.world_size == 1 or is_url(path):
             return super().list_directory(path)
         entries = super().list_directory(path) if os.path.isdir(path) else []
-        return self._union("list", path, entries, os.path.join(path, ""))
+        return self._union_entries("list", path, entries, os.path.join(path, ""))
 
     def open(self, path: str) -> ByteSource:
         self.opened.setdefault(path)

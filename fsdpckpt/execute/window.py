@@ -59,24 +59,24 @@ class Assembler:
         """
         shift = begin % BLOCK  # the same alignment in memory as in the file, as direct writes need it
         view = self._window[shift : shift + end - begin] if into is None else into
-        self._literals(file, begin, view)
+        self._copy_literals(file, begin, view)
         low = int(file.write_items[:, 0].searchsorted(begin, side="right")) - 1
         high = int(file.write_items[:, 0].searchsorted(end, side="left"))
         rows = slice(int(file.first_copy[max(low, 0)]), int(file.first_copy[high]))
         known: dict[tuple[int, int], int] = {}
         plain = (file.copies.rows[rows] == 1) & (file.copies.cast[rows] < 0)
         if rows.stop - rows.start <= self._few_copies and plain.all():
-            self._each(file.copies, rows, begin, view, known)
+            self._copy_each(file.copies, rows, begin, view, known)
             return view, known
-        self._plain(file, rows, plain, begin, view, known)
+        self._copy_contiguous(file, rows, plain, begin, view, known)
         if not plain.all():
             numbers = np.flatnonzero(~plain) + rows.start
             widths = self._plan.source_bytes(file.copies.width[numbers], file.copies.cast[numbers])
             for batch in strided_batches(file.copies, numbers, widths, begin, end, len(self._scratch)):
-                self._strided(file, batch, begin, view)
+                self._copy_strided(file, batch, begin, view)
         return view, known
 
-    def _literals(self, file: FilePlan, begin: int, view: memoryview) -> None:
+    def _copy_literals(self, file: FilePlan, begin: int, view: memoryview) -> None:
         literals = file.literals
         end = begin + len(view)
         low = max(int(literals[:, 0].searchsorted(begin, side="right")) - 1, 0)
@@ -102,10 +102,10 @@ class Assembler:
         self._check.summed(file, offset, len(view), crc)
         return crc
 
-    def _each(
+    def _copy_each(
         self, copies: Copies, rows: slice, begin: int, view: memoryview, known: dict[tuple[int, int], int]
     ) -> None:
-        """Copy contiguous copies one by one: small files have only a few, and the set-up in ``_plain`` would
+        """Copy contiguous copies one by one: small files have only a few, and the set-up in ``_copy_contiguous`` would
         cost more.
         """
         columns = (copies.file, copies.source, copies.target, copies.width)
@@ -115,7 +115,7 @@ class Assembler:
                 place = view[first - begin : last - begin]
                 known[first, last - first] = self._read_summed(file, source + first - target, place)
 
-    def _plain(
+    def _copy_contiguous(
         self,
         file: FilePlan,
         rows: slice,
@@ -147,13 +147,13 @@ class Assembler:
         for low, high in pairwise(chains):
             while low < high:
                 fits = int(np.searchsorted(ends[low:high], begins[low] + len(self._scratch), side="right"))
-                self._deal(table[:, low : low + max(fits, 1)], begin, view, known)
+                self._read_group(table[:, low : low + max(fits, 1)], begin, view, known)
                 low += max(fits, 1)  # noqa: PLW2901
 
     def _cost(self, file: int) -> int:
         return request_cost(self._sources.open(self._files[file].path)) if self._remote else 0
 
-    def _deal(self, group: Int64Array, begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
+    def _read_group(self, group: Int64Array, begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
         """Read the segments of ``group`` at once and copy them to their places."""
         number, origin, place, length = group[:, 0].tolist()
         if group.shape[1] == 1:
@@ -169,13 +169,15 @@ class Assembler:
             known[begin + place, length] = crcs[-1]
         self._check.summed_all(number, group[1], group[3], np.array(crcs, np.int64))
 
-    def _strided(self, file: FilePlan, batch: StridedBatch, begin: int, view: memoryview) -> None:
+    def _copy_strided(self, file: FilePlan, batch: StridedBatch, begin: int, view: memoryview) -> None:
         """Copy by rows, or with a cast. A single copy is clipped to the window: part of a row, full rows, a part."""
         copy = [int(column[batch.first]) for column in file.copies]
         for source, target, width, rows in rows_within(self._plan, copy, begin, begin + len(view)):
-            self._rows(copy, source, view[target - begin :], width, rows, batch)
+            self._copy_rows(copy, source, view[target - begin :], width, rows, batch)
 
-    def _rows(self, copy: list[int], source: int, view: memoryview, width: int, rows: int, batch: StridedBatch) -> None:
+    def _copy_rows(
+        self, copy: list[int], source: int, view: memoryview, width: int, rows: int, batch: StridedBatch
+    ) -> None:
         """Copy ``rows`` full rows of ``width`` target bytes through scratch, reading as many at once as fit there.
 
         One read takes the copies of ``batch`` from every row: ``stretch`` bytes of each.
@@ -189,7 +191,7 @@ class Assembler:
             most = limit // have.itemsize * want.itemsize
             for row, at in product(range(rows), range(0, width, most)):
                 place = source + row * source_pitch + at // want.itemsize * have.itemsize
-                self._rows(copy, place, view[row * pitch + at :], min(most, width - at), 1, batch)
+                self._copy_rows(copy, place, view[row * pitch + at :], min(most, width - at), 1, batch)
             return
         gap = source_pitch - stretch
         apart = gap > self._cost(number) and (stretch >= WIDE_ROW or gap > GAP)
@@ -209,7 +211,7 @@ class Assembler:
             placed: npt.NDArray[np.generic] = np.ndarray(
                 shape, want, view, done * pitch, (batch.target_step, pitch, want.itemsize)
             )
-            _store(taken, placed)
+            _cast_rows(taken, placed)
 
 
 def _item_types(casting: tuple[DType, DType] | None, width: int) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:
@@ -219,7 +221,7 @@ def _item_types(casting: tuple[DType, DType] | None, width: int) -> tuple[np.dty
     return numpy_dtype(casting[0]), numpy_dtype(casting[1])
 
 
-def _store(taken: npt.NDArray[np.generic], placed: npt.NDArray[np.generic]) -> None:
+def _cast_rows(taken: npt.NDArray[np.generic], placed: npt.NDArray[np.generic]) -> None:
     """Cast elements from ``taken`` to ``placed``, a few rows at a time: numpy's temporary copies are not in the memory
     budget.
     """

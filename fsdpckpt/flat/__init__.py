@@ -138,13 +138,13 @@ def possible_numels(checkpoint: Checkpoint) -> tuple[int, ...]:
     if optim is None:
         return ()
     rows = key_lengths(optim, world_size)
-    whole = sum(_whole(states) for key, states in optim.state.items() if key not in rows)
+    whole = sum(_count_whole(states) for key, states in optim.state.items() if key not in rows)
     return tuple(
         whole + sum(int(row[:size].sum()) for row in rows.values()) for size in possible_shard_sizes(checkpoint)
     )
 
 
-def _whole(states: Mapping[str, Tensor | Value]) -> int:
+def _count_whole(states: Mapping[str, Tensor | Value]) -> int:
     return max((leaf.numel for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim > 1), default=0)
 
 

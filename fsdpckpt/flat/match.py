@@ -162,7 +162,7 @@ class _Matching:
                     yield f"the model has a parameter {name}, which the units do not have"
             elif isinstance(leaf, Tensor):
                 compared += 1
-                yield from self._named(name, param, leaf, sliced=bool(flat))
+                yield from self._match_names(name, param, leaf, sliced=bool(flat))
         if flat or not cleaned:
             # LOCAL_STATE_DICT lists the innermost units first, and inside of each the model's order.
             slices = [name for name, leaf in cleaned.items() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
@@ -175,7 +175,7 @@ class _Matching:
         if compared:
             self.proved.append(f"{compared} names and shapes of the units are those of the model section")
 
-    def _named(self, name: str, param: UnitParam, leaf: Tensor, *, sliced: bool) -> Iterator[str]:
+    def _match_names(self, name: str, param: UnitParam, leaf: Tensor, *, sliced: bool) -> Iterator[str]:
         if sliced and param.name in self.sharded:
             wrong = self._check_slices(param, leaf)
             if wrong:

@@ -60,7 +60,7 @@ def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) 
     for (state, _), places in tails.items():
         values = [_read(checkpoint, sources, place) for place in places]
         checked += sum(map(len, values))
-        if not _untouched(np.concatenate(values), constants):
+        if not _is_initial(np.concatenate(values), constants):
             misplaced = [place.where for place, values_read in zip(places, values, strict=True) if values_read.any()]
             wrong.extend(
                 f"{where} {state}: what the units call padding holds values of a parameter" for where in misplaced
@@ -76,7 +76,7 @@ def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) 
     return checked
 
 
-def _untouched(values: npt.NDArray[np.generic], constants: set[float]) -> bool:
+def _is_initial(values: npt.NDArray[np.generic], constants: set[float]) -> bool:
     """Whether ``values`` are an optimizer's initial ones: zeros, or one constant.
 
     A single element other than zero counts only if it is one of ``constants``, in the dtype of the values; otherwise it
@@ -147,9 +147,9 @@ def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Pro
     sums = checkpoint.checksums.by_place()
     problems: list[Problem] = []
     compared = unknown = 0
-    for section, key, tensor in _sliced(checkpoint):
+    for section, key, tensor in _slice_tensors(checkpoint):
         layout = match.layouts.get(key) if section is Section.MODEL else None
-        for rank, first in _differing(tensor, layout.shards if layout is not None else most, sums):
+        for rank, first in _differing_replicas(tensor, layout.shards if layout is not None else most, sums):
             if rank < 0:
                 unknown += 1
                 continue
@@ -167,14 +167,14 @@ def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Pro
     return problems, notes
 
 
-def _sliced(checkpoint: Checkpoint) -> Iterator[tuple[Section, str, Tensor]]:
+def _slice_tensors(checkpoint: Checkpoint) -> Iterator[tuple[Section, str, Tensor]]:
     for named in checkpoint.tensors():
         flat = named.section is Section.MODEL and is_flat_key(named.key)
         if flat or named.tensor.placement == SLICES:
             yield named.section, named.key, named.tensor
 
 
-def _differing(
+def _differing_replicas(
     tensor: Tensor, shards: int, sums: Mapping[tuple[int, int], tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
     """For each replica (rank, first rank with other bytes or -1 if equal); (-1, -1) if it has no checksum."""

@@ -59,9 +59,9 @@ def _model(model: ModelState, match: FlatMatch, notes: list[Note]) -> ModelState
     for key, leaf in model.params.items():
         unit = by_key.get(clean(key)) if is_flat_key(key) else None
         if unit is not None and isinstance(leaf, Tensor):
-            params.update(_split(unit, leaf.dtype, _runs(leaf), match.layouts[unit.key]))
+            params.update(_split_params(unit, leaf.dtype, _sorted_runs(leaf), match.layouts[unit.key]))
         elif clean(key) not in sharded:
-            params[clean(key)] = _whole(leaf)
+            params[clean(key)] = _read_whole(leaf)
     for later, first in match.units.shared:
         if first in params:
             params[later] = params[first]
@@ -72,7 +72,7 @@ def _model(model: ModelState, match: FlatMatch, notes: list[Note]) -> ModelState
     return ModelState(params, model.metadata)
 
 
-def _whole(leaf: Tensor | Value) -> Tensor | Value:
+def _read_whole(leaf: Tensor | Value) -> Tensor | Value:
     """A 1-D tensor that every rank holds whole, which was read as slices because nothing marks it as a buffer."""
     if not isinstance(leaf, Tensor):
         return leaf
@@ -97,11 +97,11 @@ def _optimizer(optim: OptimState, match: FlatMatch, world_size: int, notes: list
         if name is None:
             state[key] = states
         elif name in by_key:
-            state.update(_of_unit(by_key[name], states, match, world_size))
+            state.update(_unit_states(by_key[name], states, match, world_size))
         else:
             maps = maps_in(states)
             state[name] = {
-                item: _whole(leaf)
+                item: _read_whole(leaf)
                 if isinstance(leaf, Tensor) and (is_step(item, leaf) or item in maps)
                 else _of_param(params[name], leaf, match, world_size)
                 for item, leaf in states.items()
@@ -118,7 +118,7 @@ def _optimizer(optim: OptimState, match: FlatMatch, world_size: int, notes: list
     return OptimState(state, groups, optim.extra)
 
 
-def _of_unit(
+def _unit_states(
     unit: Unit, states: Mapping[str, Tensor | Value], match: FlatMatch, world_size: int
 ) -> dict[ParamKey, dict[str, Tensor | Value]]:
     """The states of each parameter of a flat parameter; a state that is not a slice belongs to all of them."""
@@ -133,11 +133,11 @@ def _of_unit(
         cut = isinstance(leaf, Tensor) and leaf.ndim and not is_step(item, leaf) and item not in maps
         if cut and isinstance(leaf, Tensor) and _fits(leaf, layout.shard, world_size):
             starts = leaf.chunks.rank % layout.shards * layout.shard
-            for name, tensor in _split(unit, leaf.dtype, _runs(leaf, starts), layout).items():
+            for name, tensor in _split_params(unit, leaf.dtype, _sorted_runs(leaf, starts), layout).items():
                 by_name[name][item] = tensor
         else:
             for entry in by_name.values():
-                entry[item] = replace(leaf) if isinstance(leaf, Tensor) and not leaf.ndim else _whole(leaf)
+                entry[item] = replace(leaf) if isinstance(leaf, Tensor) and not leaf.ndim else _read_whole(leaf)
     return by_name
 
 
@@ -163,17 +163,17 @@ def _of_param(param: UnitParam, leaf: Tensor | Value, match: FlatMatch, world_si
     if not isinstance(leaf, Tensor):
         return leaf
     if not leaf.ndim:
-        return _of_holders(leaf, counts, world_size)
+        return _holder_state(leaf, counts, world_size)
     lengths = slice_lengths(leaf, world_size)
     if counts is None or lengths is None:
-        return _whole(leaf) if counts is None else replace(leaf, sharded=True, placement=PLACEMENT)
+        return _read_whole(leaf) if counts is None else replace(leaf, sharded=True, placement=PLACEMENT)
     if not np.array_equal(lengths, np.resize(counts, world_size)):
-        return _whole(leaf) if is_number_per_rank(leaf) else replace(leaf, sharded=True, placement=PLACEMENT)
+        return _read_whole(leaf) if is_number_per_rank(leaf) else replace(leaf, sharded=True, placement=PLACEMENT)
     starts = np.resize(np.cumsum(counts) - counts, world_size)[leaf.chunks.rank]
-    return _tensor(param, leaf.dtype, _runs(leaf, starts), 0)
+    return _param_tensor(param, leaf.dtype, _sorted_runs(leaf, starts), 0)
 
 
-def _of_holders(leaf: Tensor, counts: Int64Array | None, world_size: int) -> Tensor:
+def _holder_state(leaf: Tensor, counts: Int64Array | None, world_size: int) -> Tensor:
     """A 0-dim state from the ranks that hold elements of the parameter.
 
     Optimizers that make states at once (Adagrad) have one on the other ranks too, which never advances.
@@ -199,7 +199,7 @@ def _group(group: Mapping[Key, Value], match: FlatMatch, by_key: Mapping[str, Un
 # Slices to boxes.
 
 
-def _runs(tensor: Tensor, starts: Int64Array | None = None) -> list[_Run]:
+def _sorted_runs(tensor: Tensor, starts: Int64Array | None = None) -> list[_Run]:
     """The non-empty chunks of a 1-D tensor, with ``starts`` in place of their own, sorted by place."""
     chunks = tensor.chunks
     begin = chunks.start[:, 0] if starts is None else starts
@@ -214,7 +214,7 @@ def _runs(tensor: Tensor, starts: Int64Array | None = None) -> list[_Run]:
     return sorted((row for row in rows if row[4]), key=lambda row: (row[3], row[0]))
 
 
-def _split(unit: Unit, dtype: DType, runs: Sequence[_Run], layout: FlatLayout) -> dict[str, Tensor]:
+def _split_params(unit: Unit, dtype: DType, runs: Sequence[_Run], layout: FlatLayout) -> dict[str, Tensor]:
     """Split ``runs``, the slices of a flat parameter sorted by their begin, into its parameters."""
     ends = np.maximum.accumulate(np.asarray([run[3] + run[4] for run in runs], np.int64)) if runs else np.empty(0)
     begins = [run[3] for run in runs]
@@ -222,11 +222,11 @@ def _split(unit: Unit, dtype: DType, runs: Sequence[_Run], layout: FlatLayout) -
     for param, start, numel in zip(unit.params, layout.start.tolist(), layout.numel.tolist(), strict=True):
         low = int(np.searchsorted(ends, start, side="right"))
         high = int(np.searchsorted(begins, start + numel, side="left"))
-        by_name[param.name] = _tensor(param, dtype, runs[low:high], start)
+        by_name[param.name] = _param_tensor(param, dtype, runs[low:high], start)
     return by_name
 
 
-def _tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: int) -> Tensor:
+def _param_tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: int) -> Tensor:
     """One parameter's tensor, which begins at ``start``: the part of each run inside the parameter, as boxes."""
     order = param.order
     dims = range(len(param.shape)) if order is None else order

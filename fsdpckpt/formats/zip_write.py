@@ -117,7 +117,7 @@ class TorchZip:
         at = len(file.blob)
         for low in range(0, len(names), _AT_ONCE):
             rows = slice(low, low + _AT_ONCE)
-            file.blob += _locals(names[rows], length[rows], nbytes[rows], (data - header)[rows])
+            file.blob += _local_headers(names[rows], length[rows], nbytes[rows], (data - header)[rows])
         places = at + np.cumsum(data - header) - (data - header)
         file.literal_columns.frombytes(np.stack([header, places, data - header], axis=1).tobytes())
         file.nbytes = int(data[-1] + nbytes[-1])
@@ -134,7 +134,7 @@ class TorchZip:
         count = 0
         for each in self._records:
             if isinstance(each, _Run) and each.header[-1] - begin < LIMIT_32:
-                entries, inside = _centrals(each, begin)
+                entries, inside = _directory_entries(each, begin)
                 places = np.stack([each.header + 14, at + len(directory) + inside + 16], axis=1)
                 rows = np.column_stack([each.data, each.data + each.nbytes, places])[each.nbytes > 0]
                 file.checksum_columns.frombytes(rows.tobytes())
@@ -150,19 +150,19 @@ class TorchZip:
                 directory += _central(record, record.header - begin)
                 count += 1
         file.literal(directory)
-        file.literal(_end(count, len(directory), at - begin))
+        file.literal(_end_records(count, len(directory), at - begin))
         return file.nbytes - begin
 
     @property
     def pickle_at(self) -> int:
         """The file offset of the pickle."""
-        return self._single(0).data
+        return self._put_single(0).data
 
     @property
     def pickle_nbytes(self) -> int:
-        return self._single(0).nbytes
+        return self._put_single(0).nbytes
 
-    def _single(self, number: int) -> _Record:
+    def _put_single(self, number: int) -> _Record:
         """Write the first record or the last one, which are never part of a run."""
         record = self._records[number]
         if not isinstance(record, _Record):
@@ -177,7 +177,7 @@ class TorchZip:
         """The bytes of a finished archive that change, with their file offsets, if its pickle becomes ``data`` of the
         same length.
         """
-        changes = [(self._single(0).data, bytes(data)), (self._single(-1).data, _identity(data))]
+        changes = [(self._put_single(0).data, bytes(data)), (self._put_single(-1).data, _identity(data))]
         for number, (_, content) in zip((0, -1), changes[:2], strict=True):
             crc = isal_zlib.crc32(content).to_bytes(4, "little")
             changes += [(place, crc) for place in self._crc_places[number].ravel().tolist()]
@@ -201,7 +201,7 @@ def _central(record: _Record, header: int) -> bytes:
     return b"%b%b%b" % (packed, record.name, extra)
 
 
-def _locals(names: list[bytes], length: Int64Array, nbytes: Int64Array, size: Int64Array) -> bytes:
+def _local_headers(names: list[bytes], length: Int64Array, nbytes: Int64Array, size: Int64Array) -> bytes:
     """The headers before the data of records, of ``size`` bytes with the padding."""
     fixed = np.zeros(len(names), _LOCAL_COLUMNS)
     fixed["fixed"] = _LOCAL_HEADER.pack(0x04034B50, 20, _UTF8, 0, 0, _DATE, 0, 0, 0, 0, 0)[:14]
@@ -215,7 +215,7 @@ def _locals(names: list[bytes], length: Int64Array, nbytes: Int64Array, size: In
     return out.tobytes()
 
 
-def _centrals(run: _Run, begin: int) -> tuple[bytes, Int64Array]:
+def _directory_entries(run: _Run, begin: int) -> tuple[bytes, Int64Array]:
     """The entries of the directory, and where each of them begins; ``begin``: of the archive in its file."""
     length = np.array([len(name) for name in run.name], np.int64)
     fixed = np.zeros(len(length), _CENTRAL_COLUMNS)
@@ -247,7 +247,7 @@ def _put_rows(
     return places + width + length
 
 
-def _end(records: int, nbytes: int, offset: int) -> bytes:
+def _end_records(records: int, nbytes: int, offset: int) -> bytes:
     """The end of the directory, including its 64-bit form if a number needs it."""
     wide = b""
     if records >= _LIMIT_16 or nbytes >= LIMIT_32 or offset >= LIMIT_32:

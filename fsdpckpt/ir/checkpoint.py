@@ -240,7 +240,7 @@ class NamedTensor(NamedTuple):
         return self.param if self.state is None else f"{self.param}.{self.state}"
 
 
-def _inside(param: str, state: str, value: Value) -> Iterator[NamedTensor]:
+def _nested_tensors(param: str, state: str, value: Value) -> Iterator[NamedTensor]:
     """The tensors in a state that is a container: SOAP's lists, bitsandbytes' dicts."""
     outer = () if state == BARE_VALUE else (state,)
     for path, tensor in leaf_tensors(value):
@@ -315,7 +315,7 @@ class Checkpoint:
                     if isinstance(leaf, Tensor):
                         yield NamedTensor(Section.OPTIM, name, None if state == BARE_VALUE else state, leaf)
                     elif isinstance(leaf, (dict, list, tuple)):
-                        yield from _inside(name, state, leaf)
+                        yield from _nested_tensors(name, state, leaf)
             rest: dict[Key, Value] = {"param_groups": list(self.optim.param_groups or []), **self.optim.extra}
             for path, tensor in leaf_tensors(rest):
                 dotted = ".".join(map(str, path))

@@ -121,7 +121,7 @@ def _examine(shape: tuple[int, ...], start: Int64Array, size: Int64Array, rank: 
     inside = ((start >= 0) & (size >= 0) & (start + size <= limit)).all(axis=1)
     for row in np.flatnonzero(filled & ~inside).tolist():
         begin, count = tuple(start[row].tolist()), tuple(size[row].tolist())
-        flaws.append(Flaw("outside", _outside(shape, begin, count), begin, count, (int(rank[row]),)))
+        flaws.append(Flaw("outside", _outside_flaw(shape, begin, count), begin, count, (int(rank[row]),)))
     good = filled & inside
     boxes = np.concatenate([start[good], size[good]], axis=1)
     if len(boxes):
@@ -136,16 +136,16 @@ def _examine(shape: tuple[int, ...], start: Int64Array, size: Int64Array, rank: 
     if 0 in shape:
         return flaws
     if len(cut) > MAX_CUT_DIMENSIONS or prod(len(edges[k]) for k in cut) > MAX_CELLS:
-        return flaws + _pairwise(shape, start_, size_, holders)
-    return flaws + _counted(shape, start_, size_, holders, edges)
+        return flaws + _compare_pairwise(shape, start_, size_, holders)
+    return flaws + _count_boxes(shape, start_, size_, holders, edges)
 
 
-def _outside(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> int:
+def _outside_flaw(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> int:
     kept = prod(max(min(b + n, e) - max(b, 0), 0) for b, n, e in zip(start, size, shape, strict=True))
     return abs(prod(size)) - kept
 
 
-def _counted(
+def _count_boxes(
     shape: tuple[int, ...],
     start: Int64Array,
     size: Int64Array,
@@ -176,7 +176,7 @@ def _counted(
         for axis, k in enumerate(cut):
             begin[k], end[k] = int(edges[k][first[axis]]), int(edges[k][first[axis] + 1])
         box = tuple(e - b for b, e in zip(begin, end, strict=True))
-        ranks = _holding(holders, begin, end) if kind == "overlap" else ()
+        ranks = _holding_ranks(holders, begin, end) if kind == "overlap" else ()
         volume: Int64Array = wrong.astype(np.int64)  # of the marked cells, over the cut dimensions
         for k in reversed(cut):
             volume = volume @ np.diff(edges[k])
@@ -185,7 +185,7 @@ def _counted(
     return flaws
 
 
-def _holding(
+def _holding_ranks(
     holders: tuple[Int64Array, Int64Array, Int64Array], begin: Sequence[int], end: Sequence[int]
 ) -> tuple[int, ...]:
     """The ranks whose boxes contain the cell from ``begin`` to ``end``."""
@@ -195,7 +195,7 @@ def _holding(
     return tuple(ranks)
 
 
-def _pairwise(
+def _compare_pairwise(
     shape: tuple[int, ...], start: Int64Array, size: Int64Array, holders: tuple[Int64Array, Int64Array, Int64Array]
 ) -> list[Flaw]:
     """For boxes too irregular to count: any two that overlap, else what is missing according to the volumes."""
@@ -211,7 +211,7 @@ def _pairwise(
             one, other = np.unravel_index(int(np.argmax(common)), common.shape)
             corner, far = low[one, other].tolist(), high[one, other].tolist()
             box = tuple(e - b for b, e in zip(corner, far, strict=True))
-            return [Flaw("overlap", prod(box), tuple(corner), box, _holding(holders, corner, far))]
+            return [Flaw("overlap", prod(box), tuple(corner), box, _holding_ranks(holders, corner, far))]
     held = sum(prod(row) for row in size.tolist())
     if held == prod(shape):
         return []

@@ -109,7 +109,7 @@ def aliased_states(optim: OptimState, checkpoint: Checkpoint) -> Iterator[Proble
         tensors = [(name, leaf) for name, leaf in states.items() if isinstance(leaf, Tensor)]
         if len(tensors) < 2:
             continue
-        shared = _sharing(tensors)
+        shared = _overlapping_states(tensors)
         if shared:
             one, other, number = shared
             path = checkpoint.files[number].path if 0 <= number < len(checkpoint.files) else None
@@ -135,7 +135,7 @@ class _Span(NamedTuple):
     row: int
 
 
-def _sharing(tensors: list[tuple[str, Tensor]]) -> tuple[str, str, int] | None:
+def _overlapping_states(tensors: list[tuple[str, Tensor]]) -> tuple[str, str, int] | None:
     """Two states that overlap, and their file."""
     if _plainly_apart([tensor for _, tensor in tensors]):
         return None

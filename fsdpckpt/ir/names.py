@@ -159,8 +159,8 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
     in_optim = {name: clean(name) for name in _names(optim)}
     if in_model and in_optim:
         by_section = in_model, in_optim
-        in_model = _bare(in_model, by_section[1].values())
-        in_optim = _bare(in_optim, by_section[0].values())
+        in_model = _without_module(in_model, by_section[1].values())
+        in_optim = _without_module(in_optim, by_section[0].values())
     if not any(old != new for names in (in_model, in_optim) for old, new in names.items()):
         return checkpoint, SourceNames(leading=leading)
     _refuse_collisions(checkpoint, in_model, "model")
@@ -196,7 +196,7 @@ def _names(optim: OptimState | None) -> list[str]:
     return list(dict.fromkeys(key for key in keys if isinstance(key, str)))
 
 
-def _bare(names: Mapping[str, str], like: Iterable[str]) -> dict[str, str]:
+def _without_module(names: Mapping[str, str], like: Iterable[str]) -> dict[str, str]:
     """``names`` (old to new), with ``without_module`` applied to the new ones."""
     return dict(zip(names, without_module(names.values(), tuple(like)), strict=True))
 

@@ -193,9 +193,9 @@ class ItemKinds:
     """The columns of several items, one after the other. Each is a kind of item that files have many of."""
 
     def __init__(self, kinds: list[TargetFile]) -> None:
-        self._literals = _joined([as_table(kind.literal_columns, 3) for kind in kinds], 3)
-        self._items = _joined([as_table(kind.item_columns, 4) for kind in kinds], 4)
-        self._checksums = _joined([as_table(kind.checksum_columns, 4) for kind in kinds], 4)
+        self._literals = _join([as_table(kind.literal_columns, 3) for kind in kinds], 3)
+        self._items = _join([as_table(kind.item_columns, 4) for kind in kinds], 4)
+        self._checksums = _join([as_table(kind.checksum_columns, 4) for kind in kinds], 4)
 
     def put(
         self, file: TargetFile, kind: Int64Array, begin: Int64Array, tensor: Int64Array, box: Int64Array
@@ -221,7 +221,7 @@ class ItemKinds:
 _Joined: TypeAlias = tuple[Int64Array, Int64Array, Int64Array]
 
 
-def _joined(tables: list[Int64Array], width: int) -> _Joined:
+def _join(tables: list[Int64Array], width: int) -> _Joined:
     """All rows, and for each table the first of its rows and their number."""
     count = np.array([len(table) for table in tables], np.int64)
     return np.concatenate([np.zeros((0, width), np.int64), *tables]), np.cumsum(count) - count, count

@@ -212,14 +212,16 @@ def flaws(units: Units) -> list[str]:
 
 def _repeated(units: Units) -> Iterator[str]:
     names = [param.name for unit in units.units for param in unit.params] + [p.name for p in units.unmanaged]
-    yield from (f"parameter {name} is listed {times} times" for name, times in _twice(names))
-    yield from (f"unit {prefix!r} is listed {times} times" for prefix, times in _twice(u.prefix for u in units.units))
-    yield from (f"parameters: {name} is listed {times} times" for name, times in _twice(units.parameters))
+    yield from (f"parameter {name} is listed {times} times" for name, times in _repeated_keys(names))
+    yield from (
+        f"unit {prefix!r} is listed {times} times" for prefix, times in _repeated_keys(u.prefix for u in units.units)
+    )
+    yield from (f"parameters: {name} is listed {times} times" for name, times in _repeated_keys(units.parameters))
     listed = [key for group in units.groups or () for key in group]
-    yield from (f"groups: {key} is in {times} places" for key, times in _twice(listed))
+    yield from (f"groups: {key} is in {times} places" for key, times in _repeated_keys(listed))
 
 
-def _twice(names: Iterable[_Item]) -> list[tuple[_Item, int]]:
+def _repeated_keys(names: Iterable[_Item]) -> list[tuple[_Item, int]]:
     return [(name, times) for name, times in Counter(names).items() if times > 1]
 
 
@@ -230,7 +232,7 @@ def _orders(units: Units) -> Iterator[str]:
     unknown = [name for name in units.parameters if name not in known]
     yield from (f"parameters: {name} is in no unit and not listed as unmanaged" for name in unknown)
     yield from (f"parameters: {name} is missing" for name in units.params() if name not in listed)
-    yield from _astray(units)
+    yield from _misplaced(units)
     unmanaged = {param.name for param in units.unmanaged}
     keys = known if units.use_orig_params else {unit.key for unit in units.units} | unmanaged
     kind = "parameter" if units.use_orig_params else "flat parameter or unmanaged parameter"
@@ -247,10 +249,10 @@ def _order_flaws(order: RankOrder, groups: Groups) -> Iterator[str]:
     for index, (members, every) in enumerate(zip(order.groups, groups, strict=True)):
         known = set(every)
         yield from (f"{key} is not in group {index} of groups" for key in members if key not in known)
-        yield from (f"{key} is listed {times} times" for key, times in _twice(members))
+        yield from (f"{key} is listed {times} times" for key, times in _repeated_keys(members))
 
 
-def _astray(units: Units) -> Iterator[str]:
+def _misplaced(units: Units) -> Iterator[str]:
     """A unit has its parameters in the order of ``model.parameters()``; shared ones may come earlier elsewhere."""
     place = {name: index for index, name in enumerate(units.parameters)}
     firsts = {first for _, first in units.shared}
@@ -293,7 +295,9 @@ def _stride_flaws(param: UnitParam) -> Iterator[str]:
 
 def _shared_flaws(units: Units) -> Iterator[str]:
     known = units.params()
-    yield from (f"shared: {later} is listed {n} times" for later, n in _twice(later for later, _ in units.shared))
+    yield from (
+        f"shared: {later} is listed {n} times" for later, n in _repeated_keys(later for later, _ in units.shared)
+    )
     for later, first in units.shared:
         if first not in known:
             yield f"shared: {first}, whose other name is {later}, is not a parameter of these units"
@@ -304,7 +308,7 @@ def _shared_flaws(units: Units) -> Iterator[str]:
 def _rank_flaws(units: Units) -> Iterator[str]:
     world, shard = units.world_size, units.shard_size
     ranks = [rank for order in units.orders for rank in order.ranks]
-    yield from (f"orders: rank {rank} has {times}" for rank, times in _twice(ranks))
+    yield from (f"orders: rank {rank} has {times}" for rank, times in _repeated_keys(ranks))
     yield from (f"orders: there is no rank {rank}" for rank in ranks if world is None or rank >= world)
     if world is not None and shard is not None and world % shard:
         yield f"shard_size: {world} ranks cannot be divided into sharding groups of {shard}"

@@ -51,29 +51,29 @@ def encode(units: Units, *, how: Sequence[str] = ()) -> dict[str, Json]:
         "use_orig_params": units.use_orig_params,
         "world_size": units.world_size,
         "shard_size": units.shard_size,
-        "units": [_unit(unit) for unit in units.units],
-        "unmanaged": [_param(param) for param in units.unmanaged],
+        "units": [_encode_unit(unit) for unit in units.units],
+        "unmanaged": [_encode_param(param) for param in units.unmanaged],
         "shared": [list(pair) for pair in units.shared],
         "parameters": list(units.parameters),
         "groups": None if units.groups is None else [list(group) for group in units.groups],
-        **({"orders": [_order(order) for order in units.orders]} if units.orders else {}),
+        **({"orders": [_encode_order(order) for order in units.orders]} if units.orders else {}),
     }
 
 
-def _order(order: RankOrder) -> dict[str, Json]:
+def _encode_order(order: RankOrder) -> dict[str, Json]:
     return {"ranks": list(order.ranks), "groups": [list(group) for group in order.groups]}
 
 
-def _unit(unit: Unit) -> dict[str, Json]:
+def _encode_unit(unit: Unit) -> dict[str, Json]:
     return {
         "prefix": unit.prefix,
         "strategy": unit.strategy.value,
         "param_dtype": unit.param_dtype.name if unit.param_dtype is not None else None,
-        "params": [_param(param) for param in unit.params],
+        "params": [_encode_param(param) for param in unit.params],
     }
 
 
-def _param(param: UnitParam) -> dict[str, Json]:
+def _encode_param(param: UnitParam) -> dict[str, Json]:
     fields: dict[str, Json] = {"name": param.name, "shape": list(param.shape), "dtype": param.dtype.name}
     if param.stride is not None:
         fields["stride"] = list(param.stride)
@@ -280,7 +280,7 @@ class _Complaints:
 
     def refuse(self, value: object, where: str, expected: str) -> Any:
         """Complain that ``value`` is not what is ``expected``. Returns None in its place."""
-        self.add(where, f"{where}: expected {expected}, found {_brief(value)}")
+        self.add(where, f"{where}: expected {expected}, found {_shortened(value)}")
         return None
 
 
@@ -297,7 +297,7 @@ class _Fields:
         for name in self._fields:
             if name not in known:
                 place = f"{self._head}{name}"
-                complaints.add(place, f"{_brief(place)}: no such field; the fields are {', '.join(known)}")
+                complaints.add(place, f"{_shortened(place)}: no such field; the fields are {', '.join(known)}")
 
     def has(self, name: str) -> bool:
         """Whether the field is there, and not null."""
@@ -324,6 +324,6 @@ class _Fields:
             yield _Fields(item, f"{self._head}{name}[{at}]", known, self._complaints)
 
 
-def _brief(value: object) -> str:
+def _shortened(value: object) -> str:
     text = "nothing" if value is None else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -267,7 +267,7 @@ def in_placement_order(
         now = runs[placement.dim]
         split = (_cut(now, factor, i) for i in range(factor))
         parts = (_cut(one, mesh[mesh_dim], coordinate[mesh_dim]) for one in split)
-        runs[placement.dim] = _joined([run for part in parts for run in part])
+        runs[placement.dim] = _join_runs([run for part in parts for run in part])
     return _boxes(runs)
 
 
@@ -292,7 +292,7 @@ def _cut(runs: _Runs, parts: int, index: int) -> _Runs:
     return tuple(cut)
 
 
-def _joined(runs: list[tuple[int, int]]) -> _Runs:
+def _join_runs(runs: list[tuple[int, int]]) -> _Runs:
     """Merge neighbouring runs."""
     joined: list[tuple[int, int]] = []
     for start, length in runs:

@@ -316,15 +316,15 @@ def split_copies(
     none.
     """
     table = np.stack(file.copies)
-    plain = _plain(table, np.flatnonzero(wanted & (file.copies.rows == 1)), plan, begins, ends)
-    pitched = _pitched(table, np.flatnonzero(wanted & (file.copies.rows > 1)), plan, begins, ends)
+    plain = _split_plain(table, np.flatnonzero(wanted & (file.copies.rows == 1)), plan, begins, ends)
+    pitched = _split_pitched(table, np.flatnonzero(wanted & (file.copies.rows > 1)), plan, begins, ends)
     rows = np.concatenate([plain, pitched], axis=1)
     rows = rows[:, np.lexsort((rows[2], rows[1], rows[0]))]  # by window, copy, and place in the target
     copies = Copies(*np.ascontiguousarray(rows[3:]))
     return CopyParts(copies, rows[0], rows[1], plan.source_bytes(copies.width * copies.rows, copies.cast))
 
 
-def _plain(
+def _split_plain(
     table: Int64Array, numbers: npt.NDArray[np.intp], plan: Plan, begins: Int64Array, ends: Int64Array
 ) -> Int64Array:
     """Split copies of one row. Rows of the result: window, copy, order, then the columns of a copy."""
@@ -343,7 +343,7 @@ def _plain(
     return np.concatenate([np.stack([window, copy, low]), parts]).astype(np.int64, copy=False)
 
 
-def _pitched(
+def _split_pitched(
     table: Int64Array, numbers: npt.NDArray[np.intp], plan: Plan, begins: Int64Array, ends: Int64Array
 ) -> Int64Array:
     """Split copies of several rows: in each window part of a row, whole rows, part of a row."""

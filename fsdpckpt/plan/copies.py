@@ -61,7 +61,7 @@ class SourceChunks:
         if (table[4][1:] < table[4][:-1]).any():
             order = np.argsort(table[4], kind="stable")
             table = tuple(column[order] for column in table)
-        return _joined(table)
+        return _join_copies(table)
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +96,7 @@ class _Group:
         self._cast = np.array(numbers, np.int64)
         self._source_item, self._target_item = np.array([(a.itemsize, b.itemsize) for a, b in dtypes], np.int64).T
         self._base = np.cumsum(length) - length  # where each tensor begins on the line
-        self._chunks = _on_one_line([tensor for tensor, *_ in tensors], self._ndim, self._base)
+        self._chunks = _line_of_chunks([tensor for tensor, *_ in tensors], self._ndim, self._base)
 
     def copies(
         self, rows: Int64Array, tensor: Int64Array, offset: Int64Array, box: Int64Array, boxes: Int64Array
@@ -141,7 +141,7 @@ class _Group:
         have, want = self._source_item[tensor[item]], self._target_item[tensor[item]]
         source_at = ((low - chunks.start[box]) * stride).sum(axis=1)
         target_at = ((low - start[item]) * target_stride).sum(axis=1)
-        pair, source_more, target_more, source_pitch, target_pitch, count, run = _pitched(
+        pair, source_more, target_more, source_pitch, target_pitch, count, run = _pitched_copies(
             extent, stride, target_stride, self._order
         )
         if pair is not None:
@@ -153,11 +153,11 @@ class _Group:
         return (rows[item], *columns, self._cast[tensor[item]])
 
 
-def _on_one_line(tensors: Sequence[Tensor], ndim: int, base: Int64Array) -> _Chunks:
+def _line_of_chunks(tensors: Sequence[Tensor], ndim: int, base: Int64Array) -> _Chunks:
     """The chunks of ``tensors`` without empty ones and replicas: of replicas the lowest rank's stays."""
     each = [tensor.chunks for tensor in tensors]
     count = np.array([len(chunks.file) for chunks in each], np.int64)
-    start, size, stride, box = _boxes(each, count, ndim)
+    start, size, stride, box = _unique_boxes(each, count, ndim)
     begin = np.repeat(base, count) + start[box, 0]
     order = None
     full = np.asarray((size > 0).all(axis=1))
@@ -187,7 +187,7 @@ def _on_one_line(tensors: Sequence[Tensor], ndim: int, base: Int64Array) -> _Chu
     return _Chunks(begin, reach, file, offset, box, start, size, stride)
 
 
-def _boxes(
+def _unique_boxes(
     each: Sequence[Chunks], count: Int64Array, ndim: int
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
     """Starts, sizes and strides of all boxes, and the box of each chunk. Tensors that are cut alike share boxes."""
@@ -212,7 +212,9 @@ def _boxes(
 _Pitched = tuple["npt.NDArray[np.intp] | None", Int64Array, Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]
 
 
-def _pitched(size: Int64Array, source_stride: Int64Array, target_stride: Int64Array, order: Sequence[int]) -> _Pitched:
+def _pitched_copies(
+    size: Int64Array, source_stride: Int64Array, target_stride: Int64Array, order: Sequence[int]
+) -> _Pitched:
     """Boxes as pitched copies: box (None: each is one copy), source and target start, pitches, rows, run; in elements.
 
     Goes through the dimensions from fastest to slowest in the target. Neighbouring dimensions that are contiguous on
@@ -255,7 +257,7 @@ def _pitched(size: Int64Array, source_stride: Int64Array, target_stride: Int64Ar
     return box, source_at, target_at, source_pitch[box], target_pitch[box], rows[box], run[box]
 
 
-def _joined(table: CopyTable) -> CopyTable:
+def _join_copies(table: CopyTable) -> CopyTable:
     """Merge neighbouring copies: a slice of a flat parameter is several boxes that follow each other on both sides."""
     item, file, source, source_pitch, target, target_pitch, width, rows, cast = table
     linked = (item[1:] == item[:-1]) & (rows[1:] == 1) & (rows[:-1] == 1) & (file[1:] == file[:-1])

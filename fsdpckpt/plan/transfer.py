@@ -50,7 +50,7 @@ def partition(
     """
     ends = np.cumsum([plan.files[number].nbytes for number in files], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
-    marks = [_snapped(total * part // len(workers), ends, total // len(workers)) for part in range(1, len(workers))]
+    marks = [_snap_to_end(total * part // len(workers), ends, total // len(workers)) for part in range(1, len(workers))]
     segments: list[Segment] = []
     begin = 0
     worker = 0
@@ -58,7 +58,9 @@ def partition(
         file = plan.files[number]
         at = 0
         while worker < len(marks) and marks[worker] < end:
-            stop = _outside(_allowed(file, plan, marks[worker] - begin), (written or {}).get(number, ()))
+            stop = _outside_window(
+                _last_allowed_cut(file, plan, marks[worker] - begin), (written or {}).get(number, ())
+            )
             if stop > at:
                 segments.append(Segment(number, place, at, stop, workers[worker]))
                 at = stop
@@ -69,7 +71,7 @@ def partition(
     return segments
 
 
-def _snapped(mark: int, ends: Int64Array, share: int) -> int:
+def _snap_to_end(mark: int, ends: Int64Array, share: int) -> int:
     """``mark``, or the end of a file near it."""
     index = int(np.searchsorted(ends, mark))
     near = [int(end) for end in ends[max(index - 1, 0) : index + 1]]
@@ -77,7 +79,7 @@ def _snapped(mark: int, ends: Int64Array, share: int) -> int:
     return best if abs(best - mark) <= share * NEAR else mark
 
 
-def _allowed(file: FilePlan, plan: Plan, at: int) -> int:
+def _last_allowed_cut(file: FilePlan, plan: Plan, at: int) -> int:
     """The last offset up to ``at`` where ``file`` may be cut; 0 if there is none."""
     at = at // BLOCK * BLOCK
     write_item = int(np.searchsorted(file.write_items[:, 0], at, side="right")) - 1
@@ -92,7 +94,7 @@ def _allowed(file: FilePlan, plan: Plan, at: int) -> int:
     return at - (at - int(offset)) % plan.casts[cast][1].itemsize
 
 
-def _outside(at: int, written: Sequence[Claim]) -> int:
+def _outside_window(at: int, written: Sequence[Claim]) -> int:
     """``at``, or the beginning of the window in ``written`` that contains it."""
     index = bisect_left(written, at, key=lambda claim: claim[0]) - 1  # the last that begins before it
     return written[index][0] if index >= 0 and written[index][1] > at else at
@@ -168,14 +170,14 @@ def plan_transfers(
     empty window. A window must not need more than ``round_bytes``; the less each window needs, the better rounds are
     filled.
     """
-    senders = _senders(visible)
+    senders = _choose_senders(visible)
     owned: dict[int, list[int]] = {rank: []}
     for number, segment in enumerate(segments):
         owned.setdefault(segment.owner, []).append(number)
     served = (~visible & (senders == rank)).any(axis=0)
     served[rank] = True
     needs = [
-        _need(plan, segments, owned[owner], visible, senders, owner, window, round_bytes, written or {})
+        _find_need(plan, segments, owned[owner], visible, senders, owner, window, round_bytes, written or {})
         for owner in sorted(owned)
         if served[owner]
     ]
@@ -192,7 +194,7 @@ def plan_transfers(
     )
 
 
-def _senders(visible: Visible) -> Int64Array:
+def _choose_senders(visible: Visible) -> Int64Array:
     """Which rank sends file f to rank o, as [f, o], if it must be sent: the ranks that see f take turns."""
     senders = np.zeros(visible.shape, np.int64)
     for file in np.flatnonzero(~visible.all(axis=1)).tolist():
@@ -201,7 +203,7 @@ def _senders(visible: Visible) -> Int64Array:
     return senders
 
 
-def _need(
+def _find_need(
     plan: Plan,
     segments: Sequence[Segment],
     numbers: Sequence[int],

@@ -187,7 +187,7 @@ def _how_to_choose(source: str, labels: Sequence[str], parts: Sequence[ReadPart]
     """The next step for the user: the path of one candidate if they are different directories, else the options that
     leave one.
     """
-    named = _readable(labels, parts)
+    named = _path_for_user(labels, parts)
     folders = [_folder(label) for label in labels]
     if posixpath.commonpath([folder or "." for folder in folders]) not in folders:
         return f"name the one to read, for example {shlex.quote(named)}"
@@ -206,7 +206,7 @@ def _how_to_choose(source: str, labels: Sequence[str], parts: Sequence[ReadPart]
     return f"to read {kept}, add {ignored}{other}"
 
 
-def _readable(labels: Sequence[str], parts: Sequence[ReadPart]) -> str:
+def _path_for_user(labels: Sequence[str], parts: Sequence[ReadPart]) -> str:
     """What to give as SRC for the first of ``labels``: the directory of a set of files; its directory if that has no
     other candidate and holds more than this part; otherwise the path itself.
     """
@@ -238,8 +238,8 @@ def _strange_names(source: str, with_model: ReadPart, with_optim: ReadPart) -> l
     if not missing or any(_FLAT in name for name in (*model.params, *named)):
         return []
     held = {clean(name) for name in model.params}
-    ends = {end for name in held for end in _ends(name)}
-    missing = [name for name in missing if clean(name) not in ends and held.isdisjoint(_ends(clean(name)))]
+    ends = {end for name in held for end in _suffixes(name)}
+    missing = [name for name in missing if clean(name) not in ends and held.isdisjoint(_suffixes(clean(name)))]
     if not missing:
         return []
     shown = first_of(missing, _SHOWN)
@@ -256,7 +256,7 @@ def _strange_names(source: str, with_model: ReadPart, with_optim: ReadPart) -> l
     )
 
 
-def _ends(name: str) -> list[str]:
+def _suffixes(name: str) -> list[str]:
     """``a.b.c``: itself, ``b.c`` and ``c``."""
     words = name.split(".")
     return [".".join(words[at:]) for at in range(len(words))]

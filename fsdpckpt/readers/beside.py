@@ -256,7 +256,7 @@ def _files(listed: object) -> dict[str, ManifestFile]:
         nbytes, crc = (entry.get("nbytes"), entry.get("crc32")) if isinstance(entry, dict) else (None, None)
         if (
             isinstance(name, str)
-            and _inside(name)
+            and _is_inside(name)
             and isinstance(nbytes, int)
             and (crc is None or (isinstance(crc, str) and _CRC.fullmatch(crc)))
         ):
@@ -264,7 +264,7 @@ def _files(listed: object) -> dict[str, ManifestFile]:
     return files
 
 
-def _inside(name: str) -> bool:
+def _is_inside(name: str) -> bool:
     """Whether a file of this name is inside the directory; files elsewhere are never opened."""
     return "\0" not in name and not name.startswith("/") and not {"", ".", ".."} & set(name.split("/"))
 
@@ -328,12 +328,12 @@ def check_listing(manifest: Manifest, present: dict[str, Entry]) -> list[Problem
         if entry is None:
             message = f"{path} is missing, and {MANIFEST} lists it (if that is meant, remove {MANIFEST} too)"
             fatal = name.endswith(_DECIDING) or not auxiliary(posixpath.basename(name))
-            problems.append(Problem("missing-file", message, fatal=fatal, file=path, section=_section(name)))
+            problems.append(Problem("missing-file", message, fatal=fatal, file=path, section=_only_section(name)))
         elif entry.nbytes != listed.nbytes:
             message = f"{path} has {bytes_text(entry.nbytes)}, and {MANIFEST} says {bytes_text(listed.nbytes)}"
             kind: ProblemKind = "truncated" if entry.nbytes < listed.nbytes else "length"
-            problems.append(Problem(kind, message, file=path, section=_section(name)))
-    return [*problems, *_strays(manifest, present)]
+            problems.append(Problem(kind, message, file=path, section=_only_section(name)))
+    return [*problems, *_stray_problems(manifest, present)]
 
 
 def listed(manifest: Manifest, sources: Sources) -> dict[str, Entry]:
@@ -349,12 +349,12 @@ def listed(manifest: Manifest, sources: Sources) -> dict[str, Entry]:
     return files
 
 
-def _section(name: str) -> Section | None:
+def _only_section(name: str) -> Section | None:
     """The one section that a file of this name holds; None if it may hold several."""
     return next((section for section, word in _SECTIONS if re.search(word, name)), None)
 
 
-def _strays(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
+def _stray_problems(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
     """Problems of files that look like those of the checkpoint but were not written with it."""
     kinds = {os.path.splitext(name)[1] for name in manifest.files} - {"", ".json"}
     strays = [name for name in present if os.path.splitext(name)[1] in kinds and name not in manifest.files]

@@ -125,7 +125,7 @@ class _SearchResult:
     directories: list[str]
 
 
-def _joined(listing: _Listing, below: Sequence[_SearchResult]) -> _SearchResult:
+def _join_searches(listing: _Listing, below: Sequence[_SearchResult]) -> _SearchResult:
     """The parts of a directory and of those ``below`` it."""
     notes = [note for one in below for note in one.notes]
     if listing.not_carried:
@@ -182,7 +182,7 @@ class _Opening:
             )
         searched = self._search(self.source, _DEPTH)
         if searched is None:
-            raise self._nothing()
+            raise self._nothing_found()
         units = _nearest_units(self._directories_above(searched.path), self.sources)
         written = manifest_units(searched.path, searched.names, self.sources)
         self.files.units = written or (units.units if units is not None else self.files.units)
@@ -228,7 +228,7 @@ class _Opening:
                 read.append(self._read(part))
             except SourceError as error:
                 if not part.neighbour and len(searched.directories) > _MOST_DIRECTORIES:
-                    raise _several(searched.path, searched.directories) from None
+                    raise _several_candidates(searched.path, searched.directories) from None
                 left_out = (SourceUnsafeError, SourceUnrecognisedError, SourceUnsupportedError)
                 if not part.neighbour or not isinstance(error, left_out):
                     raise
@@ -315,14 +315,14 @@ class _Opening:
                 only.notes.insert(0, Note("found-below", f"the checkpoint was found in {only.path}"))
             return only
         if sum(1 for entry in numbered if any(one.path.startswith(entry.path) for one in below)) > 1:
-            raise _several(path, [one.path for one in below])
-        return _joined(listing, below)
+            raise _several_candidates(path, [one.path for one in below])
+        return _join_searches(listing, below)
 
     def _producer_below(self, listing: _Listing, directories: list[Entry]) -> _SearchResult | None:
         """The one subdirectory with everything that a producer saves, if no file above it is a model or optimizer."""
         below = [one for entry in directories if (one := self._search_flat(entry.path)) and _resuming(one.names)]
         if len(below) > 1:
-            raise _several(listing.path, [one.path for one in below])
+            raise _several_candidates(listing.path, [one.path for one in below])
         for one in below:
             left = ", ".join([*(part.label.rpartition("/")[2] for part in listing.parts), *listing.not_carried])
             message = f"the checkpoint was found in {one.path}; not copied from {listing.path}: {left}"
@@ -334,13 +334,13 @@ class _Opening:
         below = [one for entry in directories if depth and (one := self._search_flat(entry.path))]
         parts = {one.path for one in below}
         listing.not_carried += [f"{entry.name}/" for entry in directories if entry.path not in parts]
-        return _joined(listing, below)
+        return _join_searches(listing, below)
 
     def _search_flat(self, path: str) -> _SearchResult | None:
         listing = self._list(path)
-        return _joined(listing, []) if listing.parts else None
+        return _join_searches(listing, []) if listing.parts else None
 
-    def _nothing(self) -> SourceUnrecognisedError:
+    def _nothing_found(self) -> SourceUnrecognisedError:
         listing = self._list(self.source)
         return SourceUnrecognisedError(
             f"no checkpoint was found in {self.source}",
@@ -393,7 +393,7 @@ def _parent_quoted(path: str) -> str:
     return shlex.quote(path.rpartition("/")[0] or ".")
 
 
-def _several(path: str, candidates: list[str]) -> NeedsInformationError:
+def _several_candidates(path: str, candidates: list[str]) -> NeedsInformationError:
     return NeedsInformationError(
         f"{path} holds {len(candidates)} checkpoints",
         details=candidates,

@@ -124,7 +124,7 @@ def _why_not_replicas(
         text = first_of(sizes, _SHOWN)
         return f"all optimizer states are plain one-dimensional tensors (of {text} elements), one on each rank"
     open_case = max(map(len, known), default=0) > 1 if alone else not fit
-    if open_case and _differ(vectors, checksums):
+    if open_case and _replicas_differ(vectors, checksums):
         return "one-dimensional optimizer states of equal length have different bytes on each rank"
     return None
 
@@ -139,7 +139,7 @@ def _whole_shapes(model: ModelState | None) -> set[tuple[int, ...]]:
     }
 
 
-def _differ(tensors: Sequence[Tensor], checksums: Checksums | None) -> bool:
+def _replicas_differ(tensors: Sequence[Tensor], checksums: Checksums | None) -> bool:
     """Whether the CRC-32s of some tensor's chunks show that they are not copies of each other. False without
     checksums.
     """
@@ -263,13 +263,13 @@ def _take_values_of_holders(tree: Tree, optim: OptimState, states: KeyPath) -> N
         entry = optim.state.get(key) if isinstance(key, (int, str)) else None
         if entry is None or not isinstance(name, str) or name not in entry:
             continue
-        held_values = [values[rank] for rank in _holders(entry) if rank < len(values)]
+        held_values = [values[rank] for rank in _holding_ranks(entry) if rank < len(values)]
         if held_values and all(equal(value, held_values[0]) for value in held_values):
             entry[name] = held_values[0]
             del tree.rank_values[path]
 
 
-def _holders(entry: dict[str, Tensor | Value]) -> list[int]:
+def _holding_ranks(entry: dict[str, Tensor | Value]) -> list[int]:
     """The ranks that hold elements of a parameter's slices."""
     sliced = [leaf for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
     return sorted({int(rank) for leaf in sliced for rank in leaf.chunks.rank[leaf.chunks.size[:, 0] > 0]})

@@ -36,11 +36,11 @@ def is_nested(value: Mapping[Key, Value]) -> bool:
     if not isinstance(state, dict) or not all(isinstance(key, (int, str)) for key in state):
         return False
     loose = [key for key, entry in state.items() if not isinstance(entry, dict)]
-    listed = {key for group in groups if loose and isinstance(group, dict) for key in _listed(group)}
+    listed = {key for group in groups if loose and isinstance(group, dict) for key in _listed_keys(group)}
     return not loose or (len(loose) < len(state) and all(isinstance(key, str) and key not in listed for key in loose))
 
 
-def _listed(group: Mapping[Key, Value]) -> list[Value]:
+def _listed_keys(group: Mapping[Key, Value]) -> list[Value]:
     params = group.get("params")
     return [key for key in params if isinstance(key, (int, str))] if isinstance(params, (list, tuple)) else []
 

@@ -60,7 +60,7 @@ def split(root: Value) -> Sections:
     sections = Sections(None, None, {})
     paths = _find_optimizers(root)
     if len(paths) > 1:
-        root = _several_optimizers(root, paths, sections.notes)
+        root = _repair_several_optimizers(root, paths, sections.notes)
     elif paths:
         _take_optimizer(at(root, paths[0]), paths[0], sections)
     _find_model(root, sections)
@@ -142,7 +142,7 @@ def _take_optimizer(value: dict[Key, Value], path: KeyPath, sections: Sections) 
     sections.optim_path = path if sections.optim is not None else None
 
 
-def _several_optimizers(root: dict[Key, Value], paths: list[KeyPath], notes: list[Note]) -> dict[Key, Value]:
+def _repair_several_optimizers(root: dict[Key, Value], paths: list[KeyPath], notes: list[Note]) -> dict[Key, Value]:
     """``root`` with the ids in all of its optimizers repaired; they stay extras."""
     message = f"{len(paths)} optimizers found ({', '.join(map(dotted, paths))}): all are kept as extras"
     notes.append(Note("several-optimizers", message))
@@ -237,14 +237,14 @@ def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
     if () in taken:
         return {}
     for path in sorted(
-        taken, key=_place, reverse=True
+        taken, key=_path_order, reverse=True
     ):  # from the back: removing an item from a list moves the later ones
         remaining = _without(rest, path)
         rest = remaining if isinstance(remaining, dict) else {}
     return dict(rest)
 
 
-def _place(path: KeyPath) -> list[tuple[int, str]]:
+def _path_order(path: KeyPath) -> list[tuple[int, str]]:
     """A sort key that puts paths into the same list in the order of its items."""
     return [(key if type(key) is int else 0, str(key)) for key in path]
 

@@ -96,7 +96,7 @@ def side_files(
         if entries[name].directory:
             del files[name]
             if source is not None and name in source.export_directories:
-                files.update(_below(entries[name], name, sources))
+                files.update(_files_below(entries[name], name, sources))
     same = source is not None and (
         source.name in (target.name, *target.within) or target.name in (source.name, *source.within)
     )
@@ -129,12 +129,12 @@ def _is_state(entry: Entry, flavor: Flavor | None, read: set[str]) -> bool:
     return entry.path in read if flavor is None else re.search(flavor.state, entry.name) is not None
 
 
-def _below(directory: Entry, name: str, sources: Sources) -> dict[str, Entry]:
+def _files_below(directory: Entry, name: str, sources: Sources) -> dict[str, Entry]:
     files: dict[str, Entry] = {}
     for entry in sorted(sources.list_directory(directory.path), key=lambda entry: entry.name):
         path = f"{name}/{entry.name}"
         if entry.directory:
-            files.update(_below(entry, path, sources))
+            files.update(_files_below(entry, path, sources))
         else:
             files[path] = entry
     return files

@@ -114,7 +114,7 @@ class RemoteStore:
 
     def stat(self, url: str) -> Entry | None:
         """The entry at ``url``, or None if there is none."""
-        name = _last(url)
+        name = _last_component(url)
         answer = self._identities.get(url) or self._look_up(url)
         if isinstance(answer, FileIdentity):
             return Entry(name, url, self._remember(answer).nbytes, directory=False)
@@ -125,8 +125,8 @@ class RemoteStore:
         directory = url.rstrip("/")
         if directory not in self._listings:
             files, subdirectories = self._list_names(directory)
-            entries = [Entry(_last(file.path), file.path, file.nbytes, directory=False) for file in files]
-            entries += [Entry(_last(path), path, 0, directory=True) for path in subdirectories]
+            entries = [Entry(_last_component(file.path), file.path, file.nbytes, directory=False) for file in files]
+            entries += [Entry(_last_component(path), path, 0, directory=True) for path in subdirectories]
             for file in files:
                 self._remember(file)
             self._listings[directory] = sorted(entries, key=lambda entry: entry.name)
@@ -195,7 +195,7 @@ class RemoteStore:
         return files, subdirectories
 
 
-def _last(url: str) -> str:
+def _last_component(url: str) -> str:
     """The last part of the path of ``url``."""
     return (url.partition("?")[0] if is_http(url) else url).rstrip("/").rpartition("/")[2]
 
@@ -226,9 +226,9 @@ def look_up_url(filesystem: Any, url: str) -> FileIdentity | NoFile:
 
 def names_below_url(filesystem: Any, directory: str) -> tuple[list[FileIdentity], list[str]]:
     """The files of ``directory`` that can be found, and its subdirectories. Raises SourceError."""
-    links = _links(filesystem, directory)
+    links = _page_links(filesystem, directory)
     files = _files(filesystem, (_join(directory, name) for name in _PROBED))
-    listed = [_join(directory, name) for file in files for name in _listed(filesystem, file)]
+    listed = [_join(directory, name) for file in files for name in _listed_names(filesystem, file)]
     known = {file.path for file in files}
     others = [url for url in dict.fromkeys([*links, *listed]) if url not in known]
     files += _files(filesystem, others)
@@ -281,7 +281,7 @@ def _request(filesystem: Any, url: str) -> FileIdentity | NoFile:
         return NoFile.NOTHING
 
 
-def _links(filesystem: Any, directory: str) -> list[str]:
+def _page_links(filesystem: Any, directory: str) -> list[str]:
     """The links on the directory's page to entries right below it; subdirectories end in a slash. Empty
     without a page.
     """
@@ -305,7 +305,7 @@ def _links(filesystem: Any, directory: str) -> list[str]:
     return sorted(set(names))
 
 
-def _listed(filesystem: Any, identity: FileIdentity) -> list[str]:
+def _listed_names(filesystem: Any, identity: FileIdentity) -> list[str]:
     """The file names in the file ``identity``, if it is one of ``_LISTS``."""
     names_of = _LISTS.get(identity.path.rpartition("/")[2])
     if names_of is None or identity.nbytes > MOST_LIST:

@@ -110,7 +110,7 @@ def with_retries(request: Callable[[], T], *, url: str, action: str, make_error:
 
 
 def _source_error(error: BaseException, url: str, action: str, attempts: int) -> SourceError:
-    if _missing(error):
+    if _is_missing(error):
         return SourceMissingError(
             f"{url} does not exist",
             file=url,
@@ -118,7 +118,7 @@ def _source_error(error: BaseException, url: str, action: str, attempts: int) ->
             next_step="check the URL",
             run_again=True,
         )
-    if _not_allowed(error):
+    if _is_forbidden(error):
         return SourceError(
             f"{url} may not be read: {_one_line(error)}",
             file=url,
@@ -145,13 +145,13 @@ def _source_error(error: BaseException, url: str, action: str, attempts: int) ->
 
 def target_error(error: BaseException, url: str, action: str, attempts: int) -> FsdpckptError:
     """The error for a failed request to a target: what could not be written, and why."""
-    denied = _not_allowed(error)
+    denied = _is_forbidden(error)
     tries = f" {attempts} times" if attempts > 1 else ""
     why, next_step = "the store refused the request", None
     if denied:
         why = "the credentials are missing or expired, or do not allow it"
         next_step = "check the credentials of this store"
-    elif _missing(error):
+    elif _is_missing(error):
         why, next_step = "there is no such bucket or container", "create it or correct its name"
     elif attempts > 1:
         why = "the store or the network is failing"
@@ -167,7 +167,7 @@ def target_error(error: BaseException, url: str, action: str, attempts: int) -> 
     )
 
 
-def _not_allowed(error: BaseException) -> bool:
+def _is_forbidden(error: BaseException) -> bool:
     return isinstance(error, PermissionError) or "Credential" in type(error).__name__ or _status(error) in (401, 403)
 
 
@@ -175,7 +175,7 @@ def _in_other_region(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno == errno.EREMCHG  # s3fs raises it for "moved permanently"
 
 
-def _missing(error: BaseException) -> bool:
+def _is_missing(error: BaseException) -> bool:
     return isinstance(error, FileNotFoundError) or _status(error) == 404
 
 

@@ -42,7 +42,7 @@ def contents_of(path: str) -> dict[str, FileIdentity]:
         return {}
     if not stat.S_ISDIR(status.st_mode):
         return {"": _identity("", status)}
-    return {name: _identity(name, os.lstat(os.path.join(path, name))) for name in _below(path)}
+    return {name: _identity(name, os.lstat(os.path.join(path, name))) for name in _files_below(path)}
 
 
 def _identity(name: str, status: os.stat_result) -> FileIdentity:
@@ -50,7 +50,7 @@ def _identity(name: str, status: os.stat_result) -> FileIdentity:
     return replace(identity, tag=LINK) if stat.S_ISLNK(status.st_mode) else identity
 
 
-def _below(directory: str) -> Iterator[str]:
+def _files_below(directory: str) -> Iterator[str]:
     """The relative paths of all but real directories."""
     for folder, directories, names in os.walk(directory, onerror=_raise):
         links = [name for name in directories if os.path.islink(os.path.join(folder, name))]
@@ -111,12 +111,12 @@ def _refuse_tilde(target: str) -> None:
 
 
 def _refuse_source(target: str, real: str, source: str, *, overwrite: bool) -> None:
-    if _within(real, source):
+    if _is_within(real, source):
         relation = "is the source" if real == source else "lies inside the source"
         raise UsageError(
             f"{target} {relation}, which is never written to", file=target, next_step="give a DST outside of SRC"
         )
-    if overwrite and _within(source, real):
+    if overwrite and _is_within(source, real):
         raise UsageError(
             f"replacing {target} would delete the source, which lies inside it",
             file=target,
@@ -126,9 +126,9 @@ def _refuse_source(target: str, real: str, source: str, *, overwrite: bool) -> N
 
 def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
     kind = None
-    if _within(os.getcwd(), real):
+    if _is_within(os.getcwd(), real):
         kind = "the current directory, or contains it"
-    elif _within(os.path.expanduser("~"), real):
+    elif _is_within(os.path.expanduser("~"), real):
         kind = "the home directory, or contains it"
     elif os.path.ismount(real):
         kind = "a mount point"
@@ -187,6 +187,6 @@ def _name_limit(directory: str) -> int:
         return NAME_LIMIT
 
 
-def _within(path: str, directory: str) -> bool:
+def _is_within(path: str, directory: str) -> bool:
     """Whether ``path`` is ``directory`` or lies below it; both are absolute."""
     return os.path.commonpath([path, directory]) == directory

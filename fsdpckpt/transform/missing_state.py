@@ -67,7 +67,9 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, 
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     unit_of: dict[ParamKey, str] = {name: unit.key for name, unit in units.unit_of().items()} if units else {}
     params = units.params() if units is not None else {}
-    return _filled(checkpoint, optim, missing, _StateMaker(checkpoint, read, unit_of, params, shaped_states(optim)))
+    return _fill_missing(
+        checkpoint, optim, missing, _StateMaker(checkpoint, read, unit_of, params, shaped_states(optim))
+    )
 
 
 def _parameters(count: int) -> str:
@@ -140,7 +142,7 @@ class _StateMaker:
         return tensor
 
 
-def _filled(checkpoint: Checkpoint, optim: OptimState, missing: list[ParamKey], maker: _StateMaker) -> Checkpoint:
+def _fill_missing(checkpoint: Checkpoint, optim: OptimState, missing: list[ParamKey], maker: _StateMaker) -> Checkpoint:
     absent = set(missing)
     made: Made = {}
     for group in optim.param_groups or ():

@@ -340,10 +340,10 @@ def fits(shape: Shape | None, state_shapes: StateShapes) -> bool:
     """
     if shape is None or not state_shapes or shape in state_shapes:
         return True
-    return len(state_shapes) > 1 and all(_factor(part, shape) for part in state_shapes)
+    return len(state_shapes) > 1 and all(_is_factor(part, shape) for part in state_shapes)
 
 
-def _factor(part: Shape, whole: Shape) -> bool:
+def _is_factor(part: Shape, whole: Shape) -> bool:
     """True when ``part`` is ``whole`` with some dimensions dropped or shrunk to 1, and not ``whole`` itself."""
     if len(part) == len(whole):
         return all(have in (1, size) for have, size in zip(part, whole, strict=True))

@@ -137,17 +137,17 @@ def resized(
         return {mesh: mesh for mesh in meshes}
     over = {mesh: _shard_dimension(mesh, shardings) for mesh, shardings in meshes.items()}
     kept = {mesh: mesh for mesh in meshes}
-    if not keep_replicas and any(world_size % _others(mesh, dim) for mesh, dim in over.items() if dim is not None):
+    if not keep_replicas and any(world_size % _other_ranks(mesh, dim) for mesh, dim in over.items() if dim is not None):
         kept = {mesh: replace(mesh, sizes=(*[1] * (dim or 0), *mesh.sizes[dim or 0 :])) for mesh, dim in over.items()}
-    multiple = lcm(*(_others(kept[mesh], dim) for mesh, dim in over.items() if dim is not None))
+    multiple = lcm(*(_other_ranks(kept[mesh], dim) for mesh, dim in over.items() if dim is not None))
     unsaid = next((mesh for mesh, dim in over.items() if dim is None), None)
     fitting = {
-        mesh: _fitting(kept[mesh], dim, world_size) if dim is not None else _with_one_changed(mesh, world_size)
+        mesh: _fitting_meshes(kept[mesh], dim, world_size) if dim is not None else _with_one_changed(mesh, world_size)
         for mesh, dim in over.items()
     }
     if unsaid is None and world_size % multiple == 0:
         return {mesh: first for mesh, (first, *_) in fitting.items()}
-    choices = [mesh_options(chosen) for chosen in islice(_together(fitting), _SHOWN)]
+    choices = [mesh_options(chosen) for chosen in islice(_consistent_meshes(fitting), _SHOWN)]
     give = f"add {choices[0]}" + (", or another of those above" if len(choices) > 1 else "") if choices else (
         f"add {mesh_options(meshes)} with sizes for {plural(world_size, 'rank')}"
     )  # fmt: skip
@@ -160,7 +160,7 @@ def resized(
             next_step=give,
         )
     mesh, dim = next(
-        (mesh, dim) for mesh, dim in over.items() if dim is not None and world_size % _others(kept[mesh], dim)
+        (mesh, dim) for mesh, dim in over.items() if dim is not None and world_size % _other_ranks(kept[mesh], dim)
     )
     sizes = " x ".join(str(size) for number, size in enumerate(kept[mesh].sizes) if number != dim)
     name = mesh.names[dim] if mesh.names is not None else f"dimension {dim}"
@@ -175,7 +175,7 @@ def resized(
     )
 
 
-def _others(mesh: MeshShape, dim: int) -> int:
+def _other_ranks(mesh: MeshShape, dim: int) -> int:
     """The number of ranks in all dimensions but ``dim``."""
     return mesh.world_size // mesh.sizes[dim]
 
@@ -183,13 +183,13 @@ def _others(mesh: MeshShape, dim: int) -> int:
 def _with_one_changed(mesh: MeshShape, world_size: int) -> list[MeshShape]:
     """``mesh`` resized to ``world_size`` ranks, in every way that changes one dimension alone."""
     return [
-        replace(mesh, sizes=(*mesh.sizes[:dim], world_size // _others(mesh, dim), *mesh.sizes[dim + 1 :]))
+        replace(mesh, sizes=(*mesh.sizes[:dim], world_size // _other_ranks(mesh, dim), *mesh.sizes[dim + 1 :]))
         for dim in range(len(mesh.sizes))
-        if world_size % _others(mesh, dim) == 0
+        if world_size % _other_ranks(mesh, dim) == 0
     ]
 
 
-def _together(fitting: Mapping[MeshShape, Sequence[MeshShape]]) -> Iterator[tuple[MeshShape, ...]]:
+def _consistent_meshes(fitting: Mapping[MeshShape, Sequence[MeshShape]]) -> Iterator[tuple[MeshShape, ...]]:
     """One mesh for each of the source's, in which dimensions that two of them share (replicas) stay equal."""
     for chosen in product(*fitting.values()):
         sizes: dict[tuple[str, int], set[int]] = {}
@@ -211,7 +211,7 @@ def _shard_dimension(mesh: MeshShape, shardings: Sequence[Sharding]) -> int | No
     return None
 
 
-def _fitting(mesh: MeshShape, over: int, world_size: int) -> list[MeshShape]:
+def _fitting_meshes(mesh: MeshShape, over: int, world_size: int) -> list[MeshShape]:
     """Meshes of ``world_size`` ranks whose other dimensions have divisors of their sizes. First those that keep most of
     the parallelism after FSDP's dimension, then those that keep most replicas.
     """
@@ -250,7 +250,7 @@ def place(checkpoint: Checkpoint, named: Checkpoint, target: TargetMesh) -> Chec
             for one in checkpoint.tensors():
                 if one.tensor.sharding is not None:
                     shardings[one.tensor] = own.sharding(one.tensor.sharding)
-            _follow(checkpoint, shardings)
+            _place_made_states(checkpoint, shardings)
         case Rules() as rules:
             shardings = _by_rules(named, rules)
             checkpoint = _note_undetermined(checkpoint, named, rules, shardings)
@@ -270,7 +270,7 @@ def replaced_on(sharding: Sharding, mesh: MeshShape) -> Sharding:
     return on_sizes(Sharding(before, tuple(placements.get(name) for name in names)), mesh)
 
 
-def _follow(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding | None]) -> None:
+def _place_made_states(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding | None]) -> None:
     """Place states that were made (``--missing-state zeros``) like others of their parameter and shape."""
     for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
         parameter = checkpoint.model.params.get(str(param)) if checkpoint.model is not None else None
@@ -301,11 +301,11 @@ def _by_rules(named: Checkpoint, rules: Rules) -> dict[Tensor, Sharding | None]:
             _require_dimensions(rule.sharding, one, f"{rules.file}: {rule.glob}")
             shardings[one.tensor] = rule.sharding
     used = set(decided.values())
-    whole = _whole(named)
+    whole = _whole_tensors(named)
     for number, rule in enumerate(rules.entries):
         known = rule.sharding is None and any(fnmatchcase(name, rule.glob) for name in whole)
         if number not in used and not known:
-            raise _idle(rules, rule.glob, list(decided), whole)
+            raise _idle_rule_error(rules, rule.glob, list(decided), whole)
     _require_matched(list(dict.fromkeys(unmatched)), f"{rules.file} says nothing of", '"*": {...} as its last entry')
     return shardings
 
@@ -333,7 +333,7 @@ def _note_undetermined(
     return replace(checkpoint, notes=(*checkpoint.notes, Note("undetermined", what, keys=tuple(keys))))
 
 
-def _whole(named: Checkpoint) -> dict[str, Tensor]:
+def _whole_tensors(named: Checkpoint) -> dict[str, Tensor]:
     """The tensors of the model that every rank holds whole, whatever a placements file says."""
     params = named.model.params if named.model is not None else {}
     return {name: p for name, p in params.items() if isinstance(p, Tensor) and (not p.shape or p.sharded is False)}
@@ -416,7 +416,7 @@ def _require_matched(names: list[str], what: str, instead: str) -> None:
         )
 
 
-def _idle(rules: Rules, glob: str, names: Sequence[str], whole: Mapping[str, Tensor]) -> UsageError:
+def _idle_rule_error(rules: Rules, glob: str, names: Sequence[str], whole: Mapping[str, Tensor]) -> UsageError:
     held = next((name for name in whole if fnmatchcase(name, glob)), None)
     if held is not None:
         return UsageError(

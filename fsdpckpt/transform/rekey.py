@@ -311,10 +311,10 @@ def name_ids(ids: Ids, order: ParameterOrder, source: str) -> dict[ParamKey, Par
         return _ungrouped(ids, order, source)
     if not order.ordered:
         return _by_shapes(ids, order.names, order, source)
-    return _dealt(ids, ids.groups, order, source)
+    return _distribute(ids, ids.groups, order, source)
 
 
-def _required(order: ParameterOrder) -> tuple[str, ...]:
+def _required_names(order: ParameterOrder) -> tuple[str, ...]:
     return tuple(name for name in order.names if name not in order.optional)
 
 
@@ -415,12 +415,14 @@ def _possible_names(ids: Ids, names: Sequence[str], possible: Callable[[int, int
     return lines
 
 
-def _dealt(ids: Ids, groups: Sequence[Sequence[int]], order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
+def _distribute(
+    ids: Ids, groups: Sequence[Sequence[int]], order: ParameterOrder, source: str
+) -> dict[ParamKey, ParamKey]:
     """If some names have no id, or their groups are not known: use the only way to distribute them in order."""
     _require_enough(ids, order.names, order, source)
-    required = _required(order)
+    required = _required_names(order)
     for pool in dict.fromkeys([required, order.names] if len(required) == len(ids.every) else [order.names]):
-        answers = _deal(ids, groups, pool, order)
+        answers = _names_in_order(ids, groups, pool, order)
         if answers is None:
             raise _ambiguous(ids, source, order, "there are more ways to name them than can be tried", [])
         if len(answers) > 1:
@@ -438,7 +440,7 @@ def _dealt(ids: Ids, groups: Sequence[Sequence[int]], order: ParameterOrder, sou
     raise contradicted(f"the optimizer of {source} does not fit {order.source}", wrong)
 
 
-def _deal(
+def _names_in_order(
     ids: Ids, groups: Sequence[Sequence[int]], names: Sequence[str], order: ParameterOrder
 ) -> list[Answer] | None:
     shapes = [order.shape(name) for name in names]

@@ -126,7 +126,7 @@ def select_keys(
             f"--include and --exclude leave none of the {plural(len(names), 'key')} of {checkpoint.source}",
             next_step=_list_keys(checkpoint.source),
         )
-    message = f"--include/--exclude: {len(dropped):,} of {plural(len(names), 'key')} left out: {_some(dropped)}"
+    message = f"--include/--exclude: {len(dropped):,} of {plural(len(names), 'key')} left out: {_some_keys(dropped)}"
     note = Note("dropped", message, keys=tuple(dropped))
     return _rekey(checkpoint, {name: name for name in names if wanted(name)}, note)
 
@@ -154,7 +154,7 @@ def rename(
         }
     _refuse_collisions(names)
     changed = [f"{source} -> {name}" for source, name in names.items() if source != name]
-    some = f": {_some(changed)}" if changed else ""
+    some = f": {_some_keys(changed)}" if changed else ""
     note = Note("renamed", f"{len(changed):,} of {plural(len(names), 'key')} renamed{some}", keys=tuple(changed))
     return _rekey(checkpoint, names, note)
 
@@ -177,7 +177,7 @@ def _list_keys(source: str) -> str:
     return to_copy("list the keys", f"fsdpckpt inspect {shlex.quote(source)} --names-only")
 
 
-def _some(keys: Sequence[str]) -> str:
+def _some_keys(keys: Sequence[str]) -> str:
     return ", ".join(keys[:SHOWN]) + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
 
 
@@ -258,12 +258,12 @@ def _rekey_group(group: dict[Key, Value], names: Mapping[str, str]) -> dict[Key,
     for field in ("params", "param_names"):
         values = group.get(field)
         if isinstance(values, list) and len(values) == len(selected):
-            chosen = _taken(values, selected)
+            chosen = _selected(values, selected)
             changed[field] = [names.get(str(value), value) for value in chosen] if field == "params" else chosen
     return changed
 
 
-def _taken(values: Iterable[T], selected: Sequence[bool]) -> list[T]:
+def _selected(values: Iterable[T], selected: Sequence[bool]) -> list[T]:
     return [value for value, keep in zip(values, selected, strict=True) if keep]
 
 

@@ -313,9 +313,11 @@ def require_whole_blocks(checkpoint: Checkpoint, world_size: int, *, placed: boo
         if isinstance(codes, Tensor) and codes.sharded:
             forms.setdefault((blocks, codes.sharding if placed else on_one_dimension(world_size)), key)
     for (blocks, sharding), key in forms.items():
-        if sharding is not None and not _fits(blocks, sharding):
+        if sharding is not None and not _has_whole_blocks(blocks, sharding):
             every = [each for each, _ in forms]
-            works = [n for n in range(1, _TRIED + 1) if all(_fits(each, on_one_dimension(n)) for each in every)]
+            works = [
+                n for n in range(1, _TRIED + 1) if all(_has_whole_blocks(each, on_one_dimension(n)) for each in every)
+            ]
             raise NeedsInformationError(
                 f"{key} of shape {blocks.shape} is {blocks}, and {sharding} over {sharding.mesh.world_size} ranks "
                 "cuts blocks apart",
@@ -330,7 +332,7 @@ def require_whole_blocks(checkpoint: Checkpoint, world_size: int, *, placed: boo
             )
 
 
-def _fits(blocks: Blocks, sharding: Sharding) -> bool:
+def _has_whole_blocks(blocks: Blocks, sharding: Sharding) -> bool:
     """Whether each rank holds whole blocks: the same rows of the codes and of the scale."""
     if len(sharding.placements) == 1:  # quick: one cut
         step = -(-blocks.shape[0] // sharding.mesh.sizes[0])

@@ -39,7 +39,7 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
     listed = all(group_params(group) is not None for group in groups)
     if optim is not None and patterns and listed and len(groups) == 1:
         without = _without_decay(checkpoint, [str(name) for name in group_params(groups[0]) or ()], patterns)
-        return _with_groups(checkpoint, optim, _divided(groups[0], without), without)
+        return _with_groups(checkpoint, optim, _split_group(groups[0], without), without)
     source = flavor_named(checkpoint.flavor)
     if optim is None or listed or source is None or not source.bare_groups:
         if patterns:
@@ -68,7 +68,7 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
             "else --no-weight-decay GLOB for the parameters without weight decay; or --only model",
         )
     without = _without_decay(checkpoint, names, patterns)
-    kept = [group for group in _listed(checkpoint, groups, names, without) if group_params(group)]
+    kept = [group for group in _list_in_groups(checkpoint, groups, names, without) if group_params(group)]
     return _with_groups(checkpoint, optim, kept, without)
 
 
@@ -104,7 +104,7 @@ def _with_groups(
     return replace(checkpoint, optim=OptimState(optim.state, groups, optim.extra), notes=(*checkpoint.notes, note))
 
 
-def _divided(group: dict[Key, Value], without: set[str]) -> list[dict[Key, Value]]:
+def _split_group(group: dict[Key, Value], without: set[str]) -> list[dict[Key, Value]]:
     """Split ``group`` into its parameters with and without weight decay."""
     settings = {key: value for key, value in group.items() if key != "param_names"}
     names = group_params(group) or ()
@@ -113,7 +113,7 @@ def _divided(group: dict[Key, Value], without: set[str]) -> list[dict[Key, Value
     return [{**settings, "params": decayed}, {**settings, "params": others, "weight_decay": 0.0}]
 
 
-def _listed(
+def _list_in_groups(
     checkpoint: Checkpoint, groups: Sequence[dict[Key, Value]], names: Sequence[str], without: set[str]
 ) -> list[dict[Key, Value]]:
     """``groups`` with their parameters: each name goes to the one group of its kind."""

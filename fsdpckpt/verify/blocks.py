@@ -189,7 +189,7 @@ class ChunkReader:
             _read_box(self._reader, source, offset, stride, whole[tuple(map(slice, begin, end))])
 
 
-def _descending(size: tuple[int, ...], stride: list[int]) -> bool:
+def _is_descending(size: tuple[int, ...], stride: list[int]) -> bool:
     """Whether the dimensions are in the file in their own order, slowest first."""
     steps = [step for n, step in zip(size, stride, strict=True) if n > 1]
     return steps == sorted(steps, reverse=True)
@@ -204,7 +204,7 @@ def _read_box(reader: BlockReader, source: ByteSource, offset: int, stride: list
     itemsize = target.shape[-1]
     span = itemsize + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     useful = target.nbytes
-    if span == useful and target.flags.c_contiguous and _descending(size, stride):
+    if span == useful and target.flags.c_contiguous and _is_descending(size, stride):
         source.read_into(offset, target.reshape(-1).data)
         return
     if span <= READ_THROUGH or span <= min(reader.limit, WASTE * useful):

@@ -194,7 +194,7 @@ def check_records(
     results = for_each(reads, work, make_reader=lambda: memoryview(bytearray(READ_BYTES)), threads=threads)
     stage.end()
     unreadable = [problem for problem in results if problem is not None]
-    computed = _sums(parts, crcs)
+    computed = _read_sums(parts, crcs)
     wrong = np.flatnonzero((computed >= 0) & (computed != records.crc))
     with_sums = frozenset(records.file[~records.listed].tolist())  # a tensor in these has a record of its own
     hit = frozenset(records.file[wrong][~records.listed[wrong]].tolist())
@@ -207,7 +207,7 @@ def check_records(
     return [*unreadable, *problems]
 
 
-def _sums(parts: _Parts, crcs: Int64Array) -> Int64Array:
+def _read_sums(parts: _Parts, crcs: Int64Array) -> Int64Array:
     """The CRC-32 of each record, -1 if a part of it could not be read."""
     from isal.isal_zlib import crc32_combine
 

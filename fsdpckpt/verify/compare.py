@@ -227,12 +227,12 @@ def _optimizer_leaves(
             elif isinstance(value, Tensor):
                 yield f"param_groups.{index}.{key!s}", value
             else:
-                for path, leaf in _apart(value):
+                for path, leaf in _separate_values(value):
                     yield ".".join((f"param_groups.{index}.{key!s}", *map(str, path))), leaf
     yield from _walk(optim.extra)
 
 
-def _apart(value: Value) -> Iterator[tuple[tuple[Key, ...], Value]]:
+def _separate_values(value: Value) -> Iterator[tuple[tuple[Key, ...], Value]]:
     """``value`` as one leaf (a tuple of betas is easiest to read whole), or by path what DCP stores separately:
     tensors, and the content of dicts, whose keys become text there.
     """
@@ -274,15 +274,15 @@ def _match(a: Checkpoint, b: Checkpoint) -> _Match:
     elif [len(group) for group in left] != [len(group) for group in right]:
         problem = f"their param groups have {_lengths(left)} and {_lengths(right)} parameters"
     else:
-        pairs = _paired(left, right)
-        unfit = _unfit(one, other, pairs)
+        pairs = _pair_keys(left, right)
+        unfit = _why_unmatched(one, other, pairs)
         if unfit is None:
             return _Match(pairs, notes=(_note("the param groups", types),))
         # Names may be listed in any order; ids count in that of the model.
         place = _model_order(a if types[0] == "id" else b)
         in_model = ([sorted(keys, key=lambda key: place.get(key, 0)) for keys in each] for each in (left, right))
-        pairs = _paired(*in_model)
-        if place and _unfit(one, other, pairs) is None:
+        pairs = _pair_keys(*in_model)
+        if place and _why_unmatched(one, other, pairs) is None:
             if types[0] == "id":
                 place = {key: key for keys in left for key in keys if isinstance(key, int)}
             return _Match(pairs, place, (_note("the model's parameters", types),))
@@ -309,7 +309,7 @@ def _note(order: str, types: tuple[str | None, str | None]) -> str:
     return f"optimizer keys matched by the order of {order}: {types[1]}s of B to {types[0]}s of A"
 
 
-def _paired(left: Sequence[Sequence[ParamKey]], right: Sequence[Sequence[ParamKey]]) -> dict[ParamKey, ParamKey]:
+def _pair_keys(left: Sequence[Sequence[ParamKey]], right: Sequence[Sequence[ParamKey]]) -> dict[ParamKey, ParamKey]:
     """A's key for each of B's, group by group."""
     return {
         key_b: key_a
@@ -350,7 +350,7 @@ def _orders(optim: OptimState) -> list[list[ParamKey]] | None:
     return orders
 
 
-def _unfit(one: OptimState, other: OptimState, pairs: Mapping[ParamKey, ParamKey]) -> str | None:
+def _why_unmatched(one: OptimState, other: OptimState, pairs: Mapping[ParamKey, ParamKey]) -> str | None:
     """Why keys cannot be matched by the order of the groups, None if every state matches."""
     for key_b, key_a in pairs.items():
         states_a, states_b = one.state.get(key_a, {}), other.state.get(key_b, {})

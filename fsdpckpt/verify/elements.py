@@ -58,7 +58,7 @@ def compare_tensors(
         return ", ".join(filter(None, (shapes, dtypes)))
     tally = _Tally()
     done = 0
-    for one, other in _lockstep(reader_a.blocks(a), reader_b.blocks(b)):
+    for one, other in _blocks_of_both(reader_a.blocks(a), reader_b.blocks(b)):
         if not np.array_equal(one, other):
             _count(one, other, a.dtype, tolerance, done, tally)
         done += len(one) // a.dtype.itemsize
@@ -93,7 +93,7 @@ def _count(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance | None, 
             tally.first = done + int(where[0])
 
 
-def _lockstep(left: Iterator[Bytes], right: Iterator[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
+def _blocks_of_both(left: Iterator[Bytes], right: Iterator[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
     """Both streams in blocks of equal length. They must have the same total length."""
     one = other = np.empty(0, np.uint8)
     while True:
@@ -126,7 +126,7 @@ def first_difference(
     have, want = source[0].dtype, written[0].dtype
     done = 0
     limit = BLOCK_BYTES if max_memory is None else min(max(max_memory // _BUFFERS, _LEAST), BLOCK_BYTES)
-    for expected, actual in _lockstep(_cast(_blocks(source, limit), have, want), _blocks(written, limit)):
+    for expected, actual in _blocks_of_both(_cast(_blocks(source, limit), have, want), _blocks(written, limit)):
         if not np.array_equal(actual, expected):
             return (done + int(np.flatnonzero(actual != expected)[0])) // want.itemsize
         if digest is not None:
@@ -149,7 +149,7 @@ def _cast(blocks: Iterator[Bytes], have: DType, want: DType) -> Iterator[Bytes]:
 def replica_sets(tensor: Tensor) -> list[list[int]]:
     """Sets of rows of ``tensor.chunks`` that hold the same box in different places, lowest rank first."""
     chunks = tensor.chunks
-    rows = _repeated(np.concatenate([chunks.start, chunks.size], axis=1))
+    rows = _repeated_rows(np.concatenate([chunks.start, chunks.size], axis=1))
     sets: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
     columns = (chunks.start, chunks.size, chunks.file, chunks.offset, chunks.stride)
     repeated = zip(rows.tolist(), *(column[rows].tolist() for column in columns), strict=True)
@@ -159,7 +159,7 @@ def replica_sets(tensor: Tensor) -> list[list[int]]:
     return [sorted(places.values(), key=chunks.rank.__getitem__) for places in sets.values() if len(places) > 1]
 
 
-def _repeated(boxes: Int64Array) -> npt.NDArray[np.intp]:
+def _repeated_rows(boxes: Int64Array) -> npt.NDArray[np.intp]:
     """The rows of ``boxes`` that appear more than once."""
     order = np.lexsort(boxes.T) if boxes.shape[1] else np.arange(len(boxes))
     same = (boxes[order[1:]] == boxes[order[:-1]]).all(axis=1)
@@ -203,7 +203,7 @@ def check_replicas(
 
 
 def _equal(readers: tuple[BlockReader, BlockReader], tensor: Tensor, one: int, other: int, advance: Advance) -> bool:
-    for left, right in _lockstep(readers[0].chunk(tensor, one), readers[1].chunk(tensor, other)):
+    for left, right in _blocks_of_both(readers[0].chunk(tensor, one), readers[1].chunk(tensor, other)):
         advance(len(left))
         if not np.array_equal(left, right):
             return False

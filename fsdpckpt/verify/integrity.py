@@ -154,9 +154,9 @@ def verify_checkpoint(
     if checkpoint.optim is not None:
         skipped = frozenset(named[number].key for number in unreadable)
         problems += _steps(checkpoint, sources, skipped)
-    problems += _strays(checkpoint)
+    problems += _stray_problems(checkpoint)
     sums = tuple(_digest(*pair) for pair in zip(named, outcomes, strict=True)) if digests else ()
-    problems += _changed(checkpoint, sums)
+    problems += _changed_tensors(checkpoint, sums)
     return Verification(
         source=checkpoint.source,
         problems=tuple(dict.fromkeys(problems)),
@@ -246,11 +246,11 @@ def _truncated(
             file_number = int(chunks.file[row])
             if lengths[file_number] >= 0:
                 path, length = checkpoint.files[file_number].path, int(lengths[file_number])
-                problems.append(_short(one, path, int(ends[row]), length))
+                problems.append(_short_files(one, path, int(ends[row]), length))
     return problems, unreadable
 
 
-def _short(named: NamedTensor, path: str, end: int, length: int) -> Problem:
+def _short_files(named: NamedTensor, path: str, end: int, length: int) -> Problem:
     message = f"{named.section} {named.key}: extends to byte {end} of {path}, which has {length}"
     return Problem("truncated", message, file=path, key=named.key, section=named.section)
 
@@ -320,12 +320,12 @@ def _steps(checkpoint: Checkpoint, sources: Sources, unreadable: frozenset[str])
         return [Problem("unreadable", f"optim steps: {error.what}", file=error.file)]
 
 
-def _strays(checkpoint: Checkpoint) -> list[Problem]:
+def _stray_problems(checkpoint: Checkpoint) -> list[Problem]:
     """Files of another save in the directory: conversions ignore them, but the checkpoint is not in order."""
     return [Problem("stray", note.message, fatal=False) for note in checkpoint.notes if note.kind == STRAY]
 
 
-def _changed(checkpoint: Checkpoint, sums: Sequence[TensorDigest]) -> list[Problem]:
+def _changed_tensors(checkpoint: Checkpoint, sums: Sequence[TensorDigest]) -> list[Problem]:
     """Tensors whose digests are not those that ``fsdpckpt.json`` recorded."""
     digests = checkpoint.manifest.digests if checkpoint.manifest is not None else {}
     problems = []

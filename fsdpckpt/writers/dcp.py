@@ -53,7 +53,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     casts, notes = spec.dtypes.casts(checkpoint)
     leaves, flattening = flatten(checkpoint, spec.nesting)
     notes += flattening
-    held = [_held(leaf.value, spec) for leaf in leaves]
+    held = [_held_chunks(leaf.value, spec) for leaf in leaves]
     ranks = world_size or max((rank + 1 for chunks in held if chunks for rank in chunks.unshared_ranks), default=1)
     placed = _dedup(leaves, held, casts, ranks)
     links = _Links([(leaf.tensor, boxes) for leaf, boxes in zip(leaves, placed, strict=True)], casts, spec.linkable)
@@ -70,7 +70,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     return Target(files, notes, linked)
 
 
-def _held(value: Value | Blockwise, spec: WriteSpec) -> HeldChunks | None:
+def _held_chunks(value: Value | Blockwise, spec: WriteSpec) -> HeldChunks | None:
     """The chunks of a tensor with the ranks that hold each, None if all ranks hold it whole."""
     if isinstance(value, Blockwise):
         codes = value.tensors[CODES]
@@ -118,7 +118,7 @@ def _dedup(
             while least[0] != loads[least[0] % ranks] * ranks + least[0] % ranks:
                 heapq.heappop(least)
             rank = least[0] % ranks
-            placed.append(_whole(rank, leaves[number].form[1]))
+            placed.append(_whole_boxes(rank, leaves[number].form[1]))
         else:
             placed.append(chunks.unshared)
             first = chunks.shared[0] if chunks.shared and not chunks.shared[0].ranks[0] else None
@@ -150,7 +150,7 @@ def _dedup(
 
 
 @lru_cache(maxsize=4096)
-def _whole(rank: int, shape: tuple[int, ...]) -> RankBoxes:
+def _whole_boxes(rank: int, shape: tuple[int, ...]) -> RankBoxes:
     return RankBoxes.of([(rank, Box.whole(shape))], len(shape))
 
 
@@ -310,7 +310,7 @@ class _Items:
     def _written(self, number: int, value: Value | Blockwise, boxes: RankBoxes) -> RankBoxes:
         """Which of ``boxes`` must be written, and on which rank."""
         if self.links.names and not isinstance(value, Tensor | Blockwise):
-            return _whole(0, ())  # the linked files hold the data: one small one for all the rest
+            return _whole_boxes(0, ())  # the linked files hold the data: one small one for all the rest
         linked = self.links.items.get(number)
         return boxes if linked is None else boxes.take(~linked.boxes)
 

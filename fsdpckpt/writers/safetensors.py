@@ -58,7 +58,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     _optim(checkpoint, optim, dtypes, sections=sections)
     if extra and not spec.weights_only:
         others.document["extra"] = _encode(extra, others, "extra")
-        notes.append(_where(extra, others, single_file=single_file))
+        notes.append(_note_extras(extra, others, single_file=single_file))
     if sections:
         model.document["sections"] = True
     if spec.weights_only:
@@ -71,7 +71,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     return Target([file for group in groups for file in _shards(group, spec.max_shard_size)], notes=notes)
 
 
-def _where(extra: dict[Key, Value], group: _Group, *, single_file: bool) -> Note:
+def _note_extras(extra: dict[Key, Value], group: _Group, *, single_file: bool) -> Note:
     """A note on where the extras are: nobody expects them among weights."""
     names = tuple(map(str, extra))
     where = f"{group.stem}.safetensors"

@@ -24,7 +24,7 @@ def extras_of_rank(checkpoint: Checkpoint, rank: int) -> dict[Key, Value]:
     """The extras of target rank ``rank``: the common ones, and source rank ``rank``'s (modulo their number)."""
     if not checkpoint.rank_extra:
         return checkpoint.extra
-    return _merged(checkpoint.extra, checkpoint.rank_extra[rank % len(checkpoint.rank_extra)])
+    return _merge(checkpoint.extra, checkpoint.rank_extra[rank % len(checkpoint.rank_extra)])
 
 
 def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]:
@@ -34,7 +34,7 @@ def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]
         ranks = len(checkpoint.rank_extra)
         first = checkpoint.rank_extra[0]
         for key in dict.fromkeys(key for extra in checkpoint.rank_extra for key in extra):
-            if all(key in extra and _alike(extra[key], first.get(key)) for extra in checkpoint.rank_extra):
+            if all(key in extra and _equal_on_ranks(extra[key], first.get(key)) for extra in checkpoint.rank_extra):
                 continue
             name = str(key)
             what = f"differs between the {ranks} ranks" if key in first else f"is not on rank 0 of {ranks}"
@@ -42,27 +42,27 @@ def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]
     return extras_of_rank(checkpoint, 0), notes
 
 
-def _merged(common: dict[Key, Value], of_rank: dict[Key, Value]) -> dict[Key, Value]:
+def _merge(common: dict[Key, Value], of_rank: dict[Key, Value]) -> dict[Key, Value]:
     """Both together, the rank's first: their order is that of the file."""
     merged = like(of_rank, of_rank)
     for key, value in of_rank.items():
         known = common.get(key)
         if isinstance(known, dict) and isinstance(value, dict):
-            merged[key] = _merged(known, value)
+            merged[key] = _merge(known, value)
     merged.update({key: value for key, value in common.items() if key not in merged})
     return merged
 
 
-def _alike(one: Value, other: Value) -> bool:
+def _equal_on_ranks(one: Value, other: Value) -> bool:
     """Whether two ranks have the same value: common values are one object, with tensors of the same chunks."""
     if one is other:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.chunks is other.chunks
     if isinstance(one, dict) and isinstance(other, dict):
-        return list(one) == list(other) and all(_alike(value, other[key]) for key, value in one.items())
+        return list(one) == list(other) and all(_equal_on_ranks(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_alike, one, other))
+        return len(one) == len(other) and all(map(_equal_on_ranks, one, other))
     return type(one) is type(other) and one == other
 
 
@@ -143,7 +143,7 @@ class _Walk:
     def enter(self, path: Path, prefix: str, value: Value) -> None:
         if isinstance(value, dict):
             self.mapping(path, prefix, value)
-        elif isinstance(value, list) and not _plain(value):
+        elif isinstance(value, list) and not _stored_whole(value):
             for index, item in enumerate(value):
                 self.enter((*path, index), f"{prefix}.{index}", item)
         else:
@@ -172,9 +172,11 @@ def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _plain(values: list[Value]) -> bool:
+def _stored_whole(values: list[Value]) -> bool:
     """Whether DCP stores a list as one value: it contains no tensor, mapping or list that DCP enters."""
-    return not any(isinstance(item, (Tensor, dict)) or (isinstance(item, list) and not _plain(item)) for item in values)
+    return not any(
+        isinstance(item, (Tensor, dict)) or (isinstance(item, list) and not _stored_whole(item)) for item in values
+    )
 
 
 def flatten(checkpoint: Checkpoint, nesting: Nesting = PLAIN_NESTING) -> tuple[list[Leaf], list[Note]]:

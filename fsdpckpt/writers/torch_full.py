@@ -267,10 +267,10 @@ def _groups(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
         else:
             columns = (chunks.file, chunks.offset, chunks.start, chunks.size, chunks.stride)
             several.setdefault(tuple(column.tobytes() for column in columns), []).append(tensor)
-    return [tied for tied in several.values() if len(tied) > 1] + _overlapping(singles)
+    return [tied for tied in several.values() if len(tied) > 1] + _overlapping_groups(singles)
 
 
-def _overlapping(tensors: list[Tensor]) -> list[list[Tensor]]:
+def _overlapping_groups(tensors: list[Tensor]) -> list[list[Tensor]]:
     """Groups of at least two tensors whose byte ranges overlap, each connected through the others."""
     if len(tensors) < 2:
         return []
@@ -381,7 +381,7 @@ class LoadablePickle(PickleWriter):
 
     def _array(self, value: Object, array: Array) -> None:
         """A tensor with an attribute: ``_rebuild_from_type_v2(_rebuild_tensor_v2, Tensor, (storage, ...), {...})``."""
-        if self._fetch(value):
+        if self._refer(value):
             return
         dtype = array.dtype
         function = "_rebuild_tensor_v2" if dtype.storage is not None else "_rebuild_tensor_v3"

@@ -190,9 +190,9 @@ def test_what_repeats_is_compared_and_read_as_the_general_reader_reads_it(monkey
         return taken
 
     joined = []
-    join = repeats._joined
+    join = repeats._join
     monkeypatch.setattr(repeats.Items, "take", counted)
-    monkeypatch.setattr(repeats, "_joined", lambda parts: joined.append(len(parts)) or join(parts))
+    monkeypatch.setattr(repeats, "_join", lambda parts: joined.append(len(parts)) or join(parts))
     data = layers(300, 4)
     fast, general = both(data, monkeypatch)
     assert fast == general and isinstance(fast, tuple)

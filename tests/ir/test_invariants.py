@@ -129,7 +129,7 @@ def test_comparing_pairs_agrees_with_counting(cut: tuple[tuple[int, ...], list[B
     missing, twice = counted(shape, boxes)
     whole = tensor(shape, list(dict.fromkeys(box for box in boxes if 0 not in box[1])))
     columns = whole.chunks.start, whole.chunks.size
-    found = coverage._pairwise(shape, *columns, (*columns, whole.chunks.rank))
+    found = coverage._compare_pairwise(shape, *columns, (*columns, whole.chunks.rank))
     assert bool(found) == bool(missing or twice)
     if found:
         assert found[0].kind == ("overlap" if twice else "incomplete")

@@ -152,14 +152,14 @@ class _Merge:
         """A state that a unit has once: equal values, or 0-dim tensors of equal dtype."""
         first, params = leaves[0], deciding_params(self.unit)
         for param, leaf in zip(params, leaves, strict=True):
-            if not _same(first, leaf):
+            if not _same_state(first, leaf):
                 difference = f"{_truncate(first)} for {params[0].name}, {_truncate(leaf)} for {param.name}"
                 self.wrong.append(f"{_unit_text(self.unit)}, state {item}: {difference}")
                 break
         return first
 
 
-def _same(first: _State, leaf: _State) -> bool:
+def _same_state(first: _State, leaf: _State) -> bool:
     if isinstance(leaf, Tensor) and isinstance(first, Tensor):
         return leaf.dtype is first.dtype
     return type(leaf) is type(first) and leaf == first
@@ -351,7 +351,7 @@ def _disagreements(unit: Unit, optim: OptimState, checkpoint: Checkpoint, source
                 seen.setdefault(_identity(leaf, checkpoint, sources), []).append(param.name)
     for state, seen in values.items():
         if len(seen) > 1:
-            values_text = "; ".join(f"{_shown(value)} for {some_of(names)}" for value, names in seen.items())
+            values_text = "; ".join(f"{_shown_text(value)} for {some_of(names)}" for value, names in seen.items())
             yield f"unit {unit.prefix or 'root'!r}, state {state}: {values_text}"
 
 
@@ -366,6 +366,6 @@ def _identity(leaf: Tensor | Value, checkpoint: Checkpoint, sources: Sources) ->
     return leaf.dtype.name, sources.read_elements(checkpoint.files, leaf)
 
 
-def _shown(value: tuple[str, object]) -> str:
+def _shown_text(value: tuple[str, object]) -> str:
     kind, content = value
     return f"{kind} 0x{content.hex()}" if isinstance(content, bytes) else str(content)

@@ -210,7 +210,7 @@ def aligning_dtype(unit: Unit, one: FsdpModule) -> Unit:
     A model that was cast after it was wrapped (``model.half()``) keeps the alignment of its former dtype.
     """
     aligned = getattr(one.handle, "_aligned_numel", 0)
-    if not aligned or alignment(_deciding(unit)) == aligned:
+    if not aligned or alignment(_deciding_itemsize(unit)) == aligned:
         return unit
     for name in ("float32", "bfloat16", "float64", "float8_e4m3fn"):
         if alignment(DTYPES[name].itemsize) == aligned:
@@ -218,7 +218,7 @@ def aligning_dtype(unit: Unit, one: FsdpModule) -> Unit:
     return unit
 
 
-def _deciding(unit: Unit) -> int:
+def _deciding_itemsize(unit: Unit) -> int:
     """The size in bytes of the elements that decide the alignment."""
     return (unit.param_dtype if unit.param_dtype is not None else unit.params[0].dtype).itemsize
 
@@ -228,7 +228,7 @@ def contradictions(unit: Unit, one: FsdpModule, *, shard_size: int, use_orig_par
     layout = FlatLayout.of(
         [param.numel for param in unit.params],
         world_size=shard_size,
-        aligned=alignment(_deciding(unit)) if use_orig_params else None,
+        aligned=alignment(_deciding_itemsize(unit)) if use_orig_params else None,
         sharded=unit.strategy is not Strategy.NO_SHARD,
     )
     pairs = {

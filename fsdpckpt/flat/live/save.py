@@ -89,11 +89,11 @@ def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
             "checkpoints of FSDP2 (fully_shard) carry all names and shapes and need no units file",
             next_step="save_units(model, optimizer, path) after the model is wrapped, with the wrapped model",
         )
-    use_orig_params = _agreed(modules)
+    use_orig_params = _agreed_orig_params(modules)
     units = tuple(_unit(one) for one in modules)
     names = names_of(modules, model)
     outside = tuple(params_outside_units(model, names))
-    world_size, shard_size = _ranks(modules)
+    world_size, shard_size = _rank_counts(modules)
     result = Units(
         units=units,
         use_orig_params=use_orig_params,
@@ -104,7 +104,7 @@ def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         world_size=world_size,
         shard_size=shard_size,
     )
-    _prove(result, modules)
+    _require_proved(result, modules)
     return result
 
 
@@ -119,7 +119,7 @@ def _place(model: nn.Module) -> tuple[int, list[Any]]:
     return rank, groups
 
 
-def _agreed(modules: list[FsdpModule]) -> bool:
+def _agreed_orig_params(modules: list[FsdpModule]) -> bool:
     values = {one.use_orig_params for one in modules}
     if len(values) > 1:
         raise SourceUnsupportedError(
@@ -130,7 +130,7 @@ def _agreed(modules: list[FsdpModule]) -> bool:
     return values.pop()
 
 
-def _ranks(modules: list[FsdpModule]) -> tuple[int, int | None]:
+def _rank_counts(modules: list[FsdpModule]) -> tuple[int, int | None]:
     """(ranks of the model, ranks of a sharding group if they are fewer)."""
     sizes = {tuple(group.size() for group in one.groups) for one in modules}
     if len(sizes) > 1:
@@ -203,7 +203,7 @@ def _requires_grad(one: FsdpModule, number: int) -> bool:
     return bool(one.flat_param.requires_grad if params is None else params[number].requires_grad)
 
 
-def _prove(units: Units, modules: list[FsdpModule]) -> None:
+def _require_proved(units: Units, modules: list[FsdpModule]) -> None:
     """Check that the flat parameters of ``units`` are those of the model, number by number, and that ``units`` are
     consistent.
     """
@@ -256,7 +256,7 @@ class SharedOrders:
         digest = _digest(document)
         if not self.store.check([f"{_PREFIX}/{digest}"]):
             self.store.set(f"{_PREFIX}/{digest}", document)
-        said = self._said()
+        said = self._orders_said()
         if said.get(self.rank, self._compare_set("first", "", digest)) == digest:
             return False
         while True:
@@ -267,7 +267,7 @@ class SharedOrders:
 
     def units(self) -> dict[int | None, Units]:
         """The units of every rank that differs, and under None those of all others."""
-        first, said = self._get("first"), self._said()
+        first, said = self._get("first"), self._orders_said()
         by_digest = {one: self._units(one) for one in {first, *said.values()}}
         return {None: by_digest[first], **{rank: by_digest[one] for rank, one in said.items()}}
 
@@ -299,7 +299,7 @@ class SharedOrders:
             file=self.target,
         )
 
-    def _said(self) -> dict[int, str]:
+    def _orders_said(self) -> dict[int, str]:
         """The latest order of each rank that ever differed from the first."""
         lines = (line.split() for line in self._get("others").splitlines())
         return {int(rank): digest for rank, digest in lines}

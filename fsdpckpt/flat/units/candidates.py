@@ -85,7 +85,7 @@ class _Candidates:
         chosen = [by_name[name] for name in parameters if name in by_name]
         order = replace(self.names, ordered=True)
         left = [param for param in self.possible if param.sharded and param.name not in set(parameters)]
-        firsts = [[one.name for one in chosen if _alike(one, param)] for param in left]
+        firsts = [[one.name for one in chosen if _interchangeable(one, param)] for param in left]
         for roots in self._roots(chosen):
             if all(len(names) == 1 for names in firsts):
                 shared = [(param.name, names[0]) for param, names in zip(left, firsts, strict=True)]
@@ -97,15 +97,15 @@ class _Candidates:
             if self.unsharded:
                 both = {param.name: param for param in (*self.possible, *self.unsharded)}
                 params = [both[param.name] for param in self.names.params if param.name in both]
-                assumption = f"treated as parameters that FSDP does not manage: {_some(self.unsharded)}"
+                assumption = f"treated as parameters that FSDP does not manage: {_some_names(self.unsharded)}"
                 yield self._candidate(params, roots, assumed=assumption)
             for params, assumption in self._without_buffers():
                 yield self._candidate(params, roots, assumed=assumption)
         for tier, kinds in ((1, [None]), (2, self._kinds())):
             for roots in self._roots(self.possible):
                 for kind in kinds:
-                    buffers = [param for param in self._maybe_buffers() if _last(param) == kind]
-                    treated = f"treated as buffers: {_some(buffers)}; " if buffers else ""
+                    buffers = [param for param in self._maybe_buffers() if _last_component(param) == kind]
+                    treated = f"treated as buffers: {_some_names(buffers)}; " if buffers else ""
                     for later, first in self._ties(buffers):
                         left_out = {later, *(param.name for param in buffers)}
                         params = [param for param in self.possible if param.name not in left_out]
@@ -117,7 +117,7 @@ class _Candidates:
         return [param for param in self.possible if param.sharded is None and param.name not in self.listed]
 
     def _kinds(self) -> list[str]:
-        return list(dict.fromkeys(map(_last, self._maybe_buffers())))
+        return list(dict.fromkeys(map(_last_component, self._maybe_buffers())))
 
     def _explains(self, omitted: Iterable[NamedParam], *, all_shown: bool) -> bool:
         """Whether the slices can hold all names except ``omitted``, apart from padding.
@@ -144,11 +144,11 @@ class _Candidates:
         kinds = self._kinds()
         for many in range(1, min(_CLASSES, len(kinds)) + 1):
             for left_out in combinations(kinds, many):
-                buffers = [param for param in self._maybe_buffers() if _last(param) in left_out]
+                buffers = [param for param in self._maybe_buffers() if _last_component(param) in left_out]
                 names = {param.name for param in buffers}
                 if len(names) < len(self.possible) and self._explains(buffers, all_shown=False):
                     params = [param for param in self.possible if param.name not in names]
-                    yield params, f"treated as buffers: {_some(buffers)}"
+                    yield params, f"treated as buffers: {_some_names(buffers)}"
 
     def _ties(self, omitted: Sequence[NamedParam]) -> Iterator[tuple[str, str]]:
         """Pairs (later, first) that may be one shared parameter.
@@ -205,15 +205,15 @@ def _whole_beside_flat(checkpoint: Checkpoint) -> dict[str, int]:
     return numels
 
 
-def _last(param: NamedParam) -> str:
+def _last_component(param: NamedParam) -> str:
     return param.name.rpartition(".")[2]
 
 
-def _alike(one: NamedParam, other: NamedParam) -> bool:
+def _interchangeable(one: NamedParam, other: NamedParam) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
 
 
-def _some(params: Sequence[NamedParam]) -> str:
+def _some_names(params: Sequence[NamedParam]) -> str:
     return some_of([param.name for param in params])
 
 

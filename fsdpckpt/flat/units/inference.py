@@ -149,7 +149,7 @@ def _answer(checkpoint: Checkpoint, survivors: list[_Fitting], preferred: Settin
             raise _unordered(checkpoint, chosen, reason)
     kernels = possibly_channels_last(chosen.match.units) if chosen.match.keys or _splits(checkpoint) else []
     if kernels and not chosen.candidate.strides_known:
-        raise _unstrided(checkpoint, kernels)
+        raise _without_strides(checkpoint, kernels)
     how = (chosen.candidate.label, *chosen.candidate.assumed, describe_settings(chosen.match.units))
     return ResolvedUnits(chosen.match.units, chosen.match, how, _differing([one.match.units for one in same]))
 
@@ -158,7 +158,7 @@ def _splits(checkpoint: Checkpoint) -> bool:
     return checkpoint.model is not None and any(map(is_flat_key, checkpoint.model.params))
 
 
-def _unstrided(checkpoint: Checkpoint, kernels: list[str]) -> NeedsInformationError:
+def _without_strides(checkpoint: Checkpoint, kernels: list[str]) -> NeedsInformationError:
     return NeedsInformationError(
         f"nothing says whether {checkpoint.source} is of a channels_last model",
         details=kernels,

@@ -137,17 +137,17 @@ def require_agreement(units: Units, request: UnitsRequest, sources: Sources, des
 
 def option_contradictions(units: Units, request: UnitsRequest, sources: Sources) -> list[str]:
     """What ``--unit``, ``--parameters`` and ``--reference`` contradict in ``units``; empty if they agree."""
-    wrong = list(_wrapped(units, request.globs))
+    wrong = list(_wrapping_contradictions(units, request.globs))
     if request.parameters is not None:
         for number, (listed, name) in enumerate(zip_longest(request.parameters, units.parameters)):
             if listed != name:
                 wrong.append(f"parameter {number} is {name} in the units, {listed} in --parameters")
     if request.reference is not None:
-        wrong.extend(_reference(units, reference_names(request.reference, sources)))
+        wrong.extend(_reference_contradictions(units, reference_names(request.reference, sources)))
     return wrong
 
 
-def _wrapped(units: Units, globs: tuple[str, ...]) -> Iterator[str]:
+def _wrapping_contradictions(units: Units, globs: tuple[str, ...]) -> Iterator[str]:
     if not globs:
         return
     names = [param.name for param in units.params().values()]
@@ -161,7 +161,7 @@ def _wrapped(units: Units, globs: tuple[str, ...]) -> Iterator[str]:
             yield f"{misplaced} is in unit {unit.prefix!r} according to the units, in {by_globs!r} according to --unit"
 
 
-def _reference(units: Units, names: ParameterNames) -> list[str]:
+def _reference_contradictions(units: Units, names: ParameterNames) -> list[str]:
     by_name = {param.name: param for param in names.params}
     tied = dict(names.shared)
     wrong: list[str] = []
@@ -189,16 +189,16 @@ def contradictions(units: Units, checkpoint: Checkpoint, *, dtype: DType | None 
     if checkpoint.model is not None:
         label = "the model section"
         names = model_names(checkpoint, label) or ParameterNames((), ordered=False, label=label)
-        result.extend(_model(units, names, dtype))
+        result.extend(_model_contradictions(units, names, dtype))
         if names.ordered and checkpoint.layout is not Layout.FLATTENED:
             result.extend(order_contradictions(units, [param.name for param in names.params]))
     if checkpoint.optim is not None and checkpoint.optim.key_type == "name":
-        result.extend(_optimizer(units, checkpoint.optim))
-        result.extend(_groups(units, checkpoint.optim))
+        result.extend(_optimizer_contradictions(units, checkpoint.optim))
+        result.extend(_group_contradictions(units, checkpoint.optim))
     return result
 
 
-def _model(units: Units, names: ParameterNames, dtype: DType | None) -> Iterator[str]:
+def _model_contradictions(units: Units, names: ParameterNames, dtype: DType | None) -> Iterator[str]:
     params, later = units.params(), dict(units.shared)
     tied = dict(names.shared)
     by_name = {param.name: param for param in names.params}
@@ -223,7 +223,7 @@ def _model(units: Units, names: ParameterNames, dtype: DType | None) -> Iterator
             yield f"{name} is another name of {later[name]} in the units, of {same} in the model section"
 
 
-def _optimizer(units: Units, optim: OptimState) -> Iterator[str]:
+def _optimizer_contradictions(units: Units, optim: OptimState) -> Iterator[str]:
     params = units.params()
     listed = {name for group in listed_names(optim) for name in group}
     for key, states in optim.state.items():
@@ -244,7 +244,7 @@ def _optimizer(units: Units, optim: OptimState) -> Iterator[str]:
             yield f"the optimizer has states for {first} and for {later}, which are one parameter in the units"
 
 
-def _groups(units: Units, optim: OptimState) -> Iterator[str]:
+def _group_contradictions(units: Units, optim: OptimState) -> Iterator[str]:
     known = set(units.params())
     listed = listed_names(optim)
     unknown = [name for group in listed for name in group if name not in known]

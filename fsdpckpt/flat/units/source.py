@@ -79,7 +79,9 @@ def source_units(
     beside = checkpoint.units
     if beside is not None and (target_flattened or request.file is None):
         source_request = UnitsRequest() if target_flattened else request
-        return _given(checkpoint, beside, checkpoint.units_from or "beside the checkpoint", source_request, sources)
+        return _given_units(
+            checkpoint, beside, checkpoint.units_from or "beside the checkpoint", source_request, sources
+        )
     if beside is None and checkpoint.units_from and request.file is None:
         raise NeedsInformationError(
             f"several units files that differ lie beside {checkpoint.source}",
@@ -88,14 +90,16 @@ def source_units(
             next_step="name the one that belongs to it: --units FILE",
         )
     if request.file is None:
-        return _inferred(checkpoint, request, sources, target_flattened=target_flattened)
+        return _infer_units(checkpoint, request, sources, target_flattened=target_flattened)
     units = load_units(request.file, sources)
     if target_flattened:
         return _serving_both(checkpoint, units, request.file, sources)
-    return _given(checkpoint, units, request.file, request, sources)
+    return _given_units(checkpoint, units, request.file, request, sources)
 
 
-def _given(checkpoint: Checkpoint, units: Units, label: str, request: UnitsRequest, sources: Sources) -> ResolvedUnits:
+def _given_units(
+    checkpoint: Checkpoint, units: Units, label: str, request: UnitsRequest, sources: Sources
+) -> ResolvedUnits:
     """Units from a file, with the settings from options applied; proved or refused."""
     requested = request.applied_to(units)
     result = match(checkpoint, requested)
@@ -123,23 +127,23 @@ def _given(checkpoint: Checkpoint, units: Units, label: str, request: UnitsReque
 def _serving_both(checkpoint: Checkpoint, units: Units, label: str, sources: Sources) -> ResolvedUnits:
     """The target's file, if nothing gives the source's units: they may have other settings, if proved."""
     if isinstance(match(checkpoint, units), FlatMatch):
-        return _given(checkpoint, units, label, UnitsRequest(), sources)
+        return _given_units(checkpoint, units, label, UnitsRequest(), sources)
     # Its number of ranks is the target's; the source's own lengths prove its ranks and sharding groups.
     wrapping = Candidate(replace(units, world_size=None), f"units: names and wrapping from {label}", strides_known=True)
     result = infer(checkpoint, [wrapping], wanted=Settings())
     if isinstance(result, Refusal):  # the unchanged file gives the better message
-        return _given(checkpoint, units, label, UnitsRequest(), sources)
+        return _given_units(checkpoint, units, label, UnitsRequest(), sources)
     return result
 
 
 # Nothing lies beside the source, and no units file was given.
 
 
-def _inferred(
+def _infer_units(
     checkpoint: Checkpoint, request: UnitsRequest, sources: Sources, *, target_flattened: bool
 ) -> ResolvedUnits:
-    names = _names(checkpoint, request, sources)
-    prefixes = _prefixes(checkpoint, request, names, target_flattened=target_flattened)
+    names = _parameter_names(checkpoint, request, sources)
+    prefixes = _unit_prefixes(checkpoint, request, names, target_flattened=target_flattened)
     result = infer(
         checkpoint,
         candidates(checkpoint, names, prefixes, parameters=request.parameters),
@@ -147,7 +151,7 @@ def _inferred(
         preferred=request,
     )
     if isinstance(result, Refusal):
-        raise _refused(checkpoint, names, prefixes, result)
+        raise _refused_error(checkpoint, names, prefixes, result)
     # --unit was compared with the checkpoint, or describes the target.
     require_agreement(result.units, replace(request, globs=()), sources, f"what {checkpoint.source} shows of its units")
     if names.in_model_order or request.parameters is not None:
@@ -155,7 +159,7 @@ def _inferred(
     return replace(result, unsettled=(*result.unsettled, ORDER))
 
 
-def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames:
+def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames:
     """Names, shapes and order: the checkpoint's own if they are ordered, else those of the reference."""
     lists = [model_names(checkpoint, "the model section"), optimizer_names(checkpoint, "the optimizer's own names")]
     if request.reference is not None:
@@ -178,7 +182,7 @@ def _names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> P
     return best.reordered(parameter_order(checkpoint), "the checkpoint's own names")
 
 
-def _prefixes(
+def _unit_prefixes(
     checkpoint: Checkpoint, request: UnitsRequest, names: ParameterNames, *, target_flattened: bool
 ) -> UnitPrefixes:
     """The prefixes that the checkpoint shows, else those of ``--unit``; both must agree."""
@@ -214,7 +218,7 @@ def _prefixes(
     return replace(shown, prefixes=(*shown.prefixes, *more))
 
 
-def _refused(
+def _refused_error(
     checkpoint: Checkpoint, names: ParameterNames, prefixes: UnitPrefixes, refusal: Refusal
 ) -> NeedsInformationError:
     return NeedsInformationError(

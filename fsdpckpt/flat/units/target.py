@@ -262,11 +262,11 @@ def target_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources
             next_step="add --units FILE, or --reference PATH of a full or sharded checkpoint of this model",
         )
     if request.parameters is not None:
-        return _explicit(chosen, request.parameters, checkpoint)
-    return _settled(_apart(chosen, request.buffers), checkpoint)
+        return _listed_only(chosen, request.parameters, checkpoint)
+    return _require_settled(_separate_buffers(chosen, request.buffers), checkpoint)
 
 
-def _apart(names: ParameterNames, buffers: Sequence[str]) -> ParameterNames:
+def _separate_buffers(names: ParameterNames, buffers: Sequence[str]) -> ParameterNames:
     """Names that nothing else decides: buffers if a ``--buffers`` glob matches, parameters otherwise."""
     if not buffers:
         return names
@@ -301,7 +301,7 @@ def _with_reference(stored: ParameterNames | None, reference: ParameterNames) ->
     return replace(reference, params=params)
 
 
-def _explicit(names: ParameterNames, order: tuple[str, ...], checkpoint: Checkpoint) -> ParameterNames:
+def _listed_only(names: ParameterNames, order: tuple[str, ...], checkpoint: Checkpoint) -> ParameterNames:
     """Exactly the parameters that ``--parameters`` lists; a sharded name that it lacks can only be a shared one."""
     by_name = {param.name: param for param in names.params}
     absent = [name for name in order if name not in by_name]
@@ -342,7 +342,7 @@ def _explicit(names: ParameterNames, order: tuple[str, ...], checkpoint: Checkpo
     )
 
 
-def _settled(names: ParameterNames, checkpoint: Checkpoint) -> ParameterNames:
+def _require_settled(names: ParameterNames, checkpoint: Checkpoint) -> ParameterNames:
     """Only the parameters; raises NeedsInformationError for names that may be a parameter or a buffer, frozen or
     shared.
     """

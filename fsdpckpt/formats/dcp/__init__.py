@@ -92,7 +92,7 @@ class _TorchName(str):
     __slots__ = ()
 
 
-def _size(extents: object = ()) -> tuple[int, ...]:
+def _torch_size(extents: object = ()) -> tuple[int, ...]:
     """``torch.Size``, limited to a few numbers, so that no pickle can build large tuples of sizes of sizes."""
     few = type(extents) in (tuple, list) and len(extents) <= MAX_DIMENSIONS  # type: ignore[arg-type]
     if not (few and _INTEGERS.issuperset(map(type, extents))):  # type: ignore[call-overload]
@@ -110,7 +110,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> object:
         if module == "torch" and name == "Size":
-            return _size
+            return _torch_size
         if module == "torch" and name in DTYPES:
             return _TorchName(name)
         if (module, name) in _CLASSES:
@@ -208,7 +208,7 @@ class _Parser:
         missing: list[tuple[float, str]] = []  # number of tensors before it, what
         for key, entry in entries.items():
             if type(entry) is Run and type(key) is str:
-                heads[key] = self._again(key, entry)
+                heads[key] = self._add_again(key, entry)
                 continue
             if type(key) is not str or not isinstance(entry, StubInstance):
                 self._refuse("an entry is neither a tensor nor a value", found=key)
@@ -221,7 +221,7 @@ class _Parser:
                 items[key] = table.single[key, None]
             else:
                 missing.append((len(table) - 0.5, key))
-        paths = _paths(fields.get("planner_data"))
+        paths = _nesting(fields.get("planner_data"))
         chunks, unstored = table.finish()
         self._require_all([*missing, *unstored])
         tensors = {key: DcpTensor(*head, rows) for (key, head), rows in zip(heads.items(), chunks, strict=True)}
@@ -291,7 +291,7 @@ class _Parser:
                 names = tuple(name if isinstance(name, str) else truncate(name) for name in transforms)
             self._table.single[fqn, start] = Stored(path, offset, length, names)
 
-    def _again(self, key: str, entry: Run) -> tuple[DType, Indexes]:
+    def _add_again(self, key: str, entry: Run) -> tuple[DType, Indexes]:
         """Add the chunks of a tensor that is described like an earlier one; return its dtype and shape."""
         run = self._table.run_of(entry)
         if run not in self._known:
@@ -326,7 +326,7 @@ class _Parser:
             self._known[runs[0]] = _Known((dtype, shape), len(self._table) - 1, boxes)
         return dtype, shape
 
-    def _pairs(self, entries: list[object]) -> Iterator[tuple[object, object]]:
+    def _start_size_pairs(self, entries: list[object]) -> Iterator[tuple[object, object]]:
         """Start and size of each chunk."""
         for record in entries:
             if isinstance(record, Run):
@@ -339,7 +339,7 @@ class _Parser:
     def _boxes(self, key: str, shape: Indexes, entries: list[object]) -> Iterator[tuple[Indexes, Indexes]]:
         """Each box once."""
         starts: set[Indexes] = set()
-        for start, size in self._pairs(entries):
+        for start, size in self._start_size_pairs(entries):
             if not _is_shape(start) or not _is_shape(size) or len(start) != len(shape) or len(size) != len(shape):
                 found = f"{key}: {truncate(start)}, {truncate(size)}"
                 self._refuse("a chunk has not its tensor's dimensions", key=key, found=found)
@@ -372,7 +372,7 @@ def _is_shape(value: object) -> TypeGuard[Indexes]:
     return not value or (_INTEGERS.issuperset(map(type, value)) and min(value) >= 0)  # a bool is not an extent
 
 
-def _paths(data: object) -> dict[str, tuple[PathElement, ...]] | None:
+def _nesting(data: object) -> dict[str, tuple[PathElement, ...]] | None:
     """The nesting in planner_data, if DefaultSavePlanner wrote it with flatten_state_dict; otherwise there is none."""
     if not isinstance(data, dict) or not data:
         return None

@@ -199,22 +199,22 @@ class ChunkTable:
             self._reduced.chunks.clear()
         where = np.full((self._count, 3), -1, np.int64)  # file, offset, length
         for (key, start), stored in self.single.items():
-            row = self._row(self._in_rows[key], start) if start is not None and key in self._in_rows else -1
+            row = self._chunk_row(self._in_rows[key], start) if start is not None and key in self._in_rows else -1
             if row >= 0:
                 self._store(row, stored)
         if self._stored:
             table = np.array(self._stored, np.int64)
             where[table[:, 0]] = table[:, 1:]
         if self._reduced is not None:
-            self._join(self._reduced, where)
+            self._assign_items(self._reduced, where)
         missing = np.flatnonzero(where[:, 0] < 0).tolist()
         if missing:
-            return [], list(self._named(missing))
+            return [], list(self._name_of(missing))
         self._sort_files(where[:, 0])
         cuts: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]] = {}
-        return [self._chunks(place, where, cuts) for place in self._places], []
+        return [self._chunks_of(place, where, cuts) for place in self._places], []
 
-    def _chunks(
+    def _chunks_of(
         self, place: _Place, where: Int64Array, cuts: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]]
     ) -> StoredChunks:
         """The chunks of one tensor. ``cuts``: starts and sizes by place, which tensors that are cut alike share."""
@@ -248,7 +248,7 @@ class ChunkTable:
                 file[part] = numbers[file[part]]
             self.files = [self.files[number] for number in order]
 
-    def _join(self, reduced: Reduced, where: Int64Array) -> None:
+    def _assign_items(self, reduced: Reduced, where: Int64Array) -> None:
         """Assign each item in a run to its chunk. Leaves two items for one chunk to the general reader."""
         texts = reduced.texts
         known = {place.key: number for number, place in enumerate(self._places)}
@@ -267,9 +267,9 @@ class ChunkTable:
             if (holder < 0).any():  # items of no tensor
                 inner = holder >= 0
                 part, holder = {name: column[inner] for name, column in part.items()}, holder[inner]
-            rows = self._rows(part, holder, columns)
+            rows = self._chunk_rows(part, holder, columns)
             for row in np.flatnonzero(rows < 0).tolist():  # its index names another chunk
-                rows[row] = self._row(int(holder[row]), tuple(part["start"][row, : part["ndim"][row]].tolist()))
+                rows[row] = self._chunk_row(int(holder[row]), tuple(part["start"][row, : part["ndim"][row]].tolist()))
             if (rows < 0).any():  # items of no chunk
                 hit = rows >= 0
                 part, rows = {name: column[hit] for name, column in part.items()}, rows[hit]
@@ -278,7 +278,7 @@ class ChunkTable:
         if np.count_nonzero(where[:, 0] >= 0) != assigned:
             raise UnusualError("two items of one chunk")
 
-    def _rows(self, part: Columns, holder: npt.NDArray[np.int32], places: tuple[Int64Array, ...]) -> Int64Array:
+    def _chunk_rows(self, part: Columns, holder: npt.NDArray[np.int32], places: tuple[Int64Array, ...]) -> Int64Array:
         """The rows of the chunks that the items name, -1 if that chunk starts somewhere else."""
         first, count, ndim, at = (column[holder] for column in places)
         index = part["index"]
@@ -290,7 +290,7 @@ class ChunkTable:
                 fits[some] &= boxes.start[chunk, dimension] == part["start"][some, dimension]
         return np.where(fits, first + index, -1)
 
-    def _row(self, number: int, start: Indexes) -> int:
+    def _chunk_row(self, number: int, start: Indexes) -> int:
         """The chunk of a tensor that begins at ``start``; -1 if there is none."""
         starts = self._starts.get(number)
         if starts is None:
@@ -300,7 +300,7 @@ class ChunkTable:
             self._starts[number] = starts
         return starts.get(start, -1)
 
-    def _named(self, missing: list[int]) -> Iterator[tuple[int, str]]:
+    def _name_of(self, missing: list[int]) -> Iterator[tuple[int, str]]:
         first = [place.first for place in self._places]
         for row in missing:
             number = bisect_right(first, row) - 1

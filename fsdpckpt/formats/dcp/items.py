@@ -144,18 +144,18 @@ class ItemReader:
         inside = (begin >= 0) & (length > 0) & (length <= nbytes) & (begin <= nbytes - np.minimum(length, nbytes))
         if not inside.all():
             self.reading = first = int(np.argmin(inside))
-            raise self._outside(int(begin[first]), int(begin[first] + length[first]))
+            raise self._outside_error(int(begin[first]), int(begin[first] + length[first]))
         tensors = ItemTensors(*np.full((5, len(begin)), -1, np.int64))
         gaps = np.clip(begin - np.concatenate([begin[:1], begin[:-1] + length[:-1]]), 0, _NEAR)
         needed = np.cumsum(np.where(length > _SMALL, 2 * _END, length) + gaps)
         first = 0
         while first < len(begin):
             end = max(int(np.searchsorted(needed, (needed[first - 1] if first else 0) + _BATCH, "right")), first + 1)
-            self._batch(tensors, begin, length, slice(first, end))
+            self._read_batch(tensors, begin, length, slice(first, end))
             first = end
         return tensors
 
-    def _batch(self, tensors: ItemTensors, begin: Int64Array, length: Int64Array, rows: slice) -> None:
+    def _read_batch(self, tensors: ItemTensors, begin: Int64Array, length: Int64Array, rows: slice) -> None:
         """Locate the tensors of some items: read their ends, compare them with the known structures, parse the rest."""
         ends = _BatchEnds(self._source, begin[rows], length[rows])
         order = np.argsort(length[rows], kind="stable")
@@ -209,7 +209,7 @@ class ItemReader:
         kind = self._known.kind(held.dtype, held.shape, held.stride)
         data_at = record.offset - begin
         tensor = _ItemTensor(kind, data_at + described.first, data_at, record.nbytes, record.crc if summed else -1)
-        template = _template(tensor, f"/{described.record}", length, ends)
+        template = _make_template(tensor, f"/{described.record}", length, ends)
         if template is not None:
             self._known.remember(length, template)
         return tensor
@@ -251,7 +251,7 @@ class ItemReader:
             why="the data file belongs to another checkpoint, or is damaged",
         )
 
-    def _outside(self, begin: int, end: int) -> SourceCorruptError:
+    def _outside_error(self, begin: int, end: int) -> SourceCorruptError:
         return SourceCorruptError(
             f"{self._source.path} is too short for what the metadata says lies in it",
             file=self._source.path,
@@ -271,7 +271,7 @@ class _BatchEnds:
         end = np.stack([np.where(large, begin + _END, begin + length), begin + length], axis=1)
         ranges = first.ravel(), end.ravel()
         fetched = prefetch(source, zip(ranges[0].tolist(), (ranges[1] - ranges[0]).tolist(), strict=True))
-        at, parts, size = _requests(*ranges, near=-1 if fetched else _NEAR)
+        at, parts, size = _plan_reads(*ranges, near=-1 if fetched else _NEAR)
         self._buffer = bytearray(size + 8)
         view = memoryview(self._buffer)
         for place, offset, nbytes in parts:
@@ -283,7 +283,7 @@ class _BatchEnds:
         self._head = at[0::2]
         self._tail = at[1::2] - (first[:, 1] - begin)
         self._length = length
-        self._words: npt.NDArray[np.uint64] = np.ndarray((size + 1,), "<u8", self._buffer, strides=(1,))
+        self._masked_words: npt.NDArray[np.uint64] = np.ndarray((size + 1,), "<u8", self._buffer, strides=(1,))
 
     def of(self, number: int) -> _Ends:
         head, tail, length = int(self._head[number]), int(self._tail[number]), int(self._length[number])
@@ -297,16 +297,16 @@ class _BatchEnds:
         """Which of the items have this structure."""
         head = self._head[numbers, None] + template.places[: template.head]
         tail = self._tail[numbers, None] + template.places[template.head :]
-        words = self._words[np.concatenate([head, tail], axis=1)] & template.masks
+        words = self._masked_words[np.concatenate([head, tail], axis=1)] & template.masks
         fits: npt.NDArray[np.bool_] = np.all(words == template.words, axis=1)
         return fits
 
     def crcs(self, template: _Template, numbers: npt.NDArray[np.intp]) -> Int64Array:
-        crcs: Int64Array = (self._words[self._tail[numbers] + template.crc_at] & MASK[4]).astype(np.int64)
+        crcs: Int64Array = (self._masked_words[self._tail[numbers] + template.crc_at] & MASK[4]).astype(np.int64)
         return crcs
 
 
-def _requests(
+def _plan_reads(
     begin: Int64Array, end: Int64Array, *, near: int
 ) -> tuple[Int64Array, Iterator[tuple[int, int, int]], int]:
     """The place of each range in a buffer; the reads that fill it (place, offset, bytes); its size.
@@ -322,7 +322,7 @@ def _requests(
     return at, zip(place.tolist(), offset.tolist(), (last - offset).tolist(), strict=False), int(place[-1])
 
 
-def _template(tensor: _ItemTensor, record: str, length: int, ends: _Ends) -> _Template | None:
+def _make_template(tensor: _ItemTensor, record: str, length: int, ends: _Ends) -> _Template | None:
     """The structure to compare the next item of this length with; None if the bytes that were read do not
     contain it.
     """
@@ -348,13 +348,13 @@ def _template(tensor: _ItemTensor, record: str, length: int, ends: _Ends) -> _Te
     if crc_at < 0 or local + 4 > data_at:
         return None
     # torch leaves the checksum in the local header 0, other writers fill it in.
-    opening = _words([(0, head[:local]), (local + 4, head[local + 4 :])])
-    rows = [*opening, *_words(runs)]
+    opening = _masked_words([(0, head[:local]), (local + 4, head[local + 4 :])])
+    rows = [*opening, *_masked_words(runs)]
     places, words, masks = (np.array(column) for column in zip(*rows, strict=True))
     return _Template(places, words, masks, len(opening), crc_at, tensor)
 
 
-def _words(runs: _Runs) -> list[tuple[np.int64, np.uint64, np.uint64]]:
+def _masked_words(runs: _Runs) -> list[tuple[np.int64, np.uint64, np.uint64]]:
     """``runs`` of bytes (offset, bytes) as words: offset, value, and a mask of the bytes that count."""
     return [
         (np.int64(offset + at), np.uint64(int.from_bytes(run[at : at + 8], "little")), MASK[len(run[at : at + 8])])

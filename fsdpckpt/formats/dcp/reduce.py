@@ -105,11 +105,11 @@ def _reduce(source: ByteSource, *, shared_names: bool) -> Reduced | None:
     chunks: Columns = {}
     parts = walk.columns[CHUNK]
     for name in list(parts[0]) if parts else ():
-        chunks[name] = _joined([part.pop(name) for part in parts])
+        chunks[name] = _concatenate([part.pop(name) for part in parts])
     return Reduced(bytes(walk.out), walk.runs, chunks, walk.columns[INDEX], texts)
 
 
-def _joined(parts: list[npt.NDArray[np.signedinteger]]) -> npt.NDArray[np.signedinteger]:
+def _concatenate(parts: list[npt.NDArray[np.signedinteger]]) -> npt.NDArray[np.signedinteger]:
     width = max(part.shape[1] for part in parts) if parts[0].ndim == 2 else 0
     if width:
         parts = [np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts]
@@ -217,7 +217,7 @@ class _Walk:
             self.out += END if self._plans.ended and not self._stopped else b""
             self._stopped = self._plans.ended
         for kind in tuple(self._windows):
-            self._close(kind)
+            self._close_window(kind)
         items = self._items.columns(block)
         if items is not None:
             self.columns[INDEX].append(self._compact(items))
@@ -253,7 +253,7 @@ class _Walk:
                 raw = data[at:end]
                 old = int.from_bytes(raw[1:], "little")
                 name = memo.names.get(old)
-                taken = self._take(name, at) if name in self._counts else None
+                taken = self._take_records(name, at) if name in self._counts else None
                 if name is not None and taken is not None:
                     out += data[kept:at]
                     out += self._placeholder(name, taken)
@@ -360,10 +360,10 @@ class _Walk:
         if begin >= 0 and self._entries.add(data, begin, at, chunks.end, number, memoised, self._memo):
             self.runs.append(Run(ENTRY, number - 1, number))
 
-    def _take(self, kind: tuple[bytes, bytes], at: int) -> Records | None:
+    def _take_records(self, kind: tuple[bytes, bytes], at: int) -> Records | None:
         """The records of this kind from ``at`` on; None if there is none of the known form."""
         block = self._block
-        form = self._forms.get(kind) or self._learn(kind, at)
+        form = self._forms.get(kind) or self._learn_form(kind, at)
         if form is None:
             return None
         window = self._windows.get(kind)
@@ -383,9 +383,11 @@ class _Walk:
         if taken is not None:
             self._sizes[kind] = _WINDOW if self._items.scattered else 1
             return taken
-        return self._records_at(kind, window if window is not None and searched else self._open(kind, form, at), at)
+        return self._records_at(
+            kind, window if window is not None and searched else self._open_window(kind, form, at), at
+        )
 
-    def _learn(self, kind: tuple[bytes, bytes], at: int) -> Form | None:
+    def _learn_form(self, kind: tuple[bytes, bytes], at: int) -> Form | None:
         if self._unlike[kind] == _MOST_UNLIKE:
             return None
         form = learn(kind, self._block.data, at, self._memo)
@@ -397,9 +399,9 @@ class _Walk:
         self._forms[kind] = form
         return form
 
-    def _open(self, kind: tuple[bytes, bytes], form: Form, at: int) -> _Window:
+    def _open_window(self, kind: tuple[bytes, bytes], form: Form, at: int) -> _Window:
         """Search for records from ``at`` on: first for one after those that were known, then for more and more."""
-        self._close(kind)
+        self._close_window(kind)
         end = min(at + self._sizes[kind], max(self._limit, at + 1))
         self._sizes[kind] = min(max(2 * self._sizes[kind], _WINDOW), _MOST_WINDOW)
         window = self._windows[kind] = _Window(at, end, form.find(self._block, at, end), [])
@@ -430,7 +432,7 @@ class _Walk:
         self.runs.append(Run(kind, taken.rows.start, taken.rows.stop))
         return _persistent(len(self.runs) - 1) * form.objects
 
-    def _close(self, kind: tuple[bytes, bytes]) -> None:
+    def _close_window(self, kind: tuple[bytes, bytes]) -> None:
         """Store the fields of the records that were taken from the window."""
         window = self._windows.pop(kind, None)
         if window is None or not window.taken:
@@ -441,20 +443,20 @@ class _Walk:
         if kind == INDEX:
             text, nbytes = columns.pop("text"), columns.pop("nbytes")
             shared = isinstance(form := self._forms[kind], ItemForm) and form.shared_names
-            columns["name"] = self._shared(text) if shared else self.texts.numbers(block, text, nbytes)
+            columns["name"] = self._shared_numbers(text) if shared else self.texts.numbers(block, text, nbytes)
             self._items.add(block, matches, rows, columns)
         self.columns[kind].append(self._compact(columns))
 
     def _compact(self, columns: Columns) -> Columns:
         """The fields of items or chunks in the smallest integer types that hold them."""
         if "path" in columns:
-            columns["path"] = self._shared(columns["path"])
+            columns["path"] = self._shared_numbers(columns["path"])
             columns["index"] = np.minimum(columns["index"], np.iinfo(np.int32).max)
-            columns = {name: _narrow(column) for name, column in columns.items()}
+            columns = {name: _smallest_ints(column) for name, column in columns.items()}
         columns["ndim"] = columns["ndim"].astype(np.int8)
         return columns
 
-    def _shared(self, references: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int32]:
+    def _shared_numbers(self, references: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int32]:
         """The numbers of the texts that are referred to: there are few different ones, often repeated in a row."""
         changes = np.flatnonzero(np.diff(references, prepend=-1))
         different, first, place = np.unique(references[changes], return_index=True, return_inverse=True)
@@ -477,7 +479,7 @@ class _Window:
     taken: list[slice]
 
 
-def _narrow(column: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.signedinteger]:
+def _smallest_ints(column: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.signedinteger]:
     return column.astype(np.int32) if column.max(initial=0) <= np.iinfo(np.int32).max else column
 
 

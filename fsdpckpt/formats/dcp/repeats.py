@@ -67,7 +67,7 @@ class Lists:
     def add(self, data: bytes, begins: Int64Array, end: int, rows: slice, memoised: int) -> bool:
         """Remember the chunks of ``rows``, which begin at ``begins`` of ``data``. False if there are too many."""
         at = int(begins[0])
-        alike = self._known.setdefault(_key(data, at), [])
+        alike = self._known.setdefault(_first_chunk_key(data, at), [])
         room = len(alike) < _MOST_ALIKE and self._left >= end - at
         if room:
             alike.append(_List(data[at:end], rows, memoised, begins - at))
@@ -77,14 +77,14 @@ class Lists:
 
     def take(self, data: bytes, at: int) -> Records | None:
         """The longest known list at ``at`` with more bytes after it."""
-        for known in self._known.get(_key(data, at), ()):
+        for known in self._known.get(_first_chunk_key(data, at), ()):
             end = at + len(known.content)
             if end < len(data) and data.startswith(known.content, at):
                 return Records(known.rows, known.memoised, end, [(at, known.begins)])
         return None
 
 
-def _key(data: bytes, at: int) -> bytes:
+def _first_chunk_key(data: bytes, at: int) -> bytes:
     """The bytes at ``at`` up to the end of the first chunk, or its begin: a chunk ends with these opcodes."""
     return data[at : data.find(b"ub", at, at + _MOST_KEY) + 2]
 
@@ -141,7 +141,7 @@ class _Stretch:
         return last
 
 
-def _joined(parts: list[tuple[_Stretch, int, int]]) -> _Stretch:
+def _join(parts: list[tuple[_Stretch, int, int]]) -> _Stretch:
     """The items of several parts (first to end, exclusive) one after the other."""
     numbers = max(len(stretch.places) for stretch, *_ in parts)
     stretches = [stretch.part(first, end, numbers) for stretch, first, end in parts]
@@ -233,7 +233,7 @@ class Items:
         memoised = count = 0
         while len(stretch_begins) < 4 or count >= _WORTH * len(stretch_begins):
             begin = at + len(separator) if stretch_begins and block.data.startswith(separator, at) else at
-            stretch, first, end = self._same(block, begin, expected, name_at)
+            stretch, first, end = self._match_items(block, begin, expected, name_at)
             if stretch is None or end == first:
                 break
             shift = begin - int(stretch.begins[first])
@@ -245,10 +245,10 @@ class Items:
             expected = stretch, end
         self.scattered = 0 < count < _WORTH * len(stretch_begins)
         if _WORTH * len(stretch_begins) <= count < _SHORT * len(stretch_begins):
-            self._remember(_joined([taken[:3] for taken in self._taken[-len(stretch_begins) :]]))
+            self._remember(_join([taken[:3] for taken in self._taken[-len(stretch_begins) :]]))
         return Records(slice(0, count), memoised, at, stretch_begins) if stretch_begins else None
 
-    def _same(
+    def _match_items(
         self, block: Block, at: int, expected: tuple[_Stretch, int] | None, name_at: NameAt
     ) -> tuple[_Stretch | None, int, int]:
         """The known items at ``at``: the expected ones, else those that follow the same name."""
@@ -301,7 +301,7 @@ class Entries:
         """
         appended = data[chunks_end : chunks_end + 3]
         marks = {b"eub": 2, b"aub": 1}.get(appended, -1)
-        if _marks(data[begin:at], memo) != marks or data[chunks_end + 3] not in _FOLLOWS:
+        if _count_marks(data[begin:at], memo) != marks or data[chunks_end + 3] not in _FOLLOWS:
             return False
         return self._known.add(data, np.array([begin]), chunks_end + 3, slice(number, number + 1), memoised)
 
@@ -311,7 +311,7 @@ class Entries:
         return taken if taken is not None and data[taken.end] in _FOLLOWS else None
 
 
-def _marks(head: bytes, memo: Memo) -> int:
+def _count_marks(head: bytes, memo: Memo) -> int:
     """The number of open marks after ``head``, a tensor up to its first chunk; 0 if it is something else."""
     match = _BEGIN.match(head)
     if match is None or memo.names.get(_number(match)) != ENTRY:

@@ -121,7 +121,7 @@ class _Writer(PickleOpcodes):
         self._chunks = _Kept[bytes](uses)
         self._around = _Kept[list[tuple[bytes, bytes]]](uses)
 
-    def _alike(self, kept: _Kept[_Made], items: StoredItems, make: Callable[[], _Made]) -> _Made:
+    def _reused(self, kept: _Kept[_Made], items: StoredItems, make: Callable[[], _Made]) -> _Made:
         """What ``make`` makes of texts and names: from the second time on these are all memo references."""
         known = kept.take(items)
         if known is not None:
@@ -137,7 +137,7 @@ class _Writer(PickleOpcodes):
         if dtype is None:
             return key + self.name(_METADATA, "BytesStorageMetadata") + b")\x81"
         head = self.constant((dtype.name, shape), partial(self._tensor_head, dtype, shape))
-        chunks = self._alike(self._chunks, entry.items, partial(self._chunk_list, entry.items))
+        chunks = self._reused(self._chunks, entry.items, partial(self._chunk_list, entry.items))
         return b"%b%b](%beub" % (key, head, chunks)
 
     def _tensor_head(self, dtype: DType, shape: tuple[int, ...]) -> bytes:
@@ -166,7 +166,7 @@ class _Writer(PickleOpcodes):
         if entry.dtype is None:
             around = self._around_offsets(items, tensor=False)
         else:
-            around = self._alike(self._around, items, partial(self._around_offsets, items, tensor=True))
+            around = self._reused(self._around, items, partial(self._around_offsets, items, tensor=True))
         names = repeat(first) if memo == self._memo else chain([first], repeat(self._index(entry.key)))
         offsets = map(integer, entry.offset.tolist())
         rows = zip(names, around, offsets, strict=False)

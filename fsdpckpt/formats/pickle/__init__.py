@@ -331,7 +331,7 @@ _NAMES: dict[Kind, type[_Name]] = {
 }
 
 
-def _resolve(module_name: str, global_name: str) -> object:
+def _stub_for(module_name: str, global_name: str) -> object:
     """The stub for a name in the pickle; a name outside the closed set is recorded as refused."""
     module, name = canonical(module_name, global_name)
     kind = kind_of(module, name)
@@ -362,7 +362,7 @@ def _finish() -> None:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> object:
-        return _resolve(module_name, global_name)
+        return _stub_for(module_name, global_name)
 
     def persistent_load(self, persistent_id: object) -> object:
         if LOADING.tensors is None:
@@ -404,7 +404,7 @@ def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Va
     try:
         value = cast(Value, _Unpickler(buffered(data), encoding="utf-8").load())
         if LOADING.refused:
-            raise _unsafe(file)
+            raise _unsafe_error(file)
         _finish()
     except DAMAGE as error:
         if not LOADING.refused:
@@ -415,14 +415,14 @@ def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Va
                 why="the file is damaged, or was not written by torch.save",
                 next_step="save or copy the checkpoint again",
             ) from None
-        raise _unsafe(file) from None
+        raise _unsafe_error(file) from None
     finally:
         vars(LOADING).clear()
         vars(LOADING).update(outer)
     return value
 
 
-def _unsafe(file: str) -> SourceUnsafeError:
+def _unsafe_error(file: str) -> SourceUnsafeError:
     names = sorted(LOADING.refused)
     return SourceUnsafeError(
         f"{file} names {plural(len(names), 'thing')} outside the closed set that fsdpckpt reads",

@@ -182,7 +182,7 @@ _SINGLE = rb"ScNRQabe\]}stu\x81\x85-\x89\x8f\x90\x91\x93"
 _ITEM = rb"(?:S" + _MEMOISED + rb"?+|[Kh].|M..|[Jj].{4})"  # content of a tuple without other tuples: a number, a text
 
 
-def _finding(opcode: bytes, *, skipped: bytes) -> re.Pattern[bytes]:
+def _pattern_of(opcode: bytes, *, skipped: bytes) -> re.Pattern[bytes]:
     """A pattern that finds ``opcode`` among opcodes of which only ``skipped`` memoise; it matches once more
     at the end.
     """
@@ -201,12 +201,12 @@ def _finding(opcode: bytes, *, skipped: bytes) -> re.Pattern[bytes]:
 
 # Protocols up to 3 write memo numbers, later ones count: a pickle that mixes both is not accepted.
 # A match is a reference, an opcode that memoises, or a byte for which the pickle is not accepted.
-_COUNTED_REFERENCES = _finding(rb"(h.|j.{4}|\)R\x94|[" + _SINGLE + rb"]\x94|\Z|.)", skipped=b"")
-_NUMBERED_REFERENCES = _finding(
+_COUNTED_REFERENCES = _pattern_of(rb"(h.|j.{4}|\)R\x94|[" + _SINGLE + rb"]\x94|\Z|.)", skipped=b"")
+_NUMBERED_REFERENCES = _pattern_of(
     rb"(h.|j.{4}|\Z|.)", skipped=rb"\)R" + _PUT_TO_NUMBER + rb"|[" + _SINGLE + rb"]" + _PUT_TO_NUMBER + b"|"
 )
 # Where a tuple, a list, a dict or the result of a call without arguments is memoised, in an otherwise accepted pickle.
-_PUTS = _finding(
+_PUTS = _pattern_of(
     rb"(?:\)R|[" + _SINGLE + rb"])(" + _PUT_TO_NUMBER + rb")|\Z",
     skipped=rb"h.|j.{4}|[Sc\x93R\x81]" + _PUT_TO_NUMBER + rb"|",
 )

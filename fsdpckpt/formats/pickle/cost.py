@@ -194,7 +194,7 @@ def _walk(data: bytes, budget: _Budget) -> None:  # noqa: PLR0912, PLR0915 (one 
         elif kind == _SKIP:
             at += sizes[opcode]
         elif kind == _OTHER:
-            at = _rare(data, at, stack, marks, memo, budget)
+            at = _rare_opcode(data, at, stack, marks, memo, budget)
         else:  # STOP
             return
 
@@ -203,7 +203,7 @@ def _remember(memo: dict[int, int], number: int, value: int) -> None:
     memo[number] = value | _SHARED if value > _OBJECT else value
 
 
-def _rare(  # noqa: PLR0912 (a case for each)
+def _rare_opcode(  # noqa: PLR0912 (a case for each)
     data: bytes, at: int, stack: list[int], marks: list[int], memo: dict[int, int], budget: _Budget
 ) -> int:
     """Apply a rare opcode; returns the position after it."""
@@ -244,11 +244,11 @@ def _rare(  # noqa: PLR0912 (a case for each)
         budget.used(stack.pop())
         stack[-1] = _OBJECT
     else:
-        _to_the_mark(opcode, stack, marks, budget)
+        _apply_to_mark(opcode, stack, marks, budget)
     return after
 
 
-def _to_the_mark(opcode: bytes, stack: list[int], marks: list[int], budget: _Budget) -> None:
+def _apply_to_mark(opcode: bytes, stack: list[int], marks: list[int], budget: _Budget) -> None:
     """Apply an opcode that takes everything above the topmost mark."""
     begin = marks.pop()
     items = stack[begin:]

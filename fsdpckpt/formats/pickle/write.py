@@ -81,7 +81,7 @@ class PickleWriter(PickleOpcodes):
         self.out += b"\x86R"
 
     def _bytes(self, value: bytes) -> None:
-        if not self._fetch(value):
+        if not self._refer(value):
             self._encode(value)
             self._remember(value)
 
@@ -95,7 +95,7 @@ class PickleWriter(PickleOpcodes):
         self.out += self.text("latin1") + b"\x86R"
 
     def _bytearray(self, value: bytearray) -> None:
-        if self._fetch(value):
+        if self._refer(value):
             return
         self.out += self.name("builtins", "bytearray")
         if value:
@@ -106,20 +106,20 @@ class PickleWriter(PickleOpcodes):
         self._remember(value)
 
     def _list(self, value: list[Value]) -> None:
-        if self._fetch(value):
+        if self._refer(value):
             return
         self.out += b"]"
         self._remember(value)
-        with self._inside(value):
+        with self._guard_recursion(value):
             self._appends(value)
 
     def _tuple(self, value: tuple[Value, ...]) -> None:
         if not value:
             self.out += b")"
             return
-        if self._fetch(value):
+        if self._refer(value):
             return
-        with self._inside(value):
+        with self._guard_recursion(value):
             self._items(value)
         self._remember(value)
 
@@ -138,11 +138,11 @@ class PickleWriter(PickleOpcodes):
             self.out += b"t"
 
     def _dict(self, value: dict[Value, Value]) -> None:
-        if self._fetch(value):
+        if self._refer(value):
             return
         self.out += b"}"
         self._remember(value)
-        with self._inside(value):
+        with self._guard_recursion(value):
             items = list(joined_states(value))
             if len(items) == 1:
                 self._pairs(items, b"s")
@@ -153,11 +153,11 @@ class PickleWriter(PickleOpcodes):
                     self._pairs(islice(pairs, _BATCH), b"u")
 
     def _ordered_dict(self, value: OrderedDict[Value, Value]) -> None:
-        if self._fetch(value):
+        if self._refer(value):
             return
         self.out += self.name("collections", "OrderedDict") + b")R"
         self._remember(value)
-        with self._inside(value):
+        with self._guard_recursion(value):
             self._setitems(list(joined_states(value)))
             attributes: Value = vars(value)  # type: ignore[assignment]  # a dict of str is one of Key
             if attributes:
@@ -165,7 +165,7 @@ class PickleWriter(PickleOpcodes):
                 self.out += b"b"
 
     def _set(self, value: set[Any]) -> None:
-        if self._fetch(value):
+        if self._refer(value):
             return
         self.out += self.name("builtins", "set") + b"]"
         # Sets have no order, and that of strings changes from run to run: sorting gives the same bytes every time.
@@ -184,9 +184,9 @@ class PickleWriter(PickleOpcodes):
         self.out += self.name("builtins", "getattr") + self.name(value.module, outer) + self.text(inner) + b"\x86R"
 
     def _object(self, value: Object) -> None:
-        if self._fetch(value):
+        if self._refer(value):
             return
-        with self._inside(value):
+        with self._guard_recursion(value):
             self._global(value.function)
             self._items(value.args)
             self.out += b"\x81" if value.new else b"R"
@@ -265,7 +265,7 @@ class PickleWriter(PickleOpcodes):
                 write(item)
         out += end
 
-    def _fetch(self, value: object) -> bool:
+    def _refer(self, value: object) -> bool:
         """Refer to a container that was written before. Raises SourceUnsupportedError for a container that contains
         itself.
         """
@@ -287,7 +287,7 @@ class PickleWriter(PickleOpcodes):
         self.out += put
 
     @contextmanager
-    def _inside(self, value: object) -> Iterator[None]:
+    def _guard_recursion(self, value: object) -> Iterator[None]:
         self._open.add(id(value))
         yield
         self._open.discard(id(value))

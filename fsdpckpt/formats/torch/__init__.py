@@ -189,7 +189,7 @@ class _TreeWalk:
         if isinstance(value, Object):
             return self._object(value)
         if isinstance(value, frozenset):
-            return Object(Global("builtins", "frozenset"), (cast("list[Value]", sorted(value, key=_order)),))
+            return Object(Global("builtins", "frozenset"), (cast("list[Value]", sorted(value, key=_set_order)),))
         if isinstance(value, set):
             return cast(Value, value)
         return self._refuse_kind(value)
@@ -275,7 +275,7 @@ class _TreeWalk:
             )
 
 
-def _order(item: object) -> str:
+def _set_order(item: object) -> str:
     """The sort key for the items of a set: ``repr`` of scalars."""
     return repr(item) if isinstance(item, (str, int, float, bytes)) else truncate(item)
 

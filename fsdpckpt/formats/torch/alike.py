@@ -195,9 +195,9 @@ class Alike:
         if len(places) > _MOST_DIFFERENT:
             return None
         changes = dict(zip(places.tolist(), other[places].tolist(), strict=True))
-        return changes if self._covers(changes) or self._cover(changes) else None
+        return changes if self._covers_changes(changes) or self._cover_changes(changes) else None
 
-    def _covers(self, changes: Changes) -> bool:
+    def _covers_changes(self, changes: Changes) -> bool:
         """Whether each change is in a number that is known to be a rank's own, and leaves a number there."""
         if self.shared is None:
             return False
@@ -207,18 +207,18 @@ class Alike:
                 return False
         return True
 
-    def _cover(self, changes: Changes) -> bool:
+    def _cover_changes(self, changes: Changes) -> bool:
         """Parse once more, with holes in place of these numbers and of those found before."""
         if self.unlike:
             return False
         places = self._places | set(changes)
-        numbers = _operands(self._opened.pickle, sorted(places))
+        numbers = _operands_at(self._opened.pickle, sorted(places))
         shared = self._with_holes(numbers) if numbers is not None else None
         if numbers is None or shared is None:
             self.unlike = True
             return False
         self._places, self._numbers, self.shared = places, numbers, shared
-        return self._covers(changes)
+        return self._covers_changes(changes)
 
     def _with_holes(self, numbers: Sequence[_Operand]) -> Shared | None:
         """The result if ``numbers`` are not known; None unless it is the tree that was parsed."""
@@ -237,7 +237,7 @@ class Alike:
             archive = parse_archive(holed, 0, builder=builder, parser=parser)
         except (FsdpckptError, TypeError):  # a hole in a place that needs a number
             return None
-        if not _same(archive.root, self._root):
+        if not _same_tree(archive.root, self._root):
             return None
         order = np.argsort(holed.columns.offset)
         starts = holed.columns.offset[order].tolist()
@@ -292,7 +292,7 @@ def _is_digit(byte: int) -> bool:
     return 0x30 <= byte <= 0x39
 
 
-def _operands(pickle: bytes, places: Sequence[int]) -> list[_Operand] | None:
+def _operands_at(pickle: bytes, places: Sequence[int]) -> list[_Operand] | None:
     """The numbers and texts that contain ``places`` (ascending); None if one of these is in anything else."""
     operands: list[_Operand] = []
     if places and places[-1] > _SCANNED:
@@ -314,15 +314,17 @@ def _operands(pickle: bytes, places: Sequence[int]) -> list[_Operand] | None:
     return None
 
 
-def _same(one: object, other: object) -> bool:
+def _same_tree(one: object, other: object) -> bool:
     """Whether two trees are equal, in types and in the order of their keys; a NaN equals itself."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict) and isinstance(other, dict):
         attributes = vars(one) == vars(other) if isinstance(one, OrderedDict) else True
-        return attributes and list(one) == list(other) and all(_same(value, other[key]) for key, value in one.items())
+        return (
+            attributes and list(one) == list(other) and all(_same_tree(value, other[key]) for key, value in one.items())
+        )
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_same_tree, one, other))
     if isinstance(one, (StoredTensor, Distributed)):
         return all(getattr(one, name) == getattr(other, name) for name in one.__slots__)
     return bool(one == other) or (isinstance(one, float) and isinstance(other, float) and isnan(one) and isnan(other))

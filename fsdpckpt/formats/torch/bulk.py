@@ -155,7 +155,7 @@ def _scan_window(data: bytes, at: int, stop: int, scanned: _Scanned) -> int:
         else:
             break
     if dropped:
-        scanned.dropped.append(_places(b"".join(dropped)))
+        scanned.dropped.append(_memo_places(b"".join(dropped)))
         if scanned.dropped[-1].max() >= len(data):
             raise _UnusualError("a place that no memo has")
     return at
@@ -173,17 +173,17 @@ def _long_text(data: bytes, at: int, scanned: _Scanned) -> int:
     return end if put is None else put.end()
 
 
-def _places(puts: bytes) -> Int64Array:
+def _memo_places(puts: bytes) -> Int64Array:
     """The numbers of the memo places that these opcodes write, or read."""
     rows = np.frombuffer(puts, np.uint8)
     if len(rows) % 5 == 0:
         rows = rows.reshape(-1, 5)
         if ((rows[:, 0] == ord("r")) | (rows[:, 0] == ord("j"))).all():
             return np.ascontiguousarray(rows[:, 1:]).view("<u4").ravel().astype(np.int64)
-    return np.array([_place(put) for put in re.findall(rb"[qh].|[rj].{4}", puts, re.DOTALL)], np.int64)
+    return np.array([_memo_place(put) for put in re.findall(rb"[qh].|[rj].{4}", puts, re.DOTALL)], np.int64)
 
 
-def _place(opcode: bytes) -> int:
+def _memo_place(opcode: bytes) -> int:
     return int.from_bytes(opcode[1:], "little")
 
 
@@ -286,24 +286,24 @@ class _Memo:
         out = scanned.out
         used = {get for head, storage, *_, tail in scanned.forms for get in _references(head, storage, tail)}
         gets = used.union(filter(methodcaller("startswith", (b"h", b"j")), out))
-        places = _places(b"".join(gets))
+        places = _memo_places(b"".join(gets))
         if any(np.isin(dropped, places).any() for dropped in scanned.dropped):
             raise _UnusualError("a part of a tensor is referred to")
-        looked_at = {b"Q", *(put for get in used for put in _puts(_place(get)))}
+        looked_at = {b"Q", *(put for get in used for put in _puts(_memo_place(get)))}
         self._written: dict[int, tuple[int, bytes]] = {}  # by place: how many opcodes are before it, and what is put
         for number in compress(count(), map(looked_at.__contains__, out)):
             opcode = out[number]
             if opcode == b"Q":
                 if b"t" not in (out[number - 1], out[number - 2]):
                     raise _UnusualError("a persistent id that is no tuple")
-            elif self._written.setdefault(_place(opcode), (number, out[number - 1]))[0] != number:
+            elif self._written.setdefault(_memo_place(opcode), (number, out[number - 1]))[0] != number:
                 raise _UnusualError("a place that is written twice")
         if any(b"_rebuild" in name and name != _REBUILD for name in filter(methodcaller("startswith", b"c"), out)):
             raise _UnusualError("tensors of another kind")
 
     def at(self, get: bytes, before: int) -> bytes:
         """The opcode of what ``get`` refers to, which must be written before that many opcodes."""
-        number, opcode = self._written.get(_place(get), (before, b""))
+        number, opcode = self._written.get(_memo_place(get), (before, b""))
         if number >= before:
             raise _UnusualError("a place that is written later")
         return opcode

@@ -159,13 +159,13 @@ def _value(text: str, file: str) -> Value:
         data: Json = json.loads(text[_DIGEST:])
     except (ValueError, RecursionError):
         raise damaged(file, "a value kept as text is not JSON", why=_WHY) from None
-    unknown = sorted({f"{module}.{name}" for module, name in _names(data) if kind_of(module, name) is None})
+    unknown = sorted({f"{module}.{name}" for module, name in _importable_names(data) if kind_of(module, name) is None})
     if unknown:
         raise SourceUnsafeError(f"{file} names classes that a checkpoint has no use for", details=unknown, file=file)
     return decode(data, file=file)
 
 
-def _names(data: Json) -> list[tuple[str, str]]:
+def _importable_names(data: Json) -> list[tuple[str, str]]:
     """Every importable name in a result of ``encode``."""
     names: list[tuple[str, str]] = []
     stack: list[Json] = [data]

@@ -111,12 +111,12 @@ class MeshParser(FileParser):
         """Every mesh, as it was pickled and parsed."""
         return list(self._meshes.values())
 
-    def _filled(self, value: object) -> object:
+    def _fill_holes(self, value: object) -> object:
         """A number, or several, with this rank's numbers in place of holes."""
         if isinstance(value, Hole):
             return self._numbers[value.number]
         if isinstance(value, (list, tuple)) and any(isinstance(item, Hole) for item in value):
-            return [self._filled(item) for item in value]
+            return [self._fill_holes(item) for item in value]
         return value
 
     def mesh(self, pickled: object, key: str) -> Mesh:
@@ -128,12 +128,12 @@ class MeshParser(FileParser):
 
     def _parse(self, pickled: object, key: str) -> Mesh:
         attributes = fields(pickled)
-        coordinate = self._filled(attributes.get("_coordinate_on_dim"))
+        coordinate = self._fill_holes(attributes.get("_coordinate_on_dim"))
         place = integers(coordinate) if coordinate is not None else None
         pickled_root = attributes.get("_root_mesh", attributes.get("_parent_mesh"))
         root = self.mesh(pickled_root, key) if isinstance(pickled_root, StubInstance) else None
         rank = attributes.get("_rank", root.rank if root is not None else None)  # torch 2.10 does not have it
-        rank = self._filled(rank)
+        rank = self._fill_holes(rank)
         rank = rank if type(rank) is int else None
         if "mesh" in attributes:  # torch 2.4 to 2.9: the mesh's own ranks
             shape, ranks = self._tensor_ranks(attributes["mesh"], key)

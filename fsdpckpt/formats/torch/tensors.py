@@ -272,7 +272,7 @@ def stored_blocks(wrapped: Wrapped, file: str, key: str) -> StoredBlocks:
     if type(block) is not int or block < 1 or type(signed) not in (bool, type(None)) or not wrapped.shape:
         _corrupt(file, key, wrapped, "a block size", f"{block!r:.40}")
     blocks = Blocks(wrapped.kind, wrapped.dtype, wrapped.shape, block, signed)
-    parts = {part: _waited(state.get(part)) for part in blocks.parts}
+    parts = {part: _wait_result(state.get(part)) for part in blocks.parts}
     numel = prod(wrapped.shape)
     if numel % block or (blocks.packed and block % 2):  # whole blocks are whole groups
         _corrupt(file, key, wrapped, f"elements in whole blocks of {block}", f"shape {wrapped.shape}")
@@ -282,9 +282,9 @@ def stored_blocks(wrapped: Wrapped, file: str, key: str) -> StoredBlocks:
     for part, tensor in parts.items():
         wanted = codes if part == CODES else DTYPES["float32"]
         if not isinstance(tensor, StoredTensor) or tensor.dtype is not wanted:
-            _corrupt(file, key, wrapped, f"{part} of type {wanted.name}", _described(tensor))
+            _corrupt(file, key, wrapped, f"{part} of type {wanted.name}", _describe(tensor))
         if part in shapes and tensor.shape != shapes[part]:
-            _corrupt(file, key, wrapped, f"{part} of shape {shapes[part]}", _described(tensor))
+            _corrupt(file, key, wrapped, f"{part} of shape {shapes[part]}", _describe(tensor))
         if tensor.stride != contiguous_stride(tensor.shape):
             raise SourceUnsupportedError(
                 f"{key}: the {part} of {blocks} are not in row-major order", key=key, file=file
@@ -295,7 +295,7 @@ def stored_blocks(wrapped: Wrapped, file: str, key: str) -> StoredBlocks:
     return StoredBlocks(blocks, stored)
 
 
-def _waited(value: object) -> object:
+def _wait_result(value: object) -> object:
     """The result of a collective: torchao's full states on CPU still hold it wrapped."""
     if isinstance(value, Wrapped) and value.kind.name == "AsyncCollectiveTensor":
         state = value.state[1] if isinstance(value.state, tuple) and len(value.state) == 2 else value.state
@@ -303,7 +303,7 @@ def _waited(value: object) -> object:
     return value
 
 
-def _described(tensor: object) -> str:
+def _describe(tensor: object) -> str:
     if isinstance(tensor, StoredTensor):
         return f"{tensor.dtype.name} of shape {tensor.shape}"
     return type(tensor).__name__

@@ -151,9 +151,13 @@ def _read_torch_dist(
     root: _Dict = {"model": saved.with_masters()}
     if names or saved.buffers or groups:
         states = cast(_Dict, dict(names))
-        root["optimizer"] = {"state": states, "param_groups": _listed(groups, list(map(str, names))), **saved.buffers}
+        root["optimizer"] = {
+            "state": states,
+            "param_groups": _merge_groups(groups, list(map(str, names))),
+            **saved.buffers,
+        }
     extras = {**saved.objects, **shared, **_scaler(optimizers)}
-    root.update({key: _plain(value) for key, value in extras.items() if key not in root})
+    root.update({key: _without_classes(value) for key, value in extras.items() if key not in root})
     tree.world_size = saved.ranks
     tree.root, tree.flavor = root, "megatron"
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{path} is a torch_dist checkpoint of Megatron-core"))
@@ -269,7 +273,7 @@ def _step(optimizers: Sequence[Mapping[Key, Value]], files: FileTable) -> Tensor
     return None
 
 
-def _listed(groups: list[_Dict], names: list[str]) -> list[Value]:
+def _merge_groups(groups: list[_Dict], names: list[str]) -> list[Value]:
     """``groups`` without the step count. Groups with equal settings become one with all parameters; groups whose
     settings differ stay without parameters.
     """
@@ -294,7 +298,7 @@ def unwrap_megatron_fsdp(tree: Tree, files: FileTable, path: str) -> None:
     root = tree.root
     if not isinstance(root, dict) or not _is_megatrons(root):
         return
-    changed = {key: _plain(value) for key, value in root.items()}
+    changed = {key: _without_classes(value) for key, value in root.items()}
     model, optimizer = root.get("model"), root.get("optimizer")
     if isinstance(model, dict):
         changed["model"] = _join_halves({_unwrapped(key): value for key, value in model.items()}, path)
@@ -356,13 +360,13 @@ def _join_halves(leaves: Mapping[Key, Value], path: str) -> _Dict:
             continue
         gate, value = whole[name]
         if isinstance(gate, Tensor) and isinstance(value, Tensor) and gate.ndim:
-            joined.setdefault(name, _joined(gate, value, name, path))
+            joined.setdefault(name, _join_pair(gate, value, name, path))
         else:
             joined.setdefault(name, gate)  # the number of steps: both halves have the parameter's
     return joined
 
 
-def _joined(gate: Tensor, value: Tensor, name: str, path: str) -> Tensor:
+def _join_pair(gate: Tensor, value: Tensor, name: str, path: str) -> Tensor:
     if gate.shape != value.shape or gate.dtype is not value.dtype:
         raise damaged(
             path,
@@ -396,16 +400,16 @@ def _step_tensor(step: Value, files: FileTable) -> Tensor | None:
     return Tensor(DTYPES["float32"], (), Chunks.whole(file=file, offset=0, shape=()), sharded=False)
 
 
-def _plain(value: Value) -> Value:
+def _without_classes(value: Value) -> Value:
     """``value`` with dicts and values in place of objects of Megatron's classes, so that it can be loaded without
     Megatron.
     """
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _without_classes(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_without_classes(one) for one in value]
     if isinstance(value, tuple):
-        return tuple(_plain(one) for one in value)
+        return tuple(_without_classes(one) for one in value)
     if isinstance(value, Object) and (value.function.module.startswith("megatron.") or value.function.name in _PLAIN):
-        return _plain(value.state if isinstance(value.state, dict) else value.args[0] if value.args else None)
+        return _without_classes(value.state if isinstance(value.state, dict) else value.args[0] if value.args else None)
     return value

@@ -70,7 +70,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
     if any(len(tensor.chunks) > 1 for tensor in tensors.values()) or blockwise.sharded:
         tree.layout = Layout.SHARDED
     _find_flattened(directory, tensors, tree)
-    tree.problems.extend(_misnamed(directory.metadata.order, directory.metadata.paths))
+    tree.problems.extend(_misnamed_problems(directory.metadata.order, directory.metadata.paths))
     leaves: Iterator[tuple[str, Value]] = (
         entry
         for key in directory.metadata.order
@@ -193,11 +193,11 @@ def _nest(
             raise _clash(key, file)
         parent[path[-1]] = value
     _require_positions(root, file)
-    finished = _finish(root, (), notes)
+    finished = _to_containers(root, (), notes)
     return finished if isinstance(finished, dict) else {"": finished}
 
 
-def _misnamed(keys: Collection[str], paths: Mapping[str, tuple[PathElement, ...]] | None) -> list[Problem]:
+def _misnamed_problems(keys: Collection[str], paths: Mapping[str, tuple[PathElement, ...]] | None) -> list[Problem]:
     """Problems of keys that differ from their path joined by dots, which are fatal because nothing shows which of the
     two is right, and of keys that have only a path or none.
 
@@ -223,7 +223,7 @@ def _descend(root: _Node, path: tuple[PathElement, ...], key: str, file: str) ->
     for element in path:
         child: object = node.get(element)
         if child is None and element not in node:
-            node[element] = child = _Node()  # type: ignore[assignment]  # until _finish makes it a dict or a list
+            node[element] = child = _Node()  # type: ignore[assignment]  # until _to_containers makes it a dict or a list
         if not isinstance(child, _Node):
             raise _clash(key, file)
         node = child
@@ -248,11 +248,11 @@ def _require_positions(root: _Node, file: str) -> None:
             raise damaged(file, what, most, str(length), why="the metadata was damaged or edited")
 
 
-def _finish(node: _Node, path: tuple[PathElement, ...], notes: list[Note]) -> Value:
+def _to_containers(node: _Node, path: tuple[PathElement, ...], notes: list[Note]) -> Value:
     """Turn nodes into plain dicts and lists. A node with int keys was a list."""
     for key, child in node.items():
         if type(child) is _Node:
-            node[key] = _finish(child, (*path, key), notes)
+            node[key] = _to_containers(child, (*path, key), notes)
     if not node or not all(type(key) is int for key in node):
         return {key: value for key, value in node.items()}  # noqa: C416 (a dict of wider types)
     highest = max(key for key in node if isinstance(key, int))

@@ -213,7 +213,7 @@ class ModuleStates:
         """Buffers and frozen parameters as ``model``, and extras. ``elsewhere``: names to leave out, the trained
         parameters and those that share another's storage.
         """
-        return merge_files(self.files, [self._beside(file, elsewhere) for file in self.files])
+        return merge_files(self.files, [self._extras_beside(file, elsewhere) for file in self.files])
 
     def in_order(self, leaves: Mapping[Key, Value]) -> dict[Key, Value]:
         """``leaves`` in the order of the module's state dict, shared parameters under all of their names."""
@@ -231,7 +231,7 @@ class ModuleStates:
         held = [leaf for name in trained if isinstance(leaf := copies.get(name), StoredTensor)]
         return notes_on_copies({leaf.dtype.name for leaf in held} - {dtype}, dtype)
 
-    def _beside(self, file: StepFile, elsewhere: Collection[str]) -> StateDict:
+    def _extras_beside(self, file: StepFile, elsewhere: Collection[str]) -> StateDict:
         root = file.root
         frozen, shapes = root.get("frozen_param_fragments"), root.get("frozen_param_shapes")
         parts: dict[Key, object] = {}
@@ -366,13 +366,13 @@ def partitions_of_params(shapes: Iterable[FlatGroup], lengths: Sequence[Sequence
     if used != ends:
         raise PartitionError(f"the parameters take {used} elements of the flat tensors, which have {ends}")
     slices = [
-        [[_part(name, numels[name], ranks, rank, at) for name, at in group] for group in placed]
+        [[_part_of_rank(name, numels[name], ranks, rank, at) for name, at in group] for group in placed]
         for rank in range(ranks)
     ]
     return FlatGroups([[name for name, _ in group] for group in placed], slices)
 
 
-def _part(name: str, numel: int, ranks: int, rank: int, at: int) -> Slice:
+def _part_of_rank(name: str, numel: int, ranks: int, rank: int, at: int) -> Slice:
     """The part of one parameter that ``rank`` holds under ZeRO 3. If it does not divide evenly, the last parts are
     padding.
     """

@@ -245,7 +245,7 @@ def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
             chunks.append(_Chunk(path, rank, number, start, tensor))
             if len(chunks) > 1:
                 _require_fitting(key, chunks[0], chunks[-1], sharded=offsets is not None)
-    tensors = build_tensors([_whole(key, chunks) for key, chunks in chunked.items()], world_size=ranks)
+    tensors = build_tensors([_with_global_shape(key, chunks) for key, chunks in chunked.items()], world_size=ranks)
     sharded = ranks > 1 or any(len(tensor.chunks) > 1 for tensor in tensors.values())
     tree = Tree({}, Layout.SHARDED if sharded else Layout.FULL, Container.SAFETENSORS, ranks)
     tree.root = assemble(tensors, documents, tree)
@@ -282,7 +282,7 @@ def _require_fitting(key: str, known: _Chunk, other: _Chunk, *, sharded: bool) -
         )
 
 
-def _whole(key: str, chunks: list[_Chunk]) -> ChunkedTensor:
+def _with_global_shape(key: str, chunks: list[_Chunk]) -> ChunkedTensor:
     """The tensor with its global shape: up to the end of the farthest chunk (``hf_storage.py`` reads it the same way).
 
     Raises SourceCorruptError if no tensor can be that large.

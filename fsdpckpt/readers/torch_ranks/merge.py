@@ -89,7 +89,7 @@ class Merge:
             values = self._without_empty(values, have, states, path)
         made: dict[Key, Value] = like(first, {})
         keys = list(first)
-        inner = _inner(first, place)
+        inner = _inner_place(first, place)
         in_blocks: Collection[Key] = {*states, *parts_in(first)} if states else ()
         same = len(have) == len(values) and all(list(other) == keys for other in values[1:])
         if not same:
@@ -141,7 +141,7 @@ class Merge:
         absent = [rank for rank in absent if not holders or rank in holders]
         if not absent:
             return
-        lost = not _whole(merged)
+        lost = not _has_all_elements(merged)
         self.problems.append(
             Problem(
                 "missing-key",
@@ -180,7 +180,7 @@ class Merge:
         if any(values[i].shape != first.shape or values[i].dtype is not first.dtype for i in have):
             return self._contradiction(values, have, path)
         ndim = len(first.shape)
-        chunks = _joined([self._groups[i].distributed(values[i]) for i in have], ndim)
+        chunks = _join([self._groups[i].distributed(values[i]) for i in have], ndim)
         if not len(chunks) and 0 in first.shape:  # no rank holds an element
             file = self._groups[have[0]].files[0]
             chunks = _chunks([(file.rank, file.file, 0, *(0,) * ndim, *first.shape, *(1,) * ndim)], ndim)
@@ -207,7 +207,7 @@ class Merge:
             return _located(values[have[0]], self._groups[have[0]].files[0])
         if other:
             return self._contradiction(values, have, path)
-        chunks = _joined([self._groups[i].plain(values[i]) for i in have], 1)
+        chunks = _join([self._groups[i].plain(values[i]) for i in have], 1)
         ends = np.cumsum(chunks.size[:, 0])
         self.slices += 1
         chunks = replace(chunks, start=(ends - chunks.size[:, 0]).reshape(-1, 1))
@@ -219,7 +219,7 @@ class Merge:
         if any(values[i].shape != first.shape or values[i].dtype is not first.dtype for i in have):
             return self._other(values, have, path)
         sharded = first.sharded if self._sharded is None else self._sharded
-        chunks = _joined([self._groups[i].plain(values[i]) for i in have], ndim)
+        chunks = _join([self._groups[i].plain(values[i]) for i in have], ndim)
         return Tensor(first.dtype, first.shape, chunks, sharded)
 
     def _other(self, values: Sequence[object], have: list[int], path: KeyPath) -> Value:
@@ -250,7 +250,7 @@ class Merge:
         return sorted(rank for i in groups for rank in self._groups[i].ranks)
 
 
-def _inner(mapping: dict[Key, object], place: _Place) -> _Place:
+def _inner_place(mapping: dict[Key, object], place: _Place) -> _Place:
     """The place of the values in ``mapping``."""
     if place is _Place.ANYWHERE and is_optimizer(mapping):
         return _Place.OPTIMIZER
@@ -273,7 +273,7 @@ def _chunks(rows: Sequence[tuple[int, ...]], ndim: int) -> Chunks:
     return Chunks(rank, file, offset, start, size, stride)
 
 
-def _joined(parts: Sequence[Chunks | list[tuple[int, ...]]], ndim: int) -> Chunks:
+def _join(parts: Sequence[Chunks | list[tuple[int, ...]]], ndim: int) -> Chunks:
     """The chunks of several groups, rank after rank."""
     made = [part for part in parts if isinstance(part, Chunks)]
     rows = [row for part in parts if not isinstance(part, Chunks) for row in part]
@@ -322,7 +322,7 @@ def _collect_holders(value: object, group: Group, holders: set[int]) -> None:
         _collect_holders(child, group, holders)
 
 
-def _whole(value: Value) -> bool:
+def _has_all_elements(value: Value) -> bool:
     """Whether the chunks of every tensor in ``value`` have enough elements for it (replicas counted once)."""
     for _, tensor in leaf_tensors(value):
         rows = zip(tensor.chunks.start.tolist(), tensor.chunks.size.tolist(), strict=True)

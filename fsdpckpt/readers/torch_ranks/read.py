@@ -79,14 +79,14 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     tree.notes.extend(notes_on_dropped(archives))
     tree.devices.update(*(archive.devices for archive in archives))
     _separate_extras(tree, files, sources, extras=extras)
-    tree.evidence.append(Evidence(EvidenceKind.CONTAINER, _held(paths, ranks, forms)))
+    tree.evidence.append(Evidence(EvidenceKind.CONTAINER, _held_tensors(paths, ranks, forms)))
     tree.evidence.extend(named.evidence)
     tree.problems.extend(named.problems)
     tree.notes.extend(named.notes)
     return tree
 
 
-def _held(paths: Mapping[int, str], ranks: Sequence[int], forms: Sequence[str]) -> str:
+def _held_tensors(paths: Mapping[int, str], ranks: Sequence[int], forms: Sequence[str]) -> str:
     held = " and ".join(f"{form} values" for form in forms) or "plain tensors only"
     if len(ranks) == 1:
         return f"{paths[ranks[0]]} is one rank's torch.save file, of a world of one, holding {held}"
@@ -227,7 +227,7 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
     """
     changed_roots = list(roots)
     for path in [path for path, mapping in mappings(roots[0]) if is_optimizer(mapping)]:
-        every_optimizer = [_at(root, path) for root in roots]
+        every_optimizer = [_value_at(root, path) for root in roots]
         ours = [optim for optim in every_optimizer if optim is not None]
         if len(ours) < len(roots):
             continue
@@ -238,7 +238,7 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
         names = names or _own_names(ours)
         if names is None or all(one == names[0] for one in names[1:]) or len(set(map(len, names))) > 1:
             continue
-        every = _united(names)
+        every = _unite(names)
         tree.notes.append(_note(names, ranks, every))
         if _by_id(ours[0]) and not tree.orders:
             differing = [(rank, one) for rank, one in zip(ranks, names, strict=True) if one != every]
@@ -254,7 +254,7 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
     return changed_roots
 
 
-def _at(root: object, path: KeyPath) -> _Optimizer | None:
+def _value_at(root: object, path: KeyPath) -> _Optimizer | None:
     for key in path:
         try:
             root = root[key]  # type: ignore[index]
@@ -282,10 +282,10 @@ def _by_id(optim: _Optimizer) -> bool:
 def _by_units(ours: Sequence[_Optimizer], ranks: Sequence[int], units: Units) -> list[Groups] | None:
     """The groups of each rank from the units; None if they do not match these optimizers."""
     by_rank = [groups for rank in ranks if (groups := units.groups_of(rank)) is not None]
-    return by_rank if len(by_rank) == len(ours) and all(map(_fits, ours, by_rank)) else None
+    return by_rank if len(by_rank) == len(ours) and all(map(_groups_fit, ours, by_rank)) else None
 
 
-def _fits(optim: _Optimizer, groups: Groups) -> bool:
+def _groups_fit(optim: _Optimizer, groups: Groups) -> bool:
     """Whether ``groups`` may be those of ``optim``, whose keys are ids."""
     listed = _groups(optim)
     if not _by_id(optim):
@@ -314,7 +314,7 @@ def _own_names(ours: Sequence[_Optimizer]) -> list[Groups] | None:
     return named
 
 
-def _united(names: Sequence[Groups]) -> Groups:
+def _unite(names: Sequence[Groups]) -> Groups:
     """Each group with what any rank has in it, in the order of the first that has it."""
     return tuple(tuple(dict.fromkeys(chain(*(one[number] for one in names)))) for number in range(len(names[0])))
 
