@@ -138,7 +138,7 @@ def encode_manifest(
     notes = [*checkpoint.notes, *target.notes]
     known = (checkpoint.source, checkpoint.directory) if spec.container is Container.SAFETENSORS else None
 
-    def said(text: str) -> str:
+    def without_paths(text: str) -> str:
         """``text``, without local paths if people will upload the directory."""
         return text if known is None else _without_directories(text, known)
 
@@ -146,7 +146,7 @@ def encode_manifest(
         "program": "fsdpckpt",
         "version": __version__,
         "format": 1,
-        "source": said(checkpoint.source),
+        "source": without_paths(checkpoint.source),
         "source_layout": checkpoint.layout,
         "source_container": checkpoint.container,
         "source_world_size": checkpoint.world_size,
@@ -158,11 +158,12 @@ def encode_manifest(
         "key_type": transformed.key_type if key_type is not None and transformed.units is not None else key_type,
         "units": encode(transformed.units) if transformed.units is not None else None,
         "notes": [
-            {"kind": note.kind, "key": said(note.key or "") or None, "message": said(note.message)} for note in notes
+            {"kind": note.kind, "key": without_paths(note.key or "") or None, "message": without_paths(note.message)}
+            for note in notes
         ],
         "undetermined": [key for note in notes if note.kind == "undetermined" for key in note.keys],
         "files": {
-            **{linked.path: _linked_entry(linked, link, checkpoint, said) for linked in target.links},
+            **{linked.path: _linked_entry(linked, link, checkpoint, without_paths) for linked in target.links},
             **{file.path: {"nbytes": file.nbytes, "crc32": f"{crcs[file.path]:08x}"} for file in target.files},
         },
         "digests": dict(digests),
@@ -172,7 +173,7 @@ def encode_manifest(
 
 
 def _linked_entry(
-    linked: LinkedFile, link: LinkMode, checkpoint: Checkpoint, said: Callable[[str], str]
+    linked: LinkedFile, link: LinkMode, checkpoint: Checkpoint, without_paths: Callable[[str], str]
 ) -> dict[str, object]:
     source = checkpoint.files[linked.source]
     manifest = checkpoint.manifest
@@ -180,7 +181,7 @@ def _linked_entry(
     known = manifest.files.get(name) if manifest is not None else None
     crc = known.crc if known is not None and known.nbytes == source.nbytes else None
     text = f"{crc:08x}" if crc is not None else None
-    return {"nbytes": source.nbytes, "crc32": text, "link": link, "source": said(source.path)}
+    return {"nbytes": source.nbytes, "crc32": text, "link": link, "source": without_paths(source.path)}
 
 
 # A path with a directory in it that begins at the root, in a drive or with a scheme.

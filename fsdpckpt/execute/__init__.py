@@ -260,7 +260,7 @@ class _Run:
     def _read_rest(self) -> None:
         """When rank 0 has the known parts of every record: read the parts that are missing."""
         group = self.group
-        rest: object = self.check.rest() if group.rank == 0 else None
+        rest: object = self.check.missing_parts() if group.rank == 0 else None
         ranges = cast("list[tuple[int, int, int, int]]", group.broadcast_object(rest, name="what was not read"))
         if not ranges:
             return

@@ -101,13 +101,13 @@ class SourceCheck:
             if checksums.crc[rows].any():
                 self._records[number] = np.stack([checksums.offset[rows], checksums.nbytes[rows], checksums.crc[rows]])
 
-    def saw(self, file: int, offset: int, data: memoryview) -> int:
-        """``summed`` for ``data`` that was read from ``offset`` of ``file``; returns its CRC-32."""
+    def add_bytes(self, file: int, offset: int, data: memoryview) -> int:
+        """``add_sum`` for ``data`` that was read from ``offset`` of ``file``; returns its CRC-32."""
         crc = crc32(data)
-        self.summed(file, offset, len(data), crc)
+        self.add_sum(file, offset, len(data), crc)
         return crc
 
-    def summed(self, file: int, offset: int, nbytes: int, crc: int) -> None:
+    def add_sum(self, file: int, offset: int, nbytes: int, crc: int) -> None:
         """Record that the CRC-32 of ``nbytes`` from ``offset`` of ``file`` is ``crc``.
 
         Raises SourceCorruptError if they are a whole record and do not match its checksum. Records read in parts are
@@ -128,8 +128,8 @@ class SourceCheck:
             with self._lock:
                 self._parts.extend((file, index, offset, nbytes, crc))
 
-    def summed_all(self, file: int, offset: Int64Array, nbytes: Int64Array, crc: Int64Array) -> None:
-        """``summed`` for many ranges of one file."""
+    def add_sums(self, file: int, offset: Int64Array, nbytes: Int64Array, crc: Int64Array) -> None:
+        """``add_sum`` for many ranges of one file."""
         records = self._records.get(file)
         if records is None:
             return
@@ -137,10 +137,10 @@ class SourceCheck:
         begin, length, expected = records[:, np.maximum(index, 0)]
         right = (begin == offset) & (length == nbytes) & (expected == crc)
         for row in np.flatnonzero(~right).tolist():
-            self.summed(file, int(offset[row]), int(nbytes[row]), int(crc[row]))
+            self.add_sum(file, int(offset[row]), int(nbytes[row]), int(crc[row]))
 
     def finish(self) -> None:
-        """Compare the records that were read in parts. ``rest`` lists those that still lack parts."""
+        """Compare the records that were read in parts. ``missing_parts`` lists those that still lack parts."""
         for file, index, parts in self._by_record():
             crc = self._sum(file, index, parts)
             if crc is not None:
@@ -188,7 +188,7 @@ class SourceCheck:
                 raise _read_differently(self._files[file].path, begin, end - begin, sums[end], total)
         return sums.get(begin + length)
 
-    def rest(self) -> list[tuple[int, int, int, int]]:
+    def missing_parts(self) -> list[tuple[int, int, int, int]]:
         """The missing parts of records that were read in parts: (file, record, offset, nbytes).
 
         These are padding of flat parameters, or the part of a storage that no tensor uses; if parts overlap, the whole

@@ -232,14 +232,14 @@ class StreamCheck(SourceCheck):
         self._came: dict[int, list[Part]] = {}
         self._taking = threading.Lock()
 
-    def summed(self, file: int, offset: int, nbytes: int, crc: int) -> None:
-        super().summed(file, offset, nbytes, crc)
+    def add_sum(self, file: int, offset: int, nbytes: int, crc: int) -> None:
+        super().add_sum(file, offset, nbytes, crc)
         if file >= self._first:
             with self._taking:
                 self._came.setdefault(file - self._first, []).append((offset, nbytes, crc))
 
-    def summed_all(self, file: int, offset: Int64Array, nbytes: Int64Array, crc: Int64Array) -> None:
-        super().summed_all(file, offset, nbytes, crc)
+    def add_sums(self, file: int, offset: Int64Array, nbytes: Int64Array, crc: Int64Array) -> None:
+        super().add_sums(file, offset, nbytes, crc)
         if file >= self._first:
             with self._taking:
                 came = self._came.setdefault(file - self._first, [])

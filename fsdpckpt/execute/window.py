@@ -99,7 +99,7 @@ class Assembler:
             block = view[at : at + step]
             source.read_into(offset + at, block)
             crc = crc32(block, crc)
-        self._check.summed(file, offset, len(view), crc)
+        self._check.add_sum(file, offset, len(view), crc)
         return crc
 
     def _copy_each(
@@ -167,7 +167,7 @@ class Assembler:
             view[place : place + length] = part
             crcs.append(crc32(part))
             known[begin + place, length] = crcs[-1]
-        self._check.summed_all(number, group[1], group[3], np.array(crcs, np.int64))
+        self._check.add_sums(number, group[1], group[3], np.array(crcs, np.int64))
 
     def _copy_strided(self, file: FilePlan, batch: StridedBatch, begin: int, view: memoryview) -> None:
         """Copy by rows, or with a cast. A single copy is clipped to the window: part of a row, full rows, a part."""
@@ -203,7 +203,7 @@ class Assembler:
             at = source + done * source_pitch
             self._read(number, at, span)
             if count == 1 or source_pitch == stretch:
-                self._check.saw(number, at, span)
+                self._check.add_bytes(number, at, span)
             shape = (batch.count, count, source_width // have.itemsize)
             taken: npt.NDArray[np.generic] = np.ndarray(
                 shape, have, span, 0, (batch.source_step, source_pitch, have.itemsize)

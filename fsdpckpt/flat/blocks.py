@@ -116,7 +116,7 @@ class Quantized:
         block = block_of(pair for pairs in lengths.values() for pair in pairs)
         return cls(unit, frozenset(name for name, pairs in lengths.items() if pairs), block)
 
-    def apart(self, layout: FlatLayout, *, orig: bool) -> Iterator[str]:
+    def partial_blocks(self, layout: FlatLayout, *, orig: bool) -> Iterator[str]:
         """The slices of ``layout`` that begin or end inside a block."""
         if not self.params:
             return
@@ -134,7 +134,7 @@ def require_whole_blocks(
     quantized: Sequence[Quantized], layouts: Mapping[str, FlatLayout], *, orig: bool, source: str
 ) -> None:
     """Raises NeedsInformationError if slices of a target with ``layouts`` (by unit) would cut a block."""
-    wrong = [text for one in quantized for text in one.apart(layouts[one.unit.key], orig=orig)]
+    wrong = [text for one in quantized for text in one.partial_blocks(layouts[one.unit.key], orig=orig)]
     if not wrong:
         return
     works = [
@@ -142,7 +142,10 @@ def require_whole_blocks(
         for size in range(1, _TRIED + 1)
         if not any(
             next(
-                one.apart(layout_of(one.unit, use_orig_params=orig, world_size=size, shard_size=size), orig=orig), None
+                one.partial_blocks(
+                    layout_of(one.unit, use_orig_params=orig, world_size=size, shard_size=size), orig=orig
+                ),
+                None,
             )
             for one in quantized
         )

@@ -27,7 +27,7 @@ def check(*crcs: int) -> SourceCheck:
 
 
 def see(found: SourceCheck, begin: int, end: int, data: bytes = DATA) -> None:
-    found.saw(0, AT + begin, memoryview(data)[begin:end])
+    found.add_bytes(0, AT + begin, memoryview(data)[begin:end])
 
 
 def test_a_record_read_twice_in_different_parts_is_judged_once_and_sound() -> None:
@@ -55,8 +55,8 @@ def test_records_of_several_files_are_judged_apart_however_many_are_held_at_once
     rng.shuffle(reads)
     for file, offset, data in reads:
         flipped = damaged is not None and offset == 100 * damaged + 7
-        found.saw(file, offset, memoryview(bytes([data[0] ^ 1, *data[1:]]) if flipped else data))
-    assert found.rest() == []
+        found.add_bytes(file, offset, memoryview(bytes([data[0] ^ 1, *data[1:]]) if flipped else data))
+    assert found.missing_parts() == []
     with nullcontext() if damaged is None else pytest.raises(SourceCorruptError, match=f"at offset {100 * damaged}"):
         found.finish()
 
@@ -65,7 +65,7 @@ def test_a_record_is_proved_by_the_parts_of_its_own_file_alone() -> None:
     sizes = [SourceFile(name, AT + len(DATA)) for name in ("a", "b")]
     found = SourceCheck(sizes, Checksums.of([(file, AT, len(DATA), zlib.crc32(DATA)) for file in (0, 1)]))
     for file, begin, end in [(1, 0, 400), (1, 400, 1013), (0, 0, 400)]:
-        found.saw(file, AT + begin, memoryview(DATA)[begin:end])
+        found.add_bytes(file, AT + begin, memoryview(DATA)[begin:end])
     touched = np.array([AT + 10]), np.array([AT + 20])
     assert found.unproved(1, *touched) == []
     assert found.unproved(0, *touched) == [(0, AT, len(DATA), zlib.crc32(DATA))]
@@ -125,12 +125,12 @@ def test_what_was_not_read_of_a_record_completes_its_sum(
         if data is FLIPPED and not rest:
             continue  # finish() knows it
         found.finish()
-        missing = found.rest()
+        missing = found.missing_parts()
         assert missing == [(0, 0, AT + begin, end - begin) for begin, end in rest]
         found.absorb((*row, zlib.crc32(data[row[2] - AT : row[2] - AT + row[3]])) for row in missing)
         if data is DATA:
             found.finish()
-            assert not found.rest()
+            assert not found.missing_parts()
         else:
             with pytest.raises(SourceCorruptError, match="does not match"):
                 found.finish()

@@ -16,7 +16,7 @@ from typing import Any
 
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from fsdpckpt.flat.flatten.keys import flat_keys, wrapped_metadata
-from fsdpckpt.flat.flatten.pickle import FlatParameter, FlatPickle, FlatShard, FlatView, whole
+from fsdpckpt.flat.flatten.pickle import FlatParameter, FlatPickle, FlatShard, FlatView, in_memory_order
 from fsdpckpt.flat.flatten.states import FlatOptimizer
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.dtypes import DType
@@ -104,7 +104,7 @@ class FlatModel:
         for key in self._keys:
             cut = flat_values.get(self._first.get(key, key))
             param = self._params.get(self._first.get(key, key))
-            state_dict[key] = whole(param, self._leaves[key], self._casts) if cut is None else cut
+            state_dict[key] = in_memory_order(param, self._leaves[key], self._casts) if cut is None else cut
         if self._metadata is not None:
             vars(state_dict)["_metadata"] = self._metadata
         return state_dict

@@ -77,7 +77,9 @@ class WholeParam:
         file.write_item(self.tensor, dtype=dtype, order=self.param.order)
 
 
-def whole(param: UnitParam | None, leaf: Tensor | Value, casts: Mapping[Tensor, DType]) -> WholeParam | Tensor | Value:
+def in_memory_order(
+    param: UnitParam | None, leaf: Tensor | Value, casts: Mapping[Tensor, DType]
+) -> WholeParam | Tensor | Value:
     """``leaf`` in the memory order of ``param``, if it has its shape and that order is not row-major."""
     if isinstance(leaf, Tensor) and param is not None and param.stride is not None and leaf.shape == param.shape:
         return WholeParam(param, leaf, casts.get(leaf, leaf.dtype))

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.flat.blocks import Quantized, require_whole_blocks
 from fsdpckpt.flat.flatten.keys import FlatKeys
-from fsdpckpt.flat.flatten.pickle import FlatScales, FlatShard, whole
+from fsdpckpt.flat.flatten.pickle import FlatScales, FlatShard, in_memory_order
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, stored_entry
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import maps_in, scales_in
@@ -252,7 +252,7 @@ class FlatOptimizer:
             states = self._state[name]
             if holder is None or not holder.sharded:
                 state[rank_keys.keys[name]] = {
-                    item: whole(self._params[name], leaf, self._casts) for item, leaf in states.items()
+                    item: in_memory_order(self._params[name], leaf, self._casts) for item, leaf in states.items()
                 }
             elif name in slices:
                 state[rank_keys.keys[name]] = self._slice_entry(name, states, *slices[name])

@@ -28,10 +28,10 @@ from fsdpckpt.readers.deepspeed.step import (
     add_extras,
     as_mapping,
     contradiction,
-    dealt,
     is_count,
     merge_files,
     open_files,
+    optimizer_order,
     part_of,
     partitions_of_groups,
     partitions_of_params,
@@ -163,7 +163,7 @@ class _Step:
             self._require_every_rank(ranks[0])
             raise contradiction(ranks[0].file.path, str(error)) from None
         if self._round_robin():
-            flat.params = [dealt(names, len(ranks)) for names in flat.params]
+            flat.params = [optimizer_order(names, len(ranks)) for names in flat.params]
         else:  # with it, DeepSpeed 0.19 computes its own record for the wrong order
             self._require_record(ranks, flat)
         return flat

@@ -331,7 +331,7 @@ def partitions_of_groups(
     return result
 
 
-def dealt(names: Sequence[str], ranks: int) -> list[str]:
+def optimizer_order(names: Sequence[str], ranks: int) -> list[str]:
     """The parameters of a group in the order in which the optimizer lists them, from their order in its flat tensor.
 
     ``round_robin_gradients`` deals them to the ranks in turn and joins each rank's
