@@ -1,6 +1,6 @@
-"""What ``scripts/bench_loading`` runs on each rank: saves one checkpoint in some forms, loads it as sharded DTensors.
+"""Runs on each rank of ``scripts/bench_loading``: saves one checkpoint in several forms, loads it as sharded DTensors.
 
-Bytes are what the kernel counts as read by the process (``/proc/self/io``), page cache or not.
+Bytes are what the kernel counts as read by the process (``/proc/self/io``), whether from the page cache or not.
 """
 
 from __future__ import annotations

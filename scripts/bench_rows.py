@@ -1,9 +1,9 @@
-"""Whole processes, timed in turn: fsdpckpt, ``cp -r`` of the source with an fsync of each file, other programs.
+"""Times whole processes in turn: fsdpckpt, ``cp -r`` of the source with an fsync of each file, other programs.
 
-Every run starts with nothing left to write back (``sync``) and the source in the state ``--cache`` says: ``warm`` reads
-it once before each run, ``cold`` drops it from the page cache. Outputs are deleted after each run. Memory is the
-largest resident set of the process (or of its largest child), as the kernel reports it. This process imports nothing
-large, since a child begins with its parent's peak.
+Before every run all writes are flushed (``sync``) and the source is in the state ``--cache`` names: ``warm`` reads it
+once before each run, ``cold`` drops it from the page cache. Outputs are deleted after each run. Memory is the largest
+resident set of the process (or of its largest child), as the kernel reports it. This process imports nothing large,
+since a child begins with its parent's peak.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Converts a Llama 3 405B of narrow matrices from one file to many ranks, to others and back; compares all elements.
+"""Converts a Llama 3 405B with narrow matrices from one file to many ranks, to others and back; compares all elements.
 
     PYTHONPATH=. python scripts/check_405b.py [--ranks 512,384] [--columns 2] [--directory DIR]
 
-Every tensor, name and chunk of the model with AdamW is there (1.75 million chunks on 512 ranks); only the width of the
-matrices is cut. The values are random. PyTorch loads what the last ranks would, and the last full file must hold the
-elements of the first. It takes minutes, and a few times 0.3 GB of disk for 2 columns.
+It has every tensor, name and chunk of the model with AdamW (1.75 million chunks on 512 ranks); only the width of the
+matrices is cut. The values are random. PyTorch loads what the last ranks would load, and the last full file must hold
+the elements of the first. It takes minutes, and a few times 0.3 GB of disk for 2 columns.
 """
 
 from __future__ import annotations

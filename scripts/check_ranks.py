@@ -1,9 +1,9 @@
-"""Holds every chunk that is read from a ``.metadata`` against what PyTorch planned, for any number of ranks.
+"""Compares every chunk that is read from a ``.metadata`` with what PyTorch planned, for any number of ranks.
 
     PYTHONPATH=. python scripts/check_ranks.py 4096
 
-PyTorch's planner runs for one rank after the other, in a process group that is made up: minutes for thousands of ranks.
-The suite does the same for 512.
+PyTorch's planner runs for one rank after the other, in a fake process group: minutes for thousands of ranks. The test
+suite does the same for 512.
 """
 
 from __future__ import annotations

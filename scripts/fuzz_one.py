@@ -1,4 +1,4 @@
-"""Feed one parser ``--inputs`` damaged files, guided by coverage (atheris, libFuzzer): what ``scripts/fuzz`` runs.
+"""Feeds one parser ``--inputs`` damaged files, guided by coverage (atheris, libFuzzer). ``scripts/fuzz`` runs it.
 
 A finding is written to OUTPUT/TARGET, and ends the run with exit code 77 or 70.
 """

@@ -1,9 +1,10 @@
-"""Feed damaged files to the parsers, guided by coverage (atheris, libFuzzer), until each has read ``--inputs`` of them.
+"""Feeds damaged files to the parsers, guided by coverage (atheris, libFuzzer), until each has read ``--inputs`` of
+them.
 
-An input is a finding when anything but an error of ``fsdpckpt.errors`` leaves the parser, when it takes longer than
-5 seconds or more than 512 MB. A finding is written to ``fuzz-run/TARGET/``, and ends the rounds of that target. A
-target is run round by round, each with another seed on what the ones before have found; a command that is given again
-goes on from there. At the end stands a table; exit code 1 says that something was found.
+An input is a finding if the parser raises anything but an error of ``fsdpckpt.errors``, or needs more than 5 seconds or
+512 MB. A finding is written to ``fuzz-run/TARGET/``, and ends the rounds of that target. A target runs in rounds, each
+with another seed and the inputs that earlier rounds found; the same command continues from there. A table follows at
+the end; exit code 1 means that there are findings.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""kill -9 at random moments of conversions to every target container: is DST absent or complete, and does the same
-command then give the bytes of an undisturbed run?
+"""Kills conversions to every target container at random moments, and checks what they leave.
 
-Each conversion is a fork of this process, which has the program loaded already, so that the moments fall into its work
-and not into its start; two of three fall behind the first thing that is written. The journal is synced every few
-milliseconds instead of seconds, since the checkpoints are small. Every fourth conversion replaces an older DST, which
-has to be there, whole, until the new one is.
+DST must be absent or complete, and the same command must then write the bytes of an undisturbed run. Each conversion is
+a fork of this process, which has the program loaded already, so that the kill (SIGKILL) hits its work and not its
+start; two of three come after the first write. The journal is synced every few milliseconds instead of seconds, since
+the checkpoints are small. Every fourth conversion replaces an older DST, which must stay whole until the new one is
+complete.
 
-With ``--workers 2,3`` each conversion, and each that goes on with one, is by one process or by so many workers, which
-one is up to chance; of workers one is killed or all are, and the others have to end by themselves.
+With ``--workers 2,3`` each conversion, and each run that resumes it, uses one process or that many workers, chosen at
+random; of the workers one or all are killed, and the others must end by themselves.
 """
 
 from __future__ import annotations

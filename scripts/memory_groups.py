@@ -1,4 +1,4 @@
-"""Control groups that limit memory, page cache included: cgroup v2 where it has the memory controller, else v1."""
+"""Control groups that limit memory, including the page cache: cgroup v2 if it has the memory controller, else v1."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Peak memory of whole conversions, as the kernel reports it, against ``--max-memory``: every layout and container,
-1, 4 and 16 threads, one large tensor, a transposed one, a cast, many tiny tensors; and whether the number of threads
-changed a byte. With ``--cgroup`` all of them run once more in a control group, which counts the page cache too, and
-which has what is promised and not a byte more.
+"""Compares the peak memory of whole conversions, as the kernel reports it, with ``--max-memory``.
 
-A conversion's memory is at most ``--max-memory``, what the program takes to do anything at all (the first row), and
-what the names of its tensors take; 16 MiB more and the script ends with 1. This process imports nothing large, since a
-child begins with its parent's peak.
+The conversions are to every layout and container, with 1, 4 and 16 threads, of one large tensor, a transposed one, a
+cast, many tiny tensors. The number of threads must not change a byte. With ``--cgroup`` all of them run once more in a
+control group, which also counts the page cache, and which is limited to exactly the promised memory.
+
+A conversion may use ``--max-memory``, the memory of the program itself (the first row), and that of its tensors' names;
+if one needs 16 MiB more, the script ends with exit code 1. This process imports nothing large, since a child begins
+with its parent's peak.
 """
 
 from __future__ import annotations

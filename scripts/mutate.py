@@ -1,9 +1,9 @@
-"""Change one thing at a time in a module, and list the changes that no test notices.
+"""Changes one thing at a time in a module, and lists the changes that no test notices.
 
-For whoever wants to know what tests are worth: ``scripts/mutate fsdpckpt/plan/windows.py --tests tests/plan``.
-Comparisons, arithmetic, boolean operators, constants and conditions are changed, statements deleted. Each change is
-tried in a forked process, and no file is written. Tests that run past the limit have noticed the change. The exit code
-is 1 when a change survives.
+It shows how good the tests are: ``scripts/mutate fsdpckpt/plan/copies.py --tests tests/plan``. Comparisons,
+arithmetic, boolean operators, constants and conditions are changed, statements deleted. Each change is tried in a
+forked process, and no file is written. Tests that run past the limit have noticed the change. The exit code is 1 if a
+change survives.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Run the same commands with two checkouts, and compare what they print, write and exit with.
+"""Runs the same commands with two clones of the repository, and compares their output, files and exit codes.
 
-Only the command line is used, so that the checkouts may differ in every module. Each checkout has one interpreter that
-forks for every command; conversions by workers fork from one that has imported torch, with torchrun's variables. The
-sources are real checkpoints of the test suite's oracle, made once, and the golden ones of the repository. What the
-first checkout did is kept beside them, for the next comparison with the same code.
+It uses only the command line, so that the clones may differ in every module. Each clone has one interpreter that forks
+for every command; conversions by workers fork from one that has imported torch, with torchrun's variables. The sources
+are real checkpoints of the test suite's oracle, made once, and the golden ones of the repository. The results of the
+first clone are kept beside them, for the next comparison with the same code.
 
-Not compared: durations, free disk space, temporary paths; without ``--words`` also not how an error says what it says.
+Not compared: durations, free disk space, temporary paths; without ``--words`` also the wording of errors.
 """
 
 from __future__ import annotations
