@@ -57,7 +57,7 @@ class InspectOptions:
     )
     all_keys: bool = option("One row for each key, also of repeated layers.", default=False, flag="--all")
     ranks: bool = option(
-        "Show where each chunk of a tensor lies: rank, file, byte offset, and box (offsets and sizes).", default=False
+        "Show the place of each chunk of a tensor: rank, file, byte offset, and box (offsets and sizes).", default=False
     )
     stats: bool = option("Read the data: min, max, mean, std, norm, NaN and Inf counts of each tensor.", default=False)
     report: str | None = option(

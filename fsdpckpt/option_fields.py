@@ -30,7 +30,7 @@ class Group(StrEnum):
     """Headings of ``fsdpckpt convert --help``, in the order in which they are shown."""
 
     WRITTEN = "What is written"
-    SELECTED = "What is taken, and its names"
+    SELECTED = "What is converted, and its names"
     UNITS = "Units of FSDP1's flat parameters, and the order of parameters"
     SAFETY = "Safety"
     RESOURCES = "Resources"

@@ -97,13 +97,13 @@ class ConvertOptions:
     )
     mesh: tuple[str, ...] = repeatable(
         "Device mesh of the target, for example dp_replicate=2,dp_shard=4,tp=2 (default: the source's); may be "
-        "repeated where tensors lie on several.",
+        "repeated if the tensors are on several meshes.",
         Group.WRITTEN,
         metavar="NAME=SIZE,...",
         scope=Scope.SHARDED,
     )
     placements: str | None = option(
-        "JSON file that says how parameters lie on the mesh, or on which of several.",
+        "JSON file with the placements of the parameters, and with several meshes the mesh of each.",
         Group.WRITTEN,
         kind=PATH,
         scope=Scope.SHARDED,
@@ -248,7 +248,7 @@ class ConvertOptions:
         changes_output=False,
     )
     link: LinkMode = option(
-        "Link files of SRC that come out the same instead of copying them; auto: reflinks where the file system has "
+        "Link files of SRC that do not change instead of copying them; auto: reflinks if the file system supports "
         "them; hardlink: SRC and DST then share these files.",
         Group.WRITTEN,
         default=LinkMode.COPY,

@@ -46,7 +46,7 @@ _MARK, _HEAD = b'"fsdpckpt-units"', 4096  # what every units file has near its b
 
 
 def units_command(output: Output, options: UnitsOptions) -> int:
-    """Make a units file: which parameters lie in which flat parameter, in which order and with which shapes.
+    """Make a units file: the parameters of each flat parameter, in order and with their shapes.
 
     Prints what was found and how it was checked; with --json the units file itself.
     """
