@@ -26,7 +26,7 @@ Examples:
 Sigils: = same (with --all), * differs, - only in A, + only in B.
 The exit code is 1 if anything differs. Extras that one side has no place for
 (random states of ranks that it does not have, what another framework keeps)
-are shown in one line each and are no difference, unless --strict is given.
+are shown in one line each and do not count, unless --strict is given.
 """
 
 

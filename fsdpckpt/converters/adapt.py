@@ -197,7 +197,7 @@ def _schedule_note(
     """The note that ``schedule`` goes to ``place``, and what another framework may read differently in it."""
     message = f"{place} is the state of the source's LR scheduler, unchanged"
     if flavor.schedule_file and _LAMBDAS not in schedule:
-        message += ", which is no LambdaLR: resume with a scheduler of the same class"
+        message += ", which is not a LambdaLR: resume with a scheduler of the same class"
     counted, steps = schedule.get("last_epoch"), _optimizer_steps(checkpoint, sources)
     source = flavor_named(checkpoint.flavor)
     by_process = source is not None and source.counts_processes

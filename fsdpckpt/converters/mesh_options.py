@@ -34,7 +34,7 @@ def parse_meshes(texts: Sequence[str]) -> tuple[MeshShape, ...]:
         if len(meshes) > 1 and mesh.names is None:
             raise UsageError(
                 f"--mesh {mesh} is one of several, and has no names",
-                why="the names of its dimensions say which tensors lie on a mesh",
+                why="the names of its dimensions say which tensors are on a mesh",
                 next_step="write NAME=SIZE,... for each",
             )
         if mesh.world_size != meshes[0].world_size:

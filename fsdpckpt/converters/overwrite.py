@@ -84,7 +84,7 @@ def foreign_files_error(target: str, names: Iterable[str]) -> TargetExistsError:
     foreign = sorted(names)
     more = [f"and {len(foreign) - _SHOWN} more"] if len(foreign) > _SHOWN else []
     return _refused_error(
-        f"{target} holds files that are no part of a checkpoint, and --overwrite would delete them",
+        f"{target} holds files that do not belong to a checkpoint, and --overwrite would delete them",
         target,
         [*foreign[:_SHOWN], *more],
         why="--overwrite replaces a checkpoint, and nothing else",

@@ -46,7 +46,7 @@ def check_mesh(options: ConvertOptions) -> tuple[MeshShape, ...]:
         raise UsageError("--placements and --like both say how tensors are cut", next_step="drop one of them")
     if options.placements is not None and not meshes:
         raise UsageError(
-            "--placements says how tensors lie on a mesh, and there is no --mesh",
+            "--placements says how tensors are placed on a mesh, and there is no --mesh",
             next_step=f"add --mesh NAME=SIZE,..., for example {EXAMPLE_MESH}",
         )
     return meshes
@@ -267,7 +267,7 @@ def _like_checkpoint(path: str, options: ConvertOptions, meshes: Sequence[MeshSh
     whole = _whole_meshes(other)
     if not whole:
         raise UsageError(
-            f"--like {path} does not say how its tensors lie on a mesh",
+            f"--like {path} does not say how its tensors are placed on a mesh",
             why=f"its tensors are on meshes of some ranks only: {known}"
             if (known := " and ".join(map(str, source_meshes(other))))
             else "only per-rank files of DTensors record their mesh: a DCP directory, ShardedTensors and whole tensors "
@@ -308,7 +308,7 @@ def _how_to_place(meshes: Sequence[MeshShape], source: Checkpoint) -> NeedsInfor
     known = " and ".join(map(str, present))
     several = f"give all its meshes ({mesh_options(present)} with other sizes), or " if len(present) > 1 else ""
     return NeedsInformationError(
-        f"nothing says how tensors lie on {mesh_options(meshes)}",
+        f"nothing says how tensors are placed on {mesh_options(meshes)}",
         why=f"{source.source} is on {f'the mesh {known}' if known else 'no mesh of several dimensions'}",
         next_step=f"{several}add --like PATH (per-rank DTensor files of this model on such a mesh), or --placements "
         f'FILE, JSON like {{"GLOB": {{{placed}}}, ...}}',

@@ -85,7 +85,7 @@ def refuse_unknown_suffix(target: str) -> None:
     known = (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX)
     near = get_close_matches(suffix.lower(), known, n=1, cutoff=0.5) or [".pt"]
     raise UsageError(
-        f"DST ends in {suffix}, which is no suffix of a checkpoint file",
+        f"DST ends in {suffix}, which is not a suffix of a checkpoint file",
         expected=f"{', '.join(TORCH_SUFFIXES)} (torch) or {SAFETENSORS_SUFFIX}, or a directory's name",
         found=target,
         next_step=f"give {stem}{near[0]} for a file, or {target}/ for a directory of this name",

@@ -163,7 +163,7 @@ def find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, in
     if locator >= 0 and tail[locator : locator + 4] == b"PK\6\7":
         _, _, where, _ = _LOCATOR64_FIELDS.unpack_from(tail, locator)
         if begin + where + _END64_FIELDS.size > stop:
-            _corrupt(source, "the zip64 end record lies outside the archive", f"below {stop - begin:,}", f"{where:,}")
+            _corrupt(source, "the zip64 end record is outside the archive", f"below {stop - begin:,}", f"{where:,}")
         inside = begin + where - base
         at_hand = tail[inside : inside + _END64_FIELDS.size] if inside >= 0 else None
         raw = source.read(begin + where, _END64_FIELDS.size) if at_hand is None else at_hand
@@ -176,7 +176,7 @@ def find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, in
     inside = begin + start - base
     if inside + size > at:
         needed, found = bytes_text(start + size), bytes_text(stop - begin)
-        _corrupt(source, "the zip's directory lies outside the archive", needed, found)
+        _corrupt(source, "the zip's directory is outside the archive", needed, found)
     directory = tail[inside : inside + size] if inside >= 0 else source.read(begin + start, size)
     return directory, count, start
 

@@ -162,7 +162,7 @@ def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
             raise NeedsInformationError(
                 f"{source} holds {len(labels)} candidates for the {what}",
                 details=labels,
-                why="several checkpoints lie in one directory, or the same weights in several forms (files that a tool "
+                why="several checkpoints are in one directory, or the same weights in several forms (files that a tool "
                 "consolidated may hold zeros where the shards hold values)",
                 next_step=_how_to_choose(source, labels, parts),
                 file=source,

@@ -420,7 +420,7 @@ def missing(source: str) -> SourceMissingError:
         while above and not (file := os.path.isfile(above)) and not os.path.isdir(above):
             above = os.path.dirname(above.rstrip("/"))
         if file:
-            why, next_step = f"{above} is a file: nothing lies below it", f"give {shlex.quote(above)} itself"
+            why, next_step = f"{above} is a file: nothing is below it", f"give {shlex.quote(above)} itself"
         else:
             why = "the path is misspelt, or the disk is not mounted here"
             above = above or ("/" if source.startswith("/") else ".")

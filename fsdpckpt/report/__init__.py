@@ -71,7 +71,7 @@ def _refuse_source(path: str, source: str) -> None:
         real, inside = os.path.realpath(path), os.path.realpath(source)
         if os.path.commonpath([real, inside]) == inside:
             raise UsageError(
-                f"--report {path} lies inside the source, which is never written to",
+                f"--report {path} is inside the source, which is never written to",
                 file=path,
                 next_step="give --report a file outside of SRC",
             )

@@ -118,7 +118,7 @@ def _refuse_source(target: str, real: str, source: str, *, overwrite: bool) -> N
         )
     if overwrite and _is_within(source, real):
         raise UsageError(
-            f"replacing {target} would delete the source, which lies inside it",
+            f"replacing {target} would delete the source, which is inside it",
             file=target,
             next_step="give a DST that does not exist yet",
         )

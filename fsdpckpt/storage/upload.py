@@ -204,7 +204,7 @@ def _refuse_source(url: str, source: str, target: str) -> None:
     above, below = source.rstrip("/") + "/", target + "/"
     if above.startswith(below) or below.startswith(above):
         raise UsageError(
-            f"one of {url} and the source lies inside the other", file=url, next_step="give a DST outside of SRC"
+            f"one of {url} and the source is inside the other", file=url, next_step="give a DST outside of SRC"
         )
 
 

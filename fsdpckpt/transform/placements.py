@@ -452,11 +452,11 @@ def place_rest(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
     unplaced = [one.key for one in left if rest is None or max(cuts, default=0) >= one.tensor.ndim]
     if unplaced:
         raise NeedsInformationError(
-            f"nothing says how {plural(len(unplaced), 'sharded tensor')} of {checkpoint.source} lie on the mesh "
+            f"nothing says how to place {plural(len(unplaced), 'sharded tensor')} of {checkpoint.source} on the mesh "
             f"{target}",
             details=unplaced[:_SHOWN],
             key=unplaced[0],
-            why="in the source they are no DTensors, packed (a _StridedShard alone), or on a mesh of another order",
+            why="in the source they are not DTensors, packed (a _StridedShard alone), or on a mesh of another order",
             next_step=f"add {mesh_options(target.meshes)} --placements FILE",
         )
     kept = {tensor: tensor.sharding for tensor in checkpoint.leaves() if tensor.sharding is not None}

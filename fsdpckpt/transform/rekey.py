@@ -464,7 +464,7 @@ def _ambiguous(
     options = []
     if len(order.names) > len(ids.every):
         options.append("--parameters FILE (the names of the optimizer's parameters in the order of model.parameters())")
-        options += [] if order.explicit else ["--buffers GLOB for the model keys that are no parameters"]
+        options += [] if order.explicit else ["--buffers GLOB for the model keys that are not parameters"]
     elif not order.ordered:
         options.append("--parameters FILE (the names in the order of model.parameters())")
         options.append("--reference PATH of a torch or DCP checkpoint of this model")

@@ -54,7 +54,7 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
         raise SourceUnsupportedError(
             f"the optimizer in {checkpoint.source} is saved as Megatron's buffers, which hold many parameters each",
             details=list(map(str, optim.extra))[:_SHOWN],
-            why="only the code of the model says which elements of them are which parameter's",
+            why="only the model's code says which elements of them belong to which parameter",
             next_step="load it with Megatron on the same ranks, save it with --dist-ckpt-optim-fully-reshardable (in "
             "Python: distrib_optim_sharding_type=fully_reshardable), and convert that; or --only model, for the "
             "weights that the model computed with",
@@ -63,7 +63,7 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
         raise NeedsInformationError(
             f"the checkpoint does not say which parameters are in which of its {len(groups)} param groups",
             details=[_settings(group) for group in groups],
-            why="Megatron saves the settings of the groups, and makes the lists anew from the code of the model",
+            why="Megatron saves the settings of the groups, and makes the lists again from the model's code",
             next_step="--no-weight-decay standard, if training used Megatron's own rule (none for vectors and biases); "
             "else --no-weight-decay GLOB for the parameters without weight decay; or --only model",
         )
@@ -129,7 +129,7 @@ def _list_in_groups(
                 key=name,
                 expected="one group for the parameters with weight decay and one for those without, and the same for "
                 "experts",
-                why="the training script made groups by a rule of its own",
+                why="the training script made groups by its own rule",
                 next_step="--only model converts the weights",
             )
         params = fitting[0]["params"]

@@ -302,7 +302,10 @@ def _other_order(left: Sequence[Sequence[ParamKey]], right: Sequence[Sequence[Pa
     if any(sorted(map(str, a)) != sorted(map(str, b)) for a, b in zip(left, right, strict=True)):
         return _Match()
     place = {key: at for at, key in enumerate(key for group in left for key in group)}
-    return _Match(place=place, notes=("the param groups list the same names in another order, which is no difference",))
+    return _Match(
+        place=place,
+        notes=("the param groups list the same names in another order, which does not count as a difference",),
+    )
 
 
 def _note(order: str, types: tuple[str | None, str | None]) -> str:
@@ -327,7 +330,7 @@ def _model_order(checkpoint: Checkpoint) -> dict[ParamKey, int]:
 def _next_step(a: Checkpoint, b: Checkpoint, key_type: str | None) -> str:
     unnamed = [one.source for one in (a, b) if any(note.kind == "unnamed" for note in one.notes)]
     if unnamed:
-        return f"add --units FILE: it says which parameters lie in the slices of {unnamed[0]}"
+        return f"add --units FILE: it says which parameters are in the slices of {unnamed[0]}"
     if a.model is not None and b.model is not None:
         return "compare the models alone: add --only model"
     convert = f"fsdpckpt convert {shlex.quote(b.source)} DST --key-type {key_type}"

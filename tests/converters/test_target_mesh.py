@@ -209,7 +209,7 @@ FULL = {"mesh": "dp_replicate=1,dp_shard=2,tp=2"}
         (FULL, {"col.*": {"tp": "Shard(0)"}}, "says nothing of 7 parameters"),
         (FULL, [], "is not a JSON object"),
         ({**FULL, "like": "tp"}, PLACEMENTS, "both say how"),
-        ({"like": "full.pt"}, None, "does not say how its tensors lie on a mesh"),
+        ({"like": "full.pt"}, None, "does not say how its tensors are placed on a mesh"),
         ({"like": "tp", "mesh": "a=2,b=2"}, None, "does not have the dimensions of --like"),
     ],
 )
@@ -279,7 +279,7 @@ def test_two_entries_of_one_glob_are_refused(saved: Path, tmp_path: Path) -> Non
 
 
 def test_a_mesh_of_two_dimensions_needs_placements(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(NeedsInformationError, match="nothing says how tensors lie") as error:
+    with pytest.raises(NeedsInformationError, match="nothing says how tensors are placed") as error:
         to_ranks(saved / "full.pt", tmp_path / "new", **FULL)
     assert "--placements" in str(error.value.next_step) and "--like" in str(error.value.next_step)
 

@@ -417,7 +417,7 @@ def test_a_tensor_that_is_neither_in_the_metadata_nor_a_buffer_is_refused(tmp_pa
             "head.weight"
         ].clone()  # which no longer shows that it is tied
 
-    with pytest.raises(SourceUnsupportedError, match=r"head\.weight is no recorded parameter"):
+    with pytest.raises(SourceUnsupportedError, match=r"head\.weight is neither a recorded parameter"):
         full(edited(FAIRSCALE / "apart", tmp_path / "c", edit), tmp_path / "full.pt")
 
 

@@ -84,7 +84,7 @@ def source_units(
         )
     if beside is None and checkpoint.units_from and request.file is None:
         raise NeedsInformationError(
-            f"several units files that differ lie beside {checkpoint.source}",
+            f"several different units files are beside {checkpoint.source}",
             details=checkpoint.units_from.split(", "),
             why="each describes a different model or wrapping, and only one can be this checkpoint's",
             next_step="name the one that belongs to it: --units FILE",
@@ -116,7 +116,7 @@ def _given_units(
             f"the units of {label} are not those of {checkpoint.source}",
             details=result.contradictions,
             why="they belong to a different model, wrapping or run, rank files were mixed up, HYBRID_SHARD sharded "
-            "over ranks that are no neighbours, or the optimizers of the ranks list their parameters in other orders",
+            "over ranks that are not neighbours, or the optimizers of the ranks list their parameters in other orders",
             next_step=_SAVED,
             file=label,
         )
@@ -171,7 +171,7 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
             f"{checkpoint.source} holds flat parameters, and nothing says which parameters they hold",
             details=describe_lengths(checkpoint),
             why="PyTorch does not save names and shapes with them, and "
-            + ("; ".join(unused) or "no units file lies beside the checkpoint"),
+            + ("; ".join(unused) or "there is no units file beside the checkpoint"),
             next_step="add --units FILE (save_units or `fsdpckpt units` makes one), or --reference PATH of a full or "
             "sharded checkpoint of this model",
         )

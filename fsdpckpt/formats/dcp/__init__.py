@@ -96,7 +96,7 @@ def _torch_size(extents: object = ()) -> tuple[int, ...]:
     """``torch.Size``, limited to a few numbers, so that no pickle can build large tuples of sizes of sizes."""
     few = type(extents) in (tuple, list) and len(extents) <= MAX_DIMENSIONS  # type: ignore[arg-type]
     if not (few and _INTEGERS.issuperset(map(type, extents))):  # type: ignore[call-overload]
-        raise pickle.UnpicklingError("a size that is no short list of numbers")
+        raise pickle.UnpicklingError("a size that is not a short list of numbers")
     return tuple(extents)  # type: ignore[arg-type]
 
 
@@ -275,7 +275,7 @@ class _Parser:
             except (AttributeError, KeyError, TypeError):
                 self._refuse("an entry of storage_data has another form than torch writes", found=index)
             if type(path) is not str or not (path in checked or is_inside(path)):
-                outside = "an item lies outside the checkpoint directory"
+                outside = "an item is outside the checkpoint directory"
                 self._refuse(outside, expected="a relative path", found=truncate(path))
             checked.add(path)
             if type(fqn) is not str or not (start is None or _is_shape(start)):
@@ -283,11 +283,11 @@ class _Parser:
                 self._refuse("an entry of storage_data names no tensor", found=found)
             if type(offset) is not int or type(length) is not int or not (0 <= offset < _MOST and 0 <= length < _MOST):
                 found = f"{truncate(offset)}, {truncate(length)} bytes"
-                self._refuse("an item lies at an impossible place", key=fqn, found=found)
+                self._refuse("an item is at an impossible place", key=fqn, found=found)
             names: tuple[str, ...] = ()
             if transforms := what.get("transform_descriptors"):
                 if not isinstance(transforms, (list, tuple)):
-                    self._refuse("an item's transforms are no list", found=transforms)
+                    self._refuse("an item's transforms are not a list", found=transforms)
                 names = tuple(name if isinstance(name, str) else truncate(name) for name in transforms)
             self._table.single[fqn, start] = Stored(path, offset, length, names)
 
@@ -345,7 +345,7 @@ class _Parser:
                 self._refuse("a chunk has not its tensor's dimensions", key=key, found=found)
             if not all(map(le, map(add, start, size), shape)):
                 expected, found = f"inside {shape}", f"{start} + {size}"
-                self._refuse("a chunk lies outside its tensor", key=key, expected=expected, found=found)
+                self._refuse("a chunk is outside its tensor", key=key, expected=expected, found=found)
             if start in starts:
                 if 0 in size:  # ranks beyond the last row all write the same empty chunk
                     continue

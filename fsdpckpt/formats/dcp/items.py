@@ -253,7 +253,7 @@ class ItemReader:
 
     def _outside_error(self, begin: int, end: int) -> SourceCorruptError:
         return SourceCorruptError(
-            f"{self._source.path} is too short for what the metadata says lies in it",
+            f"{self._source.path} is too short for the items that the metadata places in it",
             file=self._source.path,
             expected=f"an item at bytes {begin} to {end}",
             found=bytes_text(self._source.nbytes),

@@ -188,7 +188,7 @@ def _ordered_dict() -> OrderedDict[object, object]:
 
 def _set(items: object = ()) -> set[object]:
     if not isinstance(items, (list, tuple)):
-        raise pickle.UnpicklingError("a set of something that is no list")
+        raise pickle.UnpicklingError("a set of something that is not a list")
     LOADING.copied += sum(len(item) for item in items if isinstance(item, tuple))
     if any(isinstance(part, tuple) for item in items if isinstance(item, tuple) for part in item):
         raise pickle.UnpicklingError("a set of nested tuples")  # each could take forever to hash

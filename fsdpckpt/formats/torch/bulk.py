@@ -295,7 +295,7 @@ class _Memo:
             opcode = out[number]
             if opcode == b"Q":
                 if b"t" not in (out[number - 1], out[number - 2]):
-                    raise _UnusualError("a persistent id that is no tuple")
+                    raise _UnusualError("a persistent id that is not a tuple")
             elif self._written.setdefault(_memo_place(opcode), (number, out[number - 1]))[0] != number:
                 raise _UnusualError("a place that is written twice")
         if any(b"_rebuild" in name and name != _REBUILD for name in filter(methodcaller("startswith", b"c"), out)):

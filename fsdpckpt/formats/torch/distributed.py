@@ -290,7 +290,7 @@ class DistributedParser(FileParser):
         if local.shape != size:
             self._corrupt(key, "a shard's tensor is not of the size its metadata says", f"{size}", f"{local.shape}")
         if len(size) != len(shape) or any(s + n > whole for s, n, whole in zip(start, size, shape, strict=False)):
-            self._corrupt(key, "a shard lies outside its tensor", f"inside {shape}", f"{start} + {size}")
+            self._corrupt(key, "a shard is outside its tensor", f"inside {shape}", f"{start} + {size}")
         return BoxInFile(start, size, local.offset, local.stride)
 
 

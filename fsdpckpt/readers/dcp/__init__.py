@@ -159,7 +159,7 @@ def _metadata(path: str, entries: dict[str, Entry], sources: Sources) -> tuple[D
             f"{path} has rank-local metadata, but not of every rank",
             details=[f"__{rank}.metadata" for rank in missing],
             files=files,
-            why="these ranks did not finish, or their files lie on another machine",
+            why="these ranks did not finish, or their files are on another machine",
             next_step="copy the files of all ranks into one directory",
             file=files[0],
             rank=missing[0],

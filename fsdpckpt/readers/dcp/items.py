@@ -371,7 +371,7 @@ def read_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[s
 def _no_archive(directory: DcpDirectory, key: str, error: SourceUnrecognisedError) -> SourceCorruptError:
     """The error for an item that is not an archive at all: the file is damaged."""
     return SourceCorruptError(
-        f"{directory.path}: the item of {key} is no torch archive",
+        f"{directory.path}: the item of {key} is not a torch archive",
         file=error.file,
         key=key,
         expected=error.expected,

@@ -210,8 +210,7 @@ class _Saved:
                         f"shape {list(weight.shape)}",
                         f"shape {list(leaf.shape)}",
                         key=str(name),
-                        why="data of several saves lie together, or a version of Megatron-core that is not known "
-                        "wrote it",
+                        why="data of several saves are mixed, or a version of Megatron-core that is not known wrote it",
                         next_step="save it again, or report it with the version of Megatron-core",
                     )
             for master in masters:
@@ -374,7 +373,7 @@ def _join_pair(gate: Tensor, value: Tensor, name: str, path: str) -> Tensor:
             f"{gate.dtype.name} {list(gate.shape)}",
             f"{value.dtype.name} {list(value.shape)}",
             key=name,
-            why="data of several saves lie together, or the metadata was damaged",
+            why="data of several saves are mixed, or the metadata was damaged",
         )
     rows = gate.shape[0]
     first, last = gate.chunks, value.chunks

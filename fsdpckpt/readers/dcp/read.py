@@ -84,7 +84,7 @@ def _few_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[s
     items = directory.metadata.items
     few = items if len(items) <= _FEW_VALUES else {key: items[key] for key in items if _GROUPS.search(key)}
     if len(few) < len(items):
-        tree.notes.append(Note("unread", f"values that are no tensors were not read: {len(items) - len(few):,}"))
+        tree.notes.append(Note("unread", f"values that are not tensors were not read: {len(items) - len(few):,}"))
     values = read_values(replace(directory, metadata=replace(directory.metadata, items=few)), sources, tree)
     return {key: values.get(key, UNREAD) for key in items}
 
@@ -207,7 +207,7 @@ def _misnamed_problems(keys: Collection[str], paths: Mapping[str, tuple[PathElem
         return []
     joined = {key: ".".join(map(str, paths[key])) if key in paths else None for key in keys}
     misplaced = {
-        key: f"says that it lies at {place}" if place is not None else "does not say where in the state dict it lies"
+        key: f"says that it lies at {place}" if place is not None else "does not say where it is in the state dict"
         for key, place in joined.items()
         if key != place
     }

@@ -130,7 +130,7 @@ class _Step:
         base = states.get("optimizer_state_dict" if stage_3 else "base_optimizer_state")
         weights = states.get("fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups")
         if not isinstance(weights, (list, tuple)) or not all(_is_vector(one) for one in weights):
-            raise contradiction(file.path, "its fp32 weights are no list of flat tensors")
+            raise contradiction(file.path, "its fp32 weights are not a list of flat tensors")
         count = len(weights)
         paddings = [0] * count
         saved = states.get("group_paddings")
@@ -187,7 +187,7 @@ class _Step:
         if not isinstance(gaps, (list, tuple)) or len(gaps) != groups:
             raise contradiction(rank.file.path, "its param_alignment_paddings are not those of its flat tensors")
         if not all(isinstance(one, (list, tuple)) and all(map(is_count, one)) for one in gaps):
-            raise contradiction(rank.file.path, "its param_alignment_paddings are no numbers of elements")
+            raise contradiction(rank.file.path, "its param_alignment_paddings are not numbers of elements")
         return [[int(gap) for gap in cast("list[int]", one)] for one in gaps]
 
     def _require_record(self, ranks: Sequence[_RankStates], flat: FlatGroups) -> None:
@@ -212,7 +212,7 @@ class _Step:
         if groups is None:
             return None
         if not isinstance(groups, (list, tuple)):
-            raise contradiction(rank.file.path, "its param_slice_mappings are no list")
+            raise contradiction(rank.file.path, "its param_slice_mappings are not a list")
         return [
             {
                 str(name): self._fragment(address, rank.file.path)

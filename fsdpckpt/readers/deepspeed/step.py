@@ -51,8 +51,7 @@ def contradiction(path: str, what: str) -> SourceCorruptError:
         path,
         what,
         "the files of one save of DeepSpeed",
-        why="files of different saves or world sizes lie together, or a version of DeepSpeed that is not known "
-        "wrote them",
+        why="files of different saves or world sizes are mixed, or a version of DeepSpeed that is not known wrote them",
         next_step="give a directory with the files of one save, or report it with the version of DeepSpeed",
     )
 
@@ -248,7 +247,7 @@ class ModuleStates:
         """A frozen parameter under ZeRO 3, joined from the ranks' parts."""
         ranks = len(self.files)
         if not isinstance(leaf, StoredTensor) or len(leaf.shape) != 1 or shape is None:
-            raise contradiction(file.path, f"the frozen parameter {name} is no flat tensor with a shape")
+            raise contradiction(file.path, f"the frozen parameter {name} is not a flat tensor with a shape")
         try:
             flat = partitions_of_params([{name: shape}], [[leaf.shape[0]]] * ranks)
         except PartitionError as error:

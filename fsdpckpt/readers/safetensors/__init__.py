@@ -158,7 +158,7 @@ def _compare_with_index(
             f"{file_name(path)} lists {plural(len(absent), 'tensor')} that their shard does not hold",
             details=[f"{key} is not in {shard}" for key, shard in list(absent.items())[:50]],
             files=[path[: -len(file_name(path))] + shard for shard in list(absent.values())[:50]],
-            why="shards of different saves lie in one directory, or a shard was replaced",
+            why="shards of different saves are in one directory, or a shard was replaced",
             next_step="copy index and shards from the same save again",
             file=path,
             key=next(iter(absent)),
@@ -199,7 +199,7 @@ def _require_all_parts(paths: Sequence[str]) -> None:
             f"{len(named)}{more} safetensors shards are missing",
             details=named,
             files=[paths[0][: -len(file_name(paths[0]))] + name for name in named],
-            why="the download or the save did not finish, or a rank's files lie on another machine",
+            why="the download or the save did not finish, or a rank's files are on another machine",
             next_step="copy all shards into one directory",
             file=paths[0],
         )
@@ -271,13 +271,13 @@ def _require_fitting(key: str, known: _Chunk, other: _Chunk, *, sharded: bool) -
     one, two = known.tensor, other.tensor
     if not sharded or one.dtype is not two.dtype or len(one.shape) != len(two.shape):
         raise SourceCorruptError(
-            f"{key} stands in two files that do not fit together",
+            f"{key} is in two files that do not fit together",
             details=[known.path, other.path],
             file=other.path,
             key=key,
             expected=f"one file, or chunks of one {one.dtype.name} tensor with {len(one.shape)} dimensions",
             found=f"another {two.dtype.name} tensor with {len(two.shape)} dimensions",
-            why="files of different saves lie in one directory",
+            why="files of different saves are in one directory",
             next_step="give only the files of one save",
         )
 

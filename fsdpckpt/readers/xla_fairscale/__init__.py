@@ -134,7 +134,7 @@ def _require_one_model(
             details=[f"{path}: {how}" for path, how in wrong.items()],
             files=list(wrong),
             file=paths[ranks[0]],
-            why="files of different runs lie together",
+            why="files of different runs are mixed",
             next_step="give a directory with the files of one save",
         )
 
@@ -202,8 +202,8 @@ def _describe(shards: RankShards, title: str, report: NamedShards) -> None:
     if unlisted:
         more = f"; {len(unlisted) - 1} more are like it" if len(unlisted) > 1 else ""
         message = (
-            f"{unlisted[0]} is no recorded parameter and no buffer, so it may be one rank's shard{more}: a parameter "
-            "that shares another's storage is known only where the file shares it too"
+            f"{unlisted[0]} is neither a recorded parameter nor a buffer, so it may be one rank's shard{more}: a "
+            "parameter that shares another's storage is known only where the file shares it too"
         )
         report.problems.append(Problem("flattened", message, file=shards.file, key=unlisted[0], section=Section.MODEL))
     if retyped:

@@ -120,7 +120,7 @@ class RankShards:
             rank=self.rank,
             expected=f"a chunk of {plural(tensor.numel, 'element')} on {plural(self.world_size, 'rank')}",
             found=f"shape {list(stored.shape)}",
-            why="the shard metadata and the shards are of different models, or files of another run lie among them",
+            why="the shard metadata and the shards are of different models, or files of another run are among them",
             next_step="give a directory with the files of one save",
         )
 
@@ -230,7 +230,7 @@ class RankShards:
         listed = self.metadata.listed
         if not self._models:
             if not listed:
-                raise UnnamedError("no model lies beside it, and the record is not in the order of its parameters")
+                raise UnnamedError("there is no model beside it, and the record is not in the order of its parameters")
             return list(self.metadata.tensors)
         model = next(iter(self._models.values()))
         ordered: list[ShardedTensor] = []

@@ -182,7 +182,7 @@ def test_units_beside_the_source_that_cannot_be_read_are_mentioned_when_they_are
     with pytest.raises(NeedsInformationError) as caught:
         source_units(source, UnitsRequest(), sources)
     assert "run/units.json: cut" in str(caught.value.why)
-    assert "no units file lies beside" not in str(caught.value.why)
+    assert "there is no units file beside" not in str(caught.value.why)
 
 
 @pytest.mark.parametrize("orig", [False, True])
