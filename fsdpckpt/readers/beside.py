@@ -205,7 +205,7 @@ def with_units(checkpoint: Checkpoint, beside: BesideUnits) -> None:
     if checkpoint.layout is Layout.FLATTENED or (checkpoint.optim is not None and checkpoint.optim.key_type == "id"):
         checkpoint.notes = (*checkpoint.notes, *beside.notes)  # without flat parameters no choice is needed
     if beside.units is not None:
-        evidence = Evidence(EvidenceKind.UNITS, f"{beside.path} says what is in the flat parameters")
+        evidence = Evidence(EvidenceKind.UNITS, f"{beside.path} says what lies in flat parameters")
         checkpoint.evidence = (*checkpoint.evidence, evidence)
 
 
