@@ -111,6 +111,8 @@ class Replaced:
             return None
         spec = ModuleSpec(name, self, origin=str(self.path), is_package=self.path.name == "__init__.py")
         spec.has_location = True
+        if spec.submodule_search_locations is not None:
+            spec.submodule_search_locations.append(str(self.path.parent))
         return spec
 
     def create_module(self, spec: object) -> None:
