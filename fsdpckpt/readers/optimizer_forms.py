@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import cast
 
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Note, OptimState, ParamKey
 from fsdpckpt.ir.tensors import Tensor
@@ -107,8 +108,11 @@ def _repair_ids(
     names = {str(number): number for number in ids}
     if not all(isinstance(key, int) or key in names for key in keyed):
         return entries
+    repaired = {names.get(key, key) if isinstance(key, str) else key: states for key, states in entries.items()}
+    if len(repaired) < len(entries):  # one id is there as a number and as text
+        return entries
     notes.append(Note("ids-repaired", f"{plural(len(keyed), 'parameter id')} stored as text became numbers again"))
-    return {names.get(key, key) if isinstance(key, str) else key: states for key, states in entries.items()}
+    return repaired
 
 
 def _unflatten(value: Mapping[Key, Value], notes: list[Note]) -> OptimState:
@@ -123,7 +127,10 @@ def _unflatten(value: Mapping[Key, Value], notes: list[Note]) -> OptimState:
             flat[rest] = item
     state: dict[ParamKey, dict[str, Tensor | Value]] = {}
     for key, item in flat.items():
-        param, names = _parameter(key, hyper)
+        param, name = _parameter(key, hyper)
+        names = name.split(".")
+        if any(f"{param}.{'.'.join(names[:depth])}" in flat for depth in range(1, len(names))):
+            names = [name]  # beside a state ``a``, the state ``a.b`` is not an entry of a dict ``a``
         _set_state(state.setdefault(param, {}), names, item)
     groups = groups_of_equal_settings(hyper) if hyper else None
     if groups is not None:
@@ -132,28 +139,24 @@ def _unflatten(value: Mapping[Key, Value], notes: list[Note]) -> OptimState:
     return OptimState(state, groups)
 
 
-def _parameter(key: str, params: Mapping[str, object]) -> tuple[str, list[str]]:
+def _parameter(key: str, params: Mapping[str, object]) -> tuple[str, str]:
     """Parameter and state of ``<fqn>.<state>``. The groups have the names; without them the state is the last
     component.
     """
     cut = key.rfind(".")
     while cut > 0:
         if key[:cut] in params:
-            return key[:cut], key[cut + 1 :].split(".")
+            return key[:cut], key[cut + 1 :]
         cut = key.rfind(".", 0, cut)
     param, _, name = key.rpartition(".")
-    return param, [name]
+    return param, name
 
 
 def _set_state(states: dict[str, Tensor | Value], names: list[str], item: Value) -> None:
     """Store ``item`` under ``names``: an optimizer such as Shampoo nests dicts inside one parameter's state."""
-    inner: dict[Key, Value] | dict[str, Tensor | Value] = states
+    inner = cast("dict[Key, Value]", states)
     for name in names[:-1]:
-        child = inner.setdefault(name, {})
-        if not isinstance(child, dict):
-            states[".".join(names)] = item
-            return
-        inner = child
+        inner = cast("dict[Key, Value]", inner.setdefault(name, {}))
     inner[names[-1]] = item
 
 

@@ -79,18 +79,18 @@ def _regroup(root: dict[Key, Value]) -> dict[Key, Value]:
     } & _OPTIM_NAMES
     if not prefixes:
         return root
-    if any(isinstance(key, str) and key.startswith("model.") for key in root):
-        prefixes.add("model")
+    nested = {prefix: root.get(prefix, {}) for prefix in (*prefixes, "model")}
+    groups = {prefix: like(value, value) for prefix, value in nested.items() if isinstance(value, dict)}
     regrouped: dict[Key, Value] = {}
     for key, value in root.items():
         first, dot, rest = key.partition(".") if isinstance(key, str) else ("", "", "")
-        if dot and first in prefixes:
-            group = regrouped.setdefault(first, {})
-            if not isinstance(group, dict):
+        if dot and first in groups:
+            if rest in groups[first]:
                 return root
-            group[rest] = value
+            groups[first][rest] = value
+            regrouped[first] = groups[first]
         else:
-            regrouped[key] = value
+            regrouped[key] = groups.get(first, value)
     return regrouped
 
 
@@ -155,7 +155,7 @@ def _repair_several_optimizers(root: dict[Key, Value], paths: list[KeyPath], not
 
 
 def _is_model_entry(key: Key, value: Value) -> bool:
-    return isinstance(value, Tensor) or (isinstance(key, str) and key.rpartition(".")[2] == "_extra_state")
+    return isinstance(key, str) and (isinstance(value, Tensor) or key.rpartition(".")[2] == "_extra_state")
 
 
 def _is_generator_state(value: Value) -> bool:

@@ -12,6 +12,7 @@ from fsdpckpt.ir.checkpoint import BARE_VALUE
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import state_completeness
 from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.ir.values import leaf_tensors
 from fsdpckpt.readers.sections import Sections, split
 from fsdpckpt.writers.state_dicts import optim_dict
 
@@ -176,6 +177,15 @@ def test_flattened_states_nested_below_a_parameter_keep_their_nesting() -> None:
     assert found.optim.state == {"l.weight": {"shampoo": {"left": {"0": M}}, "step": STEP}}
 
 
+@pytest.mark.parametrize("names", [("a", "a.b"), ("a.b", "a"), ("a.b", "a", "a.b.c", "c.d")])
+def test_flattened_states_of_which_one_name_begins_with_the_other_all_stay(names: tuple[str, ...]) -> None:
+    flat = flattened(GROUPS[:1], {"l.weight": {name: tensor(number) for number, name in enumerate(names)}})
+    found = split({"optimizer": flat})
+    assert found.optim is not None
+    leaves = {path: leaf.shape for path, leaf in leaf_tensors(found.optim.state["l.weight"])}
+    assert sorted(leaves.values()) == [(number,) for number in range(len(names))]
+
+
 def test_flattened_tensor_hyper_parameters_are_equal_only_when_they_lie_in_one_place() -> None:
     first, second = (Tensor(DTYPES["float32"], (), Chunks.whole(file=0, offset=at, shape=())) for at in (64, 128))
     groups = [{"lr": first, "params": ["l.weight"]}, {"lr": second, "params": ["l.bias"]}]
@@ -219,3 +229,21 @@ def test_a_users_own_value_among_the_states_stays_there_without_being_a_paramete
     assert optim_dict(found.optim) == optimizer
     for wrong in ({"state": {0: 7.5}, "param_groups": []}, {"state": {"w": 1}, "param_groups": [{"params": ["w"]}]}):
         assert split({"optimizer": wrong}).optim is None
+
+
+def test_tensors_under_keys_that_are_not_text_are_no_parameters() -> None:
+    check({0: W, "0": B, "l.weight": M}, {"0": B, "l.weight": M}, None, {0: W})
+    check({0: W, 1: B}, None, None, {0: W, 1: B})
+
+
+def test_flat_keys_beside_a_dict_of_their_first_word_join_a_copy_of_it() -> None:
+    flat = {"optim.state.w.exp_avg": M}
+    for root in ({"optim": {"lr": 1}, **flat}, {**flat, "optim": {"lr": 1}}):
+        check(root, None, None, {"optim": {"lr": 1, "state.w.exp_avg": M}})
+    twice = {"optim": {"state.w.exp_avg": V}, **flat, "n": 1}
+    check(twice, flat, {"state": {"w": {"exp_avg": V}}, "param_groups": None}, {"n": 1})
+
+
+def test_an_id_that_is_there_as_a_number_and_as_text_stays_twice() -> None:
+    both = {"state": {0: {"exp_avg": M}, "0": {"exp_avg": V}}, "param_groups": [{"params": [0]}]}
+    check({"optimizer": both}, None, both, {})
