@@ -28,8 +28,9 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers import EXTRA_STEM, PLAIN
 from fsdpckpt.readers.flat_slices import mark_slices, why_sliced
-from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, glob_of
+from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, dotted, glob_of
 from fsdpckpt.readers.sections import Sections, replaced, split, without
+from fsdpckpt.readers.torch_ranks import named_rank
 from fsdpckpt.text import first_of, listed, shape_text, truncate
 
 # A part of this name is a dict of extras itself; the extras of any other part are under that part's name.
@@ -91,6 +92,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
     model = main.sections.model
     for part in parts:
         mark_slices(part.tree, part.sections, model, part.label)
+        part.tree.problems.extend(_slices_of_one_rank(part))
         part.tree.problems.extend(_ids_of_other_parameters(part, model))
     extra, rank_extra = _extras(parts, world_size)
     return Checkpoint(
@@ -290,6 +292,24 @@ def _ids_of_other_parameters(part: ReadPart, model: ModelState | None) -> Iterat
                 return
 
 
+def _slices_of_one_rank(part: ReadPart) -> Iterator[Problem]:
+    """A fatal problem for a single torch file whose name shows that it is one rank's, if it may hold this rank's
+    slices. An optimizer with a state of two dimensions, or with no states, is whole.
+    """
+    named = named_rank(part.stem) if part.tree.container == Container.TORCH and part.tree.world_size == 1 else None
+    ranks = max(named.world or 0, named.rank + 1) if named is not None and not named.bare else 1
+    optim = part.sections.optim
+    if named is None or ranks < 2 or optim is None:
+        return
+    leaves = [leaf for entry in optim.state.values() for leaf in entry.values() if isinstance(leaf, Tensor)]
+    if {leaf.ndim for leaf in leaves if leaf.ndim} == {1}:
+        message = (
+            f"{part.label} is named as the file of rank {named.rank}, and its optimizer may be in FSDP1's slices: give "
+            f"the directory with the files of all {'' if named.world is None else f'{named.world} '}ranks"
+        )
+        yield Problem("missing-rank", message, file=part.label, rank=named.rank, section=Section.OPTIM)
+
+
 def _layout(parts: Sequence[ReadPart]) -> Layout:
     layouts = {part.tree.layout for part in parts if not part.auxiliary} or {part.tree.layout for part in parts}
     return next((layout for layout in (Layout.FLATTENED, Layout.SHARDED) if layout in layouts), Layout.FULL)
@@ -314,8 +334,8 @@ def _problems(part: ReadPart) -> list[Problem]:
     """The problems of the tree, and values of the model or the optimizer that differ between ranks."""
     problems = list(part.tree.problems)
     for path, values in part.tree.rank_values.items():
-        if part.sections.owns(path):
-            key = ".".join(map(str, path))
+        if part.sections.overlaps(path):
+            key = dotted(path)
             optim = part.sections.optim_path
             section = Section.OPTIM if optim is not None and path[: len(optim)] == optim else Section.MODEL
             message = f"{key} is not the same on every rank{_held_text(values)}"
@@ -345,7 +365,7 @@ def _extras(parts: Sequence[ReadPart], world_size: int) -> tuple[dict[Key, Value
     changes: list[tuple[KeyPath, tuple[Value, ...]]] = []
     absences: list[tuple[KeyPath, frozenset[int]]] = []
     for part in parts:
-        below, tree, owns = part.sections.extra, part.tree, part.sections.owns
+        below, tree, sections = part.sections.extra, part.tree, part.sections
         prefix: KeyPath = ()
         if (len(parts) == 1 or not part.auxiliary or part.stem in _EXTRA_STEMS) and not below.keys() & extra.keys():
             extra.update(below)
@@ -356,8 +376,10 @@ def _extras(parts: Sequence[ReadPart], world_size: int) -> tuple[dict[Key, Value
             if below or part.auxiliary:
                 extra[stem] = tree.root if part.auxiliary else dict(below)
             prefix = (stem,)
-        changes += [((*prefix, *path), values) for path, values in tree.rank_values.items() if not owns(path)]
-        absences += [((*prefix, *path), ranks) for path, ranks in tree.absences.items() if not owns(path)]
+        changes += [
+            ((*prefix, *path), values) for path, values in tree.rank_values.items() if not sections.overlaps(path)
+        ]
+        absences += [((*prefix, *path), ranks) for path, ranks in tree.absences.items() if not sections.owns(path)]
     if not changes and not absences:
         return extra, ()
     common: Value = extra

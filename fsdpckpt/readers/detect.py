@@ -38,7 +38,7 @@ from fsdpckpt.readers.assembly import ReadPart, join, read_part, without_exports
 from fsdpckpt.readers.beside import BesideUnits, flavor_of, manifest_units, units_beside, with_manifest, with_units
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, IgnoredFiles, Items, Part, ReadOptions
 from fsdpckpt.readers.side_files import missing_sections
-from fsdpckpt.readers.torch_ranks import may_be_torch, slices_of_one_rank
+from fsdpckpt.readers.torch_ranks import may_be_torch
 from fsdpckpt.storage import UPLOADING, Entry, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text, first_of, names_text
@@ -166,8 +166,7 @@ class _Opening:
             error.run_again = False
             raise
         checkpoint = _with_flavor(join(self.source, [read], self.files, []), [entry.name], "")
-        problems = (*slices_of_one_rank(checkpoint, part.stem), *missing_sections(checkpoint, ()))
-        checkpoint.problems = (*checkpoint.problems, *problems)
+        checkpoint.problems = (*checkpoint.problems, *missing_sections(checkpoint, ()))
         units = None if is_url(self.source) else _nearest_units([os.path.dirname(self.source) or "."], self.sources)
         if units is not None:
             with_units(checkpoint, units)
@@ -210,9 +209,9 @@ class _Opening:
         places = [path.rstrip("/")]
         while len(places[-1]) > len(top) and "/" in places[-1]:
             places.append(places[-1].rpartition("/")[0])
-        parent, _, name = places[-1].rpartition("/")
-        if parent and _NUMBERED.search(name):
-            places.append(parent)
+        parent, name = os.path.split(places[-1])
+        if _NUMBERED.search(name) and is_url(parent) == is_url(places[-1]):
+            places.append(parent or ".")
         return places
 
     def _read_parts(self, searched: _SearchResult) -> list[ReadPart]:

@@ -47,6 +47,11 @@ class Sections:
             return False
         return self.model_keys is None or path[len(self.model_path)] in self.model_keys
 
+    def overlaps(self, path: KeyPath) -> bool:
+        """Whether the value at ``path`` of the root is part of the model or the optimizer, or contains one of them."""
+        paths = (self.optim_path, self.model_path)
+        return any(known is not None and path == known[: len(path)] for known in paths) or self.owns(path)
+
 
 def split(root: Value) -> Sections:
     """Split ``root``, a state dict as its producer nested it, into sections. ``root`` is not changed.

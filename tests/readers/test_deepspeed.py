@@ -19,6 +19,7 @@ import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
 from fsdpckpt.readers.deepspeed.step import PartitionError, partitions_of_groups, partitions_of_params
+from fsdpckpt.text import plural
 from tests.golden.deepspeed.make import Net
 from tests.readers.contents import opened
 from tests.readers.junk import refusals, save
@@ -306,6 +307,16 @@ def test_parts_that_lie_elsewhere_than_their_file_says_are_refused(
         opened(tmp_path / "1")
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_groups_than_of_flat_tensors_is_refused(count: int, tmp_path: Path) -> None:
+    directory = step("zero1-grad-fp32", tmp_path)
+    module = torch.load(directory / "mp_rank_00_model_states.pt")
+    module["param_shapes"] = [*module["param_shapes"], {"more": torch.Size([2])}][:count]
+    torch.save(module, directory / "mp_rank_00_model_states.pt")
+    with pytest.raises(SourceCorruptError, match=f"2 flat tensors, and the module has {plural(count, 'group')}"):
+        opened(directory)
+
+
 def test_states_that_are_not_those_of_the_flat_tensors_are_refused(tmp_path: Path) -> None:
     files = _old_files(2)
     for rank in range(2):
@@ -484,6 +495,9 @@ class TestPartitions:
             partitions_of_groups(self.shapes, [[], []], [[11, 6], [11, 5]])
         with pytest.raises(PartitionError):
             partitions_of_groups(self.shapes, [[], []], [[11, 6]])
+        for lengths in ([[22], [22]], [[22, 11], [22]], [[22, 11, 4]] * 2):
+            with pytest.raises(PartitionError):
+                partitions_of_groups(self.shapes, [[], []], lengths)
         with pytest.raises(PartitionError):
             partitions_of_params(self.shapes, [[36], [36]])
 

@@ -175,13 +175,38 @@ def test_one_numbered_file_is_a_single_file(tmp_path: Path) -> None:
     ],
 )
 def test_names_are_grouped_by_rank(names: list[str], sets: Any, single: list[str]) -> None:
-    found, rest = group_ranks(names)
+    found, rest = group_ranks(names, "run")
     assert [(entry.stem, sorted(entry.files)) for entry in found] == sets and rest == single
 
 
 def test_names_of_missing_ranks_keep_the_pattern() -> None:
-    (found,), _ = group_ranks(["o_0_rank0.bin", "o_0_rank3.bin"])
+    (found,), _ = group_ranks(["o_0_rank0.bin", "o_0_rank3.bin"], "run")
     assert found.missing() == ["o_0_rank1.bin", "o_0_rank2.bin"]
+
+
+def test_the_rank_of_an_adapter_is_not_the_rank_of_a_process(tmp_path: Path) -> None:
+    save({"model": MODEL}, tmp_path / "model.pt")
+    save({"r": 16, "alpha": 32}, tmp_path / "lora_rank16.pt")
+    found = opened(tmp_path)
+    same_values(found, model=MODEL)
+    assert found.extra == {"lora_rank16": {"r": 16, "alpha": 32}}
+
+
+@pytest.mark.parametrize("beside", [{}, {"model.pt": {"model": MODEL}}])
+def test_the_slices_of_one_rank_in_a_directory_are_a_problem(beside: dict[str, Any], tmp_path: Path) -> None:
+    slices = {"state": {0: {"exp_avg": torch.ones(7)}}, "param_groups": [{"params": [0]}]}
+    for name, content in {**beside, "optim_rank3.pt": slices}.items():
+        save(content, tmp_path / name)
+    assert [problem.kind for problem in opened(tmp_path).problems if problem.fatal] == ["missing-rank"]
+
+
+def test_ranks_of_which_one_has_no_dict_at_the_top_are_a_problem(tmp_path: Path) -> None:
+    for first in ({"a.w": torch.ones(2), "epoch": 1, "d": {}}, {"model": {"a.w": torch.ones(2)}}):
+        for rank, content in enumerate((first, [1])):
+            save(content, tmp_path / f"model_rank{rank}.pt")
+        found = opened(tmp_path)
+        assert [(problem.kind, problem.fatal) for problem in found.problems] == [("replica", True)]
+        assert found.rank_extra == ()
 
 
 def test_extras_that_differ_between_ranks_are_kept_for_each(tmp_path: Path) -> None:

@@ -566,6 +566,14 @@ class TestDamage:
         assert checkpoint.optim is not None
         assert "exp_avg" in checkpoint.optim.state["output_layer.weight"]
 
+    def test_a_group_of_data_parallel_ranks_without_an_optimizer_is_read(self, source: Path) -> None:
+        data = {"optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1": []}
+        from_scratch = source.parent / "scratch"
+        save({**data, "w": torch.zeros(2)}, storage_writer=FileSystemWriter(from_scratch), no_dist=True)
+        shutil.copy(source / "common.pt", from_scratch)
+        shutil.copy(source / "metadata.json", from_scratch)
+        assert opened(from_scratch).model is not None
+
 
 def edit_metadata(source: Path, change: Callable[[Any], Any]) -> None:
     """Change ``mcore_data``. Megatron's class is not installed: a class of that name stands in."""

@@ -62,6 +62,13 @@ def test_units_lie_beside_the_steps_of_a_run_and_the_nearest_count(step: Path) -
         assert (opened(source).units, opened(source).units_from) == (UNITS, near)
 
 
+def test_units_beside_a_step_that_is_named_without_its_directory(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(step.parent / "units.json", OTHER)
+    monkeypatch.chdir(step.parent)
+    for source in (step.name, f"./{step.name}", f"{step.name}/"):
+        assert (opened(source).units, opened(source).units_from) == (OTHER, "./units.json")
+
+
 def test_units_above_a_directory_that_is_no_step_are_another_models(step: Path) -> None:
     write(step.parent.parent / "units.json", OTHER)
     step.rename(step.parent / "small")

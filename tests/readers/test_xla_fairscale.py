@@ -264,6 +264,16 @@ def test_groups_that_do_not_list_every_id_once_settle_nothing(ids: list[int], tm
         full(edited(XLA / "apart", tmp_path / "c", edit), tmp_path / "full.pt")
 
 
+@pytest.mark.parametrize("change", [{"param_groups": {"a": 1}}, {"param_groups": [5]}, {"state": {0: 5}}, {"state": 5}])
+def test_what_has_only_the_keys_of_an_optimizer_is_an_extra(change: dict[str, Any], tmp_path: Path) -> None:
+    def edit(content: dict[str, Any], rank: int) -> None:
+        content["last_optimizer_state"].update(change)
+
+    found = opened(edited(FAIRSCALE / "one", tmp_path / "c", edit))
+    assert found.optim is None
+    assert set(change) <= set(found.extra["last_optimizer_state"])  # type: ignore[arg-type]
+
+
 def test_states_of_another_length_are_refused(tmp_path: Path) -> None:
     def edit(content: dict[str, Any], rank: int) -> None:
         content["optimizer"]["state"][2]["momentum_buffer"] = torch.randn(96)  # a state in blocks, or of 8 bits

@@ -141,7 +141,7 @@ def _read_torch_dist(
     # Beside the buffers: what a group of data-parallel ranks stores of its optimizer.
     kept = [saved.buffers.pop(key) for key in list(saved.buffers) if str(key).partition("/")[0].endswith(".optimizer")]
     optimizers = list(_optimizers(shared.pop("optimizer", None)))
-    if kept and isinstance(kept[0], list):
+    if kept and isinstance(kept[0], list) and kept[0]:
         optimizers += _optimizers(kept[0][0])
     names = saved.states
     for entry in names.values():

@@ -33,6 +33,7 @@ from fsdpckpt.readers.torch_ranks import NamedRank, check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import plural
 
 StateDict: TypeAlias = dict[Key, object]
 FlatGroup: TypeAlias = dict[str, tuple[int, ...]]
@@ -304,6 +305,10 @@ def partitions_of_groups(
     ``gaps``: the elements of padding after each parameter, by group; [] for none. ``lengths``: by rank and group, the
     elements of the rank's part, padding included. Raises PartitionError.
     """
+    counts = {len(rank_lengths) for rank_lengths in lengths}
+    if counts != {len(groups)}:
+        tensors = " or ".join(map(str, sorted(counts)))
+        raise PartitionError(f"it has {tensors} flat tensors, and the module has {plural(len(groups), 'group')}")
     result = FlatGroups([list(group) for group in groups], [[] for _ in lengths])
     for number, (shapes, padding) in enumerate(zip(groups, gaps, strict=True)):
         numels = _numels(shapes)

@@ -8,7 +8,7 @@ Patterns: ``model_world_size_4_rank_0.pt`` (verl, and what this program writes),
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -16,8 +16,7 @@ from typing import NamedTuple
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceIncompleteError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.formats.zip import top_folder
-from fsdpckpt.ir.checkpoint import Checkpoint, Problem, Section
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.checkpoint import Section
 from fsdpckpt.producers import EXTRA_STEM
 from fsdpckpt.producers.table import copied_by_rank
 from fsdpckpt.readers.beside import auxiliary
@@ -38,8 +37,8 @@ _OF_WORLD = re.compile(
     r"^(?P<head>|.*?[_.-])rank-?(?P<rank>\d+)-of-(?P<world>\d+)(?P<tail>(?:[_.-].*?)?)(?P<suffix>\.[^.]+)$"
 )
 _SHARD = re.compile(r"^(?P<stem>.+?[_.-]shard)[_-]?(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
-_WITH_WORD = re.compile(r"^(?P<stem>.*?)[_.-]?rank[_-]?(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
-_BARE = re.compile(r"^(?P<stem>.+)[_.-](?P<rank>\d+)(?P<suffix>\.[^.]+)$")
+_WITH_WORD = re.compile(r"^(?:(?P<stem>.*?)[_.-])?rank[_-]?(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
+_BARE = re.compile(r"^(?P<stem>.+)(?:[_.-]|(?<=rank))(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
 _NO_RANK = re.compile(
     r"(?:-of|(?:^|[_.-])(?:step|steps|epoch|ep|ba|iter|iteration|checkpoint|ckpt|version|v))$", re.IGNORECASE
 )
@@ -61,8 +60,7 @@ class TorchReader:
         """
         sources.prefetch_ends([file.path for name, file in files.items() if name.endswith(_SUFFIXES)])
         names = [name for name, file in files.items() if may_be_torch(file) and _is_torch(file, sources)]
-        sets, single = group_ranks(names)
-        _share_world_size(sets)
+        sets, single = group_ranks(names, path)
         claim = Claim(names=set(names))
         if options.only is not None:
             unwanted = [one for one in sets if one.absent and _section_of(one.stem) not in (None, options.only)]
@@ -112,14 +110,6 @@ def _section_of(stem: str) -> Section | None:
     return next((section for section, word in _SECTION_WORDS.items() if word in stem), None)
 
 
-def _share_world_size(sets: Sequence[RankSet]) -> None:
-    """Sets whose names have ``rank`` but not the number of ranks get the largest world size of all sets."""
-    unstated = [one for one in sets if one.world is None and not one.bare]
-    shared = max((one.world_size for one in unstated), default=0)
-    for one in unstated:
-        one.world = shared
-
-
 def _require_all_ranks(sets: Sequence[RankSet], directory: str, sizes: Mapping[str, int]) -> None:
     """Raises unless every set has ranks 0 .. W-1. ``sizes``: the bytes of every file there, including damaged ones."""
     count = sum(one.absent for one in sets)
@@ -158,7 +148,7 @@ def _parse(name: str) -> NamedRank | None:
     """Parse the name of a rank file; None if it matches no pattern."""
     for pattern in (_WITH_WORLD, _OF_WORLD, _WITH_WORD, _SHARD, _BARE):
         match = pattern.match(name)
-        words = match.groupdict() if match else {}
+        words = match.groupdict("") if match else {}
         if match is None or any(int(words.get(number, 0)) >= MAX_RANKS for number in ("rank", "world")):
             continue  # a number larger than any number of ranks is something else
         if pattern is _BARE and _NO_RANK.search(words["stem"]):
@@ -213,16 +203,20 @@ class RankSet:
         absent = (rank for rank in range(self.world_size) if rank not in self.files)
         return [self.name(rank) for rank in islice(absent, _MOST_NAMED)]
 
-    @property
-    def plausible(self) -> bool:
-        """Whether bare numbers are ranks: several that count from 0 with few gaps. 0, 1, 3 are; 0, 1000, 2000 are
-        steps.
+    def plausible(self, ranks: int) -> bool:
+        """Whether the numbers are ranks. ``ranks``: how many the other sets show whose names have no number of ranks.
+
+        Bare numbers are if there are several that count from 0 with few gaps. 0, 1, 3 are; 0, 1000, 2000 are steps. A
+        single file after ``rank`` without the number of ranks is not if no other set has so many: ``lora_rank16.pt``.
         """
-        return not self.bare or (len(self.files) > 1 and 0 in self.files and self.absent < len(self.files))
+        if self.bare:
+            return len(self.files) > 1 and 0 in self.files and self.absent < len(self.files)
+        return self.world is not None or len(self.files) > 1 or self.world_size <= max(ranks, 1)
 
 
-def group_ranks(names: Iterable[str]) -> tuple[list[RankSet], list[str]]:
-    """The rank sets among ``names``, and the names that belong to none. Both in sorted order.
+def group_ranks(names: Iterable[str], directory: str) -> tuple[list[RankSet], list[str]]:
+    """The rank sets among ``names``, the files in ``directory``, and the names that belong to none. Both in sorted
+    order. Sets whose names have ``rank`` but not the number of ranks get the largest world size of all such sets.
 
     Raises NeedsInformationError for two names of one rank: nothing shows which save each belongs to.
     """
@@ -238,17 +232,23 @@ def group_ranks(names: Iterable[str]) -> tuple[list[RankSet], list[str]]:
         first = rank_set.files.setdefault(rank, name)
         if first != name:
             rank_set.again[name] = first
+    unstated = [rank_set for rank_set in sets.values() if rank_set.world is None and not rank_set.bare]
+    ranks = max((rank_set.world_size for rank_set in unstated if len(rank_set.files) > 1), default=0)
+    plausible = [rank_set for rank_set in sets.values() if rank_set.plausible(ranks)]
     for rank_set in sets.values():
-        if not rank_set.plausible:
+        if rank_set not in plausible:
             single += [*rank_set.files.values(), *rank_set.again]
         elif rank_set.again:
             raise NeedsInformationError(
-                f"two files each of {plural(len(rank_set.again), 'rank')}",
+                f"{directory}: {plural(len(rank_set.again), 'rank', 'have')} two files",
                 details=[f"{first} and {name}" for name, first in rank_set.again.items()],
                 why="they belong to two saves, which must not be mixed",
                 next_step="move the files of one save into a directory of their own, and give that directory",
+                file=directory,
             )
-    return [one for one in sets.values() if one.plausible], sorted(single)
+    for rank_set in unstated:
+        rank_set.world = ranks or rank_set.world
+    return plausible, sorted(single)
 
 
 def check_names(
@@ -284,25 +284,3 @@ def check_names(
         why="files were renamed, or copied from another rank or run; nothing else in them says whose they are",
         next_step="give every file the name it was saved as again, as listed above",
     )
-
-
-def slices_of_one_rank(checkpoint: Checkpoint, stem: str) -> Iterator[Problem]:
-    """A fatal problem for a single file whose name shows that it is one rank's, if it may hold this rank's slices.
-
-    ``stem``: the file's name without suffix. An optimizer with a state of two dimensions, or with no states, is whole.
-    """
-    named = named_rank(stem)
-    ranks = max(named.world or 0, named.rank + 1) if named is not None and not named.bare else 1
-    optim = checkpoint.optim
-    if named is None or ranks < 2 or optim is None or checkpoint.world_size > 1:
-        return
-    leaves = [leaf for entry in optim.state.values() for leaf in entry.values() if isinstance(leaf, Tensor)]
-    if {leaf.ndim for leaf in leaves if leaf.ndim} == {1}:
-        yield Problem(
-            "missing-rank",
-            f"{checkpoint.source} is named as the file of rank {named.rank}, and its optimizer may be in FSDP1's "
-            f"slices: give the directory with the files of all {'' if named.world is None else f'{named.world} '}ranks",
-            file=checkpoint.source,
-            rank=named.rank,
-            section=Section.OPTIM,
-        )
