@@ -29,13 +29,13 @@ from fsdpckpt.ir.checkpoint import (
     Section,
 )
 from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor, contiguous_stride
-from fsdpckpt.ir.values import Key, Value, equal
+from fsdpckpt.ir.values import Value, equal
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
+from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import KeyPath, Tree
 from fsdpckpt.readers.sections import Sections
 from fsdpckpt.text import first_of, truncate
 
-_DEPTH = 4  # how deeply an optimizer may be nested; composer, the deepest producer, needs 3
 _SHOWN = 6
 
 
@@ -54,33 +54,10 @@ def boxes_of_range(shape: Sequence[int], low: int, high: int, place: int, stored
     return boxes
 
 
-def mappings(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[Key, Value]]]:
-    """The dicts that may be a section, outermost first, without the states and groups of an optimizer."""
-    if isinstance(value, dict):
-        yield path, value
-        if len(path) < _DEPTH and not is_optimizer(value):
-            for key, child in value.items():
-                if isinstance(child, (dict, list)):
-                    yield from mappings(child, (*path, key))
-    elif isinstance(value, list) and len(value) <= 16 and len(path) < _DEPTH:
-        for index, child in enumerate(value):
-            yield from mappings(child, (*path, index))
-
-
-def is_optimizer(value: Mapping[Key, object]) -> bool:
-    """Whether ``value`` has the form of ``torch.optim.Optimizer.state_dict``: states by parameter, maybe groups."""
-    state = value.get("state")
-    if not isinstance(state, dict):
-        return False
-    alone = len(value) == 1 and bool(state)
-    by_id = alone and all(type(key) is int and isinstance(entry, dict) for key, entry in state.items())
-    return by_id or "param_groups" in value
-
-
 def flat_parameter_keys(root: object) -> list[str]:
     """The keys in ``root``, in models and in optimizers, that name a flat parameter."""
     flat_keys: dict[str, None] = {}
-    for _, mapping in mappings(root):
+    for _, mapping in containers(root):
         inner = mapping.get("state")
         for keys in (mapping, inner if is_optimizer(mapping) and isinstance(inner, dict) else {}):
             flat_keys.update({key: None for key in keys if isinstance(key, str) and is_flat_key(key)})
@@ -277,7 +254,7 @@ def _holding_ranks(entry: dict[str, Tensor | Value]) -> list[int]:
 
 def _flattened_extras(tree: Tree, sections: Sections, label: str) -> Iterator[Problem]:
     """Fatal problems of flat parameters and their optimizers outside the sections: nothing can name their content."""
-    for path, mapping in mappings(tree.root):
+    for path, mapping in containers(tree.root):
         if sections.owns((*path, next(iter(mapping), ""))):
             continue
         state = mapping.get("state")

@@ -9,41 +9,63 @@ or ``param_groups`` alone (DCP drops empty dicts, so SGD without momentum has no
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
-from fsdpckpt.ir.checkpoint import BARE_VALUE, Note, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import BARE_VALUE, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, encode
+from fsdpckpt.readers.protocol import KeyPath
 from fsdpckpt.text import plural
 
 _STATE, _GROUPS = "state", "param_groups"
+_SEARCH_DEPTH = 6  # the deepest known producer (composer: state.optimizers.<Class>) needs 3
+_SEARCH_WIDTH = 64  # lists with more items hold parameters or extras, not sections
 # State names of torch.optim; only needed to recognise a ``state`` alone, under a name that does not show what it is.
 _STATE_NAMES = frozenset(
     {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf", "acc_delta"}
 )
 
 
-def is_nested(value: Mapping[Key, Value]) -> bool:
+def is_nested(value: Mapping[Key, object]) -> bool:
     """Whether ``state`` maps parameters to dicts, and ``param_groups`` is a list of dicts.
 
     Beside the parameters, ``state`` may hold the user's own values, under names that no group lists.
     """
-    groups = value.get(_GROUPS)
+    state, groups = value.get(_STATE), value.get(_GROUPS)
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return False
-    state = value.get(_STATE)
     if not isinstance(state, dict) or not all(isinstance(key, (int, str)) for key in state):
         return False
     loose = [key for key, entry in state.items() if not isinstance(entry, dict)]
-    listed = {key for group in groups if loose and isinstance(group, dict) for key in _listed_keys(group)}
+    listed = {key for group in groups if loose for key in group_params(group) or ()}
     return not loose or (len(loose) < len(state) and all(isinstance(key, str) and key not in listed for key in loose))
 
 
-def _listed_keys(group: Mapping[Key, Value]) -> list[Value]:
-    params = group.get("params")
-    return [key for key in params if isinstance(key, (int, str))] if isinstance(params, (list, tuple)) else []
+def is_optimizer(value: Mapping[Key, object]) -> bool:
+    """Whether ``value`` is an optimizer's state dict, wherever it is: nested, or states by id without groups."""
+    if is_nested(value):
+        return True
+    state = value.get(_STATE) if len(value) == 1 else None
+    if not isinstance(state, dict) or not state:
+        return False
+    return all(type(key) is int and isinstance(states, dict) for key, states in state.items())
+
+
+def containers(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[Key, Value]]]:
+    """Every dict in ``value`` that may be a section, outermost first, without what is inside an optimizer."""
+    children: Iterable[tuple[Key, object]] = ()
+    if isinstance(value, dict):
+        yield path, value
+        if not is_optimizer(value) and not is_flattened(value):
+            children = value.items()
+    elif isinstance(value, list) and len(value) <= _SEARCH_WIDTH:
+        children = enumerate(value)
+    if len(path) < _SEARCH_DEPTH:
+        for key, child in children:
+            if isinstance(child, (dict, list)):
+                yield from containers(child, (*path, key))
 
 
 def is_flattened(value: Mapping[Key, Value]) -> bool:
@@ -51,8 +73,8 @@ def is_flattened(value: Mapping[Key, Value]) -> bool:
     return bool(value) and all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in value)
 
 
-def is_state_only(value: Mapping[Key, Value], *, named: bool) -> bool:
-    """Whether it is one half of an optimizer; ``named``: its key calls it an optimizer."""
+def _is_half(value: Mapping[Key, Value], *, named: bool) -> bool:
+    """Whether ``value`` has ``state`` or ``param_groups`` alone. ``named``: its key calls it an optimizer."""
     if value.keys() == {_GROUPS}:
         groups = value[_GROUPS]
         return named and isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
@@ -63,34 +85,33 @@ def is_state_only(value: Mapping[Key, Value], *, named: bool) -> bool:
     return len(states) == len(entries) and (named or any(not _STATE_NAMES.isdisjoint(entry) for entry in states))
 
 
-def optimizer_of(value: Mapping[Key, Value], notes: list[Note]) -> OptimState | None:
-    """The optimizer in ``value``, which one of the tests above accepted. Adds repairs and conversions to ``notes``.
+def optimizer_of(value: Mapping[Key, Value], notes: list[Note], *, named: bool) -> OptimState | None:
+    """The optimizer whose state dict is ``value``; None if it is none. Adds repairs and conversions to ``notes``.
 
-    None if a state's name is not a string: such a dict cannot be addressed by name, and stays an extra.
+    ``named``: its key calls it an optimizer. A dict with a state whose name is not a string is none: such a state
+    cannot be addressed.
     """
     if is_flattened(value):
-        return _unflatten(value, notes)
-    state = value.get(_STATE, {})
-    groups = value.get(_GROUPS)
-    if not isinstance(state, dict):
+        return _unflatten(value, notes) if named else None
+    if not is_nested(value) and not _is_half(value, named=named):
         return None
     entries: dict[ParamKey, dict[str, Tensor | Value]] = {}
-    for key, states in state.items():
-        if not isinstance(key, (int, str)):
-            return None
+    for key, states in cast("dict[ParamKey, Value]", value.get(_STATE, {})).items():
         if not isinstance(states, dict):
             entries[key] = {BARE_VALUE: states}
-            continue
-        if not all(isinstance(name, str) for name in states):
+        elif all(isinstance(name, str) for name in states):
+            entries[key] = cast("dict[str, Tensor | Value]", dict(states))
+        else:
             return None
-        entries[key] = {str(name): item for name, item in states.items()}
+    groups = None
+    if _GROUPS in value:
+        groups = [dict(group) for group in cast("list[dict[Key, Value]]", value[_GROUPS])]
     extra = {key: item for key, item in value.items() if key not in (_STATE, _GROUPS)}
-    copies = [dict(group) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else None
-    return OptimState(_repair_ids(entries, copies, notes), copies, extra)
+    return OptimState(_repair_ids(entries, groups or [], notes), groups, extra)
 
 
 def _repair_ids(
-    entries: dict[ParamKey, dict[str, Tensor | Value]], groups: list[dict[Key, Value]] | None, notes: list[Note]
+    entries: dict[ParamKey, dict[str, Tensor | Value]], groups: list[dict[Key, Value]], notes: list[Note]
 ) -> dict[ParamKey, dict[str, Tensor | Value]]:
     """Turn ids that a container stored as strings back into ints, if the groups list ints.
 
@@ -100,15 +121,15 @@ def _repair_ids(
     if not any(isinstance(key, str) for key in keyed):
         return entries
     ids: set[int] = set()
-    for group in groups or []:
+    for group in groups:
         params = group.get("params")
         if not isinstance(params, (list, tuple)) or not all(type(key) is int for key in params):
             return entries
-        ids.update(key for key in params if isinstance(key, int))
-    names = {str(number): number for number in ids}
+        ids.update(cast("list[int]", params))
+    names: dict[ParamKey, int] = {str(number): number for number in ids}
     if not all(isinstance(key, int) or key in names for key in keyed):
         return entries
-    repaired = {names.get(key, key) if isinstance(key, str) else key: states for key, states in entries.items()}
+    repaired: dict[ParamKey, dict[str, Tensor | Value]] = {names.get(key, key): entry for key, entry in entries.items()}
     if len(repaired) < len(entries):  # one id is there as a number and as text
         return entries
     notes.append(Note("ids-repaired", f"{plural(len(keyed), 'parameter id')} stored as text became numbers again"))

@@ -6,20 +6,18 @@ forms of an optimizer. Nothing is dropped: everything else stays in ``extra`` un
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from fsdpckpt.ir.checkpoint import ModelState, Note, OptimState
+from fsdpckpt.ir.checkpoint import ModelState, Note, OptimState, stored_entry
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, like
-from fsdpckpt.readers.optimizer_forms import is_flattened, is_nested, is_state_only, optimizer_of
+from fsdpckpt.readers.optimizer_forms import containers, is_flattened, optimizer_of
 from fsdpckpt.readers.protocol import KeyPath, dotted
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
 _OPTIM_NAMES = frozenset({"optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "opt"})
-_SEARCH_DEPTH = 6  # the deepest known producer (composer: state.optimizers.<Class>) needs 3
-_SEARCH_WIDTH = 64  # containers with more children hold parameters, not sections
 
 
 @dataclass(slots=True)
@@ -63,11 +61,15 @@ def split(root: Value) -> Sections:
     if any(isinstance(key, str) and "." in key for key in root):
         root = _regroup(root)
     sections = Sections(None, None, {})
-    paths = _find_optimizers(root)
-    if len(paths) > 1:
-        root = _repair_several_optimizers(root, paths, sections.notes)
-    elif paths:
-        _take_optimizer(at(root, paths[0]), paths[0], sections)
+    optimizers = _find_optimizers(root)
+    if len(optimizers) > 1:
+        root = _repair_several_optimizers(root, optimizers, sections.notes)
+    elif optimizers:
+        ((path, (optim, notes)),) = optimizers.items()
+        if path and path not in {("optim",), ("optimizer",)}:
+            notes.insert(0, Note("optimizer-found", f"the optimizer was found under {dotted(path)}"))
+        sections.optim, sections.optim_path, sections.flattened = optim, path, is_flattened(at(root, path))
+        sections.notes += notes
     _find_model(root, sections)
     sections.extra = _remainder(root, sections)
     return sections
@@ -107,55 +109,36 @@ def at(root: Value, path: KeyPath) -> dict[Key, Value]:
     return value  # type: ignore[return-value]
 
 
-def _containers(value: Value, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[Key, Value]]]:
-    """Every mapping that may be a section, outermost first, without the entries of an optimizer."""
-    children: Iterable[tuple[Key, Value]] = ()
-    lists = False  # whether to look into lists
-    if isinstance(value, dict):
-        yield path, value
-        if len(path) < _SEARCH_DEPTH and not is_nested(value) and not is_flattened(value):
-            children, lists = value.items(), len(value) <= _SEARCH_WIDTH
-    elif isinstance(value, list) and len(value) <= _SEARCH_WIDTH and len(path) < _SEARCH_DEPTH:
-        children = enumerate(value)
-    for key, child in children:
-        if isinstance(child, dict) or (lists and isinstance(child, list)):
-            yield from _containers(child, (*path, key))
-
-
 def _named_optimizer(path: KeyPath) -> bool:
     return any(isinstance(key, str) and (key in _OPTIM_NAMES or "optim" in key.lower()) for key in path[-2:])
 
 
-def _find_optimizers(root: dict[Key, Value]) -> list[KeyPath]:
-    paths: list[KeyPath] = []
-    for path, value in _containers(root):
-        if any(path[: len(known)] == known for known in paths):
+def _find_optimizers(root: dict[Key, Value]) -> dict[KeyPath, tuple[OptimState, list[Note]]]:
+    """By path: every optimizer in ``root`` that is not inside another one, and notes on how it was read."""
+    optimizers: dict[KeyPath, tuple[OptimState, list[Note]]] = {}
+    for path, value in containers(root):
+        if any(path[: len(outer)] == outer for outer in optimizers):
             continue
-        if (
-            is_nested(value)
-            or (is_flattened(value) and (not path or _named_optimizer(path)))
-            or is_state_only(value, named=_named_optimizer(path))
-        ):
-            paths.append(path)
-    return paths
+        notes: list[Note] = []
+        named = _named_optimizer(path) or (not path and is_flattened(value))
+        optim = optimizer_of(value, notes, named=named)
+        if optim is not None:
+            optimizers[path] = optim, notes
+    return optimizers
 
 
-def _take_optimizer(value: dict[Key, Value], path: KeyPath, sections: Sections) -> None:
-    if path and path not in {("optim",), ("optimizer",)}:
-        sections.notes.append(Note("optimizer-found", f"the optimizer was found under {dotted(path)}"))
-    sections.optim, sections.flattened = optimizer_of(value, sections.notes), is_flattened(value)
-    sections.optim_path = path if sections.optim is not None else None
-
-
-def _repair_several_optimizers(root: dict[Key, Value], paths: list[KeyPath], notes: list[Note]) -> dict[Key, Value]:
+def _repair_several_optimizers(
+    root: dict[Key, Value], optimizers: Mapping[KeyPath, tuple[OptimState, list[Note]]], notes: list[Note]
+) -> dict[Key, Value]:
     """``root`` with the ids in all of its optimizers repaired; they stay extras."""
-    message = f"{len(paths)} optimizers found ({', '.join(map(dotted, paths))}): all are kept as extras"
+    message = f"{len(optimizers)} optimizers found ({', '.join(map(dotted, optimizers))}): all are kept as extras"
     notes.append(Note("several-optimizers", message))
-    for path in paths:
-        optimizer = at(root, path)
-        optim = optimizer_of(optimizer, notes) if is_nested(optimizer) else None
-        if optim is not None and list(optim.state) != list(at(optimizer, ("state",))):
-            root = cast("dict[Key, Value]", replaced(root, (*path, "state"), cast(Value, optim.state)))
+    for path, (optim, read_notes) in optimizers.items():
+        repairs = [note for note in read_notes if note.kind == "ids-repaired"]
+        if repairs:
+            state = {key: stored_entry(states) for key, states in optim.state.items()}
+            root = cast("dict[Key, Value]", replaced(root, (*path, "state"), cast(Value, state)))
+            notes += repairs
     return root
 
 
@@ -186,7 +169,7 @@ def _find_model(root: dict[Key, Value], sections: Sections) -> None:
     optim = sections.optim_path
     candidates = [
         path
-        for path, value in _containers(root)
+        for path, value in containers(root)
         if path and (optim is None or path[: len(optim)] != optim) and _is_model(value, named=path[-1] in _MODEL_NAMES)
     ]
     named = [path for path in candidates if path[-1] in _MODEL_NAMES]

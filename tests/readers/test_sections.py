@@ -96,6 +96,14 @@ def test_several_optimizers_all_stay_extra_with_a_note() -> None:
     assert "optimizer_states.0" in found.notes[0].message and "optimizer_states.1" in found.notes[0].message
 
 
+def test_ids_of_several_optimizers_are_repaired_and_a_users_own_value_stays() -> None:
+    def optimizer(key: int | str) -> dict[str, Any]:
+        return {"state": {key: {"exp_avg": M}, "tables": 7.5}, "param_groups": [{"params": [0]}]}
+
+    found = check({"a": optimizer("0"), "b": optimizer(0)}, None, None, {"a": optimizer(0), "b": optimizer(0)})
+    assert [note.kind for note in found.notes] == ["several-optimizers", "ids-repaired"]
+
+
 def test_of_two_models_the_outer_one_is_taken_and_equals_are_not_chosen_between() -> None:
     check({"model": MODEL, "ema": {"model": MODEL}}, MODEL, None, {"ema": {"model": MODEL}})
     found = check(

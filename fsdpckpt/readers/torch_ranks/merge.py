@@ -25,7 +25,7 @@ from fsdpckpt.ir.quantized import BITSANDBYTES, Blocks, blocks_of, is_codes, par
 from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key
-from fsdpckpt.readers.flat_slices import is_optimizer
+from fsdpckpt.readers.optimizer_forms import is_optimizer
 from fsdpckpt.readers.protocol import KeyPath
 from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile
 

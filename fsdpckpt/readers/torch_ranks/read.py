@@ -28,7 +28,8 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, RankOrder, Units
 from fsdpckpt.ir.values import Key, Value, walk
-from fsdpckpt.readers.flat_slices import flat_parameter_keys, is_optimizer, mappings
+from fsdpckpt.readers.flat_slices import flat_parameter_keys
+from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree
 from fsdpckpt.readers.sections import replaced, split
 from fsdpckpt.readers.torch_ranks import check_names
@@ -226,7 +227,7 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
     ``torch/distributed/fsdp/_optim_utils.py``, the keys of all ranks count.
     """
     changed_roots = list(roots)
-    for path in [path for path, mapping in mappings(roots[0]) if is_optimizer(mapping)]:
+    for path in [path for path, mapping in containers(roots[0]) if is_optimizer(mapping)]:
         every_optimizer = [_value_at(root, path) for root in roots]
         ours = [optim for optim in every_optimizer if optim is not None]
         if len(ours) < len(roots):

@@ -15,7 +15,7 @@ from fsdpckpt.formats.torch import TorchArchive
 from fsdpckpt.formats.torch.distributed import all_ranks
 from fsdpckpt.ir.checkpoint import UNORDERED, Evidence, EvidenceKind, Note, Problem, Section
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.readers.flat_slices import is_optimizer, mappings
+from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import KeyPath, dotted
 from fsdpckpt.readers.sections import at, replaced
 from fsdpckpt.readers.xla_fairscale.models import SHOWN, RankShards, UnnamedError
@@ -72,7 +72,7 @@ def name_shards(archives: Sequence[TorchArchive], ranks: Sequence[int], paths: M
 
 def shards_without_metadata(root: Value, file: str) -> Iterator[Problem]:
     """A fatal problem for each dict in ``root`` with shards of either library but no metadata."""
-    for path, mapping in mappings(root):
+    for path, mapping in containers(root):
         keys = [key for key in mapping if isinstance(key, str) and is_shard(key)]
         if not keys:
             continue
@@ -88,7 +88,7 @@ def shards_without_metadata(root: Value, file: str) -> Iterator[Problem]:
 
 def _all_metadata(root: Value) -> Iterator[tuple[KeyPath, ShardMetadata | None]]:
     """All shard metadata in ``root`` with their paths; None for those in an unknown form."""
-    for path, value in mappings(root):
+    for path, value in containers(root):
         recognised, metadata = metadata_in(cast("Mapping[object, object]", value))
         if recognised:
             yield path, metadata
@@ -155,7 +155,7 @@ def _name_rank(
     root = archive.root
     for place, model in shards.models().items():
         root = replaced(root, place, cast(Value, model))
-    for place, optimizer in mappings(archive.root):
+    for place, optimizer in containers(archive.root):
         if is_optimizer(optimizer) and "param_id_map" not in optimizer:  # with it, it was gathered already
             named = _name_optimizer(shards, cast("dict[Key, object]", optimizer), dotted(place), report)
             root = replaced(root, place, cast(Value, named))

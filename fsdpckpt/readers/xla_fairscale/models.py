@@ -17,7 +17,7 @@ from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, all_ranks
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.tensors import SLICES
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.readers.flat_slices import is_optimizer, mappings
+from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import KeyPath
 from fsdpckpt.readers.xla_fairscale.shard_metadata import (
     ShardedTensor,
@@ -56,7 +56,7 @@ class RankShards:
         self._multiples = metadata.multiples or (128, 1)
         self._by_key = {tensor.key: tensor for tensor in metadata.tensors}
         self._models: dict[KeyPath, dict[Key, object]] = {}
-        for path, value in mappings(root):
+        for path, value in containers(root):
             model = cast("dict[Key, object]", value)
             if not is_optimizer(model) and any(isinstance(model.get(key), StoredTensor) for key in self._by_key):
                 self._prove(model)
