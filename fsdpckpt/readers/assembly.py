@@ -28,7 +28,8 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers import EXTRA_STEM, PLAIN
 from fsdpckpt.readers.flat_slices import mark_slices, why_sliced
-from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, dotted, glob_of
+from fsdpckpt.readers.ignored_files import glob_of
+from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, dotted
 from fsdpckpt.readers.sections import Sections, replaced, split, without
 from fsdpckpt.readers.torch_ranks import named_rank
 from fsdpckpt.text import first_of, listed, shape_text, truncate

@@ -36,7 +36,8 @@ from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_na
 from fsdpckpt.readers import READERS
 from fsdpckpt.readers.assembly import ReadPart, join, read_part, without_exports
 from fsdpckpt.readers.beside import BesideUnits, flavor_of, manifest_units, units_beside, with_manifest, with_units
-from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, IgnoredFiles, Items, Part, ReadOptions
+from fsdpckpt.readers.ignored_files import RemainingSources
+from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Items, Part, ReadOptions
 from fsdpckpt.readers.side_files import missing_sections
 from fsdpckpt.readers.torch_ranks import may_be_torch
 from fsdpckpt.storage import UPLOADING, Entry, is_url
@@ -74,10 +75,11 @@ def open_checkpoint(
     entry = sources.stat(source)
     if entry is None:
         raise missing(source)
-    opening = _Opening(source, sources, ReadOptions(locate, only, IgnoredFiles(source, ignore_file), as_dcp), units)
+    remaining = RemainingSources(sources, source, ignore_file)
+    opening = _Opening(source, remaining, ReadOptions(locate, only, as_dcp), units)
     with without_collection():
         checkpoint = opening.directory() if entry.directory else opening.file(entry)
-        checkpoint.ignored = tuple(opening.ignored)
+        checkpoint.ignored = tuple(remaining.ignored)
         checkpoint.problems = (*checkpoint.problems, *problems(checkpoint))
     return checkpoint
 
@@ -137,12 +139,11 @@ def _join_searches(listing: _Listing, below: Sequence[_SearchResult]) -> _Search
 
 
 class _Opening:
-    def __init__(self, source: str, sources: Sources, options: ReadOptions, units: Units | None) -> None:
+    def __init__(self, source: str, sources: RemainingSources, options: ReadOptions, units: Units | None) -> None:
         self.source = source
         self.sources = sources
         self.options = options
         self.files = FileTable(units)
-        self.ignored: dict[str, None] = {}
 
     def file(self, entry: Entry) -> Checkpoint:
         part = next((part for reader in READERS if (part := reader.recognise_file(entry, self.sources))), None)
@@ -190,14 +191,14 @@ class _Opening:
             read, beside = without_exports(read)
             if beside:
                 searched.notes.append(Note("not-carried", f"not in .metadata, and left out: {names_text(beside, 6)}"))
-        if self.ignored:
-            left = tuple(self.ignored)
+        if self.sources.ignored:
+            left = tuple(self.sources.ignored)
             searched.notes.append(Note("ignored", f"left out by --ignore-file: {first_of(left, 6)}", keys=left))
         checkpoint = join(self.source, read, self.files, searched.notes)
         checkpoint = _with_flavor(checkpoint, searched.names, searched.path)
         if units is not None:
             with_units(checkpoint, units)
-        checkpoint = with_manifest(checkpoint, searched.path, searched.names, self.sources)
+        checkpoint = with_manifest(checkpoint, searched.path, searched.names, self.sources.all)  # it lists all files
         checkpoint.problems = (*checkpoint.problems, *missing_sections(checkpoint, searched.names))
         return checkpoint
 
@@ -262,13 +263,7 @@ class _Opening:
 
     def _list(self, path: str) -> _Listing:
         """List the directory ``path`` without descending. Raises what ``Reader.recognise_directory`` raises."""
-        ignored = self.options.ignored
-        entries: list[Entry] = []
-        for entry in self.sources.list_directory(path):
-            if ignored.matches(entry.path):
-                self.ignored[ignored.relative(entry.path)] = None
-            else:
-                entries.append(entry)
+        entries = self.sources.list_directory(path)
         _refuse_uploads(path, entries)
         names = [entry.name for entry in entries]
         exports = export_files(names)

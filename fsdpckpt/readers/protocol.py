@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.errors import UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
+from fsdpckpt.ir.checkpoint import Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import RankOrder, Units
@@ -37,71 +34,15 @@ Items: TypeAlias = frozenset[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class IgnoredFiles:
-    """The files and directories below ``source`` that ``--ignore-file`` leaves out (an export beside the state, the
-    files of another save): those whose name, or path from there, matches one of ``globs``.
-    """
-
-    source: str = ""
-    globs: tuple[str, ...] = ()
-
-    def matches(self, path: str) -> bool:
-        """Whether to leave out the file or directory at ``path``, which is below the source."""
-        return any(_matches(glob, self.relative(path)) for glob in self.globs)
-
-    def relative(self, path: str) -> str:
-        """``path`` relative to the source."""
-        return path.removeprefix(self.source.rstrip("/")).strip("/")
-
-
-def _matches(glob: str, path: str) -> bool:
-    wanted = glob.removeprefix("./").rstrip("/")
-    return fnmatchcase(path, wanted) or fnmatchcase(path.rpartition("/")[2], wanted)
-
-
-def require_matches(globs: Sequence[str], *checkpoints: Checkpoint) -> None:
-    """Raises UsageError for a glob that no file of the ``checkpoints`` matched."""
-    ignored = [path for checkpoint in checkpoints for path in checkpoint.ignored]
-    for glob in globs:
-        if not any(_matches(glob, path) for path in ignored):
-            names = [file.path for checkpoint in checkpoints for file in checkpoint.files]
-            sources = " or ".join(checkpoint.source for checkpoint in checkpoints)
-            raise UsageError(
-                f"--ignore-file {glob} matches no file of {sources}",
-                details=[f"{name} exists" for name in get_close_matches(glob, names, n=3, cutoff=0.4)],
-                next_step="give the name of a file or directory, or its path from there",
-            )
-
-
-def glob_of(label: str, source: str) -> str:
-    """The glob that leaves out the part with this ``label``: "" if that is the whole source.
-
-    A label is a path, a pattern of paths, or the first and last file of each rank.
-    """
-    first, _, last = label.partition(" .. ")
-    path = IgnoredFiles(source).relative(first)
-    if path.endswith(".safetensors.index.json"):
-        return path.removesuffix(".safetensors.index.json") + "*.safetensors*"
-    if not last:
-        return path
-    end = last.rpartition("/")[2]
-    name = path.rpartition("/")[2]
-    at = next((number for number, (one, other) in enumerate(zip(name, end, strict=False)) if one != other), 0)
-    tail = name[at:].lstrip("0123456789")
-    return path.removesuffix(name) + name[:at] + "*" + tail
-
-
-@dataclass(frozen=True, slots=True)
 class ReadOptions:
     """``locate=False``: leave the data files closed if the metadata alone describes the tensors; chunks then have
     offset -1; with items, only their tensors are located. ``only``: the requested section; parts that clearly hold
-    another one may be incomplete. ``ignored``: files to leave out. ``as_dcp``: if a directory has a DCP checkpoint and
-    another file with the same section, only the first counts, as for ``dcp.load``.
+    another one may be incomplete. ``as_dcp``: if a directory has a DCP checkpoint and another file with the same
+    section, only the first counts, as for ``dcp.load``.
     """
 
     locate: bool | Items = True
     only: Section | None = None
-    ignored: IgnoredFiles = field(default_factory=IgnoredFiles)
     as_dcp: bool = False
 
 

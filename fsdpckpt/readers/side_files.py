@@ -12,7 +12,8 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.producers import Flavor, RankFile
 from fsdpckpt.producers.table import export_files, flavor_named
-from fsdpckpt.readers.protocol import MANIFEST, UNITS, IgnoredFiles
+from fsdpckpt.readers.ignored_files import relative_path
+from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import names_text
@@ -82,9 +83,11 @@ def side_files(
     if not checkpoint.directory:
         return taken
     source = flavor_named(checkpoint.flavor)
-    entries = {entry.name: entry for entry in sources.list_directory(checkpoint.directory)}
-    ignored = IgnoredFiles(checkpoint.source, checkpoint.ignored)
-    entries = {name: entry for name, entry in entries.items() if not ignored.matches(entry.path)}
+    entries = {
+        entry.name: entry
+        for entry in sources.list_directory(checkpoint.directory)
+        if relative_path(entry.path, checkpoint.source) not in checkpoint.ignored
+    }
     read = {file.path for file in checkpoint.files}
     beside = {
         name: entry

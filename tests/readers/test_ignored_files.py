@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -15,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import fsdpckpt
-from fsdpckpt.errors import NeedsInformationError, UsageError
-from fsdpckpt.readers.protocol import glob_of
+from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnrecognisedError, UsageError
+from fsdpckpt.readers.ignored_files import glob_of
 
 MODEL = {"a.w": torch.randn(5, 3), "a.b": torch.randn(5)}
 EXPORT = {name: tensor + 1 for name, tensor in MODEL.items()}
@@ -78,6 +79,51 @@ def test_a_file_in_a_dcp_directory_is_left_out(tmp_path: Path) -> None:
     assert typed(caught.value) == ["model.pt"]
     fsdpckpt.convert(tmp_path / "dcp", tmp_path / "full.pt", ignore_file="model.pt")
     assert torch.equal(torch.load(tmp_path / "full.pt")["model"]["a.w"], MODEL["a.w"])
+
+
+def test_files_that_another_file_names_are_left_out_too(tmp_path: Path) -> None:
+    put({"model": MODEL}, tmp_path / "dcp")
+    with pytest.raises(SourceIncompleteError, match="1 of 1 data files is missing"):
+        fsdpckpt.inspect(tmp_path / "dcp", ignore_file="__0_0.distcp")
+    (tmp_path / "shards").mkdir()
+    for number, (name, tensor) in enumerate(MODEL.items()):
+        save_file({name: tensor}, tmp_path / "shards" / f"part{number}.safetensors")
+    index = {"weight_map": {name: f"part{number}.safetensors" for number, name in enumerate(MODEL)}}
+    (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(SourceIncompleteError, match="1 of them cannot be found"):
+        fsdpckpt.inspect(tmp_path / "shards", ignore_file="part1.safetensors")
+    zero = Path(__file__).parent.parent / "golden" / "deepspeed" / "zero2-fp32"
+    assert fsdpckpt.inspect(zero, ignore_file="truth.pt")
+    with pytest.raises(SourceUnrecognisedError, match="no checkpoint was found"):
+        fsdpckpt.inspect(zero, ignore_file=["truth.pt", "global_step3"])
+
+
+def test_a_units_file_is_left_out_below_the_source_and_not_above(tmp_path: Path) -> None:
+    units = {"w": torch.zeros(3)}
+    (source := tmp_path / "run" / "step-1").mkdir(parents=True)
+    torch.save(units, source / "model.pt")
+    (source / "units.json").write_text("x")
+    (source.parent / "units.json").write_text("y")
+    assert fsdpckpt.inspect(source, ignore_file="units.json")
+    (source / "units.json").unlink()
+    with pytest.raises(UsageError, match="matches no file"):
+        fsdpckpt.inspect(source, ignore_file="units.json")
+
+
+def test_a_file_that_the_manifest_lists_is_left_out_and_not_missing(tmp_path: Path) -> None:
+    torch.save({"model": MODEL, "optimizer": STATE}, tmp_path / "full.pt")
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", to="sharded", container="torch", world_size=2)
+    ignored = "optim_world_size_2_rank_*.pt"
+    assert fsdpckpt.verify(tmp_path / "out", ignore_file=ignored).whole
+    assert fsdpckpt.inspect(tmp_path / "out", ignore_file=ignored).to_json()["problems"] == []
+
+
+def test_a_name_with_brackets_is_left_out_of_the_copies(tmp_path: Path) -> None:
+    accelerate(source := tmp_path / "state", "model.safetensors")
+    (source / "scheduler[1].bin").write_bytes(b"x")
+    ignored = ["model.safetensors", "scheduler*"]
+    fsdpckpt.convert(source, tmp_path / "out", world_size=2, ignore_file=ignored)
+    assert not (tmp_path / "out" / "scheduler[1].bin").exists()
 
 
 def test_sets_of_files_are_left_out_by_one_glob(tmp_path: Path) -> None:
