@@ -179,7 +179,8 @@ def test_an_average_of_the_model_that_is_cut_alike_is_put_together_too(tmp_path:
     assert torch.equal(found["ema"]["block.fc.weight"], nets()[0].block.fc.weight * 2)
 
 
-def test_rows_instead_of_slices_are_put_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("multiple", [None, 6, 7])
+def test_rows_or_slices_of_any_multiple_are_put_together(multiple: int | None, tmp_path: Path) -> None:
     net = nets()[0]
     names = {name: tensor for name, tensor in net.state_dict().items() if tensor.ndim and name != "head.weight"}
     source = tmp_path / "c"
@@ -192,8 +193,10 @@ def test_rows_instead_of_slices_are_put_together(tmp_path: Path) -> None:
     for rank in range(3):
         shards = {}
         for name, tensor in names.items():
-            rows = -(-tensor.shape[0] // 3)
-            padded = functional.pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, 3 * rows - tensor.shape[0]])
+            cut = tensor if multiple is None else tensor.flatten()
+            step = multiple or 1
+            rows = -(-cut.shape[0] // (3 * step)) * step
+            padded = functional.pad(cut, [0, 0] * (cut.ndim - 1) + [0, 3 * rows - cut.shape[0]])
             shards[key(name)] = padded[rank * rows : (rank + 1) * rows].clone()
         record = {"shard_info": {"": info}, "flatten_info": {}, "buffer_info": {}, "world_size": 3, "rank": rank}
         torch.save({"model": shards, "shard_metadata": record}, source / XLA_FILE.format(rank, 3))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd, isqrt, prod
+from math import gcd, prod
 from typing import TypeVar
 
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, all_ranks
@@ -32,7 +32,6 @@ _XLA_FLAT = "_fsdp_wrapped_module.flat_param_"
 _FAIRSCALE_FLAT = re.compile(r"(?:^|\.)flat_param_\d+$")
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
 _LARGEST = (1 << 63) - 1
-_MOST_TRIED = 1 << 20  # a length is believed before its bytes are seen
 _T = TypeVar("_T")
 
 
@@ -286,7 +285,7 @@ def fits(tensor: ShardedTensor, shape: Sequence[int], world_size: int, multiples
         rows = tensor.params[0].shape
         return tuple(shape[1:]) == rows[1:] and shape[0] == -(-rows[0] // world_size)
     if len(shape) == 1:
-        return any(shape[0] == -(-tensor.numel // (world_size * one)) * one for one in multiples)
+        return any(shape[0] == -(-tensor.numel // (world_size * step)) * step for step in multiples if step)
     return world_size == 1 and not shape and [param.shape for param in tensor.params] == [()]
 
 
@@ -296,28 +295,18 @@ def _by_rows(tensor: ShardedTensor, shape: Sequence[int]) -> bool:
 
 
 def padding_multiples(
-    metadata: ShardMetadata, held: Sequence[tuple[ShardedTensor, tuple[int, ...]]], world_size: int
+    metadata: ShardMetadata, shards: Sequence[tuple[ShardedTensor, tuple[int, ...]]], world_size: int
 ) -> tuple[int, ...]:
-    """The multiples to which the lengths of ``held``, one rank's tensors and their shapes, were padded.
+    """The multiples to which the lengths of ``shards``, one rank's tensors and their shapes, were padded.
 
-    () if nothing explains them. A multiple that a user chose (``_shard_size_multiple``) must explain all of them.
+    () if nothing explains them. A multiple that a user chose (``_shard_size_multiple``) must explain all of them, and
+    then their greatest common divisor does, too.
     """
-    usual = metadata.multiples or (128, 1)
-    if all(fits(tensor, shape, world_size, usual) for tensor, shape in held):
-        return usual
-    if metadata.multiples:
-        return ()
-    common = gcd(*(shape[0] for _, shape in held if len(shape) == 1))
-    for one in _divisors(common):
-        if all(fits(tensor, shape, world_size, (one,)) for tensor, shape in held):
-            return (one,)
+    common = gcd(*(shape[0] for _, shape in shards if len(shape) == 1))
+    for multiples in (metadata.multiples,) if metadata.multiples else ((128, 1), (common,)):
+        if all(fits(tensor, shape, world_size, multiples) for tensor, shape in shards):
+            return multiples
     return ()
-
-
-def _divisors(number: int) -> Iterator[int]:
-    low = [one for one in range(1, min(isqrt(number), _MOST_TRIED) + 1) if number % one == 0]
-    yield from low
-    yield from (number // one for one in reversed(low) if one * one != number)
 
 
 def params_in(
