@@ -12,12 +12,11 @@ from fsdpckpt.formats.dcp import parse_metadata
 from fsdpckpt.formats.dcp.items import ItemReader, Structures
 from fsdpckpt.formats.pickle import load
 from fsdpckpt.formats.safetensors import read_header
-from fsdpckpt.formats.torch import open_archive, parse_archive
 from fsdpckpt.formats.torch.tensors import TensorBuilder
 from fsdpckpt.formats.zip import ZipRecord, read_directory, top_folder
 from fsdpckpt.ir.units_json import loads
 from fsdpckpt.ir.values import decode
-from fsdpckpt.readers.deepspeed.universal import Forms
+from fsdpckpt.readers.deepspeed.universal import ArchiveCache
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.readers.safetensors import read_safetensors
 from fsdpckpt.storage.local import MemoryFile
@@ -46,12 +45,9 @@ def _item(data: bytes) -> object:
 
 
 def _torch(data: bytes) -> object:
-    source = MemoryFile(data, "it.pt")
-    opened = open_archive(source)
-    archive, forms = parse_archive(opened, 0), Forms()
-    forms.remember(opened, archive, "state")
-    again = forms.match(source, 0, "state")
-    assert again is None or again.checksums.crc.tolist() == archive.checksums.crc.tolist()
+    source, cache = MemoryFile(data, "it.pt"), ArchiveCache()
+    archive = cache.read(source, 0)
+    assert cache.read(source, 0).checksums.crc.tolist() == archive.checksums.crc.tolist()
     return archive
 
 

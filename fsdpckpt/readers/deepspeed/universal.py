@@ -5,8 +5,7 @@ From ZeRO 3 they hold the tensor itself, flattened, and the step is only in ``ze
 stages it is in ``step.pt`` (``merge_tp_slices`` and ``merge_zero3_slices`` of
 ``deepspeed/checkpoint/ds_to_universal.py``).
 
-There are thousands of such files, and those of the same form have the same bytes except for the tensor's data and its
-checksums: one is parsed, the others are only compared with it (``Forms``).
+There are thousands of such files, and many have the same pickle: it is parsed once (``ArchiveCache``).
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import cast
 
-import numpy as np
-
 from fsdpckpt.errors import SourceIncompleteError
-from fsdpckpt.formats.torch import OpenedArchive, TorchArchive, local_tensor, open_archive, parse_archive
+from fsdpckpt.formats.torch import TorchArchive, local_tensor, open_archive, parse_archive
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.formats.zip import SERIALIZATION_ID, checksum_places, find_directory, top_folder
+from fsdpckpt.formats.zip import top_folder
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value
@@ -46,102 +43,45 @@ from fsdpckpt.storage import ByteSource, Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
 
-_MOST_ALIKE = 16  # forms of one length that are remembered: comparing with more costs as much as parsing
-_LONGEST = 1 << 15  # largest size of a form in bytes
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Form:
-    """``head``: the file's bytes before the data; ``tail``: those from the zip's directory on, at ``tail_at``. Both
-    have zeros in place of the checksums that differ, at ``in_head`` and ``in_tail``. ``crcs``: the offset in ``tail``
-    of each record's checksum.
-    """
-
-    head: bytes
-    tail: bytes
-    tail_at: int
-    in_head: list[int]
-    in_tail: list[int]
-    crcs: list[int]
-    archive: TorchArchive
-
-    def of(self, source: ByteSource, file_id: int) -> TorchArchive | None:
-        """The archive in ``source``; None if it has another form."""
-        head, tail = source.read(0, len(self.head)), source.read(self.tail_at, len(self.tail))
-        if _without(tail, self.in_tail) != self.tail or _without(head, self.in_head) != self.head:
-            return None
-        sums = self.archive.checksums
-        crc = [int.from_bytes(tail[at : at + 4], "little") for at in self.crcs]
-        if any(crc) != (len(sums.crc) > 0):
-            return None
-        crc = crc if len(sums.crc) else []
-        checksums = replace(sums, file=np.full(len(crc), file_id, np.int64), crc=np.array(crc, np.int64))
-        return replace(self.archive, root=_copied(self.archive.root), checksums=checksums, path=source.path)
-
-
-class Forms:
-    """The forms of the archives that were read, by a name that the caller gives to their kind."""
+class ArchiveCache:
+    """Archives of one tensor and plain values, by all that their parsing depends on but the place of the data."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], list[_Form]] = {}
+        self._parsed: dict[tuple[bytes, tuple[str, ...], bytes], tuple[int, TorchArchive]] = {}
 
-    def match(self, source: ByteSource, file_id: int, kind: str) -> TorchArchive | None:
-        """The result of ``read_archive`` for ``source``, if an archive of this kind and form was remembered."""
-        archives = (form.of(source, file_id) for form in self._known.get((kind, source.nbytes), ()))
-        return next((archive for archive in archives if archive is not None), None)
-
-    def remember(self, opened: OpenedArchive, archive: TorchArchive, kind: str) -> None:
-        """Remember ``archive``, which was read from ``opened``, if it has one tensor and otherwise only plain
-        values.
-        """
-        known = self._known.setdefault((kind, opened.source.nbytes), [])
-        form = _form(opened, archive) if len(known) < _MOST_ALIKE else None
-        if form is not None:
-            known.append(form)
-
-
-def _form(opened: OpenedArchive, archive: TorchArchive) -> _Form | None:
-    source, columns = opened.source, opened.columns
-    data = [number for number, name in enumerate(columns.names) if name.startswith("data/")]
-    values = list(archive.root.values()) if isinstance(archive.root, dict) else [archive.root]
-    simple = all(isinstance(value, (StoredTensor, int, float, str)) for value in values)
-    if len(data) > 1 or not simple or archive.dropped or archive.forms:
-        return None
-    directory, _, start = find_directory(source, 0, source.nbytes)
-    end = int(columns.offset[data[0]]) if data else start
-    if end > _LONGEST or source.nbytes - start > _LONGEST or start < end:
-        return None
-    head, tail = source.read(0, end), source.read(start, source.nbytes - start)
-    places = checksum_places(directory) or []
-    if len(places) != len(columns.names):
-        return None
-    head_crc = places[data[0]].local if data else -1
-    in_tail = [at.entry for number, at in enumerate(places) if number in data or at.name.endswith(SERIALIZATION_ID)]
-    if not tail.startswith(directory) or (head_crc >= 0 and head_crc + 4 > end):
-        return None
-    kept = replace(archive, root=_copied(archive.root))
-    in_head = [head_crc] if head_crc >= 0 else []
-    return _Form(
-        _without(head, in_head), _without(tail, in_tail), start, in_head, in_tail, [at.entry for at in places], kept
-    )
+    def read(self, source: ByteSource, file_id: int) -> TorchArchive:
+        """The result of ``read_archive``. Files with the same pickle are parsed once."""
+        opened = open_archive(source)
+        names, offset, nbytes, _ = opened.columns
+        data = [int(offset[record]) for record, name in enumerate(names) if name.startswith("data/")]
+        first = data[0] if data else 0
+        key = opened.pickle, tuple(names), nbytes.tobytes()
+        if key not in self._parsed:
+            archive = parse_archive(opened, file_id)
+            values = archive.root.values() if isinstance(archive.root, dict) else [archive.root]
+            plain = all(isinstance(value, (StoredTensor, int, float, str)) for value in values)
+            if len(data) > 1 or not plain or archive.dropped:
+                return archive
+            self._parsed[key] = first, archive
+        parsed_first, archive = self._parsed[key]
+        root = _moved(archive.root, first - parsed_first)
+        return replace(archive, root=root, checksums=opened.checksums(file_id), path=source.path)
 
 
-def _without(data: bytes, places: list[int]) -> bytes:
-    """``data`` with four zeros at each of ``places``."""
-    cut = bytearray(data)
-    for at in places:
-        cut[at : at + 4] = bytes(4)
-    return bytes(cut)
-
-
-def _copied(root: Value) -> Value:
-    """``root`` with tensors that may be changed and share no tuple: writers write one object once."""
+def _moved(root: Value, nbytes: int) -> Value:
+    """``root`` with tensors ``nbytes`` later in their file. They may be changed and share no tuple: writers write one
+    object once.
+    """
     if isinstance(root, dict):
-        return cast(Value, {key: _copied(value) for key, value in root.items()})
+        return cast(Value, {key: _moved(value, nbytes) for key, value in root.items()})
     if not isinstance(root, StoredTensor):
         return root
-    copy = StoredTensor(root.dtype, (*root.shape,), (*root.stride,), root.offset, root.sharded, root.cloned, root.array)
-    return cast(Value, copy)
+    offset = root.offset + nbytes
+    return cast(
+        Value,
+        StoredTensor(root.dtype, (*root.shape,), (*root.stride,), offset, root.sharded, root.cloned, root.array),
+    )
 
 
 _WEIGHT = "fp32"
@@ -180,7 +120,7 @@ class _Universal:
     table: FileTable
     sources: Sources
     archives: list[TorchArchive] = field(default_factory=list)
-    forms: Forms = field(default_factory=Forms)
+    cache: ArchiveCache = field(default_factory=ArchiveCache)
 
     def tree(self) -> Tree:
         groups = self._groups()
@@ -274,15 +214,10 @@ class _Universal:
     def _leaf(self, path: str, name: str, state: str, shape: tuple[int, ...], beside: Collection[str]) -> Value:
         source = self.sources.open(path)
         number = self.table.add(path, source.nbytes)
-        archive = self.forms.match(source, number, state)
-        if archive is None:
-            was = top_folder(source)
-            if was != state and was in beside:  # they have the same shape, so nothing else shows it
-                raise contradiction(path, f"it was saved as {was}{_SUFFIX}")
-            opened = open_archive(source)
-            archive = parse_archive(opened, number)
-            if was == state:
-                self.forms.remember(opened, archive, state)
+        was = top_folder(source)
+        if was != state and was in beside:  # they have the same shape, so nothing else shows it
+            raise contradiction(path, f"it was saved as {was}{_SUFFIX}")
+        archive = self.cache.read(source, number)
         self.archives.append(archive)
         root = archive.root
         padded = isinstance(root, dict) and root.get(_PADDED) is True
