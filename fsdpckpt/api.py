@@ -327,7 +327,7 @@ def _open_all(
     their files.
     """
     from fsdpckpt.readers.detect import open_checkpoint
-    from fsdpckpt.readers.ignored_files import require_matches
+    from fsdpckpt.readers.protocol import require_matches
 
     given = _given_units(units)
     opened = [
@@ -363,7 +363,7 @@ def find_units(source: Path, options: UnitsOptions) -> ResolvedUnits:
     """
     from fsdpckpt.flat.units.source import find_units as find
     from fsdpckpt.readers.detect import open_checkpoint
-    from fsdpckpt.readers.ignored_files import require_matches
+    from fsdpckpt.readers.protocol import require_matches
 
     with Sources() as sources:
         units = _given_units(options.units)

@@ -29,8 +29,7 @@ from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.producers import PLAIN
 from fsdpckpt.readers.dcp.items import first_item, is_located
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.ignored_files import require_matches
-from fsdpckpt.readers.protocol import MANIFEST, Items
+from fsdpckpt.readers.protocol import MANIFEST, Items, require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
 from fsdpckpt.verify.elements import without_repeats

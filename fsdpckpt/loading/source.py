@@ -28,7 +28,7 @@ from fsdpckpt.ir.values import Value
 from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.readers.dcp.items import is_located, locate_rows
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.ignored_files import require_matches
+from fsdpckpt.readers.protocol import require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import (
     BLOCK_BYTES,

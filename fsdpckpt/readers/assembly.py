@@ -28,10 +28,10 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers import EXTRA_STEM, PLAIN
 from fsdpckpt.readers.flat_slices import mark_slices, why_sliced
-from fsdpckpt.readers.ignored_files import glob_of
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, dotted
 from fsdpckpt.readers.sections import Sections, replaced, split, without
 from fsdpckpt.readers.torch_ranks import named_rank
+from fsdpckpt.storage.sources import relative_path
 from fsdpckpt.text import first_of, listed, shape_text, truncate
 
 # A part of this name is a dict of extras itself; the extras of any other part are under that part's name.
@@ -207,6 +207,24 @@ def _how_to_choose(source: str, labels: Sequence[str], parts: Sequence[ReadPart]
     shown = "that one" if named == kept else shlex.quote(named)
     other = f"; or give {shown} as SRC" if named.rstrip("/") != source.rstrip("/") else ""
     return f"to read {kept}, add {ignored}{other}"
+
+
+def glob_of(label: str, source: str) -> str:
+    """The glob that leaves out the part with this ``label``: "" if that is the whole source.
+
+    A label is a path, a pattern of paths, or the first and last file of each rank.
+    """
+    first, _, last = label.partition(" .. ")
+    path = relative_path(first, source)
+    if path.endswith(".safetensors.index.json"):
+        return path.removesuffix(".safetensors.index.json") + "*.safetensors*"
+    if not last:
+        return path
+    end = last.rpartition("/")[2]
+    name = path.rpartition("/")[2]
+    at = next((number for number, (one, other) in enumerate(zip(name, end, strict=False)) if one != other), 0)
+    tail = name[at:].lstrip("0123456789")
+    return path.removesuffix(name) + name[:at] + "*" + tail
 
 
 def _path_for_user(labels: Sequence[str], parts: Sequence[ReadPart]) -> str:

@@ -36,12 +36,11 @@ from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_na
 from fsdpckpt.readers import READERS
 from fsdpckpt.readers.assembly import ReadPart, join, read_part, without_exports
 from fsdpckpt.readers.beside import BesideUnits, flavor_of, manifest_units, units_beside, with_manifest, with_units
-from fsdpckpt.readers.ignored_files import RemainingSources
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Items, Part, ReadOptions
 from fsdpckpt.readers.side_files import missing_sections
 from fsdpckpt.readers.torch_ranks import may_be_torch
 from fsdpckpt.storage import UPLOADING, Entry, is_url
-from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.sources import RemainingSources, Sources
 from fsdpckpt.text import bytes_text, first_of, names_text
 
 # Sub-directories named like this are checkpoints of their own, not parts of one.

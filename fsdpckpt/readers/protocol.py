@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.ir.checkpoint import Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
+from fsdpckpt.errors import UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.storage import Entry
-from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.sources import Sources, matches
 
 MANIFEST = "fsdpckpt.json"
 UNITS = "units.json"  # the file name that save_units uses in a directory
@@ -31,6 +33,20 @@ KeyPath: TypeAlias = tuple[Key, ...]
 
 Items: TypeAlias = frozenset[tuple[int, int]]
 """Tensors of a DCP directory by the first item of each: the number of its file, and where in it the item begins."""
+
+
+def require_matches(globs: Sequence[str], *checkpoints: Checkpoint) -> None:
+    """Raises UsageError for a glob that no file of the ``checkpoints`` matched."""
+    ignored = [path for checkpoint in checkpoints for path in checkpoint.ignored]
+    for glob in globs:
+        if not any(matches(glob, path) for path in ignored):
+            names = [file.path for checkpoint in checkpoints for file in checkpoint.files]
+            sources = " or ".join(checkpoint.source for checkpoint in checkpoints)
+            raise UsageError(
+                f"--ignore-file {glob} matches no file of {sources}",
+                details=[f"{name} exists" for name in get_close_matches(glob, names, n=3, cutoff=0.4)],
+                next_step="give the name of a file or directory, or its path from there",
+            )
 
 
 @dataclass(frozen=True, slots=True)

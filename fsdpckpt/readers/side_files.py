@@ -12,10 +12,9 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.producers import Flavor, RankFile
 from fsdpckpt.producers.table import export_files, flavor_named
-from fsdpckpt.readers.ignored_files import relative_path
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage import Entry
-from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.sources import Sources, relative_path
 from fsdpckpt.text import names_text
 
 # Files that Hugging Face's libraries keep beside weights: every program that loads a model by its directory needs them.

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from typing import Self, TypeVar, cast
 
 from fsdpckpt.ir.checkpoint import LITERAL, ZEROS, SourceFile
@@ -151,3 +152,51 @@ class Sources:
             for source in self._files.values():
                 source.close()
             self._files.clear()
+
+
+class RemainingSources(Sources):
+    """``sources`` without the files and directories below ``source`` whose name, or path from there, matches one of
+    ``globs``: no directory lists them. ``ignored``: those that were left out so far, as relative paths. ``all``:
+    ``sources`` itself.
+    """
+
+    def __init__(self, sources: Sources, source: str, globs: Sequence[str]) -> None:
+        super().__init__()
+        self.all, self._source, self._globs = sources, source, globs
+        self.ignored: dict[str, None] = {}
+
+    def _remains(self, entry: Entry) -> bool:
+        if not entry.path.startswith(f"{self._source.rstrip('/')}/"):
+            return True
+        path = relative_path(entry.path, self._source)
+        if not any(matches(glob, path) for glob in self._globs):
+            return True
+        self.ignored[path] = None
+        return False
+
+    def stat(self, path: str) -> Entry | None:
+        entry = self.all.stat(path)
+        return entry if entry is not None and self._remains(entry) else None
+
+    def list_directory(self, path: str) -> list[Entry]:
+        return [entry for entry in self.all.list_directory(path) if self._remains(entry)]
+
+    def prefetch_ends(self, paths: Sequence[str], *, tails: bool = True) -> None:
+        self.all.prefetch_ends(paths, tails=tails)
+
+    def open(self, path: str) -> ByteSource:
+        return self.all.open(path)
+
+    def parsed(self, path: str, parse: Callable[[ByteSource], T]) -> T:
+        return self.all.parsed(path, parse)
+
+
+def relative_path(path: str, source: str) -> str:
+    """``path`` relative to ``source``, which it is or is below."""
+    return path.removeprefix(source.rstrip("/")).strip("/")
+
+
+def matches(glob: str, path: str) -> bool:
+    """Whether the name of ``path``, or all of it, matches ``glob``."""
+    wanted = glob.removeprefix("./").rstrip("/")
+    return fnmatchcase(path, wanted) or fnmatchcase(path.rpartition("/")[2], wanted)

@@ -30,8 +30,7 @@ from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.ignored_files import require_matches
-from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.readers.protocol import MANIFEST, require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural, size_text
 from fsdpckpt.transform.selection import unmatched_error

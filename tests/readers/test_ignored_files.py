@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnrecognisedError, UsageError
-from fsdpckpt.readers.ignored_files import glob_of
+from fsdpckpt.readers.assembly import glob_of
 
 MODEL = {"a.w": torch.randn(5, 3), "a.b": torch.randn(5)}
 EXPORT = {name: tensor + 1 for name, tensor in MODEL.items()}
