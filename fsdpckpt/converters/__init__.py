@@ -19,7 +19,7 @@ from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.options import LinkMode
 from fsdpckpt.producers import PLAIN
-from fsdpckpt.readers.beside import SEAL
+from fsdpckpt.readers.manifest import SEAL
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.staging import Staging

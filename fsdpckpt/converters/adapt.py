@@ -17,7 +17,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers import Flavor, Form, Place, Step
 from fsdpckpt.producers.table import flavor_named
-from fsdpckpt.readers.side_files import SideFiles, lacking, side_files
+from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings, side_files
 from fsdpckpt.storage.sources import Sources
 
 _LAMBDAS = "lr_lambdas"  # what LambdaLR has, and its load_state_dict() needs
@@ -151,7 +151,7 @@ def _with_schedule(
         form, extra = replace(form, extra=Place(file, container=Container.TORCH, layout=Layout.FULL)), schedule
         beside.notes.append(_schedule_note(file, schedule, checkpoint, flavor, sources))
         names.add(file)
-    beside.notes += [Note("unconfigured", message) for message in lacking("the target", flavor, names)]
+    beside.notes += [Note("unconfigured", message) for message in missing_file_warnings("the target", flavor, names)]
     if divided and checkpoint.optim is not None and len(checkpoint.optim.param_groups or ()) == 1:
         ones = {key: value for key, value in extra.items() if isinstance(value, list) and len(value) == 1}
         extra = {**extra, **{key: value * 2 for key, value in ones.items()}}  # lists have an entry for each group

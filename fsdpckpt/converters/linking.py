@@ -31,7 +31,7 @@ from fsdpckpt.ir.checkpoint import Checksums, Note, SourceFile
 from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.options import ConvertOptions, LinkMode
 from fsdpckpt.plan import FilePlan, Plan
-from fsdpckpt.readers.beside import auxiliary
+from fsdpckpt.readers.side_files import auxiliary
 from fsdpckpt.storage import change_between, changed_error, identity_of_status, is_url
 from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.sources import Sources

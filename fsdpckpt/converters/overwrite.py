@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError, TargetExistsError, to_copy
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, belongs, flavor_named
-from fsdpckpt.readers.beside import read_manifest
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.manifest import read_manifest
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.readers.side_files import describes_model
 from fsdpckpt.storage import FileIdentity, is_url
@@ -100,7 +100,7 @@ def _foreign_files(where: str, target: str, contents: Contents, sources: Sources
         _open(where, target, sources, contents)
         return
     names = [name for name in contents if "/" not in name]
-    manifest, _ = read_manifest(where, names, sources)
+    manifest = read_manifest(where, names, sources).manifest
     checkpoint = None
     if manifest is not None and manifest.files:
         parts = {MANIFEST, *manifest.files}

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from fsdpckpt.errors import (
@@ -34,8 +34,8 @@ from fsdpckpt.process import without_collection
 from fsdpckpt.producers import PLAIN, Flavor
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_named, recognise
 from fsdpckpt.readers import READERS
-from fsdpckpt.readers.assembly import ReadPart, join, read_part, without_exports
-from fsdpckpt.readers.beside import BesideUnits, flavor_of, manifest_units, units_beside, with_manifest, with_units
+from fsdpckpt.readers.join import ReadPart, join, read_part, without_exports
+from fsdpckpt.readers.manifest import FoundUnits, find_units, read_manifest, with_manifest, with_units
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Items, Part, ReadOptions
 from fsdpckpt.readers.side_files import missing_sections
 from fsdpckpt.readers.torch_ranks import may_be_torch
@@ -46,7 +46,7 @@ from fsdpckpt.text import bytes_text, first_of, names_text
 # Sub-directories named like this are checkpoints of their own, not parts of one.
 _NUMBERED = re.compile(r"(?:^|[_-])(?:checkpoint|ckpt|step|global_step|epoch|ep|iter|iteration)[-_]?\d+", re.IGNORECASE)
 # A checkpoint in parts has directories for the model, the optimizer, data loaders, samplers; hardly more.
-_MOST_DIRECTORIES = 6
+_MAX_DIRECTORIES = 6
 _DEPTH = 3  # levels below SRC that are searched for the one checkpoint: run / step / role
 
 
@@ -84,14 +84,31 @@ def open_checkpoint(
 
 
 @dataclass(slots=True)
-class _Listing:
-    """One directory: its parts, the names of all its entries, its subdirectories, and the files in no part."""
+class _Found:
+    """What was found in the directory ``path``: its parts, the ``names`` of all its entries, its ``subdirectories``
+    that no part needs, and ``left_out``, the files that are in no part.
+
+    ``notes`` and ``below``, subdirectories that contain parts, are those of a search.
+    """
 
     path: str
     names: list[str]
     parts: list[Part]
-    directories: list[Entry]
-    not_carried: list[str]
+    subdirectories: list[Entry]
+    left_out: list[str]
+    notes: list[Note] = field(default_factory=list)
+    below: list[str] = field(default_factory=list)
+
+    def with_parts_of(self, below: Sequence[_Found]) -> _Found:
+        """Add the parts found in subdirectories, and a note on the files that are left out."""
+        if self.left_out:
+            message = f"not copied from {self.path}: {names_text(self.left_out, 6)}"
+            self.notes.append(Note("not-carried", message, self.path, keys=tuple(self.left_out)))
+        for found in below:
+            self.parts += found.parts
+            self.notes += found.notes
+            self.below += found.below or [found.path]
+        return self
 
 
 def _side_parts(names: Sequence[str], files: Mapping[str, Entry], sources: Sources) -> list[Part]:
@@ -99,7 +116,7 @@ def _side_parts(names: Sequence[str], files: Mapping[str, Entry], sources: Sourc
     flavor = recognise(names)
     beside = [file for name, file in files.items() if flavor is not None and re.search(flavor.side_files, name)]
     parts = [reader.recognise_file(file, sources) for file in beside if may_be_torch(file) for reader in READERS]
-    return [replace(part, neighbour=True, extras=True) for part in parts if part is not None]
+    return [replace(part, optional=True, extras=True) for part in parts if part is not None]
 
 
 def _refuse_uploads(path: str, entries: Sequence[Entry]) -> None:
@@ -110,31 +127,6 @@ def _refuse_uploads(path: str, entries: Sequence[Entry]) -> None:
             why=f"fsdpckpt deletes {UPLOADING} once everything is there",
             next_step="wait for the upload to end, or run the command that began it again",
         )
-
-
-@dataclass(slots=True)
-class _SearchResult:
-    """The parts found by a search, the directory ``path`` that contains them, and the ``names`` of its entries.
-
-    ``directories``: the subdirectories that contain parts.
-    """
-
-    path: str
-    names: list[str]
-    parts: list[Part]
-    notes: list[Note]
-    directories: list[str]
-
-
-def _join_searches(listing: _Listing, below: Sequence[_SearchResult]) -> _SearchResult:
-    """The parts of a directory and of those ``below`` it."""
-    notes = [note for one in below for note in one.notes]
-    if listing.not_carried:
-        message = f"not copied from {listing.path}: {names_text(listing.not_carried, 6)}"
-        notes.insert(0, Note("not-carried", message, listing.path, keys=tuple(listing.not_carried)))
-    parts = [*listing.parts, *(part for one in below for part in one.parts)]
-    directories = [directory for one in below for directory in one.directories or [one.path]]
-    return _SearchResult(listing.path, listing.names, parts, notes, directories)
 
 
 class _Opening:
@@ -183,8 +175,13 @@ class _Opening:
         if searched is None:
             raise self._nothing_found()
         units = _nearest_units(self._directories_above(searched.path), self.sources)
-        written = manifest_units(searched.path, searched.names, self.sources)
-        self.files.units = written or (units.units if units is not None else self.files.units)
+        # The manifest lists files that are ignored, too.
+        manifest = read_manifest(searched.path, searched.names, self.sources.all)
+        recorded = manifest.units.units if manifest.units is not None else None
+        if recorded is not None and recorded.orders:
+            self.files.units = recorded
+        elif units is not None and units.units is not None:
+            self.files.units = units.units
         read = self._read_parts(searched)
         if self.options.as_dcp:
             read, beside = without_exports(read)
@@ -197,7 +194,7 @@ class _Opening:
         checkpoint = _with_flavor(checkpoint, searched.names, searched.path)
         if units is not None:
             with_units(checkpoint, units)
-        checkpoint = with_manifest(checkpoint, searched.path, searched.names, self.sources.all)  # it lists all files
+        checkpoint = with_manifest(checkpoint, manifest, self.sources.all)
         checkpoint.problems = (*checkpoint.problems, *missing_sections(checkpoint, searched.names))
         return checkpoint
 
@@ -214,7 +211,7 @@ class _Opening:
             places.append(parent or ".")
         return places
 
-    def _read_parts(self, searched: _SearchResult) -> list[ReadPart]:
+    def _read_parts(self, searched: _Found) -> list[ReadPart]:
         """Read every part. Leaves out a file beside the checkpoint that cannot be read (a training script's classes).
 
         An error among many directories side by side means that they are several checkpoints.
@@ -222,16 +219,16 @@ class _Opening:
         read: list[ReadPart] = []
         refused: list[FsdpckptError] = []
         for part in searched.parts:
-            known = len(self.files.files())
+            count = len(self.files.files())
             try:
                 read.append(self._read(part))
             except SourceError as error:
-                if not part.neighbour and len(searched.directories) > _MOST_DIRECTORIES:
-                    raise _several_candidates(searched.path, searched.directories) from None
+                if not part.optional and len(searched.below) > _MAX_DIRECTORIES:
+                    raise _several_candidates(searched.path, searched.below) from None
                 left_out = (SourceUnsafeError, SourceUnrecognisedError, SourceUnsupportedError)
-                if not part.neighbour or not isinstance(error, left_out):
+                if not part.optional or not isinstance(error, left_out):
                     raise
-                self.files.forget(known)
+                self.files.truncate(count)
                 refused.append(error)
                 names = ", ".join(error.details[:5]) or error.what
                 searched.notes.append(Note("not-carried", f"{part.label} is left out: {names}", part.stem))
@@ -250,8 +247,8 @@ class _Opening:
                 found=kind,
                 next_step="save a state dict: torch.save(model.state_dict(), new_path)",
             )
-        read = read_part(part.label, part.stem, tree, extras=part.extras)
-        if part.bare_ranks and not read.auxiliary and read.whole():
+        read = read_part(part, tree)
+        if part.ranks_inferred and not read.auxiliary and read.whole():
             raise NeedsInformationError(
                 f"{part.label}: each of these files holds whole tensors",
                 why="the numbers in their names may be ranks that hold the same, or different checkpoints",
@@ -260,7 +257,7 @@ class _Opening:
             )
         return read
 
-    def _list(self, path: str) -> _Listing:
+    def _list(self, path: str) -> _Found:
         """List the directory ``path`` without descending. Raises what ``Reader.recognise_directory`` raises."""
         entries = self.sources.list_directory(path)
         _refuse_uploads(path, entries)
@@ -273,74 +270,77 @@ class _Opening:
         # Numbers in the names of side files are not ranks, and tensors in them are not a model.
         parts = _side_parts(names, files, self.sources)
         for part in parts:
-            del files[part.label.rpartition("/")[2]]
+            del files[part.name]
         unwanted: list[str] = []
         for reader in READERS:
             claim = reader.recognise_directory(path, files, self.options, self.sources)
             parts += claim.parts
-            unwanted += claim.not_carried
+            unwanted += claim.left_out
             directories = [entry for entry in directories if entry.name not in claim.directories]
             files = {name: entry for name, entry in files.items() if name not in claim.names}
-        return _Listing(path, names, parts, directories, [*sorted(exports), *hidden, *files, *unwanted])
+        return _Found(path, names, parts, directories, [*sorted(exports), *hidden, *files, *unwanted])
 
-    def _search(self, path: str, depth: int) -> _SearchResult | None:
+    def _search(self, path: str, depth: int) -> _Found | None:
         """The parts at ``path``: those of the directory and its subdirectories, or of the one checkpoint below it."""
-        listing = self._list(path)
-        numbered = [entry for entry in listing.directories if _NUMBERED.search(entry.name)]
-        others = [entry for entry in listing.directories if entry not in numbered]
-        if listing.parts and all(part.neighbour for part in listing.parts):
-            only = self._producer_below(listing, others if depth else [])
+        found = self._list(path)
+        numbered = [entry for entry in found.subdirectories if _NUMBERED.search(entry.name)]
+        others = [entry for entry in found.subdirectories if entry not in numbered]
+        if found.parts and all(part.optional for part in found.parts):
+            only = self._producer_below(found, others if depth else [])
             if only is not None:
                 return only
-        if listing.parts:
-            apart = [*numbered, *(entry for entry in others if entry.name in EXPORT_DIRECTORIES)]
-            joined = self._with_neighbours(listing, [entry for entry in others if entry not in apart], depth)
-            if apart:
-                names = ", ".join(entry.name for entry in apart)
-                joined.notes.append(Note("not-carried", f"{path}: not treated as parts of this checkpoint: {names}"))
-            return joined
-        below = [one for entry in (*numbered, *others) if depth and (one := self._search(entry.path, depth - 1))]
+        if found.parts:
+            separate = [*numbered, *(entry for entry in others if entry.name in EXPORT_DIRECTORIES)]
+            self._add_subdirectories(found, [entry for entry in others if entry not in separate], depth)
+            if separate:
+                names = ", ".join(entry.name for entry in separate)
+                message = f"{path}: not treated as parts of this checkpoint: {names}"
+                found.notes.append(Note("not-carried", message))
+            return found
+        searches = (self._search(entry.path, depth - 1) for entry in (*numbered, *others) if depth)
+        below = [search for search in searches if search is not None]
         if not below:
             return None
-        if len(below) == 1 and recognise(listing.names) is None:
+        if len(below) == 1 and recognise(found.names) is None:
             only = below[0]
             if all(note.kind != "found-below" for note in only.notes):  # a deeper level may have added it already
                 only.notes.insert(0, Note("found-below", f"the checkpoint was found in {only.path}"))
             return only
-        if sum(1 for entry in numbered if any(one.path.startswith(entry.path) for one in below)) > 1:
-            raise _several_candidates(path, [one.path for one in below])
-        return _join_searches(listing, below)
+        if sum(1 for entry in numbered if any(search.path.startswith(entry.path) for search in below)) > 1:
+            raise _several_candidates(path, [search.path for search in below])
+        return found.with_parts_of(below)
 
-    def _producer_below(self, listing: _Listing, directories: list[Entry]) -> _SearchResult | None:
+    def _producer_below(self, found: _Found, subdirectories: list[Entry]) -> _Found | None:
         """The one subdirectory with everything that a producer saves, if no file above it is a model or optimizer."""
-        below = [one for entry in directories if (one := self._search_flat(entry.path)) and _resuming(one.names)]
+        below = [search for search in self._search_each(subdirectories) if _resuming(search.names)]
         if len(below) > 1:
-            raise _several_candidates(listing.path, [one.path for one in below])
-        for one in below:
-            left = ", ".join([*(part.label.rpartition("/")[2] for part in listing.parts), *listing.not_carried])
-            message = f"the checkpoint was found in {one.path}; not copied from {listing.path}: {left}"
-            one.notes.insert(0, Note("found-below", message))
+            raise _several_candidates(found.path, [search.path for search in below])
+        for search in below:
+            left_out = ", ".join([*(part.name for part in found.parts), *found.left_out])
+            message = f"the checkpoint was found in {search.path}; not copied from {found.path}: {left_out}"
+            search.notes.insert(0, Note("found-below", message))
         return below[0] if below else None
 
-    def _with_neighbours(self, listing: _Listing, directories: list[Entry], depth: int) -> _SearchResult:
-        """The parts of a directory and of those of its subdirectories that contain parts."""
-        below = [one for entry in directories if depth and (one := self._search_flat(entry.path))]
-        parts = {one.path for one in below}
-        listing.not_carried += [f"{entry.name}/" for entry in directories if entry.path not in parts]
-        return _join_searches(listing, below)
+    def _add_subdirectories(self, found: _Found, subdirectories: list[Entry], depth: int) -> None:
+        """Add the parts of those subdirectories that contain any."""
+        below = self._search_each(subdirectories) if depth else []
+        with_parts = {search.path for search in below}
+        found.left_out += [f"{entry.name}/" for entry in subdirectories if entry.path not in with_parts]
+        found.with_parts_of(below)
 
-    def _search_flat(self, path: str) -> _SearchResult | None:
-        listing = self._list(path)
-        return _join_searches(listing, []) if listing.parts else None
+    def _search_each(self, directories: Sequence[Entry]) -> list[_Found]:
+        """Those of ``directories`` that contain parts, without what is below them."""
+        listed = (self._list(entry.path) for entry in directories)
+        return [found.with_parts_of([]) for found in listed if found.parts]
 
     def _nothing_found(self) -> SourceUnrecognisedError:
-        listing = self._list(self.source)
+        names = self._list(self.source).names
         return SourceUnrecognisedError(
             f"no checkpoint was found in {self.source}",
             file=self.source,
             expected=".metadata (DCP), *.safetensors, torch.save files, or one file per rank, here or one to three "
             "directories below",
-            found=first_of(listing.names, 8) or "an empty directory",
+            found=first_of(names, 8) or "an empty directory",
             next_step=to_copy(
                 "see what is there, and name the directory of one checkpoint", f"ls -l {shlex.quote(self.source)}"
             ),
@@ -350,18 +350,25 @@ class _Opening:
 def _with_flavor(checkpoint: Checkpoint, names: Sequence[str], directory: str) -> Checkpoint:
     """``checkpoint``, found in ``directory`` ("": it is one file), with the name of its producer."""
     checkpoint.directory = directory
-    if checkpoint.flavor == PLAIN:
+    if checkpoint.flavor == PLAIN and MANIFEST not in names:  # which records it
         checkpoint.flavor = flavor_of(checkpoint, names, directory)
     flavor = flavor_named(checkpoint.flavor)
     if flavor is None or not directory:
-        checkpoint.notes = (*checkpoint.notes, *_of_a_larger_one(checkpoint.source))
+        checkpoint.notes = (*checkpoint.notes, *_part_of_larger_checkpoint(checkpoint.source))
     if flavor is not None:
         evidence = Evidence(EvidenceKind.FLAVOR, f"flavor {flavor.name}: names of {flavor.title}")
         checkpoint.evidence = (*checkpoint.evidence, evidence)
     return checkpoint
 
 
-def _of_a_larger_one(source: str) -> list[Note]:
+def flavor_of(checkpoint: Checkpoint, names: Sequence[str], directory: str) -> str:
+    """The producer according to the file names, or to the keys beside model and optimizer; else ``plain``."""
+    model, flattened = checkpoint.nesting.get(Section.MODEL), checkpoint.flattened_keys
+    flavor = recognise(names, directory=directory, keys=checkpoint.extra, model=model, flattened=flattened)
+    return flavor.name if flavor is not None else PLAIN
+
+
+def _part_of_larger_checkpoint(source: str) -> list[Note]:
     """A note if a framework keeps one section in ``source`` and the others in the directory above, from which it
     resumes.
     """
@@ -396,9 +403,9 @@ def _several_candidates(path: str, candidates: list[str]) -> NeedsInformationErr
     )
 
 
-def _nearest_units(places: Sequence[str], sources: Sources) -> BesideUnits | None:
+def _nearest_units(places: Sequence[str], sources: Sources) -> FoundUnits | None:
     """The units of the nearest of the directories ``places`` that has any."""
-    beside = (units_beside(sources.list_directory(place), sources) for place in places)
+    beside = (find_units(sources.list_directory(place), sources) for place in places)
     return next((units for units in beside if units is not None), None)
 
 

@@ -28,6 +28,8 @@ from fsdpckpt.storage.sources import Sources, matches
 MANIFEST = "fsdpckpt.json"
 UNITS = "units.json"  # the file name that save_units uses in a directory
 
+_MAX_POINTER_BYTES = 1024
+
 KeyPath: TypeAlias = tuple[Key, ...]
 """Where a value stands in a nested state dict: dict keys and list positions, outermost first."""
 
@@ -91,26 +93,37 @@ class Claim:
 
     parts: list[Part] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
-    not_carried: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     directories: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One container that can be read. ``label``, a path, is its name in messages; ``stem`` is the name of its extras.
+    """One container that can be read. ``label``: its path, or for a set of files a text that names them, for messages;
+    ``glob``: for such a set, what its file names match. ``stem``: the name of its extras.
 
     ``read`` opens it: numbers its files in the given table, and raises SourceIncompleteError, SourceCorruptError,
-    SourceUnsafeError or SourceUnsupportedError. Problems that do not stop it are in the tree. ``bare_ranks``: the ranks
-    come from file names with nothing but a number. ``neighbour``: the name does not show a model or an optimizer, so a
-    checkpoint is complete without this part. ``extras``: the framework keeps neither in a file of this name.
+    SourceUnsafeError or SourceUnsupportedError. Problems that do not stop it are in the tree. ``ranks_inferred``: the
+    ranks come from file names with nothing but a number. ``optional``: the name does not show a model or an optimizer,
+    so a checkpoint is complete without this part. ``extras``: the framework keeps neither in a file of this name.
     """
 
     label: str
     stem: str
-    read: ReadPart
-    bare_ranks: bool = False
-    neighbour: bool = False
+    read: PartReader
+    glob: str = ""
+    ranks_inferred: bool = False
+    optional: bool = False
     extras: bool = False
+
+    @property
+    def directory(self) -> str:
+        return self.label.rpartition("/")[0]
+
+    @property
+    def name(self) -> str:
+        """The last component of ``label``."""
+        return self.label.rpartition("/")[2]
 
 
 class FileTable:
@@ -135,11 +148,11 @@ class FileTable:
     def files(self) -> tuple[SourceFile, ...]:
         return tuple(self._files)
 
-    def forget(self, known: int) -> None:
-        """Remove all files but the first ``known``."""
-        for file in self._files[known:]:
+    def truncate(self, count: int) -> None:
+        """Remove all files but the first ``count``."""
+        for file in self._files[count:]:
             del self._ids[file.path]
-        del self._files[known:]
+        del self._files[count:]
 
 
 @dataclass(slots=True)
@@ -216,7 +229,7 @@ def _cut_dimensions(tensor: ChunkedTensor) -> list[int] | None:
     return cut
 
 
-ReadPart: TypeAlias = Callable[[FileTable, Sources], Tree]
+PartReader: TypeAlias = Callable[[FileTable, Sources], Tree]
 
 
 def file_name(path: str) -> str:
@@ -232,3 +245,26 @@ def stem_of(name: str) -> str:
 def dotted(path: tuple[object, ...]) -> str:
     """The path of keys joined by dots; "the top level" if it is empty."""
     return ".".join(map(str, path)) or "the top level"
+
+
+def claim_latest(
+    path: str,
+    pointer: Entry | None,
+    sources: Sources,
+    claim: Callable[[str, Mapping[str, Entry]], Claim],
+    directory: Callable[[str], str | None] = str,
+) -> Claim:
+    """Claim the checkpoint in the directory of ``path`` that the file ``pointer`` there names; claims nothing if it
+    names none.
+
+    ``directory``: the directory name for the file's content, None for content that no program writes. ``claim``: claims
+    the files of a directory.
+    """
+    if pointer is None or not 0 < pointer.nbytes <= _MAX_POINTER_BYTES:
+        return Claim()
+    name = directory(sources.open(pointer.path).read(0, pointer.nbytes).decode("utf-8", "replace").strip())
+    if name is None or not any(one.directory and one.name == name for one in sources.list_directory(path)):
+        return Claim()
+    below = f"{path.rstrip('/')}/{name}"
+    parts = claim(below, {one.name: one for one in sources.list_directory(below) if not one.directory}).parts
+    return Claim(parts, {pointer.name}, directories={name}) if parts else Claim()

@@ -10,7 +10,7 @@ from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, NoteKind, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.producers import Flavor, RankFile
+from fsdpckpt.producers import EXTRA_STEM, Flavor, RankFile
 from fsdpckpt.producers.table import export_files, flavor_named
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage import Entry
@@ -22,7 +22,28 @@ _OF_THE_MODEL = re.compile(
     r"^(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|chat_template|preprocessor_config|"
     r"processor_config|adapter_config)\.(json|jinja|model)$|^(vocab|merges)\.txt$|^(spiece|sentencepiece.*)\.model$"
 )
-_SHOWN = 8  # names in one note
+_MAX_NAMES = 8  # names in one note
+
+
+# Files beside a checkpoint that describe it or belong to other tools: they hold no state that a training job saves.
+_NOT_STATE = re.compile(
+    r"^(training_args\.bin|.*\.(json|txt|md|yaml|yml|py|model|jinja|log|csv|tiktoken|sh|html|toml|cfg|lock))$"
+    r"|^(README|LICENSE|\..*)$",
+    re.IGNORECASE,
+)
+
+
+def auxiliary(name: str) -> bool:
+    """Whether a file of this name does not belong to a checkpoint (configuration, tokenizer, log)."""
+    return _NOT_STATE.match(name) is not None
+
+
+_SECTION_WORDS = {Section.OPTIM: "optim", Section.EXTRA: EXTRA_STEM, Section.MODEL: "model"}
+
+
+def section_of_name(name: str) -> Section | None:
+    """The one section that a file of this name holds; None if it may hold several."""
+    return next((section for section, word in _SECTION_WORDS.items() if word in name), None)
 
 
 def describes_model(name: str) -> bool:
@@ -121,7 +142,7 @@ def side_files(
 
 
 def _note(kind: NoteKind, what: str, names: list[str]) -> Note:
-    return Note(kind, f"{what}: {names_text(names, _SHOWN)}", keys=tuple(names))
+    return Note(kind, f"{what}: {names_text(names, _MAX_NAMES)}", keys=tuple(names))
 
 
 def _is_state(entry: Entry, flavor: Flavor | None, read: set[str]) -> bool:
@@ -186,13 +207,13 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
         return []
     sections = ((Section.MODEL, "model", checkpoint.model), (Section.OPTIM, "optimizer", checkpoint.optim))
     absent = [(section, what) for section, what, held in sections if held is None]
-    files = [name for name in sorted(names) if any(re.search(pattern, name) for pattern in flavor.training_files)]
+    files = [name for name in names if any(re.search(pattern, name) for pattern in flavor.training_files)]
     beside = [*files, *(key for key in flavor.training_keys if checkpoint.extra.get(key))]
     place = checkpoint.directory or checkpoint.source
     if not absent and MANIFEST not in names and _has_optimizer(flavor, names, checkpoint.world_size):
         return [
             Problem("missing-file", message, fatal=False, file=place, section=Section.OPTIM)
-            for message in lacking(place, flavor, names)
+            for message in missing_file_warnings(place, flavor, names)
         ]
     if len(absent) != 1 or not beside:
         return []
@@ -209,7 +230,7 @@ def _has_optimizer(flavor: Flavor, names: Sequence[str], ranks: int) -> bool:
     return any(place in names for place in places)
 
 
-def lacking(where: str, flavor: Flavor, names: Collection[str]) -> list[str]:
+def missing_file_warnings(where: str, flavor: Flavor, names: Collection[str]) -> list[str]:
     """What the framework does if a file that it needs is not among ``names``."""
     return [
         f"{where} has no {file}: without it {flavor.name} {what}" for file, what in flavor.needed if file not in names

@@ -22,7 +22,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Manifest, NamedTensor, Problem, P
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.progress import NoProgress, Progress
-from fsdpckpt.readers.beside import check_listing, listed, read_manifest
+from fsdpckpt.readers.manifest import check_listing, present_files, read_manifest
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
@@ -93,7 +93,7 @@ def records_of(checkpoint: Checkpoint, sources: Sources) -> Records:
 
 def _listed(manifest: Manifest, sources: Sources) -> Records:
     """The files that ``manifest`` lists; only those that exist with the recorded length."""
-    sizes = {name: entry.nbytes for name, entry in listed(manifest, sources).items()}
+    sizes = {name: entry.nbytes for name, entry in present_files(manifest, sources).items()}
     rows = (
         (f"{manifest.directory}/{name}", 0, file.nbytes, file.crc)
         for name, file in manifest.files.items()
@@ -250,9 +250,10 @@ def damaged_files(directory: str, sources: Sources) -> list[Problem]:
     Uses ``fsdpckpt.json`` if there is one, else each file's own headers and checksums.
     """
     entries = [entry for entry in sources.list_directory(directory) if not entry.directory]
-    manifest, problems = read_manifest(directory, [entry.name for entry in entries], sources)
+    read = read_manifest(directory, [entry.name for entry in entries], sources)
+    manifest, problems = read.manifest, read.problems
     if manifest is not None:
-        problems = (*problems, *check_listing(manifest, listed(manifest, sources)))
+        problems = (*problems, *check_listing(manifest, present_files(manifest, sources)))
         records = _listed(manifest, sources)
     else:
         rows: list[tuple[str, int, int, int]] = []

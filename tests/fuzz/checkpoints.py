@@ -13,8 +13,8 @@ from functools import cache
 from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.execute.journal import Record, joined, run_of
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
-from fsdpckpt.readers.beside import with_manifest
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.manifest import read_manifest, with_manifest
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.readers.safetensors import read_safetensors, read_safetensors_index
 from fsdpckpt.storage import Entry
@@ -185,7 +185,7 @@ def manifest(data: bytes) -> object:
     optim = OptimState({"0": {}, "11": {}}, [], {})
     with _Files({"d/fsdpckpt.json": data, "d/model.safetensors": _MODEL, "d/x.json": b"{}"}) as sources:
         names = ("fsdpckpt.json", "model.safetensors", "x.json")
-        return with_manifest(replace(_CHECKPOINT, optim=optim), "d", names, sources)
+        return with_manifest(replace(_CHECKPOINT, optim=optim), read_manifest("d", names, sources), sources)
 
 
 def file_names(data: bytes) -> object:

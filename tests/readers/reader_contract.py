@@ -142,7 +142,7 @@ class ReaderContract(ABC):
             (tmp_path / name).write_bytes(content)
         with Sources() as sources:
             claim = self.reader.recognise_directory(str(tmp_path), _files(tmp_path, sources), ReadOptions(), sources)
-            assert (claim.parts, claim.names, claim.not_carried) == ([], set(), [])
+            assert (claim.parts, claim.names, claim.left_out) == ([], set(), [])
             for name in _FOREIGN:
                 assert self.reader.recognise_file(_entry(tmp_path / name, sources), sources) is None
 

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnrecognisedError, UsageError
-from fsdpckpt.readers.assembly import glob_of
+from fsdpckpt.readers.join import glob_of
+from fsdpckpt.readers.protocol import Part, Tree
 
 MODEL = {"a.w": torch.randn(5, 3), "a.b": torch.randn(5)}
 EXPORT = {name: tensor + 1 for name, tensor in MODEL.items()}
@@ -140,18 +141,21 @@ def test_sets_of_files_are_left_out_by_one_glob(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "glob"),
+    ("label", "names", "glob"),
     [
-        ("/run/final/model.safetensors", "final/model.safetensors"),
-        ("/run/model_world_size_12_rank_0.pt .. model_world_size_12_rank_11.pt", "model_world_size_12_rank_*.pt"),
-        ("/run/x/rank0-of-2-model.bin .. rank1-of-2-model.bin", "x/rank*-of-2-model.bin"),
-        ("/run/model-*.safetensors", "model-*.safetensors"),
-        ("/run/model.safetensors.index.json", "model*.safetensors*"),
-        ("/run", ""),
+        ("/run/final/model.safetensors", "", "final/model.safetensors"),
+        ("/run/m_world_size_12_rank_0.pt .. m_world_size_12_rank_11.pt", "m_world_size_12_rank_*.pt", None),
+        ("/run/x/rank0-of-2-model.bin .. rank1-of-2-model.bin", "rank*-of-2-model.bin", "x/rank*-of-2-model.bin"),
+        ("/run/model-*.safetensors", "model-*.safetensors", None),
+        ("/run/model.safetensors.index.json", "", "model*.safetensors*"),
+        ("/run", "", ""),
     ],
 )
-def test_a_part_is_named_by_the_glob_that_leaves_it_out(label: str, glob: str) -> None:
-    assert glob_of(label, "/run/") == glob
+def test_a_part_is_named_by_the_glob_that_leaves_it_out(label: str, names: str, glob: str | None) -> None:
+    def read(*_: object) -> Tree:
+        raise AssertionError("not to be read")
+
+    assert glob_of(Part(label, "stem", read, names), "/run/") == (names if glob is None else glob)
 
 
 def test_a_glob_that_matches_nothing_is_an_error(tmp_path: Path) -> None:

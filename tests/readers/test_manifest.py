@@ -48,7 +48,7 @@ def test_metadata_of_another_save_in_a_directory_below_is_refused(accelerate: Pa
     for data in (tmp_path / "two" / MODEL).glob("*.distcp"):
         shutil.copy(data, accelerate / MODEL)
     said = refusal(accelerate, tmp_path)
-    assert f"{path} is not what" in said
+    assert f"{path} does not match" in said
     (accelerate / "fsdpckpt.json").unlink()
     fsdpckpt.convert(accelerate, tmp_path / "out.pt", to="full")
 

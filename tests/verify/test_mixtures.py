@@ -169,7 +169,7 @@ def test_a_conversion_refuses_metadata_that_the_manifest_contradicts(tmp_path: P
     with pytest.raises(FsdpckptError) as raised:
         fsdpckpt.convert(one, tmp_path / "out.pt", to="full")
     assert raised.value.exit_code == 3
-    assert "is not what" in "\n".join(raised.value.details)
+    assert "does not match" in "\n".join(raised.value.details)
     (one / MANIFEST).unlink()
     fsdpckpt.convert(one, tmp_path / "out.pt", to="full")
 

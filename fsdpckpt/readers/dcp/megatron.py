@@ -32,9 +32,8 @@ from fsdpckpt.ir.checkpoint import LITERAL, Checksums, Evidence, EvidenceKind
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Key, Object, Value
-from fsdpckpt.readers.beside import claim_named
 from fsdpckpt.readers.optimizer_forms import groups_of_equal_settings, notes_on_copies
-from fsdpckpt.readers.protocol import Claim, FileTable, Items, Part, ReadOptions, Tree
+from fsdpckpt.readers.protocol import Claim, FileTable, Items, Part, ReadOptions, Tree, claim_latest
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 
@@ -76,7 +75,7 @@ class MegatronReader:
         if _CONFIG in files or files.keys() >= _OWN:
             return _claim(path, files, options, sources)
         claim = partial(_claim, options=options, sources=sources)
-        return claim_named(path, files.get(_LATEST), sources, claim, _directory_of)
+        return claim_latest(path, files.get(_LATEST), sources, claim, _directory_of)
 
 
 def _claim(path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources) -> Claim:

@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
-from fsdpckpt.readers.beside import claim_named
-from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, claim_latest
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
@@ -62,7 +61,7 @@ class DeepSpeedReader:
         claim = _claim_step(path, files, sources)
         for latest in _LATEST:
             if not claim.parts:
-                claim = claim_named(path, files.get(latest), sources, partial(_claim_step, sources=sources))
+                claim = claim_latest(path, files.get(latest), sources, partial(_claim_step, sources=sources))
                 claim.names.update(_SCRIPTS & files.keys() if claim.parts else ())
         return claim
 

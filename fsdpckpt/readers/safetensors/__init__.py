@@ -70,8 +70,9 @@ class SafetensorsReader:
                 groups.setdefault(stem, []).append(name)
         sources.prefetch_ends([files[name].path for names in groups.values() for name in names], tails=False)
         for stem, names in sorted(groups.items()):
-            label = files[names[0]].path if len(names) == 1 else f"{path.rstrip('/')}/{stem}-*.safetensors"
-            claim.parts.append(_files_part([files[name].path for name in names], label))
+            glob = "" if len(names) == 1 else f"{stem}-*.safetensors"
+            label = f"{path.rstrip('/')}/{glob}" if glob else files[names[0]].path
+            claim.parts.append(_files_part([files[name].path for name in names], label, glob))
         return claim
 
 
@@ -80,8 +81,9 @@ def _index_part(path: str) -> Part:
     return Part(path, stem, lambda files, sources: read_safetensors_index(path, files, sources))
 
 
-def _files_part(paths: list[str], label: str) -> Part:
-    return Part(label, stem_of(file_name(label)), lambda files, sources: read_safetensors(paths, files, sources))
+def _files_part(paths: list[str], label: str, glob: str = "") -> Part:
+    stem = stem_of(file_name(label))
+    return Part(label, stem, lambda files, sources: read_safetensors(paths, files, sources), glob)
 
 
 def read_safetensors(paths: Sequence[str], files: FileTable, sources: Sources) -> Tree:

@@ -16,11 +16,10 @@ from typing import NamedTuple
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceIncompleteError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.formats.zip import top_folder
-from fsdpckpt.ir.checkpoint import Section
 from fsdpckpt.producers import EXTRA_STEM
 from fsdpckpt.producers.table import copied_by_rank
-from fsdpckpt.readers.beside import auxiliary
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, file_name, stem_of
+from fsdpckpt.readers.side_files import auxiliary, section_of_name
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text, plural
@@ -29,8 +28,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # protocol 2, then torch's magic number as a long
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _SECTION = re.compile(r"model|optim|extra_state|state_dict|weights|params", re.IGNORECASE)
-_SECTION_WORDS = {Section.OPTIM: "optim", Section.EXTRA: EXTRA_STEM, Section.MODEL: "model"}
-_MOST_NAMED = 1 << 16  # missing files that are named: one number in a file name can ask for a million
+_MAX_NAMES = 1 << 16  # missing files that are named: one number in a file name can ask for a million
 
 _WITH_WORLD = re.compile(r"^(?P<stem>.+?)[_-]world_size_(?P<world>\d+)_rank_(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
 _OF_WORLD = re.compile(
@@ -50,7 +48,7 @@ class TorchReader:
     def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
         if not _is_torch(file, sources):
             return None
-        return _file_part(file.path, stem_of(file_name(file.path)), neighbour=False)
+        return _file_part(file.path, stem_of(file_name(file.path)), optional=False)
 
     def recognise_directory(
         self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
@@ -63,14 +61,14 @@ class TorchReader:
         sets, single = group_ranks(names, path)
         claim = Claim(names=set(names))
         if options.only is not None:
-            unwanted = [one for one in sets if one.absent and _section_of(one.stem) not in (None, options.only)]
+            unwanted = [one for one in sets if one.absent and section_of_name(one.stem) not in (None, options.only)]
             sets = [one for one in sets if one not in unwanted]
-            claim.not_carried = [name for one in unwanted for name in one.files.values()]
+            claim.left_out = [name for one in unwanted for name in one.files.values()]
         _require_all_ranks(sets, path, {name: file.nbytes for name, file in files.items()})
         claim.parts += [_ranks_part(one, files, path) for one in sets]
         for name in single:
             stem = stem_of(name)
-            claim.parts.append(_file_part(files[name].path, stem, neighbour=not _SECTION.search(stem)))
+            claim.parts.append(_file_part(files[name].path, stem, optional=not _SECTION.search(stem)))
         return claim
 
 
@@ -83,13 +81,13 @@ def _is_torch(file: Entry, sources: Sources) -> bool:
     return sources.open(file.path).read(0, min(16, file.nbytes)).startswith((_ZIP_MAGIC, _LEGACY_MAGIC))
 
 
-def _file_part(path: str, stem: str, *, neighbour: bool) -> Part:
+def _file_part(path: str, stem: str, *, optional: bool) -> Part:
     def read(files: FileTable, sources: Sources) -> Tree:
         from fsdpckpt.readers.torch_ranks.read import read_torch_file
 
         return read_torch_file(path, files, sources)
 
-    return Part(path, stem, read, neighbour=neighbour)
+    return Part(path, stem, read, optional=optional)
 
 
 def _ranks_part(rank_set: RankSet, files: Mapping[str, Entry], directory: str) -> Part:
@@ -101,19 +99,21 @@ def _ranks_part(rank_set: RankSet, files: Mapping[str, Entry], directory: str) -
         return read_torch_ranks(paths, table, sources, extras=rank_set.stem == EXTRA_STEM)
 
     first, last = rank_set.name(min(paths)), rank_set.name(max(paths))
-    label = f"{directory.rstrip('/')}/{first}" + (f" .. {last}" if len(paths) > 1 else "")
-    return Part(label, rank_set.stem, read, rank_set.bare, neighbour=not _SECTION.search(rank_set.stem))
-
-
-def _section_of(stem: str) -> Section | None:
-    """The section that rank files of this stem hold, if the stem shows it."""
-    return next((section for section, word in _SECTION_WORDS.items() if word in stem), None)
+    several = len(paths) > 1
+    return Part(
+        f"{directory.rstrip('/')}/{first}" + (f" .. {last}" if several else ""),
+        rank_set.stem,
+        read,
+        glob=rank_set.glob if several else "",
+        ranks_inferred=rank_set.bare,
+        optional=not _SECTION.search(rank_set.stem),
+    )
 
 
 def _require_all_ranks(sets: Sequence[RankSet], directory: str, sizes: Mapping[str, int]) -> None:
     """Raises unless every set has ranks 0 .. W-1. ``sizes``: the bytes of every file there, including damaged ones."""
     count = sum(one.absent for one in sets)
-    missing = list(islice((name for one in sets for name in one.missing()), _MOST_NAMED))
+    missing = list(islice((name for one in sets for name in one.missing()), _MAX_NAMES))
     if not missing:
         return
     damaged = sum(name in sizes for name in missing)
@@ -188,10 +188,17 @@ class RankSet:
         """The file name that ``rank`` has or would have."""
         if rank in self.files:
             return self.files[rank]
-        known = next(iter(self.files.values()))
+        first = next(iter(self.files.values()))
         begin, end = self.place
-        digits = end - begin if known[begin] == "0" else 0
-        return f"{known[:begin]}{rank:0{digits}}{known[end:]}"
+        digits = end - begin if first[begin] == "0" else 0
+        return f"{first[:begin]}{rank:0{digits}}{first[end:]}"
+
+    @property
+    def glob(self) -> str:
+        """What all of the file names match."""
+        first = next(iter(self.files.values()))
+        begin, end = self.place
+        return f"{first[:begin]}*{first[end:]}"
 
     @property
     def absent(self) -> int:
@@ -199,9 +206,9 @@ class RankSet:
         return self.world_size - len(self.files)
 
     def missing(self) -> list[str]:
-        """The names that the missing files should have, at most ``_MOST_NAMED``."""
+        """The names that the missing files should have, at most ``_MAX_NAMES``."""
         absent = (rank for rank in range(self.world_size) if rank not in self.files)
-        return [self.name(rank) for rank in islice(absent, _MOST_NAMED)]
+        return [self.name(rank) for rank in islice(absent, _MAX_NAMES)]
 
     def plausible(self, ranks: int) -> bool:
         """Whether the numbers are ranks. ``ranks``: how many the other sets show whose names have no number of ranks.

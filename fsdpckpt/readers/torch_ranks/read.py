@@ -50,7 +50,7 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     ``extras``: the files' name shows that they hold only extras, whatever their content looks like. Raises
     SourceIncompleteError that lists every missing rank, SourceCorruptError if a file was saved by another rank than its
     name shows or by another run, and what ``read_archive`` raises. Keys that ranks lack are ``problems`` of the tree.
-    An optimizer's vectors of one length on all ranks are read as replicas: ``assembly.join`` knows the model and
+    An optimizer's vectors of one length on all ranks are read as replicas: ``readers.join`` knows the model and
     decides whether they are slices.
     """
     ranks = sorted(paths)

@@ -6,7 +6,7 @@ import posixpath
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
@@ -28,7 +28,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers import EXTRA_STEM, PLAIN
 from fsdpckpt.readers.flat_slices import mark_slices, why_sliced
-from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, dotted
+from fsdpckpt.readers.protocol import FileTable, KeyPath, Part, Tree, dotted
 from fsdpckpt.readers.sections import Sections, replaced, split, without
 from fsdpckpt.readers.torch_ranks import named_rank
 from fsdpckpt.storage.sources import relative_path
@@ -36,19 +36,26 @@ from fsdpckpt.text import first_of, listed, shape_text, truncate
 
 # A part of this name is a dict of extras itself; the extras of any other part are under that part's name.
 _EXTRA_STEMS = frozenset({EXTRA_STEM, "extra", "meta"})
-_MOST_VALUES = 4  # differing ranks in a message
-_SHOWN = 3  # names in a message
+_MAX_VALUES = 4  # differing ranks in a message
+_MAX_NAMES = 3  # names in a message
 _FLAT = "flat_param"  # part of the names of flat parameters in every version of FSDP1
 
 
 @dataclass(slots=True)
 class ReadPart:
-    """One part after reading: its tree and its sections. ``label``: its name in messages."""
+    """One part after reading: its tree and its sections."""
 
-    label: str
-    stem: str
+    part: Part
     tree: Tree
     sections: Sections
+
+    @property
+    def label(self) -> str:
+        return self.part.label
+
+    @property
+    def stem(self) -> str:
+        return self.part.stem
 
     @property
     def held(self) -> set[str]:
@@ -69,11 +76,11 @@ class ReadPart:
         return optim is None or why_sliced(optim.state, self.sections.model, self.tree.checksums) is None
 
 
-def read_part(label: str, stem: str, tree: Tree, *, extras: bool = False) -> ReadPart:
+def read_part(part: Part, tree: Tree) -> ReadPart:
     """Split ``tree`` into its sections. A part whose name says that it holds ``extras`` has only these."""
-    only_extras = (extras or stem == EXTRA_STEM) and isinstance(tree.root, dict)
+    only_extras = (part.extras or part.stem == EXTRA_STEM) and isinstance(tree.root, dict)
     sections = Sections(None, None, dict(cast("dict[Key, Value]", tree.root))) if only_extras else split(tree.root)
-    return ReadPart(label, stem, tree, sections)
+    return ReadPart(part, tree, sections)
 
 
 def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequence[Note]) -> Checkpoint:
@@ -82,19 +89,19 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
     """
     if len(parts) > 1:  # Lightning's meta.pt has extras, even if they are a dict of tensors like a model
         parts = [
-            read_part(part.label, part.stem, part.tree, extras=True) if part.stem == "meta" else part for part in parts
+            read_part(replace(part.part, extras=True), part.tree) if part.stem == "meta" else part for part in parts
         ]
     _require_one_each(source, parts)
     with_model = next((part for part in parts if part.sections.model is not None), None)
     with_optim = next((part for part in parts if part.sections.optim is not None), None)
-    notes = [*notes, *(_strange_names(source, with_model, with_optim) if with_model and with_optim else ())]
+    notes = [*notes, *(_unmatched_names(source, with_model, with_optim) if with_model and with_optim else ())]
     main = with_model or with_optim or parts[0]
     world_size = max(part.tree.world_size for part in parts if not part.auxiliary or part is main)
     model = main.sections.model
     for part in parts:
         mark_slices(part.tree, part.sections, model, part.label)
         part.tree.problems.extend(_slices_of_one_rank(part))
-        part.tree.problems.extend(_ids_of_other_parameters(part, model))
+        part.tree.problems.extend(_reused_ids(part, model))
     extra, rank_extra = _extras(parts, world_size)
     return Checkpoint(
         source=source,
@@ -136,13 +143,13 @@ def without_exports(parts: Sequence[ReadPart]) -> tuple[list[ReadPart], list[str
 
     def is_export(part: ReadPart) -> bool:
         return any(
-            one is not part and _folder(part.label) == one.label.rstrip("/") and one.held & part.held
-            for one in parts
-            if one.tree.container is Container.DCP
+            other is not part and part.part.directory == other.label.rstrip("/") and other.held & part.held
+            for other in parts
+            if other.tree.container is Container.DCP
         )
 
-    left = [posixpath.basename(part.label) for part in parts if is_export(part)]
-    return [part for part in parts if not is_export(part)], left
+    names = [part.part.name for part in parts if is_export(part)]
+    return [part for part in parts if not is_export(part)], names
 
 
 def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
@@ -154,7 +161,7 @@ def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
                 raise SourceIncompleteError(
                     f"{source}: what looks like slices of {len(labels)} ranks, without those of rank 0",
                     expected=posixpath.basename(absent),
-                    found=first_of([posixpath.basename(label) for label in labels], 4),
+                    found=first_of([part.part.name for part in candidates], 4),
                     file=absent,
                     rank=0,
                     why="all optimizer states in these files are one-dimensional, as FSDP1 cuts them, and the files "
@@ -167,7 +174,7 @@ def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
                 details=labels,
                 why="several checkpoints are in one directory, or the same weights in several forms (files that a tool "
                 "consolidated may hold zeros where the shards hold values)",
-                next_step=_how_to_choose(source, labels, parts),
+                next_step=_how_to_choose(source, candidates, parts),
                 file=source,
             )
 
@@ -186,64 +193,47 @@ def _rank_0_of_slices(parts: Sequence[ReadPart]) -> str | None:
     return re.sub(rf"{words[0][1]}(\.[^./]*)$", r"0\1", parts[0].label)
 
 
-def _how_to_choose(source: str, labels: Sequence[str], parts: Sequence[ReadPart]) -> str:
+def _how_to_choose(source: str, candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) -> str:
     """The next step for the user: the path of one candidate if they are different directories, else the options that
     leave one.
     """
-    named = _path_for_user(labels, parts)
-    folders = [_folder(label) for label in labels]
-    if posixpath.commonpath([folder or "." for folder in folders]) not in folders:
+    named = _path_for_user(candidates, parts)
+    directories = [candidate.part.directory for candidate in candidates]
+    if posixpath.commonpath([directory or "." for directory in directories]) not in directories:
         return f"name the one to read, for example {shlex.quote(named)}"
-    globs = {label: glob_of(label, source) for label in labels}
-    trees = {part.label: part.tree for part in parts}
+    globs = {candidate.label: glob_of(candidate.part, source) for candidate in candidates}
 
-    def is_export(label: str) -> tuple[bool, bool, bool]:
-        """A sort key. The smallest is kept: the source itself, shards, what a training job writes."""
-        tree = trees[label]
-        return bool(globs[label]), tree.layout is Layout.FULL, tree.container == Container.SAFETENSORS
+    def preference(candidate: ReadPart) -> tuple[bool, bool, bool]:
+        """The smallest is read: the source itself, shards, what a training job writes."""
+        tree = candidate.tree
+        return bool(globs[candidate.label]), tree.layout is Layout.FULL, tree.container == Container.SAFETENSORS
 
-    kept = min(labels, key=is_export)
-    ignored = " ".join(f"--ignore-file {shlex.quote(globs[label])}" for label in labels if label != kept)
-    shown = "that one" if named == kept else shlex.quote(named)
+    chosen = min(candidates, key=preference).label
+    ignored = " ".join(f"--ignore-file {shlex.quote(glob)}" for label, glob in globs.items() if label != chosen)
+    shown = "that one" if named == chosen else shlex.quote(named)
     other = f"; or give {shown} as SRC" if named.rstrip("/") != source.rstrip("/") else ""
-    return f"to read {kept}, add {ignored}{other}"
+    return f"to read {chosen}, add {ignored}{other}"
 
 
-def glob_of(label: str, source: str) -> str:
-    """The glob that leaves out the part with this ``label``: "" if that is the whole source.
+def glob_of(part: Part, source: str) -> str:
+    """The glob that leaves out ``part``: "" if that is the whole source."""
+    path = relative_path(f"{part.directory}/{part.glob}" if part.glob else part.label, source)
+    shards = path.removesuffix(".safetensors.index.json")
+    return path if shards == path else f"{shards}*.safetensors*"
 
-    A label is a path, a pattern of paths, or the first and last file of each rank.
+
+def _path_for_user(candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) -> str:
+    """What to give as SRC for the first of ``candidates``: the directory of a set of files; its directory if that has
+    no other candidate and holds more than this part; otherwise the path itself.
     """
-    first, _, last = label.partition(" .. ")
-    path = relative_path(first, source)
-    if path.endswith(".safetensors.index.json"):
-        return path.removesuffix(".safetensors.index.json") + "*.safetensors*"
-    if not last:
-        return path
-    end = last.rpartition("/")[2]
-    name = path.rpartition("/")[2]
-    at = next((number for number, (one, other) in enumerate(zip(name, end, strict=False)) if one != other), 0)
-    tail = name[at:].lstrip("0123456789")
-    return path.removesuffix(name) + name[:at] + "*" + tail
+    part = candidates[0].part
+    alone = part.directory and all(other.part.directory != part.directory for other in candidates[1:])
+    if part.glob or (alone and sum(other.part.directory == part.directory for other in parts) > 1):
+        return part.directory
+    return part.label
 
 
-def _path_for_user(labels: Sequence[str], parts: Sequence[ReadPart]) -> str:
-    """What to give as SRC for the first of ``labels``: the directory of a set of files; its directory if that has no
-    other candidate and holds more than this part; otherwise the path itself.
-    """
-    first, several, _ = labels[0].partition(" .. ")
-    folder = _folder(first)
-    alone = folder and all(_folder(label) != folder for label in labels[1:])
-    if several or "*" in first or (alone and sum(_folder(part.label) == folder for part in parts) > 1):
-        return folder
-    return first
-
-
-def _folder(label: str) -> str:
-    return label.partition(" .. ")[0].rpartition("/")[0]
-
-
-def _strange_names(source: str, with_model: ReadPart, with_optim: ReadPart) -> list[Note]:
+def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) -> list[Note]:
     """A note that lists the optimizer's names that the model in another part lacks.
 
     Names that differ only by a prefix match; names of flat parameters prove nothing. Raises NeedsInformationError if
@@ -263,13 +253,13 @@ def _strange_names(source: str, with_model: ReadPart, with_optim: ReadPart) -> l
     missing = [name for name in missing if clean(name) not in ends and held.isdisjoint(_suffixes(clean(name)))]
     if not missing:
         return []
-    shown = first_of(missing, _SHOWN)
+    shown = first_of(missing, _MAX_NAMES)
     if len(missing) < len(named):
         keys = "1 optimizer key is" if len(missing) == 1 else f"{len(missing)} optimizer keys are"
         return [Note("unmatched", f"{keys} none of the model's: {shown}", keys=tuple(missing))]
     raise NeedsInformationError(
         f"{source} holds a model and an optimizer that have no parameter name in common",
-        details=[f"{with_model.label}: {first_of(list(model.params), _SHOWN)}", f"{with_optim.label}: {shown}"],
+        details=[f"{with_model.label}: {first_of(list(model.params), _MAX_NAMES)}", f"{with_optim.label}: {shown}"],
         why="they are of different models, or a tool renamed the parameters of one of them (torchtune saves weights "
         "under Hugging Face's names, and its optimizer under its own)",
         next_step=f"name the one to read, for example {shlex.quote(with_model.label)}",
@@ -283,7 +273,7 @@ def _suffixes(name: str) -> list[str]:
     return [".".join(words[at:]) for at in range(len(words))]
 
 
-def _ids_of_other_parameters(part: ReadPart, model: ModelState | None) -> Iterator[Problem]:
+def _reused_ids(part: ReadPart, model: ModelState | None) -> Iterator[Problem]:
     """A fatal problem if one id of an optimizer stands for different parameters on different ranks.
 
     Pipeline stages and experts have their own parameters, each counted from 0. Every rank of a mesh holds a part of the
@@ -303,9 +293,9 @@ def _ids_of_other_parameters(part: ReadPart, model: ModelState | None) -> Iterat
             ranks = frozenset(leaf.chunks.rank.tolist())
             if not any(ranks <= one for one in holders):
                 message = (
-                    f"id {key} of the optimizer is another parameter on some ranks: the model's parameters are not the "
-                    "same on all of them, as with pipeline stages, and every rank counts its own. Save the optimizer "
-                    "by name, with get_optimizer_state_dict; --only model converts the rest"
+                    f"id {key} means different parameters on different ranks: the model's parameters are not the same "
+                    "on all of them, as with pipeline stages, and every rank counts its own. Save the optimizer by "
+                    "name, with get_optimizer_state_dict; --only model converts the rest"
                 )
                 yield Problem("parameter-order", message, file=part.label, key=str(key), section=Section.OPTIM)
                 return
@@ -373,7 +363,7 @@ def _held_text(values: Sequence[Value]) -> str:
     if len(held) == 1:
         return ""
     parts = [f"{text} on {'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}" for text, ranks in held.items()]
-    return ": " + "; ".join(parts[:_MOST_VALUES]) + ("; ..." if len(parts) > _MOST_VALUES else "")
+    return ": " + "; ".join(parts[:_MAX_VALUES]) + ("; ..." if len(parts) > _MAX_VALUES else "")
 
 
 def _extras(parts: Sequence[ReadPart], world_size: int) -> tuple[dict[Key, Value], tuple[dict[Key, Value], ...]]:

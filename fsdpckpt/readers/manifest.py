@@ -1,0 +1,313 @@
+"""Reads what this program leaves beside a checkpoint: ``fsdpckpt.json``, the manifest, and units files.
+
+The manifest is in every directory that this program wrote: key types, units, lengths, checksums and digests. A damaged
+manifest is not used. If it contradicts the small files beside it (DCP's metadata, an index), either these are damaged
+or another program has written there since; nothing shows which.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import re
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fsdpckpt.errors import SourceError
+from fsdpckpt.ir.checkpoint import (
+    Checkpoint,
+    Evidence,
+    EvidenceKind,
+    Layout,
+    Manifest,
+    ManifestFile,
+    Note,
+    OptimState,
+    Problem,
+    ProblemKind,
+)
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.units import Units
+from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.readers.side_files import auxiliary, section_of_name
+from fsdpckpt.storage import ByteSource, Entry
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import bytes_text
+
+_UNITS_MARK = b'"fsdpckpt-units"'  # the value of "format", which the program writes first
+_UNITS_HEAD = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class FoundUnits:
+    """``units`` and the file that has them; if ``units`` is None, several files differ, and ``path`` names them all."""
+
+    units: Units | None
+    path: str
+    notes: tuple[Note, ...] = ()
+
+
+def find_units(entries: Sequence[Entry], sources: Sources) -> FoundUnits | None:
+    """The units in the units files among ``entries``, the files of one directory; None if there is none.
+
+    Equal files count as one; if they differ, none is chosen. A broken file is not used: a checkpoint that needs no
+    units is still read, and one that needs them asks for them.
+    """
+    files: list[tuple[str, Units]] = []
+    notes: list[Note] = []
+    for entry in entries:
+        if _may_hold_units(entry, sources):
+            from fsdpckpt.ir.units_json import loads
+
+            try:
+                files.append((entry.path, loads(_content(entry, sources), source=entry.path)))
+            except SourceError as error:
+                notes.append(_unreadable(error))
+    if all(units == files[0][1] for _, units in files[1:]):
+        if not files:
+            return FoundUnits(None, "", tuple(notes)) if notes else None
+        return FoundUnits(files[0][1], files[0][0], tuple(notes))
+    paths = " and ".join(path for path, _ in files)
+    message = f"{paths} are different units files, and none is used: name the right one with --units FILE"
+    return FoundUnits(None, paths, (*notes, Note("units-ambiguous", message)))
+
+
+def _unreadable(error: SourceError) -> Note:
+    details = f" ({'; '.join(error.details[:3])})" if error.details else ""
+    return Note("units-unreadable", f"{error.what}{details}: these units are not used")
+
+
+def _may_hold_units(entry: Entry, sources: Sources) -> bool:
+    """Whether the file is marked as a units file: near its beginning, or anywhere if its name is that of a units file
+    too.
+    """
+    if entry.directory or not entry.name.endswith(".json") or entry.name == MANIFEST:
+        return False
+    try:
+        head = sources.open(entry.path).read(0, min(_UNITS_HEAD, entry.nbytes))
+        return _UNITS_MARK in head or ("units" in entry.name.lower() and _UNITS_MARK in _content(entry, sources))
+    except SourceError:  # a file beside the checkpoint that was not requested
+        return False
+
+
+def _content(entry: Entry, sources: Sources) -> bytes:
+    """The bytes of the file; of a file too large for units, only enough for ``loads`` to report that."""
+    from fsdpckpt.ir.units_json import MOST_BYTES
+
+    return sources.open(entry.path).read(0, min(entry.nbytes, MOST_BYTES + 1))
+
+
+def with_units(checkpoint: Checkpoint, found: FoundUnits) -> None:
+    """Give ``checkpoint`` the units that were found."""
+    checkpoint.units, checkpoint.units_from = found.units, found.path
+    if checkpoint.layout is Layout.FLATTENED or (checkpoint.optim is not None and checkpoint.optim.key_type == "id"):
+        checkpoint.notes = (*checkpoint.notes, *found.notes)  # without flat parameters no choice is needed
+    if found.units is not None:
+        evidence = Evidence(EvidenceKind.UNITS, f"{found.path} says what lies in flat parameters")
+        checkpoint.evidence = (*checkpoint.evidence, evidence)
+
+
+SEAL = ',\n "crc32": "'
+"""Stands before the CRC-32 of all that precedes it; the manifest ends behind that."""
+
+_SEAL_END = b'"\n}\n'
+_CRC_DIGITS = 8
+_MAX_DIGITS = 20  # digits of an id: Python refuses to parse thousands of them
+_BATCH = 1 << 24  # bytes
+_SMALL = (".metadata", ".json")  # files that are read in any case, whose bytes decide the meaning of the others
+_CRC = re.compile("[0-9a-f]{8}")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadManifest:
+    """What ``fsdpckpt.json`` says. ``manifest``: None if it is missing, or damaged, which is then in ``problems``.
+
+    ``document``: its JSON. ``units``: those of the checkpoint, None if it records none.
+    """
+
+    manifest: Manifest | None = None
+    problems: tuple[Problem, ...] = ()
+    document: Mapping[str, object] = field(default_factory=dict)
+    units: FoundUnits | None = None
+
+
+def read_manifest(directory: str, names: Collection[str], sources: Sources) -> ReadManifest:
+    """Read the manifest in ``directory``, which holds files called ``names``."""
+    if MANIFEST not in names:
+        return ReadManifest()
+    path = f"{directory.rstrip('/')}/{MANIFEST}"
+    source = sources.open(path)
+    data = source.read(0, source.nbytes)
+    document, how = None, "it is not a JSON object"
+    if _seal_broken(data):
+        how = "its bytes do not match the checksum at its end"
+    else:
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError):
+            how = "it is not JSON"
+    if not isinstance(document, dict):
+        problem = Problem("manifest", f"{path} is damaged, and is ignored: {how}", fatal=False, file=path)
+        return ReadManifest(problems=(problem,))
+    recorded = document.get("digests")
+    digests = recorded if isinstance(recorded, dict) else {}
+    digests = {key: value for key, value in digests.items() if isinstance(value, str)}
+    manifest = Manifest(path, directory.rstrip("/"), _files(document.get("files")), digests)
+    return ReadManifest(manifest, (), document, _units(document.get("units"), path))
+
+
+def _units(recorded: object, path: str) -> FoundUnits | None:
+    if recorded is None:
+        return None
+    from fsdpckpt.ir.units_json import decode
+
+    try:
+        return FoundUnits(decode(recorded, source=path), path)
+    except SourceError as error:
+        return FoundUnits(None, "", (_unreadable(error),))
+
+
+def with_manifest(checkpoint: Checkpoint, read: ReadManifest, sources: Sources) -> Checkpoint:
+    """Apply the manifest of its directory to ``checkpoint``."""
+    manifest, document = read.manifest, read.document
+    if manifest is None:
+        checkpoint.problems = (*checkpoint.problems, *read.problems)
+        notes = (Note("manifest", problem.message) for problem in read.problems)  # a conversion reports these
+        checkpoint.notes = (*checkpoint.notes, *notes)
+        return checkpoint
+    checkpoint.manifest = manifest
+    present = present_files(manifest, sources)
+    contradictions = _contradictions(manifest, present, sources)
+    checkpoint.problems = (*checkpoint.problems, *check_listing(manifest, present), *contradictions)
+    if contradictions:
+        return checkpoint
+    if read.units is not None:  # they were written with these very files
+        with_units(checkpoint, read.units)
+    optim = checkpoint.optim
+    if document.get("key_type") == "id" and optim is not None:
+        checkpoint.optim = _with_ids(optim)
+    _restore_undetermined(checkpoint, document.get("undetermined"))
+    flavor = document.get("flavor")
+    if isinstance(flavor, str) and flavor_named(flavor) is not None:
+        checkpoint.flavor = flavor
+    evidence = Evidence(EvidenceKind.MANIFEST, f"{MANIFEST}: written by fsdpckpt {document.get('version')}")
+    checkpoint.evidence = (*checkpoint.evidence, evidence)
+    return checkpoint
+
+
+def _seal_broken(data: bytes) -> bool:
+    """Whether the checksum at the end, or the bytes it covers, changed. A manifest written by hand may have none."""
+    nbytes = len(SEAL) + _CRC_DIGITS + len(_SEAL_END)
+    body, end = data[:-nbytes], data[-nbytes:]
+    crc = b"%08x" % zlib.crc32(body)
+    return end != SEAL.encode() + crc + _SEAL_END and (SEAL.encode() in end or crc in end)
+
+
+def _files(listed: object) -> dict[str, ManifestFile]:
+    files: dict[str, ManifestFile] = {}
+    for name, entry in listed.items() if isinstance(listed, dict) else ():
+        nbytes, crc = (entry.get("nbytes"), entry.get("crc32")) if isinstance(entry, dict) else (None, None)
+        if (
+            isinstance(name, str)
+            and _is_inside(name)
+            and isinstance(nbytes, int)
+            and (crc is None or (isinstance(crc, str) and _CRC.fullmatch(crc)))
+        ):
+            files[name] = ManifestFile(nbytes, int(crc, 16) if crc is not None else None)
+    return files
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a file of this name is inside the directory; files elsewhere are never opened."""
+    return "\0" not in name and not name.startswith("/") and not {"", ".", ".."} & set(name.split("/"))
+
+
+def _contradictions(manifest: Manifest, present: Collection[str], sources: Sources) -> list[Problem]:
+    problems = []
+    for name, listed in manifest.files.items():
+        if name not in present or not name.endswith(_SMALL) or listed.crc is None:
+            continue
+        source = sources.open(f"{manifest.directory}/{name}")
+        if source.nbytes != listed.nbytes or _crc(source) != listed.crc:
+            message = (
+                f"{source.path} does not match {manifest.path}: it is damaged, or another program wrote here since "
+                f"(then remove {MANIFEST})"
+            )
+            problems.append(Problem("checksum", message, file=source.path))
+    return problems
+
+
+def _crc(source: ByteSource) -> int:
+    crc = 0
+    for at in range(0, source.nbytes, _BATCH):  # the .metadata of thousands of ranks takes gigabytes
+        crc = zlib.crc32(source.read(at, min(_BATCH, source.nbytes - at)), crc)
+    return crc
+
+
+def _restore_undetermined(checkpoint: Checkpoint, undetermined: object) -> None:
+    """Leave open whether FSDP shards the parameters ``undetermined``: the source of this output did not say."""
+    if not isinstance(undetermined, list) or checkpoint.model is None:
+        return
+    params = checkpoint.model.params
+    for key in undetermined:
+        leaf = params.get(key) if isinstance(key, str) else None
+        if isinstance(leaf, Tensor):
+            params[key] = replace(leaf, sharded=None)
+
+
+def _with_ids(optim: OptimState) -> OptimState:
+    """``optim`` with its ids as numbers: a container stored them as strings, and there are no param groups."""
+    if optim.param_groups or not all(
+        isinstance(key, int) or (key.isdecimal() and len(key) < _MAX_DIGITS) for key in optim.state
+    ):
+        return optim
+    return OptimState({int(key): states for key, states in optim.state.items()}, optim.param_groups, optim.extra)
+
+
+_DECIDING = (".metadata", ".index.json")  # small, and without them the others mean nothing
+
+
+def check_listing(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
+    """Problems of files that are missing or of another length, and of files among the listed ones that do not belong to
+    them.
+
+    ``present``: the result of ``present_files``. A missing file that only describes a model is not fatal.
+    """
+    problems: list[Problem] = []
+    for name, listed in manifest.files.items():
+        path = f"{manifest.directory}/{name}"
+        entry = present.get(name)
+        if entry is None:
+            message = f"{path} is missing, and {MANIFEST} lists it (if that is meant, remove {MANIFEST} too)"
+            fatal = name.endswith(_DECIDING) or not auxiliary(posixpath.basename(name))
+            problems.append(Problem("missing-file", message, fatal=fatal, file=path, section=section_of_name(name)))
+        elif entry.nbytes != listed.nbytes:
+            message = f"{path} has {bytes_text(entry.nbytes)}, and {MANIFEST} says {bytes_text(listed.nbytes)}"
+            kind: ProblemKind = "truncated" if entry.nbytes < listed.nbytes else "length"
+            problems.append(Problem(kind, message, file=path, section=section_of_name(name)))
+    return [*problems, *_stray_problems(manifest, present)]
+
+
+def present_files(manifest: Manifest, sources: Sources) -> dict[str, Entry]:
+    """The files in every directory that the manifest names, by their path relative to its own."""
+    files: dict[str, Entry] = {}
+    for folder in sorted({"", *(posixpath.dirname(name) for name in manifest.files)}):
+        path = posixpath.join(manifest.directory, folder).rstrip("/")
+        entry = sources.stat(path)
+        if entry is not None and entry.directory:
+            for inner in sources.list_directory(path):
+                if not inner.directory:
+                    files[posixpath.join(folder, inner.name)] = inner
+    return files
+
+
+def _stray_problems(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
+    """Problems of files that look like those of the checkpoint but were not written with it."""
+    kinds = {os.path.splitext(name)[1] for name in manifest.files} - {"", ".json"}
+    strays = [name for name in present if os.path.splitext(name)[1] in kinds and name not in manifest.files]
+    why = f"is not among the files that {MANIFEST} lists: another save left it, or it was put there since"
+    paths = [f"{manifest.directory}/{name}" for name in sorted(strays)]
+    return [Problem("stray", f"{path} {why}", fatal=False, file=path) for path in paths]
