@@ -26,18 +26,17 @@ from fsdpckpt.errors import (
     UsageError,
     to_copy,
 )
-from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.process import without_collection
-from fsdpckpt.producers import PLAIN, Flavor
-from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, flavor_named, recognise
+from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, recognise
 from fsdpckpt.readers import READERS
 from fsdpckpt.readers.join import ReadPart, join, read_part, without_exports
 from fsdpckpt.readers.manifest import FoundUnits, find_units, read_manifest, with_manifest, with_units
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Items, Part, ReadOptions
-from fsdpckpt.readers.side_files import missing_sections
+from fsdpckpt.readers.side_files import missing_sections, resuming_producer, with_flavor
 from fsdpckpt.readers.torch_ranks import may_be_torch
 from fsdpckpt.storage import UPLOADING, Entry, is_url
 from fsdpckpt.storage.sources import RemainingSources, Sources
@@ -157,7 +156,7 @@ class _Opening:
             error.next_step = f"give the directory with all of them: {_parent_quoted(self.source)}"
             error.run_again = False
             raise
-        checkpoint = _with_flavor(join(self.source, [read], self.files, []), [entry.name], "")
+        checkpoint = with_flavor(join(self.source, [read], self.files, []), [entry.name], "")
         checkpoint.problems = (*checkpoint.problems, *missing_sections(checkpoint, ()))
         units = None if is_url(self.source) else _nearest_units([os.path.dirname(self.source) or "."], self.sources)
         if units is not None:
@@ -191,7 +190,7 @@ class _Opening:
             left = tuple(self.sources.ignored)
             searched.notes.append(Note("ignored", f"left out by --ignore-file: {first_of(left, 6)}", keys=left))
         checkpoint = join(self.source, read, self.files, searched.notes)
-        checkpoint = _with_flavor(checkpoint, searched.names, searched.path)
+        checkpoint = with_flavor(checkpoint, searched.names, searched.path)
         if units is not None:
             with_units(checkpoint, units)
         checkpoint = with_manifest(checkpoint, manifest, self.sources.all)
@@ -312,7 +311,7 @@ class _Opening:
 
     def _producer_below(self, found: _Found, subdirectories: list[Entry]) -> _Found | None:
         """The one subdirectory with everything that a producer saves, if no file above it is a model or optimizer."""
-        below = [search for search in self._search_each(subdirectories) if _resuming(search.names)]
+        below = [search for search in self._search_each(subdirectories) if resuming_producer(search.names)]
         if len(below) > 1:
             raise _several_candidates(found.path, [search.path for search in below])
         for search in below:
@@ -345,48 +344,6 @@ class _Opening:
                 "see what is there, and name the directory of one checkpoint", f"ls -l {shlex.quote(self.source)}"
             ),
         )
-
-
-def _with_flavor(checkpoint: Checkpoint, names: Sequence[str], directory: str) -> Checkpoint:
-    """``checkpoint``, found in ``directory`` ("": it is one file), with the name of its producer."""
-    checkpoint.directory = directory
-    if checkpoint.flavor == PLAIN and MANIFEST not in names:  # which records it
-        checkpoint.flavor = flavor_of(checkpoint, names, directory)
-    flavor = flavor_named(checkpoint.flavor)
-    if flavor is None or not directory:
-        checkpoint.notes = (*checkpoint.notes, *_part_of_larger_checkpoint(checkpoint.source))
-    if flavor is not None:
-        evidence = Evidence(EvidenceKind.FLAVOR, f"flavor {flavor.name}: names of {flavor.title}")
-        checkpoint.evidence = (*checkpoint.evidence, evidence)
-    return checkpoint
-
-
-def flavor_of(checkpoint: Checkpoint, names: Sequence[str], directory: str) -> str:
-    """The producer according to the file names, or to the keys beside model and optimizer; else ``plain``."""
-    model, flattened = checkpoint.nesting.get(Section.MODEL), checkpoint.flattened_keys
-    flavor = recognise(names, directory=directory, keys=checkpoint.extra, model=model, flattened=flattened)
-    return flavor.name if flavor is not None else PLAIN
-
-
-def _part_of_larger_checkpoint(source: str) -> list[Note]:
-    """A note if a framework keeps one section in ``source`` and the others in the directory above, from which it
-    resumes.
-    """
-    if is_url(source):
-        return []
-    above, name = os.path.split(os.path.abspath(source))
-    flavor = _resuming(os.listdir(above) if os.access(above, os.R_OK) else [])
-    if flavor is None or not re.search(flavor.state, name):
-        return []
-    folder = os.path.dirname(source.rstrip("/")) or "."
-    message = f"{source} is one part of a checkpoint of flavor {flavor.name}: give {folder} for all of it"
-    return [Note("part-of", message)]
-
-
-def _resuming(names: Sequence[str]) -> Flavor | None:
-    """The producer of files with these names, if it resumes training from them."""
-    flavor = recognise(names)
-    return flavor if flavor is not None and any(form.optim is not None for form in flavor.forms) else None
 
 
 def _parent_quoted(path: str) -> str:

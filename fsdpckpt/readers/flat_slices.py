@@ -32,7 +32,7 @@ from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Value, equal
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
-from fsdpckpt.readers.protocol import KeyPath, Tree
+from fsdpckpt.readers.protocol import KeyPath, Tree, dotted
 from fsdpckpt.readers.sections import Sections
 from fsdpckpt.text import first_of, truncate
 
@@ -186,35 +186,33 @@ def mark_slices(tree: Tree, sections: Sections, model: ModelState | None, label:
     if tree.world_size > 1:
         tree.problems.extend(_flattened_extras(tree, sections, label))
     if optim is not None and optim.key_type == "id":
-        tree.problems.extend(_orders_that_differ(tree, (*(sections.optim_path or ()), "param_groups"), label))
+        problem = _take_differing_orders(tree, (*(sections.optim_path or ()), "param_groups"), label)
+        tree.problems += [problem] if problem is not None else []
 
 
-def _orders_that_differ(tree: Tree, groups: KeyPath, label: str) -> Iterator[Problem]:
-    """A fatal problem for the first param group whose ``param_names`` or ``params`` are not the same on every rank.
+def _take_differing_orders(tree: Tree, groups: KeyPath, label: str) -> Problem | None:
+    """Remove from ``tree.rank_values`` the ``param_names`` and ``params`` of param groups. Returns a fatal problem for
+    the first of them.
 
     Each rank's optimizer numbers ids in its own order, so one id would be different parameters on different ranks.
     """
-    depth = len(groups) + 1
-    differing = [
-        path
-        for path in tree.rank_values
-        if path[: depth - 1] == groups and len(path) > depth and path[depth] in ("param_names", "params")
-    ]
-    for number, path in enumerate(differing):
-        values = tree.rank_values.pop(path)
-        if not number:
-            rank = next((rank for rank, value in enumerate(values) if not equal(value, values[0])), 0)
-            key = ".".join(map(str, path))
-            yield Problem(
-                "parameter-order",
-                f"{key} is {truncate(values[0])} on rank 0 and {truncate(values[rank])} on rank {rank}: the ranks' "
-                "optimizers list their parameters in different orders, so one id is a different parameter on each of "
-                "them. Save it with FSDP.optim_state_dict, or make the optimizer with the same order on every rank",
-                file=label,
-                key=key,
-                rank=rank,
-                section=Section.OPTIM,
-            )
+    depth = len(groups)
+    orders = {
+        path: tree.rank_values.pop(path)
+        for path in list(tree.rank_values)
+        if path[:depth] == groups and path[depth + 1 : depth + 2] in (("param_names",), ("params",))
+    }
+    if not orders:
+        return None
+    path, values = next(iter(orders.items()))
+    key = dotted(path)
+    rank = next((rank for rank, value in enumerate(values) if not equal(value, values[0])), 0)
+    message = (
+        f"{key} is {truncate(values[0])} on rank 0 and {truncate(values[rank])} on rank {rank}: the ranks' optimizers "
+        "list their parameters in different orders, so one id is a different parameter on each of them. Save it with "
+        "FSDP.optim_state_dict, or make the optimizer with the same order on every rank"
+    )
+    return Problem("parameter-order", message, file=label, key=key, rank=rank, section=Section.OPTIM)
 
 
 def _drop_missing_keys(tree: Tree, states: KeyPath) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -78,7 +78,7 @@ class ReadPart:
 
 def read_part(part: Part, tree: Tree) -> ReadPart:
     """Split ``tree`` into its sections. A part whose name says that it holds ``extras`` has only these."""
-    only_extras = (part.extras or part.stem == EXTRA_STEM) and isinstance(tree.root, dict)
+    only_extras = part.extras or part.stem == EXTRA_STEM
     sections = Sections(None, None, dict(cast("dict[Key, Value]", tree.root))) if only_extras else split(tree.root)
     return ReadPart(part, tree, sections)
 
@@ -100,8 +100,8 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
     model = main.sections.model
     for part in parts:
         mark_slices(part.tree, part.sections, model, part.label)
-        part.tree.problems.extend(_slices_of_one_rank(part))
-        part.tree.problems.extend(_reused_ids(part, model))
+        found = (_slices_of_one_rank(part), _reused_ids(part, model))
+        part.tree.problems += [problem for problem in found if problem is not None]
     extra, rank_extra = _extras(parts, world_size)
     return Checkpoint(
         source=source,
@@ -273,7 +273,7 @@ def _suffixes(name: str) -> list[str]:
     return [".".join(words[at:]) for at in range(len(words))]
 
 
-def _reused_ids(part: ReadPart, model: ModelState | None) -> Iterator[Problem]:
+def _reused_ids(part: ReadPart, model: ModelState | None) -> Problem | None:
     """A fatal problem if one id of an optimizer stands for different parameters on different ranks.
 
     Pipeline stages and experts have their own parameters, each counted from 0. Every rank of a mesh holds a part of the
@@ -281,42 +281,38 @@ def _reused_ids(part: ReadPart, model: ModelState | None) -> Iterator[Problem]:
     """
     optim = part.sections.optim
     if optim is None or optim.key_type != "id" or model is None or part.tree.container is not Container.TORCH:
-        return
+        return None
     leaves = [leaf for leaf in model.params.values() if isinstance(leaf, Tensor) and leaf.sharded]
     holders = {frozenset(leaf.chunks.rank.tolist()) for leaf in leaves if leaf.numel}
-    if all(one & other for one in holders for other in holders):
-        return
+    if all(ranks & others for ranks in holders for others in holders):
+        return None
     for key, states in optim.state.items():
-        for leaf in states.values():
-            if not isinstance(leaf, Tensor) or not leaf.sharded:
-                continue
-            ranks = frozenset(leaf.chunks.rank.tolist())
-            if not any(ranks <= one for one in holders):
-                message = (
-                    f"id {key} means different parameters on different ranks: the model's parameters are not the same "
-                    "on all of them, as with pipeline stages, and every rank counts its own. Save the optimizer by "
-                    "name, with get_optimizer_state_dict; --only model converts the rest"
-                )
-                yield Problem("parameter-order", message, file=part.label, key=str(key), section=Section.OPTIM)
-                return
+        leaves = [leaf for leaf in states.values() if isinstance(leaf, Tensor) and leaf.sharded]
+        if not all(any(ranks.issuperset(leaf.chunks.rank.tolist()) for ranks in holders) for leaf in leaves):
+            message = (
+                f"id {key} means different parameters on different ranks: the model's parameters are not the same on "
+                "all of them, as with pipeline stages, and every rank counts its own. Save the optimizer by name, with "
+                "get_optimizer_state_dict; --only model converts the rest"
+            )
+            return Problem("parameter-order", message, file=part.label, key=str(key), section=Section.OPTIM)
+    return None
 
 
-def _slices_of_one_rank(part: ReadPart) -> Iterator[Problem]:
-    """A fatal problem for a single torch file whose name shows that it is one rank's, if it may hold this rank's
-    slices. An optimizer with a state of two dimensions, or with no states, is whole.
+def _slices_of_one_rank(part: ReadPart) -> Problem | None:
+    """A fatal problem if a single torch file, whose name shows that it is one rank's, may hold this rank's slices. An
+    optimizer with a state of two dimensions, or with no states, is whole.
     """
-    named = named_rank(part.stem) if part.tree.container == Container.TORCH and part.tree.world_size == 1 else None
-    ranks = max(named.world or 0, named.rank + 1) if named is not None and not named.bare else 1
-    optim = part.sections.optim
-    if named is None or ranks < 2 or optim is None:
-        return
+    named, optim, tree = named_rank(part.stem), part.sections.optim, part.tree
+    if named is None or named.bare or optim is None or tree.container is not Container.TORCH or tree.world_size > 1:
+        return None
     leaves = [leaf for entry in optim.state.values() for leaf in entry.values() if isinstance(leaf, Tensor)]
-    if {leaf.ndim for leaf in leaves if leaf.ndim} == {1}:
-        message = (
-            f"{part.label} is named as the file of rank {named.rank}, and its optimizer may be in FSDP1's slices: give "
-            f"the directory with the files of all {'' if named.world is None else f'{named.world} '}ranks"
-        )
-        yield Problem("missing-rank", message, file=part.label, rank=named.rank, section=Section.OPTIM)
+    if max(named.world or 0, named.rank + 1) < 2 or {leaf.ndim for leaf in leaves if leaf.ndim} != {1}:
+        return None
+    message = (
+        f"{part.label} is named as the file of rank {named.rank}, and its optimizer may be in FSDP1's slices: give the "
+        f"directory with the files of all {'' if named.world is None else f'{named.world} '}ranks"
+    )
+    return Problem("missing-rank", message, file=part.label, rank=named.rank, section=Section.OPTIM)
 
 
 def _layout(parts: Sequence[ReadPart]) -> Layout:

@@ -1,19 +1,20 @@
-"""Finds the files beside a checkpoint: those to copy with it, and those that show what else was saved."""
+"""Finds the files beside a checkpoint: those to copy with it, and those that show which program saved what."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdpckpt.errors import SourceMissingError
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, NoteKind, Problem, Section, SourceFile
+from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, NoteKind, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.producers import EXTRA_STEM, Flavor, RankFile
-from fsdpckpt.producers.table import export_files, flavor_named
+from fsdpckpt.producers import EXTRA_STEM, PLAIN, Flavor, RankFile
+from fsdpckpt.producers.table import export_files, flavor_named, recognise
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
-from fsdpckpt.storage import Entry
+from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import Sources, relative_path
 from fsdpckpt.text import names_text
 
@@ -244,3 +245,45 @@ def _file_of(section: Section, flavor: Flavor, checkpoint: Checkpoint) -> str:
         if form.container == checkpoint.container and place is not None:
             return place.file.format(rank=0, world_size=checkpoint.world_size)
     return ""
+
+
+def with_flavor(checkpoint: Checkpoint, names: Sequence[str], directory: str) -> Checkpoint:
+    """``checkpoint``, found in ``directory`` ("": it is one file), with the name of its producer."""
+    checkpoint.directory = directory
+    if checkpoint.flavor == PLAIN and MANIFEST not in names:  # which records it
+        checkpoint.flavor = flavor_of(checkpoint, names, directory)
+    flavor = flavor_named(checkpoint.flavor)
+    if flavor is None or not directory:
+        checkpoint.notes = (*checkpoint.notes, *_part_of_larger_checkpoint(checkpoint.source))
+    if flavor is not None:
+        evidence = Evidence(EvidenceKind.FLAVOR, f"flavor {flavor.name}: names of {flavor.title}")
+        checkpoint.evidence = (*checkpoint.evidence, evidence)
+    return checkpoint
+
+
+def flavor_of(checkpoint: Checkpoint, names: Sequence[str], directory: str) -> str:
+    """The producer according to the file names, or to the keys beside model and optimizer; else ``plain``."""
+    model, flattened = checkpoint.nesting.get(Section.MODEL), checkpoint.flattened_keys
+    flavor = recognise(names, directory=directory, keys=checkpoint.extra, model=model, flattened=flattened)
+    return flavor.name if flavor is not None else PLAIN
+
+
+def _part_of_larger_checkpoint(source: str) -> list[Note]:
+    """A note if a framework keeps one section in ``source`` and the others in the directory above, from which it
+    resumes.
+    """
+    if is_url(source):
+        return []
+    above, name = os.path.split(os.path.abspath(source))
+    flavor = resuming_producer(os.listdir(above) if os.access(above, os.R_OK) else [])
+    if flavor is None or not re.search(flavor.state, name):
+        return []
+    folder = os.path.dirname(source.rstrip("/")) or "."
+    message = f"{source} is one part of a checkpoint of flavor {flavor.name}: give {folder} for all of it"
+    return [Note("part-of", message)]
+
+
+def resuming_producer(names: Sequence[str]) -> Flavor | None:
+    """The producer of files with these names, if it resumes training from them."""
+    flavor = recognise(names)
+    return flavor if flavor is not None and any(form.optim is not None for form in flavor.forms) else None

@@ -34,7 +34,7 @@ def save_stages(directory: Path, *, names: bool) -> None:
 
 def test_ids_that_every_pipeline_stage_counts_anew_are_refused(tmp_path: Path) -> None:
     save_stages(tmp_path / "stages", names=False)
-    with pytest.raises(SourceError, match="another parameter on some ranks"):
+    with pytest.raises(SourceError, match="different parameters on different ranks"):
         fsdpckpt.convert(str(tmp_path / "stages"), str(tmp_path / "full.pt"), to="full")
     assert not (tmp_path / "full.pt").exists()
     fsdpckpt.convert(str(tmp_path / "stages"), str(tmp_path / "model.pt"), to="full", only="model")

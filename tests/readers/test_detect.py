@@ -24,7 +24,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.readers.detect import flavor_of
+from fsdpckpt.readers.side_files import flavor_of
 from fsdpckpt.readers.torch_ranks import group_ranks
 from tests.flat.flat_synthetic import checkpoint
 from tests.readers.contents import held, opened, raw, same_values
