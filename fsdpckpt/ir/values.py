@@ -35,7 +35,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, Union
+from typing import Any, TypeAlias, Union, cast
 
 import numpy as np
 
@@ -162,6 +162,51 @@ def walk(value: Value, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, 
 def leaf_tensors(value: Value) -> Iterator[tuple[tuple[Key, ...], Tensor]]:
     """Every tensor under ``value`` with its path."""
     yield from ((path, leaf) for path, leaf in walk(value) if isinstance(leaf, Tensor))
+
+
+def value_at(value: Value, path: tuple[Key, ...]) -> Any:
+    """The value at ``path``. Raises KeyError, IndexError or TypeError if there is none."""
+    inner: Any = value
+    for key in path:
+        inner = inner[key]
+    return inner
+
+
+def _has(value: Value, path: tuple[Key, ...]) -> bool:
+    try:
+        value_at(value, path)
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True
+
+
+def replaced(value: Value, path: tuple[Key, ...], new: Value) -> Value:
+    """A copy of ``value`` with ``new`` at ``path``, ``value`` itself if it has nothing there. Only the containers on
+    the way are copied.
+    """
+    if not path or not _has(value, path):
+        return value if path else new
+    copy = _copy(value)
+    copy[path[0]] = replaced(copy[path[0]], path[1:], new)
+    return tuple(copy) if isinstance(value, tuple) else copy
+
+
+def without(value: Value, path: tuple[Key, ...], *, prune: bool = False) -> Value:
+    """A copy of ``value`` without the entry at ``path``, ``value`` itself if it has none. ``prune``: and without
+    containers that become empty.
+    """
+    if not _has(value, path):
+        return value
+    copy = _copy(value)
+    if len(path) > 1:
+        copy[path[0]] = without(copy[path[0]], path[1:], prune=prune)
+    if len(path) == 1 or (prune and not copy[path[0]]):
+        del copy[path[0]]
+    return tuple(copy) if isinstance(value, tuple) else copy
+
+
+def _copy(container: Value) -> Any:
+    return like(container, container) if isinstance(container, dict) else list(cast("list[Value]", container))
 
 
 def equal(one: Value, other: Value) -> bool:

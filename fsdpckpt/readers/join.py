@@ -25,11 +25,11 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Key, Value, replaced, without
 from fsdpckpt.producers import EXTRA_STEM, PLAIN
 from fsdpckpt.readers.flat_slices import mark_slices, why_sliced
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Part, Tree, dotted
-from fsdpckpt.readers.sections import Sections, replaced, split, without
+from fsdpckpt.readers.sections import Sections, split
 from fsdpckpt.readers.torch_ranks import named_rank
 from fsdpckpt.storage.sources import relative_path
 from fsdpckpt.text import first_of, listed, shape_text, truncate

@@ -12,7 +12,7 @@ from typing import cast
 
 from fsdpckpt.ir.checkpoint import ModelState, Note, OptimState, stored_entry
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value, like
+from fsdpckpt.ir.values import Key, Value, like, replaced, value_at, without
 from fsdpckpt.readers.optimizer_forms import containers, is_flattened, optimizer_of
 from fsdpckpt.readers.protocol import KeyPath, dotted
 
@@ -68,7 +68,7 @@ def split(root: Value) -> Sections:
         ((path, (optim, notes)),) = optimizers.items()
         if path and path not in {("optim",), ("optimizer",)}:
             notes.insert(0, Note("optimizer-found", f"the optimizer was found under {dotted(path)}"))
-        sections.optim, sections.optim_path, sections.flattened = optim, path, is_flattened(at(root, path))
+        sections.optim, sections.optim_path, sections.flattened = optim, path, is_flattened(value_at(root, path))
         sections.notes += notes
     _find_model(root, sections)
     sections.extra = _remainder(root, sections)
@@ -99,14 +99,6 @@ def _regroup(root: dict[Key, Value]) -> dict[Key, Value]:
         else:
             regrouped[key] = groups.get(first, value)
     return regrouped
-
-
-def at(root: Value, path: KeyPath) -> dict[Key, Value]:
-    """The mapping at ``path``, which was found by walking ``root``."""
-    value = root
-    for key in path:
-        value = value[key]  # type: ignore[index]
-    return value  # type: ignore[return-value]
 
 
 def _named_optimizer(path: KeyPath) -> bool:
@@ -179,13 +171,13 @@ def _find_model(root: dict[Key, Value], sections: Sections) -> None:
     if all(_is_generator_state(root[key]) for key in direct):
         direct = []
     if len(named) == 1 and not (direct and _is_model(root, named=True)):
-        _take_model(at(root, named[0]), named[0], sections)
+        _take_model(value_at(root, named[0]), named[0], sections)
     elif len(named) > 1:
         _several(named, sections)
     elif direct:
         _take_top_level(root, direct, sections)
     elif len(candidates) == 1:
-        _take_model(at(root, candidates[0]), candidates[0], sections)
+        _take_model(value_at(root, candidates[0]), candidates[0], sections)
     elif candidates:
         _several(candidates, sections)
 
@@ -224,62 +216,11 @@ def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
     taken = [path for path in places if path is not None]
     if () in taken:
         return {}
-    for path in sorted(
-        taken, key=_path_order, reverse=True
-    ):  # from the back: removing an item from a list moves the later ones
-        remaining = _without(rest, path)
-        rest = remaining if isinstance(remaining, dict) else {}
+    for path in sorted(taken, key=_path_order, reverse=True):  # removing an item from a list moves the later ones
+        rest = cast("dict[Key, Value]", without(rest, path, prune=True))
     return dict(rest)
 
 
 def _path_order(path: KeyPath) -> list[tuple[int, str]]:
     """A sort key that puts paths into the same list in the order of its items."""
     return [(key if type(key) is int else 0, str(key)) for key in path]
-
-
-def _without(value: Value, path: KeyPath) -> Value:
-    """A copy of ``value`` without the entry at ``path``, None if nothing is left."""
-    key, below = path[0], path[1:]
-    if isinstance(value, dict):
-        copy = like(value, value)
-        inner = _without(value[key], below) if below else None
-        if inner is None:
-            del copy[key]
-        else:
-            copy[key] = inner
-        return copy or None
-    if isinstance(value, list) and isinstance(key, int):
-        inner = _without(value[key], below) if below else None
-        left = [item for index, item in enumerate(value) if index != key or inner is not None]
-        if inner is not None:
-            left[key] = inner
-        return left or None
-    return value
-
-
-def without(value: Value, path: KeyPath) -> Value:
-    """A copy of ``value`` without the key at ``path``, ``value`` itself if it has none."""
-    if not isinstance(value, dict) or path[0] not in value:
-        return value
-    copy = like(value, value)
-    if len(path) == 1:
-        del copy[path[0]]
-    else:
-        copy[path[0]] = without(value[path[0]], path[1:])
-    return copy
-
-
-def replaced(value: Value, path: KeyPath, new: Value) -> Value:
-    """A copy of ``value`` with ``new`` at ``path``; only the containers on the way are copied."""
-    if not path:
-        return new
-    key, below = path[0], path[1:]
-    if isinstance(value, dict):
-        copy = like(value, value)
-        copy[key] = replaced(value.get(key), below, new)
-        return copy
-    if isinstance(value, (list, tuple)) and isinstance(key, int) and key < len(value):
-        items = list(value)
-        items[key] = replaced(items[key], below, new)
-        return items if isinstance(value, list) else tuple(items)
-    return value

@@ -34,7 +34,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.torch_ranks.read import read_torch_ranks
 from fsdpckpt.storage.sources import Sources
-from tests.readers.contents import held
+from tests.readers.contents import held, opened
 from tests.readers.played_ranks import as_rank, shard, shard_rows_twice
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -552,3 +552,12 @@ def test_keys_in_a_dcp_directory_are_the_texts_that_torch_makes_of_them(tmp_path
     fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "dcp", container="dcp")
     found = {tensor.key for tensor in fsdpckpt.inspect(tmp_path / "dcp").tensors}
     assert found == {"w", *(set(flatten_state_dict(content)[0]) - {"model.w"})}
+
+
+def test_what_a_rank_lacks_inside_a_list_is_absent_there(tmp_path: Path) -> None:
+    for rank in range(2):
+        states = [{"seed": 1, **({"cuda": 2} if rank == 0 else {})}, ({"n": 3, **({"m": 4} if rank == 0 else {})},)]
+        torch.save({"states": states}, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
+    first, second = opened(tmp_path).rank_extra
+    assert first == {"states": [{"seed": 1, "cuda": 2}, ({"n": 3, "m": 4},)]}
+    assert second == {"states": [{"seed": 1}, ({"n": 3},)]}

@@ -27,11 +27,11 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, RankOrder, Units
-from fsdpckpt.ir.values import Key, Value, walk
+from fsdpckpt.ir.values import Key, Value, replaced, value_at, walk
 from fsdpckpt.readers.flat_slices import flat_parameter_keys
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree
-from fsdpckpt.readers.sections import replaced, split
+from fsdpckpt.readers.sections import split
 from fsdpckpt.readers.torch_ranks import check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.rank_files import grouped, open_ranks
@@ -228,7 +228,7 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
     """
     changed_roots = list(roots)
     for path in [path for path, mapping in containers(roots[0]) if is_optimizer(mapping)]:
-        every_optimizer = [_value_at(root, path) for root in roots]
+        every_optimizer = [_optimizer_at(root, path) for root in roots]
         ours = [optim for optim in every_optimizer if optim is not None]
         if len(ours) < len(roots):
             continue
@@ -255,13 +255,12 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
     return changed_roots
 
 
-def _value_at(root: object, path: KeyPath) -> _Optimizer | None:
-    for key in path:
-        try:
-            root = root[key]  # type: ignore[index]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return root if isinstance(root, dict) and isinstance(root.get("state"), dict) else None
+def _optimizer_at(root: object, path: KeyPath) -> _Optimizer | None:
+    try:
+        value = value_at(cast(Value, root), path)
+    except (KeyError, IndexError, TypeError):
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("state"), dict) else None
 
 
 def _groups(optim: _Optimizer) -> list[list[ParamKey]] | None:

@@ -14,10 +14,9 @@ from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.formats.torch import TorchArchive
 from fsdpckpt.formats.torch.distributed import all_ranks
 from fsdpckpt.ir.checkpoint import UNORDERED, Evidence, EvidenceKind, Note, Problem, Section
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Key, Value, replaced, without
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import KeyPath, dotted
-from fsdpckpt.readers.sections import at, replaced
 from fsdpckpt.readers.xla_fairscale.models import SHOWN, RankShards, UnnamedError
 from fsdpckpt.readers.xla_fairscale.shard_metadata import (
     FAIRSCALE,
@@ -159,10 +158,9 @@ def _name_rank(
         if is_optimizer(optimizer) and "param_id_map" not in optimizer:  # with it, it was gathered already
             named = _name_optimizer(shards, cast("dict[Key, object]", optimizer), dotted(place), report)
             root = replaced(root, place, cast(Value, named))
-    rest = {key: entry for key, entry in at(root, path[:-1]).items() if key != path[-1]}
     return replace(
         archive,
-        root=replaced(root, path[:-1], rest),
+        root=without(root, path),
         ranks=frozenset({rank}) if metadata.rank is not None else frozenset(),
         worlds=(all_ranks(world_size),),
         forms=frozenset({f"{metadata.producer} FSDP shard"}),
