@@ -29,7 +29,7 @@ from fsdpckpt.readers.protocol import (
     file_name,
     stem_of,
 )
-from fsdpckpt.readers.safetensors.document import assemble
+from fsdpckpt.readers.safetensors.document import restore
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, truncate
@@ -250,7 +250,7 @@ def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
     tensors = build_tensors([_with_global_shape(key, chunks) for key, chunks in chunked.items()], world_size=ranks)
     sharded = ranks > 1 or any(len(tensor.chunks) > 1 for tensor in tensors.values())
     tree = Tree({}, Layout.SHARDED if sharded else Layout.FULL, Container.SAFETENSORS, ranks)
-    tree.root = assemble(tensors, documents, tree)
+    tree.root = restore(tensors, documents, tree)
     held = [f"{plural(len(headers), 'safetensors file')} with {plural(len(tensors), 'tensor')}"]
     if ranks > 1:
         held.append(f"file names and {_SHARDING_KEY} say that {plural(ranks, 'rank')} wrote chunks")
