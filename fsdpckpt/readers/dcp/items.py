@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, NoReturn
+from functools import lru_cache
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -204,15 +205,6 @@ def _refuse(contents: _Contents, directory: DcpDirectory, wrong: npt.NDArray[np.
     )
 
 
-class _StoredRows(NamedTuple):
-    """One item: the rank that wrote it, the number of rows it really has, and what the metadata declares."""
-
-    rank: int
-    rows: int
-    declared_start: int
-    declared_rows: int
-
-
 def _correct_uneven(
     directory: DcpDirectory, uneven: Sequence[ChunkedTensor], located: dict[str, ChunkedTensor], tree: Tree
 ) -> None:
@@ -225,19 +217,20 @@ def _correct_uneven(
     ranks that wrote them determine which rows these are, by the rule in ``layouts.strided``. One mesh must explain all
     items.
     """
-    rows = {tensor.key: _stored_rows(tensor, located[tensor.key].chunks) for tensor in uneven}
-    meshes = set.intersection(
-        *(_fitting_meshes(tensor, rows[tensor.key], world_size=directory.world_size) for tensor in uneven)
-    )
+    world_size = directory.world_size
+    sizes = [size for size in range(2, world_size // 2 + 1) if world_size % size == 0]
+    answers: dict[str, list[Int64Array]] = {tensor.key: [] for tensor in uneven}
+    for size in sizes:
+        starts = _starts_on(MeshShape((world_size // size, size)), uneven, located)
+        for key, start in starts.items():
+            answers[key].append(start)
     unexplained: dict[str, str] = {}
     for tensor in uneven:
-        chunks = located[tensor.key].chunks
-        starts = _true_starts(tensor, rows[tensor.key], meshes)
-        if starts is None:
+        chunks, possible = located[tensor.key].chunks, answers[tensor.key]
+        if not possible or any(not np.array_equal(start, possible[0]) for start in possible[1:]):
             unexplained[tensor.key] = _difference(tensor, chunks)
             continue
-        start = chunks.start.copy()
-        start[:, 0] = starts
+        start = np.column_stack([possible[0], chunks.start[:, 1:]])
         located[tensor.key] = tensor._replace(chunks=replace(chunks, start=start))
     if unexplained:
         raise SourceCorruptError(
@@ -257,13 +250,38 @@ def _correct_uneven(
     tree.notes.append(Note("chunks-corrected", message, uneven[0].key))
 
 
-def _stored_rows(declared: ChunkedTensor, chunks: Chunks) -> list[_StoredRows] | None:
-    """The items as rows of dimension 0; None if another dimension is cut as well."""
-    if not declared.shape or (chunks.size[:, 1:] != np.array(declared.shape[1:], np.int64)).any():
-        return None
-    start, rows = declared.chunks.start[:, 0], declared.chunks.size[:, 0]
-    columns = (chunks.rank, chunks.size[:, 0], start, rows)
-    return [_StoredRows(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+def _starts_on(
+    mesh: MeshShape, uneven: Sequence[ChunkedTensor], located: Mapping[str, ChunkedTensor]
+) -> dict[str, Int64Array]:
+    """For each of the tensors ``uneven``, by key, the first row of each item; {} unless ``mesh`` (FSDP's ranks, tensor
+    parallel ranks) explains all of them: each item has exactly its rank's rows, and every row exists once.
+    """
+    starts: dict[str, Int64Array] = {}
+    for tensor in uneven:
+        declared, chunks = tensor.chunks, located[tensor.key].chunks
+        if not tensor.shape or (chunks.size[:, 1:] != np.array(tensor.shape[1:], np.int64)).any():
+            return {}
+        start, size = _rows_on(mesh, tensor.shape[0], tuple(chunks.rank.tolist()))
+        # If the declared size is right, torch's declared place is right too: no counterexample was seen.
+        declared_right = (size > 0) & (declared.size[:, 0] == size)
+        if (
+            (size != chunks.size[:, 0]).any()
+            or (start != declared.start[:, 0])[declared_right].any()
+            or size.sum() != tensor.shape[0]
+            or len(np.unique(chunks.rank)) < len(chunks)
+        ):
+            return {}
+        starts[tensor.key] = start
+    return starts
+
+
+@lru_cache(maxsize=256)  # many tensors have the same rows
+def _rows_on(mesh: MeshShape, rows: int, ranks: tuple[int, ...]) -> tuple[Int64Array, Int64Array]:
+    """The first row that each of ``ranks`` holds, and how many, if both dimensions of ``mesh`` shard ``rows``."""
+    sharding = strided(mesh, (Shard(0), Shard(0)))
+    boxes = [mesh_box((rows,), sharding, rank) for rank in ranks]
+    start = np.array([box.offsets[0] for box in boxes], np.int64)
+    return start, np.array([box.sizes[0] for box in boxes], np.int64)
 
 
 def _difference(declared: ChunkedTensor, chunks: Chunks) -> str:
@@ -272,39 +290,6 @@ def _difference(declared: ChunkedTensor, chunks: Chunks) -> str:
     rows = zip(*(map(tuple, column[differs].tolist()) for column in columns), strict=True)
     texts = [f"at {start} declared {size}, stored {held}" for start, size, held in rows]
     return f"{declared.key}: {'; '.join(texts)}"
-
-
-def _fitting_meshes(tensor: ChunkedTensor, items: list[_StoredRows] | None, *, world_size: int) -> set[MeshShape]:
-    """Every mesh (FSDP's ranks, tensor-parallel ranks) under which each item has exactly its rank's rows and every row
-    exists once.
-    """
-    sizes = (size for size in range(2, world_size // 2 + 1) if items is not None and world_size % size == 0)
-    meshes = (MeshShape((world_size // size, size)) for size in sizes)
-    return {mesh for mesh in meshes if _fits(tensor.shape[0], items or [], mesh)}
-
-
-def _rows_of(rows: int, mesh: MeshShape, rank: int) -> tuple[int, int]:
-    box = mesh_box((rows,), strided(mesh, (Shard(0), Shard(0))), rank)
-    return box.offsets[0], box.sizes[0]
-
-
-def _fits(rows: int, items: list[_StoredRows], mesh: MeshShape) -> bool:
-    total = 0
-    for item in items:
-        start, count = _rows_of(rows, mesh, item.rank)
-        if count != item.rows:
-            return False
-        # If the declared size is right, torch's declared place is right too: no counterexample was seen.
-        if count and item.declared_rows == count and item.declared_start != start:
-            return False
-        total += count
-    return total == rows and len({item.rank for item in items}) == len(items)
-
-
-def _true_starts(tensor: ChunkedTensor, items: list[_StoredRows] | None, meshes: set[MeshShape]) -> list[int] | None:
-    """The first row of each item, if all ``meshes`` agree on it; None if they do not, or there is none."""
-    answers = {tuple(_rows_of(tensor.shape[0], mesh, item.rank)[0] for item in items or ()) for mesh in meshes}
-    return list(answers.pop()) if len(answers) == 1 else None
 
 
 def _read_blobs(contents: _Contents, directory: DcpDirectory, sources: Sources) -> None:
