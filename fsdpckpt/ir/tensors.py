@@ -229,6 +229,17 @@ class Chunks:
             contiguous_strides(sizes) if stride is None else np.asarray(stride, np.int64).reshape(n, ndim),
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[Chunks]) -> Chunks:
+        """The chunks of all ``parts``, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = [(part.rank, part.file, part.offset, part.start, part.size, part.stride) for part in parts]
+        rank, file, offset, start, size, stride = map(np.concatenate, zip(*columns, strict=True))
+        items = [part.item for part in parts if part.item is not None]
+        item = np.concatenate(items) if len(items) == len(parts) else None
+        return cls(rank, file, offset, start, size, stride, item)
+
     def take(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Chunks:
         """The rows that ``index`` selects."""
         return Chunks(

@@ -121,12 +121,17 @@ def _replicas_differ(tensors: Sequence[Tensor], checksums: Checksums | None) -> 
     checksums.
     """
     records = checksums.by_place() if checksums is not None else {}
-    for tensor in tensors:
-        places = zip(tensor.chunks.file.tolist(), tensor.chunks.offset.tolist(), strict=True)
-        sums = {records.get(place) for place in places} - {None}
-        if sum(record is not None and record[0] == tensor.nbytes for record in sums) > 1:
-            return True
-    return False
+    return any(len(crcs_of_chunks(tensor, records) - {None}) > 1 for tensor in tensors)
+
+
+def crcs_of_chunks(tensor: Tensor, records: Mapping[tuple[int, int], tuple[int, int]]) -> set[int | None]:
+    """The CRC-32s of the chunks of ``tensor``, which are all whole; None for one that is no record of its own.
+
+    ``records``: from ``Checksums.by_place``.
+    """
+    places = zip(tensor.chunks.file.tolist(), tensor.chunks.offset.tolist(), strict=True)
+    found = [records.get(place, (-1, 0)) for place in places]
+    return {crc if nbytes == tensor.nbytes else None for nbytes, crc in found}
 
 
 def read_as_slices(optim: OptimState) -> OptimState:

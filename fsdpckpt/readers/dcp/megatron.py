@@ -375,15 +375,9 @@ def _join_pair(gate: Tensor, value: Tensor, name: str, path: str) -> Tensor:
             why="data of several saves are mixed, or the metadata was damaged",
         )
     rows = gate.shape[0]
-    first, last = gate.chunks, value.chunks
-    shifted = last.start.copy()
-    shifted[:, 0] += rows
-    columns = {
-        column: np.concatenate([getattr(first, column), getattr(last, column)])
-        for column in ("rank", "file", "offset", "size", "stride")
-    }
-    item = None if first.item is None or last.item is None else np.concatenate([first.item, last.item])
-    chunks = Chunks(start=np.concatenate([first.start, shifted]), item=item, **columns)
+    start = value.chunks.start.copy()
+    start[:, 0] += rows
+    chunks = Chunks.joined([gate.chunks, replace(value.chunks, start=start)])
     return replace(gate, shape=(2 * rows, *gate.shape[1:]), chunks=chunks, sharded=True, placement="[Shard(0)]")
 
 

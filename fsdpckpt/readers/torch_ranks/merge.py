@@ -21,12 +21,13 @@ from fsdpckpt.formats.torch import local_tensor
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Problem, Section
+from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.quantized import BITSANDBYTES, Blocks, blocks_of, is_codes, parts_in, unwrapped
 from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.optimizer_forms import is_optimizer
-from fsdpckpt.readers.protocol import KeyPath
+from fsdpckpt.readers.protocol import KeyPath, dotted
 from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile
 
 
@@ -41,7 +42,6 @@ class _Place(Enum):
     """Where in a state dict a value is: this decides whether vectors may be slices."""
 
     ANYWHERE = auto()
-    OPTIMIZER = auto()  # directly in an optimizer's state dict
     STATES = auto()  # an optimizer's "state"
     ENTRY = auto()  # the states of one parameter
     STATE = auto()  # one state
@@ -66,67 +66,68 @@ class Merge:
 
     def value(self, values: Sequence[object], path: KeyPath = (), place: _Place = _Place.ANYWHERE) -> Value:
         """Merge what each group has at ``path``, in the order of the groups."""
-        have = [index for index, value in enumerate(values) if value is not _ABSENT]
-        first = values[have[0]]
+        present = [index for index, value in enumerate(values) if value is not _ABSENT]
+        first = values[present[0]]
         kind = type(first)
         if kind is Distributed or kind is StoredTensor:
-            return self._tensor(values, have, path, place)
+            return self._tensor(values, present, path, place)
         if kind is dict or kind is OrderedDict:
-            if all(isinstance(values[i], dict) for i in have):
-                return self._mapping(cast("Sequence[dict[Key, object]]", values), have, path, place)
+            if all(isinstance(values[i], dict) for i in present):
+                return self._mapping(cast("Sequence[dict[Key, object]]", values), present, path, place)
         elif isinstance(first, (list, tuple)) and all(
-            type(values[i]) is kind and len(cast("Sequence[object]", values[i])) == len(first) for i in have
+            type(values[i]) is kind and len(cast("Sequence[object]", values[i])) == len(first) for i in present
         ):
-            return self._sequence(values, have, path, place)
-        return self._other(values, have, path)
+            return self._sequence(values, present, path, place)
+        return self._other(values, present, path)
 
-    def _mapping(self, values: Sequence[dict[Key, object]], have: list[int], path: KeyPath, place: _Place) -> Value:
+    def _mapping(self, values: Sequence[dict[Key, object]], present: list[int], path: KeyPath, place: _Place) -> Value:
         if place is _Place.ENTRY:
             values = [unwrapped(value) for value in values]
-        first = values[have[0]]
+        first = values[present[0]]
         states = {key: blocks for key, item in first.items() if (blocks := blocks_of(item)) is not None}
         if states:
-            values = self._without_empty(values, have, states, path)
-        made: dict[Key, Value] = like(first, {})
+            values = self._without_empty(values, present, states, path)
+        merged: dict[Key, Value] = like(first, {})
         keys = list(first)
-        inner = _inner_place(first, place)
         in_blocks: Collection[Key] = {*states, *parts_in(first)} if states else ()
-        same = len(have) == len(values) and all(list(other) == keys for other in values[1:])
+        inner, places = _inner_place(first, place), dict.fromkeys(in_blocks, _Place.INSIDE)
+        if place is _Place.ANYWHERE and is_optimizer(first):
+            places["state"] = _Place.STATES
+        same = len(present) == len(values) and all(list(other) == keys for other in values[1:])
         if not same:
-            keys = list(dict.fromkeys(chain(*(values[i] for i in have))))
+            keys = list(dict.fromkeys(chain(*(values[i] for i in present))))
         for key in keys:
             if same:
                 column = [value[key] for value in values]
             else:
                 column = [value.get(key, _ABSENT) if isinstance(value, dict) else _ABSENT for value in values]
-            at = inner if inner is not _Place.OPTIMIZER else _Place.STATES if key == "state" else _Place.ANYWHERE
-            made[key] = self.value(column, (*path, key), at if key not in in_blocks else _Place.INSIDE)
+            merged[key] = self.value(column, (*path, key), places.get(key, inner))
             if not same and key not in in_blocks:
-                self._check_present(column, have, made[key], (*path, key))
-        return made
+                self._check_present(column, present, merged[key], (*path, key))
+        return merged
 
     def _without_empty(
-        self, values: Sequence[dict[Key, object]], have: list[int], states: Mapping[Key, Blocks], path: KeyPath
+        self, values: Sequence[dict[Key, object]], present: list[int], states: Mapping[Key, Blocks], path: KeyPath
     ) -> list[dict[Key, object]]:
         """``values`` without the plain tensors that ranks without elements have in place of ``states`` in blocks.
 
         States that are plain on ranks with elements, or slices of flat parameters, are problems.
         """
-        made = list(values)
+        changed = list(values)
         for name, blocks in states.items():
-            plain = [i for i in have if isinstance(values[i].get(name), Distributed)]
+            plain = [i for i in present if isinstance(values[i].get(name), Distributed)]
             uneven = [i for i in plain if any(prod(box.size) for box in cast("Distributed", values[i][name]).boxes)]
-            flat = self._sharded is None and len(self._ranks_of(have)) > 1
+            flat = self._sharded is None and len(self._ranks_of(present)) > 1
             if uneven or flat:
-                key = _dotted((*path, name))
+                key = dotted((*path, name))
                 instead = "a rank's slice of a flat parameter"
                 if not flat:
                     instead = f"not quantized on {_ranks_text(self._ranks_of(uneven))}"
                 message = f"{key} is {blocks}, and {instead}: nothing says what it is for another number of ranks"
                 self.problems.append(Problem("quantized", message, key=key, section=Section.OPTIM))
             for i in plain:
-                made[i] = {key: item for key, item in made[i].items() if key != name}
-        return made
+                changed[i] = {key: item for key, item in changed[i].items() if key != name}
+        return changed
 
     def _check_present(self, column: Sequence[object], expected: list[int], merged: Value, path: KeyPath) -> None:
         """Report a key that some of the groups ``expected`` (indexes) lack although they should hold a part of it."""
@@ -141,20 +142,20 @@ class Merge:
         absent = [rank for rank in absent if not holders or rank in holders]
         if not absent:
             return
-        lost = not _has_all_elements(merged)
+        lost = any(flaw.kind == "incomplete" for _, tensor in leaf_tensors(merged) for flaw in flaws(tensor))
         self.problems.append(
             Problem(
                 "missing-key",
-                f"{_dotted(path)} is not in the files of {_ranks_text(absent)}"
+                f"{dotted(path)} is not in the files of {_ranks_text(absent)}"
                 + (", and the other ranks do not hold all of it" if lost else ""),
                 fatal=lost,
-                key=_dotted(path),
+                key=dotted(path),
                 rank=absent[0],
             )
         )
 
-    def _sequence(self, values: Sequence[object], have: list[int], path: KeyPath, place: _Place) -> Value:
-        first = cast("Sequence[object]", values[have[0]])
+    def _sequence(self, values: Sequence[object], present: list[int], path: KeyPath, place: _Place) -> Value:
+        first = cast("Sequence[object]", values[present[0]])
         columns = (
             [value[index] if isinstance(value, (list, tuple)) else _ABSENT for value in values]
             for index in range(len(first))
@@ -163,28 +164,28 @@ class Merge:
         items = [self.value(column, (*path, index), inner) for index, column in enumerate(columns)]
         return items if isinstance(first, list) else tuple(items)
 
-    def _tensor(self, values: Sequence[object], have: list[int], path: KeyPath, place: _Place) -> Value:
-        first = values[have[0]]
+    def _tensor(self, values: Sequence[object], present: list[int], path: KeyPath, place: _Place) -> Value:
+        first = values[present[0]]
         kind = type(first)
-        if any(type(values[i]) is not kind for i in have):
-            return self._other(values, have, path)
+        if any(type(values[i]) is not kind for i in present):
+            return self._other(values, present, path)
         if kind is Distributed:
-            return self._distributed(cast("Sequence[Distributed]", values), have, path)
+            return self._distributed(cast("Sequence[Distributed]", values), present, path)
         stored = cast("Sequence[StoredTensor]", values)
-        if self._are_slices([values[i] for i in have], place):
-            return self._slices_of(stored, have, path)
-        return self._plain(stored, have, path)
+        if self._are_slices([values[i] for i in present], place):
+            return self._slices_of(stored, present, path)
+        return self._plain(stored, present, path)
 
-    def _distributed(self, values: Sequence[Distributed], have: list[int], path: KeyPath) -> Value:
-        first = values[have[0]]
-        if any(values[i].shape != first.shape or values[i].dtype is not first.dtype for i in have):
-            return self._contradiction(values, have, path)
+    def _distributed(self, values: Sequence[Distributed], present: list[int], path: KeyPath) -> Value:
+        first = values[present[0]]
+        if any(values[i].shape != first.shape or values[i].dtype is not first.dtype for i in present):
+            return self._contradiction(values, present, path)
         ndim = len(first.shape)
-        chunks = _join([self._groups[i].distributed(values[i]) for i in have], ndim)
+        chunks = _join([self._groups[i].distributed(values[i]) for i in present], ndim)
         if not len(chunks) and 0 in first.shape:  # no rank holds an element
-            file = self._groups[have[0]].files[0]
+            file = self._groups[present[0]].files[0]
             chunks = _chunks([(file.rank, file.file, 0, *(0,) * ndim, *first.shape, *(1,) * ndim)], ndim)
-        sharding = first.sharding if all(values[i].sharding is first.sharding for i in have) else None
+        sharding = first.sharding if all(values[i].sharding is first.sharding for i in present) else None
         return Tensor(first.dtype, first.shape, chunks, sharded=True, placement=first.placement, sharding=sharding)
 
     def _are_slices(self, held: Sequence[object], place: _Place) -> bool:
@@ -196,54 +197,54 @@ class Merge:
             return False
         return place is _Place.BESIDE_FLAT or len(shapes) > 1 or len(held) < len(self._groups)
 
-    def _slices_of(self, values: Sequence[StoredTensor], have: list[int], path: KeyPath) -> Value:
+    def _slices_of(self, values: Sequence[StoredTensor], present: list[int], path: KeyPath) -> Value:
         """The slices one after the other, a chunk for each rank that has one; an empty slice is a chunk too."""
-        dtype = values[have[0]].dtype
-        other = [i for i in have if values[i].dtype is not dtype]
+        dtype = values[present[0]].dtype
+        other = [i for i in present if values[i].dtype is not dtype]
         if other and is_codes(path[-1]):
             ranks = _ranks_text(self._ranks_of(other))
-            message = f"{_dotted(path)} of {BITSANDBYTES} is {dtype.name}, and {values[other[0]].dtype.name} on {ranks}"
-            self.problems.append(Problem("quantized", message, key=_dotted(path), section=Section.OPTIM))
-            return _located(values[have[0]], self._groups[have[0]].files[0])
+            message = f"{dotted(path)} of {BITSANDBYTES} is {dtype.name}, and {values[other[0]].dtype.name} on {ranks}"
+            self.problems.append(Problem("quantized", message, key=dotted(path), section=Section.OPTIM))
+            return _located(values[present[0]], self._groups[present[0]].files[0])
         if other:
-            return self._contradiction(values, have, path)
-        chunks = _join([self._groups[i].plain(values[i]) for i in have], 1)
+            return self._contradiction(values, present, path)
+        chunks = _join([self._groups[i].plain(values[i]) for i in present], 1)
         ends = np.cumsum(chunks.size[:, 0])
         self.slices += 1
         chunks = replace(chunks, start=(ends - chunks.size[:, 0]).reshape(-1, 1))
         return Tensor(dtype, (int(ends[-1]),), chunks, sharded=True, placement=SLICES)
 
-    def _plain(self, values: Sequence[StoredTensor], have: list[int], path: KeyPath) -> Value:
-        first = values[have[0]]
+    def _plain(self, values: Sequence[StoredTensor], present: list[int], path: KeyPath) -> Value:
+        first = values[present[0]]
         ndim = len(first.shape)
-        if any(values[i].shape != first.shape or values[i].dtype is not first.dtype for i in have):
-            return self._other(values, have, path)
+        if any(values[i].shape != first.shape or values[i].dtype is not first.dtype for i in present):
+            return self._other(values, present, path)
         sharded = first.sharded if self._sharded is None else self._sharded
-        chunks = _join([self._groups[i].plain(values[i]) for i in have], ndim)
+        chunks = _join([self._groups[i].plain(values[i]) for i in present], ndim)
         return Tensor(first.dtype, first.shape, chunks, sharded)
 
-    def _other(self, values: Sequence[object], have: list[int], path: KeyPath) -> Value:
+    def _other(self, values: Sequence[object], present: list[int], path: KeyPath) -> Value:
         """Values that are not tensors, or of different kinds or shapes: one value if all are equal, else every rank's
         own.
         """
-        if any(_contains_distributed(values[i]) for i in have):
-            return self._contradiction(values, have, path)
-        first = _located(values[have[0]], self._groups[have[0]].files[0])
-        if any(not equal(_located(values[i], self._groups[i].files[0]), first) for i in have[1:]):
+        if any(_contains_distributed(values[i]) for i in present):
+            return self._contradiction(values, present, path)
+        first = _located(values[present[0]], self._groups[present[0]].files[0])
+        if any(not equal(_located(values[i], self._groups[i].files[0]), first) for i in present[1:]):
             pairs = [(file, value) for group, value in zip(self._groups, values, strict=True) for file in group.files]
             pairs.sort(key=lambda pair: pair[0].rank)
             held = tuple(None if value is _ABSENT else _located(value, file) for file, value in pairs)
             self.rank_values[path] = held
         return first
 
-    def _contradiction(self, values: Sequence[object], have: list[int], path: KeyPath) -> Value:
+    def _contradiction(self, values: Sequence[object], present: list[int], path: KeyPath) -> Value:
         """Report that ranks disagree on what a tensor is; the first rank's is shown."""
         kinds: dict[str, list[int]] = {}
-        for i in have:
+        for i in present:
             kinds.setdefault(_described(values[i]), []).append(i)
         described = "; ".join(f"{what} in {_ranks_text(self._ranks_of(held))}" for what, held in kinds.items())
-        self.problems.append(Problem("rank-mismatch", f"{_dotted(path)} is {described}", key=_dotted(path)))
-        return _located(values[have[0]], self._groups[have[0]].files[0])
+        self.problems.append(Problem("rank-mismatch", f"{dotted(path)} is {described}", key=dotted(path)))
+        return _located(values[present[0]], self._groups[present[0]].files[0])
 
     def _ranks_of(self, groups: Iterable[int]) -> list[int]:
         """The ranks of the groups with these indexes."""
@@ -252,8 +253,6 @@ class Merge:
 
 def _inner_place(mapping: dict[Key, object], place: _Place) -> _Place:
     """The place of the values in ``mapping``."""
-    if place is _Place.ANYWHERE and is_optimizer(mapping):
-        return _Place.OPTIMIZER
     if place is _Place.ANYWHERE:
         return _Place.BESIDE_FLAT if any(map(is_flat_key, mapping)) else _Place.ANYWHERE
     return {_Place.STATES: _Place.ENTRY, _Place.ENTRY: _Place.STATE}.get(place, _Place.INSIDE)
@@ -275,17 +274,12 @@ def _chunks(rows: Sequence[tuple[int, ...]], ndim: int) -> Chunks:
 
 def _join(parts: Sequence[Chunks | list[tuple[int, ...]]], ndim: int) -> Chunks:
     """The chunks of several groups, rank after rank."""
-    made = [part for part in parts if isinstance(part, Chunks)]
+    columns = [part for part in parts if isinstance(part, Chunks)]
     rows = [row for part in parts if not isinstance(part, Chunks) for row in part]
-    if not made:
-        return _chunks(rows, ndim)
-    if rows:
-        made.append(_chunks(rows, ndim))
-    if len(made) == 1:
-        return made[0]
-    columns = [(one.rank, one.file, one.offset, one.start, one.size, one.stride) for one in made]
-    joined = Chunks(*map(np.concatenate, zip(*columns, strict=True)))
-    return joined.take(np.argsort(joined.rank, kind="stable"))
+    if rows or not columns:
+        columns.append(_chunks(rows, ndim))
+    joined = Chunks.joined(columns)
+    return joined if len(columns) == 1 else joined.take(np.argsort(joined.rank, kind="stable"))
 
 
 def _located(value: object, file: RankFile) -> Value:
@@ -322,16 +316,6 @@ def _collect_holders(value: object, group: Group, holders: set[int]) -> None:
         _collect_holders(child, group, holders)
 
 
-def _has_all_elements(value: Value) -> bool:
-    """Whether the chunks of every tensor in ``value`` have enough elements for it (replicas counted once)."""
-    for _, tensor in leaf_tensors(value):
-        rows = zip(tensor.chunks.start.tolist(), tensor.chunks.size.tolist(), strict=True)
-        boxes = {(*start, *size): prod(size) for start, size in rows}
-        if sum(boxes.values()) < tensor.numel:
-            return False
-    return True
-
-
 def _described(value: object) -> str:
     if isinstance(value, Distributed):
         return f"a {value.form} of shape {value.shape} and type {value.dtype.name}"
@@ -340,10 +324,6 @@ def _described(value: object) -> str:
     if isinstance(value, StoredTensor):
         return f"a plain tensor of shape {value.shape} and type {value.dtype.name}"
     return f"a {type(value).__name__}"
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(map(str, path))
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, RankOrder, Units
 from fsdpckpt.ir.values import Key, Value, replaced, value_at, walk
-from fsdpckpt.readers.flat_slices import flat_parameter_keys
+from fsdpckpt.readers.flat_slices import crcs_of_chunks, flat_parameter_keys
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree
 from fsdpckpt.readers.sections import split
@@ -169,9 +169,8 @@ def _equal_on_all_ranks(
         return False
     if tensor.nbytes <= _COMPARED:
         return len({_bytes_of(tensor, row, paths, sources) for row in range(len(chunks))}) == 1
-    checksums = {records.get(place) for place in zip(chunks.file.tolist(), chunks.offset.tolist(), strict=True)}
-    one = checksums.pop()
-    return not checksums and one is not None and one[0] == tensor.nbytes
+    crcs = crcs_of_chunks(tensor, records)
+    return len(crcs) == 1 and None not in crcs
 
 
 def _bytes_of(tensor: Tensor, row: int, paths: Sequence[str], sources: Sources) -> bytes:
