@@ -28,6 +28,7 @@ from fsdpckpt.readers.deepspeed.step import (
     add_extras,
     as_mapping,
     contradiction,
+    groups_by_name,
     is_count,
     merge_files,
     open_files,
@@ -40,7 +41,7 @@ from fsdpckpt.readers.deepspeed.step import (
 )
 from fsdpckpt.readers.protocol import FileTable, Tree, file_name
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of, plural
+from fsdpckpt.text import plural
 
 DESCRIBED_STATES = frozenset({
     "base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "fp32_flat_groups",
@@ -48,8 +49,7 @@ DESCRIBED_STATES = frozenset({
     "zero_stage", "ds_version",
 })  # fmt: skip  # of the optimizer's states: they describe the partitions
 _SWAPPED = "offloaded_tensors"
-_MOST_RANKS = 100_000  # names have five digits
-_SHOWN = 4
+_MAX_RANKS = 100_000  # names have five digits
 
 
 def read_zero(
@@ -149,7 +149,7 @@ class _Step:
         if not isinstance(groups, list) or set(held) - set(range(count)):
             raise contradiction(file.path, f"its optimizer does not have the states of {count} flat tensors")
         param_groups = [as_mapping(group, file.path, "param_groups") for group in groups]
-        _require_every_number(param_groups, count, file.path)
+        _refuse_experts(param_groups, file.path)
         by_number = [as_mapping(held.get(number, {}), file.path, f"state.{number}") for number in range(count)]
         return _RankStates(file, flat, by_number, param_groups, paddings)
 
@@ -176,7 +176,7 @@ class _Step:
         counts = said if isinstance(said, list) else [said]
         if all(map(is_count, counts)):
             names = ({file.rank: file_name(file.path) for file in one} for one in (self.optim, self.module.files))
-            most = min(max(cast("list[int]", counts), default=0), _MOST_RANKS)
+            most = min(max(cast("list[int]", counts), default=0), _MAX_RANKS)
             require_all_ranks(self.directory, *names, per_rank=self.module.partitioned, world_size=most)
 
     def _gaps(self, rank: _RankStates, groups: int) -> list[list[int]]:
@@ -239,10 +239,7 @@ class _Step:
             model[name], entry = self._parameter(rank, number, slices.get(name), shapes[name])
             if entry:
                 states[name] = entry
-        groups = [
-            {**group, "params": [name for number in cast("list[int]", group["params"]) for name in flat.params[number]]}
-            for group in rank.groups
-        ]
+        groups = groups_by_name(rank.groups, flat.params, rank.file.path)
         extra = {key: plain(value) for key, value in rank.file.states.items() if key not in DESCRIBED_STATES}
         return {"model": model, "optimizer": {"state": states, "param_groups": groups}, "extra": extra}
 
@@ -294,17 +291,11 @@ def _is_vector(value: object) -> bool:
     return isinstance(value, StoredTensor) and len(value.shape) == 1
 
 
-def _require_every_number(groups: Sequence[StateDict], count: int, path: str) -> None:
-    listed: list[object] = []
-    for group in groups:
-        if group.get("moe"):
-            raise SourceUnsupportedError(
-                f"{path} holds a param group of experts (moe), which fsdpckpt does not read",
-                file=path,
-                why="every rank may hold other experts, and the files do not say whose they are",
-                next_step="convert it with DeepSpeed's own ds_to_universal.py",
-            )
-        params = group.get("params")
-        listed += params if isinstance(params, (list, tuple)) else []
-    if listed != list(range(count)):
-        raise contradiction(path, f"its param groups list {first_of(listed, _SHOWN)} for {count} flat tensors")
+def _refuse_experts(groups: Sequence[StateDict], path: str) -> None:
+    if any(group.get("moe") for group in groups):
+        raise SourceUnsupportedError(
+            f"{path} holds a param group of experts (moe), which fsdpckpt does not read",
+            file=path,
+            why="every rank may hold different experts, and the files do not say whose they are",
+            next_step="convert it with DeepSpeed's own ds_to_universal.py",
+        )

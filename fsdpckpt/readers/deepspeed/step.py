@@ -20,7 +20,7 @@ from math import prod
 from typing import TypeAlias, cast
 
 from fsdpckpt.errors import SourceCorruptError, damaged
-from fsdpckpt.formats.torch import TorchArchive, notes_on_dropped, read_archive
+from fsdpckpt.formats.torch import TorchArchive, notes_on_dropped
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, all_ranks
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.ir.checkpoint import Checksums, Layout, Note
@@ -31,16 +31,17 @@ from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, Tree
 from fsdpckpt.readers.torch_ranks import NamedRank, check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
-from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile
+from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile, open_ranks
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import plural
+from fsdpckpt.text import first_of, plural
 
 StateDict: TypeAlias = dict[Key, object]
 FlatGroup: TypeAlias = dict[str, tuple[int, ...]]
 """The parameters of one flat tensor, in order, with their shapes."""
 
 _RANK = re.compile(r"^((?:bf16_|fp16_)?zero_pp_rank_)(\d{1,5})(_mp_rank_\d{1,5}_(?:optim|model)_states)$")
-_MOST_ELEMENTS = 1 << 59
+_MAX_ELEMENTS = 1 << 59
+_MAX_NAMES = 4
 _DESCRIBED = frozenset({
     "module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names",
 })  # fmt: skip  # what they say is in the sections
@@ -73,7 +74,7 @@ def as_mapping(value: object, path: str, what: str) -> StateDict:
 
 def is_count(value: object) -> bool:
     """Whether it is a possible number of elements of a tensor."""
-    return type(value) is int and 0 <= value < _MOST_ELEMENTS
+    return type(value) is int and 0 <= value < _MAX_ELEMENTS
 
 
 def plain(value: object) -> object:
@@ -83,14 +84,14 @@ def plain(value: object) -> object:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class StepFile:
+class StepFile(RankFile):
     """One opened file of a step. ``rank``: the data-parallel rank that wrote it."""
 
-    path: str
-    number: int
-    rank: int
-    archive: TorchArchive
+    __slots__ = ()
+
+    @property
+    def path(self) -> str:
+        return self.archive.path
 
     @property
     def root(self) -> StateDict:
@@ -117,22 +118,33 @@ def _named_rank(stem: str) -> NamedRank | None:
 def open_files(paths: Mapping[int, str], table: FileTable, sources: Sources) -> list[StepFile]:
     """The files at ``paths``, by rank. Raises what ``check_names`` and ``read_archive`` raise."""
     check_names(paths, sources, _named_rank)
-    files: list[StepFile] = []
-    for rank, path in paths.items():
-        source = sources.open(path)
-        number = table.add(path, source.nbytes)
-        files.append(StepFile(path, number, rank, read_archive(source, number)))
-    return files
+    opened = open_ranks(paths, table, sources, alike=False)
+    return [StepFile(file.rank, file.file, file.archive) for file in opened]
 
 
 def merge_files(files: Sequence[StepFile], roots: Sequence[StateDict]) -> Tree:
-    """Merge the state dicts of the ranks' ``files``."""
-    groups = [Group(file.root, [RankFile(file.rank, file.number, file.archive)]) for file in files]
-    merge = Merge(groups, sharded=True)
+    """Merge ``roots``, the state dicts of the ranks' ``files``."""
+    merge = Merge([Group(root, [file]) for file, root in zip(files, roots, strict=True)], sharded=True)
     tree = Tree(merge.value(roots), Layout.SHARDED, "deepspeed", len(files))
     tree.problems.extend(merge.problems)
     tree.rank_values.update(merge.rank_values)
     return tree
+
+
+def groups_by_name(groups: Sequence[StateDict], members: Sequence[Iterable[str]], path: str) -> list[StateDict]:
+    """``groups``, the param groups in the file ``path``, which refer to flat tensors by number, with the names of
+    ``members``, the parameters of each flat tensor. Raises SourceCorruptError unless they list each number once.
+    """
+    listed = [group.get("params") for group in groups]
+    numbers = [list(params) if isinstance(params, (list, tuple)) else [] for params in listed]
+    all_numbers = list(chain(*numbers))
+    if all_numbers != list(range(len(members))):
+        count = plural(len(members), "flat tensor")
+        raise contradiction(path, f"its param groups list {first_of(all_numbers, _MAX_NAMES)} for {count}")
+    return [
+        {**group, "params": [name for number in of_group for name in members[number]]}
+        for group, of_group in zip(groups, numbers, strict=True)
+    ]
 
 
 def section_of(tree: Tree, section: str) -> dict[Key, Value]:
@@ -293,7 +305,7 @@ class FlatGroups:
 
 def _numels(shapes: FlatGroup) -> dict[str, int]:
     for name, shape in shapes.items():
-        if len(shape) > MAX_DIMENSIONS or prod(shape) >= _MOST_ELEMENTS:
+        if len(shape) > MAX_DIMENSIONS or prod(shape) >= _MAX_ELEMENTS:
             raise PartitionError(f"the shape of {name} is {list(shape)}")
     return {name: prod(shape) for name, shape in shapes.items()}
 

@@ -27,12 +27,12 @@ from fsdpckpt.readers.deepspeed.read import DESCRIBED_STATES
 from fsdpckpt.readers.deepspeed.step import (
     FlatGroup,
     ModuleStates,
-    StateDict,
     StepFile,
     add_archives,
     add_extras,
     as_mapping,
     contradiction,
+    groups_by_name,
     merge_files,
     open_files,
     plain,
@@ -88,7 +88,7 @@ _WEIGHT = "fp32"
 _STEP = "step"
 _SUFFIX = ".pt"
 _PADDED = "vocab_tensor"  # the rows that padded the vocabulary were taken off
-_SHOWN = 4
+_MAX_NAMES = 4
 
 
 def read_universal(
@@ -145,7 +145,12 @@ class _Universal:
         root: dict[Key, Value] = {"model": model}
         merged = [rest]
         if optimizer is not None:
-            root["optimizer"] = {"state": states, "param_groups": self._param_groups(optimizer, groups)}
+            saved = optimizer.root.get("param_groups")
+            if not isinstance(saved, list):
+                raise contradiction(optimizer.path, "it has no param_groups")
+            saved = [as_mapping(group, optimizer.path, "param_groups") for group in saved]
+            param_groups = cast(Value, groups_by_name(saved, groups, optimizer.path))
+            root["optimizer"] = {"state": states, "param_groups": param_groups}
             extra = {key: plain(value) for key, value in optimizer.root.items() if key not in DESCRIBED_STATES}
             extra.pop("param_groups", None)
             merged.append(merge_files([optimizer], [{"extra": extra}]))
@@ -203,7 +208,7 @@ class _Universal:
     def _incomplete(self, missing: list[str]) -> SourceIncompleteError:
         return SourceIncompleteError(
             f"{self.directory}: {plural(len(missing), 'file')} of the universal checkpoint "
-            f"{'is' if len(missing) == 1 else 'are'} missing: {first_of(missing, _SHOWN)}",
+            f"{'is' if len(missing) == 1 else 'are'} missing: {first_of(missing, _MAX_NAMES)}",
             details=missing,
             files=missing,
             file=missing[0],
@@ -248,26 +253,7 @@ class _Universal:
                 continue
             for key, leaf in as_mapping(states, file.path, f"state.{number}").items():
                 if isinstance(leaf, StoredTensor) and prod(leaf.shape) == 1:
-                    common[number][str(key)] = local_tensor(leaf, file.number)
+                    common[number][str(key)] = local_tensor(leaf, file.file)
                 elif type(leaf) in (int, float):
                     common[number][str(key)] = cast(Value, leaf)
         return common
-
-    def _param_groups(self, file: StepFile, groups: list[FlatGroup]) -> Value:
-        """The param groups, which refer to flat tensors by number, with the names of parameters."""
-        saved = file.root.get("param_groups")
-        if not isinstance(saved, list):
-            raise contradiction(file.path, "it has no param_groups")
-        named: list[StateDict] = []
-        listed: list[object] = []
-        for group in (as_mapping(one, file.path, "param_groups") for one in saved):
-            numbers = group.get("params")
-            numbers = list(numbers) if isinstance(numbers, (list, tuple)) else []
-            listed += numbers
-            members = [groups[number] for number in numbers if type(number) is int and 0 <= number < len(groups)]
-            named.append({**group, "params": [name for each in members for name in each]})
-        if listed != list(range(len(groups))):
-            count = plural(len(groups), "group")
-            what = f"its param groups list {first_of(listed, _SHOWN)} for {count} of parameters"
-            raise contradiction(file.path, what)
-        return cast(Value, named)
