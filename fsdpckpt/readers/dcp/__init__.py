@@ -84,6 +84,10 @@ class DcpDirectory:
     def file(self, relative_path: str) -> str:
         return f"{self.path.rstrip('/')}/{relative_path}"
 
+    def names(self) -> dict[int, str]:
+        """The relative paths by number in the file table."""
+        return {number: path for path, number in self.numbers.items()}
+
     def by_file(self, values: Mapping[str, int]) -> Int64Array:
         """``values`` by relative path as a column, indexed by the numbers that chunks have for their files."""
         return np.array([values[path] for path in self.metadata.files], np.int64)
@@ -141,7 +145,7 @@ def _metadata(path: str, entries: dict[str, Entry], sources: Sources) -> tuple[D
     local = {int(match[1]): entries[name] for name in entries if (match := _RANK_METADATA.match(name))}
     data = {int(match[1]) for name in entries if (match := _DATA_FILE.match(name))}
     if not local:
-        if data or any(name.endswith(".distcp") for name in entries):
+        if any(name.endswith(".distcp") for name in entries):
             raise SourceIncompleteError(
                 f"{path} has DCP data files, but no .metadata",
                 why="the save did not finish or still runs: .metadata is written last"

@@ -5,13 +5,12 @@ The metadata declares such a state as a tensor of the dtype it presents. Its ite
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import NoReturn
 
 from fsdpckpt.errors import SourceUnrecognisedError, SourceUnsupportedError
-from fsdpckpt.formats.dcp import DcpTensor, PathElement
+from fsdpckpt.formats.dcp import DcpMetadata, DcpTensor
 from fsdpckpt.formats.pickle import load
 from fsdpckpt.formats.torch import open_archive
 from fsdpckpt.formats.torch.tensors import StoredBlocks, TensorBuilder, Wrapped, stored_blocks
@@ -24,55 +23,35 @@ from fsdpckpt.readers.protocol import ChunkedTensor, Tree, build_tensors
 from fsdpckpt.storage.sources import Sources
 
 
-@dataclass(frozen=True, slots=True)
-class BlockwiseStates:
-    """For each state, by flat key, the entries that replace it: (flat key, value) pairs."""
-
-    entries: Mapping[str, Sequence[tuple[str, Value]]]
-
-    @property
-    def sharded(self) -> bool:
-        """Whether any state has several shards."""
-        values = (value for pairs in self.entries.values() for _, value in pairs)
-        return any(isinstance(value, Tensor) and value.sharded for value in values)
-
-    def paths(
-        self, paths: Mapping[str, tuple[PathElement, ...]] | None
-    ) -> Mapping[str, tuple[PathElement, ...]] | None:
-        """Add the paths of the entries to ``paths``: beside the state itself."""
-        if paths is None or not self.entries:
-            return paths
-        part_paths = {
-            part: (*paths[key][:-1], f"{paths[key][-1]}{part[len(key) :]}")
-            for key, pairs in self.entries.items()
-            if key in paths
-            for part, _ in pairs
-        }
-        return {**paths, **part_paths}
-
-    def without(self, directory: DcpDirectory) -> DcpDirectory:
-        """``directory`` without these tensors."""
-        if not self.entries:
-            return directory
-        tensors = {key: one for key, one in directory.metadata.tensors.items() if key not in self.entries}
-        return replace(directory, metadata=replace(directory.metadata, tensors=tensors))
-
-
-def read_blockwise(directory: DcpDirectory, sources: Sources, tree: Tree) -> BlockwiseStates:
-    """All states of ``directory`` that are quantized in blocks.
+def read_blockwise(directory: DcpDirectory, sources: Sources, tree: Tree) -> tuple[DcpMetadata, dict[str, Value]]:
+    """Read all states of ``directory`` that are quantized in blocks: the metadata with their parts in their place, and
+    the parts by flat key, which are not among the tensors of that metadata.
 
     Raises SourceUnsupportedError for shards that begin or end inside a block, or of which some are not in blocks.
     """
+    metadata = directory.metadata
     sums: list[Checksums] = []
-    entries: dict[str, Sequence[tuple[str, Value]]] = {}
+    parts: dict[str, dict[str, Value]] = {}
     numel: dict[int, int] = {}
-    for key, tensor in directory.metadata.tensors.items():
+    for key, tensor in metadata.tensors.items():
         if _is_short(tensor, numel):
             items = [_item(directory, tensor, row, key, sources, sums) for row in range(len(tensor.chunks.file))]
             if items[0] is not None:
-                entries[key] = _state(directory, key, tensor, items)
+                parts[key] = _state(directory, key, tensor, items)
+    if not parts:
+        return metadata, {}
     tree.checksums = Checksums.joined([tree.checksums, *sums])
-    return BlockwiseStates(entries)
+    paths = metadata.paths
+    if paths is not None:
+        paths = paths | {
+            part: (*paths[key][:-1], f"{paths[key][-1]}{part[len(key) :]}")
+            for key in parts.keys() & paths.keys()
+            for part in parts[key]
+        }
+    order = [part for key in metadata.order for part in parts.get(key, (key,))]
+    tensors = {key: tensor for key, tensor in metadata.tensors.items() if key not in parts}
+    values = {part: value for state in parts.values() for part, value in state.items()}
+    return replace(metadata, order=order, paths=paths, tensors=tensors), values
 
 
 def _is_short(tensor: DcpTensor, numel: dict[int, int]) -> bool:
@@ -109,9 +88,7 @@ def _item(
     return stored_blocks(held, source.path, key)
 
 
-def _state(
-    directory: DcpDirectory, key: str, tensor: DcpTensor, items: list[StoredBlocks | None]
-) -> Sequence[tuple[str, Value]]:
+def _state(directory: DcpDirectory, key: str, tensor: DcpTensor, items: list[StoredBlocks | None]) -> dict[str, Value]:
     chunks, ndim = tensor.chunks, len(tensor.shape)
     first = next(item.blocks for item in items if item is not None)
     blocks = replace(first, shape=tensor.shape)
@@ -141,7 +118,7 @@ def _state(
     tensors[SCALE] = replace(tensors[SCALE], sharded=tensors[CODES].sharded, placement=tensors[CODES].placement)
     if QMAP in tensors:
         tensors[QMAP] = replace(tensors[QMAP], sharded=False)
-    return [(str(name), value) for name, value in split_state(key, blocks, tensors).items()]
+    return {str(name): value for name, value in split_state(key, blocks, tensors).items()}
 
 
 def _refuse(directory: DcpDirectory, key: str, blocks: Blocks, found: str) -> NoReturn:

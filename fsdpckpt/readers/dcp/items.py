@@ -70,7 +70,8 @@ def locate_chunks(directory: DcpDirectory, sources: Sources, tree: Tree) -> list
     declared = declared_chunks(directory, offset)
     if not declared:
         return []
-    contents = _Contents({number: directory.file(path) for path, number in directory.numbers.items()}, declared, offset)
+    paths = {number: directory.file(name) for number, name in directory.names().items()}
+    contents = _Contents(paths, declared, offset)
     _read_blobs(contents, directory, sources)
     try:
         checksums = contents.read_archives(sources)
@@ -185,7 +186,7 @@ class _Contents:
 
 def _refuse(contents: _Contents, directory: DcpDirectory, wrong: npt.NDArray[np.intp]) -> NoReturn:
     rows = contents.order[np.isin(contents.order, wrong)].tolist()
-    paths = {number: path for path, number in directory.numbers.items()}
+    paths = directory.names()
     texts, files = list[str](), list[str]()
     for row in rows[:50]:
         tensor, chunk = contents.tensor(row)
@@ -297,7 +298,7 @@ def _read_blobs(contents: _Contents, directory: DcpDirectory, sources: Sources) 
     was lost.
     """
     lost: list[tuple[str, str, str]] = []  # key, what is lost, of which file
-    paths = {number: path for path, number in directory.numbers.items()}
+    paths = directory.names()
     for number, rows in contents.in_files(contents.is_blob):
         path = paths[number]
         file = directory.file(path)

@@ -9,7 +9,7 @@ and empty dicts and lists vanished.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
@@ -53,8 +53,8 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
     if directory.metadata.paths is None:  # only the planner data keep the order
         tree.evidence.append(UNORDERED)
     directory.numbers = {name: files.add(directory.file(name), directory.nbytes[name]) for name in directory.nbytes}
-    blockwise = read_blockwise(directory, sources, tree)
-    ordinary = blockwise.without(directory)
+    metadata, blocks = read_blockwise(directory, sources, tree)
+    ordinary = replace(directory, metadata=metadata)
     if locate is True:
         chunked = locate_chunks(ordinary, sources, tree)
     else:
@@ -67,16 +67,13 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
         chunked = [_in_shape(one, shapes[one.key], file=path) if one.key in shapes else one for one in chunked]
     tensors = build_tensors(chunked, world_size=directory.world_size)
     _share_equal_settings(tensors, files, sources)
-    if any(len(tensor.chunks) > 1 for tensor in tensors.values()) or blockwise.sharded:
+    sharded_blocks = (value for value in blocks.values() if isinstance(value, Tensor) and value.sharded)
+    if any(len(tensor.chunks) > 1 for tensor in tensors.values()) or any(True for _ in sharded_blocks):
         tree.layout = Layout.SHARDED
     _find_flattened(directory, tensors, tree)
     tree.problems.extend(_misnamed_problems(directory.metadata.order, directory.metadata.paths))
-    leaves: Iterator[tuple[str, Value]] = (
-        entry
-        for key in directory.metadata.order
-        for entry in blockwise.entries.get(key) or ((key, tensors[key] if key in tensors else values[key]),)
-    )
-    tree.root = _nest(leaves, blockwise.paths(directory.metadata.paths), file=path, notes=tree.notes)
+    leaves = {**values, **tensors, **blocks}
+    tree.root = _nest(((key, leaves[key]) for key in metadata.order), metadata.paths, file=path, notes=tree.notes)
     return tree
 
 
