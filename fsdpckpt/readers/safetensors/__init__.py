@@ -38,9 +38,8 @@ _INDEX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 1 << 28  # large enough for a million tensors
 _SHARDING_KEY = "DCP_SHARDING_INFO"
 _RANK_SHARD = re.compile(r"shard-(\d{1,6})-")
-_NUMBERED = re.compile(r"^(?:shard-\d+-)?(?P<stem>.*?)-\d+-of-\d+\.safetensors$")
 _PART = re.compile(r"^(?:shard-\d+-)?(?P<stem>.*?)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.safetensors$")
-_MOST_NAMED = 1 << 16  # missing shards that are named: one number in a file name can ask for a million
+_MAX_NAMES = 1 << 16  # missing shards that are named: a number in one file name can ask for a million
 
 
 class SafetensorsReader:
@@ -64,7 +63,7 @@ class SafetensorsReader:
             if not name.endswith((".safetensors", _INDEX)):
                 continue
             claim.names.add(name)
-            shard = _NUMBERED.match(name)
+            shard = _PART.match(name)
             stem = shard["stem"] if shard else stem_of(name)
             if not name.endswith(_INDEX) and (shard is None or stem not in indexed or name.startswith("shard-")):
                 groups.setdefault(stem, []).append(name)
@@ -194,9 +193,9 @@ def _require_all_parts(paths: Sequence[str]) -> None:
         if number not in numbers
     )
     below = (f"shard-{rank:05d}-*.safetensors" for rank in range(1, max(ranks, default=0)) if rank not in ranks)
-    named = list(islice(chain(missing, below), _MOST_NAMED))
+    named = list(islice(chain(missing, below), _MAX_NAMES))
     if named:
-        more = " or more" if len(named) == _MOST_NAMED else ""
+        more = " or more" if len(named) == _MAX_NAMES else ""
         raise SourceIncompleteError(
             f"{len(named)}{more} safetensors shards are missing",
             details=named,
