@@ -44,7 +44,7 @@ from fsdpckpt.text import bytes_text, first_of, names_text
 
 # Sub-directories named like this are checkpoints of their own, not parts of one.
 _NUMBERED = re.compile(r"(?:^|[_-])(?:checkpoint|ckpt|step|global_step|epoch|ep|iter|iteration)[-_]?\d+", re.IGNORECASE)
-# A checkpoint in parts has directories for the model, the optimizer, data loaders, samplers; hardly more.
+# A checkpoint in parts has directories for the model, the optimizer, data loaders, samplers, hardly for more.
 _MAX_DIRECTORIES = 6
 _DEPTH = 3  # levels below SRC that are searched for the one checkpoint: run / step / role
 
@@ -61,8 +61,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Read everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
 
-    ``units``: the order of each rank's optimizer, used if no units lie beside the checkpoint. ``ignore_file``: globs of
-    files and directories to leave out; the caller then calls ``require_matches``. For ``locate``, ``only`` and
+    ``units``: the order of each rank's optimizer, used if no units are found beside the checkpoint. ``ignore_file``:
+    globs of files and directories to leave out; the caller then calls ``require_matches``. For ``locate``, ``only`` and
     ``as_dcp`` see ``ReadOptions``.
 
     Raises SourceMissingError, SourceUnrecognisedError, SourceIncompleteError, NeedsInformationError (several
@@ -113,8 +113,8 @@ class _Found:
 def _side_parts(names: Sequence[str], files: Mapping[str, Entry], sources: Sources) -> list[Part]:
     """A part for each of ``files`` that is a side file of the framework with ``names`` in a directory."""
     flavor = recognise(names)
-    beside = [file for name, file in files.items() if flavor is not None and re.search(flavor.side_files, name)]
-    parts = [reader.recognise_file(file, sources) for file in beside if may_be_torch(file) for reader in READERS]
+    side_files = [file for name, file in files.items() if flavor is not None and re.search(flavor.side_files, name)]
+    parts = [reader.recognise_file(file, sources) for file in side_files if may_be_torch(file) for reader in READERS]
     return [replace(part, optional=True, extras=True) for part in parts if part is not None]
 
 
@@ -183,12 +183,12 @@ class _Opening:
             self.files.units = units.units
         read = self._read_parts(searched)
         if self.options.as_dcp:
-            read, beside = without_exports(read)
-            if beside:
-                searched.notes.append(Note("not-carried", f"not in .metadata, and left out: {names_text(beside, 6)}"))
+            read, exports = without_exports(read)
+            if exports:
+                searched.notes.append(Note("not-carried", f"not in .metadata, and left out: {names_text(exports, 6)}"))
         if self.sources.ignored:
-            left = tuple(self.sources.ignored)
-            searched.notes.append(Note("ignored", f"left out by --ignore-file: {first_of(left, 6)}", keys=left))
+            ignored = tuple(self.sources.ignored)
+            searched.notes.append(Note("ignored", f"left out by --ignore-file: {first_of(ignored, 6)}", keys=ignored))
         checkpoint = join(self.source, read, self.files, searched.notes)
         checkpoint = with_flavor(checkpoint, searched.names, searched.path)
         if units is not None:
@@ -354,7 +354,7 @@ def _several_candidates(path: str, candidates: list[str]) -> NeedsInformationErr
     return NeedsInformationError(
         f"{path} holds {len(candidates)} checkpoints",
         details=candidates,
-        why="each of these directories is a checkpoint of its own",
+        why="each of these directories is a checkpoint",
         next_step=f"name the one to read, for example {shlex.quote(candidates[-1])}",
         file=path,
     )
@@ -362,8 +362,8 @@ def _several_candidates(path: str, candidates: list[str]) -> NeedsInformationErr
 
 def _nearest_units(places: Sequence[str], sources: Sources) -> FoundUnits | None:
     """The units of the nearest of the directories ``places`` that has any."""
-    beside = (find_units(sources.list_directory(place), sources) for place in places)
-    return next((units for units in beside if units is not None), None)
+    searches = (find_units(sources.list_directory(place), sources) for place in places)
+    return next((units for units in searches if units is not None), None)
 
 
 def missing(source: str) -> SourceMissingError:

@@ -3,7 +3,7 @@
 Their shapes do not show the parameters. Two forms exist (``torch/distributed/fsdp/_state_dict_utils.py``,
 ``_optim_utils.py``): ``LOCAL_STATE_DICT`` files with keys ``<unit>._flat_param``, and the optimizer's own state dict on
 each rank, whose states are one slice for each unit or parameter. The slices of one tensor become one tensor of
-placement ``SLICES``: the ranks' slices one after the other. ``mark_slices`` decides, once the model is known.
+placement ``SLICES``: the ranks' slices one after the other. ``convert_slices`` decides, once the model is known.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def boxes_of_range(shape: Sequence[int], low: int, high: int, place: int, stored
     boxes: list[BoxInFile] = []
     for box in flat_boxes(shape, low, high - low) if low < high else ():
         offset = stored.offset + at * step * stored.dtype.itemsize
-        stride = tuple(one * step for one in contiguous_stride(box.sizes))
+        stride = tuple(extent * step for extent in contiguous_stride(box.sizes))
         boxes.append(BoxInFile(box.offsets, box.sizes, offset, stride))
         at += box.numel
     return boxes
@@ -90,17 +90,17 @@ def why_sliced(
 
 
 def _why_not_replicas(
-    vectors: Sequence[Tensor], known: set[tuple[int, ...]], checksums: Checksums | None, *, alone: bool
+    vectors: Sequence[Tensor], model_shapes: set[tuple[int, ...]], checksums: Checksums | None, *, alone: bool
 ) -> str | None:
-    """Why vectors of one length on all ranks are slices. ``known``: shapes of the model; ``alone``: the optimizer has
-    no state with more dimensions.
+    """Why vectors of one length on all ranks are slices. ``alone``: the optimizer has no state with more
+    dimensions.
     """
-    fit = all(leaf.shape in known for leaf in vectors)
+    fit = all(leaf.shape in model_shapes for leaf in vectors)
     if alone and not fit:
         sizes = sorted({leaf.shape[0] for leaf in vectors})
         text = first_of(sizes, _SHOWN)
         return f"all optimizer states are plain one-dimensional tensors (of {text} elements), one on each rank"
-    open_case = max(map(len, known), default=0) > 1 if alone else not fit
+    open_case = max(map(len, model_shapes), default=0) > 1 if alone else not fit
     if open_case and _replicas_differ(vectors, checksums):
         return "one-dimensional optimizer states of equal length have different bytes on each rank"
     return None
@@ -125,13 +125,13 @@ def _replicas_differ(tensors: Sequence[Tensor], checksums: Checksums | None) -> 
 
 
 def crcs_of_chunks(tensor: Tensor, records: Mapping[tuple[int, int], tuple[int, int]]) -> set[int | None]:
-    """The CRC-32s of the chunks of ``tensor``, which are all whole; None for one that is no record of its own.
+    """The CRC-32s of the chunks of ``tensor``, which are all whole; None for a chunk that is not exactly one record.
 
     ``records``: from ``Checksums.by_place``.
     """
     places = zip(tensor.chunks.file.tolist(), tensor.chunks.offset.tolist(), strict=True)
-    found = [records.get(place, (-1, 0)) for place in places]
-    return {crc if nbytes == tensor.nbytes else None for nbytes, crc in found}
+    recorded = [records.get(place, (-1, 0)) for place in places]
+    return {crc if nbytes == tensor.nbytes else None for nbytes, crc in recorded}
 
 
 def read_as_slices(optim: OptimState) -> OptimState:
@@ -148,8 +148,8 @@ def read_as_slices(optim: OptimState) -> OptimState:
 def _entry_as_slices(entry: Mapping[str, Tensor | Value]) -> dict[str, Tensor | Value]:
     leaves = {name: as_slices(leaf) if isinstance(leaf, Tensor) else leaf for name, leaf in entry.items()}
     chunks = [leaf.chunks for leaf in leaves.values() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
-    holders = [rank[size[:, 0] > 0] for rank, size in ((one.rank, one.size) for one in chunks)]
-    if not holders or all(len(ranks) == len(one) for ranks, one in zip(holders, chunks, strict=True)):
+    holders = [of_state.rank[of_state.size[:, 0] > 0] for of_state in chunks]
+    if sum(map(len, holders)) == sum(map(len, chunks)):
         return leaves
     return {name: _of_ranks(leaf, np.concatenate(holders)) for name, leaf in leaves.items()}
 
@@ -172,8 +172,8 @@ def as_slices(tensor: Tensor) -> Tensor:
     return Tensor(tensor.dtype, (int(size.sum()),), chunks, sharded=True, placement=SLICES)
 
 
-def mark_slices(tree: Tree, sections: Sections, model: ModelState | None, label: str) -> None:
-    """Mark the optimizer of one part as slices in ``tree`` and ``sections`` if it holds slices of flat parameters.
+def convert_slices(tree: Tree, sections: Sections, model: ModelState | None, label: str) -> None:
+    """Convert the optimizer of one part to slices, in ``tree`` and ``sections``, if it holds slices of flat parameters.
 
     ``model``: the checkpoint's, from whichever part; ``label``: the part's name in messages.
     """
@@ -187,7 +187,7 @@ def mark_slices(tree: Tree, sections: Sections, model: ModelState | None, label:
         tree.evidence.append(Evidence(EvidenceKind.LAYOUT, f"{reason}: slices of flat parameters"))
         states = (*(sections.optim_path or ()), "state")
         _drop_missing_keys(tree, states)
-        _take_values_of_holders(tree, sections.optim, states)
+        _prefer_values_of_holders(tree, sections.optim, states)
     if tree.world_size > 1:
         tree.problems.extend(_flattened_extras(tree, sections, label))
     if optim is not None and optim.key_type == "id":
@@ -225,11 +225,14 @@ def _drop_missing_keys(tree: Tree, states: KeyPath) -> None:
     no part of.
     """
     prefix = ".".join(map(str, (*states, "")))
-    absent = [one for one in tree.problems if one.kind == "missing-key" and (one.key or "").startswith(prefix)]
-    tree.problems = [problem for problem in tree.problems if problem not in absent]
+    tree.problems = [
+        problem
+        for problem in tree.problems
+        if problem.kind != "missing-key" or not (problem.key or "").startswith(prefix)
+    ]
 
 
-def _take_values_of_holders(tree: Tree, optim: OptimState, states: KeyPath) -> None:
+def _prefer_values_of_holders(tree: Tree, optim: OptimState, states: KeyPath) -> None:
     """If values differ only on ranks without elements of their parameter, take those of the ranks that have some.
 
     The rule is that of ``_convert_all_state_info``: optimizers that make their states at once (Adagrad) have a step on
@@ -243,9 +246,9 @@ def _take_values_of_holders(tree: Tree, optim: OptimState, states: KeyPath) -> N
         entry = optim.state.get(key) if isinstance(key, (int, str)) else None
         if entry is None or not isinstance(name, str) or name not in entry:
             continue
-        held_values = [values[rank] for rank in _holding_ranks(entry) if rank < len(values)]
-        if held_values and all(equal(value, held_values[0]) for value in held_values):
-            entry[name] = held_values[0]
+        values_of_holders = [values[rank] for rank in _holding_ranks(entry) if rank < len(values)]
+        if values_of_holders and all(equal(value, values_of_holders[0]) for value in values_of_holders):
+            entry[name] = values_of_holders[0]
             del tree.rank_values[path]
 
 
@@ -272,7 +275,7 @@ def _flattened_extras(tree: Tree, sections: Sections, label: str) -> Iterator[Pr
             yield Problem(
                 "flattened",
                 f"{key} is in FSDP1's flattened shards ({reason}), and only one model and one optimizer can be given "
-                "their names: save it on its own, or convert the sections alone (--only)",
+                "their names: save it separately, or convert the sections alone (--only)",
                 file=label,
                 key=key,
                 section=Section.EXTRA,

@@ -27,7 +27,7 @@ from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, replaced, without
 from fsdpckpt.producers import EXTRA_STEM, PLAIN
-from fsdpckpt.readers.flat_slices import mark_slices, why_sliced
+from fsdpckpt.readers.flat_slices import convert_slices, why_sliced
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Part, Tree, dotted
 from fsdpckpt.readers.sections import Sections, split
 from fsdpckpt.readers.torch_ranks import named_rank
@@ -58,7 +58,7 @@ class ReadPart:
         return self.part.stem
 
     @property
-    def held(self) -> set[str]:
+    def section_names(self) -> set[str]:
         """Which of model and optimizer it holds."""
         sections = (("model", self.sections.model), ("optimizer", self.sections.optim))
         return {name for name, section in sections if section is not None}
@@ -66,7 +66,7 @@ class ReadPart:
     @property
     def auxiliary(self) -> bool:
         """Whether it holds neither a model nor an optimizer."""
-        return not self.held
+        return not self.section_names
 
     def whole(self) -> bool:
         """Whether every rank's file holds all of it, judging by this part alone."""
@@ -99,9 +99,9 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
     world_size = max(part.tree.world_size for part in parts if not part.auxiliary or part is main)
     model = main.sections.model
     for part in parts:
-        mark_slices(part.tree, part.sections, model, part.label)
-        found = (_slices_of_one_rank(part), _reused_ids(part, model))
-        part.tree.problems += [problem for problem in found if problem is not None]
+        convert_slices(part.tree, part.sections, model, part.label)
+        problems = (_slices_of_one_rank(part), _reused_ids(part, model))
+        part.tree.problems += [problem for problem in problems if problem is not None]
     extra, rank_extra = _extras(parts, world_size)
     return Checkpoint(
         source=source,
@@ -143,7 +143,9 @@ def without_exports(parts: Sequence[ReadPart]) -> tuple[list[ReadPart], list[str
 
     def is_export(part: ReadPart) -> bool:
         return any(
-            other is not part and part.part.directory == other.label.rstrip("/") and other.held & part.held
+            other is not part
+            and part.part.directory == other.label.rstrip("/")
+            and other.section_names & part.section_names
             for other in parts
             if other.tree.container is Container.DCP
         )
@@ -154,7 +156,7 @@ def without_exports(parts: Sequence[ReadPart]) -> tuple[list[ReadPart], list[str
 
 def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
     for what in ("model", "optimizer"):
-        candidates = [part for part in parts if what in part.held]
+        candidates = [part for part in parts if what in part.section_names]
         labels = [part.label for part in candidates]
         if len(labels) > 1:
             if (absent := _rank_0_of_slices(candidates)) is not None:
@@ -187,15 +189,16 @@ def _rank_0_of_slices(parts: Sequence[ReadPart]) -> str | None:
     if len({name for name, _ in words}) != 1 or numbers != list(range(1, len(parts) + 1)):
         return None
     optims = [part.sections.optim for part in parts]
-    leaves = [leaf for one in optims if one is not None for state in one.state.values() for leaf in state.values()]
+    states = [states for optim in optims if optim is not None for states in optim.state.values()]
+    leaves = [leaf for entry in states for leaf in entry.values()]
     if None in optims or {leaf.ndim for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim} != {1}:
         return None
     return re.sub(rf"{words[0][1]}(\.[^./]*)$", r"0\1", parts[0].label)
 
 
 def _how_to_choose(source: str, candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) -> str:
-    """The next step for the user: the path of one candidate if they are different directories, else the options that
-    leave one.
+    """The next step for the user: the path of one candidate if they are in different directories, else the options
+    that leave only one.
     """
     named = _path_for_user(candidates, parts)
     directories = [candidate.part.directory for candidate in candidates]
@@ -234,7 +237,7 @@ def _path_for_user(candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) ->
 
 
 def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) -> list[Note]:
-    """A note that lists the optimizer's names that the model in another part lacks.
+    """A note that lists the names in the optimizer that the model, which is in another part, lacks.
 
     Names that differ only by a prefix match; names of flat parameters prove nothing. Raises NeedsInformationError if
     the two have no name in common: torchtune keeps its own names for the optimizer and saves the weights under Hugging
@@ -248,9 +251,9 @@ def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) ->
     missing = [name for name in named if name not in model.params]
     if not missing or any(_FLAT in name for name in (*model.params, *named)):
         return []
-    held = {clean(name) for name in model.params}
-    ends = {end for name in held for end in _suffixes(name)}
-    missing = [name for name in missing if clean(name) not in ends and held.isdisjoint(_suffixes(clean(name)))]
+    params = {clean(name) for name in model.params}
+    ends = {end for name in params for end in _suffixes(name)}
+    missing = [name for name in missing if clean(name) not in ends and params.isdisjoint(_suffixes(clean(name)))]
     if not missing:
         return []
     shown = first_of(missing, _MAX_NAMES)
@@ -260,7 +263,7 @@ def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) ->
     raise NeedsInformationError(
         f"{source} holds a model and an optimizer that have no parameter name in common",
         details=[f"{with_model.label}: {first_of(list(model.params), _MAX_NAMES)}", f"{with_optim.label}: {shown}"],
-        why="they are of different models, or a tool renamed the parameters of one of them (torchtune saves weights "
+        why="they belong to different models, or a tool renamed the parameters of one of them (torchtune saves weights "
         "under Hugging Face's names, and its optimizer under its own)",
         next_step=f"name the one to read, for example {shlex.quote(with_model.label)}",
         file=source,
@@ -323,7 +326,7 @@ def _layout(parts: Sequence[ReadPart]) -> Layout:
 def _evidence(parts: Sequence[ReadPart]) -> tuple[Evidence, ...]:
     evidence: list[Evidence] = []
     for part in parts:
-        message = f"{part.label}: {' and '.join(sorted(part.held)) or 'extra entries'}"
+        message = f"{part.label}: {' and '.join(sorted(part.section_names)) or 'extra entries'}"
         evidence += [Evidence(EvidenceKind.SECTIONS, message), *part.tree.evidence]
     return tuple(evidence)
 
@@ -343,22 +346,22 @@ def _problems(part: ReadPart) -> list[Problem]:
             key = dotted(path)
             optim = part.sections.optim_path
             section = Section.OPTIM if optim is not None and path[: len(optim)] == optim else Section.MODEL
-            message = f"{key} is not the same on every rank{_held_text(values)}"
+            message = f"{key} is not the same on every rank{_values_text(values)}"
             problems.append(Problem("replica", message, file=part.label, key=key, section=section))
     return problems
 
 
-def _held_text(values: Sequence[Value]) -> str:
+def _values_text(values: Sequence[Value]) -> str:
     """``: 0.1 on ranks 0, 2; 0.2 on rank 1``; empty if short texts do not distinguish the values."""
-    held: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         text = (
             f"a tensor {value.dtype.name} {shape_text(value.shape)}" if isinstance(value, Tensor) else truncate(value)
         )
-        held.setdefault(text, []).append(rank)
-    if len(held) == 1:
+        ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) == 1:
         return ""
-    parts = [f"{text} on {'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}" for text, ranks in held.items()]
+    parts = [f"{text} on {'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}" for text, ranks in ranks_of.items()]
     return ": " + "; ".join(parts[:_MAX_VALUES]) + ("; ..." if len(parts) > _MAX_VALUES else "")
 
 
@@ -397,7 +400,7 @@ def _extras(parts: Sequence[ReadPart], world_size: int) -> tuple[dict[Key, Value
         of_rank: Value = extra
         for path, values in changes:
             of_rank = replaced(of_rank, path, values[rank]) if rank < len(values) else without(of_rank, path)
-        for path, lacking in absences:
-            of_rank = without(of_rank, path) if rank in lacking else of_rank
+        for path, absent_ranks in absences:
+            of_rank = without(of_rank, path) if rank in absent_ranks else of_rank
         of_ranks.append(of_rank if isinstance(of_rank, dict) else {})
     return common if isinstance(common, dict) else extra, tuple(of_ranks)

@@ -106,18 +106,18 @@ def with_units(checkpoint: Checkpoint, found: FoundUnits) -> None:
     if checkpoint.layout is Layout.FLATTENED or (checkpoint.optim is not None and checkpoint.optim.key_type == "id"):
         checkpoint.notes = (*checkpoint.notes, *found.notes)  # without flat parameters no choice is needed
     if found.units is not None:
-        evidence = Evidence(EvidenceKind.UNITS, f"{found.path} says what lies in flat parameters")
+        evidence = Evidence(EvidenceKind.UNITS, f"{found.path} says what flat parameters contain")
         checkpoint.evidence = (*checkpoint.evidence, evidence)
 
 
 SEAL = ',\n "crc32": "'
-"""Stands before the CRC-32 of all that precedes it; the manifest ends behind that."""
+"""Precedes the CRC-32 of all bytes before it, with which the manifest ends."""
 
 _SEAL_END = b'"\n}\n'
 _CRC_DIGITS = 8
 _MAX_DIGITS = 20  # digits of an id: Python refuses to parse thousands of them
 _BATCH = 1 << 24  # bytes
-_SMALL = (".metadata", ".json")  # files that are read in any case, whose bytes decide the meaning of the others
+_SMALL = (".metadata", ".json")  # files that are always read: the others mean nothing without them
 _CRC = re.compile("[0-9a-f]{8}")
 
 
@@ -271,8 +271,8 @@ _DECIDING = (".metadata", ".index.json")  # small, and without them the others m
 
 
 def check_listing(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
-    """Problems of files that are missing or of another length, and of files among the listed ones that do not belong to
-    them.
+    """Problems of files that are missing or have a different length, and of files in the same directories that the
+    manifest does not list.
 
     ``present``: the result of ``present_files``. A missing file that only describes a model is not fatal.
     """

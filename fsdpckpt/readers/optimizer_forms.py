@@ -88,8 +88,8 @@ def _is_half(value: Mapping[Key, Value], *, named: bool) -> bool:
 def optimizer_of(value: Mapping[Key, Value], notes: list[Note], *, named: bool) -> OptimState | None:
     """The optimizer whose state dict is ``value``; None if it is none. Adds repairs and conversions to ``notes``.
 
-    ``named``: its key calls it an optimizer. A dict with a state whose name is not a string is none: such a state
-    cannot be addressed.
+    ``named``: its key calls it an optimizer. A dict with a state whose name is not a string is none, because such a
+    state cannot be addressed.
     """
     if is_flattened(value):
         return _unflatten(value, notes) if named else None

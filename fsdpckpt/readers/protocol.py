@@ -28,10 +28,10 @@ from fsdpckpt.storage.sources import Sources, matches
 MANIFEST = "fsdpckpt.json"
 UNITS = "units.json"  # the file name that save_units uses in a directory
 
-_MAX_POINTER_BYTES = 1024
+_MAX_POINTER_BYTES = 1024  # of a file that names the last checkpoint
 
 KeyPath: TypeAlias = tuple[Key, ...]
-"""Where a value stands in a nested state dict: dict keys and list positions, outermost first."""
+"""Where a value is in a nested state dict: dict keys and list positions, outermost first."""
 
 Items: TypeAlias = frozenset[tuple[int, int]]
 """Tensors of a DCP directory by the first item of each: the number of its file, and where in it the item begins."""
@@ -195,13 +195,13 @@ def build_tensors(tensors: Sequence[ChunkedTensor], *, world_size: int) -> dict[
     """Make the tensors. ``world_size``: how many ranks wrote them. The chunks alone decide whether and how FSDP shards
     a tensor.
     """
-    known: dict[tuple[tuple[int, ...], int], list[int] | None] = {}  # tensors that are cut alike share their sizes
+    cut_of: dict[tuple[tuple[int, ...], int], list[int] | None] = {}  # tensors that are cut alike share their sizes
     cuts = []
     for tensor in tensors:
         alike = (tensor.shape, id(tensor.chunks.size))
-        if alike not in known:
-            known[alike] = _cut_dimensions(tensor)
-        cuts.append(known[alike])
+        if alike not in cut_of:
+            cut_of[alike] = _cut_dimensions(tensor)
+        cuts.append(cut_of[alike])
     several = any(cut is not None for cut in cuts) and world_size > 1
     built: dict[str, Tensor] = {}
     for (key, dtype, shape, chunks), cut in zip(tensors, cuts, strict=True):
@@ -254,17 +254,18 @@ def claim_latest(
     claim: Callable[[str, Mapping[str, Entry]], Claim],
     directory: Callable[[str], str | None] = str,
 ) -> Claim:
-    """Claim the checkpoint in the directory of ``path`` that the file ``pointer`` there names; claims nothing if it
-    names none.
+    """Claim the last checkpoint of the run in ``path``: that in the subdirectory which the small file ``pointer``
+    names. Claims nothing if there is no such subdirectory.
 
-    ``directory``: the directory name for the file's content, None for content that no program writes. ``claim``: claims
+    ``directory``: makes its name from the file's content, None for content that no program writes. ``claim``: claims
     the files of a directory.
     """
     if pointer is None or not 0 < pointer.nbytes <= _MAX_POINTER_BYTES:
         return Claim()
     name = directory(sources.open(pointer.path).read(0, pointer.nbytes).decode("utf-8", "replace").strip())
-    if name is None or not any(one.directory and one.name == name for one in sources.list_directory(path)):
+    if name is None or not any(entry.directory and entry.name == name for entry in sources.list_directory(path)):
         return Claim()
     below = f"{path.rstrip('/')}/{name}"
-    parts = claim(below, {one.name: one for one in sources.list_directory(below) if not one.directory}).parts
+    files = {entry.name: entry for entry in sources.list_directory(below) if not entry.directory}
+    parts = claim(below, files).parts
     return Claim(parts, {pointer.name}, directories={name}) if parts else Claim()

@@ -48,7 +48,7 @@ class Sections:
     def overlaps(self, path: KeyPath) -> bool:
         """Whether the value at ``path`` of the root is part of the model or the optimizer, or contains one of them."""
         paths = (self.optim_path, self.model_path)
-        return any(known is not None and path == known[: len(path)] for known in paths) or self.owns(path)
+        return any(section is not None and path == section[: len(path)] for section in paths) or self.owns(path)
 
 
 def split(root: Value) -> Sections:
@@ -213,10 +213,10 @@ def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
     keys = sections.model_keys
     rest = root if keys is None else {key: value for key, value in root.items() if key not in keys}
     places = (sections.optim_path, sections.model_path if keys is None else None)
-    taken = [path for path in places if path is not None]
-    if () in taken:
+    paths = [path for path in places if path is not None]
+    if () in paths:
         return {}
-    for path in sorted(taken, key=_path_order, reverse=True):  # removing an item from a list moves the later ones
+    for path in sorted(paths, key=_path_order, reverse=True):  # removing an item from a list moves the later ones
         rest = cast("dict[Key, Value]", without(rest, path, prune=True))
     return dict(rest)
 

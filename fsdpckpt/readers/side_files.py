@@ -62,9 +62,9 @@ class SideFiles:
     sources: list[SourceFile] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
-    def add(self, files: Mapping[str, Entry], known: Sequence[SourceFile]) -> None:
-        """Add ``files``, by target name. ``known``: the files of the checkpoint, some of which were read as extras."""
-        numbers = {file.path: number for number, file in enumerate((*known, *self.sources))}
+    def add(self, files: Mapping[str, Entry], files_read: Sequence[SourceFile]) -> None:
+        """Add ``files``, by target name. ``files_read``: those of the checkpoint, some of which are extras."""
+        numbers = {file.path: number for number, file in enumerate((*files_read, *self.sources))}
         for target_name, entry in files.items():
             if entry.path not in numbers:
                 numbers[entry.path] = len(numbers)
@@ -73,21 +73,23 @@ class SideFiles:
             self.files[target_name] = Tensor(DTYPES["uint8"], (entry.nbytes,), chunks)
 
 
-def files_of_model(directory: str, known: Sequence[SourceFile], sources: Sources) -> SideFiles:
+def files_of_model(directory: str, files_read: Sequence[SourceFile], sources: Sources) -> SideFiles:
     """The files in ``directory`` that Hugging Face's libraries keep beside weights; none if it is a file.
 
     Raises SourceMissingError if it does not exist.
     """
-    taken = SideFiles()
+    chosen = SideFiles()
     entry = sources.stat(directory)
     if entry is None:
         raise SourceMissingError(f"--reference {directory} does not exist", file=directory)
     if entry.directory:
-        entries = {one.name: one for one in sources.list_directory(directory) if describes_model(one.name)}
-        taken.add({name: one for name, one in sorted(entries.items()) if not one.directory}, known)
-    if taken.files:
-        taken.notes.append(_note("carried", f"copied from {directory}", list(taken.files)))
-    return taken
+        entries = sorted(sources.list_directory(directory), key=lambda entry: entry.name)
+        chosen.add(
+            {each.name: each for each in entries if describes_model(each.name) and not each.directory}, files_read
+        )
+    if chosen.files:
+        chosen.notes.append(_note("carried", f"copied from {directory}", list(chosen.files)))
+    return chosen
 
 
 def side_files(
@@ -95,14 +97,14 @@ def side_files(
 ) -> SideFiles:
     """The files beside ``checkpoint`` that belong in a target of the producer ``target``, for ``world_size`` ranks.
 
-    From the same producer all are taken, and also if one's checkpoints are inside the other's; rank r of the target
+    From the same producer all are copied, and also if one's checkpoints are inside the other's; rank r of the target
     gets the files of rank r modulo the source's ranks (with ``world_size`` None every rank keeps its files). From
-    another producer only the files that Hugging Face keeps beside a model are taken, and with ``only`` none that show
-    that both sections were saved. The notes list what was taken and what was not.
+    another producer only the files that Hugging Face keeps beside a model are copied, and with ``only`` none that show
+    that both sections were saved. The notes list what is copied and what is not.
     """
-    taken = SideFiles()
+    copied = SideFiles()
     if not checkpoint.directory:
-        return taken
+        return copied
     source = flavor_named(checkpoint.flavor)
     entries = {
         entry.name: entry
@@ -130,16 +132,16 @@ def side_files(
         pattern = "|".join(target.training_files)
         chosen = {name: name for name in chosen if not pattern or re.search(pattern, name) is None}
     if same:
-        chosen = _by_rank(chosen, target.rank_files, world_size, taken)
-    taken.add({target_name: files[name] for target_name, name in chosen.items()}, checkpoint.files)
+        chosen = _by_rank(chosen, target.rank_files, world_size, copied)
+    copied.add({target_name: files[name] for target_name, name in chosen.items()}, checkpoint.files)
     if chosen:
-        taken.notes.append(_note("carried", "copied as they are", list(chosen)))
+        copied.notes.append(_note("carried", "copied as they are", list(chosen)))
     used = {name.partition("/")[0] for name in chosen.values()}
     hidden = [name for name in sorted(entries) if name.startswith(".") and not _is_state(entries[name], source, set())]
-    left = [*(name for name in beside if name not in used), *hidden]
-    if left:
-        taken.notes.append(_note("not-carried", f"not copied from {checkpoint.directory}", left))
-    return taken
+    left_out = [*(name for name in beside if name not in used), *hidden]
+    if left_out:
+        copied.notes.append(_note("not-carried", f"not copied from {checkpoint.directory}", left_out))
+    return copied
 
 
 def _note(kind: NoteKind, what: str, names: list[str]) -> Note:
@@ -174,7 +176,7 @@ def _of_the_model(files: Iterable[str], source: Flavor | None, target: Flavor) -
 
 
 def _by_rank(
-    chosen: dict[str, str], rank_files: tuple[RankFile, ...], world_size: int | None, taken: SideFiles
+    chosen: dict[str, str], rank_files: tuple[RankFile, ...], world_size: int | None, copied: SideFiles
 ) -> dict[str, str]:
     """``chosen`` with the rank files for ``world_size`` ranks."""
     for kind in rank_files:
@@ -189,7 +191,7 @@ def _by_rank(
             chosen[kind.of(rank, world_size)] = by_rank[ranks[rank % len(ranks)]]
         if world_size > len(ranks):
             message = f"{kind.name}: rank r of {world_size} has that of rank r modulo {len(ranks)}"
-            taken.notes.append(Note("inferred", message))
+            copied.notes.append(Note("inferred", message))
     return chosen
 
 
@@ -207,7 +209,7 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
     if flavor is None or any(note.kind in _UNSETTLED for note in checkpoint.notes):
         return []
     sections = ((Section.MODEL, "model", checkpoint.model), (Section.OPTIM, "optimizer", checkpoint.optim))
-    absent = [(section, what) for section, what, held in sections if held is None]
+    absent = [(section, what) for section, what, content in sections if content is None]
     files = [name for name in names if any(re.search(pattern, name) for pattern in flavor.training_files)]
     beside = [*files, *(key for key in flavor.training_keys if checkpoint.extra.get(key))]
     place = checkpoint.directory or checkpoint.source
