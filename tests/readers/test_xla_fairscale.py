@@ -413,7 +413,7 @@ def test_shards_of_another_length_than_in_the_metadata_are_refused(tmp_path: Pat
         content["model"][key] = torch.randn(640)
 
     error = refused(edited(XLA / "apart", tmp_path / "c", edit), SourceCorruptError)
-    assert "is not what the record beside it says" in str(error)
+    assert "does not match the record beside it" in str(error)
 
 
 def test_shards_that_the_metadata_does_not_list_are_refused(tmp_path: Path) -> None:

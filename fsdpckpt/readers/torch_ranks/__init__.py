@@ -28,7 +28,7 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # protocol 2, then torch's magic number as a long
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _SECTION = re.compile(r"model|optim|extra_state|state_dict|weights|params", re.IGNORECASE)
-_MAX_NAMES = 1 << 16  # missing files that are named: one number in a file name can ask for a million
+_MAX_NAMES = 1 << 16  # missing files that are named: a number in one file name can ask for a million
 
 _WITH_WORLD = re.compile(r"^(?P<stem>.+?)[_-]world_size_(?P<world>\d+)_rank_(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
 _OF_WORLD = re.compile(
@@ -61,11 +61,12 @@ class TorchReader:
         sets, single = group_ranks(names, path)
         claim = Claim(names=set(names))
         if options.only is not None:
-            unwanted = [one for one in sets if one.absent and section_of_name(one.stem) not in (None, options.only)]
-            sets = [one for one in sets if one not in unwanted]
-            claim.left_out = [name for one in unwanted for name in one.files.values()]
+            others = (None, options.only)
+            unwanted = [each for each in sets if each.absent and section_of_name(each.stem) not in others]
+            sets = [rank_set for rank_set in sets if rank_set not in unwanted]
+            claim.left_out = [name for rank_set in unwanted for name in rank_set.files.values()]
         _require_all_ranks(sets, path, {name: file.nbytes for name, file in files.items()})
-        claim.parts += [_ranks_part(one, files, path) for one in sets]
+        claim.parts += [_ranks_part(rank_set, files, path) for rank_set in sets]
         for name in single:
             stem = stem_of(name)
             claim.parts.append(_file_part(files[name].path, stem, optional=not _SECTION.search(stem)))
@@ -112,8 +113,8 @@ def _ranks_part(rank_set: RankSet, files: Mapping[str, Entry], directory: str) -
 
 def _require_all_ranks(sets: Sequence[RankSet], directory: str, sizes: Mapping[str, int]) -> None:
     """Raises unless every set has ranks 0 .. W-1. ``sizes``: the bytes of every file there, including damaged ones."""
-    count = sum(one.absent for one in sets)
-    missing = list(islice((name for one in sets for name in one.missing()), _MAX_NAMES))
+    count = sum(rank_set.absent for rank_set in sets)
+    missing = list(islice((name for rank_set in sets for name in rank_set.missing()), _MAX_NAMES))
     if not missing:
         return
     damaged = sum(name in sizes for name in missing)
@@ -250,7 +251,7 @@ def group_ranks(names: Iterable[str], directory: str) -> tuple[list[RankSet], li
                 f"{directory}: {plural(len(rank_set.again), 'rank', 'have')} two files",
                 details=[f"{first} and {name}" for name, first in rank_set.again.items()],
                 why="they belong to two saves, which must not be mixed",
-                next_step="move the files of one save into a directory of their own, and give that directory",
+                next_step="move the files of one save into another directory, and give that directory",
                 file=directory,
             )
     for rank_set in unstated:
@@ -288,6 +289,6 @@ def check_names(
         details=[*swapped.values(), *stale.values()],
         files=[*swapped, *stale],
         file=next(path for _, path in sorted(paths.items()) if path in swapped or path in stale),
-        why="files were renamed, or copied from another rank or run; nothing else in them says whose they are",
-        next_step="give every file the name it was saved as again, as listed above",
+        why="files were renamed, or copied from another rank or run; nothing else in them shows which rank saved them",
+        next_step="rename every file to the name it was saved under, as listed above",
     )

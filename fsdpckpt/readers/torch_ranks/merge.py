@@ -123,7 +123,7 @@ class Merge:
                 instead = "a rank's slice of a flat parameter"
                 if not flat:
                     instead = f"not quantized on {_ranks_text(self._ranks_of(uneven))}"
-                message = f"{key} is {blocks}, and {instead}: nothing says what it is for another number of ranks"
+                message = f"{key} is {blocks}, and {instead}: it cannot be converted to a different number of ranks"
                 self.problems.append(Problem("quantized", message, key=key, section=Section.OPTIM))
             for i in plain:
                 changed[i] = {key: item for key, item in changed[i].items() if key != name}
@@ -188,14 +188,14 @@ class Merge:
         sharding = first.sharding if all(values[i].sharding is first.sharding for i in present) else None
         return Tensor(first.dtype, first.shape, chunks, sharded=True, placement=first.placement, sharding=sharding)
 
-    def _are_slices(self, held: Sequence[object], place: _Place) -> bool:
+    def _are_slices(self, vectors: Sequence[object], place: _Place) -> bool:
         """Whether vectors in ``place`` are certain to be slices, judging by the ranks that have them."""
         if place is not _Place.STATE and place is not _Place.BESIDE_FLAT:
             return False
-        shapes = {value.shape for value in held if isinstance(value, StoredTensor)}
+        shapes = {value.shape for value in vectors if isinstance(value, StoredTensor)}
         if any(len(shape) != 1 for shape in shapes):
             return False
-        return place is _Place.BESIDE_FLAT or len(shapes) > 1 or len(held) < len(self._groups)
+        return place is _Place.BESIDE_FLAT or len(shapes) > 1 or len(vectors) < len(self._groups)
 
     def _slices_of(self, values: Sequence[StoredTensor], present: list[int], path: KeyPath) -> Value:
         """The slices one after the other, a chunk for each rank that has one; an empty slice is a chunk too."""
@@ -224,8 +224,8 @@ class Merge:
         return Tensor(first.dtype, first.shape, chunks, sharded)
 
     def _other(self, values: Sequence[object], present: list[int], path: KeyPath) -> Value:
-        """Values that are not tensors, or of different kinds or shapes: one value if all are equal, else every rank's
-        own.
+        """Values that are not tensors, or of different kinds or shapes: one value if all are equal, else the value
+        of each rank.
         """
         if any(_contains_distributed(values[i]) for i in present):
             return self._contradiction(values, present, path)
@@ -233,8 +233,8 @@ class Merge:
         if any(not equal(_located(values[i], self._groups[i].files[0]), first) for i in present[1:]):
             pairs = [(file, value) for group, value in zip(self._groups, values, strict=True) for file in group.files]
             pairs.sort(key=lambda pair: pair[0].rank)
-            held = tuple(None if value is _ABSENT else _located(value, file) for file, value in pairs)
-            self.rank_values[path] = held
+            located = (None if value is _ABSENT else _located(value, file) for file, value in pairs)
+            self.rank_values[path] = tuple(located)
         return first
 
     def _contradiction(self, values: Sequence[object], present: list[int], path: KeyPath) -> Value:
@@ -242,7 +242,7 @@ class Merge:
         kinds: dict[str, list[int]] = {}
         for i in present:
             kinds.setdefault(_described(values[i]), []).append(i)
-        described = "; ".join(f"{what} in {_ranks_text(self._ranks_of(held))}" for what, held in kinds.items())
+        described = "; ".join(f"{what} in {_ranks_text(self._ranks_of(groups))}" for what, groups in kinds.items())
         self.problems.append(Problem("rank-mismatch", f"{dotted(path)} is {described}", key=dotted(path)))
         return _located(values[present[0]], self._groups[present[0]].files[0])
 

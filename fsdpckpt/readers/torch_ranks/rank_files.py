@@ -1,4 +1,4 @@
-"""Opens the files of all ranks. Files that differ only in a rank's own numbers are parsed once."""
+"""Opens the files of all ranks. Of files that differ only in the numbers of a rank, one is parsed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdpckpt.ir.tensors import Chunks, Int64Array
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.storage.sources import Sources
 
-_MOST_ALIKE = 8  # archives with pickles of the same length with which others are compared
+_MAX_ALIKE = 8  # archives with pickles of the same length with which others are compared
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,29 +50,29 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
     Raises what ``read_archive`` raises.
     """
     opened: list[RankFile | None] = []
-    known: dict[int, list[Alike]] = {}
-    waiting: list[tuple[int, int, Alike, Changes, Int64Array, Checksums]] = []
+    parsed_by_length: dict[int, list[Alike]] = {}
+    pending: list[tuple[int, int, Alike, Changes, Int64Array, Checksums]] = []
     ranks = sorted(paths)
     for index, rank in enumerate(ranks):
         source = sources.open(paths[rank])
         number = files.add(paths[rank], source.nbytes)
         archive = open_archive(source)
-        others = known.setdefault(len(archive.pickle), [])
-        for one in others:
-            changes = one.changes(archive)
+        candidates = parsed_by_length.setdefault(len(archive.pickle), [])
+        for candidate in candidates:
+            changes = candidate.changes(archive)
             if changes is not None:
-                waiting.append((index, number, one, changes, archive.columns.offset, archive.checksums(number)))
+                pending.append((index, number, candidate, changes, archive.columns.offset, archive.checksums(number)))
                 opened.append(None)
                 break
         else:
             parsed = parse_archive(archive, number)
             opened.append(RankFile(rank, number, parsed))
-            if alike and len(others) < _MOST_ALIKE and not any(one.unlike for one in others):
-                others.append(Alike(archive, parsed.root))
-                waiting.append((index, number, others[-1], {}, archive.columns.offset, parsed.checksums))
-    for index, number, one, changes, offsets, checksums in waiting:
+            if alike and len(candidates) < _MAX_ALIKE and not any(candidate.unlike for candidate in candidates):
+                candidates.append(Alike(archive, parsed.root))
+                pending.append((index, number, candidates[-1], {}, archive.columns.offset, parsed.checksums))
+    for index, number, model, changes, offsets, checksums in pending:
         path = paths[ranks[index]]
-        places = one.places_of(sources.open(path), offsets, changes)
+        places = model.places_of(sources.open(path), offsets, changes)
         if places is not None:
             opened[index] = RankFile(ranks[index], number, archive_of(places, checksums, path), places)
         elif opened[index] is None:
@@ -140,7 +140,7 @@ class Group:
 
 
 def grouped(files: Sequence[RankFile], roots: Sequence[object]) -> list[Group]:
-    """``files`` by their roots, one object for ranks that are alike; in the order of each one's first rank."""
+    """``files`` by their roots, one object for ranks that are alike; in the order of the first rank of each."""
     groups: dict[int, Group] = {}
     for file, root in zip(files, roots, strict=True):
         groups.setdefault(id(root), Group(root, [])).files.append(file)

@@ -40,7 +40,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, listed, plural
 
 _Optimizer: TypeAlias = dict[Key, Any]
-_SHOWN = 3
+_MAX_NAMES = 3
 _COMPARED = 1 << 20  # bytes: extras up to here are read and compared (random states are 5 KB), larger ones by CRC-32
 
 
@@ -61,8 +61,8 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     named = name_shards([file.archive for file in opened], ranks, paths)
     archives = named.archives
     _check_ranks(paths, ranks, archives)
-    silent = [rank for rank, archive in zip(ranks, archives, strict=True) if not archive.ranks]
-    check_names({rank: paths[rank] for rank in silent}, sources)
+    without_rank = [rank for rank, archive in zip(ranks, archives, strict=True) if not archive.ranks]
+    check_names({rank: paths[rank] for rank in without_rank}, sources)
     forms = sorted({form for archive in archives for form in archive.forms})
     tree = Tree(None, Layout.SHARDED if forms else Layout.FULL, Container.TORCH, len(ranks), flavor=named.producer)
     groups = grouped(opened, _one_order([archive.root for archive in archives], ranks, files.units, tree))
@@ -80,18 +80,18 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     tree.notes.extend(notes_on_dropped(archives))
     tree.devices.update(*(archive.devices for archive in archives))
     _separate_extras(tree, files, sources, extras=extras)
-    tree.evidence.append(Evidence(EvidenceKind.CONTAINER, _held_tensors(paths, ranks, forms)))
+    tree.evidence.append(Evidence(EvidenceKind.CONTAINER, _container_text(paths, ranks, forms)))
     tree.evidence.extend(named.evidence)
     tree.problems.extend(named.problems)
     tree.notes.extend(named.notes)
     return tree
 
 
-def _held_tensors(paths: Mapping[int, str], ranks: Sequence[int], forms: Sequence[str]) -> str:
-    held = " and ".join(f"{form} values" for form in forms) or "plain tensors only"
+def _container_text(paths: Mapping[int, str], ranks: Sequence[int], forms: Sequence[str]) -> str:
+    content = " and ".join(f"{form} values" for form in forms) or "plain tensors only"
     if len(ranks) == 1:
-        return f"{paths[ranks[0]]} is one rank's torch.save file, of a world of one, holding {held}"
-    return f"{len(ranks)} torch.save files, one per rank ({paths[ranks[0]]} ...), holding {held}"
+        return f"{paths[ranks[0]]} is one rank's torch.save file, of a world of one, holding {content}"
+    return f"{len(ranks)} torch.save files, one per rank ({paths[ranks[0]]} ...), holding {content}"
 
 
 def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Sequence[TorchArchive]) -> None:
@@ -107,10 +107,10 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
             files=list(swapped),
             file=paths[ranks[0]],
             why="files were renamed, or copied from another rank or run",
-            next_step="give every file its own rank's name again, as listed above",
+            next_step="rename every file to that of the rank that saved it, as listed above",
         )
     worlds = {id(world): world for archive in archives for world in archive.worlds}
-    world = {rank for known in worlds.values() for rank in known} or set(range(ranks[-1] + 1))
+    world = {rank for ranks_of_mesh in worlds.values() for rank in ranks_of_mesh} or set(range(ranks[-1] + 1))
     missing = sorted(world - set(ranks))
     if missing:
         place = paths[ranks[0]] if len(paths) == 1 else os.path.dirname(paths[ranks[0]]) or "."
@@ -140,7 +140,7 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
 
 
 def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, extras: bool) -> None:
-    """Give each rank its own plain tensors of the extras, such as random states, unless their bytes are equal.
+    """Keep the plain tensors of the extras, such as random states, of each rank, unless their bytes are equal.
 
     Skips tensors of the model and the optimizer: there, a plain tensor is a replica.
     """
@@ -182,7 +182,7 @@ def _bytes_of(tensor: Tensor, row: int, paths: Sequence[str], sources: Sources) 
 
 
 def _by_rank(tensor: Tensor, world_size: int) -> tuple[Value, ...]:
-    """Each rank's own copy as a tensor of one chunk, None for ranks without one."""
+    """Each rank's copy as a tensor of one chunk, None for ranks that have none."""
     rows = {rank: row for row, rank in enumerate(tensor.chunks.rank.tolist())}
     return tuple(
         Tensor(tensor.dtype, tensor.shape, tensor.chunks.take(tensor.chunks.rank == rank), tensor.sharded)
@@ -218,8 +218,8 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
 
 
 def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | None, tree: Tree) -> list[object]:
-    """Give ``roots``, the state dicts of ``ranks``, one set of optimizer keys if the ranks list other parameters or
-    another order. What nothing explains stays unchanged, and is reported later.
+    """Give ``roots``, the state dicts of ``ranks``, the same optimizer keys if the ranks list different parameters or a
+    different order. If nothing explains the difference they stay unchanged, and it is reported later.
 
     Each rank numbers ids in the order of its own optimizer. The units, or the ``param_names`` of its groups, show which
     parameter an id is on each rank; keys that are names show it themselves. As in ``_map_param_key_to_optim_keys`` of
@@ -227,29 +227,27 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
     """
     changed_roots = list(roots)
     for path in [path for path, mapping in containers(roots[0]) if is_optimizer(mapping)]:
-        every_optimizer = [_optimizer_at(root, path) for root in roots]
-        ours = [optim for optim in every_optimizer if optim is not None]
-        if len(ours) < len(roots):
+        optimizers = [optimizer for root in roots if (optimizer := _optimizer_at(root, path)) is not None]
+        if len(optimizers) < len(roots):
             continue
-        names = _by_units(ours, ranks, units) if units is not None and units.orders else None
+        names = _names_in_units(optimizers, ranks, units) if units is not None and units.orders else None
         if names is not None and units is not None:
             tree.orders = units.orders
-            tree.problems += _lacking(names, ranks, units)
-        names = names or _own_names(ours)
-        if names is None or all(one == names[0] for one in names[1:]) or len(set(map(len, names))) > 1:
+            tree.problems += _missing_parameters(names, ranks, units)
+        names = names or _saved_names(optimizers)
+        if names is None or all(groups == names[0] for groups in names[1:]) or len(set(map(len, names))) > 1:
             continue
-        every = _unite(names)
-        tree.notes.append(_note(names, ranks, every))
-        if _by_id(ours[0]) and not tree.orders:
-            differing = [(rank, one) for rank, one in zip(ranks, names, strict=True) if one != every]
-            tree.orders = tuple(RankOrder((rank,), one) for rank, one in differing)
-        keys: Mapping[str, ParamKey] = {name: number for number, name in enumerate(chain(*every))}
-        if not _by_id(ours[0]):
-            keys = {name: name for name in keys}
-        raw = {name: text for optim, one in zip(ours, names, strict=True) for name, text in _raw_names(optim, one)}
-        for index, (optim, one) in enumerate(zip(ours, names, strict=True)):
-            tree.problems += _unlisted(optim, ranks[index])
-            changed = _rekeyed(optim, one, every, keys, raw)
+        union = _union(names)
+        tree.notes.append(_note(names, ranks, union))
+        by_id = _by_id(optimizers[0])
+        if by_id and not tree.orders:
+            pairs = zip(ranks, names, strict=True)
+            tree.orders = tuple(RankOrder((rank,), groups) for rank, groups in pairs if groups != union)
+        keys: Mapping[str, ParamKey] = {name: number if by_id else name for number, name in enumerate(chain(*union))}
+        texts = {name: text for pair in zip(optimizers, names, strict=True) for name, text in _param_names(*pair)}
+        for index, (optimizer, groups) in enumerate(zip(optimizers, names, strict=True)):
+            tree.problems += _unlisted(optimizer, ranks[index])
+            changed = _rekeyed(optimizer, groups, union, keys, texts)
             changed_roots[index] = replaced(cast(Value, changed_roots[index]), path, changed)
     return changed_roots
 
@@ -278,10 +276,10 @@ def _by_id(optim: _Optimizer) -> bool:
     return all(type(key) is int for key in (chain(*groups) if groups is not None else optim["state"]))
 
 
-def _by_units(ours: Sequence[_Optimizer], ranks: Sequence[int], units: Units) -> list[Groups] | None:
+def _names_in_units(optimizers: Sequence[_Optimizer], ranks: Sequence[int], units: Units) -> list[Groups] | None:
     """The groups of each rank from the units; None if they do not match these optimizers."""
     by_rank = [groups for rank in ranks if (groups := units.groups_of(rank)) is not None]
-    return by_rank if len(by_rank) == len(ours) and all(map(_groups_fit, ours, by_rank)) else None
+    return by_rank if len(by_rank) == len(optimizers) and all(map(_groups_fit, optimizers, by_rank)) else None
 
 
 def _groups_fit(optim: _Optimizer, groups: Groups) -> bool:
@@ -294,69 +292,69 @@ def _groups_fit(optim: _Optimizer, groups: Groups) -> bool:
     return [len(keys) for keys in listed] == [len(names) for names in groups]
 
 
-def _own_names(ours: Sequence[_Optimizer]) -> list[Groups] | None:
-    """What each optimizer says itself: keys that are names, or ``param_names``; None where one of them does not."""
-    named: list[Groups] = []
-    for optim in ours:
+def _saved_names(optimizers: Sequence[_Optimizer]) -> list[Groups] | None:
+    """The names that each optimizer saved: keys that are names, or ``param_names``. None if one of them has neither."""
+    by_rank: list[Groups] = []
+    for optim in optimizers:
         groups = _groups(optim)
         if groups is None:
             return None
         texts = groups
         if _by_id(optim):
             saved = [group.get("param_names") for group in optim["param_groups"]]
-            texts = [list(one) if isinstance(one, (list, tuple)) else [] for one in saved]
-        names: Groups = tuple(tuple(str(text) for text in one) for one in texts)
-        every = list(chain(*names))
-        if [len(one) for one in names] != [len(keys) for keys in groups] or len(set(every)) < len(every):
+            texts = [list(names) if isinstance(names, (list, tuple)) else [] for names in saved]
+        named: Groups = tuple(tuple(map(str, names)) for names in texts)
+        all_names = list(chain(*named))
+        if list(map(len, named)) != list(map(len, groups)) or len(set(all_names)) < len(all_names):
             return None
-        named.append(names)
-    return named
+        by_rank.append(named)
+    return by_rank
 
 
-def _unite(names: Sequence[Groups]) -> Groups:
+def _union(names: Sequence[Groups]) -> Groups:
     """Each group with what any rank has in it, in the order of the first that has it."""
-    return tuple(tuple(dict.fromkeys(chain(*(one[number] for one in names)))) for number in range(len(names[0])))
+    return tuple(tuple(dict.fromkeys(chain(*of_group))) for of_group in zip(*names, strict=True))
 
 
-def _note(names: Sequence[Groups], ranks: Sequence[int], every: Groups) -> Note:
-    total = sum(map(len, every))
-    less = [rank for rank, one in zip(ranks, names, strict=True) if sum(map(len, one)) < total]
+def _note(names: Sequence[Groups], ranks: Sequence[int], union: Groups) -> Note:
+    total = sum(map(len, union))
+    incomplete = [rank for rank, groups in zip(ranks, names, strict=True) if sum(map(len, groups)) < total]
     text = "the ranks' optimizers list their parameters in different orders; every id was read as that rank counts it"
-    if less:
-        text = f"the optimizers of ranks {first_of(less, 8)} do not have all parameters that those of others have"
+    if incomplete:
+        text = f"the optimizers of ranks {first_of(incomplete, 8)} do not have all parameters that those of others have"
     return Note("orders", text)
 
 
-def _lacking(names: Sequence[Groups], ranks: Sequence[int], units: Units) -> Iterator[Problem]:
+def _missing_parameters(names: Sequence[Groups], ranks: Sequence[int], units: Units) -> Iterator[Problem]:
     """A fatal problem for each rank whose optimizer lacks what FSDP shards, and others have: its part is in no file."""
     in_units = {unit.key for unit in units.units} | set(units.unit_of())
-    every = dict.fromkeys(name for one in names for name in chain(*one) if name in in_units)
-    for rank, one in zip(ranks, names, strict=True):
-        names_here = set(chain(*one))
-        missing = [name for name in every if name not in names_here]
+    union = dict.fromkeys(name for groups in names for name in chain(*groups) if name in in_units)
+    for rank, groups in zip(ranks, names, strict=True):
+        names_here = set(chain(*groups))
+        missing = [name for name in union if name not in names_here]
         if missing:
             message = (
-                f"the optimizer of rank {rank} has no {first_of(missing, _SHOWN)}, which the optimizers of other ranks "
-                "have. In PyTorch's words: FSDP currently requires each rank to have at least the optimizer states "
-                "needed by rank 0's optimizer but some ranks are missing some of those states"
+                f"the optimizer of rank {rank} has no {first_of(missing, _MAX_NAMES)}, which the optimizers of other "
+                "ranks have. In PyTorch's words: FSDP currently requires each rank to have at least the optimizer "
+                "states needed by rank 0's optimizer but some ranks are missing some of those states"
             )
             yield Problem("missing-key", message, key=missing[0], rank=rank, section=Section.OPTIM)
 
 
 def _unlisted(optim: _Optimizer, rank: int) -> Iterator[Problem]:
-    """A fatal problem for each id with a state that no group lists: nothing says which parameter it is."""
+    """A fatal problem for each id with a state that no group lists: nothing shows which parameter it is."""
     listed = set(chain(*(_groups(optim) or (optim["state"],))))
     for key in optim["state"]:
         if type(key) is int and key not in listed:
             message = (
                 f"the optimizer of rank {rank} has a state of id {key}, which no param group lists, and the ranks' "
-                "optimizers list their parameters in different orders: nothing says which parameter it is"
+                "optimizers list their parameters in different orders: nothing shows which parameter it is"
             )
             yield Problem("parameter-order", message, key=f"state.{key}", rank=rank, section=Section.OPTIM)
 
 
-def _raw_names(optim: _Optimizer, names: Groups) -> list[tuple[str, str]]:
-    """(name, what ``param_names`` calls it)."""
+def _param_names(optim: _Optimizer, names: Groups) -> list[tuple[str, str]]:
+    """(name, its text in ``param_names``)."""
     pairs: list[tuple[str, str]] = []
     for group, group_names in zip(optim.get("param_groups") or (), names, strict=False):
         saved = group.get("param_names")
@@ -366,8 +364,9 @@ def _raw_names(optim: _Optimizer, names: Groups) -> list[tuple[str, str]]:
 
 
 def _rekeyed(
-    optim: _Optimizer, members: Groups, every: Groups, keys: Mapping[str, ParamKey], raw: Mapping[str, str]
+    optim: _Optimizer, members: Groups, union: Groups, keys: Mapping[str, ParamKey], texts: Mapping[str, str]
 ) -> _Optimizer:
+    """``optim``, which has ``members``, with the ``keys`` of all names, and groups that list ``union``."""
     groups = _groups(optim)
     listed = range(sum(map(len, members))) if groups is None else chain(*groups)
     new = {key: keys[name] for key, name in zip(listed, chain(*members), strict=True)}
@@ -377,8 +376,8 @@ def _rekeyed(
             {
                 **group,
                 "params": [keys[name] for name in names],
-                **({"param_names": [raw.get(name, name) for name in names]} if "param_names" in group else {}),
+                **({"param_names": [texts.get(name, name) for name in names]} if "param_names" in group else {}),
             }
-            for group, names in zip(optim["param_groups"], every, strict=True)
+            for group, names in zip(optim["param_groups"], union, strict=True)
         ]
     return changed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import cast
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
@@ -17,7 +18,7 @@ from fsdpckpt.ir.checkpoint import UNORDERED, Evidence, EvidenceKind, Note, Prob
 from fsdpckpt.ir.values import Key, Value, replaced, without
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import KeyPath, dotted
-from fsdpckpt.readers.xla_fairscale.models import SHOWN, RankShards, UnnamedError
+from fsdpckpt.readers.xla_fairscale.models import MAX_NAMES, RankShards, UnnamedError
 from fsdpckpt.readers.xla_fairscale.shard_metadata import (
     FAIRSCALE,
     TORCH_XLA,
@@ -56,15 +57,14 @@ def name_shards(archives: Sequence[TorchArchive], ranks: Sequence[int], paths: M
         roots.setdefault(id(archive.root), (rank, archive.root))
     of_root = {number: _only_metadata(root, paths[rank]) for number, (rank, root) in roots.items()}
     placed = [of_root[id(archive.root)] for archive in archives]
-    known = [one for one in placed if one is not None]
-    if not known:
-        problems = (one for rank, root in roots.values() for one in shards_without_metadata(root, paths[rank]))
-        first = next(problems, None)
-        return NamedShards(list(archives), problems=[first] if first is not None else [])
+    found = [metadata for metadata in placed if metadata is not None]
+    if not found:
+        problems = chain(*(shards_without_metadata(root, paths[rank]) for rank, root in roots.values()))
+        return NamedShards(list(archives), problems=list(islice(problems, 1)))
     _require_one_model(placed, ranks, paths)
-    result = NamedShards([], known[0][1].producer)
-    for rank, archive, (path, metadata) in zip(ranks, archives, known, strict=True):
-        report = NamedShards([]) if result.archives else result  # what there is to say is said once, of the first rank
+    result = NamedShards([], found[0][1].producer)
+    for rank, archive, (path, metadata) in zip(ranks, archives, found, strict=True):
+        report = NamedShards([]) if result.archives else result  # only the first rank is described
         result.archives.append(_name_rank(archive, path, metadata, rank, paths, report))
     return result
 
@@ -104,7 +104,7 @@ def _only_metadata(root: Value, file: str) -> tuple[KeyPath, ShardMetadata] | No
             file=file,
             key=dotted(path),
             expected="names, shapes and lengths that agree",
-            why="another version of the library wrote it, or it was changed",
+            why="a version of the library that is not known wrote it, or it was changed",
             next_step="save it again, or report it with the version of the library that saved it",
         )
     if len(placed) > 1:
@@ -112,7 +112,7 @@ def _only_metadata(root: Value, file: str) -> tuple[KeyPath, ShardMetadata] | No
             f"{file} has the shard metadata of {len(placed)} models",
             details=[dotted(path) for path, _ in placed],
             file=file,
-            why="nothing says which shards belong to which of them",
+            why="nothing shows which shards belong to which of them",
             next_step="save one model in each file",
         )
     return path, metadata
@@ -121,17 +121,17 @@ def _only_metadata(root: Value, file: str) -> tuple[KeyPath, ShardMetadata] | No
 def _require_one_model(
     placed: Sequence[tuple[KeyPath, ShardMetadata] | None], ranks: Sequence[int], paths: Mapping[int, str]
 ) -> None:
-    first = next(one for one in placed if one is not None)
-    wrong = {
-        paths[rank]: "no metadata" if one is None else "of other parameters, or of a different number of ranks"
-        for rank, one in zip(ranks, placed, strict=True)
-        if one is None or one[0] != first[0] or not one[1].same_model(first[1])
+    first_path, first = next(entry for entry in placed if entry is not None)
+    different = {
+        paths[rank]: "no metadata" if entry is None else "of other parameters, or of a different number of ranks"
+        for rank, entry in zip(ranks, placed, strict=True)
+        if entry is None or entry[0] != first_path or not entry[1].same_model(first)
     }
-    if wrong:
+    if different:
         raise SourceCorruptError(
             "the shard metadata differ between ranks",
-            details=[f"{path}: {how}" for path, how in wrong.items()],
-            files=list(wrong),
+            details=[f"{path}: {how}" for path, how in different.items()],
+            files=list(different),
             file=paths[ranks[0]],
             why="files of different runs are mixed",
             next_step="give a directory with the files of one save",
@@ -155,7 +155,9 @@ def _name_rank(
     for place, model in shards.models().items():
         root = replaced(root, place, cast(Value, model))
     for place, optimizer in containers(archive.root):
-        if is_optimizer(optimizer) and "param_id_map" not in optimizer:  # with it, it was gathered already
+        if (
+            is_optimizer(optimizer) and "param_id_map" not in optimizer
+        ):  # with it, the optimizer was gathered before it was saved
             named = _name_optimizer(shards, cast("dict[Key, object]", optimizer), dotted(place), report)
             root = replaced(root, place, cast(Value, named))
     return replace(
@@ -187,8 +189,8 @@ def _name_optimizer(
 def _describe(shards: RankShards, title: str, report: NamedShards) -> None:
     metadata = shards.metadata
     count = sum(len(tensor.params) for tensor in metadata.tensors)
-    held = f"{plural(count, 'parameter')} in {plural(len(metadata.tensors), 'tensor')}"
-    message = f"{title} is {metadata.producer}'s record of {held}"
+    content = f"{plural(count, 'parameter')} in {plural(len(metadata.tensors), 'tensor')}"
+    message = f"{title} is {metadata.producer}'s record of {content}"
     report.evidence.append(Evidence(EvidenceKind.METADATA, message))
     if not metadata.in_model_order:
         report.evidence.append(UNORDERED)
@@ -201,10 +203,10 @@ def _describe(shards: RankShards, title: str, report: NamedShards) -> None:
         more = f"; {len(unlisted) - 1} more are like it" if len(unlisted) > 1 else ""
         message = (
             f"{unlisted[0]} is neither a recorded parameter nor a buffer, so it may be one rank's shard{more}: a "
-            "parameter that shares another's storage is known only where the file shares it too"
+            "parameter that shares the storage of another one is recognised only if the file shares it too"
         )
         report.problems.append(Problem("flattened", message, file=shards.file, key=unlisted[0], section=Section.MODEL))
     if retyped:
-        shown = first_of(retyped, SHOWN)
+        shown = first_of(retyped, MAX_NAMES)
         message = f"buffers had a different dtype before they were wrapped, and keep the one saved: {shown}"
         report.notes.append(Note("buffer-type", message, keys=tuple(retyped)))

@@ -31,7 +31,7 @@ from fsdpckpt.readers.xla_fairscale.shard_metadata import (
 from fsdpckpt.text import plural
 from fsdpckpt.transform.assignment import in_order
 
-SHOWN = 5  # keys in a message
+MAX_NAMES = 5  # keys in a message
 
 _Ids: TypeAlias = dict[Key, ShardedTensor]
 
@@ -65,41 +65,42 @@ class RankShards:
     # Proofs
 
     def _prove(self, model: Mapping[Key, object]) -> None:
-        held = self._held(model)
-        per_rank = [tensor.key for tensor, _ in held if tensor.per_rank]
+        stored_tensors = self._stored_tensors(model)
+        per_rank = [tensor.key for tensor, _ in stored_tensors if tensor.per_rank]
         if per_rank and self.world_size > 1:
             more = f", and {len(per_rank) - 1} more" if len(per_rank) > 1 else ""
             raise SourceUnsupportedError(
                 f"{self.file}: every rank has its own {per_rank[0]}{more}",
-                details=per_rank[:SHOWN],
+                details=per_rank[:MAX_NAMES],
                 file=self.file,
                 key=per_rank[0],
                 why="its module was wrapped with no_broadcast_optim_state, as the experts of a mixture are",
                 next_step="save the experts of each rank under different names in the job that trained them",
             )
-        strange = [key for key in model if isinstance(key, str) and key not in self._by_key and is_shard(key)]
-        if strange:
+        unlisted = [key for key in model if isinstance(key, str) and key not in self._by_key and is_shard(key)]
+        if unlisted:
             raise SourceCorruptError(
-                f"{self.file} has {plural(len(strange), 'shard')} that its shard metadata does not list",
-                details=strange[:SHOWN],
+                f"{self.file} has {plural(len(unlisted), 'shard')} that its shard metadata does not list",
+                details=unlisted[:MAX_NAMES],
                 file=self.file,
-                key=strange[0],
-                why="the metadata is that of another model",
+                key=unlisted[0],
+                why="the metadata describes a different model",
                 next_step="save the metadata and the shards of one model in one file",
             )
-        shapes = [(tensor, stored.shape) for tensor, stored in held]
+        shapes = [(tensor, stored.shape) for tensor, stored in stored_tensors]
         usual = self.metadata.multiples or (128, 1)
         self._multiples = padding_multiples(self.metadata, shapes, self.world_size)
         if not self._multiples:
-            raise self._misfit(*next(one for one in held if not fits(one[0], one[1].shape, self.world_size, usual)))
-        for tensor, stored in held:
+            misfits = (pair for pair in stored_tensors if not fits(pair[0], pair[1].shape, self.world_size, usual))
+            raise self._length_error(*next(misfits))
+        for tensor, stored in stored_tensors:
             self._prove_padding(tensor, stored)
 
-    def _held(self, model: Mapping[Key, object]) -> list[tuple[ShardedTensor, StoredTensor]]:
+    def _stored_tensors(self, model: Mapping[Key, object]) -> list[tuple[ShardedTensor, StoredTensor]]:
         pairs = ((tensor, model.get(tensor.key)) for tensor in self.metadata.tensors)
         return [(tensor, stored) for tensor, stored in pairs if isinstance(stored, StoredTensor)]
 
-    def _misfit(self, tensor: ShardedTensor, stored: StoredTensor) -> SourceError:
+    def _length_error(self, tensor: ShardedTensor, stored: StoredTensor) -> SourceError:
         length = stored.shape[0] if len(stored.shape) == 1 else 0
         if self.metadata.world_size is None and 0 < length * self.world_size < tensor.numel:
             needed = -(-tensor.numel // length)
@@ -114,7 +115,7 @@ class RankShards:
                 next_step="copy the files of all ranks into one directory and give that directory",
             )
         return SourceCorruptError(
-            f"{self.file}: the shard {tensor.key} is not what the record beside it says",
+            f"{self.file}: the shard {tensor.key} does not match the record beside it",
             file=self.file,
             key=tensor.key,
             rank=self.rank,
@@ -138,7 +139,7 @@ class RankShards:
                 expected=f"{expected} elements of padding",
                 found=f"{tensor.padding}",
                 why="files were renamed, or copied from another rank or run, or the files of some ranks are missing",
-                next_step="give every file the name it was saved as again, and all files of one save",
+                next_step="rename every file to the name it was saved under, and give all files of one save",
             )
 
     # Models
@@ -169,7 +170,7 @@ class RankShards:
         if twice:
             raise SourceCorruptError(
                 f"{self.file} has two tensors of one name",
-                details=twice[:SHOWN],
+                details=twice[:MAX_NAMES],
                 file=self.file,
                 key=twice[0],
                 why="the shard metadata and the state dict are of different models",
@@ -178,8 +179,8 @@ class RankShards:
         named.update(entries)
 
     def _aliases(self, model: Mapping[Key, object]) -> dict[str, ShardedTensor]:
-        """Keys that the metadata does not list and that have the bytes of one it does: they share its storage."""
-        places = {_place(stored): tensor for tensor, stored in self._held(model) if len(tensor.params) == 1}
+        """Keys that are not in the metadata, with the tensor of it whose storage they share."""
+        places = {_place(stored): tensor for tensor, stored in self._stored_tensors(model) if len(tensor.params) == 1}
         unlisted = ((key, _place(stored)) for key, stored in self._unlisted(model).items())
         return {key: places[place] for key, place in unlisted if place in places}
 
@@ -187,8 +188,8 @@ class RankShards:
         """Tensors that are neither in the metadata nor buffers, so may be cut too."""
         if self.metadata.buffers is None:
             return {}
-        known = self.metadata.buffers | self._by_key.keys()
-        others = ((str(key), leaf) for key, leaf in model.items() if key not in known)
+        recorded = self.metadata.buffers | self._by_key.keys()
+        others = ((str(key), leaf) for key, leaf in model.items() if key not in recorded)
         return {key: leaf for key, leaf in others if isinstance(leaf, StoredTensor) and leaf.shape}
 
     def unlisted(self) -> list[str]:
@@ -201,12 +202,12 @@ class RankShards:
         return [key for model in self._models.values() for key in self._by_key if key not in model]
 
     def retyped(self) -> list[str]:
-        """Buffers with another dtype than before wrapping, with that dtype."""
-        held = {without_wrappers(str(key)): leaf for model in self._models.values() for key, leaf in model.items()}
+        """Buffers whose dtype is not the one they had before they were wrapped, with that dtype."""
+        leaves = {without_wrappers(str(key)): leaf for model in self._models.values() for key, leaf in model.items()}
         return [
             f"{name} ({dtype})"
             for name, dtype in self.metadata.buffer_types
-            if isinstance(leaf := held.get(name), StoredTensor) and leaf.dtype.name != dtype
+            if isinstance(leaf := leaves.get(name), StoredTensor) and leaf.dtype.name != dtype
         ]
 
     # Optimizers
@@ -227,15 +228,15 @@ class RankShards:
 
     def _model_order(self) -> list[ShardedTensor]:
         """The tensors in the order of the wrapped ``model.parameters()``, one under two names once."""
-        listed = self.metadata.listed
+        ordered_by_metadata = self.metadata.in_parameter_order
         if not self._models:
-            if not listed:
+            if not ordered_by_metadata:
                 raise UnnamedError("there is no model beside it, and the record is not in the order of its parameters")
             return list(self.metadata.tensors)
         model = next(iter(self._models.values()))
         ordered: list[ShardedTensor] = []
         seen: set[int] = set()
-        for key in self._by_key if listed else [key for key in model if key in self._by_key]:
+        for key in self._by_key if ordered_by_metadata else [key for key in model if key in self._by_key]:
             stored = model.get(key)
             place = stored.offset if isinstance(stored, StoredTensor) and 0 not in stored.shape else None
             if place is None or place not in seen:
@@ -265,9 +266,9 @@ class RankShards:
         if not answers:
             raise UnnamedError(f"the lengths of its states are not those of the {len(tensors)} tensors recorded")
         if len(answers) > 1:
-            one = next(at for at, pair in enumerate(zip(*answers, strict=True)) if len(set(pair)) > 1)
-            titles = " or ".join(tensors[answer[one]].title for answer in answers)
-            raise UnnamedError(f"id {ids[one]!r} may be {titles}")
+            open_id = next(at for at, pair in enumerate(zip(*answers, strict=True)) if len(set(pair)) > 1)
+            titles = " or ".join(tensors[answer[open_id]].title for answer in answers)
+            raise UnnamedError(f"id {ids[open_id]!r} may be {titles}")
         return {key: tensors[at] for key, at in zip(ids, answers[0], strict=True)}
 
     def _states(self, states: object, tensor: ShardedTensor) -> dict[Key, dict[Key, object]]:

@@ -31,7 +31,7 @@ _XLA_SHARD = "_fsdp_shard"
 _XLA_FLAT = "_fsdp_wrapped_module.flat_param_"
 _FAIRSCALE_FLAT = re.compile(r"(?:^|\.)flat_param_\d+$")
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
-_LARGEST = (1 << 63) - 1
+_MAX_EXTENT = (1 << 63) - 1
 _T = TypeVar("_T")
 
 
@@ -53,7 +53,7 @@ class ShardedTensor:
 
     ``params``: its content, front to back. ``flattened``: it is a flat parameter, even if of one parameter.
     ``padding``: the elements of padding on the rank whose file this is, None if not recorded. ``per_rank``: every rank
-    has another one, which is not cut. ``frozen``: it is a flat parameter of frozen parameters.
+    has a different one, which is not cut. ``frozen``: it is a flat parameter of frozen parameters.
     """
 
     key: str
@@ -81,7 +81,7 @@ class ShardedTensor:
 class ShardMetadata:
     """The metadata in one rank's file. ``producer``: the name of its flavor.
 
-    ``tensors``: in the order of the metadata. ``listed``: whether that is the order of the wrapped
+    ``tensors``: in the order of the metadata. ``in_parameter_order``: whether that is the order of the wrapped
     ``model.parameters()``. ``shared``: (name, name of the parameter that it shares). ``rank``, ``world_size``: None if
     not recorded. ``multiples``: the multiples to which the length of a chunk may be padded; () is any. ``buffers``: the
     names of all buffers, None if not recorded. ``buffer_types``: (name, dtype before) of buffers that were cast.
@@ -89,7 +89,7 @@ class ShardMetadata:
 
     producer: str
     tensors: tuple[ShardedTensor, ...]
-    listed: bool
+    in_parameter_order: bool
     shared: tuple[tuple[str, str], ...] = ()
     rank: int | None = None
     world_size: int | None = None
@@ -113,7 +113,7 @@ class ShardMetadata:
         shards all do so.
         """
         flat = sum(tensor.flattened for tensor in self.tensors)
-        if not flat and not self.listed:
+        if not flat and not self.in_parameter_order:
             return True
         return len({tensor.module for tensor in self.tensors}) == 1 and flat < 2
 
@@ -177,7 +177,7 @@ def _list(value: object) -> Sequence[object]:
 def _shape(value: object) -> tuple[int, ...]:
     """A possible shape of a tensor."""
     size = size_of(value)
-    if size is None or len(size) > MAX_DIMENSIONS or max(size, default=0) > _LARGEST:
+    if size is None or len(size) > MAX_DIMENSIONS or max(size, default=0) > _MAX_EXTENT:
         raise _MalformedError
     return size
 
@@ -209,7 +209,9 @@ def _of_torch_xla(value: Mapping[object, object]) -> ShardMetadata:
         for name, entry in (info.items() if isinstance(info, dict) else ())
         if isinstance(name, str) and isinstance(entry, dict) and "_orig_dtype" in entry
     )
-    return ShardMetadata(TORCH_XLA, tensors, listed=True, rank=rank, world_size=world_size, buffer_types=buffers)
+    return ShardMetadata(
+        TORCH_XLA, tensors, in_parameter_order=True, rank=rank, world_size=world_size, buffer_types=buffers
+    )
 
 
 def _xla_tensor(
@@ -233,16 +235,16 @@ def _of_fairscale(value: Mapping[object, object], modules: Sequence[object]) -> 
     shared: list[tuple[str, str]] = []
     for entry in modules:
         module = _checked(entry, dict)
-        held = list(_fairscale_tensors(module))
-        shared.extend(_shared(module, [param.name for tensor in held for param in tensor.params]))
-        tensors.extend(held)
+        of_module = list(_fairscale_tensors(module))
+        shared.extend(_shared(module, [param.name for tensor in of_module for param in tensor.params]))
+        tensors.extend(of_module)
     _require(bool(tensors))
-    # Flat parameters stand before the modules below them, wherever in the model the parameters stood; one that is not
-    # flattened stays in its own module, of which nothing here says the place.
-    listed = all(tensor.flattened for tensor in tensors) or len({tensor.module for tensor in tensors}) == 1
+    # Flat parameters come before the modules below theirs, wherever in the model the parameters were; a parameter that
+    # is not flattened stays in its module, whose place is not recorded.
+    in_order = all(tensor.flattened for tensor in tensors) or len({tensor.module for tensor in tensors}) == 1
     buffers = frozenset(map(str, _checked(value["buffer_names"], list)))
     return ShardMetadata(
-        FAIRSCALE, tuple(tensors), listed=listed, shared=tuple(shared), multiples=(1,), buffers=buffers
+        FAIRSCALE, tuple(tensors), in_parameter_order=in_order, shared=tuple(shared), multiples=(1,), buffers=buffers
     )
 
 
@@ -269,7 +271,7 @@ def _shared(module: Mapping[object, object], names: Sequence[str]) -> Iterator[t
         _require(len(_list(pair)) == 2)
         first, later = (joined(path, _checked(name, str)) for name in _list(pair))
         possible = {(later, first), (_with_last_word(later, first), _with_last_word(first, later))}
-        fitting = [one for one in possible if one[1] in names and one[0] not in names]
+        fitting = [(second, original) for second, original in possible if original in names and second not in names]
         _require(len(fitting) == 1)
         yield fitting[0]
 
