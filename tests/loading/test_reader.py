@@ -395,7 +395,7 @@ def test_a_source_behind_a_url_is_read_by_ranges() -> None:
 def test_values_too_many_to_read_beforehand_are_read_when_asked_for(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdpckpt.readers.dcp.read._FEW_VALUES", 0)
+    monkeypatch.setattr("fsdpckpt.readers.dcp.read._MAX_VALUES", 0)
     assert differences(filled(directory, blank(content())), content()) == []
 
 

@@ -336,7 +336,7 @@ def test_very_many_pickled_values_are_unread_without_locating(tmp_path: Path, mo
     found = opened(tmp_path, locate=False)
     assert found.optim is not None and found.optim.param_groups is not None
     assert found.optim.param_groups[0]["betas"] == (0.9, 0.95)
-    monkeypatch.setattr("fsdpckpt.readers.dcp.read._FEW_VALUES", 3)
+    monkeypatch.setattr("fsdpckpt.readers.dcp.read._MAX_VALUES", 3)
     found = opened(tmp_path, locate=False)
     assert found.optim is not None and found.optim.param_groups is not None
     assert found.optim.param_groups[0]["betas"] is UNREAD and found.extra["nan"] is UNREAD

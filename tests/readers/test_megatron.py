@@ -342,7 +342,7 @@ class TestMegatronFsdp:
         assert fsdpckpt.diff(source, str(tmp_path / "dcp")).same
 
     def test_groups_are_known_without_opening_tensors(self, golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("fsdpckpt.readers.dcp.read._FEW_VALUES", 10)
+        monkeypatch.setattr("fsdpckpt.readers.dcp.read._MAX_VALUES", 10)
         read = mock.Mock(wraps=open_directory)
         monkeypatch.setattr("fsdpckpt.readers.dcp.read.open_directory", read)
         checkpoint = opened(golden / "fsdp-dtensor", locate=False)
@@ -423,7 +423,7 @@ def test_common_values_in_an_object(golden: Path, tmp_path: Path, monkeypatch: p
     save(state, storage_writer=FileSystemWriter(tmp_path), planner=planner, no_dist=True)
     (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     for few in (1 << 14, 0):
-        monkeypatch.setattr("fsdpckpt.readers.dcp.read._FEW_VALUES", few)
+        monkeypatch.setattr("fsdpckpt.readers.dcp.read._MAX_VALUES", few)
         read = mock.Mock(wraps=open_directory)
         monkeypatch.setattr("fsdpckpt.readers.dcp.read.open_directory", read)
         checkpoint = opened(tmp_path, locate=False)

@@ -1,7 +1,7 @@
 """Reads DCP directories (``torch.distributed.checkpoint``): recognises their files, and reads their metadata.
 
 Follows ``torch/distributed/checkpoint/filesystem.py``: data files are ``__<rank>_<n>.distcp``, ``.metadata`` is renamed
-into place last, and with ``use_collectives=False`` each rank leaves its own ``__<rank>.metadata`` instead.
+into place last, and with ``use_collectives=False`` each rank writes ``__<rank>.metadata`` instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SUFFIXES = (".distcp", ".metadata")
 _DATA_FILE = re.compile(r"^__(\d{1,6})_\d+\.distcp$")
 _RANK_METADATA = re.compile(r"^__(\d{1,6})\.metadata$")
-_AT_ONCE = 256  # tensors to parse at a time: with thousands of chunks each takes some megabytes
+_BATCH = 256  # tensors to parse at a time: with thousands of chunks each takes some megabytes
 
 
 class DcpReader:
@@ -129,8 +129,8 @@ def _ends(metadata: DcpMetadata) -> dict[str, int]:
     """Where the last item of each file ends."""
     ends = np.zeros(len(metadata.files), np.uint64)  # large enough for two counts below 2^63
     chunks = (tensor.chunks for tensor in metadata.tensors.values())
-    while some := list(islice(chunks, _AT_ONCE)):
-        file, item = (np.concatenate([getattr(each, name) for each in some]) for name in ("file", "item"))
+    while batch := list(islice(chunks, _BATCH)):
+        file, item = (np.concatenate([getattr(rows, name) for rows in batch]) for name in ("file", "item"))
         np.maximum.at(ends, file, item.astype(np.uint64).sum(axis=1))
     needed = dict(zip(metadata.files, ends.tolist(), strict=True))
     for stored in metadata.items.values():
@@ -154,7 +154,7 @@ def _metadata(path: str, entries: dict[str, Entry], sources: Sources) -> tuple[D
                 file=f"{path.rstrip('/')}/.metadata",
             )
         raise SourceUnrecognisedError(
-            f"{path} is no DCP directory", expected=".metadata", found=plural(len(entries), "file")
+            f"{path} is not a DCP directory", expected=".metadata", found=plural(len(entries), "file")
         )
     missing = sorted((data | set(range(max(local)))) - set(local))
     if missing:
@@ -192,9 +192,9 @@ def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry], sourc
     nbytes = {name: entry.nbytes for name, entry in files if entry is not None and not entry.directory}
     missing = [name for name in needed if name not in nbytes]
     short = {
-        name: f"{name}: {bytes_text(held)}, items end at {bytes_text(needed[name])}"
-        for name, held in nbytes.items()
-        if held < needed[name]
+        name: f"{name}: {bytes_text(length)}, items end at {bytes_text(needed[name])}"
+        for name, length in nbytes.items()
+        if length < needed[name]
     }
     if missing:
         raise SourceIncompleteError(

@@ -81,11 +81,11 @@ def _item(
     except SourceUnrecognisedError:
         return None
     builder = TensorBuilder(archive.columns.records(), source.path)
-    held: object = load(archive.pickle, file=source.path, tensors=builder)
-    if not isinstance(held, Wrapped) or not is_blockwise(held.kind):
+    content: object = load(archive.pickle, file=source.path, tensors=builder)
+    if not isinstance(content, Wrapped) or not is_blockwise(content.kind):
         return None
     sums.append(archive.checksums(directory.numbers[name]))
-    return stored_blocks(held, source.path, key)
+    return stored_blocks(content, source.path, key)
 
 
 def _state(directory: DcpDirectory, key: str, tensor: DcpTensor, items: list[StoredBlocks | None]) -> dict[str, Value]:
@@ -107,13 +107,13 @@ def _state(directory: DcpDirectory, key: str, tensor: DcpTensor, items: list[Sto
                 _refuse(directory, key, blocks, f"{box.sizes} from {box.offsets}")
             columns[part].append((directory.ranks[name], directory.numbers[name], stored.offset, at))
     parts = {}
-    for part, held in columns.items():
-        rank, file, offset, boxes = zip(*held, strict=True)
+    for part, rows in columns.items():
+        rank, file, offset, boxes = zip(*rows, strict=True)
         start, size = [box.offsets for box in boxes], [box.sizes for box in boxes]
-        made = Chunks.rows(ndim=len(size[0]), rank=rank, file=file, offset=offset, start=start, size=size)
+        chunks_of_part = Chunks.rows(ndim=len(size[0]), rank=rank, file=file, offset=offset, start=start, size=size)
         dtype = next(item.parts[part].dtype for item in items if item is not None)
         shape = size[0] if part == QMAP else blocks.shape_of(part)
-        parts[part] = ChunkedTensor(part, dtype, shape, made)
+        parts[part] = ChunkedTensor(part, dtype, shape, chunks_of_part)
     tensors: dict[str, Tensor] = build_tensors(list(parts.values()), world_size=directory.world_size)
     tensors[SCALE] = replace(tensors[SCALE], sharded=tensors[CODES].sharded, placement=tensors[CODES].placement)
     if QMAP in tensors:

@@ -78,9 +78,9 @@ def locate_chunks(directory: DcpDirectory, sources: Sources, tree: Tree) -> list
     except SourceUnrecognisedError as error:
         raise _no_archive(directory, str(error.key), error) from None
     tree.checksums = Checksums.joined([tree.checksums, *checksums])
-    wrong = contents.wrong()
-    if len(wrong):
-        _refuse(contents, directory, wrong)
+    mismatched = contents.mismatched_rows()
+    if len(mismatched):
+        _refuse(contents, directory, mismatched)
     located = contents.located()
     uneven = [tensor for tensor in declared if located[tensor.key].chunks.size is not tensor.chunks.size]
     if uneven:
@@ -105,13 +105,13 @@ class _Contents:
         self.file = np.concatenate([rows.file for rows in chunks])
         self.item = np.concatenate([rows.item for rows in chunks if rows.item is not None])
         nbytes: dict[tuple[int, int], Int64Array] = {}
-        forms = [(id(one.chunks.size), one.dtype.itemsize) for one in declared]  # tensors that are cut alike share both
-        for form, one in zip(forms, declared, strict=True):
+        forms = [(id(each.chunks.size), each.dtype.itemsize) for each in declared]  # shared by tensors cut alike
+        for form, tensor in zip(forms, declared, strict=True):
             if form not in nbytes:
-                nbytes[form] = one.chunks.size.prod(axis=1) * one.dtype.itemsize
+                nbytes[form] = tensor.chunks.size.prod(axis=1) * tensor.dtype.itemsize
         of_data = np.concatenate([nbytes[form] for form in forms])
-        self.spare = self.item[:, 1] - of_data  # bytes: an archive is always longer than its data
-        self.is_blob = self.spare == 0
+        self.overhead = self.item[:, 1] - of_data  # bytes: an archive is always longer than its data
+        self.is_blob = self.overhead == 0
         names = np.zeros(max(paths, default=0) + 1, np.int64)
         names[sorted(paths, key=paths.__getitem__)] = np.arange(len(paths))
         self.order = np.lexsort((self.item[:, 1], self.item[:, 0], names[self.file]))
@@ -131,7 +131,9 @@ class _Contents:
         number = int(np.searchsorted(self._first, row, side="right")) - 1
         return self.declared[number], row - int(self._first[number])
 
-    def put(self, rows: npt.NDArray[np.intp], offsets: Int64Array | list[int], kinds: Int64Array | list[int]) -> None:
+    def set_location(
+        self, rows: npt.NDArray[np.intp], offsets: Int64Array | list[int], kinds: Int64Array | list[int]
+    ) -> None:
         self._offset[rows], self.kind[rows] = offsets, kinds
 
     def read_archives(self, sources: Sources) -> list[Checksums]:
@@ -144,19 +146,19 @@ class _Contents:
             except SourceUnrecognisedError as error:
                 error.key = self.tensor(int(rows[reader.reading]))[0].key
                 raise
-            self.put(rows, located.offset, located.kind)
+            self.set_location(rows, located.offset, located.kind)
             has = located.crc >= 0
             file = np.full(int(has.sum()), number, np.int64)
             checksums.append(Checksums(file, located.record_offset[has], located.record_nbytes[has], located.crc[has]))
         return checksums
 
-    def wrong(self) -> npt.NDArray[np.intp]:
-        """The rows whose item has another dtype or number of dimensions than the metadata declares."""
+    def mismatched_rows(self) -> npt.NDArray[np.intp]:
+        """The rows whose item does not have the dtype or the number of dimensions that the metadata declares."""
         kinds = self.structures.kinds
         names = {dtype.name: number for number, (dtype, *_) in enumerate(kinds)}
         declared = np.array([(names.get(t.dtype.name, -1), len(t.shape)) for t in self.declared], np.int64)
-        held = np.array([(names[dtype.name], len(shape)) for dtype, shape, _ in kinds], np.int64).reshape(-1, 2)
-        return np.flatnonzero((held[self.kind] != np.repeat(declared, np.diff(self._first), axis=0)).any(axis=1))
+        stored = np.array([(names[dtype.name], len(shape)) for dtype, shape, _ in kinds], np.int64).reshape(-1, 2)
+        return np.flatnonzero((stored[self.kind] != np.repeat(declared, np.diff(self._first), axis=0)).any(axis=1))
 
     def located(self) -> dict[str, ChunkedTensor]:
         """Every tensor by its key, with the offsets, sizes and strides found in its items."""
@@ -167,25 +169,25 @@ class _Contents:
             numbers = np.flatnonzero((ndim == dimensions) & (counts > 0))
             if not len(numbers):
                 continue
-            nothing = ((0,) * dimensions,) * 2  # a placeholder for kinds of another number of dimensions
+            nothing = ((0,) * dimensions,) * 2  # a placeholder for kinds with a different number of dimensions
             forms = [(shape, stride) if len(shape) == dimensions else nothing for _, shape, stride in kinds]
             rows = np.repeat(ndim == dimensions, counts)
-            held = np.array(forms, np.int64).swapaxes(0, 1).take(self.kind[rows], axis=1)
+            stored = np.array(forms, np.int64).swapaxes(0, 1).take(self.kind[rows], axis=1)
             tensors = [self.declared[number] for number in numbers.tolist()]
             declared = [(tensor.chunks.size, tensor.chunks.stride) for tensor in tensors]
             begins = np.cumsum(counts[numbers]) - counts[numbers]
-            apart = [held[at] != np.concatenate(column) for at, column in enumerate(zip(*declared, strict=True))]
-            sizes, strides = (np.logical_or.reduceat(one.any(axis=1), begins) for one in apart)
+            differs = [stored[at] != np.concatenate(column) for at, column in enumerate(zip(*declared, strict=True))]
+            sizes, strides = (np.logical_or.reduceat(column.any(axis=1), begins) for column in differs)
             for at in np.flatnonzero(sizes | strides).tolist():
                 tensor, rows_of_it = tensors[at], slice(begins[at], begins[at] + counts[numbers[at]])
-                size = held[0, rows_of_it].copy() if sizes[at] else tensor.chunks.size
-                stride = held[1, rows_of_it].copy() if strides[at] else tensor.chunks.stride
+                size = stored[0, rows_of_it].copy() if sizes[at] else tensor.chunks.size
+                stride = stored[1, rows_of_it].copy() if strides[at] else tensor.chunks.stride
                 located[tensor.key] = tensor._replace(chunks=replace(tensor.chunks, size=size, stride=stride))
         return located
 
 
-def _refuse(contents: _Contents, directory: DcpDirectory, wrong: npt.NDArray[np.intp]) -> NoReturn:
-    rows = contents.order[np.isin(contents.order, wrong)].tolist()
+def _refuse(contents: _Contents, directory: DcpDirectory, mismatched: npt.NDArray[np.intp]) -> NoReturn:
+    rows = contents.order[np.isin(contents.order, mismatched)].tolist()
     paths = directory.names()
     texts, files = list[str](), list[str]()
     for row in rows[:50]:
@@ -196,7 +198,7 @@ def _refuse(contents: _Contents, directory: DcpDirectory, wrong: npt.NDArray[np.
         files.append(directory.file(path))
         texts.append(f"{tensor.key} at {start}: {path} holds {dtype.name} {shape}, not {tensor.dtype.name} {size}")
     raise SourceCorruptError(
-        f"{directory.path}: {plural(len(rows), 'item', 'are')} not what the metadata says",
+        f"{directory.path}: {plural(len(rows), 'item', 'do')} not match the metadata",
         details=texts,
         files=files,
         file=directory.path,
@@ -235,7 +237,7 @@ def _correct_uneven(
         located[tensor.key] = tensor._replace(chunks=replace(chunks, start=start))
     if unexplained:
         raise SourceCorruptError(
-            f"{directory.path}: {plural(len(unexplained), 'tensor', 'have')} items of another size than declared",
+            f"{directory.path}: {plural(len(unexplained), 'tensor', 'have')} items that do not have the declared size",
             details=list(unexplained.values())[:50],
             file=directory.path,
             key=next(iter(unexplained)),
@@ -289,7 +291,7 @@ def _difference(declared: ChunkedTensor, chunks: Chunks) -> str:
     differs = np.flatnonzero((declared.chunks.size != chunks.size).any(axis=1))[:4]
     columns = (declared.chunks.start, declared.chunks.size, chunks.size)
     rows = zip(*(map(tuple, column[differs].tolist()) for column in columns), strict=True)
-    texts = [f"at {start} declared {size}, stored {held}" for start, size, held in rows]
+    texts = [f"at {start} declared {size}, stored {stored}" for start, size, stored in rows]
     return f"{declared.key}: {'; '.join(texts)}"
 
 
@@ -312,7 +314,7 @@ def _read_blobs(contents: _Contents, directory: DcpDirectory, sources: Sources) 
                 lost.append((key, f"{key} at {start}: not in {path}", file))
                 continue
             kind = contents.structures.kind(dtype, tensor.shape, contiguous_stride(tensor.shape))
-            contents.put(np.array([row]), [tensor.offset], [kind])
+            contents.set_location(np.array([row]), [tensor.offset], [kind])
     if lost:
         raise SourceIncompleteError(
             f"{directory.path}: the metadata names {plural(len(lost), 'chunk')} that no file holds",
@@ -331,15 +333,15 @@ def read_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[s
     A flattened optimizer repeats each hyper-parameter for every parameter with the same bytes: they are parsed once.
     """
     values: dict[str, Value] = {}
-    known: dict[bytes, tuple[Value, list[ChecksumRow]]] = {}
+    parsed: dict[bytes, tuple[Value, list[ChecksumRow]]] = {}
     records: list[ChecksumRow] = []
     for key, stored in sorted(directory.metadata.items.items(), key=lambda item: item[1][:2]):
         path, begin, length, _ = stored
         source = sources.open(directory.file(path))
         data = source.read(begin, length) if length <= _SMALL_VALUE else b""
         number, rank = directory.numbers[path], directory.ranks[path]
-        if data and data in known:
-            values[key], checksums = known[data]
+        if data and data in parsed:
+            values[key], checksums = parsed[data]
             records.extend((number, begin + at, nbytes, crc) for _, at, nbytes, crc in checksums)
             continue
         try:
@@ -348,8 +350,8 @@ def read_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[s
             raise _no_archive(directory, key, error) from None
         records.extend(checksums)
         values[key] = value
-        if data and not any(True for _ in leaf_tensors(value)):  # a tensor inside lies in its own item
-            known[data] = value, [(file, at - begin, nbytes, crc) for file, at, nbytes, crc in checksums]
+        if data and not any(True for _ in leaf_tensors(value)):  # a tensor inside has its place in this item
+            parsed[data] = value, [(file, at - begin, nbytes, crc) for file, at, nbytes, crc in checksums]
     tree.checksums = Checksums.joined([tree.checksums, Checksums.of(records)])
     return values
 
@@ -404,13 +406,13 @@ def locate_rows(
         tensor = located[number]
         declared.append(ChunkedTensor(str(number), tensor.dtype, tensor.shape, replace(tensor.chunks, offset=part)))
     contents = _Contents({number: file.path for number, file in enumerate(files)}, declared, offset)
-    if (contents.spare <= 0).any():  # only the header of a safetensors blob gives the place of the data
+    if (contents.overhead <= 0).any():  # only the header of a safetensors blob gives the place of the data
         return None
     try:
         contents.read_archives(sources)
     except SourceUnrecognisedError:
         return None
-    if len(contents.wrong()):
+    if len(contents.mismatched_rows()):
         return None
     for number, before, after in zip(unplaced, declared, contents.located().values(), strict=True):
         if after.chunks.size is not before.chunks.size:

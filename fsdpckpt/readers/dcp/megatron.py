@@ -1,4 +1,4 @@
-"""Read Megatron-core's distributed checkpoints: ``torch_dist`` directories, and what Megatron FSDP adds to DCP.
+"""Reads Megatron-core's distributed checkpoints: ``torch_dist`` directories, and what Megatron FSDP adds to DCP.
 
 ``dist_checkpointing.save`` writes a DCP directory without planner data, ``metadata.json`` with the name of the format,
 and the values that all ranks share in ``common.pt`` (since core 0.19 in the object ``common_state``). The training loop
@@ -8,10 +8,10 @@ puts each into ``iter_<number>/`` and the last number into ``latest_checkpointed
 Tensors have the names and global shapes that Megatron gave them: layers of one form are one tensor with a dimension for
 the layers (``decoder.layers.mlp.linear_fc1.weight``). Optimizer states are ``optimizer.state.<state>.<parameter>``
 (``megatron/core/dist_checkpointing/optimizer.py``, ``megatron/core/optimizer/distrib_optimizer.py``). No param group
-lists its parameters: ``transform.weight_decay`` says which those are.
+lists its parameters: ``transform.weight_decay`` determines which those are.
 
 Megatron FSDP (``--ckpt-format fsdp_dtensor``) saves a plain DCP directory, and keeps the settings of param groups
-parameter by parameter. Both take the gate (``_w``) and the value (``_v``) of SwiGLU apart, so that tensor parallel
+parameter by parameter. Both separate the gate (``_w``) from the value (``_v``) of SwiGLU, so that tensor parallel
 ranks divide each (``megatron/core/transformer/fsdp_dtensor_checkpoint.py``, ``handle_swiglu_in_state_dict``;
 ``optimizer/distrib_optimizer.py``, ``sharded_param_state_fsdp_dtensor``).
 """
@@ -42,7 +42,7 @@ _LATEST = "latest_checkpointed_iteration.txt"
 _DCP = (".distcp", ".metadata")
 _OWN = {_COMMON, ".metadata"}
 _MAX_CONFIG_BYTES = 1 << 16
-_MOST_LETTERS = 32
+_MAX_LETTERS = 32
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)$")
 _BUFFERS = re.compile(r"^(?:chained_\d+\.)?optimizer\.distributed\.")
 _MASTERS = ("fp32_param", "param")  # the weights that the optimizer updates
@@ -83,10 +83,10 @@ def _claim(path: str, files: Mapping[str, Entry], options: ReadOptions, sources:
     if backend is None:
         if files.keys() >= _OWN:
             raise SourceIncompleteError(
-                f"{path} has the files of a Megatron checkpoint, and no {_CONFIG} that says its format",
+                f"{path} has the files of a Megatron checkpoint, and no {_CONFIG}, which names its format",
                 file=f"{path.rstrip('/')}/{_CONFIG}",
                 why="the save or the copy did not finish, or the file was damaged",
-                next_step=f"copy {_CONFIG} again, or add --ignore-file {_COMMON} where that file is none of Megatron's",
+                next_step=f"copy {_CONFIG} again, or add --ignore-file {_COMMON} if that file is not Megatron's",
             )
         return Claim()
     if backend != "torch_dist":
@@ -95,7 +95,7 @@ def _claim(path: str, files: Mapping[str, Entry], options: ReadOptions, sources:
             file=f"{path.rstrip('/')}/{_CONFIG}",
             expected="torch_dist",
             found=backend,
-            why="Megatron-core gave that format up for torch_dist",
+            why="Megatron-core replaced that format by torch_dist",
             next_step="load it with the Megatron-LM that wrote it, and save it with --ckpt-format torch_dist",
         )
 
@@ -115,7 +115,7 @@ def _backend(entry: Entry | None, sources: Sources) -> str | None:
     except (ValueError, RecursionError):
         return None
     backend = document.get("sharded_backend") if isinstance(document, dict) else None
-    return backend[:_MOST_LETTERS] if isinstance(backend, str) and backend.isprintable() else None
+    return backend[:_MAX_LETTERS] if isinstance(backend, str) and backend.isprintable() else None
 
 
 def _directory_of(iteration: str) -> str | None:
@@ -128,7 +128,7 @@ def _read_torch_dist(
 ) -> Tree:
     """Read the model, the optimizer and the extras of the directory ``path``. ``common``: its ``common.pt``.
 
-    If the optimizer keeps weights of its own, the model section has these. Buffers that hold the states of many
+    If the optimizer has fp32 weights, the model section has these. Buffers that hold the states of many
     parameters stay as they are, beside an empty ``state``. Raises SourceIncompleteError without the values that all
     ranks share, SourceCorruptError for states of other shapes than their parameters', and what ``read_dcp`` raises.
     """
@@ -138,10 +138,11 @@ def _read_torch_dist(
     saved = _Saved(path, tree)
     shared = _shared(common, saved, files, sources)
     # Beside the buffers: what a group of data-parallel ranks stores of its optimizer.
-    kept = [saved.buffers.pop(key) for key in list(saved.buffers) if str(key).partition("/")[0].endswith(".optimizer")]
+    groups_of_ranks = [key for key in saved.buffers if str(key).partition("/")[0].endswith(".optimizer")]
+    stored = [saved.buffers.pop(key) for key in groups_of_ranks]
     optimizers = list(_optimizers(shared.pop("optimizer", None)))
-    if kept and isinstance(kept[0], list) and kept[0]:
-        optimizers += _optimizers(kept[0][0])
+    if stored and isinstance(stored[0], list) and stored[0]:
+        optimizers += _optimizers(stored[0][0])
     names = saved.states
     for entry in names.values():
         if (step := _step(optimizers, files)) is not None:
@@ -185,7 +186,7 @@ class _Saved:
                 self.buffers[key] = value
             elif isinstance(value, Tensor):
                 self.model[key] = value
-            elif value != [None]:  # modules without a state of their own save None for each layer
+            elif value != [None]:  # modules without a state save None for each layer
                 self.objects[key] = value
         self.model, self.states = _join_halves(self.model, self.path), _join_states(self.states, self.path)
 
@@ -248,8 +249,8 @@ def _optimizers(value: Value) -> Iterator[Mapping[Key, Value]]:
     if not isinstance(value, dict):
         return
     if value and all(type(key) is int for key in value):
-        for one in value.values():
-            yield from _optimizers(one)
+        for optimizer in value.values():
+            yield from _optimizers(optimizer)
     else:
         inner = value.get("optimizer")
         yield {**value, **inner} if isinstance(inner, dict) else value
@@ -277,13 +278,13 @@ def _merge_groups(groups: list[_Dict], names: list[str]) -> list[Value]:
     """
     settings = [{key: value for key, value in group.items() if key != "step"} for group in groups]
     compared = [{key: value for key, value in group.items() if key not in _NOT_SETTINGS} for group in settings]
-    if settings and all(one == compared[0] for one in compared):
+    if settings and all(setting == compared[0] for setting in compared):
         return [{**settings[0], "params": list(names)}]
     return list(settings)
 
 
 def _scaler(optimizers: Sequence[Mapping[Key, Value]]) -> _Dict:
-    scaler = next((one["grad_scaler"] for one in optimizers if one.get("grad_scaler")), None)
+    scaler = next((each["grad_scaler"] for each in optimizers if each.get("grad_scaler")), None)
     return {} if scaler is None else {"grad_scaler": scaler}
 
 
@@ -349,10 +350,10 @@ def _join_halves(leaves: Mapping[Key, Value], path: str) -> _Dict:
     """``leaves`` with each gate and value of SwiGLU joined, at the place of the gate."""
     names = (str(name).removesuffix("_w") for name in leaves if _GATE.search(str(name)))
     whole = {name: (leaves[f"{name}_w"], leaves[f"{name}_v"]) for name in names if f"{name}_v" in leaves}
-    taken = {f"{name}{half}": name for name in whole for half in ("_w", "_v")}
+    whole_of = {f"{name}{half}": name for name in whole for half in ("_w", "_v")}
     joined: _Dict = {}
     for key, leaf in leaves.items():
-        name = taken.get(str(key))
+        name = whole_of.get(str(key))
         if name is None:
             joined[key] = leaf
             continue
@@ -397,11 +398,11 @@ def _without_classes(value: Value) -> Value:
     Megatron.
     """
     if isinstance(value, dict):
-        return {key: _without_classes(one) for key, one in value.items()}
+        return {key: _without_classes(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_classes(one) for one in value]
+        return [_without_classes(item) for item in value]
     if isinstance(value, tuple):
-        return tuple(_without_classes(one) for one in value)
+        return tuple(_without_classes(item) for item in value)
     if isinstance(value, Object) and (value.function.module.startswith("megatron.") or value.function.name in _PLAIN):
         return _without_classes(value.state if isinstance(value.state, dict) else value.args[0] if value.args else None)
     return value

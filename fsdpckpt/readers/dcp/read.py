@@ -30,9 +30,9 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 
 UNREAD = Global("fsdpckpt", "unread")
-"""Stands for a pickled value that ``locate=False`` left in its file."""
+"""Takes the place of a pickled value that ``locate=False`` does not read."""
 
-_FEW_VALUES = 1 << 14  # pickled values that are read in any case, at some microseconds each: groups, counters, ...
+_MAX_VALUES = 1 << 14  # pickled values that are always read, at some microseconds each: groups, counters, ...
 # Megatron's values that are always read: what all ranks share, and the settings of parameters.
 _GROUPS = re.compile(r"^common_state/|\.optimizer/|(?:^|\.)param_to_group_meta\.")
 
@@ -41,7 +41,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
     """Read the checkpoint in the directory ``path``.
 
     With ``locate=False`` only the tensor items of param groups are opened: all other chunks have offset -1, and if
-    there are more than ``_FEW_VALUES`` pickled values, those outside ``_GROUPS`` are ``UNREAD``. With the items of some
+    there are more than ``_MAX_VALUES`` pickled values, those outside ``_GROUPS`` are ``UNREAD``. With the items of some
     tensors these are opened too, and all values are read. Raises SourceIncompleteError (no metadata, files or items
     missing: lists all), SourceCorruptError (contradictions), SourceUnsafeError (unknown globals),
     SourceUnsupportedError (compressed items).
@@ -64,7 +64,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
     values = read_values(directory, sources, tree) if locate else _few_values(directory, sources, tree)
     shapes = directory.metadata.unflattened
     if shapes:
-        chunked = [_in_shape(one, shapes[one.key], file=path) if one.key in shapes else one for one in chunked]
+        chunked = [_in_shape(each, shapes[each.key], file=path) if each.key in shapes else each for each in chunked]
     tensors = build_tensors(chunked, world_size=directory.world_size)
     _share_equal_settings(tensors, files, sources)
     sharded_blocks = (value for value in blocks.values() if isinstance(value, Tensor) and value.sharded)
@@ -79,7 +79,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
 
 def _few_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[str, Value]:
     items = directory.metadata.items
-    few = items if len(items) <= _FEW_VALUES else {key: items[key] for key in items if _GROUPS.search(key)}
+    few = items if len(items) <= _MAX_VALUES else {key: items[key] for key in items if _GROUPS.search(key)}
     if len(few) < len(items):
         tree.notes.append(Note("unread", f"values that are not tensors were not read: {len(items) - len(few):,}"))
     values = read_values(replace(directory, metadata=replace(directory.metadata, items=few)), sources, tree)
@@ -159,7 +159,7 @@ def _in_shape(tensor: ChunkedTensor, shape: tuple[int, ...], *, file: str) -> Ch
     return tensor._replace(shape=shape, chunks=boxed)
 
 
-_MOST_POSITIONS = 1 << 20  # largest list whose entries may be mostly empty
+_MAX_POSITIONS = 1 << 20  # largest list whose entries may be mostly empty
 
 
 class _Node(dict[PathElement, Value]):
@@ -175,7 +175,7 @@ def _nest(
 ) -> dict[Key, Value]:
     """The state dict of ``leaves`` (flat key, value). Without ``paths`` it stays flat.
 
-    Raises SourceCorruptError when one path runs through another one's value.
+    Raises SourceCorruptError if a path runs through the value of another path.
     """
     if paths is None:
         return {key: value for key, value in leaves}  # noqa: C416 (a dict of wider types)
@@ -204,7 +204,7 @@ def _misnamed_problems(keys: Collection[str], paths: Mapping[str, tuple[PathElem
         return []
     joined = {key: ".".join(map(str, paths[key])) if key in paths else None for key in keys}
     misplaced = {
-        key: f"says that it lies at {place}" if place is not None else "does not say where it is in the state dict"
+        key: f"says that it is at {place}" if place is not None else "does not say where it is in the state dict"
         for key, place in joined.items()
         if key != place
     }
@@ -239,9 +239,9 @@ def _require_positions(root: _Node, file: str) -> None:
         nodes.extend(child for child in node.values() if type(child) is _Node)
         if all(type(key) is int for key in node):
             length += max((key for key in node if isinstance(key, int)), default=0)
-        if length > _MOST_POSITIONS + len(nodes):
+        if length > _MAX_POSITIONS + len(nodes):
             what = f"the planner data names list positions beyond {length}"
-            most = f"at most {_MOST_POSITIONS} positions"
+            most = f"at most {_MAX_POSITIONS} positions"
             raise damaged(file, what, most, str(length), why="the metadata was damaged or edited")
 
 
@@ -278,8 +278,8 @@ def _find_flattened(directory: DcpDirectory, tensors: dict[str, Tensor], tree: T
     if lost is not None:
         message = (
             f"{directory.path} is the raw optimizer.state_dict() of FSDP1, saved through DCP by "
-            f"{plural(directory.world_size, 'rank')}: each rank held another slice of {lost}, and DCP kept one: the "
-            "others are gone. Save it again with FSDP.optim_state_dict or torch.distributed.checkpoint.state_dict"
+            f"{plural(directory.world_size, 'rank')}: each rank held a different slice of {lost}, and DCP kept one; "
+            "the others are gone. Save it again with FSDP.optim_state_dict or torch.distributed.checkpoint.state_dict"
         )
         problem = Problem("flattened-lost", message, file=directory.path, key=lost, section=Section.OPTIM)
         tree.problems.append(problem)
@@ -288,8 +288,8 @@ def _find_flattened(directory: DcpDirectory, tensors: dict[str, Tensor], tree: T
         tensors[key] = replace(tensors[key], sharded=None, placement=ONE_SLICE)
     if beside:
         message = (
-            f"{plural(len(beside), 'vector', 'stand')} beside the flat parameters: buffers, and one rank's slices of "
-            "parameters, which are not converted: their data is in the flat parameters"
+            f"{plural(len(beside), '1-D tensor', 'are')} stored with the flat parameters: buffers, and slices of one "
+            "rank, which are not converted: their data is in the flat parameters"
         )
         tree.notes.append(Note("flattened-names", message, beside[0], tuple(beside)))
 

@@ -1,4 +1,4 @@
-"""Read DeepSpeed checkpoints with ZeRO: the fp32 weights and the optimizer's states by name.
+"""Reads DeepSpeed checkpoints with ZeRO: the fp32 weights and the optimizer's states by name.
 
 ``engine.save_checkpoint`` writes a directory for each step, ``<tag>/``, and the file ``latest`` beside them with the
 name of the last. In the directory of a step every data-parallel rank ``r`` has its part of the fp32 weights and of the
@@ -28,11 +28,11 @@ _MODEL = re.compile(r"^(?:zero_pp_rank_(\d{1,5})_)?mp_rank_(\d{1,5})_model_state
 _EXPERT = re.compile(r"^(?:layer_\d+_)?expert_\d+_.*_model_states\.pt$|^expp_rank_\d+_.*_optim_states\.pt$")
 _LAYER = re.compile(r"^layer_\d+-model_\d+-model_states\.pt$")
 _LATEST = ("latest", "latest_universal")
-ZERO = "zero"  # the directory of a universal checkpoint's weights and states, and what is beside them:
+ZERO = "zero"  # the directory of a universal checkpoint's weights and states, and the file beside them:
 OPTIMIZER_STATE = "optimizer_state.pt"
 _SCRIPTS = frozenset({"zero_to_fp32.py", "zero_to_torch.py"})
 _MODEL_OF_RANK = "zero_pp_rank_0_mp_rank_00_model_states.pt"
-_SHOWN = 6
+_MAX_NAMES = 6
 
 
 class DeepSpeedReader:
@@ -90,11 +90,11 @@ def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Clai
 def _claim_universal(path: str, files: Mapping[str, Entry]) -> Claim:
     matches = {name: match for name in files if (match := _MODEL.match(name))}
     whole = {name: match for name, match in matches.items() if match[1] is None}
-    taken = whole or matches  # if both exist, ZeRO 3 finds the second
-    model = {int(match[1] or 0): name for name, match in taken.items() if int(match[2]) == 0}
+    used = whole or matches  # if both exist, ZeRO 3 loads the second
+    model = {int(match[1] or 0): name for name, match in used.items() if int(match[2]) == 0}
     require_all_ranks(path, {}, model, per_rank=not whole)
     paths = {rank: files[name].path for rank, name in sorted(model.items())}
-    others = [files[name].path for name, match in sorted(taken.items()) if int(match[2])]
+    others = [files[name].path for name, match in sorted(used.items()) if int(match[2])]
 
     def read(table: FileTable, sources: Sources) -> Tree:
         from fsdpckpt.readers.deepspeed.universal import read_universal
@@ -105,7 +105,7 @@ def _claim_universal(path: str, files: Mapping[str, Entry]) -> Claim:
 
 
 def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
-    names = {name for name in files if any(one.match(name) for one in (_OPTIM, _MODEL, _EXPERT, _LAYER))}
+    names = {name for name in files if any(pattern.match(name) for pattern in (_OPTIM, _MODEL, _EXPERT, _LAYER))}
     _require_data_parallel(path, names)
     optim = {int(match[1]): name for name in names if (match := _OPTIM.match(name))}
     model = {int(match[1] or 0): name for name in names if (match := _MODEL.match(name))}
@@ -133,7 +133,7 @@ def _require_data_parallel(path: str, names: set[str]) -> None:
         if files:
             raise SourceUnsupportedError(
                 f"{path} is a DeepSpeed checkpoint with files of {kind}, which fsdpckpt does not read",
-                details=files[:_SHOWN],
+                details=files[:_MAX_NAMES],
                 file=f"{path.rstrip('/')}/{files[0]}",
                 why="how the tensors of these files belong together is in the code of the model, not in the files",
                 next_step="convert it with the model's own script (ds_to_universal.py, or convert_*.py of the trainer)",
@@ -149,8 +149,8 @@ def require_all_ranks(
     ranks = max([world_size - 1, *optim, *(model if per_rank else ())]) + 1
     missing: list[str] = []
     if optim:
-        known = next(iter(optim.values()))
-        missing += [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", known) for rank in range(ranks) if rank not in optim]
+        example = next(iter(optim.values()))
+        missing += [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", example) for rank in range(ranks) if rank not in optim]
     if per_rank:
         example = next((name for name in model.values() if name.startswith("zero_pp_rank_")), _MODEL_OF_RANK)
         missing += [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", example) for rank in range(ranks) if rank not in model]
@@ -159,7 +159,7 @@ def require_all_ranks(
     if missing:
         raise SourceIncompleteError(
             f"{path}: {plural(len(missing), 'file')} of the DeepSpeed checkpoint "
-            f"{'is' if len(missing) == 1 else 'are'} missing: {first_of(missing, _SHOWN)}",
+            f"{'is' if len(missing) == 1 else 'are'} missing: {first_of(missing, _MAX_NAMES)}",
             details=missing,
             files=[f"{path.rstrip('/')}/{name}" for name in missing],
             file=f"{path.rstrip('/')}/{missing[0]}",

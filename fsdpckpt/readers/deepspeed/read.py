@@ -74,7 +74,7 @@ def _require_in_files(step: str, optim: Sequence[StepFile], sources: Sources) ->
     files beside them, raw and without shapes (``save_checkpoint`` of ``deepspeed/runtime/engine.py``).
     """
     flat = optim[0].states.get("fp32_flat_groups")
-    swapped = isinstance(flat, (list, tuple)) and any(_is_vector(one) and not one.shape[0] for one in flat)
+    swapped = isinstance(flat, (list, tuple)) and any(_is_vector(tensor) and not tensor.shape[0] for tensor in flat)
     directory = f"{step.rstrip('/')}/{_SWAPPED}"
     if swapped and sources.stat(directory) is not None:
         raise SourceUnsupportedError(
@@ -112,7 +112,7 @@ class _Step:
         groups = self.module.groups()
         flat = self._partitions(ranks, groups)
         shapes = {name: shape for group in groups for name, shape in group.items()}
-        merged = merge_files(self.optim, [self._named(one, flat, shapes) for one in ranks])
+        merged = merge_files(self.optim, [self._named(rank, flat, shapes) for rank in ranks])
         rest = self.module.untrained(shapes.keys() | self.module.aliases().keys())
         model = self.module.in_order({**section_of(rest, "model"), **section_of(merged, "model")})
         root: dict[Key, Value] = {"model": model, "optimizer": section_of(merged, "optimizer")}
@@ -129,32 +129,35 @@ class _Step:
         stage_3 = "fp32_flat_groups" in states
         base = states.get("optimizer_state_dict" if stage_3 else "base_optimizer_state")
         weights = states.get("fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups")
-        if not isinstance(weights, (list, tuple)) or not all(_is_vector(one) for one in weights):
+        if not isinstance(weights, (list, tuple)) or not all(map(_is_vector, weights)):
             raise contradiction(file.path, "its fp32 weights are not a list of flat tensors")
         count = len(weights)
         paddings = [0] * count
         saved = states.get("group_paddings")
         stripped = "zero_stage" in states  # BF16_Optimizer does not take the padding off, and names no stage
         if stripped and isinstance(saved, (list, tuple)) and len(saved) == count and all(map(is_count, saved)):
-            paddings = [int(one) for one in saved]
+            paddings = list(map(int, saved))
         flat = cast("list[StoredTensor]", list(weights))
         if isinstance(base, list):  # elastic checkpoints have only the states
             if len(base) != count:
                 raise contradiction(file.path, f"it has the states of {len(base)} of {count} flat tensors")
-            by_number = [as_mapping(one, file.path, "base_optimizer_state") for one in base]
+            by_number = [as_mapping(states, file.path, "base_optimizer_state") for states in base]
             return _RankStates(file, flat, by_number, [{"params": [number]} for number in range(count)], paddings)
         optimizer = as_mapping(base, file.path, "the optimizer's state dict")
-        held = as_mapping(optimizer.get("state"), file.path, "state")
+        state = as_mapping(optimizer.get("state"), file.path, "state")
         groups = optimizer.get("param_groups")
-        if not isinstance(groups, list) or set(held) - set(range(count)):
+        if not isinstance(groups, list) or set(state) - set(range(count)):
             raise contradiction(file.path, f"its optimizer does not have the states of {count} flat tensors")
         param_groups = [as_mapping(group, file.path, "param_groups") for group in groups]
         _refuse_experts(param_groups, file.path)
-        by_number = [as_mapping(held.get(number, {}), file.path, f"state.{number}") for number in range(count)]
+        by_number = [as_mapping(state.get(number, {}), file.path, f"state.{number}") for number in range(count)]
         return _RankStates(file, flat, by_number, param_groups, paddings)
 
     def _partitions(self, ranks: Sequence[_RankStates], shapes: Sequence[FlatGroup]) -> FlatGroups:
-        lengths = [[one.shape[0] + pad for one, pad in zip(rank.weights, rank.paddings, strict=True)] for rank in ranks]
+        lengths = [
+            [weight.shape[0] + padding for weight, padding in zip(rank.weights, rank.paddings, strict=True)]
+            for rank in ranks
+        ]
         try:
             if self.module.partitioned:
                 return partitions_of_params(shapes, lengths)
@@ -172,10 +175,10 @@ class _Step:
         """The files record how many ranks shared each flat tensor. File names do not: the last ranks' may be
         missing.
         """
-        said = rank.file.states.get("partition_count")
-        counts = said if isinstance(said, list) else [said]
+        recorded = rank.file.states.get("partition_count")
+        counts = recorded if isinstance(recorded, list) else [recorded]
         if all(map(is_count, counts)):
-            names = ({file.rank: file_name(file.path) for file in one} for one in (self.optim, self.module.files))
+            names = ({file.rank: file_name(file.path) for file in files} for files in (self.optim, self.module.files))
             most = min(max(cast("list[int]", counts), default=0), _MAX_RANKS)
             require_all_ranks(self.directory, *names, per_rank=self.module.partitioned, world_size=most)
 
@@ -186,9 +189,9 @@ class _Step:
             return [[]] * groups
         if not isinstance(gaps, (list, tuple)) or len(gaps) != groups:
             raise contradiction(rank.file.path, "its param_alignment_paddings are not those of its flat tensors")
-        if not all(isinstance(one, (list, tuple)) and all(map(is_count, one)) for one in gaps):
+        if not all(isinstance(counts, (list, tuple)) and all(map(is_count, counts)) for counts in gaps):
             raise contradiction(rank.file.path, "its param_alignment_paddings are not numbers of elements")
-        return [[int(gap) for gap in cast("list[int]", one)] for one in gaps]
+        return [list(map(int, cast("list[int]", counts))) for counts in gaps]
 
     def _require_record(self, ranks: Sequence[_RankStates], flat: FlatGroups) -> None:
         """Compare the computed places with those that the files record since DeepSpeed 0.7."""
@@ -196,7 +199,7 @@ class _Step:
             record = self._record(rank)
             if record is None:
                 continue
-            computed = [{one.name: (one.count, one.at) for one in group} for group in flat.slices[rank.file.rank]]
+            computed = [{part.name: (part.count, part.at) for part in group} for group in flat.slices[rank.file.rank]]
             if record != computed:
                 what = "its parameters are not where the shapes and the number of ranks put them"
                 raise contradiction(rank.file.path, what)
@@ -232,7 +235,7 @@ class _Step:
 
     def _named(self, rank: _RankStates, flat: FlatGroups, shapes: FlatGroup) -> StateDict:
         """One rank's optimizer file with parameters in place of flat tensors."""
-        slices = {one.name: one for group in flat.slices[rank.file.rank] for one in group}
+        slices = {part.name: part for group in flat.slices[rank.file.rank] for part in group}
         model: StateDict = {}
         states: StateDict = {}
         for name, number in ((name, number) for number, group in enumerate(flat.params) for name in group):
@@ -268,7 +271,7 @@ class _Step:
                     rank=rank.file.rank,
                     expected=f"{weight.shape[0]} elements",
                     found=f"shape {list(leaf.shape)}",
-                    why="an optimizer that factors or quantizes its states keeps them in a form of its own under ZeRO",
+                    why="an optimizer that factors or quantizes its states keeps them in a different form under ZeRO",
                     next_step="convert the weights alone with --only model",
                 )
             states[key] = part(str(key), leaf)

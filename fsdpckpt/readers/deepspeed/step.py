@@ -48,7 +48,7 @@ _DESCRIBED = frozenset({
 
 
 def contradiction(path: str, what: str) -> SourceCorruptError:
-    """The error for a file that contradicts itself or the others of its step."""
+    """The error for a file that contradicts itself or the other files of its step."""
     return damaged(
         path,
         what,
@@ -63,7 +63,7 @@ def as_mapping(value: object, path: str, what: str) -> StateDict:
     if not isinstance(value, dict):
         raise damaged(
             path,
-            f"{what} is no dict",
+            f"{what} is not a dict",
             "a file that DeepSpeed's save_checkpoint wrote",
             f"a {type(value).__name__}",
             why="the file was changed, or a version of DeepSpeed that is not known wrote it",
@@ -159,10 +159,10 @@ def add_extras(tree: Tree, merged: Sequence[Tree]) -> None:
     If a key is taken, an underscore is appended, and a note says so.
     """
     root = cast("dict[Key, Value]", tree.root)
-    taken = {*root, *(key for one in merged for key in section_of(one, "extra"))}
-    for one in merged:
+    taken = {*root, *(key for more in merged for key in section_of(more, "extra"))}
+    for more in merged:
         names: dict[Key, Key] = {}
-        for key, value in section_of(one, "extra").items():
+        for key, value in section_of(more, "extra").items():
             name = key
             while name in root or (name != key and name in taken):
                 name = f"{name!s}_"
@@ -170,8 +170,8 @@ def add_extras(tree: Tree, merged: Sequence[Tree]) -> None:
             names[key] = name
             if name != key:
                 tree.notes.append(Note("renamed", f"the extra {key!s} is called {name!s} here: {key!s} is taken"))
-        tree.problems.extend(one.problems)
-        for (section, *path), values in one.rank_values.items():
+        tree.problems.extend(more.problems)
+        for (section, *path), values in more.rank_values.items():
             place = (names[path[0]], *path[1:]) if section == "extra" else (section, *path)
             tree.rank_values[place] = values
 
@@ -183,8 +183,8 @@ def add_archives(tree: Tree, archives: Sequence[TorchArchive]) -> None:
 
 
 def part_of(rank: int, ranks: int, stored: StoredTensor, place: Slice | None, shape: tuple[int, ...]) -> Distributed:
-    """The part that ``rank`` of ``ranks`` holds of a parameter of ``shape``, in the flat tensor ``stored``; None:
-    nothing.
+    """The part that ``rank`` of ``ranks`` holds of a parameter of ``shape``, in the flat tensor ``stored``. ``place``
+    is None if the rank holds none of it.
     """
     boxes: list[BoxInFile] = []
     if place is not None:
@@ -217,15 +217,17 @@ class ModuleStates:
         return shapes
 
     def aliases(self) -> dict[str, str]:
-        """Parameters that share another's storage, and that other's name. Under ZeRO 3 only rank 0 has them."""
+        """Parameters that share storage, each with the name under which it is stored. Under ZeRO 3 only rank 0 has
+        them.
+        """
         shared = self.first.root.get("shared_params")
         return {str(name): str(other) for name, other in shared.items()} if isinstance(shared, dict) else {}
 
-    def untrained(self, elsewhere: Collection[str]) -> Tree:
-        """Buffers and frozen parameters as ``model``, and extras. ``elsewhere``: names to leave out, the trained
-        parameters and those that share another's storage.
+    def untrained(self, exclude: Collection[str]) -> Tree:
+        """Buffers and frozen parameters as ``model``, and extras. ``exclude``: the names of the trained
+        parameters and of those that share their storage.
         """
-        return merge_files(self.files, [self._extras_beside(file, elsewhere) for file in self.files])
+        return merge_files(self.files, [self._untrained_in(file, exclude) for file in self.files])
 
     def in_order(self, leaves: Mapping[Key, Value]) -> dict[Key, Value]:
         """``leaves`` in the order of the module's state dict, shared parameters under all of their names."""
@@ -238,19 +240,19 @@ class ModuleStates:
         return model
 
     def notes_on_copies(self, trained: Collection[str], dtype: str = "float32") -> list[Note]:
-        """A note if the module has copies of the ``trained`` parameters in another dtype than ``dtype``."""
+        """A note if the module has copies of the ``trained`` parameters whose dtype is not ``dtype``."""
         copies = self.first.module
-        held = [leaf for name in trained if isinstance(leaf := copies.get(name), StoredTensor)]
-        return notes_on_copies({leaf.dtype.name for leaf in held} - {dtype}, dtype)
+        leaves = [leaf for name in trained if isinstance(leaf := copies.get(name), StoredTensor)]
+        return notes_on_copies({leaf.dtype.name for leaf in leaves} - {dtype}, dtype)
 
-    def _extras_beside(self, file: StepFile, elsewhere: Collection[str]) -> StateDict:
+    def _untrained_in(self, file: StepFile, exclude: Collection[str]) -> StateDict:
         root = file.root
         frozen, shapes = root.get("frozen_param_fragments"), root.get("frozen_param_shapes")
         parts: dict[Key, object] = {}
         if isinstance(frozen, dict) and isinstance(shapes, dict) and self.partitioned:
             for name, leaf in frozen.items():
                 parts[name] = self._frozen(file, str(name), leaf, size_of(shapes.get(name)))
-        model = {name: parts.get(name, value) for name, value in file.module.items() if name not in elsewhere}
+        model = {name: parts.get(name, value) for name, value in file.module.items() if name not in exclude}
         extra = {key: plain(value) for key, value in root.items() if key not in _DESCRIBED}
         if extra.get("optimizer") is None:  # ZeRO leaves it empty; anything else is the user's own
             extra.pop("optimizer", None)
@@ -273,7 +275,7 @@ def _shapes_in(group: object, path: str) -> FlatGroup:
     for name, stored in as_mapping(group, path, "param_shapes").items():
         shape = size_of(stored)
         if not isinstance(name, str) or shape is None:
-            raise contradiction(path, f"param_shapes has {name!r} with a shape that is none")
+            raise contradiction(path, f"param_shapes has {name!r} with an impossible shape")
         shapes[name] = shape
     return shapes
 
@@ -363,21 +365,21 @@ def partitions_of_params(shapes: Iterable[FlatGroup], lengths: Sequence[Sequence
     """
     numels = _numels({name: shape for group in shapes for name, shape in group.items()})
     ranks = len(lengths)
-    if any(list(one) != list(lengths[0]) for one in lengths):
+    if any(list(of_rank) != list(lengths[0]) for of_rank in lengths):
         raise PartitionError("the flat tensors of the ranks do not have the same lengths")
     parts = {name: -(-numel // ranks) for name, numel in numels.items()}
-    waiting, ends = deque(numels), list(lengths[0])
+    remaining, ends = deque(numels), list(lengths[0])
     placed: list[list[tuple[str, int]]] = []
     for end in ends:
         placed.append([])
         at = 0
-        while waiting and at + parts[waiting[0]] <= end:
-            placed[-1].append((waiting[0], at))
-            at += parts[waiting.popleft()]
-        if waiting and at < end:
+        while remaining and at + parts[remaining[0]] <= end:
+            placed[-1].append((remaining[0], at))
+            at += parts[remaining.popleft()]
+        if remaining and at < end:
             break
-    if waiting:
-        raise PartitionError(f"{waiting[0]} does not fit into the flat tensors, which have {ends} elements")
+    if remaining:
+        raise PartitionError(f"{remaining[0]} does not fit into the flat tensors, which have {ends} elements")
     used = [sum(parts[name] for name, _ in group) for group in placed or [[]]]
     if used != ends:
         raise PartitionError(f"the parameters take {used} elements of the flat tensors, which have {ends}")

@@ -129,7 +129,7 @@ class _Universal:
         stored = self._stored(groups, shapes, entries)
         file = entries.get(OPTIMIZER_STATE)
         optimizer = None if file is None else open_files({0: file.path}, self.table, self.sources)[0]
-        if optimizer is None and any(len(one) > 1 for one in stored.values()):
+        if optimizer is None and any(len(states) > 1 for states in stored.values()):
             raise self._incomplete([f"{self.zero}/{OPTIMIZER_STATE}"])
         common = self._common_states(optimizer, len(groups))
         weights: dict[Key, Value] = {}
@@ -187,22 +187,22 @@ class _Universal:
             entry = entries.get(name)
             inside = self.sources.list_directory(entry.path) if entry is not None and entry.directory else []
             files[name] = {
-                one.name.removesuffix(_SUFFIX): one
-                for one in sorted(inside, key=lambda one: one.name)
-                if one.name.endswith(_SUFFIX) and not one.directory
+                file.name.removesuffix(_SUFFIX): file
+                for file in sorted(inside, key=lambda file: file.name)
+                if file.name.endswith(_SUFFIX) and not file.directory
             }
         missing: list[str] = []
         for group in groups:  # a parameter that never had a gradient has only its weight
-            every = {_WEIGHT}.union(*(files[name] for name in group))
+            union = {_WEIGHT}.union(*(files[name] for name in group))
             for name in group:
-                lacks = every - files[name].keys() if files[name].keys() - {_WEIGHT} else {_WEIGHT} - files[name].keys()
+                lacks = union - files[name].keys() if files[name].keys() - {_WEIGHT} else {_WEIGHT} - files[name].keys()
                 missing += [f"{self.zero}/{name}/{state}{_SUFFIX}" for state in sorted(lacks)]
         if missing:
             raise self._incomplete(missing)
-        self.sources.prefetch_ends([entry.path for one in files.values() for entry in one.values()])
+        self.sources.prefetch_ends([entry.path for states in files.values() for entry in states.values()])
         return {
-            name: {state: self._leaf(entry.path, name, state, shapes[name], one) for state, entry in one.items()}
-            for name, one in files.items()
+            name: {state: self._leaf(file.path, name, state, shapes[name], states) for state, file in states.items()}
+            for name, states in files.items()
         }
 
     def _incomplete(self, missing: list[str]) -> SourceIncompleteError:
@@ -247,8 +247,8 @@ class _Universal:
         if file is None:
             return common
         inner = file.root.get("optimizer_state_dict")
-        held = inner.get("state") if isinstance(inner, dict) else None
-        for number, states in held.items() if isinstance(held, dict) else ():
+        saved = inner.get("state") if isinstance(inner, dict) else None
+        for number, states in saved.items() if isinstance(saved, dict) else ():
             if type(number) is not int or not 0 <= number < count:
                 continue
             for key, leaf in as_mapping(states, file.path, f"state.{number}").items():

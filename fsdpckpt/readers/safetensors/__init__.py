@@ -152,8 +152,8 @@ def _weight_map(path: str, sources: Sources) -> dict[str, str]:
 def _compare_with_index(
     path: str, weight_map: Mapping[str, str], headers: Sequence[tuple[str, Header]], tree: Tree
 ) -> None:
-    held = {file_name(file): header.tensors for file, header in headers}
-    absent = {key: shard for key, shard in weight_map.items() if key not in held[shard]}
+    by_shard = {file_name(file): header.tensors for file, header in headers}
+    absent = {key: shard for key, shard in weight_map.items() if key not in by_shard[shard]}
     if absent:
         raise SourceIncompleteError(
             f"{file_name(path)} lists {plural(len(absent), 'tensor')} that their shard does not hold",
@@ -164,7 +164,7 @@ def _compare_with_index(
             file=path,
             key=next(iter(absent)),
         )
-    unlisted = [key for tensors in held.values() for key in tensors if key not in weight_map]
+    unlisted = [key for tensors in by_shard.values() for key in tensors if key not in weight_map]
     if unlisted:
         count = plural(len(unlisted), "tensor", "are")
         message = f"{count} in the shards but not in the index: {', '.join(unlisted[:5])}"
@@ -250,10 +250,10 @@ def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
     sharded = ranks > 1 or any(len(tensor.chunks) > 1 for tensor in tensors.values())
     tree = Tree({}, Layout.SHARDED if sharded else Layout.FULL, Container.SAFETENSORS, ranks)
     tree.root = restore(tensors, documents, tree)
-    held = [f"{plural(len(headers), 'safetensors file')} with {plural(len(tensors), 'tensor')}"]
+    reasons = [f"{plural(len(headers), 'safetensors file')} with {plural(len(tensors), 'tensor')}"]
     if ranks > 1:
-        held.append(f"file names and {_SHARDING_KEY} say that {plural(ranks, 'rank')} wrote chunks")
-    tree.evidence += [Evidence(EvidenceKind.CONTAINER, message) for message in held]
+        reasons.append(f"file names and {_SHARDING_KEY} say that {plural(ranks, 'rank')} wrote chunks")
+    tree.evidence += [Evidence(EvidenceKind.CONTAINER, message) for message in reasons]
     return tree
 
 
@@ -267,17 +267,17 @@ class _Chunk(NamedTuple):
     tensor: HeaderTensor
 
 
-def _require_fitting(key: str, known: _Chunk, other: _Chunk, *, sharded: bool) -> None:
+def _require_fitting(key: str, first: _Chunk, other: _Chunk, *, sharded: bool) -> None:
     """Raises SourceCorruptError unless both can be chunks of one tensor. ``sharded``: whether files have chunks."""
-    one, two = known.tensor, other.tensor
-    if not sharded or one.dtype is not two.dtype or len(one.shape) != len(two.shape):
+    (dtype, shape, *_), (other_dtype, other_shape, *_) = first.tensor, other.tensor
+    if not sharded or dtype is not other_dtype or len(shape) != len(other_shape):
         raise SourceCorruptError(
             f"{key} is in two files that do not fit together",
-            details=[known.path, other.path],
+            details=[first.path, other.path],
             file=other.path,
             key=key,
-            expected=f"one file, or chunks of one {one.dtype.name} tensor with {len(one.shape)} dimensions",
-            found=f"another {two.dtype.name} tensor with {len(two.shape)} dimensions",
+            expected=f"one file, or chunks of one {dtype.name} tensor with {len(shape)} dimensions",
+            found=f"a {other_dtype.name} tensor with {len(other_shape)} dimensions",
             why="files of different saves are in one directory",
             next_step="give only the files of one save",
         )

@@ -53,8 +53,8 @@ def _merge(documents: Sequence[tuple[str, str]]) -> tuple[str, dict[str, Json]]:
                 next_step="update fsdpckpt",
             )
         for key, value in document.items():
-            known = merged.get(key)
-            merged[key] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
+            entry = merged.get(key)
+            merged[key] = {**entry, **value} if isinstance(entry, dict) and isinstance(value, dict) else value
     return documents[0][0], merged
 
 
