@@ -43,19 +43,19 @@ _FLAT = "flat_param"  # part of the names of flat parameters in every version of
 
 @dataclass(slots=True)
 class ReadPart:
-    """One part after reading: its tree and its sections."""
+    """One part after reading: its tree and its sections. ``origin``: the part itself."""
 
-    part: Part
+    origin: Part
     tree: Tree
     sections: Sections
 
     @property
     def label(self) -> str:
-        return self.part.label
+        return self.origin.label
 
     @property
     def stem(self) -> str:
-        return self.part.stem
+        return self.origin.stem
 
     @property
     def section_names(self) -> set[str]:
@@ -89,7 +89,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
     """
     if len(parts) > 1:  # Lightning's meta.pt has extras, even if they are a dict of tensors like a model
         parts = [
-            read_part(replace(part.part, extras=True), part.tree) if part.stem == "meta" else part for part in parts
+            read_part(replace(part.origin, extras=True), part.tree) if part.stem == "meta" else part for part in parts
         ]
     _require_one_each(source, parts)
     with_model = next((part for part in parts if part.sections.model is not None), None)
@@ -144,13 +144,13 @@ def without_exports(parts: Sequence[ReadPart]) -> tuple[list[ReadPart], list[str
     def is_export(part: ReadPart) -> bool:
         return any(
             other is not part
-            and part.part.directory == other.label.rstrip("/")
+            and part.origin.directory == other.label.rstrip("/")
             and other.section_names & part.section_names
             for other in parts
             if other.tree.container is Container.DCP
         )
 
-    names = [part.part.name for part in parts if is_export(part)]
+    names = [part.origin.name for part in parts if is_export(part)]
     return [part for part in parts if not is_export(part)], names
 
 
@@ -163,7 +163,7 @@ def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
                 raise SourceIncompleteError(
                     f"{source}: what looks like slices of {len(labels)} ranks, without those of rank 0",
                     expected=posixpath.basename(absent),
-                    found=first_of([part.part.name for part in candidates], 4),
+                    found=first_of([part.origin.name for part in candidates], 4),
                     file=absent,
                     rank=0,
                     why="all optimizer states in these files are one-dimensional, as FSDP1 cuts them, and the files "
@@ -201,10 +201,10 @@ def _how_to_choose(source: str, candidates: Sequence[ReadPart], parts: Sequence[
     that leave only one.
     """
     named = _path_for_user(candidates, parts)
-    directories = [candidate.part.directory for candidate in candidates]
+    directories = [candidate.origin.directory for candidate in candidates]
     if posixpath.commonpath([directory or "." for directory in directories]) not in directories:
         return f"name the one to read, for example {shlex.quote(named)}"
-    globs = {candidate.label: glob_of(candidate.part, source) for candidate in candidates}
+    globs = {candidate.label: glob_of(candidate.origin, source) for candidate in candidates}
 
     def preference(candidate: ReadPart) -> tuple[bool, bool, bool]:
         """The smallest is read: the source itself, shards, what a training job writes."""
@@ -229,9 +229,9 @@ def _path_for_user(candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) ->
     """What to give as SRC for the first of ``candidates``: the directory of a set of files; its directory if that has
     no other candidate and holds more than this part; otherwise the path itself.
     """
-    part = candidates[0].part
-    alone = part.directory and all(other.part.directory != part.directory for other in candidates[1:])
-    if part.glob or (alone and sum(other.part.directory == part.directory for other in parts) > 1):
+    part = candidates[0].origin
+    alone = part.directory and all(other.origin.directory != part.directory for other in candidates[1:])
+    if part.glob or (alone and sum(other.origin.directory == part.directory for other in parts) > 1):
         return part.directory
     return part.label
 

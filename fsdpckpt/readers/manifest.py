@@ -106,7 +106,7 @@ def with_units(checkpoint: Checkpoint, found: FoundUnits) -> None:
     if checkpoint.layout is Layout.FLATTENED or (checkpoint.optim is not None and checkpoint.optim.key_type == "id"):
         checkpoint.notes = (*checkpoint.notes, *found.notes)  # without flat parameters no choice is needed
     if found.units is not None:
-        evidence = Evidence(EvidenceKind.UNITS, f"{found.path} says what flat parameters contain")
+        evidence = Evidence(EvidenceKind.UNITS, f"{found.path} says what lies in flat parameters")
         checkpoint.evidence = (*checkpoint.evidence, evidence)
 
 

@@ -53,10 +53,10 @@ def require_matches(globs: Sequence[str], *checkpoints: Checkpoint) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """``locate=False``: leave the data files closed if the metadata alone describes the tensors; chunks then have
-    offset -1; with items, only their tensors are located. ``only``: the requested section; parts that clearly hold
-    another one may be incomplete. ``as_dcp``: if a directory has a DCP checkpoint and another file with the same
-    section, only the first counts, as for ``dcp.load``.
+    """How to read a checkpoint. ``locate``: whether to open data files whose metadata alone describes the tensors. With
+    False their chunks have offset -1; with items, only these tensors are located. ``only``: the requested section;
+    parts whose names show that they hold a different one may be incomplete. ``as_dcp``: if a directory has a DCP
+    checkpoint and a file with the same section, the file is left out, as by ``dcp.load``.
     """
 
     locate: bool | Items = True
@@ -99,8 +99,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One container that can be read. ``label``: its path, or for a set of files a text that names them, for messages;
-    ``glob``: for such a set, what its file names match. ``stem``: the name of its extras.
+    """One container that can be read. ``label``: its name in messages, a path, or for a set of files a text that names
+    them. ``glob``: what the file names of such a set match. ``stem``: the key for its extras.
 
     ``read`` opens it: numbers its files in the given table, and raises SourceIncompleteError, SourceCorruptError,
     SourceUnsafeError or SourceUnsupportedError. Problems that do not stop it are in the tree. ``ranks_inferred``: the

@@ -242,8 +242,8 @@ def _correct_uneven(
             file=directory.path,
             key=next(iter(unexplained)),
             why="FSDP2 x tensor parallel with uneven rows makes torch declare wrong chunks; here several ranks "
-            "declared the same one, so that rows were never stored, or no single mesh explains the sizes; or two saves "
-            "are mixed",
+            "declared the same chunk, so that rows were never stored, or no single mesh explains the sizes; or two "
+            "saves are mixed",
             next_step="save full state dicts, or one torch.save file per rank",
         )
     message = (

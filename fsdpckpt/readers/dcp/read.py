@@ -58,7 +58,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
     if locate is True:
         chunked = locate_chunks(ordinary, sources, tree)
     else:
-        chosen = locate_chunks(_part_of(ordinary, locate or frozenset()), sources, tree)
+        chosen = locate_chunks(_only_items(ordinary, locate or frozenset()), sources, tree)
         located = {tensor.key: tensor for tensor in chosen}
         chunked = [located.get(tensor.key, tensor) for tensor in declared_chunks(ordinary)]
     values = read_values(directory, sources, tree) if locate else _few_values(directory, sources, tree)
@@ -92,7 +92,7 @@ def _is_setting(key: str) -> bool:
     return bool(groups) and not re.fullmatch(r"\d+\.[^.]+", rest)
 
 
-def _part_of(directory: DcpDirectory, items: Items) -> DcpDirectory:
+def _only_items(directory: DcpDirectory, items: Items) -> DcpDirectory:
     """The same directory with only the settings of param groups and the tensors that begin with ``items``."""
     numbers = directory.by_file(directory.numbers)
 
@@ -288,7 +288,7 @@ def _find_flattened(directory: DcpDirectory, tensors: dict[str, Tensor], tree: T
         tensors[key] = replace(tensors[key], sharded=None, placement=ONE_SLICE)
     if beside:
         message = (
-            f"{plural(len(beside), '1-D tensor', 'are')} stored with the flat parameters: buffers, and slices of one "
+            f"{plural(len(beside), 'vector', 'are')} stored with the flat parameters: buffers, and slices of one "
             "rank, which are not converted: their data is in the flat parameters"
         )
         tree.notes.append(Note("flattened-names", message, beside[0], tuple(beside)))

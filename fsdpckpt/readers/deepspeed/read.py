@@ -28,12 +28,12 @@ from fsdpckpt.readers.deepspeed.step import (
     add_extras,
     as_mapping,
     contradiction,
+    distributed_slice,
     groups_by_name,
     is_count,
     merge_files,
     open_files,
     optimizer_order,
-    part_of,
     partitions_of_groups,
     partitions_of_params,
     plain,
@@ -257,7 +257,7 @@ class _Step:
             if place is not None and place.at + place.count > stored.shape[0]:
                 flat, end = f"flat tensor {number} ({what})", place.at + place.count
                 raise contradiction(path, f"{flat} has {stored.shape[0]} elements, and {place.name} ends at {end}")
-            return part_of(rank.file.rank, len(self.optim), stored, place, shape)
+            return distributed_slice(rank.file.rank, len(self.optim), stored, place, shape)
 
         cut, states = part("fp32 weights", weight), dict(rank.states[number])
         for key, leaf in states.items():

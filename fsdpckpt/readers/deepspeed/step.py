@@ -182,13 +182,15 @@ def add_archives(tree: Tree, archives: Sequence[TorchArchive]) -> None:
     tree.notes.extend(notes_on_dropped(archives))
 
 
-def part_of(rank: int, ranks: int, stored: StoredTensor, place: Slice | None, shape: tuple[int, ...]) -> Distributed:
-    """The part that ``rank`` of ``ranks`` holds of a parameter of ``shape``, in the flat tensor ``stored``. ``place``
+def distributed_slice(
+    rank: int, ranks: int, stored: StoredTensor, where: Slice | None, shape: tuple[int, ...]
+) -> Distributed:
+    """The part that ``rank`` of ``ranks`` holds of a parameter of ``shape``, in the flat tensor ``stored``. ``where``
     is None if the rank holds none of it.
     """
     boxes: list[BoxInFile] = []
-    if place is not None:
-        boxes = boxes_of_range(shape, place.begin, place.begin + place.count, place.at - place.begin, stored)
+    if where is not None:
+        boxes = boxes_of_range(shape, where.begin, where.begin + where.count, where.at - where.begin, stored)
     world = all_ranks(ranks)
     return Distributed("ZeRO partition", stored.dtype, shape, "flattened", rank, world, world, tuple(boxes))
 
@@ -267,7 +269,7 @@ class ModuleStates:
             flat = partitions_of_params([{name: shape}], [[leaf.shape[0]]] * ranks)
         except PartitionError as error:
             raise contradiction(file.path, str(error)) from None
-        return part_of(file.rank, ranks, leaf, flat.slices[file.rank][0][0], shape)
+        return distributed_slice(file.rank, ranks, leaf, flat.slices[file.rank][0][0], shape)
 
 
 def _shapes_in(group: object, path: str) -> FlatGroup:
@@ -384,13 +386,13 @@ def partitions_of_params(shapes: Iterable[FlatGroup], lengths: Sequence[Sequence
     if used != ends:
         raise PartitionError(f"the parameters take {used} elements of the flat tensors, which have {ends}")
     slices = [
-        [[_part_of_rank(name, numels[name], ranks, rank, at) for name, at in group] for group in placed]
+        [[_slice_of_rank(name, numels[name], ranks, rank, at) for name, at in group] for group in placed]
         for rank in range(ranks)
     ]
     return FlatGroups([[name for name, _ in group] for group in placed], slices)
 
 
-def _part_of_rank(name: str, numel: int, ranks: int, rank: int, at: int) -> Slice:
+def _slice_of_rank(name: str, numel: int, ranks: int, rank: int, at: int) -> Slice:
     """The part of one parameter that ``rank`` holds under ZeRO 3. If it does not divide evenly, the last parts are
     padding.
     """

@@ -97,7 +97,7 @@ def _ranks_part(rank_set: RankSet, files: Mapping[str, Entry], directory: str) -
     def read(table: FileTable, sources: Sources) -> Tree:
         from fsdpckpt.readers.torch_ranks.read import read_torch_ranks
 
-        return read_torch_ranks(paths, table, sources, extras=rank_set.stem == EXTRA_STEM)
+        return read_torch_ranks(paths, table, sources, only_extras=rank_set.stem == EXTRA_STEM)
 
     first, last = rank_set.name(min(paths)), rank_set.name(max(paths))
     several = len(paths) > 1

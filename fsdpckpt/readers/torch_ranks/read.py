@@ -44,10 +44,12 @@ _MAX_NAMES = 3
 _COMPARED = 1 << 20  # bytes: extras up to here are read and compared (random states are 5 KB), larger ones by CRC-32
 
 
-def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, extras: bool = False) -> Tree:
+def read_torch_ranks(
+    paths: Mapping[int, str], files: FileTable, sources: Sources, *, only_extras: bool = False
+) -> Tree:
     """Read the state dict that the files ``paths`` (rank to path) hold together.
 
-    ``extras``: the files' name shows that they hold only extras, whatever their content looks like. Raises
+    ``only_extras``: the files' name shows that they hold only extras, whatever their content looks like. Raises
     SourceIncompleteError that lists every missing rank, SourceCorruptError if a file was saved by another rank than its
     name shows or by another run, and what ``read_archive`` raises. Keys that ranks lack are ``problems`` of the tree.
     An optimizer's vectors of one length on all ranks are read as replicas: ``readers.join`` knows the model and
@@ -79,7 +81,7 @@ def read_torch_ranks(paths: Mapping[int, str], files: FileTable, sources: Source
     tree.checksums = Checksums.joined(archive.checksums for archive in archives)
     tree.notes.extend(notes_on_dropped(archives))
     tree.devices.update(*(archive.devices for archive in archives))
-    _separate_extras(tree, files, sources, extras=extras)
+    _separate_extras(tree, files, sources, only_extras=only_extras)
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, _container_text(paths, ranks, forms)))
     tree.evidence.extend(named.evidence)
     tree.problems.extend(named.problems)
@@ -139,12 +141,12 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
         )
 
 
-def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, extras: bool) -> None:
+def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, only_extras: bool) -> None:
     """Keep the plain tensors of the extras, such as random states, of each rank, unless their bytes are equal.
 
     Skips tensors of the model and the optimizer: there, a plain tensor is a replica.
     """
-    sections = None if extras else split(tree.root)
+    sections = None if only_extras else split(tree.root)
     if sections is not None and not sections.extra:
         return
     paths = [file.path for file in files.files()]
