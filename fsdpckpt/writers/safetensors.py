@@ -160,6 +160,15 @@ def _encode(value: Value, group: _Group, prefix: str) -> Json:
 
 def _refuse(groups: list[_Group]) -> None:
     """Raises SourceUnsupportedError for what no safetensors file can hold."""
+    unfit = [key for group in groups for key in group.tensors if key == "__metadata__" or not _is_unicode(key)]
+    if unfit:
+        raise SourceUnsupportedError(
+            f"{plural(len(unfit), 'tensor', 'have')} a key that a safetensors file cannot hold",
+            details=unfit,
+            why="its header is JSON in UTF-8, in which __metadata__ is not a tensor",
+            next_step="rename them with --rename OLD=NEW, or leave them out with --exclude",
+            key=unfit[0],
+        )
     unknown = [
         f"{key} ({dtype.name})"
         for group in groups
@@ -182,6 +191,15 @@ def _refuse(groups: list[_Group]) -> None:
             next_step="leave one of them out with --exclude, or rename it with --rename OLD=NEW",
             key=double[0],
         )
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether ``text`` has no lone surrogates, which JSON parsers other than Python's refuse."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _shards(group: _Group, limit: int) -> list[TargetFile]:

@@ -15,7 +15,7 @@ from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, ModelState, Note, Opt
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import Blockwise, joined_states
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value, like
+from fsdpckpt.ir.values import Key, Value, equal, like
 from fsdpckpt.producers import PLAIN_NESTING, Nesting, Step
 from fsdpckpt.text import plural
 
@@ -34,7 +34,7 @@ def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]
         ranks = len(checkpoint.rank_extra)
         first = checkpoint.rank_extra[0]
         for key in dict.fromkeys(key for extra in checkpoint.rank_extra for key in extra):
-            if all(key in extra and _equal_on_ranks(extra[key], first.get(key)) for extra in checkpoint.rank_extra):
+            if all(key in extra and equal(extra[key], first.get(key)) for extra in checkpoint.rank_extra):
                 continue
             name = str(key)
             what = f"differs between the {ranks} ranks" if key in first else f"is not on rank 0 of {ranks}"
@@ -51,19 +51,6 @@ def _merge(common: dict[Key, Value], of_rank: dict[Key, Value]) -> dict[Key, Val
             merged[key] = _merge(known, value)
     merged.update({key: value for key, value in common.items() if key not in merged})
     return merged
-
-
-def _equal_on_ranks(one: Value, other: Value) -> bool:
-    """Whether two ranks have the same value: common values are one object, with tensors of the same chunks."""
-    if one is other:
-        return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.chunks is other.chunks
-    if isinstance(one, dict) and isinstance(other, dict):
-        return list(one) == list(other) and all(_equal_on_ranks(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal_on_ranks, one, other))
-    return type(one) is type(other) and one == other
 
 
 def nested(sections: Sequence[tuple[tuple[Step, ...], Value]]) -> Value:

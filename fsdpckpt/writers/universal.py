@@ -27,8 +27,10 @@ from fsdpckpt.writers.torch_full import lay_out_file, order_of, ties
 
 _VERSION = "0.19.8"  # of the DeepSpeed whose files these are
 _STEP = "step"
+_WEIGHT = "fp32"
 _TENSOR = 2  # the column of an item that says which tensor it is
 _STEPS = "global_steps"
+_OPTIMIZER_FILE = "optimizer_state.pt"
 _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")  # what its loader takes from optimizer_state.pt, and:
 _SCALER = "loss_scaler"
 _ADAM = frozenset({_STEP, "exp_avg", "exp_avg_sq"})  # the states that ZeRO 3 loads
@@ -67,14 +69,14 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     alike: dict[tuple[object, ...], TargetFile] = {}
     for name, tensor in weights.items():
         states = checkpoint.optim.state[name] if checkpoint.optim is not None else {}
-        for state, leaf in {"fp32": tensor, **states}.items():
+        for state, leaf in {_WEIGHT: tensor, **states}.items():
             path = f"{directory}/zero/{name}/{state}.pt"
             if isinstance(leaf, Tensor):
                 files.append(_file_of(leaf, state, TargetFile(path, files[0].data), casts, alike))
             else:
                 _add(files, path, leaf if state == _STEP else {"param": leaf, "cat_dim": 0}, casts)
     if checkpoint.optim is not None:
-        _add(files, f"{directory}/zero/optimizer_state.pt", _optimizer_state(checkpoint.optim, groups, extra), casts)
+        _add(files, f"{directory}/zero/{_OPTIMIZER_FILE}", _optimizer_state(checkpoint.optim, groups, extra), casts)
         notes += _notes_on_groups(checkpoint.optim)
     latest = TargetFile("latest_universal")
     latest.literal(directory.encode())
@@ -143,10 +145,10 @@ def _weights(
             why="DeepSpeed restores the weights of every parameter together with its states",
             next_step="convert the model and the optimizer together",
         )
-    unfit = [name for name in weights if not _is_file_name(name)]
+    unfit = [name for name in weights if name == _OPTIMIZER_FILE or not _is_file_name(name)]
     if unfit:
         raise SourceUnsupportedError(
-            f"{plural(len(unfit), 'parameter', 'have')} no name for a directory: {first_of(unfit, _SHOWN)}",
+            f"{plural(len(unfit), 'parameter', 'have')} a name that no directory can have: {first_of(unfit, _SHOWN)}",
             details=unfit,
             key=unfit[0],
             why="a universal checkpoint has a directory for each parameter",
@@ -158,12 +160,15 @@ def _weights(
 
 
 def _is_file_name(name: str) -> bool:
-    plain = "/" not in name and "\0" not in name and name not in ("", ".", "..", "optimizer_state.pt")
-    return plain and len(name.encode("utf-8", "replace")) <= _MOST_NAME_BYTES
+    try:
+        nbytes = len(name.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError:
+        return False
+    return nbytes <= _MOST_NAME_BYTES and "/" not in name and "\0" not in name and name not in ("", ".", "..")
 
 
-def _require_states(weights: Mapping[str, Tensor], held: Mapping[int | str, Mapping[str, Tensor | Value]]) -> None:
-    bare = [name for name in weights if not held.get(name)]
+def _require_states(weights: Mapping[str, Tensor], states: Mapping[int | str, Mapping[str, Tensor | Value]]) -> None:
+    bare = [name for name in weights if not states.get(name)]
     if bare:
         raise NeedsInformationError(
             f"{plural(len(bare), 'parameter', 'have')} no optimizer state: {first_of(bare, _SHOWN)}",
@@ -171,15 +176,29 @@ def _require_states(weights: Mapping[str, Tensor], held: Mapping[int | str, Mapp
             why="DeepSpeed opens the states of every parameter that it trains",
             next_step="add --missing-state zeros",
         )
+    unfit = [
+        f"{name}.{state}"
+        for name in weights
+        for state in states[name]
+        if state in ("", _WEIGHT) or not _is_file_name(f"{state}.pt")
+    ]
+    if unfit:
+        raise SourceUnsupportedError(
+            f"{plural(len(unfit), 'optimizer state', 'have')} an unusable name: {first_of(unfit, _SHOWN)}",
+            details=unfit,
+            key=unfit[0],
+            why=f"a universal checkpoint has a file named after each state, beside {_WEIGHT}.pt, the weight",
+            next_step="write the weights alone with --only model, or a different --flavor",
+        )
     uncut = [
         f"{name}.{state}"
         for name, weight in weights.items()
-        for state, leaf in held[name].items()
-        if state != _STEP and not (isinstance(leaf, Tensor) and leaf.shape == weight.shape and _is_file_name(state))
+        for state, leaf in states[name].items()
+        if state != _STEP and not (isinstance(leaf, Tensor) and leaf.shape == weight.shape)
     ]
     if uncut:
         raise SourceUnsupportedError(
-            f"{len(uncut)} optimizer states do not have the shape of their parameter: {first_of(uncut, _SHOWN)}",
+            f"{plural(len(uncut), 'optimizer state', 'do')} not have its parameter's shape: {first_of(uncut, _SHOWN)}",
             details=uncut,
             key=uncut[0],
             why="DeepSpeed cuts every state but the step as it cuts the parameter",

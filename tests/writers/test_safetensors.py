@@ -79,6 +79,21 @@ def test_all_tensors_of_dtypes_it_does_not_know_are_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_keys_that_no_header_can_hold_are_refused():
+    """``__metadata__`` is the header's own entry, and JSON parsers other than Python's refuse half a surrogate pair."""
+    raw = Raw()
+    model = {
+        "good": raw.whole(torch.randn(2)),
+        "__metadata__": raw.whole(torch.randn(2)),
+        "\ud800": raw.whole(torch.randn(2)),
+    }
+    with pytest.raises(
+        SourceUnsupportedError, match="2 tensors have a key that a safetensors file cannot hold"
+    ) as caught:
+        lay_out(checkpoint(model), WriteSpec(single_file=True))
+    assert caught.value.details == ("__metadata__", "\ud800")
+
+
 def test_shards_follow_hugging_faces_names_and_index(tmp_path):
     raw = Raw()
     weights = {f"layer.{number}": torch.randn(10) for number in range(5)} | {

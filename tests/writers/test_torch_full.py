@@ -224,6 +224,12 @@ def test_extras_that_differ_by_rank_come_from_rank_0_and_are_noted(tmp_path):
     assert [(note.kind, note.key) for note in target.notes] == [("dropped", "rng")]
 
 
+def test_an_extra_that_is_not_a_number_on_every_rank_differs_on_none():
+    rank_extra = tuple({"best": {"loss": float("nan")}} for _ in range(2))
+    target = lay_out(checkpoint({}, rank_extra=rank_extra), WriteSpec())
+    assert target.notes == []
+
+
 def test_the_same_checkpoint_gives_the_same_bytes():
     first, second = (lay_out(Trained(seed=2).checkpoint, WriteSpec(dtypes=DtypeRule())).files[0] for _ in range(2))
     assert (first.blob, first.literals, first.checksums) == (second.blob, second.literals, second.checksums)

@@ -139,7 +139,7 @@ def with_scalar(checkpoint: Checkpoint) -> OptimState:
     ("change", "error", "words"),
     [
         ({"optim": without_first_state}, NeedsInformationError, "1 parameter has no optimizer state: emb.weight"),
-        ({"optim": with_scalar}, SourceUnsupportedError, "not have the shape of their parameter: emb.weight.d"),
+        ({"optim": with_scalar}, SourceUnsupportedError, "not have its parameter's shape: emb.weight.d"),
         ({"model": lambda _: None}, NeedsInformationError, "not in the model: emb.weight"),
         ({"optim": lambda one: replace(one.optim, param_groups=None)}, NeedsInformationError, "which param group"),
     ],
@@ -149,12 +149,34 @@ def test_what_deepspeed_could_not_load_is_refused(change: Any, error: type[Excep
         lay_out(changed(**change), WriteSpec())
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "x" * 256, "optimizer_state.pt"])
+@pytest.mark.parametrize("name", ["a/b", "..", "x" * 256, "optimizer_state.pt", "lone \ud800"])
 def test_names_that_are_no_directories_are_refused(name: str) -> None:
     raw = Raw()
     source = changed(model=lambda _: ModelState({name: raw.whole(torch.ones(2))}), optim=lambda _: None)
-    with pytest.raises(SourceUnsupportedError, match="no name for a directory"):
+    with pytest.raises(SourceUnsupportedError, match="a name that no directory can have"):
         lay_out(source, WriteSpec())
+
+
+@pytest.mark.parametrize("state", ["fp32", "x" * 253, "a/b", "", "lone \ud800"])
+def test_states_that_cannot_have_a_file_beside_the_weight_are_refused(state: str) -> None:
+    def named(checkpoint: Checkpoint) -> OptimState:
+        assert checkpoint.optim is not None
+        states = checkpoint.optim.state
+        return replace(
+            checkpoint.optim, state={key: {**entry, state: entry["exp_avg"]} for key, entry in states.items()}
+        )
+
+    with pytest.raises(SourceUnsupportedError, match="5 optimizer states have an unusable name") as caught:
+        lay_out(changed(optim=named), WriteSpec())
+    assert caught.value.details[0] == f"emb.weight.{state}"
+
+
+def test_a_state_with_the_longest_name_that_a_file_can_have_is_written(tmp_path: Path) -> None:
+    trained = Trained(seed=1)
+    assert trained.checkpoint.optim is not None
+    state = {key: {**entry, "x" * 252: entry["exp_avg"]} for key, entry in trained.checkpoint.optim.state.items()}
+    source = replace(trained.checkpoint, optim=replace(trained.checkpoint.optim, state=state))
+    materialise(lay_out(source, WriteSpec()), trained.raw.files, str(tmp_path / "out"))
 
 
 def test_what_zero_3_does_not_restore_is_said() -> None:
