@@ -249,7 +249,7 @@ class _Run:
         """
         if self.exchange is None:
             return
-        gathered = self.group.all_gather_objects(self.exchange.sent.sums, name="stream checksums")
+        gathered = self.group.all_gather_objects(self.exchange.sent, name="stream checksums")
         try:
             self.exchange.require_what_was_sent(cast("list[dict[int, int]]", gathered))
         except WorkerError:
@@ -341,7 +341,7 @@ class ReadBack:
         self._file.read_into(begin, view)
         self._late.clear(begin, view)
         if crc32(view) == crc:
-            self._checks.window(begin, view, {})
+            self._checks.window(begin, view)
             self._parts.append((begin, end - begin, crc))
 
     def close(self) -> OutputState:

@@ -32,7 +32,6 @@ from fsdpckpt.text import bytes_text
 _PART = 5  # numbers of each part
 _RECORD_BITS = 40  # of a number that includes the file
 _AT_ONCE = 4096  # records
-FEW = 64  # ranges: with more of them, checksumming all bytes again is cheaper than combining
 
 Part = tuple[int, int, int]
 """(offset, nbytes, crc) of one part of a range."""
@@ -44,24 +43,6 @@ def combine(parts: list[Part]) -> int:
     for _, nbytes, crc in sorted(parts):
         total = crc32_combine(total, crc, nbytes)
     return total
-
-
-def window_crc(begin: int, view: memoryview, known: Mapping[tuple[int, int], int]) -> int:
-    """The CRC-32 of ``view``, which starts at file offset ``begin``.
-
-    ``known``: the CRC-32 of ranges (offset, nbytes) in it that need not be read again.
-    """
-    if len(known) > FEW:
-        return crc32(view)
-    parts: list[Part] = []
-    at = begin
-    for (offset, nbytes), crc in sorted(known.items()):
-        if offset > at:
-            parts.append((at, offset - at, crc32(view[at - begin : offset - begin])))
-        parts.append((offset, nbytes, crc))
-        at = offset + nbytes
-    parts.append((at, begin + len(view) - at, crc32(view[at - begin :])))
-    return combine(parts)
 
 
 def patch_effect(value: bytes, following: int) -> int:

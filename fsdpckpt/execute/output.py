@@ -7,6 +7,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from isal.isal_zlib import crc32
 
 from fsdpckpt.errors import TargetExistsError
-from fsdpckpt.execute.checks import Part, combine, patch_effect, window_crc
+from fsdpckpt.execute.checks import Part, combine, patch_effect
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.plan import FilePlan, Range
 from fsdpckpt.storage.local import WritableFile, target_errors
@@ -139,9 +140,9 @@ def write_window(output: Output, assembler: Assembler, begin: int, end: int) -> 
     target = output.open()
     part = (begin, 0, 0)
     if begin < end:
-        view, known = assembler.assemble(output.plan, begin, end)
-        output.checks.window(begin, view, known)
-        part = (begin, len(view), window_crc(begin, view, known))
+        view = assembler.assemble(output.plan, begin, end)
+        output.checks.window(begin, view)
+        part = (begin, len(view), crc32(view))
         target.write(begin, view)
     output.finished(part)
     return part
@@ -152,61 +153,51 @@ class TargetChecks:
 
     def __init__(self, file: FilePlan) -> None:
         self._file = file
-        self._parts: dict[int, list[Part]] = {}
+        self._parts: list[tuple[int, int, int, int]] = []  # number of the checksum, then a Part
         self._late: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
 
-    def window(self, begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
-        """Take the window [begin, begin + len(view)); writes into ``view`` the CRCs whose place is inside it.
-
-        ``known``: (offset, nbytes) -> CRC-32 of ranges that copying has summed already.
-        """
+    def window(self, begin: int, view: memoryview) -> None:
+        """Take the window [begin, begin + len(view)); writes into ``view`` the CRCs whose place is inside it."""
         end = begin + len(view)
         table = self._file.checksums
         first = max(int(table[:, 0].searchsorted(begin, side="right")) - 1, 0)
         rows = table[first : int(table[:, 0].searchsorted(end))].tolist()
+        parts: list[tuple[int, int, int, int]] = []
         late: list[tuple[int, bytes]] = []
         for index, (low, high, *places) in enumerate(rows, first):
             if low < begin or high > end:
-                self._part(index, max(low, begin), min(high, end), begin, view, known)
+                first, last = max(low, begin), min(high, end)
+                if first < last:
+                    parts.append((index, first, last - first, crc32(view[first - begin : last - begin])))
             elif low < high:
-                crc = known.get((low, high - low))
-                value = (crc32(view[low - begin : high - begin]) if crc is None else crc).to_bytes(4, "little")
+                value = crc32(view[low - begin : high - begin]).to_bytes(4, "little")
                 for place in places:
                     if begin <= place <= end - 4:
                         view[place - begin : place - begin + 4] = value
                     elif place >= 0:
                         late.append((place, value))
-        if late:
+        if parts or late:
             with self._lock:
-                self._late.extend(late)
-
-    def _part(
-        self, index: int, low: int, high: int, begin: int, view: memoryview, known: dict[tuple[int, int], int]
-    ) -> None:
-        """The bytes [low, high) of the range ``index`` that are in the window."""
-        if low < high:
-            crc = known.get((low, high - low))
-            crc = crc32(view[low - begin : high - begin]) if crc is None else crc
-            with self._lock:
-                self._parts.setdefault(index, []).append((low, high - low, crc))
+                self._parts += parts
+                self._late += late
 
     def unfinished(self) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, bytes]]]:
         """The argument of ``absorb``: parts (checksum, offset, nbytes, crc), and values whose place is elsewhere."""
-        return [(index, *part) for index, parts in self._parts.items() for part in parts], list(self._late)
+        return self._parts, self._late
 
     def absorb(self, rows: Iterable[tuple[int, int, int, int]], late: Iterable[tuple[int, bytes]]) -> None:
         """Take the ``unfinished`` of another worker, which wrote other windows of the same file."""
-        for index, offset, nbytes, crc in rows:
-            self._parts.setdefault(index, []).append((offset, nbytes, crc))
-        self._late.extend(late)
+        self._parts += rows
+        self._late += late
 
     def patches(self) -> list[tuple[int, bytes]]:
         """What remains to be written after every window: (file offset, 4 bytes)."""
-        for index, parts in self._parts.items():
-            value = combine(parts).to_bytes(4, "little")
-            self._late.extend((place, value) for place in self._file.checksums[index, 2:].tolist() if place >= 0)
-        return self._late
+        patches = list(self._late)
+        for index, parts in groupby(sorted(self._parts), key=lambda row: row[0]):
+            value = combine([row[1:] for row in parts]).to_bytes(4, "little")
+            patches += [(place, value) for place in self._file.checksums[index, 2:].tolist() if place >= 0]
+        return patches
 
 
 _NEAR = 4096  # bytes between two late checksums that are read and written with them

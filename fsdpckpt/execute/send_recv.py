@@ -16,11 +16,12 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 import torch
+from isal.isal_zlib import crc32
 
 from fsdpckpt.comm.exchanger import Exchanger, SendRecv
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import InternalError, WorkerError
-from fsdpckpt.execute.checks import Part, SourceCheck, combine, window_crc
+from fsdpckpt.execute.checks import Part, SourceCheck, combine
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.window import Assembler, CopyPool
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
@@ -46,7 +47,7 @@ class Exchange:
         self.files = (*job.files, *map(stream_file, range(group.world_size)))
         self.sources = SourcesAndStreams(sources, self.buffers, group.world_size)
         self.check = StreamCheck(job.files, job.checksums)
-        self.sent = SentChecksums()
+        self.sent: dict[int, int] = {}  # for each peer the CRC-32 of what this rank has sent to it so far
         self._begins = {peer: np.cumsum(column) - column for peer, column in transfers.sends.items()}
         self._on_host = torch.device(group.device).type == "cpu"  # bytes can be received where they are kept
 
@@ -91,8 +92,8 @@ class Exchange:
     def _read(self, reader: Assembler, number: int, peer: int, offset: int, buffer: torch.Tensor) -> None:
         begin = int(self._begins[peer][number]) + offset
         stream, view = self._transfers.streams[peer], buffer.numpy().data
-        _, known = reader.assemble(stream, begin, begin + len(buffer), into=view)
-        self.sent.add(peer, begin, view, known)
+        reader.assemble(stream, begin, begin + len(buffer), into=view)
+        self.sent[peer] = crc32(view, self.sent.get(peer, 0))  # each stream is sent in order
 
     def _receive_into(self, number: int, peer: int, offset: int, count: int) -> torch.Tensor:
         return torch.from_numpy(self.buffers.place(peer, number, offset, count))
@@ -207,20 +208,6 @@ class SourcesAndStreams(Sources):
 
     def open(self, path: str) -> ByteSource:
         return self._streams.get(path) or self._sources.open(path)
-
-
-class SentChecksums:
-    """For each peer the CRC-32 of all that this worker has sent so far. Each stream is sent in order."""
-
-    def __init__(self) -> None:
-        self.sums: dict[int, int] = {}
-
-    def add(self, peer: int, begin: int, data: memoryview, known: Mapping[tuple[int, int], int]) -> None:
-        """Add ``data``, the next bytes, at ``begin`` of the stream. ``known``: the CRC-32 of ranges (offset, nbytes) in
-        it.
-        """
-        parts = [(0, begin, self.sums.get(peer, 0)), (begin, len(data), window_crc(begin, data, known))]
-        self.sums[peer] = combine(parts)
 
 
 class StreamCheck(SourceCheck):

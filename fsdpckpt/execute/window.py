@@ -50,31 +50,25 @@ class Assembler:
         self._window = aligned_buffer(window + BLOCK)
         self._scratch = aligned_buffer(window)
 
-    def assemble(
-        self, file: FilePlan, begin: int, end: int, *, into: memoryview | None = None
-    ) -> tuple[memoryview, dict[tuple[int, int], int]]:
-        """The bytes [begin, end) of ``file``, and the CRC-32 of the ranges that were read, by (file offset, nbytes).
-
-        The view is valid until the next call. ``into``: use this buffer instead.
-        """
+    def assemble(self, file: FilePlan, begin: int, end: int, *, into: memoryview | None = None) -> memoryview:
+        """The bytes [begin, end) of ``file``, valid until the next call. ``into``: fill this buffer instead."""
         shift = begin % BLOCK  # the same alignment in memory as in the file, as direct writes need it
         view = self._window[shift : shift + end - begin] if into is None else into
         self._copy_literals(file, begin, view)
         low = int(file.write_items[:, 0].searchsorted(begin, side="right")) - 1
         high = int(file.write_items[:, 0].searchsorted(end, side="left"))
         rows = slice(int(file.first_copy[max(low, 0)]), int(file.first_copy[high]))
-        known: dict[tuple[int, int], int] = {}
         plain = (file.copies.rows[rows] == 1) & (file.copies.cast[rows] < 0)
         if rows.stop - rows.start <= self._few_copies and plain.all():
-            self._copy_each(file.copies, rows, begin, view, known)
-            return view, known
-        self._copy_contiguous(file, rows, plain, begin, view, known)
+            self._copy_each(file.copies, rows, begin, view)
+            return view
+        self._copy_contiguous(file.copies, rows, plain, begin, view)
         if not plain.all():
             numbers = np.flatnonzero(~plain) + rows.start
             widths = self._plan.source_bytes(file.copies.width[numbers], file.copies.cast[numbers])
             for batch in strided_batches(file.copies, numbers, widths, begin, end, len(self._scratch)):
                 self._copy_strided(file, batch, begin, view)
-        return view, known
+        return view
 
     def _copy_literals(self, file: FilePlan, begin: int, view: memoryview) -> None:
         literals = file.literals
@@ -90,8 +84,8 @@ class Assembler:
     def _read(self, file: int, offset: int, view: memoryview) -> None:
         self._sources.open(self._files[file].path).read_into(offset, view)
 
-    def _read_summed(self, file: int, offset: int, view: memoryview) -> int:
-        """Fill ``view`` and return its CRC-32, block by block while each is in the processor's cache."""
+    def _read_summed(self, file: int, offset: int, view: memoryview) -> None:
+        """Fill ``view`` and checksum it, block by block while each is in the processor's cache."""
         source = self._sources.open(self._files[file].path)
         step = max(len(view), 1) if self._remote else CACHED
         crc = 0
@@ -100,11 +94,8 @@ class Assembler:
             source.read_into(offset + at, block)
             crc = crc32(block, crc)
         self._check.add_sum(file, offset, len(view), crc)
-        return crc
 
-    def _copy_each(
-        self, copies: Copies, rows: slice, begin: int, view: memoryview, known: dict[tuple[int, int], int]
-    ) -> None:
+    def _copy_each(self, copies: Copies, rows: slice, begin: int, view: memoryview) -> None:
         """Copy contiguous copies one by one: small files have only a few, and the set-up in ``_copy_contiguous`` would
         cost more.
         """
@@ -112,20 +103,12 @@ class Assembler:
         for file, source, target, width in zip(*(column[rows].tolist() for column in columns), strict=True):
             first, last = max(target, begin), min(target + width, begin + len(view))
             if first < last:
-                place = view[first - begin : last - begin]
-                known[first, last - first] = self._read_summed(file, source + first - target, place)
+                self._read_summed(file, source + first - target, view[first - begin : last - begin])
 
     def _copy_contiguous(
-        self,
-        file: FilePlan,
-        rows: slice,
-        plain: npt.NDArray[np.bool_],
-        begin: int,
-        view: memoryview,
-        known: dict[tuple[int, int], int],
+        self, copies: Copies, rows: slice, plain: npt.NDArray[np.bool_], begin: int, view: memoryview
     ) -> None:
         """Copy contiguous copies: large ones are read in place, small neighbours in one read and then distributed."""
-        copies = file.copies
         target = copies.target[rows][plain]
         first = np.maximum(target, begin)
         nbytes = np.minimum(target + copies.width[rows][plain], begin + len(view)) - first
@@ -136,8 +119,8 @@ class Assembler:
         costs = {number: self._cost(number) for number in set(table[0].tolist())}
         cost = np.array([costs[number] for number in table[0].tolist()] if self._remote else [0], np.int64)
         large = (table[3] >= DIRECT) & (table[3] >= cost)
-        for number, at, place, length in table[:, large].T.tolist():
-            known[begin + place, length] = self._read_summed(number, at, view[place : place + length])
+        for number, offset, place, length in table[:, large].T.tolist():
+            self._read_summed(number, offset, view[place : place + length])
         table = table[:, ~large]
         file_of, begins, ends = table[0], table[1], table[1] + table[3]
         apart = begins[1:] - ends[:-1]
@@ -147,17 +130,17 @@ class Assembler:
         for low, high in pairwise(chains):
             while low < high:
                 fits = int(np.searchsorted(ends[low:high], begins[low] + len(self._scratch), side="right"))
-                self._read_group(table[:, low : low + max(fits, 1)], begin, view, known)
+                self._read_group(table[:, low : low + max(fits, 1)], view)
                 low += max(fits, 1)  # noqa: PLW2901
 
     def _cost(self, file: int) -> int:
         return request_cost(self._sources.open(self._files[file].path)) if self._remote else 0
 
-    def _read_group(self, group: Int64Array, begin: int, view: memoryview, known: dict[tuple[int, int], int]) -> None:
-        """Read the segments of ``group`` at once and copy them to their places."""
+    def _read_group(self, group: Int64Array, view: memoryview) -> None:
+        """Read the ranges of ``group`` at once and copy them to their places."""
         number, origin, place, length = group[:, 0].tolist()
         if group.shape[1] == 1:
-            known[begin + place, length] = self._read_summed(number, origin, view[place : place + length])
+            self._read_summed(number, origin, view[place : place + length])
             return
         span = self._scratch[: int(group[1, -1] + group[3, -1]) - origin]
         self._read(number, origin, span)
@@ -166,7 +149,6 @@ class Assembler:
             part = span[at : at + length]
             view[place : place + length] = part
             crcs.append(crc32(part))
-            known[begin + place, length] = crcs[-1]
         self._check.add_sums(number, group[1], group[3], np.array(crcs, np.int64))
 
     def _copy_strided(self, file: FilePlan, batch: StridedBatch, begin: int, view: memoryview) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+import zlib
 from collections import Counter
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from fsdpckpt.errors import SourceMissingError, WorkerError
 from fsdpckpt.execute.job import Job, Settings, pack_job, unpack_job
 from fsdpckpt.execute.output import Output, write_window
-from fsdpckpt.execute.send_recv import ReceiveBuffers, SentChecksums, SourcesAndStreams, StreamCheck, stream_file
+from fsdpckpt.execute.send_recv import ReceiveBuffers, SourcesAndStreams, StreamCheck, stream_file
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
@@ -59,7 +60,7 @@ class Worker:
         seen = {file.path for number, file in enumerate(job.files) if visible[number, rank]}
         files = (*job.files, *map(stream_file, range(workers)))
         check = self.check = StreamCheck(job.files, Checksums.of([]))
-        self.sent = SentChecksums()
+        self.sent: dict[int, int] = {}
         self.sources = SourcesAndStreams(Machine(seen), self.buffers, workers)
         self.assembler = Assembler(job.plan, files, self.sources, check, window)
         self.reader = Assembler(job.plan, files, self.sources, check, 64)
@@ -113,8 +114,8 @@ def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) 
                 for offset in range(0, int(counts[number]), 64):
                     begin = sent[rank, peer] + offset
                     end = sent[rank, peer] + min(offset + 64, int(counts[number]))
-                    data, known = worker.reader.assemble(worker.transfers.streams[peer], begin, end)
-                    worker.sent.add(peer, begin, data, known)
+                    data = worker.reader.assemble(worker.transfers.streams[peer], begin, end)
+                    worker.sent[peer] = zlib.crc32(data, worker.sent.get(peer, 0))
                     place = workers[peer].buffers.place(rank, number, offset, len(data))
                     place[:] = np.frombuffer(data, np.uint8)
                     if flip is not None and crossed <= flip < crossed + len(data):
@@ -140,7 +141,7 @@ def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) 
 
 
 def changed(workers: list[Worker], rank: int) -> bool:
-    sums = {s: worker.sent.sums[rank] for s, worker in enumerate(workers) if rank in worker.sent.sums}
+    sums = {s: worker.sent[rank] for s, worker in enumerate(workers) if rank in worker.sent}
     try:
         workers[rank].check.require_what_was_sent(sums)
     except WorkerError:
