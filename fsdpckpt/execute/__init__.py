@@ -37,7 +37,7 @@ from fsdpckpt.execute.checks import (
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import Finished, Recorder
 from fsdpckpt.execute.output import ComparedOutput, LatePlaces, Output, OutputState, TargetChecks, write_window
-from fsdpckpt.execute.window import PATIENCE, SLOWEST_DISK, Assembler, CopyPool
+from fsdpckpt.execute.window import PATIENCE, SLOWEST_DISK, Assembler, CopyPool, SourceReader
 from fsdpckpt.plan import Claim, FilePlan, Range
 from fsdpckpt.plan.transfer import Segment, Visible, Window, plan_transfers
 from fsdpckpt.progress import Progress
@@ -47,7 +47,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import size_text
 
 if TYPE_CHECKING:
-    from fsdpckpt.execute.send_recv import Exchange
+    from fsdpckpt.execute.send_recv import TransferRun
 
 
 def execute(
@@ -132,14 +132,13 @@ class _Run:
             written=self.written,
         )
         self.check = SourceCheck(job.files, job.checksums)
-        self.files = job.files
-        self.exchange: Exchange | None = None
+        self.reader = SourceReader(job.files, self.sources)
+        self.exchange: TransferRun | None = None
         if job.settings.exchange_bytes:  # the same on all ranks, unlike the number of rounds
-            from fsdpckpt.execute.send_recv import Exchange
+            from fsdpckpt.execute.send_recv import TransferRun
 
-            self.exchange = Exchange(self.group, job, self.transfers, self.sources)
-            self.sources, self.files = self.exchange.sources, self.exchange.files
-            self.check = self.exchange.check
+            self.exchange = TransferRun(self.group, job, self.transfers, self.sources, self.check)
+            self.reader = self.exchange.reader
         kind = ComparedOutput if self.compare else Output
         self.outputs: dict[int, Output] = {}
         for number, windows in Counter(window.segment for window in self.transfers.windows).items():
@@ -181,8 +180,7 @@ class _Run:
     def copy(self) -> None:
         """Write every window of this rank, and send everything it has to send."""
         assemblers = [
-            Assembler(self.job.plan, self.files, self.sources, self.check, self.job.settings.window)
-            for _ in range(self.threads)
+            Assembler(self.job.plan, self.reader, self.check, self.job.settings.window) for _ in range(self.threads)
         ]
 
         def copy(thread: int, window: Window) -> None:

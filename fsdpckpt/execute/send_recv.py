@@ -1,9 +1,8 @@
 """Sends source bytes to the ranks that cannot read them, and receives what this rank cannot read.
 
 Bytes travel in the rounds of a ``TransferPlan``: a rank reads what it sends from its sources, and keeps the rounds it
-receives in buffers until its copy pool has written their windows. Both sides checksum every stream, from checksums that
-copying computes anyway, and compare them once everything is written. Imports torch: ``execute`` imports this module
-only if bytes are exchanged.
+receives in buffers until its copy pool has written their windows. Both sides checksum every stream, and compare the
+checksums once everything is written. Imports torch: ``execute`` imports this module only if bytes are exchanged.
 """
 
 from __future__ import annotations
@@ -23,31 +22,29 @@ from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import InternalError, WorkerError
 from fsdpckpt.execute.checks import Part, SourceCheck, combine
 from fsdpckpt.execute.job import Job
-from fsdpckpt.execute.window import Assembler, CopyPool
-from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.execute.window import Assembler, CopyPool, SourceReader
+from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.transfer import TransferPlan
-from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.sources import Sources
 
 
-class Exchange:
-    """This rank's part of the exchange of one run.
+class TransferRun:
+    """This rank's part in carrying out a ``TransferPlan``.
 
-    ``files``: the sources of the job, then the stream of each rank. ``sources`` opens both. ``check`` checks the bytes
-    of both.
+    ``reader``: reads the sources of the job, and what this rank receives. ``sent``: for each peer the CRC-32 of all
+    that this rank has sent to it so far.
     """
 
-    def __init__(self, group: Group, job: Job, transfers: TransferPlan, sources: Sources) -> None:
+    def __init__(self, group: Group, job: Job, transfers: TransferPlan, sources: Sources, check: SourceCheck) -> None:
         self._group = group
         self._job = job
         self._transfers = transfers
+        self._check = check
         windows_of_round = Counter(window.round for window in transfers.windows if window.round >= 0)
         self.buffers = ReceiveBuffers(transfers.receives, windows_of_round, transfers.rounds, job.settings.rounds)
-        self.files = (*job.files, *map(stream_file, range(group.world_size)))
-        self.sources = SourcesAndStreams(sources, self.buffers, group.world_size)
-        self.check = StreamCheck(job.files, job.checksums)
-        self.sent: dict[int, int] = {}  # for each peer the CRC-32 of what this rank has sent to it so far
+        self.reader = StreamReader(job.files, sources, self.buffers, group.world_size)
+        self.sent: dict[int, int] = {}
         self._begins = {peer: np.cumsum(column) - column for peer, column in transfers.sends.items()}
         self._on_host = torch.device(group.device).type == "cpu"  # bytes can be received where they are kept
 
@@ -61,11 +58,11 @@ class Exchange:
             in_place=self._on_host,
         )
         exchanger.check(_totals(self._transfers.sends), _totals(self._transfers.receives))
-        reader = Assembler(self._job.plan, self.files, self.sources, self.check, exchanger.chunk)
-        exchanger.run(self._send_recvs(exchanger.pairs(), reader, pool, watch), watch=watch)
+        assembler = Assembler(self._job.plan, self.reader, self._check, exchanger.chunk)
+        exchanger.run(self._send_recvs(exchanger.pairs(), assembler, pool, watch), watch=watch)
 
     def _send_recvs(
-        self, pairs: Sequence[tuple[int, int]], reader: Assembler, pool: CopyPool, watch: Callable[[], None]
+        self, pairs: Sequence[tuple[int, int]], assembler: Assembler, pool: CopyPool, watch: Callable[[], None]
     ) -> Iterator[SendRecv]:
         """The ``pairs`` of ranks (to whom, from whom) that exchange bytes, round by round."""
         sends, receives = self._transfers.sends, self._transfers.receives
@@ -79,7 +76,7 @@ class Exchange:
                 yield SendRecv(
                     to,
                     send_bytes,
-                    partial(self._read, reader, number),
+                    partial(self._read, assembler, number),
                     source,
                     receive_bytes,
                     write=partial(self._write, number),
@@ -89,10 +86,10 @@ class Exchange:
                     on_received=partial(pool.arrived, number) if last else None,
                 )
 
-    def _read(self, reader: Assembler, number: int, peer: int, offset: int, buffer: torch.Tensor) -> None:
+    def _read(self, assembler: Assembler, number: int, peer: int, offset: int, buffer: torch.Tensor) -> None:
         begin = int(self._begins[peer][number]) + offset
         stream, view = self._transfers.streams[peer], buffer.numpy().data
-        reader.assemble(stream, begin, begin + len(buffer), into=view)
+        assembler.assemble(stream, begin, begin + len(buffer), into=view)
         self.sent[peer] = crc32(view, self.sent.get(peer, 0))  # each stream is sent in order
 
     def _receive_into(self, number: int, peer: int, offset: int, count: int) -> torch.Tensor:
@@ -102,11 +99,9 @@ class Exchange:
         self.buffers.place(peer, number, offset, len(buffer))[:] = buffer.numpy()
 
     def require_what_was_sent(self, sums: Sequence[Mapping[int, int]]) -> None:
-        """Raises WorkerError if the received bytes are not those sent. ``sums[s]``: the checksums of rank s's streams,
-        by receiver.
-        """
+        """Raises WorkerError if this rank received other bytes than were sent. ``sums[s]``: ``sent`` of rank s."""
         rank = self._group.rank
-        self.check.require_what_was_sent({s: theirs[rank] for s, theirs in enumerate(sums) if rank in theirs})
+        self.reader.require_what_was_sent({s: theirs[rank] for s, theirs in enumerate(sums) if rank in theirs})
 
 
 def _at(counts: Mapping[int, Int64Array], peer: int, number: int) -> int:
@@ -115,11 +110,6 @@ def _at(counts: Mapping[int, Int64Array], peer: int, number: int) -> int:
 
 def _totals(counts: Mapping[int, Int64Array]) -> dict[int, int]:
     return {peer: int(column.sum()) for peer, column in counts.items()}
-
-
-def stream_file(sender: int) -> SourceFile:
-    """The stream of a worker as a source file. Its path has a NUL, which no real path has."""
-    return SourceFile(f"\0worker {sender}", 0)
 
 
 class ReceiveBuffers:
@@ -179,76 +169,40 @@ class ReceiveBuffers:
         self._free.clear()
 
 
-class _Stream:
-    """One worker's stream as a source of bytes."""
+class StreamReader(SourceReader):
+    """Reads source files, and from number ``len(files)`` on the stream of each of ``senders`` ranks."""
 
-    def __init__(self, buffers: ReceiveBuffers, sender: int) -> None:
-        file = stream_file(sender)
-        self.path, self.nbytes = file.path, file.nbytes
+    def __init__(self, files: Sequence[SourceFile], sources: Sources, buffers: ReceiveBuffers, senders: int) -> None:
+        super().__init__(files, sources)
+        self.widest_gap = np.append(self.widest_gap, np.zeros(senders, np.int64))  # every byte is read once
         self._buffers = buffers
-        self._sender = sender
+        self._received: list[list[Part]] = [[] for _ in range(senders)]
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        raise InternalError(f"{nbytes} bytes at {offset} of a stream were to be read outside of a window")
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        self._buffers.read_into(self._sender, offset, buffer)
-
-    def close(self) -> None:
-        return None
-
-
-class SourcesAndStreams(Sources):
-    """Opens ``files`` and the streams of the ``senders``."""
-
-    def __init__(self, files: Sources, buffers: ReceiveBuffers, senders: int) -> None:
-        super().__init__()
-        self._sources = files
-        self._streams = {stream_file(sender).path: _Stream(buffers, sender) for sender in range(senders)}
-
-    def open(self, path: str) -> ByteSource:
-        return self._streams.get(path) or self._sources.open(path)
-
-
-class StreamCheck(SourceCheck):
-    """A ``SourceCheck`` that also sums what streams bring: source files from number ``len(files)`` on."""
-
-    def __init__(self, files: Sequence[SourceFile], checksums: Checksums) -> None:
-        super().__init__(files, checksums)
-        self._first = len(files)
-        self._came: dict[int, list[Part]] = {}
-        self._taking = threading.Lock()
-
-    def add_sum(self, file: int, offset: int, nbytes: int, crc: int) -> None:
-        super().add_sum(file, offset, nbytes, crc)
-        if file >= self._first:
-            with self._taking:
-                self._came.setdefault(file - self._first, []).append((offset, nbytes, crc))
-
-    def add_sums(self, file: int, offset: Int64Array, nbytes: Int64Array, crc: Int64Array) -> None:
-        super().add_sums(file, offset, nbytes, crc)
-        if file >= self._first:
-            with self._taking:
-                came = self._came.setdefault(file - self._first, [])
-                came.extend(zip(offset.tolist(), nbytes.tolist(), crc.tolist(), strict=True))
+    def read_into(self, file: int, offset: int, view: memoryview) -> None:
+        sender = file - len(self._files)
+        if sender < 0:
+            super().read_into(file, offset, view)
+        else:
+            self._buffers.read_into(sender, offset, view)
+            self._received[sender].append((offset, len(view), crc32(view)))
 
     def require_what_was_sent(self, sent: Mapping[int, int]) -> None:
-        """Raises WorkerError if the received bytes differ from ``sent``: for each sender, the checksum of its
-        stream.
-        """
-        for sender in sorted(self._came.keys() | sent.keys()):
-            parts = sorted(self._came.get(sender, ()))
-            at = 0
+        """Raises WorkerError if what was read differs from ``sent``: for each sender, the checksum of its stream."""
+        for sender, parts in enumerate(self._received):
+            parts.sort()
+            end = 0
             for offset, nbytes, _ in parts:
-                if offset != at:
-                    raise InternalError(f"the stream of worker {sender} was not taken in once at {min(offset, at)}")
-                at += nbytes
+                if offset != end:
+                    raise InternalError(
+                        f"bytes {min(offset, end)} of worker {sender}'s stream were read twice, or skipped"
+                    )
+                end += nbytes
             found, expected = combine(parts), sent.get(sender, 0)
             if found != expected:
                 raise WorkerError(
-                    f"the {at} bytes that came from worker {sender} are not those that it sent",
+                    f"the {end} bytes received from worker {sender} differ from what it sent",
                     expected=f"CRC-32 {expected:08x}",
                     found=f"{found:08x}",
                     why="the memory of one of the two machines, or the network between them, damages data",
-                    next_step="run the command again, best on other machines",
+                    next_step="run the command again, preferably on other machines",
                 )

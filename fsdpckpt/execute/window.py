@@ -23,30 +23,44 @@ from fsdpckpt.plan import Copies, FilePlan, Plan, StridedBatch, rows_within, str
 from fsdpckpt.plan.transfer import Window
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import BLOCK, aligned_buffer
-from fsdpckpt.storage.remote_file import request_cost
+from fsdpckpt.storage.remote_file import REQUEST_COST
 from fsdpckpt.storage.sources import Sources
 
 DIRECT = 128 * 1024  # bytes: ranges of this size or more are read straight into place; smaller neighbours share a read
 GAP = 32 * 1024  # bytes: a gap of this size between two small ranges is cheaper to read than to skip
-WIDE_ROW = 16 * 1024  # bytes: rows of this width or more are read one by one, narrower ones in one span
+WIDE_ROW = 16 * 1024  # bytes: rows of this width or more are read one by one from a disk, narrower ones in one span
 
 _FEW = 16  # copies in a window
 CACHED = 512 * 1024  # bytes: small enough for the second-level cache of one core, beside other data
 CAST_AT_ONCE = 1 << 16  # elements: their temporary copies fit into the processor's cache
 
 
+class SourceReader:
+    """Reads source files, which are given by their number. Thread-safe.
+
+    ``widest_gap[file]``: a gap of up to so many bytes between two ranges is cheaper to read than to skip. ``remote``:
+    whether any file is in a store.
+    """
+
+    def __init__(self, files: Sequence[SourceFile], sources: Sources) -> None:
+        self._files = files
+        self._sources = sources
+        self.remote = any(is_url(file.path) for file in files)
+        self.widest_gap = np.array([REQUEST_COST if is_url(file.path) else GAP for file in files], np.int64)
+
+    def read_into(self, file: int, offset: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes from ``offset``."""
+        self._sources.open(self._files[file].path).read_into(offset, view)
+
+
 class Assembler:
     """Assembles windows in one thread's buffers: ``window`` bytes for the result and as many for scratch."""
 
-    def __init__(
-        self, plan: Plan, files: Sequence[SourceFile], sources: Sources, check: SourceCheck, window: int
-    ) -> None:
+    def __init__(self, plan: Plan, reader: SourceReader, check: SourceCheck, window: int) -> None:
         self._plan = plan
-        self._files = files
-        self._sources = sources
+        self._reader = reader
         self._check = check
-        self._remote = any(is_url(file.path) for file in files)
-        self._few_copies = 1 if self._remote else _FEW
+        self._few_copies = 1 if reader.remote else _FEW
         self._window = aligned_buffer(window + BLOCK)
         self._scratch = aligned_buffer(window)
 
@@ -81,17 +95,13 @@ class Assembler:
             if first < last:
                 view[first - begin : last - begin] = blob[start + first - at : start + last - at]
 
-    def _read(self, file: int, offset: int, view: memoryview) -> None:
-        self._sources.open(self._files[file].path).read_into(offset, view)
-
     def _read_summed(self, file: int, offset: int, view: memoryview) -> None:
         """Fill ``view`` and checksum it, block by block while each is in the processor's cache."""
-        source = self._sources.open(self._files[file].path)
-        step = max(len(view), 1) if self._remote else CACHED
+        step = max(len(view), 1) if self._reader.remote else CACHED
         crc = 0
         for at in range(0, len(view), step):
             block = view[at : at + step]
-            source.read_into(offset + at, block)
+            self._reader.read_into(file, offset + at, block)
             crc = crc32(block, crc)
         self._check.add_sum(file, offset, len(view), crc)
 
@@ -116,25 +126,20 @@ class Assembler:
         source = copies.source[rows][plain] + first - target
         table = np.stack([copies.file[rows][plain], source, first - begin, nbytes])[:, inside]
         table = table[:, np.lexsort((table[1], table[0]))]
-        costs = {number: self._cost(number) for number in set(table[0].tolist())}
-        cost = np.array([costs[number] for number in table[0].tolist()] if self._remote else [0], np.int64)
-        large = (table[3] >= DIRECT) & (table[3] >= cost)
+        widest_gap = self._reader.widest_gap[table[0]]
+        large = table[3] >= np.maximum(DIRECT, widest_gap)
         for number, offset, place, length in table[:, large].T.tolist():
             self._read_summed(number, offset, view[place : place + length])
-        table = table[:, ~large]
+        table, widest_gap = table[:, ~large], widest_gap[~large]
         file_of, begins, ends = table[0], table[1], table[1] + table[3]
-        apart = begins[1:] - ends[:-1]
-        linked = (file_of[1:] == file_of[:-1]) & (apart >= 0)
-        linked &= apart <= np.maximum(GAP, cost[~large][1:] if self._remote else 0)
+        gap = begins[1:] - ends[:-1]
+        linked = (file_of[1:] == file_of[:-1]) & (gap >= 0) & (gap <= widest_gap[1:])
         chains = [0, *(np.flatnonzero(~linked) + 1).tolist(), table.shape[1]]
         for low, high in pairwise(chains):
             while low < high:
                 fits = int(np.searchsorted(ends[low:high], begins[low] + len(self._scratch), side="right"))
                 self._read_group(table[:, low : low + max(fits, 1)], view)
                 low += max(fits, 1)  # noqa: PLW2901
-
-    def _cost(self, file: int) -> int:
-        return request_cost(self._sources.open(self._files[file].path)) if self._remote else 0
 
     def _read_group(self, group: Int64Array, view: memoryview) -> None:
         """Read the ranges of ``group`` at once and copy them to their places."""
@@ -143,7 +148,7 @@ class Assembler:
             self._read_summed(number, origin, view[place : place + length])
             return
         span = self._scratch[: int(group[1, -1] + group[3, -1]) - origin]
-        self._read(number, origin, span)
+        self._reader.read_into(number, origin, span)
         crcs: list[int] = []
         for at, place, length in zip((group[1] - origin).tolist(), group[2].tolist(), group[3].tolist(), strict=True):
             part = span[at : at + length]
@@ -175,15 +180,15 @@ class Assembler:
                 place = source + row * source_pitch + at // want.itemsize * have.itemsize
                 self._copy_rows(copy, place, view[row * pitch + at :], min(most, width - at), 1, batch)
             return
-        gap = source_pitch - stretch
-        apart = gap > self._cost(number) and (stretch >= WIDE_ROW or gap > GAP)
+        widest_gap = int(self._reader.widest_gap[number])
+        apart = source_pitch - stretch > (0 if stretch >= WIDE_ROW and widest_gap <= GAP else widest_gap)
         # rows may overlap in the source; the last one of a span then ends beyond its pitch
         most = 1 if apart else (limit - stretch) // max(source_pitch, 1) + 1
         for done in range(0, rows, most):
             count = min(rows - done, most)
             span = self._scratch[: (count - 1) * source_pitch + stretch]
             at = source + done * source_pitch
-            self._read(number, at, span)
+            self._reader.read_into(number, at, span)
             if count == 1 or source_pitch == stretch:
                 self._check.add_bytes(number, at, span)
             shape = (batch.count, count, source_width // have.itemsize)

@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceMissingError, WorkerError
+from fsdpckpt.execute.checks import SourceCheck
 from fsdpckpt.execute.job import Job, Settings, pack_job, unpack_job
 from fsdpckpt.execute.output import Output, write_window
-from fsdpckpt.execute.send_recv import ReceiveBuffers, SourcesAndStreams, StreamCheck, stream_file
+from fsdpckpt.execute.send_recv import ReceiveBuffers, StreamReader
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
@@ -58,12 +59,11 @@ class Worker:
         )
         workers = visible.shape[1]
         seen = {file.path for number, file in enumerate(job.files) if visible[number, rank]}
-        files = (*job.files, *map(stream_file, range(workers)))
-        check = self.check = StreamCheck(job.files, Checksums.of([]))
+        check = SourceCheck(job.files, Checksums.of([]))
         self.sent: dict[int, int] = {}
-        self.sources = SourcesAndStreams(Machine(seen), self.buffers, workers)
-        self.assembler = Assembler(job.plan, files, self.sources, check, window)
-        self.reader = Assembler(job.plan, files, self.sources, check, 64)
+        self.reader = StreamReader(job.files, Machine(seen), self.buffers, workers)
+        self.assembler = Assembler(job.plan, self.reader, check, window)
+        self.sender = Assembler(job.plan, self.reader, check, 64)
         count = Counter(window.segment for window in self.transfers.windows)
         self.outputs: dict[int, Output] = {}
         for number in count:
@@ -114,7 +114,7 @@ def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) 
                 for offset in range(0, int(counts[number]), 64):
                     begin = sent[rank, peer] + offset
                     end = sent[rank, peer] + min(offset + 64, int(counts[number]))
-                    data = worker.reader.assemble(worker.transfers.streams[peer], begin, end)
+                    data = worker.sender.assemble(worker.transfers.streams[peer], begin, end)
                     worker.sent[peer] = zlib.crc32(data, worker.sent.get(peer, 0))
                     place = workers[peer].buffers.place(rank, number, offset, len(data))
                     place[:] = np.frombuffer(data, np.uint8)
@@ -143,7 +143,7 @@ def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) 
 def changed(workers: list[Worker], rank: int) -> bool:
     sums = {s: worker.sent[rank] for s, worker in enumerate(workers) if rank in worker.sent}
     try:
-        workers[rank].check.require_what_was_sent(sums)
+        workers[rank].reader.require_what_was_sent(sums)
     except WorkerError:
         return True
     return False

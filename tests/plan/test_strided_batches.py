@@ -89,7 +89,7 @@ def test_a_part_of_a_tensor_begins_anew_in_every_row_of_the_source(tmp_path: Pat
 def test_a_tensor_that_fits_in_one_window_is_read_no_more_than_twice(tmp_path: Path, order: tuple[int, ...]) -> None:
     tensor, _ = source(tmp_path, order)
     read: list[int] = []
-    with patch.object(window.Assembler, "_read", _counted(window.Assembler._read, read)):
+    with patch.object(window.SourceReader, "read_into", _counted(window.SourceReader.read_into, read)):
         copied(tmp_path, tensor, window=1 << 18)
     assert tensor.nbytes <= sum(read) <= 2 * tensor.nbytes
     assert len(read) <= 2 * tensor.shape[0]
