@@ -19,15 +19,15 @@ import posixpath
 import struct
 import tempfile
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fsdpckpt.errors import TargetUnwritableError, UsageError
-from fsdpckpt.execute.checks import SourceRecord
+from fsdpckpt.execute.checks import require_checksum, sum_of
 from fsdpckpt.execute.output import target_differs
-from fsdpckpt.ir.checkpoint import Checksums, Note, SourceFile
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, SourceFile
 from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.options import ConvertOptions, LinkMode
 from fsdpckpt.plan import FilePlan, Plan
@@ -269,9 +269,15 @@ def require_linked(target: Target, files: Sequence[SourceFile], path: str) -> No
             raise target_differs(path)
 
 
-def linked_records(target: Target, checksums: Checksums) -> list[SourceRecord]:
-    """The records of linked files with a checksum in the source: what ``--verify full`` reads of these files."""
+def check_linked(target: Target, checkpoint: Checkpoint, sources: Sources, moved: Callable[[], None]) -> None:
+    """Read the records of linked files that have a checksum in the source, and compare them with it.
+
+    ``moved`` is called often, to show progress. Raises SourceCorruptError for a record that does not match.
+    """
+    checksums = checkpoint.checksums
     linked = np.isin(checksums.file, [link.source for link in target.links])
     summed = np.isin(checksums.file, checksums.file[linked & (checksums.crc != 0)])  # all 0: saved without checksums
     columns = (checksums.file, checksums.offset, checksums.nbytes, checksums.crc)
-    return list(zip(*(column[linked & summed].tolist() for column in columns), strict=True))
+    for file, offset, nbytes, crc in zip(*(column[linked & summed].tolist() for column in columns), strict=True):
+        path = checkpoint.files[file].path
+        require_checksum(path, offset, nbytes, crc, sum_of(sources.open(path), offset, nbytes, moved))

@@ -27,7 +27,7 @@ from fsdpckpt.comm.protocol import Group, Solo, original_error
 from fsdpckpt.converters import Report, encode_manifest, put_manifest, replaced_files
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.converters.lay_out import dtype_rule
-from fsdpckpt.converters.linking import linked_records, make_links, require_linked, without_links
+from fsdpckpt.converters.linking import check_linked, make_links, require_linked, without_links
 from fsdpckpt.converters.overwrite import find_replaceable, offering_what_works, still_replaceable
 from fsdpckpt.converters.prepare import Prepared, planned_report, prepare
 from fsdpckpt.converters.publish import Upload
@@ -35,8 +35,8 @@ from fsdpckpt.converters.resume import (
     attach_staged,
     claim_rows,
     continues,
-    finished_windows,
     is_resumable,
+    journaled_windows,
     journals_of,
     other_upload,
     resume_note,
@@ -48,7 +48,6 @@ from fsdpckpt.converters.target_mesh import check_mesh
 from fsdpckpt.converters.target_spec import check_options
 from fsdpckpt.errors import InternalError, Leftover, TargetExistsError, WorkerError, attach_leftover
 from fsdpckpt.execute import execute
-from fsdpckpt.execute.checks import reread
 from fsdpckpt.execute.job import (
     MOST_THREADS,
     Budget,
@@ -60,7 +59,16 @@ from fsdpckpt.execute.job import (
     threads_for,
     unpack_job,
 )
-from fsdpckpt.execute.journal import Finished, Record, Recorder, RunIdentity, first_record, joined, read_records, run_of
+from fsdpckpt.execute.journal import (
+    JournaledWindows,
+    Record,
+    Recorder,
+    RunIdentity,
+    first_record,
+    identity_of,
+    joined,
+    read_records,
+)
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.execute.shared_sources import content_identities, find_visible, serve_sources, union_sources
 from fsdpckpt.ir.checkpoint import Note, SourceFile
@@ -195,7 +203,7 @@ class _Conversion:
         places = Places((0,), (0,), (0,), ((os.path.join(remains.root, ""), ""),), (False,))
         copies = source_copies(self.group, files, self._sources[-1], [True] * len(files))
         journals = [read_records(path) for path in journal_paths(remains.root)] if remains.resumed else []
-        windows, useless = finished_windows(
+        windows, useless = journaled_windows(
             [journals], places, lambda: run_identity(make_plan(prepared.output), options, copies), options
         )
         job = _job(prepared, places, np.ones((len(files), 1), bool), budget, windows, options.max_memory)
@@ -205,11 +213,11 @@ class _Conversion:
         """Execute, verify, publish."""
         files, directory = self._share_files()
         visible = self._look_at_sources(files)
-        places, job, identity, finished = self._divide(files, visible, budget, directory=directory)
-        self._prepare_staging(job, places, identity, finished)
+        places, job, identity, journaled = self._divide(files, visible, budget, directory=directory)
+        self._prepare_staging(job, places, identity, journaled)
         self._link(places)
         self.holders = holders_of(job, places, directory=directory) | dict.fromkeys(self._linked, places.workers(0))
-        crcs = self._execute(job, places, visible, budget, finished)
+        crcs = self._execute(job, places, visible, budget, journaled)
         job = self._drop_columns(job)
         self._write_manifest(crcs, {}, directory=directory)
         if self.options.verify is not VerifyLevel.NONE and not all(places.existing):
@@ -281,9 +289,9 @@ class _Conversion:
 
     def _divide(
         self, files: list[SourceFile], visible: npt.NDArray[np.bool_], budget: Budget, *, directory: bool
-    ) -> tuple[Places, Job, Callable[[], RunIdentity], Finished]:
-        """Decide which rank writes what, and where. Also returns this run's identity and, on rank 0, what an
-        interrupted run finished.
+    ) -> tuple[Places, Job, Callable[[], RunIdentity], JournaledWindows]:
+        """Decide which rank writes what, and where. Also returns this run's identity and, on rank 0, what the journals
+        of an interrupted run list.
         """
         group, options, prepared = self.group, self.options, self._prepared
         copies = source_copies(group, files, self._sources[-1], visible[:, group.rank].tolist())
@@ -298,19 +306,17 @@ class _Conversion:
         with group.step("divide the work"), group.heartbeat():
             if prepared is not None:
                 identity = functools.cache(functools.partial(self._identity, copies))
-                windows, useless = finished_windows(journals, places, identity, options)
+                windows, useless = journaled_windows(journals, places, identity, options)
                 job = _job(prepared, places, visible, budget, windows, options.max_memory)
                 staging = self._staging[0] if self._staging else None
                 self._note = resume_note(job, self.target, staging, options, useless)
-                finished = joined(list(windows.values()))
+                journaled = joined(list(windows.values()))
                 if self._alone:
-                    return places, job, identity, finished
+                    return places, job, identity, journaled
                 message = [pack_job(job), first_record(identity())]
         plan, first = cast("tuple[object, Record]", group.broadcast_object(message, name="the plan"))
-        run = run_of([first])
-        if run is None:
-            raise InternalError("a run's identity does not read back")
-        return places, unpack_job(plan), lambda: run[0], finished if prepared is not None else Finished()
+        now = identity_of(first)
+        return places, unpack_job(plan), lambda: now, journaled if prepared is not None else JournaledWindows()
 
     def _identity(self, copies: Sequence[Sequence[FileIdentity]]) -> RunIdentity:
         """This run's identity. Only on rank 0, and before ``_drop_columns``."""
@@ -319,7 +325,7 @@ class _Conversion:
         return run_identity(self._prepared.plan, self.options, copies)
 
     def _prepare_staging(
-        self, job: Job, places: Places, identity: Callable[[], RunIdentity], finished: Finished
+        self, job: Job, places: Places, identity: Callable[[], RunIdentity], journaled: JournaledWindows
     ) -> None:
         """Remove what is not resumed from staging, check the free space, and open the journal of a rank that writes."""
         group = self.group
@@ -327,7 +333,9 @@ class _Conversion:
         with group.step("prepare staging"):
             for staging in self._staging:
                 files, nbytes = files_at(job, place)  # without what an earlier run has linked: links are made again
-                if staging.resumed and not (job.claims[:, 0] == place).any():
+                if staging.resumed and not any(
+                    job.segments[number].place == place for number in job.claims[:, 0].tolist()
+                ):
                     staging.restart()
                 elif staging.resumed:
                     staging.keep_only(files)
@@ -340,7 +348,9 @@ class _Conversion:
             writer = None if self._alone else group.rank
             if writer is not None:
                 self._locks.append(lock_as_writer(root, writer))
-            self._recorder = Recorder(journal_path(root, writer), identity, finished if self._alone else Finished())
+            self._recorder = Recorder(
+                journal_path(root, writer), identity, journaled if self._alone else JournaledWindows()
+            )
 
     def _link(self, places: Places) -> None:
         """Make the links before anything is copied, so that a file system that refuses them does so at once."""
@@ -354,7 +364,7 @@ class _Conversion:
                 make_links(output, self._prepared.linking, files, staging, self._sources[-1])
 
     def _execute(
-        self, job: Job, places: Places, visible: npt.NDArray[np.bool_], budget: Budget, finished: Finished
+        self, job: Job, places: Places, visible: npt.NDArray[np.bool_], budget: Budget, journaled: JournaledWindows
     ) -> dict[str, int]:
         """Write the target files; return the CRC-32 of each."""
         rank = self.group.rank
@@ -370,7 +380,7 @@ class _Conversion:
                     threads=threads_for(job.settings, budget),
                     progress=self.progress,
                     recorder=self._recorder,
-                    finished=finished,
+                    journaled=journaled,
                     compare=places.existing[place or 0],
                 )
             except TargetExistsError:
@@ -438,9 +448,8 @@ class _Conversion:
         with self.group.step("read the linked files"):
             if self._prepared is not None:
                 checkpoint = self._prepared.transformed.checkpoint
-                records = linked_records(self._prepared.output, checkpoint.checksums)
                 with self.group.heartbeat(), Sources() as sources:
-                    reread(records, checkpoint.files, sources, self.group.beat)
+                    check_linked(self._prepared.output, checkpoint, sources, self.group.beat)
 
     def _require_unchanged(self) -> None:
         for sources in self._sources:
@@ -527,7 +536,7 @@ def _job(
     places: Places,
     visible: npt.NDArray[np.bool_],
     budget: Budget,
-    windows: Mapping[int, Finished],
+    windows: Mapping[int, JournaledWindows],
     max_memory: int,
 ) -> Job:
     checkpoint = prepared.transformed.checkpoint

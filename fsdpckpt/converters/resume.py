@@ -30,7 +30,7 @@ from fsdpckpt.errors import (
     attach_leftover,
 )
 from fsdpckpt.execute.job import Job
-from fsdpckpt.execute.journal import Finished, Record, RunIdentity, joined, read_records, read_run, run_of
+from fsdpckpt.execute.journal import JournaledWindows, Record, RunIdentity, joined, read_records, read_run, run_of
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.option_fields import identity as option_texts
@@ -91,31 +91,31 @@ def journals_of(group: Group, staging: Staging | None) -> list[list[list[Record]
     return cast("list[list[list[Record]]]", group.all_gather_objects(records, name="journals"))
 
 
-def finished_windows(
+def journaled_windows(
     journals: Sequence[Sequence[Sequence[Record]]],
     places: Places,
     identity: Callable[[], RunIdentity],
     options: ConvertOptions,
-) -> tuple[dict[int, Finished], list[str]]:
+) -> tuple[dict[int, JournaledWindows], list[str]]:
     """For each place the windows that an interrupted run has written, and why the windows of another run are of no use.
 
     A place starts over if no journal is readable, a window is longer than ``max_memory`` bytes, or its source has
     changed since (unless ``--resume`` was given). ``identity``: this run's. Raises SourceError or TargetError if a
     journal is another run's.
     """
-    windows: dict[int, Finished] = {}
+    windows: dict[int, JournaledWindows] = {}
     useless: list[str] = []
     for place, leader in enumerate(places.leaders):
         runs = [run for records in journals[leader] if (run := run_of(records)) is not None]
-        finished = joined([each for _, each in runs])
+        journaled = joined([each for _, each in runs])
         lost = [change for before, _ in runs for change in before.lost_sources(identity())]
         if lost and options.resume is None:
             useless += lost
             continue
         for before, _ in runs:
-            _require_same_run(before, identity(), f"{places.roots[place]} holds {size_text(finished.nbytes)}")
-        if 0 < finished.longest <= options.max_memory:
-            windows[place] = finished
+            _require_same_run(before, identity(), f"{places.roots[place]} holds {size_text(journaled.nbytes)}")
+        if 0 < journaled.longest <= options.max_memory:
+            windows[place] = journaled
     return windows, useless
 
 
@@ -152,19 +152,19 @@ def other_upload(path: str) -> TargetError:
     )
 
 
-def claim_rows(finished: Mapping[int, Finished], segments: Sequence[Segment]) -> Int64Array:
-    """The rows of ``Job.claims``: the windows in ``finished`` that are inside one segment of their place."""
-    bounds: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for segment in segments:
-        bounds.setdefault((segment.place, segment.file), []).append((segment.begin, segment.end))
+def claim_rows(journaled: Mapping[int, JournaledWindows], segments: Sequence[Segment]) -> Int64Array:
+    """The rows of ``Job.claims``: the windows in ``journaled`` that are inside one segment of their place."""
+    numbers: dict[tuple[int, int], list[int]] = {}
+    for number, segment in enumerate(segments):
+        numbers.setdefault((segment.place, segment.file), []).append(number)
     rows = [
-        (place, file, begin, end, crc)
-        for place, windows in finished.items()
-        for file, claims in windows.claims().items()
-        for begin, end, crc in claims
-        if any(low <= begin and end <= high for low, high in bounds.get((place, file), ()))
+        (number, begin, end, crc)
+        for place, windows in journaled.items()
+        for file, begin, end, crc, _ in windows.claims().tolist()
+        for number in numbers.get((place, file), ())
+        if segments[number].begin <= begin and end <= segments[number].end
     ]
-    return np.asarray(rows, np.int64).reshape(-1, 5)
+    return np.asarray(sorted(rows), np.int64).reshape(-1, 4)
 
 
 def resume_note(
@@ -172,11 +172,11 @@ def resume_note(
 ) -> Note | None:
     """The note on the remains of an interrupted run.
 
-    ``staging``: None if DST exists and is complete. ``useless``: from ``finished_windows``.
+    ``staging``: None if DST exists and is complete. ``useless``: from ``journaled_windows``.
     """
     if len(job.claims):
         total = sum(segment.end - segment.begin for segment in job.segments)
-        nbytes = int((job.claims[:, 3] - job.claims[:, 2]).sum())
+        nbytes = int((job.claims[:, 2] - job.claims[:, 1]).sum())
         there = f"{size_text(nbytes)} of {size_text(total)} were there already"
         return Note("resumed", f"continued an interrupted run: {there}")
     if staging is None:

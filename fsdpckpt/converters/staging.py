@@ -30,11 +30,11 @@ from fsdpckpt.errors import (
     UsageError,
 )
 from fsdpckpt.execute.job import Job
-from fsdpckpt.execute.journal import Finished
+from fsdpckpt.execute.journal import JournaledWindows
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.options import ConvertOptions, Visibility
 from fsdpckpt.plan import Plan
-from fsdpckpt.plan.transfer import Segment, partition, target_node
+from fsdpckpt.plan.transfer import NOTHING_WRITTEN, Segment, partition, target_node
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import remote_identity
 from fsdpckpt.storage.local import target_errors
@@ -166,9 +166,9 @@ def _find_seers(opened: tuple[str, str, str], *, existing: bool) -> bool:
 
 
 def assign_segments(
-    plan: Plan, spec: TargetSpec, places: Places, finished: Mapping[int, Finished] | None = None
+    plan: Plan, spec: TargetSpec, places: Places, journaled: Mapping[int, JournaledWindows] | None = None
 ) -> list[Segment]:
-    """Assign the bytes of every file to a worker and a place. ``finished``: for each place what an interrupted run has
+    """Assign the bytes of every file to a worker and a place. ``journaled``: for each place what an interrupted run has
     written.
 
     With one place everything goes there. With one for each node, the files of target rank r go to the node of worker
@@ -187,11 +187,13 @@ def assign_segments(
     for place, numbers in files.items():
         if numbers or place == 0:
             numbers[:] = sorted({*numbers, *common})
-    written = {place: windows.claims() for place, windows in (finished or {}).items()}
+    written = {place: windows.claims() for place, windows in (journaled or {}).items()}
     return [
         segment
         for place, numbers in files.items()
-        for segment in partition(plan, numbers, places.workers(place), place=place, written=written.get(place))
+        for segment in partition(
+            plan, numbers, places.workers(place), place=place, written=written.get(place, NOTHING_WRITTEN)
+        )
     ]
 
 

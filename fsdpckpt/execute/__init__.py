@@ -2,47 +2,34 @@
 
 A world of one sees every source and writes every file, by the same steps. All ranks:
 
-1. Agree on the plan, by its digest, and read back what an interrupted run has written. 2. The first rank of every file
-that several ranks write creates it. 3. Copy: threads assemble the windows whose sources this rank sees, and those whose
-bytes have been received, while the main thread communicates. 4. Combine what is spread over ranks: the checksums of
-shared files, and of source records that were read in parts. Finish the files, judge the records.
-
-To resume an interrupted run, the ranks that would write the windows in its journals read them back. A window whose
-bytes match the journal is kept, any other is copied again.
+1. Read back what an interrupted run has written. A window whose bytes match its journal is kept, any other is copied
+again. 2. The first rank of every file that several ranks write creates it. 3. Copy: threads assemble the windows whose
+sources this rank sees, and those whose bytes have been received, while the main thread communicates. 4. Combine what is
+spread over ranks: the checksums of shared files, and of source records that were read in parts. Finish the files, check
+the records.
 """
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from isal.isal_zlib import crc32
 
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import WorkerError
-from fsdpckpt.execute.checks import (
-    Part,
-    SourceCheck,
-    SourcePart,
-    SourceRecord,
-    has_gaps,
-    reread,
-    sum_of,
-    unproved,
-)
+from fsdpckpt.execute.checks import SourceCheck, sum_of, unverified_spans
 from fsdpckpt.execute.job import Job
-from fsdpckpt.execute.journal import Finished, Recorder
-from fsdpckpt.execute.output import ComparedOutput, LatePlaces, Output, OutputState, TargetChecks, write_window
+from fsdpckpt.execute.journal import JournaledWindows, Recorder
+from fsdpckpt.execute.output import ComparedOutput, Output, OutputState, write_window
 from fsdpckpt.execute.window import PATIENCE, SLOWEST_DISK, Assembler, CopyPool, SourceReader
-from fsdpckpt.plan import Claim, FilePlan, Range
-from fsdpckpt.plan.transfer import Segment, Visible, Window, plan_transfers
+from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.plan.transfer import TransferPlan, Visible, Window, plan_transfers
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage import ByteSource
-from fsdpckpt.storage.local import BLOCK, WritableFile, aligned_buffer
+from fsdpckpt.storage.local import aligned_buffer
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import size_text
 
@@ -53,44 +40,35 @@ if TYPE_CHECKING:
 def execute(
     group: Group,
     job: Job,
-    visible: Visible | None = None,
+    visible: Visible,
     *,
     sources: Sources,
     locate: Callable[[str], str],
     threads: int,
     progress: Progress,
-    recorder: Recorder | None = None,
-    finished: Finished | None = None,
-    compare: bool = False,
+    recorder: Recorder | None,
+    journaled: JournaledWindows,
+    compare: bool,
 ) -> dict[str, int]:
     """Write every file of ``job`` durably at ``locate(path)``, each part on the rank that owns it. Collective.
 
-    ``visible[file, rank]``: which rank sees which source; None: every rank sees all of them. ``sources`` opens those
-    that this rank sees. ``recorder`` keeps this rank's journal, if it writes. ``finished``, on rank 0: the journals of
-    an interrupted run; ``job.claims`` from them are read back, and kept if they are as the journal says. ``compare``:
-    the files exist and are compared with what would be written; raises TargetExistsError if they differ.
+    ``visible[file, rank]``: which rank sees which source. ``sources`` opens those that this rank sees. ``recorder``
+    keeps this rank's journal, if it writes. ``journaled``, on rank 0: the journals of an interrupted run;
+    ``job.claims`` from them are read back, and kept if they are as the journal says. ``compare``: the files exist and
+    are compared with what would be written; raises TargetExistsError if they differ.
 
     Returns the CRC-32 of each target file by its path, on every rank. Holds at most the buffers that ``job.settings``
     and ``threads`` allow. Raises SourceCorruptError if a record does not match its checksum or a file ended early,
     TargetUnwritableError if the file system refuses; the first error stops all threads. With several ranks all raise
     WorkerError, with the error as its ``original``.
     """
-    several = group.world_size > 1
-    if visible is None:
-        visible = np.ones((len(job.files), group.world_size), bool)
-    with group.step("agree on the plan", agree=job.digest() if several else ""):
-        pass
-    resumed, written = resume(group, job, locate, threads, progress)
-    owned_bytes = sum(segment.end - segment.begin for segment in job.segments if segment.owner == group.rank)
-    kept = sum(nbytes for file in resumed.values() for _, nbytes, _ in file.parts)
-    progress.begin("compare" if compare else "copy", owned_bytes - kept)
-    with group.step("find routes"), group.heartbeat():
-        run = _Run(
-            group, job, visible, sources, locate, threads, progress, recorder, finished or Finished(), resumed, written,
-            compare,
-        )  # fmt: skip
+    run = _Run(group, job, visible, sources, locate, threads, progress, recorder, journaled, compare)
     try:
-        if several:
+        claims = run.read_back() if len(job.claims) else job.claims
+        progress.begin("compare" if compare else "copy", run.bytes_left())
+        with group.step("plan transfers"), group.heartbeat():
+            run.plan_transfers(claims)
+        if group.world_size > 1:
             with group.step("make shared files"):
                 run.make_shared_files()
         with group.step("copy"):
@@ -104,7 +82,7 @@ def execute(
 
 @dataclass(eq=False)
 class _Run:
-    """This rank's part of one run. The fields are the arguments of ``execute`` and the result of ``resume``."""
+    """This rank's part of one run. The fields are the arguments of ``execute``."""
 
     group: Group
     job: Job
@@ -114,44 +92,91 @@ class _Run:
     threads: int
     progress: Progress
     recorder: Recorder | None
-    finished: Finished
-    resumed: Mapping[int, OutputState]
-    written: Written
+    journaled: JournaledWindows
     compare: bool
     pool: CopyPool | None = None
 
     def __post_init__(self) -> None:
         job = self.job
+        self.check = SourceCheck(job.files, job.checksums)
+        self.reader = SourceReader(job.files, self.sources)
+        self.transfers: TransferPlan
+        self.exchange: TransferRun | None = None
+        kind = ComparedOutput if self.compare else Output
+        self.outputs: dict[int, Output] = {}
+        for number, segment in enumerate(job.segments):
+            if segment.owner == self.group.rank:
+                file = job.plan.files[segment.file]
+                self.outputs[number] = kind(
+                    file,
+                    self.locate(file.path),
+                    creates_file=segment.begin == 0,
+                    sole_writer=(segment.begin, segment.end) == (0, file.nbytes),
+                    may_exist=bool(len(job.claims)),
+                    expect_silence=self._expect_silence,
+                )
+
+    def read_back(self) -> Int64Array:
+        """Read back what an interrupted run has written. Returns the rows of ``Job.claims`` that the ranks keep.
+
+        Collective. The threads share the memory of the windows.
+        """
+        group, job = self.group, self.job
+        rows: dict[Window, tuple[int, int]] = {}  # the number of the claim, and its CRC-32
+        for row, (segment, begin, end, crc) in enumerate(job.claims.tolist()):
+            if segment in self.outputs:
+                rows[Window(segment, begin, end, -1)] = row, crc
+                self.outputs[segment].windows_left += 1
+        longest = max((window.end - window.begin for window in rows), default=0)
+        threads = max(min(self.threads, job.settings.windows // max(longest, 1)), 1)
+        lost: list[int] = []
+        with group.step("read back what was written"):
+            buffers = [aligned_buffer(longest) for _ in range(threads)]
+
+            def read_back(thread: int, window: Window) -> None:
+                row, crc = rows[window]
+                if not self.outputs[window.segment].read_back(window.begin, window.end, crc, buffers[thread]):
+                    lost.append(row)
+                self.progress.advance(window.end - window.begin)
+
+            nbytes = sum(window.end - window.begin for window in rows)
+            self.progress.begin(f"checking {size_text(nbytes)} already written", nbytes)
+            pool = CopyPool(tuple(rows), threads, read_back)
+            try:
+                pool.start()
+                pool.wait(lambda: group.watch(moving=pool.moved()))
+            finally:
+                pool.stop(self._patience)
+            self.progress.end()
+        everyone = cast("list[list[int]]", group.all_gather_objects(lost, name="lost windows"))
+        return np.delete(job.claims, [row for theirs in everyone for row in theirs], axis=0)
+
+    def bytes_left(self) -> int:
+        """How many bytes this rank still has to write."""
+        segments = (self.job.segments[number] for number in self.outputs)
+        kept = sum(nbytes for output in self.outputs.values() for _, nbytes, _ in output.parts)
+        return sum(segment.end - segment.begin for segment in segments) - kept
+
+    def plan_transfers(self, claims: Int64Array) -> None:
+        """Plan what this rank writes, sends and receives. ``claims``: from ``read_back``."""
+        job, settings = self.job, self.job.settings
         self.transfers = plan_transfers(
             job.plan,
             job.segments,
             self.visible,
             rank=self.group.rank,
-            window=job.settings.window,
-            round_bytes=job.settings.round_bytes,
-            written=self.written,
+            window=settings.window,
+            round_bytes=settings.round_bytes,
+            written=claims,
         )
-        self.check = SourceCheck(job.files, job.checksums)
-        self.reader = SourceReader(job.files, self.sources)
-        self.exchange: TransferRun | None = None
-        if job.settings.exchange_bytes:  # the same on all ranks, unlike the number of rounds
+        for number, windows in Counter(window.segment for window in self.transfers.windows).items():
+            self.outputs[number].plan = self.transfers.files[number]
+            self.outputs[number].windows_left = windows
+        if settings.exchange_bytes:  # the same on all ranks, unlike the number of rounds
             from fsdpckpt.execute.send_recv import TransferRun
 
             self.exchange = TransferRun(self.group, job, self.transfers, self.sources, self.check)
             self.reader = self.exchange.reader
-        kind = ComparedOutput if self.compare else Output
-        self.outputs: dict[int, Output] = {}
-        for number, windows in Counter(window.segment for window in self.transfers.windows).items():
-            segment, file = job.segments[number], self.transfers.files[number]
-            self.outputs[number] = kind(
-                file,
-                self.locate(file.path),
-                windows,
-                first=segment.begin == 0,
-                alone=(segment.begin, segment.end) == (0, file.nbytes),
-                expect_silence=self._expect_silence,
-                resumed=self.resumed.get(number),
-            )
 
     def _expect_silence(self, nbytes: int) -> None:
         if self.pool is not None:
@@ -165,9 +190,9 @@ class _Run:
         return PATIENCE if self.group.world_size > 1 else None
 
     def make_shared_files(self) -> None:
-        made = [output for output in self.outputs.values() if output.first and not output.alone]
-        with self.group.silent_for(sum(output.plan.nbytes for output in made) / SLOWEST_DISK):
-            for output in made:
+        shared = [output for output in self.outputs.values() if output.creates_file and not output.sole_writer]
+        with self.group.silent_for(sum(output.plan.nbytes for output in shared) / SLOWEST_DISK):
+            for output in shared:
                 output.open()
 
     def abandon(self) -> None:
@@ -194,8 +219,8 @@ class _Run:
             self.progress.advance(window.end - window.begin)
 
         if self.recorder is not None:
-            self.check.fresh()
-            self.recorder.start(self.check.fresh)
+            self.check.new_parts()
+            self.recorder.start(self.check.new_parts)
         pool = self.pool = CopyPool(self.transfers.windows, self.threads, copy)
         try:
             pool.start()
@@ -214,87 +239,74 @@ class _Run:
 
     def finish(self) -> dict[str, int]:
         """Finish the files and records that other ranks wrote or read too; return the CRC-32 of every target file."""
-        nbytes = sum(output.plan.nbytes for output in self.outputs.values() if not output.alone)
-        with self.group.silent_for(nbytes / SLOWEST_DISK):
-            states = {number: list(output.state()) for number, output in self.outputs.items() if not output.alone}
-        self._check_streams()
-        gathered = cast(
-            "list[tuple[dict[int, list[Any]], list[SourcePart]]]",
-            self.group.all_gather_objects((states, self.check.unfinished() if self.group.rank else []), name="join"),
-        )
-        if self.group.rank == 0:  # one rank is enough
-            for _, rows in gathered[1:]:
-                self.check.absorb(rows)
-            self.check.absorb(self.finished.parts)
-            self.check.finish()
-        self._read_rest()
-        self._reread_unproved()
-        with self.group.silent_for(nbytes / SLOWEST_DISK):
+        group = self.group
+        shared = {number: output for number, output in self.outputs.items() if not output.sole_writer}
+        nbytes = sum(output.plan.nbytes for output in shared.values())
+        with group.silent_for(nbytes / SLOWEST_DISK):
+            states = {number: list(output.export()) for number, output in shared.items()}
+        sent = self.exchange.sent if self.exchange is not None else {}
+        gathered = group.all_gather_objects((states, self.check.parts() if group.rank else None, sent), name="join")
+        everyone = cast("list[tuple[dict[int, list[Any]], Int64Array, dict[int, int]]]", gathered)
+        self._check_streams([sums for _, _, sums in everyone])
+        if group.rank == 0:  # one rank is enough
+            self.check.absorb([self.journaled.parts, *(parts for _, parts, _ in everyone[1:])])
+        self._read_missing_parts()
+        with group.silent_for(nbytes / SLOWEST_DISK):
             self._finish_shared(
-                {number: OutputState(*state) for theirs, _ in gathered for number, state in theirs.items()}
+                {number: OutputState(*state) for theirs, _, _ in everyone for number, state in theirs.items()}
             )
-        crcs = {output.plan.path: output.crc for output in self.outputs.values() if output.first}
-        for theirs in self.group.all_gather_objects(crcs, name="checksums"):
+        crcs = {output.plan.path: output.crc for output in self.outputs.values() if output.creates_file}
+        for theirs in group.all_gather_objects(crcs, name="checksums"):
             crcs.update(cast("dict[str, int]", theirs))
         if self.recorder is not None:
             self.recorder.close(complete=True)
         self.outputs.clear()  # each refers to this run: the plan would stay in memory until the collector runs
         return crcs
 
-    def _check_streams(self) -> None:
+    def _check_streams(self, sums: Sequence[Mapping[int, int]]) -> None:
         """Compare what was received with what was sent. Windows written from damaged bytes are removed from the
         journal.
         """
         if self.exchange is None:
             return
-        gathered = self.group.all_gather_objects(self.exchange.sent, name="stream checksums")
         try:
-            self.exchange.require_what_was_sent(cast("list[dict[int, int]]", gathered))
+            self.exchange.require_what_was_sent(sums)
         except WorkerError:
             if self.recorder is not None:
                 self.recorder.retract()
             raise
 
-    def _read_rest(self) -> None:
-        """When rank 0 has the known parts of every record: read the parts that are missing."""
-        group = self.group
-        rest: object = self.check.missing_parts() if group.rank == 0 else None
-        ranges = cast("list[tuple[int, int, int, int]]", group.broadcast_object(rest, name="what was not read"))
-        if not ranges:
-            return
-        with group.step("read the rest of records"):
-            sums = [
-                (file, record, offset, nbytes, sum_of(self._source(file), offset, nbytes, group.beat))
-                for file, record, offset, nbytes in self._shared_out(ranges)
-            ]
-        everyone = cast("list[list[SourcePart]]", group.all_gather_objects(sums, name="sums"))
-        with group.step("compare checksums"):
-            if group.rank == 0:
-                for rows in everyone:
-                    self.check.absorb(rows)
-                self.check.finish()
-
-    def _reread_unproved(self) -> None:
-        """When rank 0 has the known parts of every record: read the records again that still lack some."""
-        group, job = self.group, self.job
-        if not len(job.claims) and not has_gaps(job.plan):
-            return
-        unproved_ranges: object = None
+    def _read_missing_parts(self) -> None:
+        """Read what no rank has read of records, and check these records. Rank 0 knows the parts that were read."""
+        group, missing = self.group, cast("object", None)
         if group.rank == 0:
             with group.heartbeat():
-                unproved_ranges = unproved(self.check, job.plan, self.finished.received_ranges())
-        records = self._shared_out(cast("list[SourceRecord]", group.broadcast_object(unproved_ranges)))
-        with group.step("read again what no sum proves"):
-            reread(records, job.files, self.sources, group.beat)
+                self.check.finish()
+                claims = self.journaled.claims()
+                missing = self.check.missing_parts(unverified_spans(self.job.plan, claims[claims[:, 4] > 0]))
+        missing = group.broadcast_object(missing, name="missing parts")
+        if not missing:
+            return
+        ranges = cast("list[tuple[int, int, int, int]]", missing)
+        with group.step("read missing parts of records"):
+            parts = [
+                (file, record, offset, nbytes, sum_of(self._source(file), offset, nbytes, group.beat))
+                for file, record, offset, nbytes in self._own_part(ranges)
+            ]
+        everyone = group.all_gather_objects(np.array(parts, np.int64).reshape(-1, 5), name="missing parts")
+        with group.step("compare checksums"):
+            if group.rank == 0:
+                self.check.absorb(cast("list[Int64Array]", everyone))
+                self.check.finish()
 
-    def _shared_out(self, ranges: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    def _own_part(self, ranges: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
         """The ranges that this rank reads. The first value of a range is its source file: the ranks that see it take
         turns.
         """
-        seers = [np.flatnonzero(self.visible[file]) for file, *_ in ranges]
+        readers = [np.flatnonzero(self.visible[file]) for file, *_ in ranges]
         return [
             row
-            for number, (row, ranks) in enumerate(zip(ranges, seers, strict=True))
+            for number, (row, ranks) in enumerate(zip(ranges, readers, strict=True))
             if ranks[number % len(ranks)] == self.group.rank
         ]
 
@@ -304,109 +316,12 @@ class _Run:
     def _finish_shared(self, states: Mapping[int, OutputState]) -> None:
         segments = self.job.segments
         for number, output in self.outputs.items():
-            if output.first and not output.alone:
-                this = (segments[number].file, segments[number].place)
-                output.finish(
+            if output.creates_file and not output.sole_writer:
+                same_file = (segments[number].file, segments[number].place)
+                output.finish_shared(
                     [
                         state
                         for other, state in states.items()
-                        if other != number and (segments[other].file, segments[other].place) == this
+                        if other != number and (segments[other].file, segments[other].place) == same_file
                     ]
                 )
-
-
-Written: TypeAlias = "dict[int, list[Range]]"
-"""By segment, in order, what an interrupted run has written of it."""
-
-
-class ReadBack:
-    """Verifies the ``claims`` on one target file that an earlier run left at ``path``. ``take`` is thread-safe."""
-
-    def __init__(self, file: FilePlan, path: str, claims: Sequence[Claim]) -> None:
-        self._checks = TargetChecks(file)
-        self._late = LatePlaces(file)
-        self._parts: list[Part] = []
-        there = os.path.isfile(path) and os.path.getsize(path) == file.nbytes
-        self.claims = tuple(claims) if there else ()
-        self._file = WritableFile(path, file.nbytes, existing=True) if self.claims else None
-
-    def take(self, claim: Claim, buffer: memoryview) -> None:
-        """Keep the window of ``claim`` if its bytes match. ``buffer`` is at least as long as the window."""
-        if self._file is None:
-            return
-        begin, end, crc = claim
-        view = buffer[: end - begin]
-        self._file.read_into(begin, view)
-        self._late.clear(begin, view)
-        if crc32(view) == crc:
-            self._checks.window(begin, view)
-            self._parts.append((begin, end - begin, crc))
-
-    def close(self) -> OutputState:
-        """Close the file and return what ``take`` has kept."""
-        if self._file is not None:
-            self._file.close()
-        return OutputState(sorted(self._parts), *self._checks.unfinished())
-
-
-def read_back(
-    group: Group, backs: Mapping[int, ReadBack], threads: int, nbytes: int, advance: Callable[[int], None]
-) -> None:
-    """Verify all claims of all ``backs`` with at most ``threads`` threads, which share ``nbytes`` of buffers."""
-    longest = max((end - begin for back in backs.values() for begin, end, _ in back.claims), default=0)
-    most = max(min(threads, nbytes // max(longest, 1)), 1)
-    buffers = [aligned_buffer(longest + BLOCK) for _ in range(most)]
-    crcs = {(number, begin): crc for number, back in backs.items() for begin, _, crc in back.claims}
-
-    def take(thread: int, window: Window) -> None:
-        claim = Claim(window.begin, window.end, crcs[window.segment, window.begin])
-        backs[window.segment].take(claim, buffers[thread])
-        advance(window.end - window.begin)
-
-    windows = [Window(number, *claim[:2], -1) for number, back in backs.items() for claim in back.claims]
-    pool = CopyPool(windows, most, take)
-    try:
-        pool.start()
-        pool.wait(lambda: group.watch(moving=pool.moved()))
-    finally:
-        pool.stop(PATIENCE if group.world_size > 1 else None)
-
-
-def resume(
-    group: Group, job: Job, locate: Callable[[str], str], threads: int, progress: Progress
-) -> tuple[dict[int, OutputState], Written]:
-    """For each segment what this rank keeps of it, and what all ranks keep of theirs. Collective."""
-    if not len(job.claims):
-        return {}, {}
-    claims = {number: _claims(job, segment) for number, segment in enumerate(job.segments)}
-    backs: dict[int, ReadBack] = {}
-    with group.step("read back what is there"):
-        for number, segment in enumerate(job.segments):
-            if segment.owner == group.rank:
-                file = job.plan.files[segment.file]
-                backs[number] = ReadBack(file, locate(file.path), claims[number])
-        nbytes = sum(end - begin for back in backs.values() for begin, end, _ in back.claims)
-        progress.begin(f"checking {size_text(nbytes)} already written", nbytes)
-        try:
-            read_back(group, backs, threads, job.settings.windows, progress.advance)
-        finally:
-            resumed = {number: back.close() for number, back in backs.items()}
-        progress.end()
-    lost: set[tuple[int, int]] = set()
-    missing: list[list[int]] = []
-    for number, each in resumed.items():
-        there = set(each.ranges)
-        missing += [[number, begin] for begin, end, _ in claims[number] if (begin, end) not in there]
-    for theirs in cast("list[list[list[int]]]", group.all_gather_objects(missing, name="what is there")):
-        lost |= {(number, begin) for number, begin in theirs}
-    written = {
-        number: [Range(begin, end) for begin, end, _ in windows if (number, begin) not in lost]
-        for number, windows in claims.items()
-    }
-    return resumed, written
-
-
-def _claims(job: Job, segment: Segment) -> list[Claim]:
-    place, file, begin, end, _ = job.claims.T
-    inside = (place == segment.place) & (file == segment.file) & (begin >= segment.begin) & (end <= segment.end)
-    return [Claim(low, high, crc) for _, _, low, high, crc in job.claims[np.flatnonzero(inside)].tolist()]

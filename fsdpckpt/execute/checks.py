@@ -24,14 +24,13 @@ from isal.isal_zlib import crc32, crc32_combine
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan import Copies, Plan, Range, split_copies
+from fsdpckpt.plan import Copies, Plan, rows_of, split_copies
 from fsdpckpt.storage import ByteSource
-from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import bytes_text
 
 _PART = 5  # numbers of each part
 _RECORD_BITS = 40  # of a number that includes the file
-_AT_ONCE = 4096  # records
+_RECORDS_AT_ONCE = 4096
 
 Part = tuple[int, int, int]
 """(offset, nbytes, crc) of one part of a range."""
@@ -53,15 +52,10 @@ def patch_effect(value: bytes, following: int) -> int:
     return int(crc32_combine(crc32(value) ^ crc32(bytes(len(value))), 0, following))
 
 
-SourceRecord = tuple[int, int, int, int]
-"""(source file, offset, nbytes, crc) of a record that carries a checksum."""
-
-SourcePart = tuple[int, int, int, int, int]
-"""(source file, number of the record in it, offset, nbytes, crc) of one part of a record."""
-
-
 class SourceCheck:
     """Compares every record that is read completely with the CRC-32 that the source stores for it.
+
+    Parts of records are rows of source file, number of the record in it, offset, bytes and CRC-32.
 
     A flipped byte in the source is thus an error and never gets a fresh, valid checksum in the target. A file whose
     checksums are all 0 was saved without any (``torch.serialization.set_crc32_options``) and is not checked.
@@ -70,9 +64,9 @@ class SourceCheck:
     def __init__(self, files: Sequence[SourceFile], checksums: Checksums) -> None:
         self._files = files
         self._records: dict[int, Int64Array] = {}  # offset, nbytes and CRC-32 of those of a file, by offset
-        self._parts = array("q")  # file, record, offset, nbytes and CRC-32 of each part that was read here
-        self._absorbed = array("q")  # the same of those that were read elsewhere
-        self._reported: int | None = None  # how many of ``_parts`` are not fresh any more
+        self._parts = array("q")  # those that were read here
+        self._absorbed: list[Int64Array] = []  # those that were read elsewhere
+        self._reported: int | None = None  # how many numbers of ``_parts`` are not new any more
         self._lock = threading.Lock()
         order = np.lexsort((checksums.crc, checksums.nbytes, checksums.offset, checksums.file))
         _require_one_checksum(files, checksums, order)
@@ -127,20 +121,23 @@ class SourceCheck:
             if crc is not None:
                 self._compare(file, index, crc)
 
-    def _by_record(self, only: int | None = None) -> Iterator[tuple[int, int, list[Part]]]:
-        """File, record, and its parts in order, each once. ``only``: the records of this file."""
+    def _rows(self) -> Int64Array:
+        """All parts."""
         rows = np.frombuffer(self._parts, np.int64).reshape(-1, _PART)
-        if self._absorbed:
-            rows = np.concatenate([rows, np.frombuffer(self._absorbed, np.int64).reshape(-1, _PART)])
-        order = np.argsort(_record_of(rows), kind="stable")
-        order = order if only is None else order[rows[order, 0] == only]
-        for some in np.array_split(order, _begins(_record_of(rows)[order])[_AT_ONCE::_AT_ONCE]):
-            few = rows[some]  # as Python objects they take ten times the memory
-            few = few[np.lexsort(few.T[::-1])]
-            few = few[(np.diff(few, axis=0, prepend=-1) != 0).any(axis=1)]
-            parts = list(map(tuple, few[:, 2:].tolist()))
-            for begin, end in pairwise([*_begins(_record_of(few)).tolist(), len(few)]):
-                file, index = few[begin, :2].tolist()
+        return np.concatenate([rows, *self._absorbed]) if self._absorbed else rows
+
+    def _by_record(self) -> Iterator[tuple[int, int, list[Part]]]:
+        """File, record, and its parts in order, each once."""
+        every_row = self._rows()
+        order = np.argsort(_record_of(every_row), kind="stable")
+        batches = _begins(_record_of(every_row)[order])[_RECORDS_AT_ONCE::_RECORDS_AT_ONCE]
+        for batch in np.array_split(order, batches):
+            rows = every_row[batch]  # as Python objects they take ten times the memory
+            rows = rows[np.lexsort(rows.T[::-1])]
+            rows = rows[(np.diff(rows, axis=0, prepend=-1) != 0).any(axis=1)]
+            parts = list(map(tuple, rows[:, 2:].tolist()))
+            for begin, end in pairwise([*_begins(_record_of(rows)).tolist(), len(rows)]):
+                file, index = rows[begin, :2].tolist()
                 yield file, index, parts[begin:end]
 
     def _sum(self, file: int, index: int, parts: list[Part]) -> int | None:
@@ -169,11 +166,12 @@ class SourceCheck:
                 raise _read_differently(self._files[file].path, begin, end - begin, sums[end], total)
         return sums.get(begin + length)
 
-    def missing_parts(self) -> list[tuple[int, int, int, int]]:
-        """The missing parts of records that were read in parts: (file, record, offset, nbytes).
+    def missing_parts(self, spans: Mapping[int, Int64Array]) -> list[tuple[int, int, int, int]]:
+        """What must be read so that every record that was read in parts is complete: (file, record, offset, nbytes).
 
         These are padding of flat parameters, or the part of a storage that no tensor uses; if parts overlap, the whole
-        record.
+        record. ``spans[file]``: begins and ends of ranges that were read without checksums: the records in them of
+        which no part is known are missing whole.
         """
         missing: list[tuple[int, int, int, int]] = []
         for file, index, parts in self._by_record():
@@ -191,35 +189,32 @@ class SourceCheck:
             if at < begin + length:
                 gaps.append((at, begin + length - at))
             missing += [(file, index, *gap) for gap in ([(begin, length)] if overlap else gaps)]
+        known = self._rows() if spans else None
+        for file, (begins, ends) in sorted(spans.items()):
+            if known is None or file not in self._records:
+                continue
+            offsets, lengths, _ = self._records[file]
+            change = np.zeros(len(offsets) + 1, np.int64)
+            np.add.at(change, np.searchsorted(offsets + lengths, begins, side="right"), 1)
+            np.add.at(change, np.searchsorted(offsets, ends, side="left"), -1)
+            touched = np.cumsum(change[:-1]) > 0
+            touched[known[known[:, 0] == file, 1]] = False
+            missing += [(file, index, *self._record(file, index)[:2]) for index in np.flatnonzero(touched).tolist()]
         return missing
 
-    def unproved(self, file: int, begins: Int64Array, ends: Int64Array) -> list[SourceRecord]:
-        """The records of ``file`` that overlap a range ``begins[i]`` .. ``ends[i]`` and have parts missing."""
-        records = self._records.get(file)
-        if records is None:
-            return []
-        offsets, lengths, _ = records
-        change = np.zeros(len(offsets) + 1, np.int64)
-        np.add.at(change, np.searchsorted(offsets + lengths, begins, side="right"), 1)
-        np.add.at(change, np.searchsorted(offsets, ends, side="left"), -1)
-        touched = np.flatnonzero(np.cumsum(change[:-1]) > 0).tolist()
-        proved = {index for _, index, parts in self._by_record(file) if self._sum(file, index, parts) is not None}
-        return [(file, *self._record(file, index)) for index in touched if index not in proved]
-
-    def fresh(self) -> list[SourcePart]:
-        """The parts read since the last call, as ``unfinished`` returns them; none at the first call."""
+    def new_parts(self) -> Int64Array:
+        """The parts read since the last call; none at the first call."""
         with self._lock:
             first, self._reported = self._reported, len(self._parts)
-            return [] if first is None else _rows(self._parts[first:])
+            return _table(self._parts[first:] if first is not None else array("q"))
 
-    def unfinished(self) -> list[SourcePart]:
-        """The parts of records that were read in parts."""
-        return _rows(self._parts)
+    def parts(self) -> Int64Array:
+        """The parts that were read here, of records that were not read whole."""
+        return _table(self._parts)
 
-    def absorb(self, rows: Iterable[SourcePart]) -> None:
-        """Add parts of the same records, from another worker's ``unfinished`` or an earlier run's journal."""
-        for row in rows:
-            self._absorbed.extend(row)
+    def absorb(self, several: Iterable[Int64Array]) -> None:
+        """Add parts of the same records: those of other workers, or from an earlier run's journal."""
+        self._absorbed.extend(several)
 
     def _record(self, file: int, index: int) -> tuple[int, int, int]:
         """(offset, nbytes, crc) of a record."""
@@ -240,8 +235,8 @@ def _begins(values: Int64Array) -> Int64Array:
     return np.flatnonzero(np.diff(values, prepend=-1))
 
 
-def _rows(parts: array[int]) -> list[SourcePart]:
-    return list(zip(*(parts[column::_PART] for column in range(_PART)), strict=True))
+def _table(parts: array[int]) -> Int64Array:
+    return np.array(parts, np.int64).reshape(-1, _PART)
 
 
 def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums, order: Int64Array) -> None:
@@ -293,33 +288,27 @@ def _read_differently(path: str, offset: int, nbytes: int, first: int, second: i
     )
 
 
-CHUNK = 1 << 20  # bytes read at a time
+_STEP = 1 << 20  # bytes
 
 
-def has_gaps(plan: Plan) -> bool:
-    """Whether ``plan`` copies any rows that are not contiguous in their source."""
-    return any(_gapped(plan, file.copies).any() for file in plan.files)
+def unverified_spans(plan: Plan, received: Int64Array) -> dict[int, Int64Array]:
+    """By source file, begins and ends of what is read without checksums: copies with gaps between their rows, and what
+    an interrupted run has written from bytes that other workers read.
 
-
-def unproved(check: SourceCheck, plan: Plan, received: Mapping[int, Sequence[Range]]) -> list[SourceRecord]:
-    """The records of which ``check`` lacks parts: those with gaps between their rows, and those that ``received`` bytes
-    belong to.
-
-    ``received[file]``: ranges of that target file whose source bytes were read by other workers.
+    ``received``: rows of (target file, begin, end, ...), in order.
     """
     spans: dict[int, list[Int64Array]] = {}
-    for number, ranges in received.items():
+    for number in dict.fromkeys(received[:, 0].tolist()):
         file = plan.files[number]
-        begins, ends = np.asarray(ranges, np.int64).reshape(-1, 2).T
+        begins, ends = rows_of(received, number)[:, 1:3].T
         parts = split_copies(file, plan, np.ones(len(file.copies.rows), bool), begins, ends)
         _add_spans(spans, parts.copies, parts.nbytes // parts.copies.rows, np.ones(len(parts.nbytes), bool))
     for file in plan.files:
         copies = file.copies
-        _add_spans(spans, copies, plan.source_bytes(copies.width, copies.cast), _gapped(plan, copies))
-    records: list[SourceRecord] = []
-    for source, several in sorted(spans.items()):
-        records += check.unproved(source, *np.concatenate(several, axis=1))
-    return records
+        if (copies.rows > 1).any():
+            widths = plan.source_bytes(copies.width, copies.cast)
+            _add_spans(spans, copies, widths, (copies.rows > 1) & (copies.source_pitch != widths))
+    return {source: np.concatenate(several, axis=1) for source, several in spans.items()}
 
 
 def _add_spans(
@@ -332,33 +321,13 @@ def _add_spans(
         spans.setdefault(source, []).append(np.stack([copies.source[chosen], ends[chosen]]))
 
 
-def _gapped(plan: Plan, copies: Copies) -> npt.NDArray[np.bool_]:
-    gapped: npt.NDArray[np.bool_] = (copies.rows > 1) & (
-        copies.source_pitch != plan.source_bytes(copies.width, copies.cast)
-    )
-    return gapped
-
-
 def sum_of(source: ByteSource, offset: int, nbytes: int, moved: Callable[[], None]) -> int:
     """The CRC-32 of ``nbytes`` from ``offset``; calls ``moved`` after every read, to show progress."""
-    buffer = memoryview(bytearray(min(CHUNK, nbytes)))
+    buffer = memoryview(bytearray(min(_STEP, nbytes)))
     total = 0
-    for at in range(0, nbytes, CHUNK):
-        view = buffer[: min(CHUNK, nbytes - at)]
+    for at in range(0, nbytes, _STEP):
+        view = buffer[: min(_STEP, nbytes - at)]
         source.read_into(offset + at, view)
         total = crc32(view, total)
         moved()
     return total
-
-
-def reread(
-    records: Iterable[SourceRecord], files: Sequence[SourceFile], sources: Sources, moved: Callable[[], None]
-) -> None:
-    """Read ``records`` again and compare their checksums; ``moved`` as for ``sum_of``.
-
-    Raises SourceCorruptError for a record that does not match.
-    """
-    for file, offset, nbytes, expected in records:
-        path = files[file].path
-        total = sum_of(sources.open(path), offset, nbytes, moved)
-        require_checksum(path, offset, nbytes, expected, total)

@@ -1,12 +1,11 @@
 """Defines the job that all ranks of a run share: the plan, its division, and the sizes of the buffers.
 
-Rank 0 makes it and sends it as plain values; the ranks agree on its digest. Also turns ``--max-memory`` and
-``--threads`` into threads and buffers, for one process and for several ranks.
+Rank 0 makes it and sends it as plain values. Also turns ``--max-memory`` and ``--threads`` into threads and buffers,
+for one process and for several ranks.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
@@ -120,7 +119,7 @@ def for_worker(budget: Budget, local_workers: int, *, max_memory: int, chosen: b
 class Job:
     """What all workers do together. ``segments``: which worker writes what.
 
-    ``claims``: rows of (place, file, begin, end, crc), the windows that an interrupted run has written, in order.
+    ``claims``: rows of (segment, begin, end, crc), the windows that an interrupted run has written, in order.
     """
 
     plan: Plan
@@ -128,35 +127,19 @@ class Job:
     checksums: Checksums
     segments: tuple[Segment, ...]
     settings: Settings
-    claims: Int64Array = field(default_factory=lambda: np.zeros((0, 5), np.int64))
-
-    def digest(self) -> str:
-        """The SHA-256 over every column of it."""
-        total = hashlib.sha256(self.plan.digest().encode())
-        total.update(repr((self.plan.bytes_read, self.settings, [file.path for file in self.files])).encode())
-        for table in _tables(self).values():
-            total.update(repr(table.shape).encode())
-            total.update(np.ascontiguousarray(table).data)
-        return total.hexdigest()
-
-
-def _tables(job: Job) -> dict[str, Int64Array]:
-    """The numeric columns of ``job`` beside its plan."""
-    sums = job.checksums
-    segments = [(one.file, one.place, one.begin, one.end, one.owner) for one in job.segments]
-    return {
-        "nbytes": np.asarray([file.nbytes for file in job.files], np.int64),
-        "checksums": np.stack([sums.file, sums.offset, sums.nbytes, sums.crc]),
-        "segments": np.asarray(segments, np.int64).reshape(-1, 5),
-        "claims": job.claims,
-    }
+    claims: Int64Array = field(default_factory=lambda: np.zeros((0, 4), np.int64))
 
 
 def pack_job(job: Job) -> dict[str, object]:
     """Encode ``job`` as text, bytes, lists and arrays."""
     blobs, numbers = _blobs(job.plan)
+    checksums = job.checksums
+    segments = [(segment.file, segment.place, segment.begin, segment.end, segment.owner) for segment in job.segments]
     return {
-        **_tables(job),
+        "nbytes": np.asarray([file.nbytes for file in job.files], np.int64),
+        "checksums": np.stack([checksums.file, checksums.offset, checksums.nbytes, checksums.crc]),
+        "segments": np.asarray(segments, np.int64).reshape(-1, 5),
+        "claims": job.claims,
         "paths": [file.path for file in job.files],
         "settings": list(astuple(job.settings)),
         "bytes_read": job.plan.bytes_read,

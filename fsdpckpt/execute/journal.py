@@ -19,9 +19,12 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from typing import cast
 
-from fsdpckpt.execute.checks import Part, SourcePart
-from fsdpckpt.plan import Claim, Range
+import numpy as np
+
+from fsdpckpt.execute.checks import Part
+from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage import FileIdentity, change_between
 from fsdpckpt.storage.local import WritableFile, sync_directory, target_errors
 from fsdpckpt.text import plural
@@ -103,7 +106,7 @@ def _record(line: bytes) -> Record | None:
     return record if isinstance(record, dict) else None
 
 
-FORMAT = 2  # of the journal; journals of any other format are ignored
+FORMAT = 3  # of the journal; journals of any other format are ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,92 +167,80 @@ def _change(before: FileIdentity, now: FileIdentity) -> str | None:
     return change_between(before, now)
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Windows on the disk: (file, begin, end) to CRC-32. ``parts``: of the source records read for them.
+_NO_ROWS = np.zeros((0, 5), np.int64)
 
-    ``received``: the windows that contain bytes from other workers; their source parts may be in no journal.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JournaledWindows:
+    """What journals list, in rows.
+
+    ``windows``: target file, begin, end and CRC-32 of a window that is on the disk, and 1 if it contains bytes from
+    other workers, whose source parts may be in no journal. ``parts``: of the source records that were read for the
+    windows, as in ``SourceCheck``.
     """
 
-    crcs: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
-    parts: Sequence[SourcePart] = ()
-    received: frozenset[tuple[int, int, int]] = frozenset()
+    windows: Int64Array = field(default_factory=lambda: _NO_ROWS)
+    parts: Int64Array = field(default_factory=lambda: _NO_ROWS)
+
+    def claims(self) -> Int64Array:
+        """The rows of ``windows`` in order, disjoint. If two overlap (one was written again), the first is used."""
+        rows = self.windows[self.windows[:, 1] < self.windows[:, 2]]
+        rows = rows[np.lexsort((-rows[:, 4], -rows[:, 2], rows[:, 1], rows[:, 0]))]
+        disjoint = []
+        last = (0, 0)  # the file and the end of the last row
+        for row, (file, begin, end) in enumerate(rows[:, :3].tolist()):
+            if (file, begin) >= last:
+                disjoint.append(row)
+                last = (file, end)
+        return rows[disjoint]
 
     @property
     def nbytes(self) -> int:
-        return sum(end - begin for claims in self.claims().values() for begin, end, _ in claims)
+        claims = self.claims()
+        return int((claims[:, 2] - claims[:, 1]).sum())
 
     @property
     def longest(self) -> int:
         """The size of the longest window in bytes: a buffer to read it back needs that much."""
-        return max((end - begin for _, begin, end in self.crcs), default=0)
-
-    def received_ranges(self) -> dict[int, list[Range]]:
-        """For each file, in order, the ranges of ``claims`` that are in ``received``."""
-        return {
-            file: ranges
-            for file, claims in self.claims().items()
-            if (ranges := [Range(begin, end) for begin, end, _ in claims if (file, begin, end) in self.received])
-        }
-
-    def claims(self) -> dict[int, list[Claim]]:
-        """For each file the windows in order, disjoint. If two overlap (one was written again), the first is used."""
-        by_file: dict[int, list[Claim]] = {}
-        for (file, begin, end), crc in sorted(self.crcs.items(), key=lambda item: (*item[0][:2], -item[0][2])):
-            windows = by_file.setdefault(file, [])
-            if begin < end and (not windows or windows[-1][1] <= begin):
-                windows.append(Claim(begin, end, crc))
-        return by_file
+        return int((self.windows[:, 2] - self.windows[:, 1]).max(initial=0))
 
 
-def joined(several: Sequence[Finished]) -> Finished:
+def joined(several: Sequence[JournaledWindows]) -> JournaledWindows:
     """The union of what the journals of several processes say."""
-    crcs = {window: crc for each in several for window, crc in each.crcs.items()}
-    parts = [part for each in several for part in each.parts]
-    return Finished(crcs, parts, frozenset().union(*(each.received for each in several)))
+    windows = [_NO_ROWS, *(each.windows for each in several)]
+    return JournaledWindows(np.concatenate(windows), np.concatenate([_NO_ROWS, *(each.parts for each in several)]))
 
 
 def first_record(identity: RunIdentity) -> Record:
     return {"format": FORMAT, **asdict(identity)}
 
 
-def windows_record(
-    windows: Sequence[tuple[int, int, int, int]],
-    parts: Sequence[SourcePart],
-    received: Sequence[tuple[int, int, int]] = (),
-) -> Record:
-    """``windows``: (file, begin, end, crc)."""
-    return {"windows": windows, "parts": parts, "received": received}
+def windows_record(journaled: JournaledWindows) -> Record:
+    return {"windows": journaled.windows.tolist(), "parts": journaled.parts.tolist()}
 
 
-def read_run(path: str) -> tuple[RunIdentity, Finished] | None:
+def read_run(path: str) -> tuple[RunIdentity, JournaledWindows] | None:
     """The run that left the journal at ``path``; None if there is none that this program can read."""
     return run_of(read_records(path))
 
 
-def run_of(records: Sequence[Record]) -> tuple[RunIdentity, Finished] | None:
+def run_of(records: Sequence[Record]) -> tuple[RunIdentity, JournaledWindows] | None:
     """``read_run`` for the journal's records."""
     try:
-        return _run(records)
-    except (LookupError, TypeError, ValueError, AttributeError):  # complete records, but of another program
+        if not records or records[0].get("format") != FORMAT:
+            return None
+        windows = [JournaledWindows(_table(record["windows"]), _table(record["parts"])) for record in records[1:]]
+        return identity_of(records[0]), joined(windows)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):  # of another program
         return None
 
 
-def _run(records: Sequence[Record]) -> tuple[RunIdentity, Finished] | None:
-    if not records or records[0].get("format") != FORMAT:
-        return None
-    first = records[0]
-    sources = [[_file_identity(copy) for copy in copies] for copies in _copies(first["sources"])]
+def identity_of(first: Record) -> RunIdentity:
+    """The inverse of ``first_record``."""
     options = first["options"] if isinstance(first["options"], dict) else {}
-    identity = RunIdentity(str(first["version"]), str(first["plan"]), options, sources)
-    crcs: dict[tuple[int, int, int], int] = {}
-    parts: list[SourcePart] = []
-    received: list[tuple[int, int, int]] = []
-    for record in records[1:]:
-        crcs |= {(file, begin, end): crc for file, begin, end, crc in _rows(record["windows"], 4)}
-        parts += [(file, index, offset, nbytes, crc) for file, index, offset, nbytes, crc in _rows(record["parts"], 5)]
-        received += [(file, begin, end) for file, begin, end in _rows(record["received"], 3)]
-    return identity, Finished(crcs, parts, frozenset(received))
+    sources = cast("list[list[dict[str, object]]]", first["sources"])
+    identities = [[_file_identity(copy) for copy in copies] for copies in sources]
+    return RunIdentity(str(first["version"]), str(first["plan"]), options, identities)
 
 
 def _file_identity(record: Mapping[str, object]) -> FileIdentity:
@@ -257,15 +248,16 @@ def _file_identity(record: Mapping[str, object]) -> FileIdentity:
     return FileIdentity(str(record["path"]), nbytes, mtime_ns, inode, str(record["tag"]))
 
 
-def _rows(value: object, width: int) -> list[list[int]]:
-    rows = value if isinstance(value, list) else []
-    if any(len(row) != width or any(type(number) is not int for number in row) for row in rows):
-        raise ValueError("rows of numbers were expected")
-    return rows
+def _table(value: object) -> Int64Array:
+    """Five numbers in each row. Raises ValueError, TypeError or OverflowError for anything else."""
+    rows = cast("list[list[int]]", value)
+    if any(len(row) != 5 or any(type(number) is not int or number < 0 for number in row) for row in rows):
+        raise ValueError("rows of five numbers were expected")
+    return np.asarray(rows, np.int64).reshape(-1, 5)
 
 
-def _copies(value: object) -> list[list[dict[str, object]]]:
-    return value if isinstance(value, list) else []
+def _no_parts() -> Int64Array:
+    return _NO_ROWS
 
 
 SYNC_SECONDS = 2.0  # between two syncs: a kill loses at most this much work; shorter runs need no extra sync
@@ -274,29 +266,28 @@ SYNC_SECONDS = 2.0  # between two syncs: a kill loses at most this much work; sh
 class Recorder:
     """Collects the windows that were written; a thread syncs their files and then lists them in the journal.
 
-    ``path``: of the journal. ``identity``: called once, when the journal begins. ``finished``: what earlier runs left,
+    ``path``: of the journal. ``identity``: called once, when the journal begins. ``journaled``: what earlier runs left,
     in this journal or others. ``nbytes``: how many bytes are on the disk and listed in some journal.
     """
 
-    def __init__(self, path: str, identity: Callable[[], RunIdentity], finished: Finished) -> None:
-        self.finished = finished
-        self.nbytes = finished.nbytes
+    def __init__(self, path: str, identity: Callable[[], RunIdentity], journaled: JournaledWindows) -> None:
+        self.journaled = journaled
+        self.nbytes = journaled.nbytes
         self._journal = Journal(path, lambda: first_record(identity()))
-        self._begun = bool(finished.crcs)
+        self._begun = bool(len(journaled.windows))
         self._pending: list[tuple[int, WritableFile, Part, bool]] = []
-        self._fresh: Callable[[], list[SourcePart]] = list
+        self._new_parts: Callable[[], Int64Array] = _no_parts
         self._directories: set[str] = set()
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._ended = threading.Event()
         self._complete = False
         self._retracted = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    def start(self, fresh: Callable[[], list[SourcePart]]) -> None:
-        """Start the thread. ``fresh`` returns the parts of source records that were read since its last call."""
-        self._fresh = fresh
+    def start(self, new_parts: Callable[[], Int64Array]) -> None:
+        """Start the thread. ``new_parts`` returns the parts of source records that were read since its last call."""
+        self._new_parts = new_parts
         thread = threading.Thread(target=self._run, name="fsdpckpt-journal", daemon=True)
         thread.start()
         self._thread = thread  # not earlier: ``close`` would wait for a thread that a signal kept from starting
@@ -318,7 +309,7 @@ class Recorder:
         self._retracted = True
         self._stop.set()
         if self._thread is not None:
-            self._ended.wait()
+            self._thread.join()
         with target_errors(self._journal.path), suppress(FileNotFoundError):
             os.unlink(self._journal.path)
 
@@ -332,7 +323,7 @@ class Recorder:
         if self._thread is None:
             self._end()
         else:
-            self._ended.wait(patience)
+            self._thread.join(patience)
         if complete and self._failure is not None:  # a disk reports a lost write only once, here to the thread
             raise self._failure
 
@@ -346,8 +337,7 @@ class Recorder:
         if self._failure is None and not self._retracted and (not self._complete or self._begun):
             self._attempt()
         self._journal.close()
-        self._pending, self._fresh = [], list  # they refer to the run, whose memory is needed for the check
-        self._ended.set()
+        self._pending, self._new_parts = [], _no_parts  # they refer to the run, whose memory is needed for the check
 
     def _attempt(self) -> None:
         try:
@@ -359,16 +349,16 @@ class Recorder:
         """Sync what was written, then append it to the journal."""
         with self._lock:
             windows, self._pending = self._pending, []
-        parts = self._fresh()  # after taking the windows, so that the parts of all of them are included
-        if not windows and not parts:
+        parts = self._new_parts()  # after taking the windows, so that the parts of all of them are included
+        if not windows and not len(parts):
             return
         for file in {id(file): file for _, file, _, _ in windows}.values():
             self._sync(file)
-        rows = [(number, begin, begin + nbytes, crc) for number, _, (begin, nbytes, crc), _ in windows]
-        received = [row[:3] for row, (_, _, _, came) in zip(rows, windows, strict=True) if came]
-        self._journal.append([windows_record(rows, parts, received)])
+        rows = [(number, begin, begin + nbytes, crc, received) for number, _, (begin, nbytes, crc), received in windows]
+        table = np.asarray(rows, np.int64).reshape(-1, 5)
+        self._journal.append([windows_record(JournaledWindows(table, parts))])
         self._begun = True
-        self.nbytes += sum(end - begin for _, begin, end, _ in rows)
+        self.nbytes += int((table[:, 2] - table[:, 1]).sum())
 
     def _sync(self, file: WritableFile) -> None:
         file.sync()

@@ -17,58 +17,77 @@ from isal.isal_zlib import crc32
 from fsdpckpt.errors import TargetExistsError
 from fsdpckpt.execute.checks import Part, combine, patch_effect
 from fsdpckpt.execute.window import Assembler
-from fsdpckpt.plan import FilePlan, Range
+from fsdpckpt.plan import FilePlan
 from fsdpckpt.storage.local import WritableFile, target_errors
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class OutputState(NamedTuple):
-    """What is written of one target file: its ``parts``, and the result of ``TargetChecks.unfinished``."""
+    """What one rank has written of a target file: its ``parts``, and what ``TargetChecks.pending`` returns."""
 
     parts: Sequence[Part]
     rows: Sequence[tuple[int, int, int, int]]
-    late: Sequence[tuple[int, bytes]]
-
-    @property
-    def ranges(self) -> list[Range]:
-        return [Range(begin, begin + nbytes) for begin, nbytes, _ in self.parts]
+    deferred: Sequence[tuple[int, bytes]]
 
 
 @dataclass(eq=False)
 class Output:
     """This rank's windows of one target file, in any order: the first window creates it, the last one commits it.
 
-    ``left``: the number of windows still to come. ``first``: this rank creates the file; ``alone``: no other rank
-    writes to it. ``expect_silence(nbytes)`` is called before something that may take long. ``resumed``: what an
-    interrupted run left of the file; None for a new one.
+    ``creates_file``: this rank creates the file; ``sole_writer``: no other rank writes to it. ``may_exist``: an
+    interrupted run may have left it. ``expect_silence(nbytes)`` is called before something that may take long.
+    ``windows_left``: how many windows are still to be read back, and then to be written.
     """
 
     plan: FilePlan
     path: str
-    left: int
-    first: bool
-    alone: bool
+    creates_file: bool
+    sole_writer: bool
+    may_exist: bool
     expect_silence: Callable[[int], None]
-    resumed: OutputState | None
+    windows_left: int = 0
 
     def __post_init__(self) -> None:
         self.checks = TargetChecks(self.plan)
         self.parts: list[Part] = []
         self._lock = threading.Lock()
         self._file: WritableFile | None = None
+        self._deferred: DeferredChecksums | None = None
         self._patched = 0
-        if self.resumed is not None:
-            self._absorb(self.resumed)
-
-    def _absorb(self, state: OutputState) -> None:
-        self.parts.extend(state.parts)
-        self.checks.absorb(state.rows, state.late)
 
     @property
     def crc(self) -> int:
         """The CRC-32 of the whole file, once it is finished."""
         return combine(self.parts) ^ self._patched
+
+    def read_back(self, begin: int, end: int, crc: int, buffer: memoryview) -> bool:
+        """Keep the window [begin, end) that an interrupted run has written, if its CRC-32 is ``crc``. Thread-safe."""
+        with self._lock:
+            if self._file is None and self._is_left():
+                self._file = WritableFile(self.path, self.plan.nbytes, existing=True)
+                self._deferred = DeferredChecksums(self.plan)
+            file, deferred = self._file, self._deferred
+        kept = False
+        if file is not None and deferred is not None:
+            view = buffer[: end - begin]
+            file.read_into(begin, view)
+            deferred.clear(begin, view)
+            kept = crc32(view) == crc
+            if kept:
+                self.checks.window(begin, view)
+        with self._lock:
+            if kept:
+                self.parts.append((begin, end - begin, crc))
+            self.windows_left -= 1
+            if not self.windows_left and self._file is not None:  # a run may have more files than it can keep open
+                self._file.close()
+                self._file = self._deferred = None
+        return kept
+
+    def _is_left(self) -> bool:
+        """Whether an interrupted run has left the file, with its full length."""
+        return self.may_exist and os.path.isfile(self.path) and os.path.getsize(self.path) == self.plan.nbytes
 
     def open(self) -> WritableFile:
         with self._lock:
@@ -77,57 +96,56 @@ class Output:
             return self._file
 
     def _create(self) -> WritableFile:
-        """Open the file: a new one, another rank's, or the one an interrupted run left with its full length."""
-        if not self.first:
+        """Open the file: a new one, another rank's, or the one that an interrupted run left."""
+        if not self.creates_file:
             return WritableFile(self.path, self.plan.nbytes, existing=True)
         self.expect_silence(self.plan.nbytes)
         directory = os.path.dirname(self.path)
         if not os.path.isdir(directory):
             os.makedirs(directory, exist_ok=True)
-        left = self.resumed is not None and os.path.isfile(self.path)
-        if left and os.path.getsize(self.path) != self.plan.nbytes:
+        existing = self._is_left()
+        if self.may_exist and not existing and os.path.isfile(self.path):
             os.unlink(self.path)
-            left = False
-        return WritableFile(self.path, self.plan.nbytes, existing=left)
+        return WritableFile(self.path, self.plan.nbytes, existing=existing)
 
-    def finished(self, part: Part) -> None:
+    def window_done(self, part: Part) -> None:
         """One window is written. The last window of a file that only this rank writes makes the file durable."""
         with self._lock:
             self.parts.append(part)
-            self.left -= 1
-            if self.left > 0 or not self.alone:
+            self.windows_left -= 1
+            if self.windows_left > 0 or not self.sole_writer:
                 return
         self._complete()
 
     def _complete(self) -> None:
         """All windows are written: patch the checksums, make the file durable and close it."""
-        if self._file is None:
-            return
+        file = self.open()
         self.expect_silence(self.plan.nbytes)
-        for begin, values, here in _close_together(self.checks.patches()):
-            self._patch(self._file, begin, values, here)
+        for begin, values, is_patch in _group_neighbours(self.checks.patches()):
+            self._patch(file, begin, values, is_patch)
             self._patched ^= patch_effect(values.tobytes(), self.plan.nbytes - begin - len(values))
-        self._file.commit()
+        file.commit()
 
-    def _patch(self, file: WritableFile, begin: int, values: Bytes, here: npt.NDArray[np.bool_]) -> None:
-        """Write the checksums in ``values`` marked by ``here``, beginning at offset ``begin``."""
-        if not here.all():
+    def _patch(self, file: WritableFile, begin: int, values: Bytes, is_patch: npt.NDArray[np.bool_]) -> None:
+        """Write the bytes of ``values`` marked by ``is_patch``, beginning at offset ``begin``."""
+        if not is_patch.all():
             existing = _read(file, begin, len(values))
-            values = np.where(here, values, existing)
+            values = np.where(is_patch, values, existing)
         file.write(begin, values.tobytes())
 
-    def state(self) -> OutputState:
-        """Make this rank's finished windows durable; return what the rank that finishes the file needs."""
-        if not self.first:
+    def export(self) -> OutputState:
+        """Make this rank's windows durable; return what the rank that finishes the file needs."""
+        if not self.creates_file:
             self.open().commit()
-        return OutputState(self.parts, *self.checks.unfinished())
+        return OutputState(self.parts, *self.checks.pending())
 
-    def finish(self, others: Iterable[OutputState]) -> None:
-        """On the rank that created the file: take the ``state`` of all other parts, patch the checksums and make the
+    def finish_shared(self, others: Iterable[OutputState]) -> None:
+        """On the rank that created the file: take the ``export`` of all other ranks, patch the checksums and make the
         file durable.
         """
         for state in others:
-            self._absorb(state)
+            self.parts += state.parts
+            self.checks.absorb(state.rows, state.deferred)
         self._complete()
 
     def abandon(self) -> None:
@@ -144,67 +162,67 @@ def write_window(output: Output, assembler: Assembler, begin: int, end: int) -> 
         output.checks.window(begin, view)
         part = (begin, len(view), crc32(view))
         target.write(begin, view)
-    output.finished(part)
+    output.window_done(part)
     return part
 
 
 class TargetChecks:
-    """The checksums one target file needs: takes parts from the windows, returns values to write into the file."""
+    """The checksums that one target file stores, computed from its windows; a few are written when it is complete."""
 
     def __init__(self, file: FilePlan) -> None:
         self._file = file
         self._parts: list[tuple[int, int, int, int]] = []  # number of the checksum, then a Part
-        self._late: list[tuple[int, bytes]] = []
+        self._deferred: list[tuple[int, bytes]] = []  # offset, and the checksum to write there
         self._lock = threading.Lock()
 
     def window(self, begin: int, view: memoryview) -> None:
-        """Take the window [begin, begin + len(view)); writes into ``view`` the CRCs whose place is inside it."""
+        """Take the window [begin, begin + len(view)); writes into ``view`` the checksums stored inside it."""
         end = begin + len(view)
         table = self._file.checksums
         first = max(int(table[:, 0].searchsorted(begin, side="right")) - 1, 0)
         rows = table[first : int(table[:, 0].searchsorted(end))].tolist()
         parts: list[tuple[int, int, int, int]] = []
-        late: list[tuple[int, bytes]] = []
-        for index, (low, high, *places) in enumerate(rows, first):
+        deferred: list[tuple[int, bytes]] = []
+        for index, (low, high, *stored_at) in enumerate(rows, first):
             if low < begin or high > end:
-                first, last = max(low, begin), min(high, end)
-                if first < last:
-                    parts.append((index, first, last - first, crc32(view[first - begin : last - begin])))
+                at, until = max(low, begin), min(high, end)
+                if at < until:
+                    parts.append((index, at, until - at, crc32(view[at - begin : until - begin])))
             elif low < high:
                 value = crc32(view[low - begin : high - begin]).to_bytes(4, "little")
-                for place in places:
-                    if begin <= place <= end - 4:
-                        view[place - begin : place - begin + 4] = value
-                    elif place >= 0:
-                        late.append((place, value))
-        if parts or late:
+                for offset in stored_at:
+                    if begin <= offset <= end - 4:
+                        view[offset - begin : offset - begin + 4] = value
+                    elif offset >= 0:
+                        deferred.append((offset, value))
+        if parts or deferred:
             with self._lock:
                 self._parts += parts
-                self._late += late
+                self._deferred += deferred
 
-    def unfinished(self) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, bytes]]]:
-        """The argument of ``absorb``: parts (checksum, offset, nbytes, crc), and values whose place is elsewhere."""
-        return self._parts, self._late
+    def pending(self) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, bytes]]]:
+        """The arguments of ``absorb``: parts (checksum, offset, nbytes, crc), and checksums stored in other windows."""
+        return self._parts, self._deferred
 
-    def absorb(self, rows: Iterable[tuple[int, int, int, int]], late: Iterable[tuple[int, bytes]]) -> None:
-        """Take the ``unfinished`` of another worker, which wrote other windows of the same file."""
+    def absorb(self, rows: Iterable[tuple[int, int, int, int]], deferred: Iterable[tuple[int, bytes]]) -> None:
+        """Take what is ``pending`` on another worker, which wrote other windows of the same file."""
         self._parts += rows
-        self._late += late
+        self._deferred += deferred
 
     def patches(self) -> list[tuple[int, bytes]]:
         """What remains to be written after every window: (file offset, 4 bytes)."""
-        patches = list(self._late)
+        patches = list(self._deferred)
         for index, parts in groupby(sorted(self._parts), key=lambda row: row[0]):
             value = combine([row[1:] for row in parts]).to_bytes(4, "little")
-            patches += [(place, value) for place in self._file.checksums[index, 2:].tolist() if place >= 0]
+            patches += [(offset, value) for offset in self._file.checksums[index, 2:].tolist() if offset >= 0]
         return patches
 
 
-_NEAR = 4096  # bytes between two late checksums that are read and written with them
-_AT_ONCE = 1 << 20  # bytes of late checksums, and of the gaps between them, in one write
+_NEAR = 4096  # bytes between two patches that are read and written with them
+_PATCH_BYTES = 1 << 20  # of patches, and of the gaps between them, in one write
 
 
-def _close_together(
+def _group_neighbours(
     patches: Sequence[tuple[int, bytes]],
 ) -> Iterator[tuple[int, Bytes, npt.NDArray[np.bool_]]]:
     """Group neighbouring ``patches``: where each group begins, its bytes, and which of them belong to a patch rather
@@ -212,18 +230,18 @@ def _close_together(
     """
     if not patches:
         return
-    places = np.array([place for place, _ in patches], np.int64)
+    offsets = np.array([offset for offset, _ in patches], np.int64)
     values = np.frombuffer(b"".join([value for _, value in patches]), np.uint8).reshape(len(patches), 4)
-    order = np.argsort(places, kind="stable")
-    places, values = places[order], values[order]
-    apart = (np.diff(places) > _NEAR) | (np.diff(places // _AT_ONCE) > 0)
-    for rows in np.split(np.arange(len(places)), np.flatnonzero(apart) + 1):
-        begin = int(places[rows[0]])
-        inside = places[rows][:, None] - begin + np.arange(4)
+    order = np.argsort(offsets, kind="stable")
+    offsets, values = offsets[order], values[order]
+    apart = (np.diff(offsets) > _NEAR) | (np.diff(offsets // _PATCH_BYTES) > 0)
+    for rows in np.split(np.arange(len(offsets)), np.flatnonzero(apart) + 1):
+        begin = int(offsets[rows[0]])
+        inside = offsets[rows][:, None] - begin + np.arange(4)
         group = np.zeros(int(inside[-1, -1]) + 1, np.uint8)
-        here = np.zeros(len(group), np.bool_)
-        group[inside], here[inside] = values[rows], True
-        yield begin, group, here
+        is_patch = np.zeros(len(group), np.bool_)
+        group[inside], is_patch[inside] = values[rows], True
+        yield begin, group, is_patch
 
 
 def _read(file: WritableFile, begin: int, nbytes: int) -> Bytes:
@@ -232,35 +250,26 @@ def _read(file: WritableFile, begin: int, nbytes: int) -> Bytes:
     return np.frombuffer(content, np.uint8)
 
 
-class LatePlaces:
-    """The places in one file of checksums that depend on other windows: zeros until the file is complete.
+class DeferredChecksums:
+    """Where one file stores checksums that depend on other windows: zeros until the file is complete.
 
     A window that is read back may hold them already; ``clear`` restores what it was when it was summed.
     """
 
     def __init__(self, file: FilePlan) -> None:
-        self._file = file
-        self._rows: list[tuple[int, int, int]] | None = None  # place, begin and end of the range, sorted
-        self._lock = threading.Lock()
+        ranges = file.checksums.tolist()
+        self._rows = sorted(
+            (offset, low, high) for low, high, *stored_at in ranges for offset in stored_at if offset >= 0
+        )
 
     def clear(self, begin: int, view: memoryview) -> None:
-        """Zero the late places of the window ``view``, which begins at ``begin``."""
-        end = begin + len(view)
-        rows = self._sorted()
-        for place, low, high in rows[bisect_left(rows, (begin - 3,)) : bisect_left(rows, (end,))]:
-            if begin <= min(place, low) and max(place + 4, high) <= end:
+        """Zero the deferred checksums in the window ``view``, which begins at ``begin``."""
+        end, rows = begin + len(view), self._rows
+        for offset, low, high in rows[bisect_left(rows, (begin - 3,)) : bisect_left(rows, (end,))]:
+            if begin <= min(offset, low) and max(offset + 4, high) <= end:
                 continue  # summed and stored within this window
-            start, stop = max(place - begin, 0), min(place + 4, end) - begin
+            start, stop = max(offset - begin, 0), min(offset + 4, end) - begin
             view[start:stop] = bytes(stop - start)
-
-    def _sorted(self) -> list[tuple[int, int, int]]:
-        with self._lock:
-            if self._rows is None:  # only a resumed run needs them
-                ranges = self._file.checksums.tolist()
-                self._rows = sorted(
-                    (place, low, high) for low, high, *places in ranges for place in places if place >= 0
-                )
-            return self._rows
 
 
 def target_differs(path: str) -> TargetExistsError:
@@ -268,7 +277,7 @@ def target_differs(path: str) -> TargetExistsError:
     return TargetExistsError(
         f"{path} exists, and is not what this command writes",
         file=path,
-        why="--resume continues an interrupted run of the same command, and another one wrote this",
+        why="--resume continues an interrupted run of the same command, and this was written by a different command",
         next_step="give another DST, or add --overwrite to replace it once the new one is complete",
     )
 
@@ -279,20 +288,20 @@ class ComparedOutput(Output):
     def _create(self) -> WritableFile:
         if not os.path.isfile(self.path):
             raise target_differs(self.path)
-        return _ExistingFile(self.path, self.plan.nbytes, LatePlaces(self.plan))
+        return _ExistingFile(self.path, self.plan.nbytes, DeferredChecksums(self.plan))
 
-    def _patch(self, file: WritableFile, begin: int, values: Bytes, here: npt.NDArray[np.bool_]) -> None:
-        if (values != _read(file, begin, len(values)))[here].any():
+    def _patch(self, file: WritableFile, begin: int, values: Bytes, is_patch: npt.NDArray[np.bool_]) -> None:
+        if (values != _read(file, begin, len(values)))[is_patch].any():
             raise target_differs(self.path)
 
 
 class _ExistingFile(WritableFile):
     """A file that is compared with what would be written to it."""
 
-    def __init__(self, path: str, nbytes: int, late: LatePlaces) -> None:
+    def __init__(self, path: str, nbytes: int, deferred: DeferredChecksums) -> None:
         self.path = path
         self.nbytes = nbytes
-        self._late = late
+        self._deferred = deferred
         self._direct = -1
         self._closing = threading.Lock()
         with target_errors(path):
@@ -302,10 +311,10 @@ class _ExistingFile(WritableFile):
                 raise target_differs(path)
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
-        there = memoryview(bytearray(len(data)))
-        self.read_into(offset, there)
-        self._late.clear(offset, there)
-        if not np.array_equal(np.frombuffer(there, np.uint8), np.frombuffer(data, np.uint8)):
+        existing = memoryview(bytearray(len(data)))
+        self.read_into(offset, existing)
+        self._deferred.clear(offset, existing)
+        if not np.array_equal(np.frombuffer(existing, np.uint8), np.frombuffer(data, np.uint8)):
             raise target_differs(self.path)
 
     def sync(self) -> None:

@@ -28,14 +28,6 @@ from fsdpckpt.plan.copies import Casts, SourceChunks
 from fsdpckpt.text import bytes_text
 
 
-class Claim(NamedTuple):
-    """A journal's statement that the window [begin, end) of a target file is on the disk with this CRC-32."""
-
-    begin: int
-    end: int
-    crc: int
-
-
 class Copies(NamedTuple):
     """One row for each copy, in int64 columns. ``file``: index of the source file.
 
@@ -248,23 +240,28 @@ class Range(NamedTuple):
     end: int
 
 
+def rows_of(table: Int64Array, number: int) -> Int64Array:
+    """The rows of ``table``, which is sorted by its first column, that begin with ``number``."""
+    first, last = table[:, 0].searchsorted((number, number + 1))
+    return table[first:last]
+
+
 CAST_GRAIN = 16  # bytes: the largest element; a cast element must not be split between two windows
 
 
 def open_windows(
-    file: FilePlan, plan: Plan, window: int, *, begin: int = 0, end: int | None = None, written: Sequence[Range] = ()
+    file: FilePlan, plan: Plan, window: int, begin: int, end: int, written: Sequence[tuple[int, int]]
 ) -> list[Range]:
-    """The windows from ``begin`` to ``end`` (by default the whole file) that are not ``written`` yet, in order.
+    """The windows from ``begin`` to ``end`` that are not ``written`` yet, in order.
 
     ``window``: the largest size in bytes. A boundary inside a write item with a cast falls between two elements, and
     inside one filled row by row between two rows if a row is shorter than a window; elsewhere it may fall anywhere.
     ``written``: disjoint windows of an earlier run from ``begin`` to ``end``, in order. Empty if nothing is left to
     write.
     """
-    last = file.nbytes if end is None else end
     windows: list[Range] = []
     at = begin
-    for low, high in (*written, (last, last)):
+    for low, high in (*written, (end, end)):
         while at < low:
             windows.append(Range(at, min(_next_bound(file, plan, at, window), low)))
             at = windows[-1].end

@@ -8,7 +8,6 @@ that writes it, or sent by a rank that sees its file.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan import Claim, Copies, CopyParts, FilePlan, Plan, Range, open_windows, split_copies
+from fsdpckpt.plan import Copies, CopyParts, FilePlan, Plan, open_windows, rows_of, split_copies
 
 NEAR = 0.05  # fraction of a part: a rank may write this much more if a file then has one writer instead of two
 BLOCK = 1 << 16  # bytes: pages are not larger on any system in use, so no page of a file has two writers
@@ -36,17 +35,15 @@ class Segment:
     owner: int
 
 
+NOTHING_WRITTEN = np.zeros((0, 5), np.int64)
+
+
 def partition(
-    plan: Plan,
-    files: Sequence[int],
-    workers: Sequence[int],
-    *,
-    place: int = 0,
-    written: Mapping[int, Sequence[Claim]] | None = None,
+    plan: Plan, files: Sequence[int], workers: Sequence[int], *, place: int = 0, written: Int64Array = NOTHING_WRITTEN
 ) -> list[Segment]:
     """Divide ``files`` (numbers in ``plan``) among ``workers``. Every file has a segment, even an empty one.
 
-    ``written``: for each file what an interrupted run has written of it, in order.
+    ``written``: rows of (file, begin, end, ...), in order: windows that an interrupted run has written.
     """
     ends = np.cumsum([plan.files[number].nbytes for number in files], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
@@ -58,9 +55,7 @@ def partition(
         file = plan.files[number]
         at = 0
         while worker < len(marks) and marks[worker] < end:
-            stop = _outside_window(
-                _last_allowed_cut(file, plan, marks[worker] - begin), (written or {}).get(number, ())
-            )
+            stop = _outside_window(_last_allowed_cut(file, plan, marks[worker] - begin), rows_of(written, number))
             if stop > at:
                 segments.append(Segment(number, place, at, stop, workers[worker]))
                 at = stop
@@ -94,10 +89,10 @@ def _last_allowed_cut(file: FilePlan, plan: Plan, at: int) -> int:
     return at - (at - int(offset)) % plan.casts[cast][1].itemsize
 
 
-def _outside_window(at: int, written: Sequence[Claim]) -> int:
+def _outside_window(at: int, written: Int64Array) -> int:
     """``at``, or the beginning of the window in ``written`` that contains it."""
-    index = bisect_left(written, at, key=lambda claim: claim[0]) - 1  # the last that begins before it
-    return written[index][0] if index >= 0 and written[index][1] > at else at
+    index = int(written[:, 1].searchsorted(at)) - 1  # the last that begins before it
+    return int(written[index, 1]) if index >= 0 and written[index, 2] > at else at
 
 
 def target_node(target_rank: int, world_size: int, nodes: Mapping[int, int]) -> int:
@@ -161,14 +156,14 @@ def plan_transfers(
     rank: int,
     window: int,
     round_bytes: int,
-    written: Mapping[int, Sequence[Range]] | None = None,
+    written: Int64Array,
 ) -> TransferPlan:
     """Plan the transfers of rank ``rank``. ``visible[file, rank]``: which rank sees which source file; every file is
     seen by at least one.
 
-    ``written``: for each segment what an interrupted run has written of it, in order; a segment that is complete has an
-    empty window. A window must not need more than ``round_bytes``; the less each window needs, the better rounds are
-    filled.
+    ``written``: rows of (segment, begin, end, ...), in order: windows that an interrupted run has written. A segment
+    that is complete has an empty window. A window must not need more than ``round_bytes``; the less each window needs,
+    the better rounds are filled.
     """
     senders = _choose_senders(visible)
     owned: dict[int, list[int]] = {rank: []}
@@ -177,7 +172,7 @@ def plan_transfers(
     served = (~visible & (senders == rank)).any(axis=0)
     served[rank] = True
     needs = [
-        _find_need(plan, segments, owned[owner], visible, senders, owner, window, round_bytes, written or {})
+        _find_need(plan, segments, owned[owner], visible, senders, owner, window, round_bytes, written)
         for owner in sorted(owned)
         if served[owner]
     ]
@@ -212,7 +207,7 @@ def _find_need(
     owner: int,
     window: int,
     round_bytes: int,
-    written: Mapping[int, Sequence[Range]],
+    written: Int64Array,
 ) -> _Need:
     bounds: list[tuple[int, int, int]] = []
     parts: list[tuple[int, CopyParts]] = []
@@ -221,7 +216,7 @@ def _find_need(
         segment = segments[number]
         file = plan.files[segment.file]
         windows = open_windows(
-            file, plan, window, begin=segment.begin, end=segment.end, written=written.get(number, ())
+            file, plan, window, segment.begin, segment.end, rows_of(written, number)[:, 1:3].tolist()
         )
         first = len(bounds)
         bounds += [(number, begin, end) for begin, end in windows] or [(number, segment.end, segment.end)]

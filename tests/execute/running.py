@@ -9,7 +9,7 @@ import numpy as np
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.execute import execute
 from fsdpckpt.execute.job import Budget, Job, Settings
-from fsdpckpt.execute.journal import Finished, Recorder
+from fsdpckpt.execute.journal import JournaledWindows, Recorder
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.plan import Plan
 from fsdpckpt.plan.transfer import Segment
@@ -20,13 +20,17 @@ __all__ = ["job_of_one_rank", "run_plan"]
 
 
 def job_of_one_rank(
-    plan: Plan, files: Sequence[SourceFile], checksums: Checksums, budget: Budget, finished: Finished | None = None
+    plan: Plan,
+    files: Sequence[SourceFile],
+    checksums: Checksums,
+    budget: Budget,
+    journaled: JournaledWindows | None = None,
 ) -> Job:
-    """The job of a rank that writes everything. ``finished``: what an interrupted run has written."""
+    """The job of a rank that writes everything. ``journaled``: what an interrupted run has written."""
     segments = tuple(Segment(number, 0, 0, file.nbytes, 0) for number, file in enumerate(plan.files))
-    claims = [(0, file, *claim) for file, rows in (finished or Finished()).claims().items() for claim in rows]
+    claims = (journaled or JournaledWindows()).claims()[:, :4]  # segment number n is file number n
     settings = Settings(budget.window, budget.nbytes, 0, 0, 0)
-    return Job(plan, tuple(files), checksums, segments, settings, np.asarray(claims, np.int64).reshape(-1, 5))
+    return Job(plan, tuple(files), checksums, segments, settings, claims)
 
 
 def run_plan(
@@ -39,16 +43,19 @@ def run_plan(
     budget: Budget,
     progress: Progress | None = None,
     recorder: Recorder | None = None,
+    compare: bool = False,
 ) -> dict[str, int]:
-    """Write every file of ``plan``; returns their CRC-32."""
-    finished = recorder.finished if recorder is not None else None
+    """Write every file of ``plan``, or compare it; returns their CRC-32."""
+    journaled = recorder.journaled if recorder is not None else JournaledWindows()
     return execute(
         Solo(),
-        job_of_one_rank(plan, files, checksums, budget, finished),
+        job_of_one_rank(plan, files, checksums, budget, journaled),
+        np.ones((len(files), 1), bool),
         sources=sources,
         locate=locate,
         threads=budget.threads,
         progress=progress or NoProgress(),
         recorder=recorder,
-        finished=finished,
+        journaled=journaled,
+        compare=compare,
     )

@@ -41,7 +41,7 @@ def test_a_record_read_twice_in_different_parts_is_judged_once_and_sound() -> No
 def test_records_of_several_files_are_judged_apart_however_many_are_held_at_once(
     damaged: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdpckpt.execute.checks._AT_ONCE", 2)
+    monkeypatch.setattr("fsdpckpt.execute.checks._RECORDS_AT_ONCE", 2)
     rng = random.Random(3)
     records = [rng.randbytes(rng.randrange(20, 60)) for _ in range(9)]
     places = [(number % 2, 100 * number, record) for number, record in enumerate(records)]
@@ -56,7 +56,7 @@ def test_records_of_several_files_are_judged_apart_however_many_are_held_at_once
     for file, offset, data in reads:
         flipped = damaged is not None and offset == 100 * damaged + 7
         found.add_bytes(file, offset, memoryview(bytes([data[0] ^ 1, *data[1:]]) if flipped else data))
-    assert found.missing_parts() == []
+    assert found.missing_parts({}) == []
     with nullcontext() if damaged is None else pytest.raises(SourceCorruptError, match=f"at offset {100 * damaged}"):
         found.finish()
 
@@ -66,11 +66,16 @@ def test_a_record_is_proved_by_the_parts_of_its_own_file_alone() -> None:
     found = SourceCheck(sizes, Checksums.of([(file, AT, len(DATA), zlib.crc32(DATA)) for file in (0, 1)]))
     for file, begin, end in [(1, 0, 400), (1, 400, 1013), (0, 0, 400)]:
         found.add_bytes(file, AT + begin, memoryview(DATA)[begin:end])
-    touched = np.array([AT + 10]), np.array([AT + 20])
-    assert found.unproved(1, *touched) == []
-    assert found.unproved(0, *touched) == [(0, AT, len(DATA), zlib.crc32(DATA))]
-    before, after = (np.array([at]) for at in (AT, AT + len(DATA)))
-    assert found.unproved(0, np.zeros(1, np.int64), before) == found.unproved(0, after, after + 5) == []
+    assert found.missing_parts({}) == [(0, 0, AT + 400, 613)]
+    inside = np.array([[AT + 10], [AT + 20]])
+    assert found.missing_parts({0: inside, 1: inside}) == [(0, 0, AT + 400, 613)]
+
+
+def test_a_record_of_which_nothing_was_summed_is_missing_whole_if_a_span_touches_it() -> None:
+    whole = [(0, 0, AT, len(DATA))]
+    end = AT + len(DATA)
+    for begin, stop, missing in [(AT + 10, AT + 20, whole), (0, AT, []), (0, AT + 1, whole), (end, end + 5, [])]:
+        assert check().missing_parts({0: np.array([[begin], [stop]])}) == missing
 
 
 FLIPPED = bytes([*DATA[:450], DATA[450] ^ 4, *DATA[451:]])
@@ -93,7 +98,7 @@ def test_bytes_that_were_not_the_same_each_time_they_were_read_are_damage(
         for data, parts in (first, second):
             for begin, end in parts:
                 see(one if data is first[0] else other, begin, end, data)
-        one.absorb(other.unfinished())  # as of another worker
+        one.absorb([other.parts()])  # as of another worker
         with pytest.raises(SourceCorruptError, match=r"not the same each time|does not match"):
             one.finish()
 
@@ -125,12 +130,13 @@ def test_what_was_not_read_of_a_record_completes_its_sum(
         if data is FLIPPED and not rest:
             continue  # finish() knows it
         found.finish()
-        missing = found.missing_parts()
+        missing = found.missing_parts({})
         assert missing == [(0, 0, AT + begin, end - begin) for begin, end in rest]
-        found.absorb((*row, zlib.crc32(data[row[2] - AT : row[2] - AT + row[3]])) for row in missing)
+        read = [(*row, zlib.crc32(data[row[2] - AT : row[2] - AT + row[3]])) for row in missing]
+        found.absorb([np.array(read, np.int64).reshape(-1, 5)])
         if data is DATA:
             found.finish()
-            assert not found.missing_parts()
+            assert not found.missing_parts({})
         else:
             with pytest.raises(SourceCorruptError, match="does not match"):
                 found.finish()

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.errors import SourceCorruptError, TargetExistsError, TargetUnwritableError
-from fsdpckpt.execute import execute, journal
+from fsdpckpt.execute import journal
 from fsdpckpt.execute.job import Budget
-from fsdpckpt.execute.journal import Finished, Recorder, RunIdentity, read_run
-from fsdpckpt.execute.output import LatePlaces
+from fsdpckpt.execute.journal import JournaledWindows, Recorder, RunIdentity, read_run
+from fsdpckpt.execute.output import DeferredChecksums
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target, TargetFile
@@ -34,7 +34,7 @@ from fsdpckpt.storage import FileIdentity
 from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import size_text
-from tests.execute.running import job_of_one_rank, run_plan
+from tests.execute.running import run_plan
 
 BYTES = DTYPES["uint8"]
 
@@ -80,7 +80,7 @@ class Scene:
     def identity(self) -> RunIdentity:
         return RunIdentity("1", self.plan.digest(), {"to": "full"}, [[FileIdentity(self.files[0].path, 1, 2, 3)]])
 
-    def run(self, finished: Finished, progress: NoProgress | None = None) -> dict[str, int]:
+    def run(self, journaled: JournaledWindows, progress: NoProgress | None = None) -> dict[str, int]:
         with Sources() as sources:
             return run_plan(
                 self.plan,
@@ -90,13 +90,13 @@ class Scene:
                 locate=self.locate,
                 budget=self.budget,
                 progress=progress,
-                recorder=Recorder(self.journal, self.identity, finished),
+                recorder=Recorder(self.journal, self.identity, journaled),
             )
 
-    def stopped(self, windows: int) -> Finished:
+    def stopped(self, windows: int) -> JournaledWindows:
         """Run until ``windows`` are done; what the journal says then."""
         with pytest.raises(Stop):
-            self.run(Finished(), Stopping(windows))
+            self.run(JournaledWindows(), Stopping(windows))
         found = read_run(self.journal)
         assert found is not None
         assert found[0] == self.identity()
@@ -155,45 +155,45 @@ def test_a_plan_stopped_after_any_window_goes_on_to_the_same_bytes(seed: int, wi
     with tempfile.TemporaryDirectory() as folder:
         made = scene(folder, seed, threads=threads)
         try:
-            finished = made.stopped(windows)
+            journaled = made.stopped(windows)
         except pytest.fail.Exception:  # there were fewer windows
             return
-        assert finished.nbytes > 0
-        made.require_expected(made.run(finished))
+        assert journaled.nbytes > 0
+        made.require_expected(made.run(journaled))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_run_stopped_many_times_comes_to_its_end(tmp_path: Path, seed: int) -> None:
     made = scene(str(tmp_path), seed)
-    finished = made.stopped(3)
-    counts = [finished.nbytes]
+    journaled = made.stopped(3)
+    counts = [journaled.nbytes]
     while True:
         try:
-            crcs = made.run(finished, Stopping(5))  # the first advance is what was there
+            crcs = made.run(journaled, Stopping(5))  # the first advance is what was there
             break
         except Stop:
             found = read_run(made.journal)
             assert found is not None
-            finished = found[1]
-            counts.append(finished.nbytes)
+            journaled = found[1]
+            counts.append(journaled.nbytes)
     made.require_expected(crcs)
     assert counts == sorted(set(counts))
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_file_of_which_all_is_written_but_the_late_checksums_is_finished(tmp_path: Path, seed: int) -> None:
+def test_a_file_of_which_all_is_written_but_the_deferred_checksums_is_finished(tmp_path: Path, seed: int) -> None:
     """Also when some of them are written already: a kill may come between."""
     made = scene(str(tmp_path), seed)
-    made.run(Finished())
-    crcs: dict[tuple[int, int, int], int] = {}
+    made.run(JournaledWindows())
+    rows = []
     for number, file in enumerate(made.plan.files):
-        data, late = bytearray(made.expected[file.path]), LatePlaces(file)
+        data, deferred = bytearray(made.expected[file.path]), DeferredChecksums(file)
         for begin in range(0, len(data), made.budget.window):
             view = memoryview(data)[begin : begin + made.budget.window]
-            late.clear(begin, view)
-            crcs[number, begin, begin + len(view)] = zlib.crc32(view)
+            deferred.clear(begin, view)
+            rows.append((number, begin, begin + len(view), zlib.crc32(view), 0))
     before = {path: Path(made.locate(path)).stat().st_ino for path in made.expected}
-    made.require_expected(made.run(Finished(crcs)))
+    made.require_expected(made.run(JournaledWindows(np.array(rows))))
     assert before == {path: Path(made.locate(path)).stat().st_ino for path in made.expected}
 
 
@@ -212,10 +212,10 @@ class Stages(NoProgress):
 
 def test_what_is_checked_has_a_bar_of_its_own(tmp_path: Path) -> None:
     made, stages = scene(str(tmp_path), 3), Stages()
-    finished = made.stopped(8)
-    made.run(finished, stages)
+    journaled = made.stopped(8)
+    made.run(journaled, stages)
     total = sum(map(len, made.expected.values()))
-    there = finished.nbytes
+    there = journaled.nbytes
     assert stages.stages == [
         [f"checking {size_text(there)} already written", there, there],
         ["copy", total - there, total - there],
@@ -224,15 +224,15 @@ def test_what_is_checked_has_a_bar_of_its_own(tmp_path: Path) -> None:
 
 def test_windows_that_are_on_the_disk_are_not_read_from_the_source_again(tmp_path: Path) -> None:
     made = scene(str(tmp_path), 3)
-    finished = made.stopped(8)
+    journaled = made.stopped(8)
     source = Path(made.files[0].path)
     source.write_bytes(bytes(source.stat().st_size))  # zeros: whatever is read from it now is wrong
     with pytest.raises(SourceCorruptError):
-        made.run(finished)
-    for (number, begin, end), crc in finished.crcs.items():
+        made.run(journaled)
+    for number, begin, end, crc, _ in journaled.windows.tolist():
         file = made.plan.files[number]
         view = memoryview(bytearray(Path(made.locate(file.path)).read_bytes()[begin:end]))
-        LatePlaces(file).clear(begin, view)
+        DeferredChecksums(file).clear(begin, view)
         assert zlib.crc32(view) == crc
 
 
@@ -245,12 +245,12 @@ def test_a_damaged_record_is_found_whichever_run_read_which_part(tmp_path: Path,
             Path(made.locate(path)).unlink(missing_ok=True)
         Path(made.journal).unlink(missing_ok=True)
         try:
-            finished = made.stopped(windows)
+            journaled = made.stopped(windows)
         except (SourceCorruptError, pytest.fail.Exception):
             continue
         found += 1
         with pytest.raises(SourceCorruptError, match="does not match its checksum"):
-            made.run(finished)
+            made.run(journaled)
     assert found
 
 
@@ -266,7 +266,7 @@ def test_nothing_is_in_the_journal_before_its_file_and_its_name_are_synced(
         "fsdpckpt.execute.journal.Journal.append", lambda self, records: events.append(f"journal {len(records)}")
     )
     identity = RunIdentity("1", "plan", {}, [])
-    recorder = Recorder(str(tmp_path / "journal"), lambda: identity, Finished())
+    recorder = Recorder(str(tmp_path / "journal"), lambda: identity, JournaledWindows())
     recorder.wrote(0, file, (0, 10, 123))
     recorder.close(complete=False)
     assert events == ["data out", f"names {tmp_path}", "journal 1"]
@@ -284,8 +284,8 @@ def test_a_failed_sync_ends_the_run_even_when_all_windows_are_written(
         raise TargetUnwritableError("lost", file=self.path)
 
     monkeypatch.setattr(WritableFile, "sync", lost)
-    recorder = Recorder(made.journal, made.identity, Finished())
-    recorder.start(list)
+    recorder = Recorder(made.journal, made.identity, JournaledWindows())
+    recorder.start(lambda: np.zeros((0, 5), np.int64))
     recorder.wrote(0, WritableFile(str(tmp_path / "one"), 5), (0, 5, 1))
     with pytest.raises(TargetUnwritableError, match="lost"):
         while True:
@@ -308,7 +308,7 @@ def test_a_file_whose_sync_failed_once_is_not_in_the_journal(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(TargetUnwritableError):
-        made.run(Finished())
+        made.run(JournaledWindows())
     assert failed
     assert not os.path.exists(made.journal) or read_run(made.journal)[1].nbytes == 0
 
@@ -336,7 +336,7 @@ def test_a_signal_while_the_threads_start_waits_for_the_window_that_is_being_wri
     with monkeypatch.context() as patched, pytest.raises(Stop):
         patched.setattr(threading.Thread, "start", interrupted)
         patched.setattr(WritableFile, "write", slow)
-        made.run(Finished())
+        made.run(JournaledWindows())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fsdpckpt-")]
     found = read_run(made.journal)
     assert found is not None
@@ -353,31 +353,31 @@ def test_a_signal_while_the_thread_of_the_journal_starts_hangs_nothing(
     made = scene(str(tmp_path), 1)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(Stop):
-        made.run(Finished())
+        made.run(JournaledWindows())
     assert not os.path.exists(made.journal)
 
 
 def test_a_quick_run_leaves_no_journal(tmp_path: Path) -> None:
     made = scene(str(tmp_path), 2)
-    made.require_expected(made.run(Finished()))
+    made.require_expected(made.run(JournaledWindows()))
     assert not os.path.exists(made.journal)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_finished_files_are_told_from_others_by_every_byte(tmp_path: Path, seed: int) -> None:
     made = scene(str(tmp_path), seed, threads=2)
-    made.run(Finished())
+    made.run(JournaledWindows())
 
     def written() -> bool:
         with Sources() as sources:
             try:
-                execute(
-                    Solo(),
-                    job_of_one_rank(made.plan, made.files, made.checksums, made.budget),
+                run_plan(
+                    made.plan,
+                    files=made.files,
+                    checksums=made.checksums,
                     sources=sources,
                     locate=made.locate,
-                    threads=made.budget.threads,
-                    progress=NoProgress(),
+                    budget=made.budget,
                     compare=True,
                 )
             except TargetExistsError:

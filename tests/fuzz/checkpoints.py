@@ -231,5 +231,5 @@ def journal(data: bytes) -> object:
     run = run_of(records)
     if run is None:
         return None
-    finished = joined([run[1], run[1]])
-    return run[0].source_changes(run[0]), finished.nbytes, finished.longest, finished.received_ranges()
+    journaled = joined([run[1], run[1]])
+    return run[0].source_changes(run[0]), journaled.nbytes, journaled.longest, journaled.claims().tolist()

@@ -8,13 +8,14 @@ import time
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
 
 from fsdpckpt import api
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceError, SourceIncompleteError
-from fsdpckpt.execute.journal import Journal, RunIdentity, first_record, read_run, windows_record
+from fsdpckpt.execute.journal import Journal, JournaledWindows, RunIdentity, first_record, read_run, windows_record
 from fsdpckpt.storage import FileIdentity
 from fsdpckpt.storage.remote_file import _require_same
 from fsdpckpt.storage.remote_store import links_of
@@ -79,9 +80,8 @@ def test_a_chunk_that_is_placed_beyond_any_tensor_is_refused(place: int, tmp_pat
 def _journal(path: Path, seed: int) -> str:
     """A journal of a program that keeps something else in it: each time another part of it."""
     identity = RunIdentity("1", "ab", {"to": "full"}, [[FileIdentity("a.pt", 9, 5, 3, "t")]])
-    records = [
-        json.loads(json.dumps(record)) for record in (first_record(identity), windows_record([(0, 0, 8, 7)], []))
-    ]
+    windows = JournaledWindows(np.array([[0, 0, 8, 7, 0]]))
+    records = [json.loads(json.dumps(record)) for record in (first_record(identity), windows_record(windows))]
     generator = random.Random(seed)
     record = generator.choice(records)
     key = generator.choice([name for name in record if name not in ("format", "version", "plan", "options")])
