@@ -16,7 +16,7 @@ LIMIT = 4.0  # seconds, so that the tests do not take 15 each
 TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
 COPY, READ = "fsdpckpt.execute:write_window", "fsdpckpt.converters.pipeline:prepare"
 COMPARE = "fsdpckpt.converters.check:first_difference"
-FINISH, COMMIT = "fsdpckpt.execute.output:Output.state", "fsdpckpt.storage.staging:Staging.commit"
+FINISH, COMMIT = "fsdpckpt.execute.output:Output.export", "fsdpckpt.storage.staging:Staging.commit"
 
 
 def _run(
