@@ -23,6 +23,7 @@ from fsdpckpt.converters import pipeline
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.progress import NoProgress
+from fsdpckpt.storage.sources import Sources
 
 GIB = 1 << 30
 CHUNK = 4 << 20  # bytes: of a staging buffer with the default --max-memory
@@ -159,16 +160,15 @@ class Bench:
 
     def conversion(self, source: str, target: str) -> None:
         """A conversion in which every byte is sent: no worker sees what it writes. With the device memory."""
-        identities = pipeline.content_identities
+        content_identity = pipeline.content_identity
         numbers = [int(found[1]) for name in os.listdir(source) if (found := re.search(r"_rank_(\d+)\.", name))]
         world_size, ranks = self.group.world_size, max(numbers) + 1
 
-        def others_only(paths: list[str], sources: object) -> list[bytes]:
+        def others_only(path: str, sources: Sources) -> bytes:
             """Worker w writes the ranks from w * ranks / world size on, and sees all others."""
-            seen = identities(paths, sources)  # type: ignore[arg-type]
-            return [b"" if self._writes(path, ranks) else identity for path, identity in zip(paths, seen, strict=True)]
+            return b"" if self._writes(path, ranks) else content_identity(path, sources)
 
-        pipeline.content_identities = others_only  # type: ignore[assignment]
+        pipeline.content_identity = others_only
         options = ConvertOptions(
             to=Layout.SHARDED, container=Container.TORCH, world_size=ranks, verify=VerifyLevel.NONE, overwrite=True
         )
@@ -184,7 +184,7 @@ class Bench:
 
         nbytes = sum(os.path.getsize(os.path.join(source, name)) for name in os.listdir(source))
         self.rate("conversion, every byte exchanged", nbytes, convert)
-        pipeline.content_identities = identities
+        pipeline.content_identity = content_identity
         if self.device.type == "cuda":
             used = torch.cuda.max_memory_allocated(self.device) - before
             row = {

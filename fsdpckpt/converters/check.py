@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.comm.protocol import Group
+from fsdpckpt.converters.shared_sources import UnionSources, serve_sources
 from fsdpckpt.converters.staging import Places
 from fsdpckpt.converters.transform import TransformedCheckpoint
 from fsdpckpt.errors import FsdpckptError, InternalError
-from fsdpckpt.execute.shared_sources import serve_sources, union_sources
 from fsdpckpt.flat.match import Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section, SourceFile
@@ -109,7 +109,7 @@ class OutputCheck:
             if self.transformed is None:
                 self._serve()
                 return [], []
-            with self.group.heartbeat(), union_sources(self.group) as opener, without_collection():
+            with self.group.heartbeat(), UnionSources(self.group) as opener, without_collection():
                 return _match(self.transformed, self.path, dtypes=self.dtypes, level=self.options.verify, opener=opener)
 
     def _serve(self) -> None:
@@ -143,7 +143,7 @@ class OutputCheck:
             if self.group.rank:
                 self._serve()
                 return {}
-            with self.group.heartbeat(), union_sources(self.group) as sources:
+            with self.group.heartbeat(), UnionSources(self.group) as sources:
                 return self._verdicts(pairs, sources, written)
 
     def _verdicts(self, pairs: Sequence[Pair], sources: Sources, written: Sequence[SourceFile]) -> dict[str, Verdict]:

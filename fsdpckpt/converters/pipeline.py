@@ -43,6 +43,7 @@ from fsdpckpt.converters.resume import (
     run_identity,
     source_copies,
 )
+from fsdpckpt.converters.shared_sources import UnionSources, content_identity, find_visible, serve_sources
 from fsdpckpt.converters.staging import Places, assign_segments, files_at, holders_of, open_staging
 from fsdpckpt.converters.target_mesh import check_mesh
 from fsdpckpt.converters.target_spec import check_options
@@ -70,7 +71,6 @@ from fsdpckpt.execute.journal import (
     read_records,
 )
 from fsdpckpt.execute.output import target_differs
-from fsdpckpt.execute.shared_sources import content_identities, find_visible, serve_sources, union_sources
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
@@ -251,7 +251,7 @@ class _Conversion:
                 serve_sources(self.group)
                 return
             self.progress.begin("read", 0)
-            with self.group.heartbeat(), union_sources(self.group) as files, without_collection():
+            with self.group.heartbeat(), UnionSources(self.group) as files, without_collection():
                 self._sources.append(files)
                 self._prepared = prepare(self.source, self.target, self.options, files)
                 self._opened = list(files.opened)
@@ -279,7 +279,7 @@ class _Conversion:
         with Sources() as sources, self.group.step("look at the sources"):
             self._sources.append(sources)
             for path in self._opened:
-                rows += content_identities([path], sources)
+                rows.append(content_identity(path, sources))
                 self.group.beat()
         everyone = cast("list[list[bytes]]", self.group.all_gather_objects(rows, name="who sees what"))
         with self.group.step("compare the sources"):

@@ -119,11 +119,6 @@ def prefetch(source: ByteSource, ranges: Iterable[tuple[int, int]]) -> bool:
     return True
 
 
-def request_cost(source: ByteSource) -> int:
-    """How many unneeded bytes can be read in the time of one more request; 0 for a local source."""
-    return REQUEST_COST if isinstance(source, RemoteFile) else 0
-
-
 class RangeCache:
     """Byte ranges of many files, at most ``limit`` bytes in all; the least recently used are dropped first.
 

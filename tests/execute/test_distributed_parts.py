@@ -19,57 +19,10 @@ from fsdpckpt.comm.protocol import encode_error, original_error
 from fsdpckpt.errors import SourceCorruptError, UsageError, WorkerError
 from fsdpckpt.execute.job import choose_settings, for_worker, make_budget, threads_for
 from fsdpckpt.execute.send_recv import ReceiveBuffers
-from fsdpckpt.execute.shared_sources import content_identities, find_visible
 from fsdpckpt.execute.window import CopyPool
-from fsdpckpt.ir.checkpoint import ZEROS
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.plan import Plan
 from fsdpckpt.plan.transfer import Window
-from fsdpckpt.storage.sources import Sources
-
-# visibility
-
-
-def test_the_same_content_is_one_file_whatever_the_disk(tmp_path) -> None:
-    data = random.Random(1).randbytes(100_000)
-    for name in ("a", "b"):
-        (tmp_path / name).write_bytes(data)
-    with Sources() as sources:
-        one, other, gone = content_identities([str(tmp_path / name) for name in ("a", "b", "c")], sources)
-    assert one == other != b""
-    assert gone == b""
-
-
-@pytest.mark.parametrize("at", [0, 5_000, 99_999])
-@pytest.mark.parametrize("nbytes", [1, 4096, 100_000])
-def test_another_length_or_other_bytes_are_another_file(tmp_path, nbytes: int, at: int) -> None:
-    data = bytearray(random.Random(2).randbytes(nbytes))
-    (tmp_path / "a").write_bytes(data)
-    (tmp_path / "longer").write_bytes(data + b"x")
-    (tmp_path / "other").write_bytes(random.Random(3).randbytes(nbytes))
-    data[min(at, nbytes - 1)] ^= 1
-    sampled = at != 5_000 or nbytes < 100_000
-    (tmp_path / "flipped").write_bytes(data)
-    with Sources() as sources:
-        found = content_identities([str(tmp_path / name) for name in ("a", "longer", "other", "flipped")], sources)
-    assert len(set(found)) == (4 if sampled else 3)
-
-
-def test_what_reads_as_zeros_is_seen_by_all(tmp_path) -> None:
-    with Sources() as sources:
-        assert content_identities([ZEROS], sources) != [b""]
-
-
-def test_who_sees_which_file_is_a_table_of_files_and_workers() -> None:
-    table = find_visible(["a", "b"], [[b"1", b""], [b"1", b"2"], [b"", b"2"]])
-    assert table.tolist() == [[True, True, False], [False, True, True]]
-
-
-def test_all_files_that_differ_or_are_gone_are_named() -> None:
-    with pytest.raises(SourceCorruptError) as caught:
-        find_visible(["a", "b", "c"], [[b"1", b"", b"3"], [b"2", b"", b"3"], [b"2", b"", b""]])
-    assert caught.value.details == ("a: worker 0 and workers 1, 2 see different files", "b: gone on every worker")
-
 
 # errors
 
@@ -253,14 +206,3 @@ def test_a_stopped_worker_is_ended_and_a_running_one_is_not() -> None:
         for process in started:
             process.kill()
             process.wait()
-
-
-def test_an_identity_reads_little_of_a_large_file(tmp_path) -> None:
-    path = tmp_path / "large"
-    with path.open("wb") as file:
-        file.truncate(1 << 34)
-    begun = time.monotonic()
-    with Sources() as sources:
-        assert content_identities([str(path)], sources) != [b""]
-    assert time.monotonic() - begun < 2
-    assert np.prod(path.stat().st_blocks) == 0

@@ -1,0 +1,108 @@
+"""Which rank sees which file, and files that only another rank sees."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdpckpt.comm.protocol import Solo
+from fsdpckpt.converters.shared_sources import PAGE, UnionSources, _answer, content_identity, find_visible
+from fsdpckpt.errors import SourceCorruptError, SourceMissingError
+from fsdpckpt.ir.checkpoint import ZEROS
+from fsdpckpt.storage.sources import Sources
+
+
+def test_the_same_content_is_one_file_whatever_the_disk(tmp_path) -> None:
+    data = random.Random(1).randbytes(100_000)
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(data)
+    with Sources() as sources:
+        one, other, gone = (content_identity(str(tmp_path / name), sources) for name in ("a", "b", "c"))
+    assert one == other != b""
+    assert gone == b""
+
+
+@pytest.mark.parametrize("at", [0, 5_000, 99_999])
+@pytest.mark.parametrize("nbytes", [1, 4096, 100_000])
+def test_another_length_or_other_bytes_are_another_file(tmp_path, nbytes: int, at: int) -> None:
+    data = bytearray(random.Random(2).randbytes(nbytes))
+    (tmp_path / "a").write_bytes(data)
+    (tmp_path / "longer").write_bytes(data + b"x")
+    (tmp_path / "other").write_bytes(random.Random(3).randbytes(nbytes))
+    data[min(at, nbytes - 1)] ^= 1
+    sampled = at != 5_000 or nbytes < 100_000
+    (tmp_path / "flipped").write_bytes(data)
+    with Sources() as sources:
+        found = {content_identity(str(tmp_path / name), sources) for name in ("a", "longer", "other", "flipped")}
+    assert len(found) == (4 if sampled else 3)
+
+
+def test_what_reads_as_zeros_is_seen_by_all(tmp_path) -> None:
+    with Sources() as sources:
+        assert content_identity(ZEROS, sources) != b""
+
+
+def test_who_sees_which_file_is_a_table_of_files_and_workers() -> None:
+    table = find_visible(["a", "b"], [[b"1", b""], [b"1", b"2"], [b"", b"2"]])
+    assert table.tolist() == [[True, True, False], [False, True, True]]
+
+
+def test_all_files_that_differ_or_are_gone_are_named() -> None:
+    with pytest.raises(SourceCorruptError) as caught:
+        find_visible(["a", "b", "c"], [[b"1", b"", b"3"], [b"2", b"", b"3"], [b"2", b"", b""]])
+    assert caught.value.details == ("a: worker 0 and workers 1, 2 see different files", "b: gone on every worker")
+
+
+def test_an_identity_reads_little_of_a_large_file(tmp_path) -> None:
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(1 << 34)
+    begun = time.monotonic()
+    with Sources() as sources:
+        assert content_identity(str(path), sources) != b""
+    assert time.monotonic() - begun < 2
+    assert np.prod(path.stat().st_blocks) == 0
+
+
+class TwoRanks(Solo):
+    """Rank 0 of two. Rank 1 has the files of ``folder`` under the same names in ``/elsewhere``."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.world_size = 2
+        self.requests: list[tuple[str, str, int, int]] = []
+        self._folder = str(folder)
+        self._sources = Sources()
+
+    def send_object(self, value: object, *, to: int) -> None:
+        assert to == 1
+        self.requests.append(value)  # type: ignore[arg-type]
+
+    def receive_object(self, *, source: int) -> object:
+        kind, path, offset, nbytes = self.requests[-1]
+        return _answer(self._sources, kind, path.replace("/elsewhere", self._folder), offset, nbytes)
+
+
+def test_a_file_of_another_rank_is_read_in_pages_that_are_cached(tmp_path: Path) -> None:
+    data = random.Random(5).randbytes(3 * PAGE + 100)
+    (tmp_path / "file").write_bytes(data)
+    group = TwoRanks(tmp_path)
+    with UnionSources(group) as sources:
+        file = sources.open("/elsewhere/file")
+        assert file.nbytes == len(data)
+        for offset, nbytes in [(5, 10), (PAGE - 3, 6), (PAGE, 1), (3 * PAGE, 100), (3 * PAGE + 50, 50), (7, 2 * PAGE)]:
+            assert file.read(offset, nbytes) == data[offset : offset + nbytes]
+        buffer = bytearray(len(data))
+        file.read_into(0, memoryview(buffer))
+        assert buffer == data
+        with pytest.raises(SourceCorruptError, match="ends too early"):
+            file.read(len(data) - 1, 2)
+        with pytest.raises(SourceMissingError):
+            sources.open("/elsewhere/gone")
+    reads = [(offset, nbytes) for kind, _, offset, nbytes in group.requests if kind == "read"]
+    assert reads[:4] == [(0, PAGE), (0, 2 * PAGE), (3 * PAGE, 100), (7, 2 * PAGE)]
+    assert group.requests[-1][0] == "done"
