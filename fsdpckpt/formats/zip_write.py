@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +21,9 @@ from isal import isal_zlib
 
 from fsdpckpt.errors import InternalError
 from fsdpckpt.formats.zip import LIMIT_32
-from fsdpckpt.ir.targets import TargetFile
-from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.targets import TargetFile, WrittenTensor
+from fsdpckpt.ir.tensors import Box, Int64Array, Tensor
 
 ALIGNMENT = 64  # bytes; torch.serialization's storage alignment, what mmap=True loads rely on
 _UTF8 = 0x0800
@@ -36,7 +39,8 @@ _LOCAL_COLUMNS = np.dtype([("fixed", "V14"), ("crc", "<u4"), ("nbytes", "<u4", 2
 _CENTRAL_COLUMNS = np.dtype(
     [("fixed", "V16"), ("crc", "<u4"), ("nbytes", "<u4", 2), ("name", "<u2"), ("rest", "V12"), ("header", "<u4")]
 )
-_AT_ONCE = 1 << 13  # headers that are made at a time
+_HEADERS_AT_ONCE = 1 << 13
+_LONG_RUN = 16  # records: fewer are faster one by one
 
 
 class _Record(NamedTuple):
@@ -115,8 +119,8 @@ class TorchZip:
         data = begin + np.cumsum(-(-needed // ALIGNMENT) * ALIGNMENT)
         header = np.append(file.nbytes, (data + nbytes)[:-1])
         at = len(file.blob)
-        for low in range(0, len(names), _AT_ONCE):
-            rows = slice(low, low + _AT_ONCE)
+        for low in range(0, len(names), _HEADERS_AT_ONCE):
+            rows = slice(low, low + _HEADERS_AT_ONCE)
             file.blob += _local_headers(names[rows], length[rows], nbytes[rows], (data - header)[rows])
         places = at + np.cumsum(data - header) - (data - header)
         file.literal_columns.frombytes(np.stack([header, places, data - header], axis=1).tobytes())
@@ -184,6 +188,74 @@ class TorchZip:
         return changes
 
 
+class Filling(Protocol):
+    """Content of a record that is not one whole tensor."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def fill(self, file: TargetFile) -> None:
+        """Append exactly ``nbytes`` of write items and literals to ``file``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorBox:
+    """``box`` of ``tensor``, cast to ``dtype``."""
+
+    tensor: Tensor
+    dtype: DType
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+    def fill(self, file: TargetFile) -> None:
+        file.write_item(self.tensor, start=self.box.offsets, size=self.box.sizes, dtype=self.dtype)
+
+
+class Records:
+    """The contents of the data records of one archive, which a pickle refers to by their keys: 0, 1, ..."""
+
+    def __init__(self) -> None:
+        self._contents: list[WrittenTensor | Filling | bytes] = []
+
+    def add(self, content: WrittenTensor | Filling | bytes) -> str:
+        """Returns the key of the new record."""
+        self._contents.append(content)
+        return str(len(self._contents) - 1)
+
+    def write(self, file: TargetFile, pickle: bytes, *, stem: str) -> TorchZip:
+        """Append an archive of ``pickle`` and the records to ``file``."""
+        archive = TorchZip(file, stem=stem)
+        archive.pickle(pickle)
+        key = 0
+        for small, contents in groupby(self._contents, _is_small_tensor):
+            run = list(contents)
+            if small and len(run) >= _LONG_RUN:
+                tensors = cast("list[WrittenTensor]", run)
+                nbytes = np.fromiter((tensor.nbytes for tensor in tensors), np.int64, len(tensors))
+                file.write_whole(tensors, archive.begin_all(key, nbytes), nbytes)
+                key += len(run)
+                continue
+            for content in run:
+                if isinstance(content, bytes):
+                    archive.record(f"data/{key}", content)
+                else:
+                    archive.begin_data(str(key), content.nbytes)
+                    if isinstance(content, WrittenTensor):
+                        file.write_item(content.tensor, dtype=content.dtype, order=content.order)
+                    else:
+                        content.fill(file)
+                key += 1
+        archive.finish()
+        return archive
+
+
+def _is_small_tensor(content: WrittenTensor | Filling | bytes) -> bool:
+    return isinstance(content, WrittenTensor) and content.nbytes < LIMIT_32
+
+
 def _identity(pickle: bytes | bytearray) -> bytes:
     return f"{isal_zlib.crc32(pickle):040d}".encode()
 
@@ -225,8 +297,8 @@ def _directory_entries(run: _Run, begin: int) -> tuple[bytes, Int64Array]:
     size = length + _CENTRAL_HEADER.size
     places = np.cumsum(size) - size
     out = np.empty(int(size.sum()), np.uint8)
-    for low in range(0, len(length), _AT_ONCE):
-        rows = slice(low, low + _AT_ONCE)
+    for low in range(0, len(length), _HEADERS_AT_ONCE):
+        rows = slice(low, low + _HEADERS_AT_ONCE)
         _put_rows(out, places[rows], fixed[rows], run.name[rows], length[rows])
     return out.tobytes(), places
 

@@ -28,6 +28,10 @@ class WrittenTensor(NamedTuple):
     dtype: DType
     order: tuple[int, ...] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel * self.dtype.itemsize
+
 
 @dataclass(slots=True, eq=False)
 class TargetData:

@@ -252,7 +252,7 @@ def _read(reader: BlockReader, wanted: BoxToRead, located: Tensor) -> None:
 def as_saved(value: Value, checkpoint: Checkpoint, sources: Sources) -> io.BytesIO:
     """What ``torch.save`` would write for ``value``, made from scratch: it names only allow-listed classes."""
     file = TargetFile("")
-    lay_out_file(file, value, casts={}, sharers=[], stem="archive")
+    lay_out_file(file, value, casts={}, stem="archive")
     content = bytearray(file.nbytes)
     for offset, begin, nbytes in file.literals:
         content[offset : offset + nbytes] = file.blob[begin : begin + nbytes]

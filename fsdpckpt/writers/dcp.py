@@ -10,7 +10,6 @@ boxes as a DCP source, in the same dtypes, its ``.metadata`` can refer to the so
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_pickle
-from fsdpckpt.formats.pickle.opcodes import PickleOpcodes, StorageView
+from fsdpckpt.formats.pickle.opcodes import StorageView
 from fsdpckpt.formats.pickle.write import PickleWriter, dumps
-from fsdpckpt.formats.zip_write import ALIGNMENT, TorchZip
+from fsdpckpt.formats.zip_write import ALIGNMENT, Records, TensorBox
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import CODES, QMAP, Blocks, Blockwise
 from fsdpckpt.ir.targets import EACH, ItemKinds, LinkedFile, Target, TargetData, TargetFile
-from fsdpckpt.ir.tensors import Box, Int64Array, Tensor, contiguous_stride, first_equal
+from fsdpckpt.ir.tensors import Box, Chunks, Int64Array, Tensor, contiguous_stride, first_equal
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.layouts import HeldChunks, RankBoxes, SharedChunk, mesh_chunks, source_chunks
 from fsdpckpt.writers import WriteSpec
@@ -55,10 +54,10 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     notes += flattening
     held = [_held_chunks(leaf.value, spec) for leaf in leaves]
     ranks = world_size or max((rank + 1 for chunks in held if chunks for rank in chunks.unshared_ranks), default=1)
-    placed = _dedup(leaves, held, casts, ranks)
-    links = _Links([(leaf.tensor, boxes) for leaf, boxes in zip(leaves, placed, strict=True)], casts, spec.linkable)
+    assigned = _dedup(leaves, held, casts, ranks)
+    links = _Links([(leaf.tensor, boxes) for leaf, boxes in zip(leaves, assigned, strict=True)], casts, spec.linkable)
     names = [links.free_name(rank) for rank in range(ranks)]
-    files, entries = _Items(casts, names, links).lay_out(leaves, placed)
+    files, entries = _Items(casts, names, links).lay_out(leaves, assigned)
     pickled = metadata_pickle(entries, [*names, *links.names.values()])
     metadata = TargetFile(
         _METADATA, nbytes=len(pickled), blob=pickled, literal_columns=array("q", (0, 0, len(pickled)))
@@ -107,46 +106,42 @@ def _dedup(
     between their ranks.
     """
     nbytes = [_nbytes(leaf.value, casts) or 1 for leaf in leaves]
-    loads = [0] * ranks
-    least = list(range(ranks))  # a heap of load * ranks + rank; what a later load has outdated is dropped when met
-    placed: list[RankBoxes] = []
-    moved: dict[int, list[tuple[int, Box]]] = {}  # by leaf: its boxes that several ranks hold, each on one of them
-    later: dict[int, list[tuple[int, SharedChunk]]] = {}  # by first holder, all but rank 0: leaf and chunk
+    loads = np.zeros(ranks, np.int64)
+    assigned: list[RankBoxes] = []
+    shared_assigned: dict[int, list[tuple[int, Box]]] = {}  # by leaf: its boxes that several ranks hold
+    by_first_holder: dict[int, list[tuple[int, SharedChunk]]] = {}  # without rank 0: leaf and chunk
     for number, chunks in enumerate(held):
         rank = 0
         if chunks is None:
-            while least[0] != loads[least[0] % ranks] * ranks + least[0] % ranks:
-                heapq.heappop(least)
-            rank = least[0] % ranks
-            placed.append(_whole_boxes(rank, leaves[number].form[1]))
+            rank = int(loads.argmin())  # the first of equals
+            assigned.append(_whole_boxes(rank, leaves[number].form[1]))
         else:
-            placed.append(chunks.unshared)
+            assigned.append(chunks.unshared)
             first = chunks.shared[0] if chunks.shared and not chunks.shared[0].ranks[0] else None
             for chunk in chunks.shared[1:] if first is not None else chunks.shared:
-                later.setdefault(chunk.ranks[0], []).append((number, chunk))
+                by_first_holder.setdefault(chunk.ranks[0], []).append((number, chunk))
             if first is not None:
                 rank = _smallest(first, loads)
-                moved.setdefault(number, []).append((rank, first.box))
+                shared_assigned.setdefault(number, []).append((rank, first.box))
             elif 0 not in chunks.unshared_ranks:
                 continue
         loads[rank] += nbytes[number]
-        heapq.heappush(least, loads[rank] * ranks + rank)
-    with_own = [
+    with_unshared = [
         (number, chunks.unshared_ranks) for number, chunks in enumerate(held) if chunks and chunks.unshared_ranks
     ]
-    for holder in sorted(later):
-        unshared = iter([number for number, unshared_ranks in with_own if holder in unshared_ranks])
-        before = next(unshared, len(leaves))
-        for number, chunk in later[holder]:
-            while before < number:
-                loads[holder] += nbytes[before]
-                before = next(unshared, len(leaves))
+    for holder in sorted(by_first_holder):
+        unshared = iter([number for number, unshared_ranks in with_unshared if holder in unshared_ranks])
+        next_unshared = next(unshared, len(leaves))
+        for number, chunk in by_first_holder[holder]:
+            while next_unshared < number:
+                loads[holder] += nbytes[next_unshared]
+                next_unshared = next(unshared, len(leaves))
             rank = _smallest(chunk, loads)
-            moved.setdefault(number, []).append((rank, chunk.box))
+            shared_assigned.setdefault(number, []).append((rank, chunk.box))
             loads[rank] += nbytes[number]
-    for number, boxes in moved.items():
-        placed[number] = placed[number].with_more(RankBoxes.of(boxes, len(boxes[0][1].sizes)))
-    return placed
+    for number, boxes in shared_assigned.items():
+        assigned[number] = assigned[number].with_more(RankBoxes.of(boxes, len(boxes[0][1].sizes)))
+    return assigned
 
 
 @lru_cache(maxsize=4096)
@@ -154,7 +149,7 @@ def _whole_boxes(rank: int, shape: tuple[int, ...]) -> RankBoxes:
     return RankBoxes.of([(rank, Box.whole(shape))], len(shape))
 
 
-def _smallest(chunk: SharedChunk, loads: list[int]) -> int:
+def _smallest(chunk: SharedChunk, loads: Int64Array) -> int:
     return min(set(chunk.ranks), key=loads.__getitem__)  # a set, as there: in its order the first of equals is met
 
 
@@ -189,7 +184,7 @@ class _Links:
         self, values: Sequence[tuple[Tensor | None, RankBoxes]], casts: Mapping[Tensor, DType], linkable: frozenset[int]
     ) -> None:
         files = max(linkable, default=-1) + 1
-        kept, copied, rank = np.zeros((3, files), np.int64)  # bytes of each file, and the rank that wrote it
+        linked_bytes, copied_bytes, rank = np.zeros((3, files), np.int64)  # of each file, and the rank that wrote it
         links: dict[int, tuple[Int64Array, Int64Array, Int64Array]] = {}
         for number, (tensor, boxes) in enumerate(values if linkable else ()):
             if tensor is not None and tensor.chunks.item is not None:
@@ -197,12 +192,12 @@ class _Links:
                 stored, rows = _stored_boxes(tensor, item, boxes)
                 usable = stored[np.isin(chunks.file[stored], list(linkable))]
                 wanted = np.isin(usable, rows) & (tensor not in casts)
-                for used, total in ((wanted, kept), (~wanted, copied)):
+                for used, total in ((wanted, linked_bytes), (~wanted, copied_bytes)):
                     np.add.at(total, chunks.file[usable[used]], item[usable[used], 1])
                 rank[chunks.file[usable]] = chunks.rank[usable]
                 if tensor not in casts:
                     links[number] = (rows, np.where(rows < 0, -1, chunks.file[rows]), item[rows])
-        linked = [file for file in sorted(linkable) if kept[file] > copied[file]]
+        linked = [file for file in sorted(linkable) if linked_bytes[file] > copied_bytes[file]]
         self._named: Counter[int] = Counter()
         self.names = {file: self.free_name(int(rank[file])) for file in linked}
         self.used = np.zeros(files, np.int64)
@@ -236,9 +231,10 @@ def _stored_boxes(tensor: Tensor, item: Int64Array, wanted: RankBoxes) -> tuple[
     return stored, np.where(of_wanted < count, archives[np.minimum(of_wanted, max(count - 1, 0))] if count else -1, -1)
 
 
-class _Alike(NamedTuple):
-    """The items of entries that are cut alike, one row each: the kind, the box in ``TargetData.boxes`` (0 for a value),
-    and what ``.metadata`` has about it. The number of a file is the rank that writes it.
+class _ItemRows(NamedTuple):
+    """The items of an entry, one row each: the kind, the box in ``TargetData.boxes`` (0 for a value), and what
+    ``.metadata`` has about it. The number of a file is the rank that writes it. Entries that are cut in the same way
+    share these rows.
     """
 
     kind: Int64Array
@@ -262,26 +258,26 @@ class _Items:
     blob: bytearray = field(default_factory=bytearray)
     kinds: list[TargetFile] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)  # of an item of each kind, without the padding behind it
-    numbers: dict[tuple[str, tuple[int, ...]] | bytes, int] = field(default_factory=dict)  # of kinds
-    alike: dict[tuple[object, ...], _Alike] = field(default_factory=dict)
+    kind_numbers: dict[tuple[str, tuple[int, ...]] | bytes, int] = field(default_factory=dict)
+    rows_by_cut: dict[tuple[object, ...], _ItemRows] = field(default_factory=dict)
 
-    def lay_out(self, leaves: list[Leaf], placed: list[RankBoxes]) -> tuple[list[TargetFile], list[DcpEntry]]:
+    def lay_out(self, leaves: list[Leaf], assigned: list[RankBoxes]) -> tuple[list[TargetFile], list[DcpEntry]]:
         """The data files, by rank, and the entries of ``.metadata``."""
-        alike = [
-            self._cut(leaf.value, self._written(number, leaf.value, boxes))
-            for number, (leaf, boxes) in enumerate(zip(leaves, placed, strict=True))
+        item_rows = [
+            self._items_of(leaf.value, self._written(number, leaf.value, boxes))
+            for number, (leaf, boxes) in enumerate(zip(leaves, assigned, strict=True))
         ]
         tensors = [
             self.data.tensor(leaf.value, self._dtype(leaf.value)) if isinstance(leaf.value, Tensor) else -1
             for leaf in leaves
         ]
-        counts = [len(each.kind) for each in alike]
+        counts = [len(each.kind) for each in item_rows]
         none = [np.zeros(0, np.int64)]
-        rank = np.concatenate([each.items.file for each in alike] or none)
+        rank = np.concatenate([each.items.file for each in item_rows] or none)
         order = np.argsort(rank, kind="stable")
         rank = rank[order]
-        kind = np.concatenate([each.kind for each in alike] or none)[order]
-        box = np.concatenate([each.box for each in alike] or none)[order]
+        kind = np.concatenate([each.kind for each in item_rows] or none)[order]
+        box = np.concatenate([each.box for each in item_rows] or none)[order]
         tensor = np.repeat(np.array(tensors, np.int64), counts)[order]
         starts = np.flatnonzero(np.diff(rank, prepend=-1)).tolist()
         ends = np.cumsum(np.array([file.nbytes for file in self.kinds], np.int64)[kind])
@@ -297,13 +293,13 @@ class _Items:
         offset[order] = begin[:-1]
         lasts = np.cumsum(counts).tolist()
         entries = []
-        for number, (leaf, each, last) in enumerate(zip(leaves, alike, lasts, strict=True)):
+        for number, (leaf, each, last) in enumerate(zip(leaves, item_rows, lasts, strict=True)):
             dtype, shape = leaf.form
             dtype = self._dtype(leaf.tensor) if leaf.tensor is not None else dtype
             items, of_leaf = each.items, offset[last - len(each.kind) : last]
             linked = self.links.items.get(number)
             if linked is not None:
-                items, of_leaf = self._with_linked(placed[number], items, of_leaf, linked)
+                items, of_leaf = self._with_linked(assigned[number], items, of_leaf, linked)
             entries.append(DcpEntry(leaf.key, leaf.path, dtype, shape, items, of_leaf))
         return files, entries
 
@@ -328,45 +324,38 @@ class _Items:
     def _dtype(self, tensor: Tensor) -> DType:
         return self.casts.get(tensor, tensor.dtype)
 
-    def _cut(self, value: Value | Blockwise, boxes: RankBoxes) -> _Alike:
+    def _items_of(self, value: Value | Blockwise, boxes: RankBoxes) -> _ItemRows:
         if isinstance(value, Blockwise):
             pairs = zip(boxes.start.tolist(), boxes.size.tolist(), strict=True)
             cut = [Box(tuple(start), tuple(size)) for start, size in pairs]
-            return self._of_kinds([self._blocks(value, box) for box in cut], [0] * len(cut), boxes)
+            return self._item_rows([self._blocks(value, box) for box in cut], [0] * len(cut), boxes)
         columns = (boxes.rank.tobytes(), boxes.start.tobytes(), boxes.size.tobytes())
         if isinstance(value, Tensor):
             dtype = self._dtype(value)
             key = (dtype.name, value.ndim, *columns)
-            known = self.alike.get(key)
-            if known is None:
+            rows = self.rows_by_cut.get(key)
+            if rows is None:
                 kinds = [self._tensor(dtype, tuple(size)) for size in boxes.size.tolist()]
-                places = [self.data.box(*box) for box in zip(boxes.start.tolist(), boxes.size.tolist(), strict=True)]
-                known = self.alike[key] = self._of_kinds(kinds, places, boxes)
-            return known
+                indexes = [self.data.box(*box) for box in zip(boxes.start.tolist(), boxes.size.tolist(), strict=True)]
+                rows = self.rows_by_cut[key] = self._item_rows(kinds, indexes, boxes)
+            return rows
         kind = self._value(value)
-        return self.alike.setdefault((kind, *columns), self._of_kinds([kind], [0], boxes))
+        return self.rows_by_cut.setdefault((kind, *columns), self._item_rows([kind], [0], boxes))
 
-    def _of_kinds(self, kinds: list[int], places: list[int], boxes: RankBoxes) -> _Alike:
+    def _item_rows(self, kinds: list[int], indexes: list[int], boxes: RankBoxes) -> _ItemRows:
         nbytes = np.array([self.nbytes[kind] for kind in kinds], np.int64)
         items = StoredItems(boxes.start, boxes.size, boxes.rank, nbytes)
-        return _Alike(np.array(kinds, np.int64), np.array(places, np.int64), items)
+        return _ItemRows(np.array(kinds, np.int64), np.array(indexes, np.int64), items)
 
     def _tensor(self, dtype: DType, size: tuple[int, ...]) -> int:
         """The kind of row-major tensors of ``size``. Each item adds which tensor it is, and which box of it."""
-        number = self.numbers.get((dtype.name, size))
+        number = self.kind_numbers.get((dtype.name, size))
         if number is None:
-            nbytes = dtype.itemsize * prod(size)
-            opcodes = PickleOpcodes()
-            opcodes.view(StorageView("0", dtype, 0, size, contiguous_stride(size), nbytes))
-            file = TargetFile("", self.data, blob=self.blob)
-            archive = TorchZip(file, stem=_STEM)
-            archive.pickle(opcodes.finish())
-            archive.begin_data("0", nbytes)
-            if nbytes:
-                file.item_columns.extend((file.nbytes, nbytes, EACH, EACH))
-                file.nbytes += nbytes
-            archive.finish()
-            number = self.numbers[dtype.name, size] = self._kind(file)
+            file = TargetFile("", blob=self.blob)
+            lay_out_file(file, Tensor(dtype, size, Chunks.whole(file=0, offset=0, shape=size)), casts={}, stem=_STEM)
+            if file.item_columns:
+                file.item_columns[2:] = array("q", (EACH, EACH))
+            number = self.kind_numbers[dtype.name, size] = self._kind(file)
         return number
 
     def _blocks(self, value: Blockwise, box: Box) -> int:
@@ -375,40 +364,29 @@ class _Items:
         if not box.numel:
             return self._tensor(blocks.dtype, box.sizes)
         parts = {tensor: blocks.box_of(part, box) for part, tensor in value.tensors.items() if part != QMAP}
-        records: list[tuple[Tensor, Box, int]] = []
+        records = Records()
 
         def stored(tensor: Tensor) -> StorageView:
-            held = parts.get(tensor) or Box.whole(tensor.shape)
-            records.append((tensor, held, held.numel * tensor.dtype.itemsize))
-            stride = contiguous_stride(held.sizes)
-            return StorageView(str(len(records) - 1), tensor.dtype, 0, held.sizes, stride, records[-1][2])
+            content = TensorBox(tensor, tensor.dtype, parts.get(tensor) or Box.whole(tensor.shape))
+            sizes = content.box.sizes
+            return StorageView(records.add(content), tensor.dtype, 0, sizes, contiguous_stride(sizes), content.nbytes)
 
         pickle = PickleWriter()
         pickle.whole_blocks(value, stored)
         file = TargetFile("", self.data, blob=self.blob)
-        archive = TorchZip(file, stem=_STEM)
-        archive.pickle(pickle.finish())
-        for key, (tensor, held, nbytes) in enumerate(records):
-            archive.begin_data(str(key), nbytes)
-            file.write_item(tensor, start=held.offsets, size=held.sizes)
-        archive.finish()
+        records.write(file, pickle.finish(), stem=_STEM)
         return self._kind(file)
 
     def _value(self, value: Value) -> int:
         """The kind of a value that is not a tensor (it may hold some)."""
-        pickled = b"" if any(True for _ in leaf_tensors(value)) else dumps(value)
-        number = self.numbers.get(pickled)
+        pickled = None if any(True for _ in leaf_tensors(value)) else dumps(value)
+        number = self.kind_numbers.get(pickled) if pickled is not None else None
         if number is None:
             file = TargetFile("", self.data, blob=self.blob)
-            if pickled:
-                archive = TorchZip(file, stem=_STEM)
-                archive.pickle(pickled)
-                archive.finish()
-            else:
-                lay_out_file(file, value, casts=self.casts, sharers=[], stem=_STEM)
+            lay_out_file(file, value, casts=self.casts, stem=_STEM)
             number = self._kind(file)
-            if pickled:
-                self.numbers[pickled] = number
+            if pickled is not None:
+                self.kind_numbers[pickled] = number
         return number
 
     def _kind(self, file: TargetFile) -> int:

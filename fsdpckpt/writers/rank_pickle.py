@@ -10,31 +10,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.pickle.opcodes import StorageView, flag, integer, list_of
 from fsdpckpt.formats.pickle.write import PickleWriter
-from fsdpckpt.formats.zip_write import TorchZip
+from fsdpckpt.formats.zip_write import Records, TensorBox, TorchZip
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import CODES, TORCHAO, Blockwise
-from fsdpckpt.ir.targets import TargetFile
+from fsdpckpt.ir.targets import TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Box, Sharding, Tensor, contiguous_stride
 from fsdpckpt.layouts import mesh_box, rank_box
 
 NEW = b")\x81}("  # an empty argument tuple, __new__, and the start of the attributes
 BUILD = b"ub"
 _SHARD = "torch.distributed._shard"
-
-
-class Filling(Protocol):
-    """Content of a record that is more than one box of one tensor."""
-
-    def fill(self, file: TargetFile, dtype: DType) -> None:
-        """Append write items and literals, elements of ``dtype``, to ``file``."""
-
-
-Content: TypeAlias = Tensor | bytes | Filling
 
 
 class ShardList(NamedTuple):
@@ -66,7 +56,7 @@ class RankPickle(PickleWriter, ABC):
         self._casts = casts
         self._canonical = canonical
         self._keys: dict[Hashable, str] = {}
-        self._records: list[tuple[Content, DType, Box, int]] = []
+        self.records = Records()
         self.of_ranks: list[tuple[int, Callable[[int], bytes]]] = []
 
     def tensor(self, value: Tensor) -> None:
@@ -105,21 +95,15 @@ class RankPickle(PickleWriter, ABC):
     def stored(self, tensor: Tensor, dtype: DType, box: Box) -> StorageView:
         """A compact record of ``box``, the same one for tied tensors."""
         tensor = self._canonical.get(tensor, tensor)
-        nbytes = box.numel * dtype.itemsize
+        content = WrittenTensor(tensor, dtype) if box.sizes == tensor.shape else TensorBox(tensor, dtype, box)
         key = self._keys.get(tensor)
         if key is None:
-            key = self._keys[tensor] = self.record(tensor, dtype, box, nbytes)
-        return StorageView(key, dtype, 0, box.sizes, contiguous_stride(box.sizes), nbytes)
+            key = self._keys[tensor] = self.records.add(content)
+        return StorageView(key, dtype, 0, box.sizes, contiguous_stride(box.sizes), content.nbytes)
 
     def literal(self, dtype: DType, data: bytes) -> StorageView:
         """A 1-D tensor of values that are known already."""
-        shape = (len(data) // dtype.itemsize,)
-        key = self.record(data, dtype, Box.whole(shape), len(data))
-        return StorageView(key, dtype, 0, shape, (1,), len(data))
-
-    def record(self, content: Content, dtype: DType, box: Box, nbytes: int) -> str:
-        self._records.append((content, dtype, box, nbytes))
-        return str(len(self._records) - 1)
+        return StorageView(self.records.add(data), dtype, 0, (len(data) // dtype.itemsize,), (1,), len(data))
 
     def of_rank(self, make: Callable[[int], bytes]) -> None:
         """Write what ``make`` makes for this rank, apart from texts and names."""
@@ -128,19 +112,7 @@ class RankPickle(PickleWriter, ABC):
 
     def write(self, file: TargetFile, *, stem: str) -> TorchZip:
         """Append the whole archive: the pickle and the records it uses."""
-        archive = TorchZip(file, stem=stem)
-        archive.pickle(self.finish())
-        for key, (content, dtype, box, nbytes) in enumerate(self._records):
-            if isinstance(content, bytes):
-                archive.record(f"data/{key}", content)
-                continue
-            archive.begin_data(str(key), nbytes)
-            if isinstance(content, Tensor):
-                file.write_item(content, start=box.offsets, size=box.sizes, dtype=dtype)
-            else:
-                content.fill(file, dtype)
-        archive.finish()
-        return archive
+        return self.records.write(file, self.finish(), stem=stem)
 
 
 class ShardedTensorPickle(RankPickle):

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import posixpath
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,12 @@ import numpy as np
 from fsdpckpt.formats.pickle.opcodes import StorageView, integer, integers
 from fsdpckpt.formats.pickle.write import PickleWriter, TensorHook
 from fsdpckpt.formats.torch.loadable import ARRAY, Array, array_of, encoded, is_class, is_loadable
-from fsdpckpt.formats.zip import LIMIT_32
-from fsdpckpt.formats.zip_write import TorchZip
+from fsdpckpt.formats.zip_write import Records
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride, spans_of
-from fsdpckpt.ir.values import Global, Key, Object, Value, leaf_tensors, walk
+from fsdpckpt.ir.values import Global, Object, Value, leaf_tensors, walk
 from fsdpckpt.producers import Step
 from fsdpckpt.text import first_of
 from fsdpckpt.writers import WriteSpec
@@ -52,7 +50,10 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         value = nested([*sections, ((), extra)])
     file = TargetFile(spec.path)
     notes += dropped
-    notes += lay_out_file(file, value, casts=casts, sharers=_sharers(checkpoint, extra), loadable=spec.default_loadable)
+    may_share = [tensor for _, tensor in leaf_tensors(extra)]
+    if checkpoint.model is not None:
+        may_share += [tensor for tensor in checkpoint.model.params.values() if isinstance(tensor, Tensor)]
+    notes += lay_out_file(file, value, casts=casts, may_share=may_share, loadable=spec.default_loadable)
     stand_ins = tuple(str(key) for key, item in extra.items() if not is_loadable(item))
     if stand_ins and spec.default_loadable:
         message = (
@@ -63,36 +64,28 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     return Target([file], notes=notes)
 
 
-def _sharers(checkpoint: Checkpoint, extra: dict[Key, Value]) -> list[Tensor]:
-    tensors = [tensor for _, tensor in leaf_tensors(extra)]
-    if checkpoint.model is not None:
-        tensors += [tensor for tensor in checkpoint.model.params.values() if isinstance(tensor, Tensor)]
-    return tensors
-
-
 def lay_out_file(
     file: TargetFile,
     value: Value,
     *,
     casts: Mapping[Tensor, DType],
-    sharers: list[Tensor],
+    may_share: Sequence[Tensor] = (),
     stem: str | None = None,
     loadable: bool = False,
 ) -> list[Note]:
-    """Append one ``torch.save`` archive of ``value`` to ``file``; tensors among ``sharers`` may share records.
+    """Append one ``torch.save`` archive of ``value`` to ``file``; tensors among ``may_share`` that share memory in the
+    source share a record.
 
     ``loadable``: see ``WriteSpec.default_loadable``.
     """
-    shared, notes = sharing(sharers, casts)
-    storages = Storages(casts, shared)
+    shared, notes = sharing(may_share, casts)
+    records = Records()
+    storages = Storages(casts, shared, records)
     if stem is None:
         stem = posixpath.splitext(posixpath.basename(file.path))[0] or "archive"
-    archive = TorchZip(file, stem=stem)
-    pickle = LoadablePickle(storages, storages.literal) if loadable else PickleWriter(storages)
+    pickle = LoadablePickle(storages, records.add) if loadable else PickleWriter(storages)
     pickle.value(value)
-    archive.pickle(pickle.finish())
-    storages.write(archive, file)
-    archive.finish()
+    records.write(file, pickle.finish(), stem=stem)
     return [*notes, _numbers_note(value)] if isinstance(pickle, LoadablePickle) and pickle.numbers else notes
 
 
@@ -137,11 +130,9 @@ def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple
 
 @dataclass(slots=True, eq=False)
 class _Shared:
-    """One record that several tensors view. ``tensor``: its content; ``key``: assigned on first use."""
+    """One record that several tensors view. ``key``: assigned on first use."""
 
-    tensor: Tensor
-    dtype: DType
-    order: tuple[int, ...] | None
+    content: WrittenTensor
     key: str | None = None
 
 
@@ -153,15 +144,13 @@ class _SharedView:
 
 
 class Storages:
-    """The data records of one torch file: first the tensor hook of its pickle, then the writer of the records it asked
-    for.
-    """
+    """The tensor hook of one torch file's pickle: adds a record for each tensor, or for several that share memory."""
 
-    def __init__(self, casts: Mapping[Tensor, DType], shared: Mapping[Tensor, _SharedView]) -> None:
+    def __init__(self, casts: Mapping[Tensor, DType], shared: Mapping[Tensor, _SharedView], records: Records) -> None:
         self._casts = casts
         self._shared = shared
-        self._numbers: dict[Tensor, int] = {}  # of the records of their own
-        self._records: list[WrittenTensor | bytes] = []
+        self._records = records
+        self._keys: dict[Tensor, str] = {}  # of the records that are not shared
         self._orders: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...] | None, tuple[int, ...]]] = {}
 
     def __call__(self, tensor: Tensor) -> StorageView:
@@ -174,46 +163,17 @@ class Storages:
             known = self._orders[alike] = order_of(tensor)
         order, stride = known
         dtype = self._casts.get(tensor, tensor.dtype)
-        number = self._numbers.get(tensor)
-        if number is None:
-            number = self._numbers[tensor] = len(self._records)
-            self._records.append(WrittenTensor(tensor, dtype, order))
-        return StorageView(str(number), dtype, 0, tensor.shape, stride, tensor.numel * dtype.itemsize)
+        key = self._keys.get(tensor)
+        if key is None:
+            key = self._keys[tensor] = self._records.add(WrittenTensor(tensor, dtype, order))
+        return StorageView(key, dtype, 0, tensor.shape, stride, tensor.numel * dtype.itemsize)
 
     def _view(self, tensor: Tensor, shared: _SharedView) -> StorageView:
         record = shared.record
         if record.key is None:
-            record.key = str(len(self._records))
-            self._records.append(WrittenTensor(record.tensor, record.dtype, record.order))
-        nbytes = record.tensor.numel * record.dtype.itemsize
-        return StorageView(record.key, record.dtype, shared.offset, tensor.shape, shared.stride, nbytes)
-
-    def literal(self, data: bytes) -> str:
-        """The key of a record of these bytes."""
-        self._records.append(data)
-        return str(len(self._records) - 1)
-
-    def write(self, archive: TorchZip, file: TargetFile) -> None:
-        """Append ``data/0``, ``data/1``, ... with a write item each, or their bytes."""
-        key = 0
-        for many, records in groupby(self._records, lambda one: not isinstance(one, bytes) and _nbytes(one) < LIMIT_32):
-            if many:
-                written = [one for one in records if not isinstance(one, bytes)]
-                nbytes = np.fromiter(map(_nbytes, written), np.int64, len(written))
-                file.write_whole(written, archive.begin_all(key, nbytes), nbytes)
-                key += len(written)
-                continue
-            for record in records:
-                if isinstance(record, bytes):
-                    archive.record(f"data/{key}", record)
-                else:
-                    archive.begin_data(str(key), _nbytes(record))
-                    file.write_item(record.tensor, dtype=record.dtype, order=record.order)
-                key += 1
-
-
-def _nbytes(written: WrittenTensor) -> int:
-    return written.tensor.numel * written.dtype.itemsize
+            record.key = self._records.add(record.content)
+        dtype = record.content.dtype
+        return StorageView(record.key, dtype, shared.offset, tensor.shape, shared.stride, record.content.nbytes)
 
 
 def order_of(tensor: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
@@ -299,7 +259,7 @@ def _share(group: list[Tensor], casts: Mapping[Tensor, DType], views: dict[Tenso
         return False
     if all(_same_memory(tensor, first) for tensor in group):
         order, stride = order_of(first)
-        record = _Shared(first, dtype, order)
+        record = _Shared(WrittenTensor(first, dtype, order))
         for tensor in group:
             views[tensor] = _SharedView(record, 0, stride)
         return True
@@ -325,7 +285,7 @@ def _share_union(group: list[Tensor], dtype: DType, views: dict[Tensor, _SharedV
     end = max(at + span for at, span in zip(begins, spans_of(group).tolist(), strict=True))
     shape = ((end - begin) // source.itemsize,)
     flat = Tensor(source, shape, Chunks.whole(file=int(group[0].chunks.file[0]), offset=begin, shape=shape))
-    record = _Shared(flat, dtype, None)
+    record = _Shared(WrittenTensor(flat, dtype))
     for at, tensor in zip(begins, group, strict=True):
         stride = tuple(tensor.chunks.stride[0].tolist())
         views[tensor] = _SharedView(record, (at - begin) // source.itemsize, stride)

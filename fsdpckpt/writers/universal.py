@@ -89,7 +89,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
 
 def _add(files: list[TargetFile], path: str, value: Value, casts: Mapping[Tensor, DType]) -> None:
     files.append(TargetFile(path, files[0].data))
-    lay_out_file(files[-1], value, casts=casts, sharers=[])
+    lay_out_file(files[-1], value, casts=casts)
 
 
 def _file_of(
@@ -106,7 +106,7 @@ def _file_of(
     key = (state, tensor.shape, dtype.name, stride)
     first = alike.setdefault(key, file)
     if first is file:
-        lay_out_file(file, tensor if state == _STEP else {"param": tensor, "cat_dim": 0}, casts=casts, sharers=[])
+        lay_out_file(file, tensor if state == _STEP else {"param": tensor, "cat_dim": 0}, casts=casts)
         return file
     items = first.item_columns[:]
     if items:
@@ -244,9 +244,9 @@ def _module_states(
     data = TargetData()  # of all files, which are planned together
     names = (f"{directory}/{head}mp_rank_00_model_states.pt" for head in ("", "zero_pp_rank_0_"))
     file, of_rank = (TargetFile(name, data) for name in names)
-    sharers = [leaf for leaf in module.values() if isinstance(leaf, Tensor)]
-    lay_out_file(file, {"module": module, **state}, casts=casts, sharers=sharers)
-    lay_out_file(of_rank, {"module": {}, **state}, casts=casts, sharers=[])
+    may_share = [leaf for leaf in module.values() if isinstance(leaf, Tensor)]
+    lay_out_file(file, {"module": module, **state}, casts=casts, may_share=may_share)
+    lay_out_file(of_rank, {"module": {}, **state}, casts=casts)
     return [file, of_rank]
 
 

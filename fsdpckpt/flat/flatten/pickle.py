@@ -15,7 +15,7 @@ import numpy as np
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.pickle.opcodes import StorageView
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
-from fsdpckpt.ir.targets import TargetFile
+from fsdpckpt.ir.targets import TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.ir.units import UnitParam
 from fsdpckpt.ir.values import Value
@@ -36,13 +36,18 @@ class FlatShard:
     dtype: DType
     numel: int
 
-    def fill(self, file: TargetFile, dtype: DType) -> None:
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def fill(self, file: TargetFile) -> None:
         for part in self.parts:
             if part.param is None:
                 # Never large: padding is at most 16 bytes for each parameter and one element for each rank.
-                file.literal(_element(part.filler, dtype) * part.count)
+                file.literal(_element(part.filler, self.dtype) * part.count)
             else:
-                _write_item(file, self.tensors[part.param], self.params[part.param], part.begin, part.count, dtype)
+                tensor, param = self.tensors[part.param], self.params[part.param]
+                _write_item(file, tensor, param, part.begin, part.count, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,9 +77,6 @@ class WholeParam:
     param: UnitParam
     tensor: Tensor
     dtype: DType
-
-    def fill(self, file: TargetFile, dtype: DType) -> None:
-        file.write_item(self.tensor, dtype=dtype, order=self.param.order)
 
 
 def in_memory_order(
@@ -133,17 +135,16 @@ class FlatPickle(ShardedTensorPickle):
             self.view(self._view(value.shard, value.offset, value.count))
 
     def _view(self, shard: FlatShard, offset: int, count: int) -> StorageView:
-        nbytes = shard.numel * shard.dtype.itemsize
         key = self._keys.get(shard)
         if key is None:
-            key = self._keys[shard] = self.record(shard, shard.dtype, Box.whole((shard.numel,)), nbytes)
-        return StorageView(key, shard.dtype, offset, (count,), (1,), nbytes)
+            key = self._keys[shard] = self.records.add(shard)
+        return StorageView(key, shard.dtype, offset, (count,), (1,), shard.nbytes)
 
     def _empty(self, dtype: DType) -> StorageView:
         """What FSDP1 uses for a parameter without elements on this rank: one empty tensor for all of them."""
         key = self._keys.get(dtype)
         if key is None:
-            key = self._keys[dtype] = self.record(b"", dtype, Box.whole((0,)), 0)
+            key = self._keys[dtype] = self.records.add(b"")
         return StorageView(key, dtype, 0, (0,), (1,), 0)
 
     def _whole_param(self, value: WholeParam) -> None:
@@ -151,9 +152,8 @@ class FlatPickle(ShardedTensorPickle):
         if param.stride is None:
             self.view(self.stored(value.tensor, value.dtype, Box.whole(shape)))
             return
-        nbytes = param.numel * value.dtype.itemsize
-        key = self.record(value, value.dtype, Box.whole(shape), nbytes)
-        self.view(StorageView(key, value.dtype, 0, shape, param.stride, nbytes))
+        content = WrittenTensor(value.tensor, value.dtype, param.order)
+        self.view(StorageView(self.records.add(content), value.dtype, 0, shape, param.stride, content.nbytes))
 
     def _flat_parameter(self, value: FlatParameter) -> None:
         layout = value.placed.layout
