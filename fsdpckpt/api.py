@@ -12,12 +12,19 @@ from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
-from fsdpckpt.command_options import DiffOptions, InspectOptions, UnitsOptions, VerifyOptions
+from fsdpckpt.command_options import (
+    DiffOptions,
+    InspectOptions,
+    UnitsOptions,
+    VerifyOptions,
+    takes_options,
+    with_keywords,
+)
 from fsdpckpt.errors import UsageError, require_torch
 from fsdpckpt.ir import Layout, Strategy
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor
 from fsdpckpt.ir.invariants import problems
-from fsdpckpt.option_fields import Scope, changed, parameters, refuse_unused, takes_options, with_named
+from fsdpckpt.option_fields import Scope, options_of, refuse_unused
 from fsdpckpt.options import ConvertOptions, LaunchOptions
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage.sources import Sources
@@ -116,16 +123,18 @@ def inspect(
     """
     from fsdpckpt.describe import Selection, describe
 
-    named = {"keys": keys, "section": section, "ignore_file": ignore_file, "units": units}
-    options = changed(InspectOptions(), named)
+    options = InspectOptions.of(
+        keys=keys, section=section, ranks=ranks, stats=stats, ignore_file=ignore_file, units=units, threads=threads
+    )
     wanted = Selection(options.keys, options.section)
     with Sources() as sources:
-        (opened,) = _open_all([source], sources, units, options.ignore_file, locate=ranks or stats)
+        located = options.ranks or options.stats
+        (opened,) = _open_all([source], sources, options.units, options.ignore_file, locate=located)
         checkpoint = _name_slices(opened, sources, options.units)
         if checkpoint is not opened:
             checkpoint = dataclasses.replace(checkpoint, problems=(*checkpoint.problems, *problems(checkpoint)))
         _require_keys(checkpoint, wanted)
-        measure = _measure(checkpoint, sources, threads, progress) if stats else None
+        measure = _measure(checkpoint, sources, options.threads, progress) if options.stats else None
         description = describe(checkpoint, wanted, measure=measure)
         stored = opened.optim.key_type if opened.optim is not None else None
         return dataclasses.replace(description, key_type=stored)
@@ -179,7 +188,7 @@ def convert(
     *,
     launch: LaunchOptions | None = None,
     progress: Progress | None = None,
-    **named: Unpack[ConvertKeywords],
+    **keywords: Unpack[ConvertKeywords],
 ) -> Report:
     """Convert ``source`` to ``target``. Options have the names of the command line: ``to="full"``, ``world_size=3``.
 
@@ -196,7 +205,7 @@ def convert(
             next_step="help(fsdpckpt.convert) lists them",
         )
     records = (ConvertOptions() if options is None else options, LaunchOptions() if launch is None else launch)
-    chosen, launched = with_named(records, named)
+    chosen, launched = with_keywords(records, keywords)
     return run(os.fspath(source), os.fspath(target), chosen, launched, progress or NoProgress())
 
 
@@ -224,10 +233,12 @@ def diff(
     from fsdpckpt.verify.elements import Tolerance, without_repeats
 
     stages = progress or NoProgress()
-    options = changed(DiffOptions(), {"only": only, "ignore_file": ignore_file, "units": units})
-    tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
+    options = DiffOptions.of(
+        rtol=rtol, atol=atol, only=only, strict=strict, ignore_file=ignore_file, units=units, threads=threads
+    )
+    exact = options.rtol is None and options.atol is None
     with Sources() as sources:
-        opened = _open_all([a, b], sources, units, options.ignore_file)
+        opened = _open_all([a, b], sources, options.units, options.ignore_file)
         pair = [_name_slices(without_repeats(one, sources), sources, options.units) for one in opened]
         one, other = (only_section(checkpoint, options.only) for checkpoint in pair)
         stages.begin("compare", sum(tensor.nbytes for tensor in one.leaves()))
@@ -235,9 +246,9 @@ def diff(
             one,
             other,
             sources=sources,
-            tolerance=tolerance,
-            strict=strict,
-            threads=threads if threads is not None else threads_for(one, other),
+            tolerance=None if exact else Tolerance(options.rtol or 0.0, options.atol or 0.0),
+            strict=options.strict,
+            threads=options.threads if options.threads is not None else threads_for(one, other),
             advance=stages.advance,
         )
         stages.end()
@@ -266,22 +277,29 @@ def verify(
     from fsdpckpt.verify.integrity import Finite
     from fsdpckpt.verify.integrity import verify as run
 
-    options = changed(VerifyOptions(), {"include": include, "exclude": exclude, "ignore_file": ignore_file})
-    if not finite:
+    options = VerifyOptions.of(
+        digests=digests,
+        finite=finite,
+        include=include,
+        exclude=exclude,
+        ignore_file=ignore_file,
+        units=units,
+        threads=threads,
+    )
+    if not options.finite:
         refuse_unused(options, Scope.FINITE, "nothing is searched for NaN and Inf", "add --finite")
-    searched = Finite(options.include, options.exclude) if finite else None
 
     def name(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
-        return _name_slices(checkpoint, sources, units, listing=True)
+        return _name_slices(checkpoint, sources, options.units, listing=True)
 
     return run(
         os.fspath(source),
         name=name,
-        units=_given_units(units),
+        units=_load_units(options.units),
         ignore_file=options.ignore_file,
-        digests=digests,
-        finite=searched,
-        threads=threads,
+        digests=options.digests,
+        finite=Finite(options.include, options.exclude) if options.finite else None,
+        threads=options.threads,
         progress=progress,
     )
 
@@ -297,11 +315,11 @@ def open(  # noqa: A001  # the contract's name
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.verify.elements import without_repeats
 
+    options = InspectOptions.of(ignore_file=ignore_file, units=units)
     with ExitStack() as until_opened:
         sources = until_opened.enter_context(Sources())
-        globs = changed(InspectOptions(), {"ignore_file": ignore_file}).ignore_file
-        (checkpoint,) = _open_all([source], sources, units, globs)
-        lazy = LazyCheckpoint(_name_slices(without_repeats(checkpoint, sources), sources, units), sources)
+        (checkpoint,) = _open_all([source], sources, options.units, options.ignore_file)
+        lazy = LazyCheckpoint(_name_slices(without_repeats(checkpoint, sources), sources, options.units), sources)
         until_opened.pop_all()
         return lazy
 
@@ -321,7 +339,7 @@ def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> Non
 
 
 def _open_all(
-    paths: Sequence[Path], sources: Sources, units: Path | None, ignore_file: tuple[str, ...], *, locate: bool = True
+    paths: Sequence[Path], sources: Sources, units: str | None, ignore_file: tuple[str, ...], *, locate: bool = True
 ) -> list[Checkpoint]:
     """The checkpoints at ``paths``. Raises UsageError for a glob of ``ignore_file`` that matches none of
     their files.
@@ -329,31 +347,31 @@ def _open_all(
     from fsdpckpt.readers.detect import open_checkpoint
     from fsdpckpt.readers.protocol import require_matches
 
-    given = _given_units(units)
+    loaded = _load_units(units)
     opened = [
-        open_checkpoint(os.fspath(path), sources=sources, locate=locate, units=given, ignore_file=ignore_file)
+        open_checkpoint(os.fspath(path), sources=sources, locate=locate, units=loaded, ignore_file=ignore_file)
         for path in paths
     ]
     require_matches(ignore_file, *opened)
     return opened
 
 
-def _given_units(path: Path | None) -> Units | None:
+def _load_units(path: str | None) -> Units | None:
     if path is None:
         return None
     from fsdpckpt.flat.units.request import load_units
 
     with Sources() as sources:
-        return load_units(os.fspath(path), sources)
+        return load_units(path, sources)
 
 
-def _name_slices(checkpoint: Checkpoint, sources: Sources, units: Path | None, *, listing: bool = False) -> Checkpoint:
+def _name_slices(checkpoint: Checkpoint, sources: Sources, units: str | None, *, listing: bool = False) -> Checkpoint:
     """Flattened shards by name, if units are known; any other checkpoint unchanged."""
     if checkpoint.layout is not Layout.FLATTENED and checkpoint.units is None and units is None:
         return checkpoint
     from fsdpckpt.flat.unflatten import logical
 
-    return logical(checkpoint, sources, units=os.fspath(units) if units is not None else None, listing=listing)
+    return logical(checkpoint, sources, units=units, listing=listing)
 
 
 def find_units(source: Path, options: UnitsOptions) -> ResolvedUnits:
@@ -362,13 +380,9 @@ def find_units(source: Path, options: UnitsOptions) -> ResolvedUnits:
     Raises NeedsInformationError if several units match, SourceError.
     """
     from fsdpckpt.flat.units.source import find_units as find
-    from fsdpckpt.readers.detect import open_checkpoint
-    from fsdpckpt.readers.protocol import require_matches
 
     with Sources() as sources:
-        units = _given_units(options.units)
-        checkpoint = open_checkpoint(os.fspath(source), sources=sources, units=units, ignore_file=options.ignore_file)
-        require_matches(options.ignore_file, checkpoint)
+        (checkpoint,) = _open_all([source], sources, options.units, options.ignore_file)
         return find(checkpoint, _units_request(options), sources)
 
 
@@ -410,5 +424,7 @@ def model_units(model: str, options: UnitsOptions) -> ResolvedUnits:
 def _units_request(options: UnitsOptions) -> UnitsRequest:
     from fsdpckpt.converters.transform import units_request
 
-    shared = {one.name for one in parameters(ConvertOptions)} & {one.name for one in parameters(UnitsOptions)}
+    shared = {option.name for option in options_of(ConvertOptions)} & {
+        option.name for option in options_of(UnitsOptions)
+    }
     return units_request(ConvertOptions(**{name: getattr(options, name) for name in shared}))

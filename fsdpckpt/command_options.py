@@ -1,4 +1,4 @@
-"""Declares the options of all commands but ``convert``, and translates options to keywords of the Python API.
+"""Declares the options of all commands but ``convert``, and turns options into keywords of the Python API.
 
 Options that ``convert`` has too are taken from it. Messages use the options of the command line; ``in_python``
 translates them for ``str(error)``: there ``--world-size 3`` is ``world_size=3``. Imports neither numpy nor torch, since
@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from difflib import get_close_matches
+from enum import Enum
+from inspect import Parameter, cleandoc, signature
+from typing import Any, TypeVar
 
+from fsdpckpt.errors import UsageError
 from fsdpckpt.ir import Section, Strategy
 from fsdpckpt.option_fields import (
-    DTYPE,
     EVERYWHERE,
     FLAG,
     INTEGER,
@@ -23,38 +27,44 @@ from fsdpckpt.option_fields import (
     PATH,
     SIZE,
     TEXTS,
-    Group,
-    Parameter,
+    Heading,
+    Option,
+    OptionRecord,
     Scope,
     option,
-    parameters,
+    option_with_synonym,
+    options_of,
     repeatable,
 )
-from fsdpckpt.options import SECTIONS, ConvertOptions, LaunchOptions
+from fsdpckpt.options import DTYPE, SECTIONS, ConvertOptions, LaunchOptions
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _as_in_convert(name: str, help_text: str | None = None, scope: Scope = EVERYWHERE) -> Any:
     """The option ``name`` of ``convert``, for another command."""
-    (same,) = (one for one in parameters(ConvertOptions) if one.name == name)
-    declared = dataclasses.replace(same.option, group=Group.OTHER, scope=scope)
-    if help_text is not None:
-        declared = dataclasses.replace(declared, help_text=help_text)
-    return dataclasses.field(default=same.default, metadata={"option": declared})
+    (same,) = (each for each in options_of(ConvertOptions) if each.name == name)
+    metadata = dataclasses.replace(
+        same.metadata, help_text=help_text or same.metadata.help_text, heading=Heading.OTHER, scope=scope
+    )
+    return dataclasses.field(default=same.default, metadata={"option": metadata})
 
 
-_UNITS_FILE: Any = {"kind": PATH}
-_THREADS: Any = {"minimum": 1}
+def _units_file() -> Any:
+    return option("Units file for flattened shards.", kind=PATH)
+
+
+def _threads() -> Any:
+    return option("Number of threads that read and compute.", minimum=1)
 
 
 @dataclass(frozen=True, slots=True)
-class InspectOptions:
+class InspectOptions(OptionRecord):
     """Options of ``fsdpckpt inspect``."""
 
     keys: tuple[str, ...] = repeatable("Show only matching keys; may be repeated.")
     section: Section | None = option("Show only this section.")
-    names_only: bool = option(
-        "Print only the keys, one per line, for pipes.", default=False, excludes=("as_json", "all_keys", "ranks")
-    )
+    names_only: bool = option("Print only the keys, one per line, for pipes.", default=False)
     all_keys: bool = option("One row for each key, also of repeated layers.", default=False, flag="--all")
     ranks: bool = option(
         "Show the place of each chunk of a tensor: rank, file, byte offset, and box (offsets and sizes).", default=False
@@ -65,12 +75,12 @@ class InspectOptions:
         metavar="FILE.html",
     )
     ignore_file: tuple[str, ...] = _as_in_convert("ignore_file")
-    units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
-    threads: int | None = option("Number of threads that read and compute.", **_THREADS)
+    units: str | None = _units_file()
+    threads: int | None = _threads()
 
 
 @dataclass(frozen=True, slots=True)
-class DiffOptions:
+class DiffOptions(OptionRecord):
     """Options of ``fsdpckpt diff``."""
 
     rtol: float | None = option("Relative tolerance (default: every byte must be equal).", metavar="X", minimum=0.0)
@@ -83,12 +93,12 @@ class DiffOptions:
     ignore_file: tuple[str, ...] = _as_in_convert(
         "ignore_file", "Leave out files and directories of A and B with this name or path; may be repeated."
     )
-    units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
-    threads: int | None = option("Number of threads that read and compute.", **_THREADS)
+    units: str | None = _units_file()
+    threads: int | None = _threads()
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyOptions:
+class VerifyOptions(OptionRecord):
     """Options of ``fsdpckpt verify``."""
 
     digests: bool = option("Print a layout-independent SHA-256 of each tensor.", default=False)
@@ -100,12 +110,12 @@ class VerifyOptions:
         "With --finite: leave out matching keys; may be repeated.", scope=Scope.FINITE
     )
     ignore_file: tuple[str, ...] = _as_in_convert("ignore_file")
-    units: str | None = option("Units file for flattened shards.", **_UNITS_FILE)
-    threads: int | None = option("Number of threads that read and compute.", **_THREADS)
+    units: str | None = _units_file()
+    threads: int | None = _threads()
 
 
 @dataclass(frozen=True, slots=True)
-class UnitsOptions:
+class UnitsOptions(OptionRecord):
     """Options of ``fsdpckpt units``, which makes a units file from a checkpoint or from a model."""
 
     source: str | None = option(
@@ -137,20 +147,69 @@ class UnitsOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputOptions:
+class OutputOptions(OptionRecord):
     """What every command prints, and where."""
 
     as_json: bool = option("Print one JSON document on stdout, and nothing else there.", default=False, flag="--json")
     quiet: bool = option("Suppress messages and progress on stderr.", default=False, short="-q")
 
 
+def keywords_of(function: Callable[..., object], record: OptionRecord) -> dict[str, Any]:
+    """The options of ``record`` that are keywords of ``function``."""
+    names = signature(function).parameters
+    return {each.name: getattr(record, each.name) for each in options_of(type(record)) if each.name in names}
+
+
+def with_keywords(records: Iterable[OptionRecord], keywords: Mapping[str, object]) -> list[Any]:
+    """The ``records`` of ``convert`` with the values of ``keywords``. Raises UsageError for a name that is not an
+    option.
+    """
+    records = list(records)
+    record_of = {each.name: number for number, record in enumerate(records) for each in options_of(type(record))}
+    for name in keywords:
+        if name not in record_of:
+            meant = option_with_synonym(map(type, records), name)
+            close = [meant.name] if meant is not None else get_close_matches(name, record_of, n=1)
+            advice = f"did you mean {close[0]}?" if close else "help(fsdpckpt.convert) lists the options"
+            raise UsageError(f"convert has no option {name!r}", next_step=advice)
+    return [
+        dataclasses.replace(record, **{name: value for name, value in keywords.items() if record_of[name] == number})
+        for number, record in enumerate(records)
+    ]
+
+
+def takes_options(*records: type[OptionRecord]) -> Callable[[Function], Function]:
+    """Decorates a function with ``**keywords``: ``help()`` and completion show the options of ``records`` as its
+    keywords.
+    """
+
+    def decorate(function: Function) -> Function:
+        options = [each for record in records for each in options_of(record)]
+        declared = signature(function)
+        fixed = [each for each in declared.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+        keywords = [
+            Parameter(each.name, Parameter.KEYWORD_ONLY, default=_plain(each.default), annotation=each.python_type)
+            for each in options
+        ]
+        function.__signature__ = declared.replace(parameters=[*fixed, *keywords])  # type: ignore[attr-defined]
+        listed = "".join(f"    {each.name}: {each.metadata.help_text}\n" for each in options)
+        function.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\nOptions:\n{listed}"
+        return function
+
+    return decorate
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, Enum) else value
+
+
 _OPTIONS = {
-    one.flag: one
+    each.flag: each
     for record in (ConvertOptions, LaunchOptions, InspectOptions, DiffOptions, VerifyOptions)
-    for one in parameters(record)
+    for each in options_of(record)
 }
 # A command for a terminal stays unchanged. Else an option, and the word after it, which may be its value.
-_MENTION = re.compile(
+_OPTION_IN_TEXT = re.compile(
     r"(?:fsdpckpt (?:inspect|convert|diff|verify|units)|torchrun|curl|pip)\b[^`#\n]*"
     r"|(?P<flag>--[a-z][a-z-]*[a-z])(?: (?P<value>'[^']*'|(?:[^\s,;:()`?]|,(?=\w))*[^\s,;:()`.?]))?(?: \(repeatable\))?"
 )
@@ -158,24 +217,24 @@ _MENTION = re.compile(
 
 def in_python(text: str) -> str:
     """``text`` with the options of the command line as keywords of the Python API."""
-    return _MENTION.sub(_worded, text)
+    return _OPTION_IN_TEXT.sub(_as_keyword, text)
 
 
-def _worded(mention: re.Match[str]) -> str:
-    flag, value = mention["flag"], mention["value"]
-    one = _OPTIONS.get(flag) or _OPTIONS.get(f"--{flag.removeprefix('--no-')}") if flag else None
-    if one is None:
-        return mention[0]
-    if one.kind == FLAG:
-        return f"{one.name}={flag == one.flag}" + mention[0].removeprefix(flag)
-    if value is None or not _is_value(one, value):
-        return one.name + mention[0].removeprefix(flag)
-    return f"{one.name}={_literal(one, value)}"
+def _as_keyword(match: re.Match[str]) -> str:
+    flag, value = match["flag"], match["value"]
+    named = _OPTIONS.get(flag) or _OPTIONS.get(f"--{flag.removeprefix('--no-')}") if flag else None
+    if named is None:
+        return match[0]
+    if named.kind == FLAG:
+        return f"{named.name}={flag == named.flag}" + match[0].removeprefix(flag)
+    if value is None or not _is_value(named, value):
+        return named.name + match[0].removeprefix(flag)
+    return f"{named.name}={_literal(named, value)}"
 
 
-def _is_value(one: Parameter, word: str) -> bool:
+def _is_value(named: Option, word: str) -> bool:
     """Whether ``word`` is a value of the option, not a word of the sentence."""
-    kinds = {
+    patterns = {
         INTEGER: r"\d+",
         NUMBER: r"[\d.]+",
         SIZE: r"\d\S*",
@@ -184,13 +243,15 @@ def _is_value(one: Parameter, word: str) -> bool:
         TEXTS: r"none|\d+|(?:\w+=\d+,?)+",
         PAIRS: ".+=.+",
     }
-    known = word in one.choices or word in one.option.completion
-    return known or word[0] == "'" or word.isupper() or re.fullmatch(kinds.get(one.kind, "(?!)"), word) is not None
+    listed = word in named.choices or word in named.metadata.completion
+    return (
+        listed or word[0] == "'" or word.isupper() or re.fullmatch(patterns.get(named.kind, "(?!)"), word) is not None
+    )
 
 
-def _literal(one: Parameter, word: str) -> str:
-    if one.kind == PAIRS:
+def _literal(named: Option, word: str) -> str:
+    if named.kind == PAIRS:
         old, _, new = word.partition("=")
         return f"{{{old}: {new}}}" if word.isupper() else f"{{{old!r}: {new!r}}}"
-    bare = word[0] == "'" or word.isupper() or (word.isdigit() and one.kind != TEXTS) or one.kind == NUMBER
+    bare = word[0] == "'" or word.isupper() or (word.isdigit() and named.kind != TEXTS) or named.kind == NUMBER
     return word if bare else f"{word!r}"

@@ -1,8 +1,9 @@
 """Makes dataclass fields into options: help text, values, and where they apply.
 
-``option(...)`` declares a field of an option record (``fsdpckpt.options``). The command line, the keywords of the
+``option(...)`` declares a field of an ``OptionRecord`` (``fsdpckpt.options``). The command line, the keywords of the
 Python API, the JSON that workers get and the checks of ``convert`` are all made from these declarations. The type of a
-field decides its ``Kind`` of values where its declaration names none.
+field decides its ``Kind`` of values where its declaration names none. A record checks and converts its values when it
+is made, whoever makes it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,12 @@ from difflib import get_close_matches
 from enum import Enum, Flag, StrEnum, auto
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from fsdpckpt.errors import EMPTY, UsageError
 
-Record = TypeVar("Record")
-Function = TypeVar("Function", bound=Callable[..., Any])
 
-
-class Group(StrEnum):
+class Heading(StrEnum):
     """Headings of ``fsdpckpt convert --help``, in the order in which they are shown."""
 
     WRITTEN = "What is written"
@@ -64,14 +62,15 @@ EVERYWHERE = Scope(0)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The values of an option. ``values``: their type on the command line; ``keyword``: their type in the Python API.
+    """The values of an option. ``cli_type``: their type on the command line; ``python_type``: their type in the Python
+    API, as source code.
 
     ``convert`` turns a value from Python, JSON or the command line into the one that the record holds; it gets the flag
     of the option for its UsageError. ``choices``: all values. ``metavar``: the placeholder in help.
     """
 
-    values: Any
-    keyword: str
+    cli_type: Any
+    python_type: str
     convert: Callable[[str, Any], object]
     choices: tuple[str, ...] = ()
     metavar: str | None = None
@@ -80,11 +79,11 @@ class Kind:
 def kind_of(annotation: object) -> Kind:
     """The kind of values for a field of this type."""
     if get_origin(annotation) in (Union, UnionType):
-        (annotation,) = (one for one in get_args(annotation) if one is not NoneType)
+        (annotation,) = (member for member in get_args(annotation) if member is not NoneType)
     if annotation is bool:
         return FLAG
     if get_origin(annotation) is Literal:
-        return words(get_args(annotation))
+        return choice_of(get_args(annotation))
     if get_origin(annotation) is tuple:
         return TEXTS if get_args(annotation)[0] is str else PAIRS
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
@@ -108,39 +107,47 @@ def _number(flag: str, value: object) -> float:
     raise UsageError(f"{flag} takes a number", found=str(value))
 
 
-def _text(flag: str, value: str) -> str:
+def _flag(flag: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        keyword = flag.removeprefix("--").replace("-", "_")  # a command line gives nothing else
+        raise UsageError(f"{keyword} takes True or False", found=repr(value))
+    return value
+
+
+def _text(flag: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{flag} takes text", found=repr(value))
     if not value:
         raise UsageError(f"{flag} is empty", why=EMPTY, next_step=f"give it a value, or drop {flag}")
     return value
 
 
-def _texts(flag: str, value: str | Iterable[str]) -> tuple[str, ...]:
-    return tuple(_text(flag, one) for one in ([value] if isinstance(value, str) else value))
+def _texts(flag: str, value: object) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) or not isinstance(value, Iterable) else value
+    return tuple(_text(flag, text) for text in values)
 
 
-def _pairs(flag: str, value: Mapping[str, str] | Iterable[str | Iterable[str]]) -> tuple[tuple[str, str], ...]:
+def _pairs(flag: str, value: object) -> tuple[tuple[str, str], ...]:
     """``(old, new)`` pairs; on the command line each is written ``OLD=NEW``."""
+    values = value.items() if isinstance(value, Mapping) else value
     pairs = []
-    for pair in value.items() if isinstance(value, Mapping) else value:
-        if isinstance(pair, str) and ("=" not in pair or pair[0] == "="):
+    for pair in [values] if isinstance(values, str) or not isinstance(values, Iterable) else values:
+        old, equals, new = pair.partition("=") if isinstance(pair, str) else ("", "", "")
+        if isinstance(pair, tuple | list) and len(pair) == 2:
+            old, new = map(str, pair)
+        elif not old or not equals:
             example = f"for example {flag} encoder=backbone"
-            raise UsageError(f"{flag} takes OLD=NEW", expected="OLD=NEW", found=pair, next_step=example)
-        old, new = pair.split("=", 1) if isinstance(pair, str) else pair
+            raise UsageError(f"{flag} takes OLD=NEW", expected="OLD=NEW", found=str(pair), next_step=example)
         if old == new:
             same = f"{flag} {old}={new}"
             raise UsageError(f"{same} has no effect: both names are the same", next_step=f"drop {same}")
-        pairs.append((str(old), str(new)))
+        pairs.append((old, new))
     return tuple(pairs)
 
 
-def _dtype(_flag: str, value: object) -> str:
-    """The name of a dtype; also accepts torch.bfloat16 itself, without importing torch."""
-    return value if isinstance(value, str) else str(value).removeprefix("torch.")
-
-
-def _size(flag: str, value: int | str) -> int:
+def _size(flag: str, value: object) -> int:
     if not isinstance(value, str):
-        return value
+        return _integer(flag, value)
     try:
         return parse_size(value)
     except (ValueError, OverflowError):
@@ -149,19 +156,19 @@ def _size(flag: str, value: int | str) -> int:
         ) from None
 
 
-def _workers(flag: str, value: int | str) -> str:
+def _workers(flag: str, value: object) -> str:
     text = str(value)
-    if text not in ("gpu", "auto") and not (text.isdecimal() and int(text)):
+    if text not in ("gpu", "auto") and not re.fullmatch(r"0*[1-9]\d{0,8}", text, re.ASCII):
         raise UsageError(f"{flag} takes a number, gpu or auto", found=text, next_step=f"for example {flag} 4")
     return text
 
 
-def _path(flag: str, value: str | os.PathLike[str]) -> str:
-    return _text(flag, os.fspath(value))
+def _path(flag: str, value: object) -> str:
+    return _text(flag, os.fspath(value) if isinstance(value, os.PathLike) else value)
 
 
-def words(choices: tuple[str, ...]) -> Kind:
-    """The kind of values that are one of ``choices``."""
+def choice_of(choices: tuple[str, ...]) -> Kind:
+    """The kind of values that are one of ``choices``, which help lists."""
 
     def convert(flag: str, value: object) -> object:
         word = value.value if isinstance(value, Enum) else value
@@ -173,12 +180,42 @@ def words(choices: tuple[str, ...]) -> Kind:
 
 
 def _enum(members: type[StrEnum]) -> Kind:
-    check = words(tuple(member.value for member in members))
+    choice = choice_of(tuple(member.value for member in members))
 
     def convert(flag: str, value: object) -> object:
-        return members(str(check.convert(flag, value)))
+        return members(str(choice.convert(flag, value)))
 
-    return dataclasses.replace(check, keyword=f"{members.__name__} | {check.keyword}", convert=convert)
+    return dataclasses.replace(choice, python_type=f"{members.__name__} | {choice.python_type}", convert=convert)
+
+
+def one_of(
+    noun: str,
+    names: tuple[str, ...],
+    *,
+    example: str,
+    aliases: Mapping[str, str] | None = None,
+    python_type: str = "str",
+    metavar: str,
+) -> Kind:
+    """The kind of values that are one of many ``names``, which help does not list: only an error does.
+
+    ``noun``: what they are: ``"a device type"``. ``aliases``: what people call them. Also takes an object of torch
+    with one of these names, ``torch.bfloat16``, without importing torch.
+    """
+
+    def convert(flag: str, value: object) -> str:
+        name = value if isinstance(value, str) else str(value).removeprefix("torch.")
+        if name not in names:
+            near = [(aliases or {}).get(name), *get_close_matches(name, names, n=1), example]
+            raise UsageError(
+                f"{flag} {name} is not {noun}",
+                expected=", ".join(names),
+                found=name,
+                next_step=f"{flag} {next(filter(None, near))}",
+            )
+        return name
+
+    return Kind(str, python_type, convert, metavar=metavar)
 
 
 def parse_size(text: str) -> int:
@@ -192,7 +229,7 @@ def parse_size(text: str) -> int:
 
 def _torch_version(flag: str, value: object) -> str:
     """``2.8``, for ``2.8``, ``2.8.1`` or ``2.13.0+cpu``."""
-    match = re.match(r"(\d+)\.(\d+)(?![\w])", str(value))
+    match = re.match(r"(\d{1,4})\.(\d{1,4})(?![\w])", str(value))
     if match is None:
         raise UsageError(f"{flag} takes a version", found=str(value), next_step=f"for example {flag} 2.8")
     return f"{int(match[1])}.{int(match[2])}"
@@ -201,28 +238,27 @@ def _torch_version(flag: str, value: object) -> str:
 TEXT = Kind(str, "str", _text)
 INTEGER = Kind(str, "int", _integer, metavar="N")
 NUMBER = Kind(str, "float", _number)
-FLAG = Kind(bool, "bool", lambda _, value: value)
+FLAG = Kind(bool, "bool", _flag)
 TEXTS = Kind(list[str], "str | Iterable[str]", _texts, metavar="GLOB")
 PAIRS = Kind(list[str], "Mapping[str, str] | Iterable[tuple[str, str]]", _pairs, metavar="OLD=NEW")
 PATH = Kind(str, "str | os.PathLike[str]", _path, metavar="FILE")
-DTYPE = Kind(str, "str | torch.dtype", _dtype, metavar="DTYPE")
 SIZE = Kind(str, "int | str", _size, metavar="SIZE")
 WORKERS = Kind(str, "int | str", _workers, metavar="N|gpu|auto")
 TORCH_VERSION = Kind(str, "str", _torch_version, metavar="VERSION")
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """What the type of the field does not say. ``flag``: the long option, if it differs from the field's name.
+class OptionMetadata:
+    """What the declaration of an option says beyond name, type and default.
 
-    ``metavar``: the placeholder in help, if it differs from its kind's. ``minimum``: of a number. ``offered``: the
-    values that it takes, if they are fewer than those of its type. ``completion``: values that the shell completes, for
-    an option that takes others too. ``synonyms``: what people try instead, without dashes. ``changes_output``: whether
-    the bytes that are written depend on it. ``excludes``: fields, of any record, that it cannot be given with.
+    ``flag``: the long option, if it differs from the field's name. ``metavar``: the placeholder in help, if it differs
+    from its kind's. ``minimum``: of a number. ``offered``: the values that it takes, if they are fewer than those of
+    its type. ``completion``: values that the shell completes, for an option that takes others too. ``synonyms``: what
+    people try instead, without dashes. ``changes_output``: whether the bytes that are written depend on it.
     """
 
     help_text: str
-    group: Group = Group.OTHER
+    heading: Heading = Heading.OTHER
     kind: Kind | None = None
     metavar: str | None = None
     flag: str | None = None
@@ -233,190 +269,142 @@ class Option:
     synonyms: tuple[str, ...] = ()
     scope: Scope = EVERYWHERE
     changes_output: bool = True
-    excludes: tuple[str, ...] = ()
 
 
-def option(help_text: str, group: Group = Group.OTHER, *, default: object = None, **described: Any) -> Any:
-    """The field of an option record; ``described``: further fields of ``Option``."""
-    return dataclasses.field(default=default, metadata={"option": Option(help_text, group, **described)})
+def option(help_text: str, heading: Heading = Heading.OTHER, *, default: object = None, **metadata: Any) -> Any:
+    """The field of an option record; ``metadata``: further fields of ``OptionMetadata``."""
+    return dataclasses.field(default=default, metadata={"option": OptionMetadata(help_text, heading, **metadata)})
 
 
-def repeatable(help_text: str, group: Group = Group.OTHER, **described: Any) -> Any:
+def repeatable(help_text: str, heading: Heading = Heading.OTHER, **metadata: Any) -> Any:
     """The field of an option that may be given several times: a tuple, empty by default."""
-    return option(help_text, group, default=(), **described)
+    return option(help_text, heading, default=(), **metadata)
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
-    """One option of a record: its name in Python, its default, and everything that was declared for it."""
+class Option:
+    """One option of a record: its name in Python, its default, the kind of its values, and its declaration."""
 
     name: str
     default: object
     kind: Kind
-    option: Option
+    metadata: OptionMetadata
 
     @property
     def flag(self) -> str:
         """The option on the command line, as messages show it: ``--world-size``."""
-        return self.option.flag or "--" + self.name.replace("_", "-")
+        return self.metadata.flag or "--" + self.name.replace("_", "-")
 
     @property
     def metavar(self) -> str | None:
         """The placeholder for a value in help."""
-        return f"<{'|'.join(self.choices)}>" if self.choices else self.option.metavar or self.kind.metavar
+        return f"<{'|'.join(self.choices)}>" if self.choices else self.metadata.metavar or self.kind.metavar
 
     @property
-    def keyword(self) -> str:
+    def python_type(self) -> str:
         """The type of the keyword in the Python API, as source code."""
-        return self.kind.keyword if self.default is not None else f"{self.kind.keyword} | None"
+        return self.kind.python_type if self.default is not None else f"{self.kind.python_type} | None"
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The values that the command line takes; empty if it takes any others."""
-        return self.option.offered or self.kind.choices
+        return self.metadata.offered or self.kind.choices
 
     def convert(self, value: object) -> object:
         """``value`` in the form of the record. Raises UsageError."""
         if value is None:
             return self.default
-        if self.option.offered:
-            words(self.option.offered).convert(self.flag, value)
-        converted, least = self.kind.convert(self.flag, value), self.option.minimum
+        if self.metadata.offered:
+            choice_of(self.metadata.offered).convert(self.flag, value)
+        converted, least = self.kind.convert(self.flag, value), self.metadata.minimum
         if least is not None and isinstance(converted, int | float) and not converted >= least:
             raise UsageError(f"{self.flag} is too small", expected=f"{least} or more", found=str(value))
         return converted
 
 
-def parameters(record: type) -> tuple[Parameter, ...]:
-    """The options that the dataclass ``record`` declares, in its order."""
-    return _parameters(cast("Hashable", record))
+class OptionRecord:
+    """Base class of option records, whose fields ``option`` and ``repeatable`` declare.
+
+    A new record converts every value, from Python, JSON or the command line, to the type of its field; None is the
+    default. Raises UsageError for a value that the option does not take.
+    """
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __post_init__(self) -> None:
+        for each in options_of(type(self)):
+            value = getattr(self, each.name)
+            try:
+                converted = each.convert(value)
+            except UsageError as error:
+                near = get_close_matches(str(value), each.choices, n=1)
+                meant = f"did you mean {each.flag} {near[0]}?" if near else error.next_step
+                error.next_step = _option_taking(type(self), each.name, value) or meant
+                raise
+            object.__setattr__(self, each.name, converted)  # the record is frozen
+
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """The record with ``values`` of any type that its options take."""
+        return cls(**values)
+
+
+def options_of(record: type[OptionRecord]) -> tuple[Option, ...]:
+    """The options that ``record`` declares, in its order."""
+    return _options_of(cast("Hashable", record))  # mypy takes no class for hashable
 
 
 @cache
-def _parameters(record: Any) -> tuple[Parameter, ...]:
+def _options_of(record: Any) -> tuple[Option, ...]:
     types = get_type_hints(record)
     return tuple(
-        Parameter(field.name, field.default, declared.kind or kind_of(types[field.name]), declared)
+        Option(field.name, field.default, metadata.kind or kind_of(types[field.name]), metadata)
         for field in dataclasses.fields(record)
-        if (declared := field.metadata.get("option")) is not None
+        if (metadata := field.metadata.get("option")) is not None
     )
 
 
-def changed(record: Record, values: Mapping[str, object]) -> Record:
-    """``record`` with ``values`` from Python, JSON or the command line. Raises UsageError."""
-    kinds = {one.name: one for one in parameters(type(record))}
-    converted: dict[str, object] = {}
-    for name, value in values.items():
-        try:
-            converted[name] = kinds[name].convert(value)
-        except UsageError as error:
-            near = get_close_matches(str(value), kinds[name].choices, n=1)
-            meant = f"did you mean {kinds[name].flag} {near[0]}?" if near else error.next_step
-            error.next_step = instead(type(record), name, value) or meant
-            raise
-    return dataclasses.replace(record, **converted)  # type: ignore[type-var]
-
-
-def instead(record: type, name: str, value: object) -> str | None:
-    """The option of ``record`` that takes ``value``, which the one called ``name`` does not: ``--container dcp``."""
-    for one in parameters(record):
-        if one.name != name and value in (*one.choices, *one.option.completion):
-            return f"{one.flag} {value}"
+def _option_taking(record: type[OptionRecord], name: str, value: object) -> str | None:
+    """The option of ``record`` that takes ``value``, which the option ``name`` does not: ``--container dcp``."""
+    for other in options_of(record):
+        if other.name != name and value in (*other.choices, *other.metadata.completion):
+            return f"{other.flag} {value}"
     return None
 
 
-def synonym(records: Iterable[type], name: str) -> Parameter | None:
+def option_with_synonym(records: Iterable[type[OptionRecord]], name: str) -> Option | None:
     """The option of ``records`` that people call ``name``."""
-    spelt = name.replace("_", "-")
-    return next((one for record in records for one in parameters(record) if spelt in one.option.synonyms), None)
+    synonym = name.replace("_", "-")
+    options = (each for record in records for each in options_of(record))
+    return next((each for each in options if synonym in each.metadata.synonyms), None)
 
 
-def with_named(records: Iterable[Any], named: Mapping[str, object]) -> list[Any]:
-    """The ``records`` of ``convert`` with the keywords ``named``. Raises UsageError for a name that is not an
-    option.
-    """
-    records = list(records)
-    homes = {one.name: number for number, record in enumerate(records) for one in parameters(type(record))}
-    for name in named:
-        if name not in homes:
-            meant = synonym(map(type, records), name)
-            close = [meant.name] if meant is not None else get_close_matches(name, homes, n=1)
-            advice = f"did you mean {close[0]}?" if close else "help(fsdpckpt.convert) lists the options"
-            raise UsageError(f"convert has no option {name!r}", next_step=advice)
-    return [
-        changed(record, {name: value for name, value in named.items() if homes[name] == number})
-        for number, record in enumerate(records)
-    ]
-
-
-def given(record: object, scope: Scope) -> tuple[str, ...]:
+def given(record: OptionRecord, scope: Scope) -> tuple[str, ...]:
     """The options of ``scope`` that differ from their defaults, as they are typed on the command line."""
     return tuple(
-        one.flag
-        for one in parameters(type(record))
-        if scope in one.option.scope and getattr(record, one.name) != one.default
+        each.flag
+        for each in options_of(type(record))
+        if scope in each.metadata.scope and getattr(record, each.name) != each.default
     )
 
 
-def refuse_unused(record: object, scope: Scope, why: str, instead: str = "") -> None:
+def refuse_unused(record: OptionRecord, scope: Scope, why: str, remedy: str = "") -> None:
     """Raises UsageError if options of ``scope`` are given: they have no effect because of ``why``.
 
-    ``instead``: what would give them one: ``add --to sharded``.
+    ``remedy``: what would give them an effect: ``add --to sharded``.
     """
-    names = given(record, scope)
-    if names:
-        listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-        has = "has" if len(names) == 1 else "have"
+    flags = given(record, scope)
+    if flags:
+        listed = " and ".join(filter(None, (", ".join(flags[:-1]), flags[-1])))
+        has = "has" if len(flags) == 1 else "have"
         raise UsageError(
-            f"{listed} {has} no effect: {why}", next_step=f"drop {listed}" + (f", or {instead}" if instead else "")
+            f"{listed} {has} no effect: {why}", next_step=f"drop {listed}" + (f", or {remedy}" if remedy else "")
         )
 
 
-def refuse_conflicts(*records: object) -> None:
-    """Raises UsageError for two options of ``records`` that exclude each other."""
-    every = {
-        one.name: one
-        for record in records
-        for one in parameters(type(record))
-        if getattr(record, one.name) != one.default
-    }
-    for one in every.values():
-        for other in one.option.excludes:
-            if other in every:
-                flag = every[other].flag
-                raise UsageError(f"{one.flag} does not go with {flag}", next_step=f"drop {one.flag} or {flag}")
-
-
-def identity(record: object) -> dict[str, str]:
-    """The given options that affect the output bytes: what a resumed run must repeat."""
-    values = {one.name: getattr(record, one.name) for one in parameters(type(record)) if one.option.changes_output}
+def output_options(record: OptionRecord) -> dict[str, str]:
+    """The options that affect the output bytes, defaults included: what a resumed run must repeat."""
+    options = (each for each in options_of(type(record)) if each.metadata.changes_output)
+    values = {each.name: getattr(record, each.name) for each in options}
     return {name: str(value) for name, value in values.items() if value not in (None, ())}
-
-
-def takes_options(*records: type) -> Callable[[Function], Function]:
-    """Decorates a function with ``**named``: ``help()`` and completion show the options of ``records`` as its
-    keywords.
-    """
-
-    def decorate(function: Function) -> Function:
-        import inspect
-
-        options = [one for record in records for one in parameters(record)]
-        signature = inspect.signature(function)
-        fixed = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        keywords = [
-            inspect.Parameter(
-                one.name, inspect.Parameter.KEYWORD_ONLY, default=_plain(one.default), annotation=one.keyword
-            )
-            for one in options
-        ]
-        function.__signature__ = signature.replace(parameters=[*fixed, *keywords])  # type: ignore[attr-defined]
-        listed = "".join(f"    {one.name}: {one.option.help_text}\n" for one in options)
-        function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions:\n{listed}"
-        return function
-
-    return decorate
-
-
-def _plain(value: object) -> object:
-    return value.value if isinstance(value, Enum) else value

@@ -1,8 +1,8 @@
 """Declares every option of ``convert`` once, for the command line, the Python API, workers and its checks.
 
-To add an option, add one field to the record of its command, with what ``option_fields.Option`` describes: nothing else
-needs an edit except the code that uses it. ``scripts/keywords`` then rewrites the types of ``fsdpckpt.convert``.
-Imports neither numpy nor torch, since ``--help`` needs all of it.
+To add an option, add one field to the record of its command, with what ``option_fields.OptionMetadata`` describes:
+nothing else needs an edit except the code that uses it. ``scripts/keywords`` then rewrites the types of
+``fsdpckpt.convert``. Imports neither numpy nor torch, since ``--help`` needs all of it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,21 @@ from enum import StrEnum
 from typing import Literal
 
 from fsdpckpt.ir import Container, KeyType, Layout, Section, Strategy
-from fsdpckpt.option_fields import DTYPE, PATH, SIZE, TORCH_VERSION, WORKERS, Group, Scope, option, repeatable
+from fsdpckpt.option_fields import (
+    PATH,
+    SIZE,
+    TORCH_VERSION,
+    WORKERS,
+    Heading,
+    OptionRecord,
+    Scope,
+    one_of,
+    option,
+    repeatable,
+)
 
-DEFAULT_MAX_MEMORY = (
-    128 * 1024 * 1024
-)  # bytes of copy buffers: several windows for each thread, far below a laptop's memory
+# Bytes of copy buffers: several windows for each thread, far below a laptop's memory.
+DEFAULT_MAX_MEMORY = 128 * 1024 * 1024
 DEFAULT_MAX_SHARD_SIZE = 5_000_000_000  # bytes, the split Hugging Face's own writers use
 
 # Listed, as --help imports no table of producers and dtypes; tests compare them with those.
@@ -25,12 +35,24 @@ FLAVORS = (
     *("torchtitan", "torchtitan-old", "trainer", "verl"),
 )
 # float8_e8m0fnu has neither sign nor zero: it holds the scales of other tensors, never values.
-DTYPES = (
+CASTABLE_DTYPES = (
     *("float64", "float32", "float16", "bfloat16"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
 )
+_DTYPE_ALIASES = {  # what people call them, and what torch does
+    **{"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
+    **{"fp64": "float64", "double": "float64", "fp8": "float8_e4m3fn", "float8": "float8_e4m3fn"},
+}
+DTYPE = one_of(
+    *("a floating-point dtype", CASTABLE_DTYPES),
+    example="bfloat16",
+    aliases=_DTYPE_ALIASES,
+    python_type="str | torch.dtype",
+    metavar="DTYPE",
+)
 # What ``torch.device`` takes, and the names of backends outside of PyTorch that train with FSDP.
 DEVICE_TYPES = ("cuda", "cpu", "xpu", "npu", "hpu", "mlu", "musa", "mps", "mtia", "xla", "ipu", "maia", "privateuseone")
+DEVICE_TYPE = one_of("a device type of PyTorch", DEVICE_TYPES, example="cuda", metavar="TYPE")
 SECTIONS = ("model", "optim")  # the sections that a conversion or a comparison may be limited to
 
 
@@ -80,251 +102,254 @@ class Visibility(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertOptions:
+class ConvertOptions(OptionRecord):
     """Options of one conversion. None: the default that the help text names. Sizes are bytes."""
 
-    to: Layout | None = option("Target layout (default: the source's).", Group.WRITTEN)
+    to: Layout | None = option("Target layout (default: the source's).", Heading.WRITTEN)
     container: Container | None = option(
         "File format (default: by DST's suffix, else the framework's; plain: torch for full, dcp for sharded).",
-        Group.WRITTEN,
+        Heading.WRITTEN,
         synonyms=("format",),
     )
     world_size: int | None = option(
         "Number of ranks of the target; for dcp, how it is split into files.",
-        Group.WRITTEN,
+        Heading.WRITTEN,
         minimum=1,
         synonyms=("gpus", "n", "n-gpus", "np", "num-gpus", "num-processes", "num-ranks", "ranks", "world"),
     )
     mesh: tuple[str, ...] = repeatable(
         "Device mesh of the target, for example dp_replicate=2,dp_shard=4,tp=2 (default: the source's); may be "
         "repeated if the tensors are on several meshes.",
-        Group.WRITTEN,
+        Heading.WRITTEN,
         metavar="NAME=SIZE,...",
         scope=Scope.SHARDED,
     )
     placements: str | None = option(
         "JSON file with the placements of the parameters, and with several meshes the mesh of each.",
-        Group.WRITTEN,
+        Heading.WRITTEN,
         kind=PATH,
         scope=Scope.SHARDED,
     )
     like: str | None = option(
         "Per-rank DTensor files whose meshes and placements the target gets.",
-        Group.WRITTEN,
+        Heading.WRITTEN,
         kind=PATH,
         metavar="PATH",
         scope=Scope.SHARDED,
     )
     tensor: TensorForm = option(
-        "Tensor type in per-rank torch files.", Group.WRITTEN, default=TensorForm.DTENSOR, scope=Scope.PER_RANK_FILES
+        "Tensor type in per-rank torch files.", Heading.WRITTEN, default=TensorForm.DTENSOR, scope=Scope.PER_RANK_FILES
     )
     torch_version: str | None = option(
         "PyTorch version that will load per-rank DTensor files, for example 2.8 (default: the one installed here).",
-        Group.WRITTEN,
+        Heading.WRITTEN,
         kind=TORCH_VERSION,
         scope=Scope.PER_RANK_FILES,
     )
     mesh_device: str | None = option(
         "Device type that DTensors record for their mesh: cuda, cpu, ... (default: the source's, else the flavor's).",
-        Group.WRITTEN,
-        metavar="TYPE",
+        Heading.WRITTEN,
+        kind=DEVICE_TYPE,
         completion=DEVICE_TYPES[:2],
         scope=Scope.DTENSORS,
     )
     key_type: KeyType | None = option(
         "Key optimizer state by parameter name or by id (default: as in the source).",
-        Group.WRITTEN,
+        Heading.WRITTEN,
         scope=Scope.OPTIMIZER,
     )
     flavor: str | None = option(
         f"Framework whose file names and keys are written: {', '.join(FLAVORS)} (default: the source's).",
-        Group.WRITTEN,
+        Heading.WRITTEN,
         metavar="NAME",
         completion=FLAVORS,
         synonyms=("framework",),
     )
     max_shard_size: int = option(
         "Split safetensors files at this size (default: 5GB).",
-        Group.WRITTEN,
+        Heading.WRITTEN,
         default=DEFAULT_MAX_SHARD_SIZE,
         kind=SIZE,
+        minimum=1,
         scope=Scope.SAFETENSORS,
     )
     only: Section | None = option(
-        "Convert only this section.", Group.SELECTED, offered=SECTIONS, synonyms=("model-only", "weights-only")
+        "Convert only this section.", Heading.SELECTED, offered=SECTIONS, synonyms=("model-only", "weights-only")
     )
-    include: tuple[str, ...] = repeatable("Convert only parameters whose names match; may be repeated.", Group.SELECTED)
-    exclude: tuple[str, ...] = repeatable("Leave out parameters whose names match; may be repeated.", Group.SELECTED)
+    include: tuple[str, ...] = repeatable(
+        "Convert only parameters whose names match; may be repeated.", Heading.SELECTED
+    )
+    exclude: tuple[str, ...] = repeatable("Leave out parameters whose names match; may be repeated.", Heading.SELECTED)
     ignore_file: tuple[str, ...] = repeatable(
-        "Leave out files and directories of SRC with this name or path; may be repeated.", Group.SELECTED
+        "Leave out files and directories of SRC with this name or path; may be repeated.", Heading.SELECTED
     )
     clean_names: bool = option(
         "Remove the prefixes of wrappers (_orig_mod., _checkpoint_wrapped_module., ...) from names.",
-        Group.SELECTED,
+        Heading.SELECTED,
         default=False,
     )
-    strip_prefix: str | None = option("Remove PREFIX from the start of names.", Group.SELECTED, metavar="PREFIX")
-    add_prefix: str | None = option("Add PREFIX to the start of names.", Group.SELECTED, metavar="PREFIX")
+    strip_prefix: str | None = option("Remove PREFIX from the start of names.", Heading.SELECTED, metavar="PREFIX")
+    add_prefix: str | None = option("Add PREFIX to the start of names.", Heading.SELECTED, metavar="PREFIX")
     rename: tuple[tuple[str, str], ...] = repeatable(
-        "Rename a key or a dotted prefix; may be repeated, and is applied in order.", Group.SELECTED
+        "Rename a key or a dotted prefix; may be repeated, and is applied in order.", Heading.SELECTED
     )
     dtype: str | None = option(
         "Cast the model's floating-point tensors, for example to bfloat16 (default: no cast).",
-        Group.SELECTED,
+        Heading.SELECTED,
         kind=DTYPE,
-        completion=DTYPES,
+        completion=CASTABLE_DTYPES,
         scope=Scope.MODEL,
     )
     optim_dtype: str | None = option(
         "Cast the optimizer's floating-point states, but not step and those without dimensions (default: no cast).",
-        Group.SELECTED,
+        Heading.SELECTED,
         kind=DTYPE,
-        completion=DTYPES,
+        completion=CASTABLE_DTYPES,
         scope=Scope.OPTIMIZER,
     )
     missing_state: MissingState | None = option(
         "For parameters without optimizer state: stop with an error, write zeros, or leave them out.",
-        Group.SELECTED,
+        Heading.SELECTED,
         scope=Scope.OPTIMIZER,
     )
     no_weight_decay: tuple[str, ...] = repeatable(
         "Parameters without weight decay ('standard': vectors and biases); may be repeated. Megatron's checkpoints do "
         "not list those of each param group; an optimizer with one group, as DeepSpeed makes it, gets two.",
-        Group.SELECTED,
+        Heading.SELECTED,
         completion=("standard",),
         scope=Scope.OPTIMIZER,
     )
     buffers: tuple[str, ...] = repeatable(
         "Model keys that every rank holds whole, such as buffers ('none': there are none); may be repeated.",
-        Group.SELECTED,
+        Heading.SELECTED,
         scope=Scope.SHARDED_OR_KEYED | Scope.MODEL | Scope.KNOWLEDGE,
     )
     units: str | None = option(
         "Units file: the parameters of each flat parameter (fsdpckpt units --help).",
-        Group.UNITS,
+        Heading.UNITS,
         kind=PATH,
         scope=Scope.FLAT_PARAMETERS | Scope.KNOWLEDGE,
     )
     unit: tuple[str, ...] = repeatable(
         "Names of the modules that FSDP1 wrapped ('none': only the root); may be repeated.",
-        Group.UNITS,
+        Heading.UNITS,
         scope=Scope.FLAT_PARAMETERS,
     )
     use_orig_params: bool | None = option(
-        "The use_orig_params that FSDP1 was, or will be, given.", Group.UNITS, scope=Scope.FLAT_PARAMETERS
+        "The use_orig_params that FSDP1 was, or will be, given.", Heading.UNITS, scope=Scope.FLAT_PARAMETERS
     )
     strategy: Strategy | None = option(
-        "FSDP1's sharding strategy (default: full-shard).", Group.UNITS, scope=Scope.FLAT_PARAMETERS
+        "FSDP1's sharding strategy (default: full-shard).", Heading.UNITS, scope=Scope.FLAT_PARAMETERS
     )
     param_dtype: str | None = option(
         "MixedPrecision.param_dtype of the training job, which decides how slices are aligned.",
-        Group.UNITS,
+        Heading.UNITS,
         kind=DTYPE,
-        completion=DTYPES,
+        completion=CASTABLE_DTYPES,
         scope=Scope.FLAT_PARAMETERS,
     )
     shard_size: int | None = option(
-        "Number of ranks in one sharding group (hybrid-shard).", Group.UNITS, minimum=1, scope=Scope.FLAT_PARAMETERS
+        "Number of ranks in one sharding group (hybrid-shard).", Heading.UNITS, minimum=1, scope=Scope.FLAT_PARAMETERS
     )
     reference: str | None = option(
         "A checkpoint with the model's names, shapes and order; for Hugging Face's weights, a directory with its "
         "config.json and tokenizer.",
-        Group.UNITS,
+        Heading.UNITS,
         kind=PATH,
         metavar="PATH",
         scope=Scope.REFERENCE | Scope.KNOWLEDGE,
     )
     parameters: str | None = option(
         "A text file with the names in the order of model.parameters(), one per line.",
-        Group.UNITS,
+        Heading.UNITS,
         kind=PATH,
         scope=Scope.KEYED | Scope.KNOWLEDGE,
     )
-    dry_run: bool = option("Print the plan and write nothing.", Group.SAFETY, default=False, changes_output=False)
+    dry_run: bool = option("Print the plan and write nothing.", Heading.SAFETY, default=False, changes_output=False)
     verify: VerifyLevel = option(
         "How the output is checked before it appears.",
-        Group.SAFETY,
+        Heading.SAFETY,
         default=VerifyLevel.STRUCTURE,
         changes_output=False,
     )
     link: LinkMode = option(
         "Link files of SRC that do not change instead of copying them; auto: reflinks if the file system supports "
         "them; hardlink: SRC and DST then share these files.",
-        Group.WRITTEN,
+        Heading.WRITTEN,
         default=LinkMode.COPY,
         synonyms=("hard-link", "hardlink", "reflink", "symlink"),
     )
     overwrite: bool = option(
         "Replace the checkpoint at DST; refused if DST holds anything else.",
-        Group.SAFETY,
+        Heading.SAFETY,
         default=False,
         synonyms=("force", "f", "replace"),
         changes_output=False,
     )
     resume: bool | None = option(
         "Continue an interrupted run of the same command (default), or remove what it left and start over.",
-        Group.SAFETY,
+        Heading.SAFETY,
         changes_output=False,
     )
     max_memory: int = option(
         "Limit on copy buffers (default: 128MiB).",
-        Group.RESOURCES,
+        Heading.RESOURCES,
         default=DEFAULT_MAX_MEMORY,
         kind=SIZE,
         changes_output=False,
     )
-    threads: int | None = option("Number of threads that copy.", Group.RESOURCES, minimum=1, changes_output=False)
+    threads: int | None = option("Number of threads that copy.", Heading.RESOURCES, minimum=1, changes_output=False)
     # For a path it has no effect, and the summary says so: one command may serve both.
     staging: str | None = option(
         "Local directory where a DST for an object store is staged (default: TMPDIR); not used for a path.",
-        Group.RESOURCES,
+        Heading.RESOURCES,
         kind=PATH,
         metavar="DIR",
     )
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchOptions:
+class LaunchOptions(OptionRecord):
     """The processes that run a conversion; these options do not change a byte of the output."""
 
     launcher: Launcher = option(
         "Where to run; auto: workers if --nproc-per-node asks for them, or torchrun or srun started this.",
-        Group.WORKERS,
+        Heading.WORKERS,
         default=Launcher.AUTO,
     )
     nproc_per_node: str | None = option(
-        "Start this many workers on this node.", Group.WORKERS, kind=WORKERS, scope=Scope.LAUNCH
+        "Start this many workers on this node.", Heading.WORKERS, kind=WORKERS, scope=Scope.LAUNCH
     )
     nnodes: int = option(
-        "Number of nodes that run this command.", Group.WORKERS, default=1, minimum=1, scope=Scope.LAUNCH
+        "Number of nodes that run this command.", Heading.WORKERS, default=1, minimum=1, scope=Scope.LAUNCH
     )
     node_rank: int | None = option(
-        "Rank of this node, from 0.", Group.WORKERS, minimum=0, scope=Scope.LAUNCH | Scope.WORKERS
+        "Rank of this node, from 0.", Heading.WORKERS, minimum=0, scope=Scope.LAUNCH | Scope.WORKERS
     )
     rdzv_endpoint: str | None = option(
         "Address at which the nodes meet: the same on every node.",
-        Group.WORKERS,
+        Heading.WORKERS,
         metavar="HOST:PORT",
         scope=Scope.LAUNCH | Scope.WORKERS,
     )
     device: Literal["auto", "cpu", "cuda"] = option(
-        "Device used for communication.", Group.WORKERS, default="auto", scope=Scope.WORKERS
+        "Device used for communication.", Heading.WORKERS, default="auto", scope=Scope.WORKERS
     )
     backend: Literal["auto", "nccl", "gloo"] = option(
         "Backend of communication; auto: nccl if every worker has its own GPU, else gloo.",
-        Group.WORKERS,
+        Heading.WORKERS,
         default="auto",
         scope=Scope.WORKERS,
     )
     output_visibility: Visibility = option(
         "Who sees DST; node: each node a directory of its own, which gets the files that its ranks load.",
-        Group.WORKERS,
+        Heading.WORKERS,
         default=Visibility.SHARED,
         scope=Scope.WORKERS,
     )
     fault_limit: float = option(
         "End all workers this long after one is lost.",
-        Group.WORKERS,
+        Heading.WORKERS,
         default=15.0,
         metavar="SECONDS",
         minimum=1.0,

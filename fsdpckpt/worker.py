@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from fsdpckpt.converters import Report
 from fsdpckpt.converters.target_spec import refuse_unknown_suffix
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError, require_torch
-from fsdpckpt.option_fields import Scope, changed, refuse_unused
+from fsdpckpt.option_fields import Scope, refuse_unused
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.process import process_role, started_as_worker
 from fsdpckpt.progress import Progress, ProgressPipe, follow_progress
@@ -213,7 +213,7 @@ def main() -> None:
     with open(request, encoding="utf-8") as file:
         document = json.load(file)
     directory = os.path.dirname(request)
-    launch = changed(LaunchOptions(), document["launch"])
+    launch = LaunchOptions(**document["launch"])
     if os.environ.get("FSDPCKPT_DEBUG") != "1":
         sys.excepthook = lambda *_: None  # the launcher says what went wrong
     try:
@@ -225,7 +225,7 @@ def main() -> None:
                 group,
                 cast("str", document["source"]),
                 cast("str", document["target"]),
-                changed(ConvertOptions(), document["options"]),
+                ConvertOptions(**document["options"]),
                 progress,
                 visibility=launch.output_visibility,
                 workers_here=int(os.environ["LOCAL_WORLD_SIZE"]),

@@ -10,28 +10,34 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import fsdpckpt
 from fsdpckpt import api
 from fsdpckpt.cli import app
-from fsdpckpt.command_options import DiffOptions, InspectOptions, OutputOptions, VerifyOptions
+from fsdpckpt.command_options import (
+    DiffOptions,
+    InspectOptions,
+    OutputOptions,
+    VerifyOptions,
+    takes_options,
+    with_keywords,
+)
 from fsdpckpt.errors import UsageError
-from fsdpckpt.ir import dtypes
+from fsdpckpt.ir import Layout, dtypes
 from fsdpckpt.option_fields import (
     SIZE,
-    Group,
+    Heading,
+    OptionRecord,
     Scope,
-    changed,
     given,
-    identity,
     option,
-    parameters,
+    options_of,
+    output_options,
     parse_size,
-    takes_options,
-    with_named,
 )
-from fsdpckpt.options import DTYPES, FLAVORS, ConvertOptions, LaunchOptions
+from fsdpckpt.options import CASTABLE_DTYPES, FLAVORS, ConvertOptions, LaunchOptions, LinkMode, VerifyLevel
 from fsdpckpt.producers.table import WRITABLE
 
 KEYWORDS = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "keywords"))
@@ -41,7 +47,7 @@ KEYWORDS = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "keywor
 class MoreOptions(ConvertOptions):
     """The options of ``convert`` and one more."""
 
-    block_size: int = option("Bytes of one block.", Group.RESOURCES, default=512, kind=SIZE, scope=Scope.SAFETENSORS)
+    block_size: int = option("Bytes of one block.", Heading.RESOURCES, default=512, kind=SIZE, scope=Scope.SAFETENSORS)
 
 
 def run_with_more_options(*arguments: str) -> tuple[str, list[MoreOptions]]:
@@ -77,19 +83,19 @@ def test_a_new_field_is_a_keyword_of_python_with_type_default_and_description() 
     assert (keyword.kind, keyword.annotation, keyword.default) == (keyword.KEYWORD_ONLY, "int | str", 512)
     assert "block_size: Bytes of one block." in (convert.__doc__ or "")
     assert " block_size: int | str\n" in KEYWORDS["render"](MoreOptions)
-    (options,) = with_named([MoreOptions()], {"block_size": "1KiB", "only": "model"})
+    (options,) = with_keywords([MoreOptions()], {"block_size": "1KiB", "only": "model"})
     assert (options.block_size, options.only) == (1024, "model")
     with pytest.raises(UsageError) as error:
-        with_named([MoreOptions()], {"blocksize": 1})
+        with_keywords([MoreOptions()], {"blocksize": 1})
     assert error.value.next_step == "did you mean block_size?"
 
 
 def test_a_new_field_crosses_to_workers_and_says_where_it_applies() -> None:
     options = MoreOptions(block_size=7)
-    assert changed(MoreOptions(), json.loads(json.dumps(asdict(options)))) == options
+    assert MoreOptions(**json.loads(json.dumps(asdict(options)))) == options
     assert given(options, Scope.SAFETENSORS) == ("--block-size",)
     assert given(options, Scope.MODEL) == given(MoreOptions(), Scope.SAFETENSORS) == ()
-    assert identity(options)["block_size"] == "7"
+    assert output_options(options)["block_size"] == "7"
 
 
 def test_the_types_of_keywords_are_those_of_the_options() -> None:
@@ -100,7 +106,7 @@ def test_the_types_of_keywords_are_those_of_the_options() -> None:
 
 def test_convert_shows_every_option_as_a_keyword() -> None:
     signature = inspect.signature(fsdpckpt.convert)
-    declared = [one.name for record in (ConvertOptions, LaunchOptions) for one in parameters(record)]
+    declared = [each.name for record in (ConvertOptions, LaunchOptions) for each in options_of(record)]
     assert list(signature.parameters) == ["source", "target", "options", "launch", "progress", *declared]
     assert all(f"    {name}: " in (fsdpckpt.convert.__doc__ or "") for name in declared)
 
@@ -114,29 +120,116 @@ def test_convert_shows_every_option_as_a_keyword() -> None:
     ],
 )
 def test_the_options_of_the_other_commands_are_keywords_of_their_functions(
-    record: type, function: object, of_the_command_line: set[str]
+    record: type[OptionRecord], function: object, of_the_command_line: set[str]
 ) -> None:
-    declared = {one.name for one in parameters(record)} - of_the_command_line
+    declared = {each.name for each in options_of(record)} - of_the_command_line
     assert declared | {"source", "a", "b", "progress"} >= set(inspect.signature(function).parameters)  # type: ignore[arg-type]
     assert declared <= set(inspect.signature(function).parameters)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("record", [ConvertOptions, LaunchOptions, OutputOptions])
-def test_every_field_is_an_option_with_one_line_of_help(record: type) -> None:
-    assert [one.name for one in parameters(record)] == [field.name for field in dataclasses.fields(record)]
-    for one in parameters(record):
-        assert one.option.help_text.endswith(".") and "\n" not in one.option.help_text
+def test_every_field_is_an_option_with_one_line_of_help(record: type[OptionRecord]) -> None:
+    assert [each.name for each in options_of(record)] == [field.name for field in dataclasses.fields(record)]
+    for each in options_of(record):
+        assert each.metadata.help_text.endswith(".") and "\n" not in each.metadata.help_text
 
 
 def test_the_flavors_and_dtypes_that_are_offered_are_those_that_are_taken() -> None:
     assert sorted(FLAVORS) == sorted(WRITABLE)
     floating = {name for name, dtype in dtypes.DTYPES.items() if dtype.floating and dtype.numpy}
-    assert set(DTYPES) == floating - {"float8_e8m0fnu"}
+    assert set(CASTABLE_DTYPES) == floating - {"float8_e8m0fnu"}
 
 
 def test_none_is_the_default() -> None:
-    options = ConvertOptions(dry_run=True)
-    assert changed(options, {"rename": None, "world_size": None, "verify": None}) == options
+    assert ConvertOptions.of(dry_run=True, rename=None, world_size=None, verify=None) == ConvertOptions(dry_run=True)
+
+
+def test_a_record_holds_the_types_of_its_fields_whatever_it_is_made_from() -> None:
+    options = ConvertOptions.of(
+        to="full",
+        verify="full",
+        link="hardlink",
+        max_memory="1MiB",
+        include="a.*",
+        units=Path("units.json"),
+        dtype=torch.bfloat16,
+        rename={"a": "b"},
+    )
+    assert (options.to, options.verify, options.link) == (Layout.FULL, VerifyLevel.FULL, LinkMode.HARDLINK)
+    assert isinstance(options.verify, VerifyLevel)
+    assert (options.max_memory, options.include, options.units) == (1 << 20, ("a.*",), "units.json")
+    assert (options.dtype, options.rename) == ("bfloat16", (("a", "b"),))
+    assert isinstance(dataclasses.replace(options, to="sharded").to, Layout)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"to": "fulll"}, "--to cannot be 'fulll'"),
+        ({"overwrite": "no"}, "overwrite takes True or False"),
+        ({"dry_run": "false"}, "dry_run takes True or False"),
+        ({"use_orig_params": 1}, "use_orig_params takes True or False"),
+        ({"flavor": 5}, "--flavor takes text"),
+        ({"include": 5}, "--include takes text"),
+        ({"exclude": ["a", None]}, "--exclude takes text"),
+        ({"units": 5}, "--units takes text"),
+        ({"rename": [("a", "b", "c")]}, "--rename takes OLD=NEW"),
+        ({"rename": 5}, "--rename takes OLD=NEW"),
+        ({"rename": "a"}, "--rename takes OLD=NEW"),
+        ({"max_shard_size": 1.5}, "--max-shard-size takes a whole number"),
+        ({"max_shard_size": 0}, "--max-shard-size is too small"),
+        ({"world_size": 0}, "--world-size is too small"),
+        ({"dtype": "int8"}, "--dtype int8 is not a floating-point dtype"),
+        ({"param_dtype": "int8"}, "--param-dtype int8 is not a floating-point dtype"),
+        ({"mesh_device": "gpu"}, "--mesh-device gpu is not a device type of PyTorch"),
+        ({"torch_version": "9" * 5000 + ".1"}, "--torch-version takes a version"),
+    ],
+)
+def test_a_record_refuses_what_its_options_do_not_take(values: dict[str, object], what: str) -> None:
+    with pytest.raises(UsageError) as error:
+        ConvertOptions.of(**values)
+    assert error.value.what == what
+    with pytest.raises(UsageError):
+        fsdpckpt.convert("nothing-here", "target", **values)  # type: ignore[arg-type]
+
+
+def test_a_number_of_workers_with_thousands_of_digits_is_refused() -> None:
+    with pytest.raises(UsageError, match="--nproc-per-node takes a number"):
+        LaunchOptions(nproc_per_node="9" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("values", "next_step"),
+    [
+        ({"dtype": "bf16"}, "--dtype bfloat16"),
+        ({"optim_dtype": "float23"}, "--optim-dtype float32"),
+        ({"param_dtype": "whole"}, "--param-dtype bfloat16"),
+        ({"mesh_device": "cudaa"}, "--mesh-device cuda"),
+        ({"to": "dcp"}, "--container dcp"),
+        ({"dtype": "full"}, "--to full"),
+        ({"to": "shardd"}, "did you mean --to sharded?"),
+    ],
+)
+def test_the_error_names_the_value_that_was_probably_meant(values: dict[str, object], next_step: str) -> None:
+    with pytest.raises(UsageError) as error:
+        ConvertOptions.of(**values)
+    assert error.value.next_step == next_step
+
+
+def test_python_refuses_the_values_that_the_command_line_refuses(tmp_path: Path) -> None:
+    path = str(tmp_path / "model.pt")
+    torch.save({"w": torch.ones(2)}, path)
+    for call in (
+        lambda: fsdpckpt.verify(path, threads=0),
+        lambda: fsdpckpt.inspect(path, stats=True, threads=0),
+        lambda: fsdpckpt.diff(path, path, threads=0),
+        lambda: fsdpckpt.diff(path, path, rtol=-1.0),
+        lambda: fsdpckpt.diff(path, path, rtol="x"),  # type: ignore[arg-type]
+        lambda: fsdpckpt.inspect(path, ranks="no"),  # type: ignore[arg-type]
+        lambda: fsdpckpt.StorageReader(path, threads=0),
+    ):
+        with pytest.raises(UsageError):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import fsdpckpt
 from fsdpckpt.cli.errors import error_text
 from fsdpckpt.command_options import in_python
 from fsdpckpt.errors import FsdpckptError, TargetExistsError
-from fsdpckpt.option_fields import Parameter, parameters
+from fsdpckpt.option_fields import Option, options_of
 from fsdpckpt.options import ConvertOptions, LaunchOptions
 from tests.conftest import AS_PYTHON_SHOWS
 
@@ -54,11 +54,14 @@ def test_options_become_keywords(written: str, python: str) -> None:
     assert in_python(written) == python
 
 
-@pytest.mark.parametrize("one", [*parameters(ConvertOptions), *parameters(LaunchOptions)], ids=lambda one: one.name)
-def test_every_option_has_its_keyword(one: Parameter) -> None:
-    assert in_python(f"add {one.flag}, then").startswith((f"add {one.name}, then", f"add {one.name}=True, then"))
-    if one.choices:
-        assert in_python(f"add {one.flag} {one.choices[-1]}.") == f"add {one.name}={one.choices[-1]!r}."
+@pytest.mark.parametrize(
+    "option", [*options_of(ConvertOptions), *options_of(LaunchOptions)], ids=lambda option: option.name
+)
+def test_every_option_has_its_keyword(option: Option) -> None:
+    flag, name = option.flag, option.name
+    assert in_python(f"add {flag}, then").startswith((f"add {name}, then", f"add {name}=True, then"))
+    if option.choices:
+        assert in_python(f"add {flag} {option.choices[-1]}.") == f"add {name}={option.choices[-1]!r}."
 
 
 def test_the_api_words_errors_for_python() -> None:

@@ -99,12 +99,12 @@ def _meant_option(error: BaseException, unknown: str) -> str | None:
     from difflib import get_close_matches
 
     from fsdpckpt.errors import to_copy
-    from fsdpckpt.option_fields import synonym
+    from fsdpckpt.option_fields import option_with_synonym
     from fsdpckpt.options import ConvertOptions
 
-    meant = synonym([ConvertOptions], unknown.lstrip("-")) if sys.argv[1:2] == ["convert"] else None
+    meant = option_with_synonym([ConvertOptions], unknown.lstrip("-")) if sys.argv[1:2] == ["convert"] else None
     if meant is not None:
-        return f"{meant.flag}: {meant.option.help_text}"
+        return f"{meant.flag}: {meant.metadata.help_text}"
     if unknown == "--version":
         return to_copy("this shows the version", "fsdpckpt --version")
     command = getattr(getattr(error, "ctx", None), "command", None)

@@ -17,7 +17,7 @@ from fsdpckpt.cli.errors import catch_signals, guarded
 from fsdpckpt.cli.output import Output
 from fsdpckpt.command_options import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
 from fsdpckpt.errors import EMPTY, UsageError
-from fsdpckpt.option_fields import Group, Parameter, changed, parameters, refuse_conflicts
+from fsdpckpt.option_fields import Heading, Option, OptionRecord, options_of
 from fsdpckpt.options import ConvertOptions, LaunchOptions
 from fsdpckpt.version import __version__
 
@@ -32,7 +32,7 @@ Exit codes:
 Set FSDPCKPT_DEBUG=1 for tracebacks.
 Each command has examples: fsdpckpt convert --help
 """
-TUNABLE = (Group.RESOURCES, Group.WORKERS)
+TUNABLE = (Heading.RESOURCES, Heading.WORKERS)
 WIDEST_NAME = 30  # columns of the names of options in --help, before their descriptions
 
 # typer's usage errors: it exports this one, and its base class catches the others in every version
@@ -112,15 +112,14 @@ def command(
     arguments, records = list(arguments), list(records)
 
     def run(**values: Any) -> int:
-        printing: OutputOptions = _fill_records(OutputOptions, values)
+        printing: OutputOptions = _fill_record(OutputOptions, values)
         output = Output(as_json=printing.as_json, quiet=printing.quiet)
         import_module(needs)
         catch_signals()
 
         def work() -> int:
             paths = [_gather_values(metavar, values[name]) for name, metavar, _ in arguments]
-            filled = [_fill_records(record, values) for record in records]
-            refuse_conflicts(*filled, printing)
+            filled = [_fill_record(record, values) for record in records]
             return body(output, *paths, *filled)
 
         return guarded(output, work)
@@ -132,7 +131,7 @@ def command(
                 signatures.Parameter(name, keyword_only, annotation=_argument(metavar, help_text))
                 for name, metavar, help_text in arguments
             ),
-            *(_option(one) for record in (*records, OutputOptions) for one in parameters(record)),
+            *(_parameter(option) for record in (*records, OutputOptions) for option in options_of(record)),
         ]
     )
     run.__doc__ = body.__doc__
@@ -152,34 +151,37 @@ def _gather_values(metavar: str, path: str) -> str:
     return path
 
 
-def _fill_records(record: type[Any], values: dict[str, Any]) -> Any:
-    return changed(record(), {one.name: values[one.name] for one in parameters(record)})
+def _fill_record(record: type[OptionRecord], values: dict[str, Any]) -> Any:
+    return record.of(**{each.name: values[each.name] for each in options_of(record)})
 
 
 def _argument(metavar: str, help_text: str) -> Any:
     return Annotated[str, typer.Argument(metavar=metavar, help=help_text, show_default=False)]
 
 
-def _option(one: Parameter) -> signatures.Parameter:
-    """The parameter of a command that typer turns into the option ``one`` of its record."""
-    kind: Any = one.kind.values
-    default: Any = one.default if isinstance(one.default, bool | int | float) and one.option.kind is None else None
-    names = [one.flag, *([one.option.short] if one.option.short else [])]
-    if one.choices and one.default is not None:
-        default = str(one.default)
-    elif kind is bool and one.default is None:
-        names = [f"{one.flag}/--no-{one.flag.removeprefix('--')}"]
-    elif kind is str and default is not None:
+def _parameter(option: Option) -> signatures.Parameter:
+    """The parameter of a command that typer turns into ``option`` of its record."""
+    cli_type: Any = option.kind.cli_type
+    default: Any = option.default
+    if not isinstance(default, bool | int | float) or option.metadata.kind is not None:
+        default = None
+    flags = [option.flag, *([option.metadata.short] if option.metadata.short else [])]
+    if option.choices and option.default is not None:
+        default = str(option.default)
+    elif cli_type is bool and option.default is None:
+        flags = [f"{option.flag}/--no-{option.flag.removeprefix('--')}"]
+    elif cli_type is str and default is not None:
         default = str(default)
-    described = typer.Option(
-        *names,
-        help=one.option.help_text,
-        metavar=one.metavar,
+    completed = option.choices or option.metadata.completion
+    declared = typer.Option(
+        *flags,
+        help=option.metadata.help_text,
+        metavar=option.metavar,
         show_default=default is not None,
-        autocompletion=_completer(known) if (known := one.choices or one.option.completion) else None,
+        autocompletion=_completer(completed) if completed else None,
     )
-    annotation: Any = Annotated[kind if default is not None else Optional[kind], described]  # noqa: UP045
-    return signatures.Parameter(one.name, signatures.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    annotation: Any = Annotated[cli_type if default is not None else Optional[cli_type], declared]  # noqa: UP045
+    return signatures.Parameter(option.name, signatures.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _completer(words: tuple[str, ...]) -> Callable[[str], list[str]]:
@@ -191,18 +193,18 @@ def _completer(words: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 class _ConvertHelp(HelpCommand):
     headings: ClassVar = {
-        one.name: one.option.group.value
-        for group in Group
+        option.name: heading.value
+        for heading in Heading
         for record in (ConvertOptions, LaunchOptions)
-        for one in parameters(record)
-        if one.option.group is group
+        for option in options_of(record)
+        if option.metadata.heading is heading
     }
-    rest: ClassVar = Group.OTHER.value
+    rest: ClassVar = Heading.OTHER.value
     tunable: ClassVar = frozenset(
-        one.name
+        option.name
         for record in (ConvertOptions, LaunchOptions)
-        for one in parameters(record)
-        if one.option.group in TUNABLE
+        for option in options_of(record)
+        if option.metadata.heading in TUNABLE
     )
 
 

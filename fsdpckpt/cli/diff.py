@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.output import Colour, Line, Styled, labelled
-from fsdpckpt.command_options import DiffOptions
+from fsdpckpt.command_options import DiffOptions, keywords_of
 from fsdpckpt.text import count_text, fold, numbers_text, plural
 
 if TYPE_CHECKING:
@@ -38,18 +38,7 @@ def diff_command(output: Output, a: str, b: str, options: DiffOptions) -> int:
     from fsdpckpt.api import diff
 
     with output.progress() as progress:
-        result = diff(
-            a,
-            b,
-            rtol=options.rtol,
-            atol=options.atol,
-            only=options.only,
-            strict=options.strict,
-            ignore_file=options.ignore_file,
-            units=options.units,
-            threads=options.threads,
-            progress=progress,
-        )
+        result = diff(a, b, **keywords_of(diff, options), progress=progress)
     for note in result.notes:
         output.message(f"note: {note}")
     output.document(lambda: _document(a, b, result), "diff")

@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.output import Colour, Line, Styled, cut, labelled, wrapped
-from fsdpckpt.command_options import InspectOptions
+from fsdpckpt.command_options import InspectOptions, keywords_of
+from fsdpckpt.errors import UsageError
 from fsdpckpt.text import count_text, dtypes_text, names_text, plural, size_text
 
 if TYPE_CHECKING:
@@ -39,23 +40,17 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
     from fsdpckpt.api import inspect
     from fsdpckpt.cli.listing import listing
 
+    if options.names_only:
+        for flag, is_given in (("--json", output.as_json), ("--all", options.all_keys), ("--ranks", options.ranks)):
+            if is_given:
+                raise UsageError(f"--names-only does not go with {flag}", next_step=f"drop --names-only or {flag}")
     if options.report is not None:  # before an hour of --stats, not after it
         from fsdpckpt.report import check_report
 
         check_report(options.report, source)
     # Without --stats there is nothing to wait for, and importing the bar takes time.
     with output.progress() if options.stats else nullcontext() as progress:
-        description = inspect(
-            source,
-            keys=options.keys,
-            section=options.section,
-            ranks=options.ranks,
-            stats=options.stats,
-            ignore_file=options.ignore_file,
-            units=options.units,
-            threads=options.threads,
-            progress=progress,
-        )
+        description = inspect(source, **keywords_of(inspect, options), progress=progress)
     if options.report is not None:
         from fsdpckpt.report import write_report
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.errors import known_error, report
 from fsdpckpt.cli.output import Colour, Line, Styled, labelled
-from fsdpckpt.command_options import VerifyOptions
+from fsdpckpt.command_options import VerifyOptions, keywords_of
 from fsdpckpt.errors import FsdpckptError, SourceError
 from fsdpckpt.text import shape_text
 
@@ -39,17 +39,7 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
 
     try:
         with output.progress() as progress:
-            result = verify(
-                source,
-                digests=options.digests,
-                finite=options.finite,
-                include=options.include,
-                exclude=options.exclude,
-                ignore_file=options.ignore_file,
-                units=options.units,
-                threads=options.threads,
-                progress=progress,
-            )
+            result = verify(source, **keywords_of(verify, options), progress=progress)
     except (SourceError, OSError) as error:
         return report(output, error, _refused_document(source, known_error(error)), "verify")
     output.document(lambda: _document(result), "verify")

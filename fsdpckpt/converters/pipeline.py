@@ -46,7 +46,7 @@ from fsdpckpt.converters.resume import (
 from fsdpckpt.converters.shared_sources import UnionSources, content_identity, find_visible, serve_sources
 from fsdpckpt.converters.staging import Places, assign_segments, files_at, holders_of, open_staging
 from fsdpckpt.converters.target_mesh import check_mesh
-from fsdpckpt.converters.target_spec import check_options
+from fsdpckpt.converters.target_spec import check_flavor
 from fsdpckpt.errors import InternalError, Leftover, TargetExistsError, WorkerError, attach_leftover
 from fsdpckpt.execute import execute
 from fsdpckpt.execute.job import (
@@ -230,7 +230,7 @@ class _Conversion:
         options = self.options
         with self.group.step("check the request"):
             if self.group.rank == 0:
-                check_options(options)
+                check_flavor(options)
                 check_mesh(options)
                 if self.visibility is Visibility.NODE and not self._alone:
                     self.options = options = without_links(options, "each node has a DST of its own")

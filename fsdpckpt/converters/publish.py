@@ -33,7 +33,7 @@ from fsdpckpt.converters.linking import without_links
 from fsdpckpt.converters.overwrite import find_replaceable, foreign_files_error, offering_what_works
 from fsdpckpt.converters.resume import attach_staged, is_resumable
 from fsdpckpt.converters.staging import UploadDirectory, is_sent, node_label
-from fsdpckpt.converters.target_spec import check_options
+from fsdpckpt.converters.target_spec import check_flavor
 from fsdpckpt.errors import (
     InternalError,
     Leftover,
@@ -141,7 +141,7 @@ class Upload:
 
     def _look(self) -> list[object]:
         options = self._requested
-        check_options(options)
+        check_flavor(options)
         without_links(options, f"{self._target} is in an object store")
         if self.visibility is Visibility.NODE:
             raise UsageError(

@@ -33,7 +33,7 @@ from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import JournaledWindows, Record, RunIdentity, joined, read_records, read_run, run_of
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.option_fields import identity as option_texts
+from fsdpckpt.option_fields import output_options
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan import Plan
 from fsdpckpt.plan.transfer import Segment
@@ -48,7 +48,7 @@ _LOOKUPS = 16  # requests at a time: a store answers in tens of milliseconds
 
 def run_identity(plan: Plan, options: ConvertOptions, sources: Sequence[Sequence[FileIdentity]]) -> RunIdentity:
     """What a later run must have in common with this one to resume it. ``sources``: see ``source_copies``."""
-    return RunIdentity(__version__, plan.digest(), option_texts(options), sources)
+    return RunIdentity(__version__, plan.digest(), output_options(options), sources)
 
 
 def source_copies(

@@ -17,19 +17,15 @@ from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir import Container, Layout, Section
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.option_fields import Scope, given, refuse_unused
-from fsdpckpt.options import DEVICE_TYPES, DTYPES, ConvertOptions, TensorForm
+from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers import PLAIN, Flavor, Form
 from fsdpckpt.storage.target_checks import is_empty_directory
 from fsdpckpt.transform.placements import TargetMesh
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS_SUFFIX = ".safetensors"
-DCP_SUFFIX = ".dcp"  # a directory that says so
+DCP_SUFFIX = ".dcp"  # a directory: the suffix is allowed and has no effect
 _SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*")
-
-# What people call them, and what torch does.
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-_SHORT |= {"fp64": "float64", "double": "float64", "fp8": "float8_e4m3fn", "float8": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +124,7 @@ def _plain_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> 
             f"flattened shards are written as torch files, one per rank, and --container says {container}",
             next_step="drop --container",
         )
-    _refuse_unused(layout, container, options, source_layout)
+    refuse_target_options(options, layout=layout, container=container, source_layout=source_layout)
     one_file = layout is Layout.FULL and (container is Container.TORCH or suffix == SAFETENSORS_SUFFIX)
     if one_file and given(options, Scope.SAFETENSORS):
         raise UsageError(
@@ -142,7 +138,9 @@ def _producer_spec(flavor: Flavor, form: Form, options: ConvertOptions, source: 
     world_size = ranks_of(flavor, form, options, source)
     if is_per_rank(form.layout, form.container):
         _require_ranks(world_size)
-    _refuse_unused(form.layout, form.container, options, source.layout, weights=form.weights)
+    refuse_target_options(
+        options, layout=form.layout, container=form.container, source_layout=source.layout, weights=form.weights
+    )
     return TargetSpec(form.layout, form.container, world_size, options.tensor, form.directory, flavor, form)
 
 
@@ -155,16 +153,6 @@ def _why_full(container: Container, suffix: str) -> str:
     if container is Container.SAFETENSORS:
         return "a safetensors target"
     return f"one file ({suffix})" if suffix in TORCH_SUFFIXES else "--to full"
-
-
-def _refuse_unused(
-    layout: Layout, container: Container, options: ConvertOptions, source_layout: Layout, *, weights: bool = False
-) -> None:
-    refuse_target_options(options, layout=layout, container=container, source_layout=source_layout, weights=weights)
-    if options.max_shard_size < 1:
-        raise UsageError(
-            "--max-shard-size is too small", found=str(options.max_shard_size), next_step="--max-shard-size 5GB"
-        )
 
 
 def _container(suffix: str, options: ConvertOptions, source_layout: Layout) -> Container:
@@ -204,28 +192,10 @@ def _layout(container: Container, suffix: str, options: ConvertOptions, source_l
     return layout
 
 
-def check_options(options: ConvertOptions) -> None:
-    """Raises UsageError for a flavor, dtype or device type that cannot be written. Opens nothing."""
+def check_flavor(options: ConvertOptions) -> None:
+    """Raises UsageError for a ``--flavor`` that cannot be written. Opens nothing."""
     if options.flavor is not None and options.flavor != PLAIN:
         writable_flavor(options.flavor)
-    for option, name in (("--dtype", options.dtype), ("--optim-dtype", options.optim_dtype)):
-        if name is not None and name not in DTYPES:
-            meant = _SHORT.get(name, name.removeprefix("torch."))
-            raise UsageError(
-                f"{option} {name} is not a floating-point dtype",
-                expected=", ".join(DTYPES),
-                found=name,
-                next_step=f"{option} {meant if meant in DTYPES else 'bfloat16'}",
-            )
-    device = options.mesh_device
-    if device is not None and device not in DEVICE_TYPES:
-        near = get_close_matches(device, DEVICE_TYPES, n=1) or ["cuda"]
-        raise UsageError(
-            f"--mesh-device {device} is not a device type of PyTorch",
-            expected=", ".join(DEVICE_TYPES),
-            found=device,
-            next_step=f"--mesh-device {near[0]}",
-        )
 
 
 def refuse_target_options(
@@ -238,7 +208,7 @@ def refuse_target_options(
     per_rank = layout is Layout.SHARDED and container is Container.TORCH
     flat = Layout.FLATTENED in (layout, source_layout)
     keyed = flat or options.key_type is not None
-    for scope, applies, instead in (
+    for scope, applies, remedy in (
         (Scope.PER_RANK_FILES, per_rank, "--to sharded --container torch"),
         (Scope.SHARDED, layout is not Layout.FULL, "--to sharded"),
         (Scope.DTENSORS, flat or per_rank, "--to sharded --container torch"),
@@ -248,7 +218,7 @@ def refuse_target_options(
         (Scope.SAFETENSORS, container is Container.SAFETENSORS, "--container safetensors"),
     ):
         if not applies:
-            refuse_unused(options, scope, f"the target is {layout}, {container}", f"add {instead}")
+            refuse_unused(options, scope, f"the target is {layout}, {container}", f"add {remedy}")
 
 
 def refuse_section_options(

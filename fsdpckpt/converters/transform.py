@@ -23,7 +23,7 @@ from fsdpckpt.flat.units.request import ORDER, ResolvedUnits, UnitsRequest, load
 from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.flat.units.target import target_units
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, Layout, Note, OptimState, Section
-from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import SourceNames, leading_wrapper, normalise
 from fsdpckpt.ir.quantized import unwrapped
@@ -362,26 +362,13 @@ def units_request(options: ConvertOptions) -> UnitsRequest:
         globs=options.unit,
         use_orig_params=options.use_orig_params,
         strategy=options.strategy,
-        param_dtype=_dtype(options.param_dtype),
+        param_dtype=DTYPES[options.param_dtype] if options.param_dtype is not None else None,
         shard_size=options.shard_size,
         reference=options.reference,
         parameters=_names_of(options.parameters) if options.parameters is not None else None,
         buffers=options.buffers,
         one_group=bool(options.mesh) and options.strategy is None and options.shard_size is None,
     )
-
-
-def _dtype(name: str | None) -> DType | None:
-    if name is None:
-        return None
-    if name not in DTYPES or not DTYPES[name].floating:
-        raise UsageError(
-            f"--param-dtype {name} is not a floating-point dtype",
-            found=name,
-            expected=", ".join(key for key, dtype in DTYPES.items() if dtype.floating),
-            next_step="--param-dtype bfloat16",
-        )
-    return DTYPES[name]
 
 
 def _names_of(path: str) -> tuple[str, ...]:

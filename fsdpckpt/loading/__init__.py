@@ -39,7 +39,6 @@ from fsdpckpt.loading.source import (
     open_to_load,
     read_boxes,
 )
-from fsdpckpt.option_fields import changed
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.dcp.read import UNREAD
 from fsdpckpt.storage.sources import Sources
@@ -96,8 +95,8 @@ class StorageReader(TorchStorageReader):
         given |= {"parameters": parameters, "buffers": buffers, "missing_state": missing_state}
         given |= {"no_weight_decay": no_weight_decay, "ignore_file": ignore_file}
         given |= {"strip_prefix": strip_prefix, "add_prefix": add_prefix, "rename": rename}
-        self._options = changed(ConvertOptions(), given)
-        self._threads = threads if threads is not None else DEFAULT_THREADS
+        self._options = ConvertOptions.of(**given, threads=threads)
+        self._threads = self._options.threads if self._options.threads is not None else DEFAULT_THREADS
         self._open(os.fspath(path), locate=False)
 
     @property

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from fsdpckpt.command_options import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
-from fsdpckpt.option_fields import DTYPE, Group, parameters
-from fsdpckpt.options import ConvertOptions, LaunchOptions
+from fsdpckpt.option_fields import Heading, options_of
+from fsdpckpt.options import DTYPE, ConvertOptions, LaunchOptions
 from tests.cli.conftest import Run
 
 RECORDS: dict[str, tuple[type, ...]] = {
@@ -32,10 +32,10 @@ def help_text(run: Run, command: str) -> str:
 def test_every_option_of_convert_is_shown_under_its_heading(run: Run) -> None:
     sections = dict(re.findall(r"^(\S[^\n]*):\n((?:  [^\n]*\n)+)", help_text(run, "convert"), re.MULTILINE))
     assert list(sections)[:2] == ["Arguments", "What is written"]
-    assert set(sections) == {"Arguments", *(group.value for group in Group)}
+    assert set(sections) == {"Arguments", *(heading.value for heading in Heading)}
     for record in (ConvertOptions, LaunchOptions, OutputOptions):
-        for one in parameters(record):
-            assert re.search(rf"(^|[ ,]){one.flag}( |$)", sections[one.option.group], re.MULTILINE), one.flag
+        for each in options_of(record):
+            assert re.search(rf"(^|[ ,]){each.flag}( |$)", sections[each.metadata.heading], re.MULTILINE), each.flag
 
 
 def test_the_headings_of_convert_are_shown_in_order_and_followed_by_examples(run: Run) -> None:
@@ -85,11 +85,11 @@ def test_bash_completes_the_values_of_every_option_that_lists_them(
     command: str, complete: Callable[[str], list[str]]
 ) -> None:
     for record in RECORDS[command]:
-        for one in parameters(record):
-            values = one.choices or one.option.completion
+        for each in options_of(record):
+            values = each.choices or each.metadata.completion
             if values:
-                assert complete(f"fsdpckpt {command} {one.flag} ") == list(values), one.flag
-            assert values or one.kind != DTYPE, one.flag
+                assert complete(f"fsdpckpt {command} {each.flag} ") == list(values), each.flag
+            assert values or each.kind != DTYPE, each.flag
 
 
 def test_completion_works_in_a_shell() -> None:

@@ -8,7 +8,6 @@ import torch
 from fsdpckpt.comm import launch
 from fsdpckpt.comm.launch import first_host, rank_from_environment
 from fsdpckpt.errors import UsageError
-from fsdpckpt.option_fields import changed
 from fsdpckpt.options import LaunchOptions
 
 TORCHRUN = {
@@ -115,4 +114,4 @@ def test_the_number_of_workers_follows_the_gpus_where_asked(monkeypatch: pytest.
         launch.local_workers("gpu")
     for text in ("0", "many", 0):
         with pytest.raises(UsageError, match="--nproc-per-node takes a number"):
-            changed(LaunchOptions(), {"nproc_per_node": text})
+            LaunchOptions.of(nproc_per_node=text)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from fsdpckpt.api import convert
-from fsdpckpt.option_fields import changed
 from fsdpckpt.options import ConvertOptions
 
 __all__ = ["CASES", "disks", "make_sources", "options", "unequal"]
@@ -59,7 +58,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def options(given: dict[str, Any]) -> ConvertOptions:
-    return changed(ConvertOptions(), {**asdict(ConvertOptions()), **given})
+    return ConvertOptions(**given)
 
 
 def make_sources(disk: Path) -> None:

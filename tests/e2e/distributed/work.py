@@ -27,7 +27,6 @@ def main(path: str) -> None:
 
     from fsdpckpt.comm.torch_group import TorchGroup
     from fsdpckpt.converters.pipeline import convert
-    from fsdpckpt.option_fields import changed
     from fsdpckpt.options import ConvertOptions, Visibility
     from fsdpckpt.progress import NoProgress
     from tests.oracle.process import quiet_worker
@@ -40,7 +39,7 @@ def main(path: str) -> None:
                 group,
                 case["source"],
                 case["target"],
-                changed(ConvertOptions(), case["options"]),
+                ConvertOptions(**case["options"]),
                 NoProgress(),
                 visibility=Visibility.NODE if apart else Visibility.SHARED,
                 workers_here=group.world_size,
