@@ -9,12 +9,13 @@ send what they see of the source to those that do. A single process is one worke
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -38,7 +39,7 @@ from fsdpckpt.plan.transfer import NOTHING_WRITTEN, Segment, partition, target_n
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import remote_identity
 from fsdpckpt.storage.local import target_errors
-from fsdpckpt.storage.staging import Staging
+from fsdpckpt.storage.staging import Staging, lock_path, missing_directories
 from fsdpckpt.storage.target_checks import Contents, is_empty_directory
 
 _RANK_FILE = re.compile(r"(?:.*_rank_?(\d+)\.(?:pt|bin)|(?:.*/)?__(\d+)_\d+\.distcp)")
@@ -248,20 +249,9 @@ class UploadDirectory:
 
         Raises TargetExistsError, TargetUnwritableError.
         """
+        created = missing_directories(os.path.dirname(self.root))
         with target_errors(self.root):
-            os.makedirs(self.root, mode=0o700, exist_ok=True)
-            if os.stat(self.root).st_uid != os.getuid():  # anyone may make directories in /tmp
-                raise TargetUnwritableError(
-                    f"{self.root} belongs to another user", file=self.root, next_step="add --staging DIR"
-                )
-            lock = os.open(self.root, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise TargetExistsError(
-                f"another fsdpckpt is writing from {self.root}", file=self.root, next_step="wait for it to end"
-            ) from None
+            lock = self._lock()
         try:
             with target_errors(self.root):
                 if not resume or not os.path.lexists(self.path):
@@ -273,6 +263,29 @@ class UploadDirectory:
                 if os.listdir(self.root) == [_UPLOAD]:  # else it is kept for the next run
                     self.remove()
             os.close(lock)
+            for directory in created:
+                with contextlib.suppress(OSError):  # not empty
+                    os.rmdir(directory)
+
+    def _lock(self) -> int:
+        while True:
+            os.makedirs(self.root, mode=0o700, exist_ok=True)
+            status = os.lstat(self.root)
+            if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):  # anyone may make one in /tmp
+                whose = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "another user's"
+                raise TargetUnwritableError(
+                    f"{self.root} is {whose}, and fsdpckpt stages the output in a directory of yours",
+                    file=self.root,
+                    next_step=f"remove {shlex.quote(self.root)}, or add --staging DIR",
+                )
+            try:
+                return lock_path(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            except BlockingIOError:
+                raise TargetExistsError(
+                    f"another fsdpckpt is writing from {self.root}", file=self.root, next_step="wait for it to end"
+                ) from None
+            except FileNotFoundError:  # a run that ended has removed it
+                continue
 
     def upload(self) -> str:
         """The name of the current upload; empty if there is none, or this process does not see it."""

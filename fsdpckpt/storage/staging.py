@@ -60,13 +60,30 @@ def journal_paths(root: str) -> list[str]:
     return [os.path.join(root, name) for name in _names(root, _JOURNAL)]
 
 
+def lock_path(path: str, flags: int, *, wait: bool = False) -> int:
+    """Open ``path`` with ``flags``, and lock it until the returned descriptor is closed.
+
+    Raises BlockingIOError if another process holds the lock, unless this process is to ``wait`` for it.
+    """
+    while True:
+        lock = os.open(path, flags | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # The previous owner may have removed it between our open and our lock: then the lock guards nothing.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(path), os.fstat(lock)):
+                    return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
 def lock_as_writer(root: str, writer: int) -> int:
     """Lock ``root`` as number ``writer`` of several, until the returned descriptor is closed."""
     path = os.path.join(root, f"{_WRITER}-{writer}")
     with target_errors(path):
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    return lock
+        return lock_path(path, os.O_RDWR | os.O_CREAT, wait=True)
 
 
 def _has_writers(root: str) -> bool:
@@ -75,14 +92,12 @@ def _has_writers(root: str) -> bool:
 
 
 def _is_free(path: str) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(lock)
+    try:
+        os.close(lock_path(path, os.O_RDWR))
+    except FileNotFoundError:
+        return True
+    except BlockingIOError:
+        return False
     return True
 
 
@@ -131,7 +146,7 @@ class Staging:
         self._aside = os.path.join(parent, _hidden_name(name, "old"))
         self._lock_path = os.path.join(parent, _hidden_name(name, "lock"))
         self.committed = False
-        self._made = _missing_directories(parent)
+        self._made = missing_directories(parent)
         with target_errors(self._target):
             os.makedirs(parent, exist_ok=True)
             self._lock = self._acquire()
@@ -197,18 +212,10 @@ class Staging:
             self._make()
 
     def _acquire(self) -> int:
-        while True:
-            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(lock)
-                raise self._busy_error() from None
-            # Its previous owner may have removed the file between our open and our lock: then the lock guards nothing.
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(self._lock_path).st_ino == os.fstat(lock).st_ino:
-                    return lock
-            os.close(lock)
+        try:
+            return lock_path(self._lock_path, os.O_RDWR | os.O_CREAT)
+        except BlockingIOError:
+            raise self._busy_error() from None
 
     @property
     def visible(self) -> str:
@@ -388,7 +395,7 @@ def existing_parent(target: str) -> str:
     return parent
 
 
-def _missing_directories(path: str) -> list[str]:
+def missing_directories(path: str) -> list[str]:
     """``path`` and the directories above it that do not exist, deepest first."""
     missing = []
     while not os.path.lexists(path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from fsdpckpt.converters.check import Pair, divide_pairs, pack_pairs, unpack_pairs
 from fsdpckpt.converters.publish import assign_senders
 from fsdpckpt.converters.staging import UploadDirectory, is_sent
-from fsdpckpt.errors import TargetExistsError
+from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
 
@@ -120,3 +122,46 @@ def test_one_run_at_a_time_writes_from_a_staging_directory_and_leaves_none_witho
     with stage.locked(resume=True) as upload:
         stage.note_sent(upload, 0, "a", INFO)
     assert Path(stage.root).is_dir()
+
+
+def test_a_link_in_place_of_the_staging_directory_is_refused_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    home, shared = tmp_path / "home", tmp_path / "shared"
+    (home / "step-1").mkdir(parents=True)
+    (home / "step-1" / "thesis.txt").write_text("years of work")
+    shared.mkdir()
+    stage = UploadDirectory.of("s3://runs/step-1", str(shared))
+    Path(stage.root).symlink_to(home)  # anyone can make it in /tmp
+    with pytest.raises(TargetUnwritableError, match="is a symbolic link"), stage.locked(resume=False):
+        pass
+    assert (home / "step-1" / "thesis.txt").read_text() == "years of work"
+    assert [path.name for path in home.iterdir()] == ["step-1"]
+
+
+def test_a_lock_on_a_directory_that_another_run_removed_meanwhile_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = UploadDirectory.of("s3://runs/step-1", str(tmp_path))
+    lock, calls = fcntl.flock, []
+
+    def after_another_run(descriptor: int, operation: int) -> None:
+        calls.append(operation)
+        if len(calls) == 1:  # the run that held the lock ends, and the next one begins
+            os.rmdir(stage.root)
+            os.mkdir(stage.root)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", after_another_run)
+    with stage.locked(resume=True):
+        with pytest.raises(TargetExistsError), stage.locked(resume=True):
+            pass
+        assert len(calls) == 3
+
+
+def test_the_directories_that_were_made_for_staging_are_removed_with_it(tmp_path: Path) -> None:
+    stage = UploadDirectory.of("s3://runs/step-1", str(tmp_path / "scratch" / "uploads"))
+    with stage.locked(resume=True):
+        assert Path(stage.root).is_dir()
+    assert list(tmp_path.iterdir()) == []
+    with stage.locked(resume=True) as upload:
+        stage.note_sent(upload, 0, "a", INFO)
+    assert Path(stage.root).is_dir(), "what the next run needs stays"
