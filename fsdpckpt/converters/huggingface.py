@@ -78,12 +78,12 @@ def _check_configuration(reference: str, checkpoint: Checkpoint, sources: Source
     shapes = _shapes(checkpoint)
     wrong: list[str] = []
     for fields, pattern in _SIZES:
-        held = {shape[:1]: name for name, shape in shapes.items() if pattern.search(name)}
+        rows = {shape[0]: name for name, shape in shapes.items() if shape and pattern.search(name)}
         for field in fields:
             stated = document.get(field)
-            if type(stated) is int and len(held) == 1 and (stated,) not in held:
-                ((size, name),) = held.items()
-                wrong.append(f"{field}: expected {size[0]}, the rows of {name}, found {stated}")
+            if type(stated) is int and len(rows) == 1 and stated not in rows:
+                ((number, name),) = rows.items()
+                wrong.append(f"{field}: expected {number}, the rows of {name}, found {stated}")
     stacks: dict[str, set[int]] = {}
     for match in filter(None, map(_LAYER.match, shapes)):
         stacks.setdefault(match[1], set()).add(int(match[2]))

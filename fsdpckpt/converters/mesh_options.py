@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from fsdpckpt.errors import UsageError
+from fsdpckpt.errors import SourceUnrecognisedError, UsageError, of_option
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir.tensors import MeshShape, Placement, Replicate, Shard, Sharding
 from fsdpckpt.layouts import strided
@@ -15,7 +15,8 @@ from fsdpckpt.text import plural
 from fsdpckpt.transform.placements import Rule, Rules, mesh_options
 
 EXAMPLE_MESH = "--mesh dp_replicate=2,dp_shard=4,tp=2"
-_SHARD = re.compile(r"shard\(\s*(?:dim\s*=\s*)?(\d+)\s*\)", re.IGNORECASE)
+_SIZE = re.compile(r"0*[1-9]\d{0,8}", re.ASCII)
+_SHARD = re.compile(r"shard\(\s*(?:dim\s*=\s*)?(\d{1,4})\s*\)", re.IGNORECASE)
 _REPLICATE = re.compile(r"replicate(\(\s*\))?", re.IGNORECASE)
 
 
@@ -63,7 +64,7 @@ def parse_mesh(text: str) -> MeshShape:
     pairs = [part.rpartition("=") for part in parts]
     names = [name.strip() for name, _, _ in pairs]
     sizes = [size.strip() for _, _, size in pairs]
-    wrong = next((part for part, size in zip(parts, sizes, strict=True) if not size.isdecimal() or int(size) < 1), None)
+    wrong = next((part for part, size in zip(parts, sizes, strict=True) if not _SIZE.fullmatch(size)), None)
     if wrong is None and len({bool(name) for name in names}) > 1:
         wrong = next(part for part, name in zip(parts, names, strict=True) if not name)
     if wrong is not None:
@@ -82,14 +83,24 @@ def parse_mesh(text: str) -> MeshShape:
 
 
 def parse_placements(path: str, meshes: Sequence[MeshShape], sources: Sources) -> Rules:
-    """Read the rules in the JSON file ``path``, whose dimensions are those of ``meshes``. Raises UsageError."""
-    source = sources.open(path)
+    """Read the rules in the JSON file ``path``, whose dimensions are those of ``meshes``.
+
+    Raises UsageError, and SourceError for a file that cannot be read.
+    """
+    with of_option("--placements"):
+        entry = sources.stat(path)
+        if entry is not None and entry.directory:
+            raise SourceUnrecognisedError(f"{path} is a directory", file=path, next_step="give a JSON file")
+        source = sources.open(path)
+        text = source.read(0, source.nbytes)
     try:
-        document = json.loads(source.read(0, source.nbytes), object_pairs_hook=_Pairs)
-    except ValueError as error:
-        raise UsageError(f"--placements {path} is not JSON: {error}", file=path, next_step=_form(meshes)) from None
+        document = json.loads(text, object_pairs_hook=_Pairs)
+    except (ValueError, RecursionError) as error:
+        example = _example_document(meshes)
+        raise UsageError(f"--placements {path} is not JSON: {error}", file=path, next_step=example) from None
     if not isinstance(document, _Pairs) or not document:
-        raise UsageError(f"--placements {path} is not a JSON object", file=path, next_step=_form(meshes))
+        example = _example_document(meshes)
+        raise UsageError(f"--placements {path} is not a JSON object", file=path, next_step=example)
     globs = [glob for glob, _ in document]
     twice = next((glob for glob in globs if globs.count(glob) > 1), None)
     if twice is not None:
@@ -111,7 +122,7 @@ def _entry(path: str, glob: str, placed: object, meshes: Sequence[MeshShape]) ->
             key=glob,
             expected="an object of mesh dimension to placement, or null for a tensor that every rank holds whole",
             found=json.dumps(placed),
-            next_step=_form(meshes),
+            next_step=_example_document(meshes),
         )
     placements: dict[str, Placement] = {}
     known = list(dict.fromkeys(name for mesh in meshes for name in mesh.dimension_names))
@@ -173,6 +184,6 @@ def _placement(path: str, glob: str, text: object) -> Placement:
     )
 
 
-def _form(meshes: Sequence[MeshShape]) -> str:
+def _example_document(meshes: Sequence[MeshShape]) -> str:
     placed = ", ".join(f'"{name}": "Shard(0)"' for name in meshes[0].dimension_names[-1:])
     return f'write globs of parameter names and their placements, for example {{"*": {{{placed}}}}}'

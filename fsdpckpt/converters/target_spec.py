@@ -55,6 +55,9 @@ def make_target_spec(target: str, options: ConvertOptions, source: Checkpoint) -
 
     Raises UsageError if the options contradict each other or DST's suffix.
     """
+    if options.world_size is not None and options.world_size > MAX_RANKS:
+        expected = f"at most {MAX_RANKS:,}"
+        raise UsageError("--world-size has too many ranks", expected=expected, found=str(options.world_size))
     suffix = os.path.splitext(target.rstrip("/"))[1]
     named = suffix if suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX) else ""
     notes: tuple[Note, ...] = ()
@@ -102,9 +105,6 @@ def require_file_name(target: str, spec: TargetSpec, options: ConvertOptions) ->
 def _plain_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> TargetSpec:
     container = _container(suffix, options, source_layout)
     layout = _layout(container, suffix, options, source_layout)
-    if options.world_size is not None and not 1 <= options.world_size <= MAX_RANKS:
-        expected = f"1 to {MAX_RANKS:,}"
-        raise UsageError("--world-size is a number of ranks", expected=expected, found=str(options.world_size))
     if layout is Layout.FULL:
         refuse_unused(options, Scope.SHARDED, f"{_why_full(container, suffix)} is not sharded")
     if layout is Layout.FULL and options.world_size is not None:

@@ -144,3 +144,12 @@ def test_an_output_layer_counts_by_any_name_where_the_configuration_does_not_tie
     with pytest.raises(SourceUnsupportedError, match="not that of the model") as caught:
         export(saved(tmp_path / "without", words), tmp_path / "out2", reference=str(model))
     assert caught.value.details[0].startswith("tie_word_embeddings: expected true")
+
+
+def test_a_weight_without_dimensions_has_no_rows_to_compare_with_the_configuration(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", {"embed_tokens.weight": torch.ones(()), "w": torch.ones(2, 3)})
+    described = tmp_path / "described"
+    described.mkdir()
+    (described / "config.json").write_text('{"vocab_size": 7}')
+    report = export(source, tmp_path / "out", reference=str(described))
+    assert report.tensors == 2

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fsdpckpt
-from fsdpckpt.errors import NeedsInformationError, UsageError
+from fsdpckpt.errors import NeedsInformationError, SourceMissingError, SourceUnrecognisedError, UsageError
 from tests.cli.conftest import Run, run
 from tests.converters.test_ranks_apart import save_stages
 from tests.readers.played_ranks import as_rank
@@ -198,11 +198,13 @@ FULL = {"mesh": "dp_replicate=1,dp_shard=2,tp=2"}
         ({"mesh": "dp_shard=2,tp"}, None, "'tp' is not a dimension"),
         ({"mesh": "dp_shard=2,dp_shard=2"}, None, "names dp_shard twice"),
         ({"mesh": "dp_shard=0"}, None, "'dp_shard=0' is not a dimension"),
+        ({"mesh": f"dp_shard={'9' * 5000}"}, None, "is not a dimension"),
         ({}, PLACEMENTS, "there is no --mesh"),
         (FULL, {"*": {"pp": "Shard(0)"}}, r"\* names the mesh dimension pp, which --mesh"),
         (FULL, {"seen": None, "*": {"tp": "Shard(1)"}}, r"cuts col.bias along dimension 1, which its shape \[19\]"),
         (FULL, {"*": {"tp": "_StridedShard(0, sf=2)"}}, "a placement that cannot be written"),
         (FULL, {"*": {"tp": 0}}, "a placement that cannot be written: 0"),
+        (FULL, {"*": {"tp": f"Shard({'9' * 5000})"}}, "a placement that cannot be written"),
         (FULL, {"*": "Shard(0)"}, "has no placements"),
         (FULL, {**PLACEMENTS, "heads.*": None}, r"heads.\* decides nothing|heads.\* matches no parameter"),
         (FULL, {"*": {"tp": "Shard(0)"}, "col.*": None}, r"col.\* decides nothing"),
@@ -276,6 +278,28 @@ def test_two_entries_of_one_glob_are_refused(saved: Path, tmp_path: Path) -> Non
     (tmp_path / "placements.json").write_text('{"*": null, "*": {"tp": "Shard(0)"}}')
     with pytest.raises(UsageError, match=r"two entries for \*"):
         to_ranks(saved / "full.pt", tmp_path / "new", **FULL, placements=tmp_path / "placements.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("[" * 200_000, UsageError, "is not JSON"),
+        ("{", UsageError, "is not JSON"),
+        (None, SourceMissingError, "^--placements .* does not exist"),
+    ],
+)
+def test_a_file_of_placements_that_cannot_be_read_is_refused_under_the_name_of_its_option(
+    saved: Path, tmp_path: Path, text: str | None, error: type[Exception], message: str
+) -> None:
+    if text is not None:
+        (tmp_path / "placements.json").write_text(text)
+    with pytest.raises(error, match=message):
+        to_ranks(saved / "full.pt", tmp_path / "new", **FULL, placements=tmp_path / "placements.json")
+
+
+def test_a_directory_of_placements_is_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(SourceUnrecognisedError, match="is a directory"):
+        to_ranks(saved / "full.pt", tmp_path / "new", **FULL, placements=tmp_path)
 
 
 def test_a_mesh_of_two_dimensions_needs_placements(saved: Path, tmp_path: Path) -> None:
