@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.comm.protocol import Group
+from fsdpckpt.converters.lay_out import dtype_rule
 from fsdpckpt.converters.shared_sources import UnionSources, serve_sources
 from fsdpckpt.converters.staging import Places
 from fsdpckpt.converters.transform import TransformedCheckpoint
@@ -24,7 +25,7 @@ from fsdpckpt.errors import FsdpckptError, InternalError
 from fsdpckpt.flat.match import Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section, SourceFile
-from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.names import normalise
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 from fsdpckpt.ir.units import Units
@@ -36,10 +37,9 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.parameter_order import from_units
 from fsdpckpt.transform.rekey import to_names
 from fsdpckpt.verify.elements import first_difference
-from fsdpckpt.writers import DtypeRule
 
-Verdict: TypeAlias = str | int
-"""A tensor's SHA-256, or the number of its first element that is not as in the source."""
+Compared: TypeAlias = "dict[str, tuple[str, int | None]]"
+"""By ``Pair.name``: the SHA-256 of a tensor, and the number of its first element that differs; None if it is equal."""
 
 Visible: TypeAlias = "npt.NDArray[np.bool_]"
 """``[file, rank]``: who sees which file."""
@@ -66,7 +66,6 @@ class OutputCheck:
     group: Group
     transformed: TransformedCheckpoint | None
     options: ConvertOptions
-    dtypes: DtypeRule
     progress: Progress
     places: Places
     files: Sequence[SourceFile]
@@ -97,12 +96,11 @@ class OutputCheck:
             )
             pairs = pairs if group.rank == 0 else unpack_pairs(packed)
             divided = divide_pairs(pairs, self.visible, self._visible_output(names), group.world_size)
-        verdicts = self._compare(divided[group.rank], names, lengths)
-        verdicts |= self._compare_rest(divided[-1], written)
-        with group.step("are the sources what was copied"):
+        compared = self._compare(divided[group.rank], names, lengths) | self._compare_rest(divided[-1], written)
+        with group.step("check that the sources did not change"):
             self.require_unchanged()
-        with group.step("judge the output"):
-            return _digests(pairs, verdicts, self.path) if group.rank == 0 else {}
+        with group.step("require equal tensors"):
+            return _digests(pairs, compared, self.path) if group.rank == 0 else {}
 
     def _match(self) -> tuple[list[Pair], Sequence[SourceFile]]:
         with self.group.step("check the output"):
@@ -110,7 +108,7 @@ class OutputCheck:
                 self._serve()
                 return [], []
             with self.group.heartbeat(), UnionSources(self.group) as opener, without_collection():
-                return _match(self.transformed, self.path, dtypes=self.dtypes, level=self.options.verify, opener=opener)
+                return _match(self.transformed, self.path, self.options, opener)
 
     def _serve(self) -> None:
         root, local = (self.places.paths[place][0] for place in (0, self.places.place[self.group.rank] or 0))
@@ -125,18 +123,19 @@ class OutputCheck:
             visible[number, list(self.holders.get(name, ()))] = True
         return visible
 
-    def _compare(self, pairs: Sequence[Pair], names: Sequence[str], lengths: Sequence[int]) -> dict[str, Verdict]:
-        """Compare this rank's share; return the verdicts of all ranks."""
+    def _compare(self, pairs: Sequence[Pair], names: Sequence[str], lengths: Sequence[int]) -> Compared:
+        """Compare this rank's share; return the results of all ranks."""
         paths = [self.places.locate(self.group.rank, name) for name in names]
         written = [SourceFile(*each) for each in zip(paths, lengths, strict=True)]
         with self.group.step("compare the output"), self.group.heartbeat(), Sources() as sources:
-            computed = self._verdicts(pairs, sources, written)
-        verdicts: dict[str, Verdict] = {}
-        for each in self.group.all_gather_objects(computed, name="what was compared"):
-            verdicts.update(cast("dict[str, Verdict]", each))
-        return verdicts
+            share = self._read(pairs, sources, written)
+        compared: Compared = {}
+        for each in self.group.all_gather_objects(share, name="what was compared"):
+            compared.update(cast("Compared", each))
+        return compared
 
-    def _compare_rest(self, pairs: Sequence[Pair], written: Sequence[SourceFile]) -> dict[str, Verdict]:
+    def _compare_rest(self, pairs: Sequence[Pair], written: Sequence[SourceFile]) -> Compared:
+        """On rank 0, compare the ``pairs`` of which no rank sees all files."""
         if not pairs:  # the same on all ranks
             return {}
         with self.group.step("compare the rest"):
@@ -144,36 +143,35 @@ class OutputCheck:
                 self._serve()
                 return {}
             with self.group.heartbeat(), UnionSources(self.group) as sources:
-                return self._verdicts(pairs, sources, written)
+                return self._read(pairs, sources, written)
 
-    def _verdicts(self, pairs: Sequence[Pair], sources: Sources, written: Sequence[SourceFile]) -> dict[str, Verdict]:
-        """Read each of ``pairs`` from both sides, with ``--max-memory`` bytes of buffers; return the verdicts
-        by name.
-        """
+    def _read(self, pairs: Sequence[Pair], sources: Sources, written: Sequence[SourceFile]) -> Compared:
+        """Read each of ``pairs`` from both sides, with ``--max-memory`` bytes of buffers, and compare them."""
         self.progress.begin("verify", sum(pair.written.nbytes for pair in pairs))
-        verdicts: dict[str, Verdict] = {}
+        compared: Compared = {}
         for pair in pairs:
             total = hashlib.sha256()
-            at = first_difference(
+            difference = first_difference(
                 (pair.source, self.files, sources),
                 (pair.written, written, sources),
                 total,
                 max_memory=self.options.max_memory,
             )
-            verdicts[pair.name] = total.hexdigest() if at is None else at
+            compared[pair.name] = (total.hexdigest(), difference)
             self.progress.advance(pair.written.nbytes)
         self.progress.end()
-        return verdicts
+        return compared
 
 
 def _match(
-    transformed: TransformedCheckpoint, path: str, *, dtypes: DtypeRule, level: VerifyLevel, opener: Sources
+    transformed: TransformedCheckpoint, path: str, options: ConvertOptions, opener: Sources
 ) -> tuple[list[Pair], Sequence[SourceFile]]:
-    """Pair every tensor of ``transformed`` with the one written for it, if ``level`` compares tensors; also return the
-    files of the output. ``opener`` opens the output. Raises InternalError if the tensors are not the same.
+    """With ``--verify full``, pair every tensor of ``transformed`` with the one written for it; also return the files
+    of the output. ``opener`` opens the output. Raises InternalError if the tensors are not the same.
     """
-    expected, units = transformed.checkpoint, transformed.units
-    written = _reopen(path, opener, locate=level is VerifyLevel.FULL, units=units)
+    expected, units, dtypes = transformed.checkpoint, transformed.units, dtype_rule(options)
+    compares = options.verify is VerifyLevel.FULL
+    written = _reopen(path, opener, units, locate=compares)
     if units is not None:
         written = _unflatten(written, units, path)
     wrong = [problem.message for problem in written.problems if problem.fatal]
@@ -186,8 +184,9 @@ def _match(
         if other is None:
             wrong.append(f"{named.section} {named.key} was not written")
         elif (other.tensor.shape, other.tensor.dtype) != (named.tensor.shape, dtype):
-            wrong.append(f"{named.section} {named.key} was written as {_form(other)}, not as {_form(named)}")
-        elif level is VerifyLevel.FULL:
+            forms = f"{_form_text(other.tensor, other.tensor.dtype)}, not as {_form_text(named.tensor, dtype)}"
+            wrong.append(f"{named.section} {named.key} was written as {forms}")
+        elif compares:
             pairs.append(Pair(f"{named.section} {named.key}", named.tensor, other.tensor))
     wrong.extend(f"{named.section} {named.key} was written and should not be there" for named in unmatched.values())
     if wrong:
@@ -195,15 +194,13 @@ def _match(
     return pairs, written.files
 
 
-def _digests(pairs: Sequence[Pair], verdicts: Mapping[str, Verdict], path: str) -> dict[str, str]:
+def _digests(pairs: Sequence[Pair], compared: Compared, path: str) -> dict[str, str]:
     """The SHA-256 of each of ``pairs``, in order. Raises InternalError for pairs that differ."""
-    ordered = {pair.name: verdicts[pair.name] for pair in pairs}
-    wrong = [
-        f"{name} differs from the source at element {at}" for name, at in ordered.items() if not isinstance(at, str)
-    ]
+    ordered = [(pair.name, *compared[pair.name]) for pair in pairs]
+    wrong = [f"{name} differs from the source at element {number}" for name, _, number in ordered if number is not None]
     if wrong:
         raise _not_as_planned(path, wrong)
-    return {name: digest for name, digest in ordered.items() if isinstance(digest, str)}
+    return {name: digest for name, digest, _ in ordered}
 
 
 def _not_as_planned(path: str, wrong: Sequence[str]) -> InternalError:
@@ -214,7 +211,7 @@ def _not_as_planned(path: str, wrong: Sequence[str]) -> InternalError:
     )
 
 
-def _reopen(path: str, sources: Sources, *, locate: bool, units: Units | None = None) -> Checkpoint:
+def _reopen(path: str, sources: Sources, units: Units | None, *, locate: bool) -> Checkpoint:
     try:
         return open_checkpoint(path, sources=sources, locate=locate, units=units)
     except FsdpckptError as error:  # our own output: an error in it is not the fault of the user's source
@@ -247,8 +244,8 @@ def _comparable(checkpoint: Checkpoint, empty: Collection[str]) -> Iterator[Name
             yield named
 
 
-def _form(named: NamedTensor) -> str:
-    return f"{named.tensor.dtype.name} {list(named.tensor.shape)}"
+def _form_text(tensor: Tensor, dtype: DType) -> str:
+    return f"{dtype.name} {list(tensor.shape)}"
 
 
 def divide_pairs(pairs: Sequence[Pair], source: Visible, written: Visible, workers: int) -> list[list[Pair]]:
@@ -269,50 +266,29 @@ def divide_pairs(pairs: Sequence[Pair], source: Visible, written: Visible, worke
     return divided
 
 
-Packed: TypeAlias = "list[object]"
-
-
-def pack_pairs(pairs: Sequence[Pair]) -> Packed:
-    """Encode ``pairs`` as text and arrays."""
+def pack_pairs(pairs: Sequence[Pair]) -> list[object]:
+    """Encode ``pairs`` as lists and two arrays; arrays of each tensor's own would take twice as long to send."""
+    tensors = [tensor for pair in pairs for tensor in (pair.source, pair.written)]
+    chunks = [tensor.chunks for tensor in tensors]
+    columns = [np.stack([each.rank, each.file, each.offset]) for each in chunks]
+    boxes = [np.stack([each.start, each.size, each.stride]).ravel() for each in chunks]
     return [
         [pair.name for pair in pairs],
-        _pack([pair.source for pair in pairs]),
-        _pack([pair.written for pair in pairs]),
+        [[tensor.dtype.name, list(tensor.shape), len(tensor.chunks)] for tensor in tensors],
+        np.concatenate([np.zeros((3, 0), np.int64), *columns], axis=1),
+        np.concatenate([np.zeros(0, np.int64), *boxes]),
     ]
 
 
 def unpack_pairs(value: object) -> list[Pair]:
     """The inverse of ``pack_pairs``: the tensors have only what is needed to read them."""
-    names, sources, written = cast("tuple[list[str], Packed, Packed]", value)
-    return [Pair(*each) for each in zip(names, _unpack(sources), _unpack(written), strict=True)]
-
-
-def _pack(tensors: Sequence[Tensor]) -> Packed:
-    chunks = [tensor.chunks for tensor in tensors]
-    return [
-        [tensor.dtype.name for tensor in tensors],
-        _join(np.asarray(tensor.shape, np.int64) for tensor in tensors),
-        np.asarray([(tensor.ndim, len(tensor.chunks)) for tensor in tensors], np.int64).reshape(-1, 2),
-        _join(np.stack([each.rank, each.file, each.offset]) for each in chunks),
-        _join(np.stack([each.start, each.size, each.stride]) for each in chunks),
-    ]
-
-
-def _join(arrays: Iterable[Int64Array]) -> Int64Array:
-    flat = [array.ravel() for array in arrays]
-    return np.concatenate(flat).astype(np.int64) if flat else np.zeros(0, np.int64)
-
-
-def _unpack(value: Packed) -> list[Tensor]:
-    dtypes, shapes, counts, columns, boxes = cast(
-        "tuple[list[str], Int64Array, Int64Array, Int64Array, Int64Array]", value
+    names, forms, columns, boxes = cast(
+        "tuple[list[str], list[tuple[str, list[int], int]], Int64Array, Int64Array]", value
     )
-    tensors = []
-    shape_at = column_at = box_at = 0
-    for dtype, (ndim, count) in zip(dtypes, counts.tolist(), strict=True):
-        shape = tuple(shapes[shape_at : shape_at + ndim].tolist())
-        rank, file, offset = columns[column_at : column_at + 3 * count].reshape(3, count)
-        start, size, stride = boxes[box_at : box_at + 3 * count * ndim].reshape(3, count, ndim)
-        tensors.append(Tensor(DTYPES[dtype], shape, Chunks(rank, file, offset, start, size, stride)))
-        shape_at, column_at, box_at = shape_at + ndim, column_at + 3 * count, box_at + 3 * count * ndim
-    return tensors
+    tensors, chunk, number = [], 0, 0  # the next of columns and of boxes
+    for dtype, shape, count in forms:
+        column = columns[:, chunk : chunk + count]
+        box = boxes[number : number + 3 * count * len(shape)].reshape(3, count, len(shape))
+        tensors.append(Tensor(DTYPES[dtype], tuple(shape), Chunks(*column, *box)))
+        chunk, number = chunk + count, number + box.size
+    return [Pair(*each) for each in zip(names, tensors[::2], tensors[1::2], strict=True)]

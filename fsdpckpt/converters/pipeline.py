@@ -26,7 +26,6 @@ from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identi
 from fsdpckpt.comm.protocol import Group, Solo, original_error
 from fsdpckpt.converters import Report, encode_manifest, put_manifest, replaced_files
 from fsdpckpt.converters.check import OutputCheck
-from fsdpckpt.converters.lay_out import dtype_rule
 from fsdpckpt.converters.linking import check_linked, make_links, require_linked, without_links
 from fsdpckpt.converters.overwrite import find_replaceable, offering_what_works, still_replaceable
 from fsdpckpt.converters.prepare import Prepared, planned_report, prepare
@@ -429,7 +428,6 @@ class _Conversion:
             self.group,
             self._prepared.transformed if self._prepared is not None else None,
             self.options,
-            dtype_rule(self.options),
             self.progress,
             places=places,
             files=job.files,
