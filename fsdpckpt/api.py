@@ -145,7 +145,7 @@ def _require_keys(checkpoint: Checkpoint, wanted: Selection) -> None:
     if wanted.keys:
         from fsdpckpt.transform.selection import unmatched_error
 
-        keys = [one.key for one in checkpoint.tensors() if wanted.section in (None, one.section)]
+        keys = [tensor.key for tensor in checkpoint.tensors() if wanted.section in (None, tensor.section)]
         for glob in wanted.keys:
             if not any(fnmatchcase(key, glob) for key in keys):
                 raise unmatched_error(f"--keys {glob!r} matches", glob, checkpoint.source, keys)
@@ -239,16 +239,16 @@ def diff(
     exact = options.rtol is None and options.atol is None
     with Sources() as sources:
         opened = _open_all([a, b], sources, options.units, options.ignore_file)
-        pair = [_name_slices(without_repeats(one, sources), sources, options.units) for one in opened]
-        one, other = (only_section(checkpoint, options.only) for checkpoint in pair)
-        stages.begin("compare", sum(tensor.nbytes for tensor in one.leaves()))
+        named = [_name_slices(without_repeats(checkpoint, sources), sources, options.units) for checkpoint in opened]
+        first, second = (only_section(checkpoint, options.only) for checkpoint in named)
+        stages.begin("compare", sum(tensor.nbytes for tensor in first.leaves()))
         result = compare(
-            one,
-            other,
+            first,
+            second,
             sources=sources,
             tolerance=None if exact else Tolerance(options.rtol or 0.0, options.atol or 0.0),
             strict=options.strict,
-            threads=options.threads if options.threads is not None else threads_for(one, other),
+            threads=options.threads if options.threads is not None else threads_for(first, second),
             advance=stages.advance,
         )
         stages.end()

@@ -43,7 +43,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def _as_in_convert(name: str, help_text: str | None = None, scope: Scope = EVERYWHERE) -> Any:
     """The option ``name`` of ``convert``, for another command."""
-    (same,) = (each for each in options_of(ConvertOptions) if each.name == name)
+    (same,) = (option for option in options_of(ConvertOptions) if option.name == name)
     metadata = dataclasses.replace(
         same.metadata, help_text=help_text or same.metadata.help_text, heading=Heading.OTHER, scope=scope
     )
@@ -157,7 +157,7 @@ class OutputOptions(OptionRecord):
 def keywords_of(function: Callable[..., object], record: OptionRecord) -> dict[str, Any]:
     """The options of ``record`` that are keywords of ``function``."""
     names = signature(function).parameters
-    return {each.name: getattr(record, each.name) for each in options_of(type(record)) if each.name in names}
+    return {option.name: getattr(record, option.name) for option in options_of(type(record)) if option.name in names}
 
 
 def with_keywords(records: Iterable[OptionRecord], keywords: Mapping[str, object]) -> list[Any]:
@@ -165,7 +165,7 @@ def with_keywords(records: Iterable[OptionRecord], keywords: Mapping[str, object
     option.
     """
     records = list(records)
-    record_of = {each.name: number for number, record in enumerate(records) for each in options_of(type(record))}
+    record_of = {option.name: number for number, record in enumerate(records) for option in options_of(type(record))}
     for name in keywords:
         if name not in record_of:
             meant = option_with_synonym(map(type, records), name)
@@ -184,15 +184,17 @@ def takes_options(*records: type[OptionRecord]) -> Callable[[Function], Function
     """
 
     def decorate(function: Function) -> Function:
-        options = [each for record in records for each in options_of(record)]
+        options = [option for record in records for option in options_of(record)]
         declared = signature(function)
-        fixed = [each for each in declared.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+        fixed = [param for param in declared.parameters.values() if param.kind is not Parameter.VAR_KEYWORD]
         keywords = [
-            Parameter(each.name, Parameter.KEYWORD_ONLY, default=_plain(each.default), annotation=each.python_type)
-            for each in options
+            Parameter(
+                option.name, Parameter.KEYWORD_ONLY, default=_plain(option.default), annotation=option.python_type
+            )
+            for option in options
         ]
         function.__signature__ = declared.replace(parameters=[*fixed, *keywords])  # type: ignore[attr-defined]
-        listed = "".join(f"    {each.name}: {each.metadata.help_text}\n" for each in options)
+        listed = "".join(f"    {option.name}: {option.metadata.help_text}\n" for option in options)
         function.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\nOptions:\n{listed}"
         return function
 
@@ -204,9 +206,9 @@ def _plain(value: object) -> object:
 
 
 _OPTIONS = {
-    each.flag: each
+    option.flag: option
     for record in (ConvertOptions, LaunchOptions, InspectOptions, DiffOptions, VerifyOptions)
-    for each in options_of(record)
+    for option in options_of(record)
 }
 # A command for a terminal stays unchanged. Else an option, and the word after it, which may be its value.
 _OPTION_IN_TEXT = re.compile(

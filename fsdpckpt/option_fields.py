@@ -333,16 +333,16 @@ class OptionRecord:
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __post_init__(self) -> None:
-        for each in options_of(type(self)):
-            value = getattr(self, each.name)
+        for option in options_of(type(self)):
+            value = getattr(self, option.name)
             try:
-                converted = each.convert(value)
+                converted = option.convert(value)
             except UsageError as error:
-                near = get_close_matches(str(value), each.choices, n=1)
-                meant = f"did you mean {each.flag} {near[0]}?" if near else error.next_step
-                error.next_step = _option_taking(type(self), each.name, value) or meant
+                near = get_close_matches(str(value), option.choices, n=1)
+                meant = f"did you mean {option.flag} {near[0]}?" if near else error.next_step
+                error.next_step = _option_taking(type(self), option.name, value) or meant
                 raise
-            object.__setattr__(self, each.name, converted)  # the record is frozen
+            object.__setattr__(self, option.name, converted)  # the record is frozen
 
     @classmethod
     def of(cls, **values: Any) -> Self:
@@ -376,16 +376,16 @@ def _option_taking(record: type[OptionRecord], name: str, value: object) -> str 
 def option_with_synonym(records: Iterable[type[OptionRecord]], name: str) -> Option | None:
     """The option of ``records`` that people call ``name``."""
     synonym = name.replace("_", "-")
-    options = (each for record in records for each in options_of(record))
-    return next((each for each in options if synonym in each.metadata.synonyms), None)
+    options = (option for record in records for option in options_of(record))
+    return next((option for option in options if synonym in option.metadata.synonyms), None)
 
 
 def given(record: OptionRecord, scope: Scope) -> tuple[str, ...]:
     """The options of ``scope`` that differ from their defaults, as they are typed on the command line."""
     return tuple(
-        each.flag
-        for each in options_of(type(record))
-        if scope in each.metadata.scope and getattr(record, each.name) != each.default
+        option.flag
+        for option in options_of(type(record))
+        if scope in option.metadata.scope and getattr(record, option.name) != option.default
     )
 
 
@@ -405,6 +405,6 @@ def refuse_unused(record: OptionRecord, scope: Scope, why: str, remedy: str = ""
 
 def output_options(record: OptionRecord) -> dict[str, str]:
     """The options that affect the output bytes, defaults included: what a resumed run must repeat."""
-    options = (each for each in options_of(type(record)) if each.metadata.changes_output)
-    values = {each.name: getattr(record, each.name) for each in options}
+    options = (option for option in options_of(type(record)) if option.metadata.changes_output)
+    values = {option.name: getattr(record, option.name) for option in options}
     return {name: str(value) for name, value in values.items() if value not in (None, ())}

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fsdpckpt.converters import Report
 from fsdpckpt.converters.target_spec import refuse_unknown_suffix
@@ -37,9 +37,20 @@ REQUEST, REPORT, PROGRESS = "request.json", "report.json", "progress"
 def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
     """Convert ``source`` to ``target`` on the processes of ``launch``. The output is the same on any of them.
 
-    Raises what ``converters.pipeline.convert`` raises, and WorkerError if a worker or the process group failed.
+    Raises what ``converters.pipeline.convert`` raises, and WorkerError if a worker or the process group failed. The
+    error says what is left for the next run.
     """
     refuse_unknown_suffix(target)
+    try:
+        return _convert(source, target, options, launch, progress)
+    except BaseException as error:
+        from fsdpckpt.converters.publish import attach_leftovers
+
+        attach_leftovers(error, target, options)
+        raise
+
+
+def _convert(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
     if launch.launcher is not Launcher.LOCAL and started_as_worker():
         refuse_unused(launch, Scope.LAUNCH, "torchrun or srun started this process as one of its workers already")
         return _as_worker(source, target, options, launch, progress)
@@ -60,41 +71,38 @@ def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOpt
 def _as_worker(source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress) -> Report:
     """This process's part of a run of several. Sets the rank that prints in ``process_role``."""
     require_torch("workers need")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: who was lost we say, in fewer words
-    from fsdpckpt.comm.launch import rank_from_environment
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: we report lost workers ourselves
     from fsdpckpt.comm.protocol import original_error
     from fsdpckpt.comm.torch_group import TorchGroup
-    from fsdpckpt.converters.pipeline import convert as run
-    from fsdpckpt.converters.publish import attach_leftovers
 
     process_role.worker = True
-    place = rank_from_environment()
     try:
         with (
             _defer_sigterm(launch.fault_limit) as groups,
             TorchGroup.start(backend=launch.backend, device=launch.device, limit=launch.fault_limit) as group,
         ):
             groups.append(group)
-            return run(
-                group,
-                source,
-                target,
-                options,
-                progress,
-                visibility=launch.output_visibility,
-                workers_here=place.local_world_size if place is not None else 1,
-            )
+            return _run_rank(group, source, target, options, launch, progress)
     except WorkerError as error:
         process_role.lost = True
         if error.rank == 0 and error.cause_exit_code == WorkerError.exit_code:
             process_role.speaker = 1  # rank 0 did not say so itself: it cannot
         original = original_error(error)
-        attach_leftovers(original, target, options)
         _report_to_torchrun(original)
         raise original from error
-    except BaseException as error:
-        attach_leftovers(error, target, options)
-        raise
+
+
+def _run_rank(
+    group: Group, source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress
+) -> Report:
+    """Take part in the conversion as one rank of ``group``, which torchrun or srun described in the environment."""
+    from fsdpckpt.comm.launch import rank_from_environment
+    from fsdpckpt.converters.pipeline import convert as run
+
+    rank_info = rank_from_environment()
+    workers_here = rank_info.local_world_size if rank_info is not None else 1
+    visibility = launch.output_visibility
+    return run(group, source, target, options, progress, visibility=visibility, workers_here=workers_here)
 
 
 def _report_to_torchrun(error: Exception) -> None:
@@ -122,19 +130,19 @@ def _defer_sigterm(limit: float) -> Iterator[list[Group]]:
     """
     before = signal.getsignal(signal.SIGTERM)
     groups: list[Group] = []
-    known = False
+    loss_known = False
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal known
+        nonlocal loss_known
         deadline = time.monotonic() + limit
-        while not known and groups and time.monotonic() < deadline:
+        while not loss_known and groups and time.monotonic() < deadline:
             try:
                 groups[0].watch(moving=True)
             except WorkerError:
-                known = True
+                loss_known = True
                 raise
             time.sleep(0.05)
-        if known:
+        if loss_known:
             return
         if callable(before):
             before(number, frame)
@@ -156,7 +164,6 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
     from fsdpckpt.comm.launch import launch as start
     from fsdpckpt.comm.launch import local_workers
     from fsdpckpt.comm.protocol import decode_error, original_error
-    from fsdpckpt.converters.publish import attach_leftovers
 
     workers = local_workers(launch.nproc_per_node or "auto")
     with tempfile.TemporaryDirectory(prefix="fsdpckpt-") as directory:
@@ -176,12 +183,7 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
         except WorkerError as error:
             if record := _read(directory).get("error"):
                 raise decode_error(record) from error
-            original = original_error(error)
-            attach_leftovers(original, target, options)
-            raise original from error
-        except InterruptedRunError as stopped:
-            attach_leftovers(stopped, target, options)
-            raise
+            raise original_error(error) from error
         result = _read(directory)
     process_role.worker, process_role.speaker = True, 0 if result["speaks"] else -1  # of several nodes one says it
     return Report.from_json(result["report"])
@@ -207,7 +209,6 @@ def main() -> None:
     """Run one worker of ``_launched``. The launcher reports everything; this process only works and ends."""
     from fsdpckpt.comm.protocol import encode_error
     from fsdpckpt.comm.torch_group import TorchGroup
-    from fsdpckpt.converters.pipeline import convert as run
 
     (request,) = sys.argv[1:]
     with open(request, encoding="utf-8") as file:
@@ -221,15 +222,8 @@ def main() -> None:
             TorchGroup.start(backend=launch.backend, device=launch.device, limit=launch.fault_limit) as group,
             ProgressPipe(os.path.join(directory, PROGRESS)) as progress,
         ):
-            report = run(
-                group,
-                cast("str", document["source"]),
-                cast("str", document["target"]),
-                ConvertOptions(**document["options"]),
-                progress,
-                visibility=launch.output_visibility,
-                workers_here=int(os.environ["LOCAL_WORLD_SIZE"]),
-            )
+            options = ConvertOptions(**document["options"])
+            report = _run_rank(group, document["source"], document["target"], options, launch, progress)
             _write(directory, {"report": report.to_json(), "speaks": group.rank == 0})
     except WorkerError as error:
         _end(error.exit_code)

@@ -46,8 +46,8 @@ class Group(Protocol):
         """Collective: ``with group.step("write shards"):`` all ranks enter and leave the body together.
 
         ``agree``: a digest of what must be the same on all ranks. An exception in the body of any rank is raised as the
-        same WorkerError on all of them, with the exception itself as ``original``; in a world of one it is raised
-        unchanged. Steps may be nested.
+        same WorkerError on all of them, with the exception itself as ``original``; ``Solo`` raises it unchanged. Steps
+        may be nested.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ import posixpath
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fsdpckpt.converters.target_spec import TargetSpec
@@ -18,7 +18,6 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, Note
 from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.options import LinkMode
-from fsdpckpt.producers import PLAIN
 from fsdpckpt.readers.manifest import SEAL
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.local import WritableFile
@@ -72,7 +71,7 @@ class Report:
     notes: tuple[Note, ...] = ()
     files: tuple[PlannedFile, ...] = ()
     source_files: int = 0
-    evidence: tuple[str, ...] = field(default=())
+    evidence: tuple[str, ...] = ()
     workers: int = 1
     disk_free: int | None = None
     staged_in: str | None = None
@@ -136,11 +135,10 @@ def encode_manifest(
     checkpoint = transformed.checkpoint
     key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
     notes = [*checkpoint.notes, *target.notes]
-    known = (checkpoint.source, checkpoint.directory) if spec.container is Container.SAFETENSORS else None
+    uploaded = spec.container is Container.SAFETENSORS  # people publish such a directory
 
     def without_paths(text: str) -> str:
-        """``text``, without local paths if people will upload the directory."""
-        return text if known is None else _without_directories(text, known)
+        return _without_directories(text, (checkpoint.source, checkpoint.directory)) if uploaded else text
 
     document = {
         "program": "fsdpckpt",
@@ -150,7 +148,7 @@ def encode_manifest(
         "source_layout": checkpoint.layout,
         "source_container": checkpoint.container,
         "source_world_size": checkpoint.world_size,
-        "flavor": spec.flavor.name if spec.flavor is not None else PLAIN,
+        "flavor": spec.flavor_name,
         "layout": spec.layout,
         "container": spec.container,
         "world_size": spec.world_size,
@@ -178,8 +176,8 @@ def _linked_entry(
     source = checkpoint.files[linked.source]
     manifest = checkpoint.manifest
     name = os.path.relpath(source.path, manifest.directory) if manifest is not None else ""
-    known = manifest.files.get(name) if manifest is not None else None
-    crc = known.crc if known is not None and known.nbytes == source.nbytes else None
+    listed = manifest.files.get(name) if manifest is not None else None
+    crc = listed.crc if listed is not None and listed.nbytes == source.nbytes else None
     text = f"{crc:08x}" if crc is not None else None
     return {"nbytes": source.nbytes, "crc32": text, "link": link, "source": without_paths(source.path)}
 
@@ -188,12 +186,12 @@ def _linked_entry(
 _DIRECTORIES = re.compile(r"(?<![\w.:/-])(?:[A-Za-z][\w+.-]*:/)?/(?:[^\s:;,'\"]*/)*")
 
 
-def _without_directories(text: str, known: Sequence[str] = ()) -> str:
+def _without_directories(text: str, paths: Sequence[str]) -> str:
     """Replace every local path in ``text`` by its last component.
 
-    ``known``: paths that may contain spaces.
+    ``paths``: those of the source, which may contain spaces.
     """
-    for path in sorted(filter(None, known), key=len, reverse=True):
+    for path in sorted(filter(None, paths), key=len, reverse=True):
         text = text.replace(path, posixpath.basename(path.rstrip("/")) or ".")
     return _DIRECTORIES.sub("", text)
 

@@ -6,7 +6,7 @@ The notes list everything that moves to another place and everything the produce
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -32,64 +32,62 @@ def adapt_to_form(
     world_size: int | None,
     sources: Sources,
     only: Section | None,
-    divided: bool,
+    splits_param_group: bool,
 ) -> tuple[Checkpoint, Form, Mapping[str, Tensor]]:
     """Return the checkpoint reduced to the sections ``form`` has a place for, ``form`` with the places this source
     needs, and the side files to copy.
 
-    ``only``: the section to take. ``divided``: whether a single param group will be split in two.
+    ``only``: the section to take. ``splits_param_group``: whether a single param group will be split in two.
     """
-    _require_its_section(checkpoint, flavor, form, only)
-    beside = side_files(checkpoint, flavor, world_size, sources, only=only)
+    _require_section_of_form(checkpoint, flavor, form, only)
+    copied = side_files(checkpoint, flavor, world_size, sources, only=only)
     below = f"{checkpoint.directory.rstrip('/')}/"  # its direct entries are all listed again
     notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(below)]
-    optim = checkpoint.optim
-    if optim is not None and form.optim is None:
-        notes.append(Note("not-carried", f"the optimizer is left out: flavor {flavor.name} has no place for it"))
-        optim = None
-    extra, *rank_extras = (
-        {key: value for key, value in each.items() if form.extra is None or key not in _stems(beside.files)}
-        for each in (checkpoint.extra, *checkpoint.rank_extra)
-    )  # what is copied as a file is not written twice
-    rank_extra = tuple(rank_extras)
+    checkpoint = replace(checkpoint, notes=tuple(notes), files=(*checkpoint.files, *copied.sources))
+    if checkpoint.optim is not None and form.optim is None:
+        note = Note("not-carried", f"the optimizer is left out: flavor {flavor.name} has no place for it")
+        checkpoint = replace(checkpoint, optim=None, notes=(*checkpoint.notes, note))
     if form.extra is None:
-        extra, rank_extra = {}, ()
-        if optim is not None and only is None:
-            form, extra = _with_schedule(checkpoint, flavor, form, beside, sources, divided=divided)
-        names = _unplaced_extras(checkpoint, beside, _schedule_path(checkpoint)[:1] if extra else ())
+        extra: dict[Key, Value] = {}
+        if checkpoint.optim is not None and only is None:
+            form, extra = _place_schedule(checkpoint, flavor, form, copied, sources)
+            if splits_param_group and len(checkpoint.optim.param_groups or ()) == 1:
+                extra = {  # its lists have an entry for each group
+                    key: value * 2 if isinstance(value, list) and len(value) == 1 else value
+                    for key, value in extra.items()
+                }
+        unplaced = _unplaced_extras(checkpoint, copied, _schedule_path(checkpoint)[:1] if extra else ())
         why = f"left out, because flavor {flavor.name} has no place for them"
-    elif form.model.at == () and form.extra.container is None:  # a tensor there would be one of the model's names
-        names = tuple(str(key) for key, value in extra.items() if isinstance(value, Tensor))
-        why = f"left out: flavor {flavor.name} takes tensors at the top as the model's"
-        extra = {key: value for key, value in extra.items() if not isinstance(value, Tensor)}
-        rank_extra = tuple({key: value for key, value in each.items() if key not in names} for each in rank_extra)
+        checkpoint = replace(_without_extras(checkpoint, unplaced, why), extra=extra, rank_extra=())
     else:
-        names, why = (), ""
-    if names:
-        notes.append(Note("not-carried", f"{why}: {', '.join(names)}", keys=names))
-    of_both = () if checkpoint.model is not None and optim is not None else _of_both(flavor, form, (extra, *rank_extra))
-    if of_both:
-        extra, *rest = (
-            {key: item for key, item in each.items() if key not in of_both} for each in (extra, *rank_extra)
-        )
-        rank_extra = tuple(rest)
+        checkpoint = _without_extras(checkpoint, _extra_names_in_files(copied.files))  # they are not written twice
+        if form.model.at == () and form.extra.container is None:  # a tensor there would be one of the model's names
+            tensors = [str(key) for key, value in checkpoint.extra.items() if isinstance(value, Tensor)]
+            why = f"left out: flavor {flavor.name} takes tensors at the top as the model's"
+            checkpoint = _without_extras(checkpoint, tensors, why)
+    both = checkpoint.model is not None and checkpoint.optim is not None
+    if not both:
         why = f"left out, because flavor {flavor.name} saves them only with both the model and the optimizer"
-        notes.append(Note("not-carried", f"{why}: {', '.join(of_both)}", keys=of_both))
-    taken = replace(
-        checkpoint,
-        optim=optim,
-        extra=extra,
-        rank_extra=rank_extra,
-        files=(*checkpoint.files, *beside.sources),
-        notes=(*notes, *beside.notes),
+        checkpoint = _without_extras(checkpoint, _extras_implying_both(checkpoint, flavor, form), why)
+    checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *copied.notes))
+    if only is None and (both or not _extras_imply_both(flavor, form)):
+        checkpoint = _adapt_extras(checkpoint, flavor, form, sources)
+    return checkpoint, form, copied.files
+
+
+def _without_extras(checkpoint: Checkpoint, names: Collection[str], why: str | None = None) -> Checkpoint:
+    """``checkpoint`` without the extras ``names``; the note that they are left out begins with ``why``."""
+    extra, *rank_extra = (
+        {key: value for key, value in each.items() if str(key) not in names}
+        for each in (checkpoint.extra, *checkpoint.rank_extra)
     )
-    alone = only is not None or ((taken.model is None or optim is None) and _model_alone_has_none(flavor, form))
-    if not alone:
-        taken = _adapt_extras(taken, flavor, form, sources)
-    return taken, form, beside.files
+    notes = checkpoint.notes
+    if why is not None and names:
+        notes = (*notes, Note("not-carried", f"{why}: {', '.join(names)}", keys=tuple(names)))
+    return replace(checkpoint, extra=extra, rank_extra=tuple(rank_extra), notes=notes)
 
 
-def _require_its_section(checkpoint: Checkpoint, flavor: Flavor, form: Form, only: Section | None) -> None:
+def _require_section_of_form(checkpoint: Checkpoint, flavor: Flavor, form: Form, only: Section | None) -> None:
     """Raises UsageError or SourceMissingError if the checkpoint has none of the sections in ``form``."""
     if form.optim is None and only is Section.OPTIM:
         raise UsageError(
@@ -103,8 +101,8 @@ def _require_its_section(checkpoint: Checkpoint, flavor: Flavor, form: Form, onl
         )
 
 
-def _model_alone_has_none(flavor: Flavor, form: Form) -> bool:
-    """Whether extras must be dropped because the target holds only a model: a loader would read them as a sign that the
+def _extras_imply_both(flavor: Flavor, form: Form) -> bool:
+    """Whether a target that holds only a model must have no extras: a loader would read them as a sign that the
     optimizer was saved, or as names of the model.
 
     The first case applies to frameworks that keep extras in the model's file, the second to files with both at the top
@@ -117,44 +115,41 @@ def _model_alone_has_none(flavor: Flavor, form: Form) -> bool:
     return at_top or any(re.search(pattern, name) for pattern in flavor.training_files)
 
 
-def _of_both(flavor: Flavor, form: Form, extras: Iterable[Mapping[Key, Value]]) -> tuple[str, ...]:
+def _extras_implying_both(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> tuple[str, ...]:
     """The extras that ``verify`` takes as proof that both the model and the optimizer were saved."""
-    keys = dict.fromkeys(str(key) for extra in extras for key in extra)
-    return tuple(key for key in keys if _model_alone_has_none(flavor, form) or key in flavor.training_keys)
+    names = dict.fromkeys(str(key) for extra in (checkpoint.extra, *checkpoint.rank_extra) for key in extra)
+    return tuple(name for name in names if _extras_imply_both(flavor, form) or name in flavor.training_keys)
 
 
-def _unplaced_extras(checkpoint: Checkpoint, beside: SideFiles, placed: tuple[Step, ...]) -> tuple[str, ...]:
+def _unplaced_extras(checkpoint: Checkpoint, copied: SideFiles, placed: tuple[Step, ...]) -> tuple[str, ...]:
     """The extras that are neither in ``placed``, nor in a side file, nor already reported as left out."""
-    files = [*beside.files, *(name for note in beside.notes for name in note.keys)]
-    said = {*map(str, placed), *_stems(files)}
-    return tuple(str(key) for key in checkpoint.extra if key not in said)
+    files = [*copied.files, *(name for note in copied.notes for name in note.keys)]
+    settled = {*map(str, placed), *_extra_names_in_files(files)}
+    return tuple(str(key) for key in checkpoint.extra if key not in settled)
 
 
-def _stems(files: Iterable[str]) -> set[str]:
+def _extra_names_in_files(files: Iterable[str]) -> set[str]:
     """The names of the extras in ``files``: ``random_states`` for ``random_states_0.pkl``."""
     stems = {name.rpartition(".")[0] for name in files}
     return stems | {re.sub(r"_\d+$", "", stem) for stem in stems}
 
 
-def _with_schedule(
-    checkpoint: Checkpoint, flavor: Flavor, form: Form, beside: SideFiles, sources: Sources, *, divided: bool
+def _place_schedule(
+    checkpoint: Checkpoint, flavor: Flavor, form: Form, copied: SideFiles, sources: Sources
 ) -> tuple[Form, dict[Key, Value]]:
     """Add a place for the source's LR scheduler to ``form``: the file that ``flavor`` uses, with the scheduler as
     extras.
 
-    Appends to ``beside`` the notes about this file and about what is missing. ``divided``: as in ``adapt_to_form``.
+    Appends to ``copied`` the notes about this file and about what is missing.
     """
-    names, extra = set(beside.files), dict[Key, Value]()
-    schedule = _source_schedule(checkpoint)
+    names, extra = set(copied.files), dict[Key, Value]()
     file = flavor.schedule_file
-    if file and file not in names and isinstance(schedule, dict) and _has(schedule, _ANY_SCHEDULE):
+    schedule = _source_schedule(checkpoint, _ANY_SCHEDULE)
+    if file and file not in names and schedule is not None:
         form, extra = replace(form, extra=Place(file, container=Container.TORCH, layout=Layout.FULL)), schedule
-        beside.notes.append(_schedule_note(file, schedule, checkpoint, flavor, sources))
+        copied.notes.append(_schedule_note(file, schedule, checkpoint, flavor, sources))
         names.add(file)
-    beside.notes += [Note("unconfigured", message) for message in missing_file_warnings("the target", flavor, names)]
-    if divided and checkpoint.optim is not None and len(checkpoint.optim.param_groups or ()) == 1:
-        ones = {key: value for key, value in extra.items() if isinstance(value, list) and len(value) == 1}
-        extra = {**extra, **{key: value * 2 for key, value in ones.items()}}  # lists have an entry for each group
+    copied.notes += [Note("unconfigured", message) for message in missing_file_warnings("the target", flavor, names)]
     return form, extra
 
 
@@ -164,18 +159,18 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
     An extra with a name the loader opens but another content is left out. The source's LR scheduler moves to where this
     producer keeps it. What the loader cannot do without is added.
     """
-    notes = list(checkpoint.notes)
-    extra, rank_extra = dict(checkpoint.extra), checkpoint.rank_extra
-    foreign = tuple(key for key, keys in form.opened if extra.get(key) is not None and not _has(extra[key], keys))
-    if foreign:
-        extra = {key: value for key, value in extra.items() if key not in foreign}
-        rank_extra = tuple({key: value for key, value in each.items() if key not in foreign} for each in rank_extra)
-        message = f"left out, because flavor {flavor.name} keeps something else under that name: {', '.join(foreign)}"
-        notes.append(Note("not-carried", message, keys=foreign))
+    foreign = [
+        key
+        for key, keys in form.opened
+        if checkpoint.extra.get(key) is not None and not _has(checkpoint.extra[key], keys)
+    ]
+    why = f"left out, because flavor {flavor.name} keeps something else under that name"
+    checkpoint = _without_extras(checkpoint, foreign, why)
+    notes, extra = list(checkpoint.notes), dict(checkpoint.extra)
     if form.schedule is not None and form.schedule[0] not in extra:
         place, keys = form.schedule
-        schedule = _source_schedule(checkpoint)
-        if isinstance(schedule, dict) and _has(schedule, keys):
+        schedule = _source_schedule(checkpoint, keys)
+        if schedule is not None:
             extra[place] = schedule
             notes.append(_schedule_note(place, schedule, checkpoint, flavor, sources))
     absent: list[tuple[str, Value]] = [
@@ -184,11 +179,11 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
     if form.counter and type(extra.get(form.counter)) is not int:
         absent.append((form.counter, _optimizer_steps(checkpoint, sources)))
     if absent:
-        said = ", ".join(f"{key} = {value!r}" for key, value in absent)
-        message = f"what flavor {flavor.name} needs and the source does not have was added: {said}"
+        added = ", ".join(f"{key} = {value!r}" for key, value in absent)
+        message = f"what flavor {flavor.name} needs and the source does not have was added: {added}"
         notes.append(Note("inferred", message))
         extra.update(absent)
-    return replace(checkpoint, extra=extra, rank_extra=rank_extra, notes=tuple(notes))
+    return replace(checkpoint, extra=extra, notes=tuple(notes))
 
 
 def _schedule_note(
@@ -210,8 +205,10 @@ def _schedule_note(
     return Note("inferred", message)
 
 
-def _source_schedule(checkpoint: Checkpoint) -> Value:
-    """The state dict of the source's LR scheduler; None if its producer does not use a torch scheduler."""
+def _source_schedule(checkpoint: Checkpoint, required: frozenset[str]) -> dict[Key, Value] | None:
+    """The state dict of the source's LR scheduler, if it has the ``required`` keys; None if its producer does not use a
+    torch scheduler.
+    """
     path = _schedule_path(checkpoint)
     value: Value = checkpoint.extra if path else None
     for step in path:
@@ -219,7 +216,7 @@ def _source_schedule(checkpoint: Checkpoint) -> Value:
             value = value.get(step)
         else:
             value = value[step] if isinstance(value, list) and isinstance(step, int) and step < len(value) else None
-    return value
+    return value if isinstance(value, dict) and _has(value, required) else None
 
 
 def _schedule_path(checkpoint: Checkpoint) -> tuple[Step, ...]:

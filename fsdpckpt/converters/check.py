@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.lay_out import dtype_rule
 from fsdpckpt.converters.shared_sources import UnionSources, serve_sources
-from fsdpckpt.converters.staging import Places
+from fsdpckpt.converters.staging import StagingDirectories
 from fsdpckpt.converters.transform import TransformedCheckpoint
 from fsdpckpt.errors import FsdpckptError, InternalError
 from fsdpckpt.flat.match import Mismatch, match
@@ -67,7 +67,7 @@ class OutputCheck:
     transformed: TransformedCheckpoint | None
     options: ConvertOptions
     progress: Progress
-    places: Places
+    places: StagingDirectories
     files: Sequence[SourceFile]
     visible: Visible
     holders: Mapping[str, Sequence[int]]

@@ -18,20 +18,20 @@ _PLAIN = "the target is plain"
 _UNSETTLED = frozenset({"several-models", "several-optimizers"})  # notes on extras that may be sections
 
 
-_ABBREVIATED = {"hf": HUGGINGFACE.name, "transformers": HUGGINGFACE.name}
+_ALIASES = {"hf": HUGGINGFACE.name, "transformers": HUGGINGFACE.name}
 
 
 def writable_flavor(name: str) -> Flavor:
     """Look up a flavor by name. Raises UsageError for one that cannot be written."""
     flavor = flavor_named(name)
     if flavor is None or not flavor.forms:
-        meant = get_close_matches(_ABBREVIATED.get(name, name), WRITABLE, n=1) if flavor is None else []
-        known = "is a flavor that fsdpckpt reads, but does not write" if flavor is not None else "is an unknown flavor"
+        near = get_close_matches(_ALIASES.get(name, name), WRITABLE, n=1) if flavor is None else []
+        what = "is a flavor that fsdpckpt reads, but does not write" if flavor is not None else "is an unknown flavor"
         raise UsageError(
-            f"--flavor {name} {known}",
+            f"--flavor {name} {what}",
             expected=", ".join(WRITABLE),
             found=name,
-            next_step=f"--flavor {meant[0]}" if meant else "choose one of these, or drop --flavor",
+            next_step=f"--flavor {near[0]}" if near else "choose one of these, or drop --flavor",
         )
     return flavor
 
@@ -43,7 +43,7 @@ def is_per_rank(layout: Layout, container: Container) -> bool:
 
 def ranks_of(flavor: Flavor, form: Form, options: ConvertOptions, source: Checkpoint) -> int | None:
     """The target's world size: ``--world-size``, else the source's if its rank files are kept."""
-    kept = _kept(flavor, form, source) and is_per_rank(form.layout, form.container)
+    kept = _is_source_form(flavor, form, source) and is_per_rank(form.layout, form.container)
     return source.world_size if options.world_size is None and kept else options.world_size
 
 
@@ -66,10 +66,10 @@ def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tu
     ]
     unsettled = any(note.kind in _UNSETTLED for note in source.notes)
     if fitting and not unsettled:
-        return flavor, _as_the_source(_preferred(flavor, fitting, source), source)
+        return flavor, _with_source_keys(_preferred(flavor, fitting, source), source)
     form = _preferred(flavor, list(flavor.forms), source)
-    asked = _words_of(suffix, options) or "all that is taken from this source"
-    why = "which sections it has is not settled" if unsettled else f"flavor {flavor.name} does not save {asked}"
+    requested = _request_text(suffix, options) or "all that is taken from this source"
+    why = "it is unclear which sections it has" if unsettled else f"flavor {flavor.name} does not save {requested}"
     resumes = "resumes" if form.optim is not None else "loads"
     return Note("plain", f"{_PLAIN}: {why}. What {resumes} with it: --flavor {flavor.name} {_describe_change(form)}")
 
@@ -90,7 +90,7 @@ def _matches_request(form: Form, options: ConvertOptions, source: Checkpoint) ->
     return options.key_type in (None, form.key_type)
 
 
-def _as_the_source(form: Form, source: Checkpoint) -> Form:
+def _with_source_keys(form: Form, source: Checkpoint) -> Form:
     """``form`` with the source's own keys, if the framework lets the user choose them."""
     model, optim = (source.nesting.get(section) for section in (Section.MODEL, Section.OPTIM))
     if not form.own_keys or model is None:
@@ -109,7 +109,7 @@ def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source:
     if not fitting:
         raise UsageError(
             f"--flavor {flavor.name} does not go with "
-            + _words_of(suffix, replace(options, key_type=None, only=None), " and "),
+            + _request_text(suffix, replace(options, key_type=None, only=None), " and "),
             expected="; ".join(map(_describe_change, flavor.forms)),
             next_step=_what_to_change(flavor, suffix, options, source),
         )
@@ -130,16 +130,16 @@ def _fitting(flavor: Flavor, suffix: str, options: ConvertOptions, source: Check
         if options.to in (None, form.layout)
         and options.container in (None, form.container)
         and not (suffix and form.directory)
-        and (options.world_size is None or form.layout is not Layout.FULL or _by_rank_beside(flavor, form, source))
+        and (options.world_size is None or form.layout is not Layout.FULL or _keeps_rank_files(flavor, form, source))
     ]
 
 
-def _by_rank_beside(flavor: Flavor, form: Form, source: Checkpoint) -> bool:
+def _keeps_rank_files(flavor: Flavor, form: Form, source: Checkpoint) -> bool:
     """Whether a full checkpoint of the source's framework has a file for each rank: its random states."""
-    return form.directory and bool(flavor.rank_files) and _kept(flavor, form, source)
+    return form.directory and bool(flavor.rank_files) and _is_source_form(flavor, form, source)
 
 
-def _kept(flavor: Flavor, form: Form, source: Checkpoint) -> bool:
+def _is_source_form(flavor: Flavor, form: Form, source: Checkpoint) -> bool:
     """Whether the source has this form."""
     return source.flavor == flavor.name and (form.layout, form.container) == (_layout(flavor, source), source.container)
 
@@ -147,7 +147,7 @@ def _kept(flavor: Flavor, form: Form, source: Checkpoint) -> bool:
 def _preferred(flavor: Flavor, forms: list[Form], source: Checkpoint) -> Form:
     """The source's own form, else the first of its layout, else the first."""
     layout = _layout(flavor, source)
-    return min(forms, key=lambda form: (form.layout is not layout, not _kept(flavor, form, source)))
+    return min(forms, key=lambda form: (form.layout is not layout, not _is_source_form(flavor, form, source)))
 
 
 def _layout(flavor: Flavor, source: Checkpoint) -> Layout:
@@ -166,12 +166,12 @@ def _what_to_change(flavor: Flavor, suffix: str, options: ConvertOptions, source
         "drop --to and --container": (suffix, replace(options, to=None, container=None)),
         "drop --to, --container and --world-size": (suffix, replace(options, to=None, container=None, world_size=None)),
     }
-    for what, (named, changed) in without.items():
-        fitting = _fitting(flavor, named, changed, source)
+    for change, (changed_suffix, changed) in without.items():
+        fitting = _fitting(flavor, changed_suffix, changed, source)
         if fitting:
             form = _preferred(flavor, fitting, source)
-            unknown = is_per_rank(form.layout, form.container) and ranks_of(flavor, form, changed, source) is None
-            return f"{what}, and add --world-size N" if unknown else what
+            needs_ranks = is_per_rank(form.layout, form.container) and ranks_of(flavor, form, changed, source) is None
+            return f"{change}, and add --world-size N" if needs_ranks else change
     return "drop --to, --container and --world-size, and give DST a name without a suffix"
 
 
@@ -180,7 +180,7 @@ def _describe_change(form: Form) -> str:
     return f"--to {form.layout} --container {form.container}" + ranks + ("" if form.directory else ", one file")
 
 
-def _words_of(suffix: str, options: ConvertOptions, between: str = ", ") -> str:
+def _request_text(suffix: str, options: ConvertOptions, between: str = ", ") -> str:
     given = [f"--to {options.to}"] if options.to is not None else []
     given += [f"--container {options.container}"] if options.container is not None else []
     given += [f"--world-size {options.world_size}"] if options.world_size is not None else []

@@ -17,9 +17,8 @@ from fsdpckpt.verify.elements import first_difference
 from fsdpckpt.writers.torch_full import ties
 
 _CONFIG = "config.json"
-_OUTPUT_LAYER = re.compile(
-    r"(^|\.)lm_head\.weight$"
-)  # the weight that transformers leaves out of a model with tied embeddings
+# The weight that transformers leaves out of a model with tied embeddings.
+_OUTPUT_LAYER = re.compile(r"(^|\.)lm_head\.weight$")
 _WORD_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embeddings)\.weight$")
 _SIZES = (  # fields of a configuration, and the weights whose first dimension they state
     (("vocab_size",), _WORD_EMBEDDINGS),
@@ -29,7 +28,7 @@ _SIZES = (  # fields of a configuration, and the weights whose first dimension t
 _DEPTH = ("num_hidden_layers", "n_layer")
 _LAYER = re.compile(r"^(.*?\b(?:layers|layer|h))\.(\d+)\.")
 _NEEDED = (
-    f"from_pretrained also needs {_CONFIG}, and the tokenizer's files, which are not there: add --reference DIR, the "
+    f"from_pretrained also needs {_CONFIG} and the tokenizer files; the source has none: add --reference DIR, the "
     "directory of the model that was trained"
 )
 
@@ -94,9 +93,11 @@ def _check_configuration(reference: str, checkpoint: Checkpoint, sources: Source
             if len(numbers) not in (stated, stated + (more if type(more) is int else 0)):
                 wrong.append(f"{field}: expected {len(numbers)}, the number of {stack}, found {stated}")
     causal = any(str(name).endswith("ForCausalLM") for name in _list(document.get("architectures")))
-    words = {shape for name, shape in shapes.items() if _WORD_EMBEDDINGS.search(name)}
-    output = any(shape in words and not _WORD_EMBEDDINGS.search(name) for name, shape in shapes.items())  # by any name
-    if document.get("tie_word_embeddings") is False and causal and words and not output:
+    embeddings = {shape for name, shape in shapes.items() if _WORD_EMBEDDINGS.search(name)}
+    output_layer = any(  # by any name
+        shape in embeddings and not _WORD_EMBEDDINGS.search(name) for name, shape in shapes.items()
+    )
+    if document.get("tie_word_embeddings") is False and causal and embeddings and not output_layer:
         wrong.append("tie_word_embeddings: expected true, as there is no output layer (lm_head), found false")
     if wrong:
         path = f"{reference.rstrip('/')}/{_CONFIG}"
@@ -145,29 +146,29 @@ def _without_tied_copies(
 def _tied_by_configuration(
     checkpoint: Checkpoint,
     model: ModelState,
-    known: set[str],
+    left_out: set[str],
     folders: Sequence[str],
     sources: Sources,
     notes: list[Note],
     reference: str | None,
 ) -> dict[str, str]:
     """Map the output layer to the word embeddings if ``config.json`` ties them and their bytes agree."""
-    heads = [name for name in model.params if _OUTPUT_LAYER.search(name) and name not in known]
-    words = [name for name in model.params if _WORD_EMBEDDINGS.search(name)]
+    heads = [name for name in model.params if _OUTPUT_LAYER.search(name) and name not in left_out]
+    embeddings = [name for name in model.params if _WORD_EMBEDDINGS.search(name)]
     tied = _configuration(folders, sources).get("tie_word_embeddings") is True
-    if len(heads) != 1 or len(words) != 1 or not tied:
+    if len(heads) != 1 or len(embeddings) != 1 or not tied:
         return {}
-    head, word = model.params[heads[0]], model.params[words[0]]
-    if not isinstance(head, Tensor) or not isinstance(word, Tensor) or head.shape != word.shape:
+    head, embedding = model.params[heads[0]], model.params[embeddings[0]]
+    if not isinstance(head, Tensor) or not isinstance(embedding, Tensor) or head.shape != embedding.shape:
         return {}
-    if head.dtype == word.dtype:
-        opened = (checkpoint.files, sources)
-        if first_difference((head, *opened), (word, *opened), None) is None:
-            return {heads[0]: words[0]}
+    if head.dtype == embedding.dtype:
+        files = (checkpoint.files, sources)
+        if first_difference((head, *files), (embedding, *files), None) is None:
+            return {heads[0]: embeddings[0]}
     if reference is not None:
         raise SourceUnsupportedError(
             f"{reference.rstrip('/')}/{_CONFIG} is not that of the model in {checkpoint.source}: it ties {heads[0]} to "
-            f"{words[0]}, and their values differ",
+            f"{embeddings[0]}, and their values differ",
             file=f"{reference.rstrip('/')}/{_CONFIG}",
             key=heads[0],
             expected="tie_word_embeddings: false",
@@ -175,7 +176,7 @@ def _tied_by_configuration(
             why="from_pretrained would drop the output layer that was trained",
             next_step=f"name the directory of the trained model, or change the field in a copy of {reference}",
         )
-    message = f"{_CONFIG} ties {heads[0]} to {words[0]}, and their values differ: both are written"
+    message = f"{_CONFIG} ties {heads[0]} to {embeddings[0]}, and their values differ: both are written"
     notes.append(Note("tied", message, heads[0]))
     return {}
 
@@ -207,9 +208,8 @@ def _require_fitting(checkpoint: Checkpoint, reference: Checkpoint) -> None:
     shapes, expected = _shapes(checkpoint), _shapes(reference)
     wrong = [f"{name}: not in {reference.source}" for name in shapes if name not in expected]
     wrong += [f"{name}: not in {checkpoint.source}" for name in expected if name not in shapes]
-    wrong = [
-        each for each in wrong if not _OUTPUT_LAYER.search(each.partition(":")[0])
-    ]  # one has it, the other ties it
+    # One may have an output layer that the other ties.
+    wrong = [each for each in wrong if not _OUTPUT_LAYER.search(each.partition(":")[0])]
     wrong += [
         f"{name}: expected {list(expected[name])}, found {list(shape)}"
         for name, shape in shapes.items()

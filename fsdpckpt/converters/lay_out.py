@@ -39,7 +39,6 @@ def dtype_rule(options: ConvertOptions) -> DtypeRule:
 def lay_out(
     transformed: TransformedCheckpoint,
     spec: TargetSpec,
-    options: ConvertOptions,
     side_files: Mapping[str, Tensor],
     linkable: frozenset[int] = frozenset(),
 ) -> Target:
@@ -50,9 +49,9 @@ def lay_out(
     name several device types.
     """
     if spec.form is not None:
-        return _lay_out_form(transformed, spec, spec.form, options, side_files, linkable)
+        return _lay_out_form(transformed, spec, spec.form, side_files, linkable)
     document = _Document(Place(""), transformed.checkpoint, _kept_nesting(transformed.checkpoint, spec))
-    return _lay_out_document(document, spec.container, spec.layout, transformed, spec, options, linkable)
+    return _lay_out_document(document, spec.container, spec.layout, transformed, spec, linkable)
 
 
 def _kept_nesting(checkpoint: Checkpoint, spec: TargetSpec) -> Nesting:
@@ -83,13 +82,10 @@ def _lay_out_document(
     layout: Layout,
     transformed: TransformedCheckpoint,
     spec: TargetSpec,
-    options: ConvertOptions,
     linkable: frozenset[int],
 ) -> Target:
     """Lay out the files of one document with the writer for its container and layout."""
-    plain = spec.form is None
-    if layout is Layout.FLATTENED and transformed.units is None:
-        layout = Layout.SHARDED
+    options, plain = spec.options, spec.form is None
     by_parameter = spec.form is not None and spec.form.by_parameter
     writer = universal.lay_out if by_parameter else WRITERS[container, layout]
     return writer(
@@ -121,7 +117,6 @@ def _lay_out_form(
     transformed: TransformedCheckpoint,
     spec: TargetSpec,
     form: Form,
-    options: ConvertOptions,
     side_files: Mapping[str, Tensor],
     linkable: frozenset[int],
 ) -> Target:
@@ -131,7 +126,7 @@ def _lay_out_form(
     notes: list[Note] = []
     checkpoint = transformed.checkpoint
     for document in _documents(checkpoint, form):
-        target = _lay_out_document(document, *_format_of(document.place, form), transformed, spec, options, linkable)
+        target = _lay_out_document(document, *_format_of(document.place, form), transformed, spec, linkable)
         files += target.files
         links += target.links
         notes += [note for note in target.notes if note not in notes]

@@ -126,13 +126,13 @@ class Linking:
         nbytes = sum(files[link.source].nbytes for link in target.links)
         count = f"{plural(len(target.links), 'file')} of DST ({size_text(nbytes)})"
         if self.mode is LinkMode.HARDLINK:
-            message = f"hard links: {count} and of SRC with two names each. A program that writes into one "
-            message += "changes SRC and DST; deleting one name leaves the other"
+            message = f"{count} are hard links to files of SRC. A program that writes into one changes SRC and DST; "
+            message += "deleting one leaves the other"
         else:
-            message = f"reflinks: {count} with the blocks of files of SRC, until either is changed"
-        idle = nbytes - sum(min(link.used, files[link.source].nbytes) for link in target.links)
-        if idle > nbytes // 100:
-            message += f". A link is a whole file: {size_text(idle)} in them are of no use where they are"
+            message = f"{count} share blocks with files of SRC (reflinks), until either is changed"
+        unused = nbytes - sum(min(link.used, files[link.source].nbytes) for link in target.links)
+        if unused > nbytes // 100:
+            message += f". Linked files contain {size_text(unused)} that DST does not use"
         return [Note("linked", message)]
 
 
@@ -203,10 +203,10 @@ def link_equal_files(
     if not equal:
         return target, plan
     links = [LinkedFile(path, number, files[number].nbytes) for path, number in equal.items()]
-    left = replace(
+    target = replace(
         target, files=[file for file in target.files if file.path not in equal], links=[*target.links, *links]
     )
-    return left, plan.without(equal)
+    return target, plan.without(equal)
 
 
 def _equal_file(file: FilePlan, linking: Linking, files: Sequence[SourceFile], sources: Sources) -> int | None:

@@ -125,15 +125,15 @@ def _entry(path: str, glob: str, placed: object, meshes: Sequence[MeshShape]) ->
             next_step=_example_document(meshes),
         )
     placements: dict[str, Placement] = {}
-    known = list(dict.fromkeys(name for mesh in meshes for name in mesh.dimension_names))
+    dimensions = list(dict.fromkeys(name for mesh in meshes for name in mesh.dimension_names))
     for name, text in placed:
-        if name not in known or name in placements:
+        if name not in dimensions or name in placements:
             raise UsageError(
                 f"{path}: {glob} names the mesh dimension {name}"
                 + (" twice" if name in placements else f", which {mesh_options(meshes)} does not have"),
                 file=path,
                 key=glob,
-                expected=", ".join(known),
+                expected=", ".join(dimensions),
                 found=name,
                 next_step="correct the name, or add the dimension to --mesh",
             )

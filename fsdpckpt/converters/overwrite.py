@@ -63,7 +63,7 @@ def still_replaceable(target: str, before: Contents) -> Contents:
 
 
 @contextmanager
-def offering_what_works(target: str) -> Iterator[None]:
+def explain_why_overwrite_is_refused(target: str) -> Iterator[None]:
     """If an error in the block suggests ``--overwrite`` and that would be refused for ``target``, make the error say
     why.
     """
@@ -80,7 +80,7 @@ def offering_what_works(target: str) -> Iterator[None]:
 
 
 def foreign_files_error(target: str, names: Iterable[str]) -> TargetExistsError:
-    """The error for files at ``target`` that do not belong to a checkpoint. ``foreign``: their paths below it."""
+    """The error for files at ``target`` that do not belong to a checkpoint. ``names``: their paths below it."""
     foreign = sorted(names)
     more = [f"and {len(foreign) - _SHOWN} more"] if len(foreign) > _SHOWN else []
     return _refused_error(
@@ -162,12 +162,4 @@ def _contents_of_url(url: str, sources: Sources) -> dict[str, FileIdentity]:
         return {}
     if not entry.directory:
         return {"": FileIdentity("", entry.nbytes)}
-    return {name: FileIdentity(name, nbytes) for name, nbytes in _files_below(url, sources)}
-
-
-def _files_below(url: str, sources: Sources) -> Iterator[tuple[str, int]]:
-    for entry in sources.list_directory(url):
-        if entry.directory:
-            yield from ((f"{entry.name}/{name}", nbytes) for name, nbytes in _files_below(entry.path, sources))
-        else:
-            yield entry.name, entry.nbytes
+    return {name: FileIdentity(name, file.nbytes) for name, file in sources.files_below(url)}

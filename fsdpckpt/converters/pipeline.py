@@ -27,13 +27,11 @@ from fsdpckpt.comm.protocol import Group, Solo, original_error
 from fsdpckpt.converters import Report, encode_manifest, put_manifest, replaced_files
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.converters.linking import check_linked, make_links, require_linked, without_links
-from fsdpckpt.converters.overwrite import find_replaceable, offering_what_works, still_replaceable
-from fsdpckpt.converters.prepare import Prepared, planned_report, prepare
+from fsdpckpt.converters.overwrite import explain_why_overwrite_is_refused, find_replaceable, still_replaceable
+from fsdpckpt.converters.prepare import Prepared, make_report, prepare
 from fsdpckpt.converters.publish import Upload
 from fsdpckpt.converters.resume import (
-    attach_staged,
     claim_rows,
-    continues,
     is_resumable,
     journaled_windows,
     journals_of,
@@ -43,10 +41,10 @@ from fsdpckpt.converters.resume import (
     source_copies,
 )
 from fsdpckpt.converters.shared_sources import UnionSources, content_identity, find_visible, serve_sources
-from fsdpckpt.converters.staging import Places, assign_segments, files_at, holders_of, open_staging
+from fsdpckpt.converters.staging import StagingDirectories, assign_segments, files_at, holders_of, open_staging
 from fsdpckpt.converters.target_mesh import check_mesh
 from fsdpckpt.converters.target_spec import check_flavor
-from fsdpckpt.errors import InternalError, Leftover, TargetExistsError, WorkerError, attach_leftover
+from fsdpckpt.errors import InternalError, TargetExistsError, WorkerError
 from fsdpckpt.execute import execute
 from fsdpckpt.execute.job import (
     MOST_THREADS,
@@ -89,7 +87,6 @@ from fsdpckpt.storage.staging import (
     was_interrupted,
 )
 from fsdpckpt.storage.target_checks import Contents, check_target
-from fsdpckpt.text import size_text
 
 
 def convert(
@@ -144,9 +141,7 @@ class _Conversion:
     _linked: list[str] = field(default_factory=list)  # the target files that are links, all at place 0
     _prepared: Prepared | None = None  # on rank 0
     _peers: list[ProcessIdentity] = field(default_factory=list)
-    _sources: list[Sources] = field(
-        default_factory=list
-    )  # they know the identity each file had when it was first opened
+    _sources: list[Sources] = field(default_factory=list)  # with each file's identity when it was first opened
     _opened: list[str] = field(default_factory=list)  # every file that rank 0 has read
     _staging: list[Staging] = field(default_factory=list)  # of the place that this rank leads: one or none
     _staged_now: bool = False  # the staged files are this run's, not an earlier run's
@@ -155,36 +150,28 @@ class _Conversion:
     _note: Note | None = None
     _replaces: Contents = field(default_factory=dict)  # on rank 0: what was at DST
     _manifest: bytes = b""  # fsdpckpt.json as it was written
+    _compares: bool = False  # whether DST may exist and is then compared with the planned output
 
     @property
-    def _solo(self) -> bool:
+    def _raises_unchanged(self) -> bool:
         """Whether errors are raised unchanged, not as a WorkerError."""
         return isinstance(self.group, Solo)
 
     @property
-    def _compares(self) -> bool:
-        """Whether DST may exist and is then compared with the planned output."""
-        if self.for_upload:
-            return True
-        if self.options.overwrite or self.options.resume is False:
-            return False
-        return self.options.resume is True or was_interrupted(self.target)  # killed after DST was published
-
-    @property
-    def _alone(self) -> bool:
+    def _single_rank(self) -> bool:
         return self.group.world_size == 1
 
     def run(self, workers_here: int) -> Report:
         begun = time.monotonic()
         self._peers = cast("list[ProcessIdentity]", self.group.all_gather_objects(process_identity(), name="processes"))
         try:
-            with offering_what_works(self.target):
+            with explain_why_overwrite_is_refused(self.target):
                 budget = self._check_request(workers_here)
                 self._read_and_plan()
                 if not self.options.dry_run:
                     with set_aside():
                         self._write(budget)
-                elif self._prepared is not None and self._alone:
+                elif self._prepared is not None and self._single_rank:
                     self._note_remains(self._prepared, budget)
                 return self._report(budget, begun)
         except BaseException as error:
@@ -199,19 +186,19 @@ class _Conversion:
             return
         options, files = self.options, prepared.transformed.checkpoint.files
         remains = remains_of(self.target, resume=options.resume is not False)
-        places = Places((0,), (0,), (0,), ((os.path.join(remains.root, ""), ""),), (False,))
+        places = StagingDirectories((0,), (0,), (0,), ((os.path.join(remains.root, ""), ""),), (False,))
         copies = source_copies(self.group, files, self._sources[-1], [True] * len(files))
         journals = [read_records(path) for path in journal_paths(remains.root)] if remains.resumed else []
-        windows, useless = journaled_windows(
+        windows, changed_sources = journaled_windows(
             [journals], places, lambda: run_identity(make_plan(prepared.output), options, copies), options
         )
-        job = _job(prepared, places, np.ones((len(files), 1), bool), budget, windows, options.max_memory)
-        self._note = resume_note(job, self.target, remains, options, useless)
+        job = _job(prepared, places, np.ones((len(files), 1), bool), budget, windows)
+        self._note = resume_note(job, self.target, remains, options, changed_sources)
 
     def _write(self, budget: Budget) -> None:
         """Execute, verify, publish."""
         files, directory = self._share_files()
-        visible = self._look_at_sources(files)
+        visible = self._find_visible_sources(files)
         places, job, identity, journaled = self._divide(files, visible, budget, directory=directory)
         self._prepare_staging(job, places, identity, journaled)
         self._link(places)
@@ -228,21 +215,28 @@ class _Conversion:
     def _check_request(self, workers_here: int) -> Budget:
         options = self.options
         with self.group.step("check the request"):
+            self._compares = self._may_be_complete()
             if self.group.rank == 0:
                 check_flavor(options)
                 check_mesh(options)
-                if self.visibility is Visibility.NODE and not self._alone:
+                if self.visibility is Visibility.NODE and not self._single_rank:
                     self.options = options = without_links(options, "each node has a DST of its own")
                 check_target(self.target, self.source, overwrite=options.overwrite, compare=self._compares)
                 if options.overwrite:
                     self._replaces = find_replaceable(self.target)
             threads = options.threads
-            if threads is None and self._alone and is_url(self.source):
-                threads = (
-                    MOST_THREADS  # a store answers slowly and serves many requests at once: the threads mostly wait
-                )
+            if threads is None and self._single_rank and is_url(self.source):
+                threads = MOST_THREADS  # a store answers slowly, and many requests at once: the threads mostly wait
             budget = make_budget(max_memory=options.max_memory, threads=threads)
             return for_worker(budget, workers_here, max_memory=options.max_memory, chosen=threads is not None)
+
+    def _may_be_complete(self) -> bool:
+        """Whether DST may be the complete output of a run that was killed after the rename, or waits for its upload."""
+        if self.for_upload:
+            return True
+        if self.options.overwrite or self.options.resume is False:
+            return False
+        return self.options.resume is True or was_interrupted(self.target)
 
     def _read_and_plan(self) -> None:
         with self.group.step("read and plan"):
@@ -270,12 +264,12 @@ class _Conversion:
         self._opened, lengths, directory, self._linked = cast("tuple[list[str], list[int], bool, list[str]]", shared)
         return [SourceFile(*each) for each in zip(self._opened, lengths, strict=False)], directory
 
-    def _look_at_sources(self, files: list[SourceFile]) -> npt.NDArray[np.bool_]:
+    def _find_visible_sources(self, files: list[SourceFile]) -> npt.NDArray[np.bool_]:
         """Which rank sees which of ``files``: ``[file, rank]``."""
-        if self._alone:
+        if self._single_rank:
             return np.ones((len(files), 1), bool)
         rows: list[bytes] = []
-        with Sources() as sources, self.group.step("look at the sources"):
+        with Sources() as sources, self.group.step("find visible sources"):
             self._sources.append(sources)
             for path in self._opened:
                 rows.append(content_identity(path, sources))
@@ -288,29 +282,30 @@ class _Conversion:
 
     def _divide(
         self, files: list[SourceFile], visible: npt.NDArray[np.bool_], budget: Budget, *, directory: bool
-    ) -> tuple[Places, Job, Callable[[], RunIdentity], JournaledWindows]:
-        """Decide which rank writes what, and where. Also returns this run's identity and, on rank 0, what the journals
-        of an interrupted run list.
+    ) -> tuple[StagingDirectories, Job, Callable[[], RunIdentity], JournaledWindows]:
+        """Decide which rank writes what, and where. Also returns this run's identity and, on rank 0, what an
+        interrupted run has written.
         """
         group, options, prepared = self.group, self.options, self._prepared
         copies = source_copies(group, files, self._sources[-1], visible[:, group.rank].tolist())
-        places = open_staging(
-            *(group, self.target, options, self.visibility, self._staging),
+        places, staging = open_staging(
+            *(group, self.target, options, self.visibility),
             directory=directory,
             replaces=self._replaces,
             compare=self._compares,
         )
-        journals = journals_of(group, self._staging[0] if self._staging else None)
+        if staging is not None:
+            self._staging.append(staging)
+        journals = journals_of(group, staging)
         message: object = None
         with group.step("divide the work"), group.heartbeat():
             if prepared is not None:
                 identity = functools.cache(functools.partial(self._identity, copies))
-                windows, useless = journaled_windows(journals, places, identity, options)
-                job = _job(prepared, places, visible, budget, windows, options.max_memory)
-                staging = self._staging[0] if self._staging else None
-                self._note = resume_note(job, self.target, staging, options, useless)
+                windows, changed_sources = journaled_windows(journals, places, identity, options)
+                job = _job(prepared, places, visible, budget, windows)
+                self._note = resume_note(job, self.target, staging, options, changed_sources)
                 journaled = joined(list(windows.values()))
-                if self._alone:
+                if self._single_rank:
                     return places, job, identity, journaled
                 message = [pack_job(job), first_record(identity())]
         plan, first = cast("tuple[object, Record]", group.broadcast_object(message, name="the plan"))
@@ -324,7 +319,7 @@ class _Conversion:
         return run_identity(self._prepared.plan, self.options, copies)
 
     def _prepare_staging(
-        self, job: Job, places: Places, identity: Callable[[], RunIdentity], journaled: JournaledWindows
+        self, job: Job, places: StagingDirectories, identity: Callable[[], RunIdentity], journaled: JournaledWindows
     ) -> None:
         """Remove what is not resumed from staging, check the free space, and open the journal of a rank that writes."""
         group = self.group
@@ -344,14 +339,14 @@ class _Conversion:
             if place is None or places.existing[place]:
                 return
             root = places.roots[place]
-            writer = None if self._alone else group.rank
+            writer = None if self._single_rank else group.rank
             if writer is not None:
                 self._locks.append(lock_as_writer(root, writer))
             self._recorder = Recorder(
-                journal_path(root, writer), identity, journaled if self._alone else JournaledWindows()
+                journal_path(root, writer), identity, journaled if self._single_rank else JournaledWindows()
             )
 
-    def _link(self, places: Places) -> None:
+    def _link(self, places: StagingDirectories) -> None:
         """Make the links before anything is copied, so that a file system that refuses them does so at once."""
         with self.group.step("link"):
             if self._prepared is None:
@@ -363,7 +358,12 @@ class _Conversion:
                 make_links(output, self._prepared.linking, files, staging, self._sources[-1])
 
     def _execute(
-        self, job: Job, places: Places, visible: npt.NDArray[np.bool_], budget: Budget, journaled: JournaledWindows
+        self,
+        job: Job,
+        places: StagingDirectories,
+        visible: npt.NDArray[np.bool_],
+        budget: Budget,
+        journaled: JournaledWindows,
     ) -> dict[str, int]:
         """Write the target files; return the CRC-32 of each."""
         rank = self.group.rank
@@ -383,9 +383,9 @@ class _Conversion:
                     compare=places.existing[place or 0],
                 )
             except TargetExistsError:
-                if self.for_upload and self._alone:
+                if self.for_upload and self._single_rank:
                     raise other_upload(self.target) from None
-                if self._alone and places.existing[place or 0]:
+                if self._single_rank and places.existing[place or 0]:
                     raise target_differs(self.target) from None  # the user knows DST as a whole, not its single files
                 raise
         with self.group.step("look for the output"):
@@ -422,7 +422,7 @@ class _Conversion:
             for staging in self._staging:
                 put_manifest(staging, data)
 
-    def _verify(self, job: Job, places: Places, visible: npt.NDArray[np.bool_]) -> dict[str, str]:
+    def _verify(self, job: Job, places: StagingDirectories, visible: npt.NDArray[np.bool_]) -> dict[str, str]:
         """Read the output back. Returns, on rank 0, the digests of its tensors."""
         check = OutputCheck(
             self.group,
@@ -453,9 +453,9 @@ class _Conversion:
         for sources in self._sources:
             sources.require_unchanged()
 
-    def _publish(self, job: Job, places: Places) -> None:
+    def _publish(self, job: Job, places: StagingDirectories) -> None:
         """Rename every output to its final name; discard the staging directory of a place without files."""
-        with self.group.step("are the sources unchanged"):
+        with self.group.step("check that the sources did not change"):
             self._require_unchanged()
         with self.group.step("commit"):
             for staging in self._staging:
@@ -473,33 +473,20 @@ class _Conversion:
         """Kill ranks that are stopped. Remove the staged output, unless this or another run may resume it."""
         kill_stopped(self._peers)
         original = original_error(error) if isinstance(error, WorkerError) else error
-        lost = not self._solo and (isinstance(original, WorkerError) or not isinstance(error, WorkerError))
+        lost = not self._raises_unchanged and (isinstance(original, WorkerError) or not isinstance(error, WorkerError))
         if not lost:
             self.group.all_stopped()
         for staging in self._staging:
             if lost or (staging.resumed and not self._staged_now):
                 continue
-            if not staging.committed and is_resumable(original) and self._is_journaled(staging):
-                self._attach_leftover(error, staging)
-            else:
+            if staging.committed or not is_resumable(original) or not self._is_journaled(staging):
                 with contextlib.suppress(OSError):  # a failing disk may not delete either
                     staging.discard()
         self._release()
 
     def _is_journaled(self, staging: Staging) -> bool:
-        unused = self._solo and self._recorder is not None and not self._recorder.nbytes
+        unused = self._raises_unchanged and self._recorder is not None and not self._recorder.nbytes
         return not unused and bool(journal_paths(staging.root))
-
-    def _attach_leftover(self, error: BaseException, staging: Staging) -> None:
-        """Add to ``error`` what is kept for the next run. With several ranks, the process that shows the error does
-        this (``publish``).
-        """
-        if self._solo and self._recorder is not None and self._prepared is not None:
-            total = self._prepared.plan.bytes_written
-            kept = f"{size_text(self._recorder.nbytes)} of {size_text(total)} are kept in {staging.root}"
-            attach_leftover(error, Leftover(kept, continues(self.options)))
-        elif self._solo:
-            attach_staged(error, self.target, self.options)
 
     def _release(self) -> None:
         for staging in self._staging:
@@ -513,17 +500,13 @@ class _Conversion:
         """Rank 0's report, on every rank. The note is not in ``fsdpckpt.json``, which is the same for a resumed run."""
         report = None
         if self._prepared is not None:
-            notes = () if self._note is None else (self._note,)
-            report = planned_report(
-                *(self._prepared, self.target, self.options, budget, self.group.world_size, self._manifest)
-            )
-            report = replace(
-                report,
-                notes=(*report.notes, *notes),
+            report = make_report(
+                *(self._prepared, self.target, budget, self.group.world_size, self._manifest),
+                notes=[] if self._note is None else [self._note],
                 replaced=replaced_files(self._replaces),
                 seconds=time.monotonic() - begun,
             )
-            if self._alone:
+            if self._single_rank:
                 return report
         document = None if report is None else json.loads(json.dumps(report.to_json()))
         return Report.from_json(cast("dict[str, object]", self.group.broadcast_object(document, name="report")))
@@ -531,13 +514,12 @@ class _Conversion:
 
 def _job(
     prepared: Prepared,
-    places: Places,
+    places: StagingDirectories,
     visible: npt.NDArray[np.bool_],
     budget: Budget,
     windows: Mapping[int, JournaledWindows],
-    max_memory: int,
 ) -> Job:
-    checkpoint = prepared.transformed.checkpoint
+    checkpoint, max_memory = prepared.transformed.checkpoint, prepared.spec.options.max_memory
     segments = assign_segments(prepared.plan, prepared.spec, places, windows)
     writers = sorted({segment.owner for segment in segments})
     exchanging = not bool(visible[:, writers].all())

@@ -5,16 +5,17 @@ Only rank 0 does this, and ``--dry-run`` does nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from fsdpckpt.converters import PlannedFile, Report, encode_manifest
 from fsdpckpt.converters.adapt import adapt_to_form
 from fsdpckpt.converters.huggingface import finish_export
 from fsdpckpt.converters.lay_out import lay_out
 from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_files
-from fsdpckpt.converters.target_mesh import on_mesh, requested_mesh, with_mesh
+from fsdpckpt.converters.target_mesh import meshes_of, on_mesh, requested_mesh, with_mesh
 from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec, refuse_section_options, require_file_name
 from fsdpckpt.converters.transform import TransformedCheckpoint, transform, units_request
 from fsdpckpt.errors import FsdpckptError
@@ -22,11 +23,11 @@ from fsdpckpt.execute.job import Budget
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout
+from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan import Plan, make_plan
-from fsdpckpt.producers import PLAIN
 from fsdpckpt.readers.dcp.items import first_item, is_located
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST, Items, require_matches
@@ -46,24 +47,17 @@ class Prepared:
     linking: Linking
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Selected:
-    """What is to be written, and in which form, before the layout."""
-
-    transformed: TransformedCheckpoint
-    spec: TargetSpec
-    options: ConvertOptions
-    side_files: Mapping[str, Tensor]
+_Selected: TypeAlias = "tuple[TransformedCheckpoint, TargetSpec, Mapping[str, Tensor]]"
+"""What is to be written, in which form, and the side files to copy; before the layout."""
 
 
 def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
     """Read ``source``, transform it, lay out ``target`` and plan the copies. Does not read tensor data."""
-    selected = _select(source, target, options, sources)
-    transformed, spec, options, side_files = selected.transformed, selected.spec, selected.options, selected.side_files
+    transformed, spec, side_files = _select(source, target, options, sources)
     files = transformed.checkpoint.files
     linking = choose_linking(options.link, files, target)
     totals_only = options.dry_run and not linking.files  # links are found by comparing the plan of each file
-    output = lay_out(transformed, spec, options, side_files, linking.files)
+    output = lay_out(transformed, spec, side_files, linking.files)
     output, plan = link_equal_files(output, make_plan(output, totals_only=totals_only), linking, files, sources)
     output.notes += linking.notes(output, files)
     return Prepared(transformed, spec, output, plan, linking)
@@ -79,32 +73,33 @@ def _select(source: str, target: str, options: ConvertOptions, sources: Sources)
         with suppress(FsdpckptError):  # the other items may show otherwise, or complete the list of errors
             items: bool | Items = False
             for _ in range(2):
-                selected = _read(source, target, options, sources, locate=items)
-                taken = [*selected.transformed.checkpoint.leaves(), *selected.side_files.values()]
-                if all(map(is_located, taken)):
-                    return selected
-                items = frozenset(map(first_item, taken))
-    return _read(source, target, options, sources, locate=True)
+                transformed, spec, side_files = _read_and_transform(source, target, options, sources, locate=items)
+                tensors = [*transformed.checkpoint.leaves(), *side_files.values()]
+                if all(map(is_located, tensors)):
+                    return transformed, spec, side_files
+                items = frozenset(map(first_item, tensors))
+    return _read_and_transform(source, target, options, sources, locate=True)
 
 
-def _read(source: str, target: str, options: ConvertOptions, sources: Sources, *, locate: bool | Items) -> _Selected:
-    """The transformed source, with the items located that ``ReadOptions.locate`` selects; with flat parameters all of
-    them.
-    """
+def _read_and_transform(
+    source: str, target: str, options: ConvertOptions, sources: Sources, *, locate: bool | Items
+) -> _Selected:
+    """Open ``source``, with the items located that ``ReadOptions.locate`` selects; with flat parameters all of them."""
     units = load_units(options.units, sources) if options.units is not None else None
     opened = open_checkpoint(
         source, sources=sources, locate=locate, only=options.only, units=units, ignore_file=options.ignore_file
     )
     opened = without_repeats(opened, sources)
     if locate is not True and is_flattened(opened, sources, units_request(options)):
-        return _read(source, target, options, sources, locate=True)
+        return _read_and_transform(source, target, options, sources, locate=True)
     require_matches(options.ignore_file, opened)
-    mesh = requested_mesh(options, opened, sources)
+    meshes = meshes_of(opened)
+    mesh = requested_mesh(options, opened, meshes, sources)
     options = with_mesh(options, opened.layout, mesh)
-    spec = on_mesh(make_target_spec(target, options, opened), opened, mesh)
-    require_file_name(target, spec, options)
+    spec = on_mesh(make_target_spec(target, options, opened), opened, meshes, mesh)
+    require_file_name(target, spec)
     opened = replace(opened, notes=(*opened.notes, *spec.notes))
-    refuse_section_options(options, opened, flavor=spec.flavor, form=spec.form)
+    refuse_section_options(spec, opened)
     side_files: Mapping[str, Tensor] = {}
     if spec.flavor is not None and spec.form is not None:
         opened, form, side_files = adapt_to_form(
@@ -114,24 +109,35 @@ def _read(source: str, target: str, options: ConvertOptions, sources: Sources, *
             world_size=spec.world_size,
             sources=sources,
             only=options.only,
-            divided=bool(options.no_weight_decay),
+            splits_param_group=bool(options.no_weight_decay),
         )
-        spec = replace(spec, form=form)
-        options = replace(options, key_type=form.key_type if opened.optim is not None else None)
-    transformed = transform(opened, options, spec, sources)
+        key_type = form.key_type if opened.optim is not None else None
+        spec = replace(spec, form=form, options=replace(options, key_type=key_type))
+    transformed = transform(opened, spec, sources)
     if spec.form is not None and spec.form.weights:
         weights, side_files = finish_export(transformed.checkpoint, side_files, options.reference, sources)
         transformed = replace(transformed, checkpoint=weights)
-    return _Selected(transformed, spec, options, side_files)
+    return transformed, spec, side_files
 
 
-def planned_report(
-    prepared: Prepared, target: str, options: ConvertOptions, budget: Budget, workers: int, manifest: bytes
+def make_report(
+    prepared: Prepared,
+    target: str,
+    budget: Budget,
+    workers: int,
+    manifest: bytes,
+    *,
+    notes: Sequence[Note],
+    replaced: tuple[PlannedFile, ...],
+    seconds: float,
 ) -> Report:
-    """The report of what was done or, with ``options.dry_run``, would be. ``budget``: that of each of the
-    ``workers``.
+    """The report of what was done or, with ``--dry-run``, would be. ``budget``: that of each of the ``workers``.
+
+    ``manifest``: the content of ``fsdpckpt.json``, empty in a dry run. ``notes``: on the run itself. They are not in
+    ``fsdpckpt.json``, which is the same for a resumed run.
     """
     checkpoint, spec, output, plan = prepared.transformed.checkpoint, prepared.spec, prepared.output, prepared.plan
+    options = spec.options
     linked = [(link.path, checkpoint.files[link.source]) for link in output.links]
     files = [PlannedFile(path, file.nbytes, source=file.path) for path, file in linked]
     files += [PlannedFile(file.path, file.nbytes) for file in output.files]
@@ -147,7 +153,7 @@ def planned_report(
         target=target,
         layout=spec.layout,
         container=spec.container,
-        flavor=spec.flavor.name if spec.flavor is not None else PLAIN,
+        flavor=spec.flavor_name,
         world_size=spec.world_size if spec.world_size is not None else kept,
         tensors=sum(1 for _ in checkpoint.leaves()),
         parameters=len(checkpoint.model.params) if checkpoint.model is not None else 0,
@@ -156,13 +162,14 @@ def planned_report(
         peak_memory_planned=budget.nbytes,
         threads=budget.threads,
         workers=workers,
-        seconds=0.0,
+        seconds=seconds,
         dry_run=options.dry_run,
         verified="none" if options.dry_run else options.verify,
-        notes=(*checkpoint.notes, *output.notes),
+        notes=(*checkpoint.notes, *output.notes, *notes),
         files=tuple(files),
         link=link,
         source_files=len(checkpoint.files),
         evidence=tuple(map(str, checkpoint.evidence)),
         disk_free=free_bytes(target) if options.dry_run else None,
+        replaced=replaced,
     )

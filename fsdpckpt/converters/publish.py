@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -30,8 +30,8 @@ from fsdpckpt.comm.liveness import Background, ProcessIdentity, kill_stopped, pr
 from fsdpckpt.comm.protocol import Group, Solo
 from fsdpckpt.converters import PlannedFile, Report, replaced_files
 from fsdpckpt.converters.linking import without_links
-from fsdpckpt.converters.overwrite import find_replaceable, foreign_files_error, offering_what_works
-from fsdpckpt.converters.resume import attach_staged, is_resumable
+from fsdpckpt.converters.overwrite import explain_why_overwrite_is_refused, find_replaceable, foreign_files_error
+from fsdpckpt.converters.resume import is_resumable, staged_leftover
 from fsdpckpt.converters.staging import UploadDirectory, is_sent, node_label
 from fsdpckpt.converters.target_spec import check_flavor
 from fsdpckpt.errors import (
@@ -55,7 +55,7 @@ T = TypeVar("T")
 BLOCK = 4 << 20  # bytes compared at once
 POLL_INTERVAL = 0.05  # seconds between checks of the other ranks while files are uploaded
 PATIENCE = 5.0  # seconds to remove the parts of a cancelled upload
-_MAKE_ROOM = "make room there, or name a local directory that has it: --staging DIR"
+_OTHER_DIRECTORY = "add --staging DIR, a local directory that can be written to and has room for the output"
 
 Holders: TypeAlias = "Mapping[str, Sequence[int]]"
 """By target file the ranks that see it in the directory that is uploaded from."""
@@ -78,7 +78,7 @@ class Upload:
         *,
         visibility: Visibility,
     ) -> None:
-        # DST is this program's own
+        # the local directory belongs to fsdpckpt
         self.options = replace(options, staging=None, overwrite=False, link=LinkMode.COPY)
         self.visibility = visibility
         self._directory = UploadDirectory("", "")
@@ -92,8 +92,7 @@ class Upload:
         self._locks = ExitStack()
         self._remote: RemoteTarget | None = None
         self._upload = ""
-        self._leads = group.rank == 0
-        self._converted = False
+        self._owns_directory = group.rank == 0
         self._replaced: tuple[PlannedFile, ...] = ()
 
     @property
@@ -117,29 +116,24 @@ class Upload:
     ) -> None:
         if error is not None:
             kill_stopped(self._peers)
-            solo = isinstance(self._group, Solo)  # with several ranks, the process that shows the error adds this
-            if solo and self._converted:
-                _attach_upload(error, self._directory)
-            elif solo and isinstance(error, TargetUnwritableError) and self.path:
-                error.next_step, error.run_again = _MAKE_ROOM, False
         self._locks.close()
 
     def _open(self) -> None:
-        seen: object = None
+        message: object = None
         with self._group.step("look at the target"):
             if self._group.rank == 0:
-                seen = self._attend(lambda _: self._look())
+                message = self._run_watched(lambda _: self._check_target())
         url, root, names, self._upload, replaced = cast(
             "tuple[str, str, list[str], str, list[tuple[str, int]]]",
-            self._group.broadcast_object(seen, name="the target"),
+            self._group.broadcast_object(message, name="the target"),
         )
         self._replaced = tuple(PlannedFile(*each) for each in replaced)
         with self._group.step("open the target"):
-            filesystem = self._attend(lambda _: filesystem_of(url)[0])
+            filesystem = self._run_watched(lambda _: filesystem_of(url)[0])
             self._remote = RemoteTarget(url, filesystem, root, tuple(names))
         self._choose_directory(UploadDirectory.of(url, self._requested.staging))
 
-    def _look(self) -> list[object]:
+    def _check_target(self) -> list[object]:
         options = self._requested
         check_flavor(options)
         without_links(options, f"{self._target} is in an object store")
@@ -148,16 +142,16 @@ class Upload:
                 f"every node sees {self._target}: --output-visibility node is for nodes that write to their own disks",
                 next_step="drop --output-visibility: nodes that share no --staging directory use their own",
             )
-        with offering_what_works(self._target):
+        with explain_why_overwrite_is_refused(self._target):
             remote = open_target(self._target, self._source, overwrite=options.overwrite)
         directory = UploadDirectory.of(remote.url, options.staging)
         if remote.interrupted:
-            self._require_own(remote, directory)
+            self._require_resumable_upload(remote, directory)
         replaced = replaced_files(find_replaceable(remote.url)) if options.overwrite and not remote.interrupted else ()
         upload = self._lock(directory)
         return [remote.url, remote.root, list(remote.names), upload, [[file.path, file.nbytes] for file in replaced]]
 
-    def _require_own(self, remote: RemoteTarget, directory: UploadDirectory) -> None:
+    def _require_resumable_upload(self, remote: RemoteTarget, directory: UploadDirectory) -> None:
         """Raises TargetExistsError if the upload interrupted there may belong to another run, or holds other files.
 
         An upload that this machine began and still has the output of is continued; any other only with ``--resume``, or
@@ -198,13 +192,12 @@ class Upload:
         self._directory = UploadDirectory(*rows[leader][1:])
         with group.step("take staging"):
             if leader == group.rank != 0:
-                self._leads = True
+                self._owns_directory = True
                 self._lock(self._directory)
 
     def publish(self, report: Report, holders: Holders) -> Report:
         """Upload the output and remove the directories. Collective. Returns the report of the whole run."""
         if not report.dry_run:
-            self._converted = True
             self._send(report, holders)
         above = os.path.dirname(self._directory.root)
         note = Note("staged", f"converted in {above}, then uploaded")
@@ -227,19 +220,19 @@ class Upload:
         with group.step("announce the upload"):
             if group.rank == 0:
                 lists = {name: os.path.getsize(path) for name, path in files.items() if name not in sizes}
-                self._attend(lambda _: remote.begin({**sizes, **lists}, self._upload))
+                self._run_watched(lambda _: remote.begin({**sizes, **lists}, self._upload))
         senders = assign_senders(sizes, holders)
         chosen = {name: path for name, path in files.items() if senders.get(name) == group.rank}
         earlier = self._sent_earlier()
         self._progress.begin("upload", sum(sizes[name] for name in chosen))
         with group.step("upload"):
-            self._attend(lambda sent: remote.send(chosen, self._upload_options(sent, earlier)))
+            self._run_watched(lambda sent: remote.send(chosen, self._upload_options(sent, earlier)))
         with group.step("end the upload"):
             if group.rank == 0:
-                self._attend(lambda sent: remote.complete(files, holders, self._upload_options(sent, earlier)))
+                self._run_watched(lambda sent: remote.complete(files, holders, self._upload_options(sent, earlier)))
         self._progress.end()
         with group.step("remove staging"):
-            if self._leads:
+            if self._owns_directory:
                 self._directory.remove()
 
     def _sent_earlier(self) -> dict[str, str]:
@@ -259,7 +252,7 @@ class Upload:
             check=_require_same_bytes if self._requested.verify is VerifyLevel.FULL else None,
         )
 
-    def _attend(self, work: Callable[[Callable[[int], None]], T]) -> T:
+    def _run_watched(self, work: Callable[[Callable[[int], None]], T]) -> T:
         """Run ``work(sent)`` on another thread while this one stays in touch with the other ranks; return its result.
 
         If another rank fails, the work is cancelled. A store that hangs does not make this rank a lost one: its client
@@ -271,7 +264,7 @@ class Upload:
 
         def sent(nbytes: int) -> None:
             if stop.is_set():
-                raise _CalledOff
+                raise _Cancelled
             self._progress.advance(nbytes)
 
         background = Background("fsdpckpt-upload")
@@ -288,7 +281,7 @@ class Upload:
         return job.result()
 
 
-class _CalledOff(Exception):
+class _Cancelled(Exception):
     """The upload was cancelled because another rank failed."""
 
 
@@ -320,19 +313,20 @@ def _require_same_bytes(url: str, path: str) -> None:
 
 
 def attach_leftovers(error: BaseException, target: str, options: ConvertOptions) -> None:
-    """Add to ``error`` what the workers left for ``target``, as far as this process sees it."""
+    """Add to ``error`` what a failed run left for ``target``, as far as this process sees it."""
+    if isinstance(error, TargetUnwritableError) and is_url(target) and not is_url(error.file or target):
+        error.next_step, error.run_again = _OTHER_DIRECTORY, False
+    if is_resumable(error):
+        with suppress(OSError):  # it must not hide the error
+            leftover = _leftover(target, options)
+            if leftover is not None:
+                attach_leftover(error, leftover)
+
+
+def _leftover(target: str, options: ConvertOptions) -> Leftover | None:
     if not is_url(target):
-        attach_staged(error, target, options)
-        return
+        return staged_leftover(target, options)
     directory = UploadDirectory.of(target.rstrip("/"), options.staging)
-    if isinstance(error, TargetUnwritableError) and not is_url(error.file or target):
-        error.next_step, error.run_again = _MAKE_ROOM, False
     if not os.path.lexists(directory.path):
-        attach_staged(error, directory.path, options)
-    elif is_resumable(error):
-        _attach_upload(error, directory)
-
-
-def _attach_upload(error: BaseException, directory: UploadDirectory) -> None:
-    what = f"the converted checkpoint is kept in {directory.path}"
-    attach_leftover(error, Leftover(what, "uploads what is missing"))
+        return staged_leftover(directory.path, options)
+    return Leftover(f"the converted checkpoint is kept in {directory.path}", "uploads what is missing")

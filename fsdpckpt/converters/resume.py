@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
+from dataclasses import astuple
+from typing import Any, cast
 
 import numpy as np
 
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.converters.staging import Places
+from fsdpckpt.converters.staging import StagingDirectories
 from fsdpckpt.errors import (
     FsdpckptError,
     InterruptedRunError,
@@ -27,7 +28,6 @@ from fsdpckpt.errors import (
     TargetError,
     TargetUnwritableError,
     WorkerError,
-    attach_leftover,
 )
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import JournaledWindows, Record, RunIdentity, joined, read_records, read_run, run_of
@@ -48,7 +48,7 @@ _LOOKUPS = 16  # requests at a time: a store answers in tens of milliseconds
 
 def run_identity(plan: Plan, options: ConvertOptions, sources: Sequence[Sequence[FileIdentity]]) -> RunIdentity:
     """What a later run must have in common with this one to resume it. ``sources``: see ``source_copies``."""
-    return RunIdentity(__version__, plan.digest(), output_options(options), sources)
+    return RunIdentity(__version__, plan.digest(), output_options(options), sources, plan.bytes_written)
 
 
 def source_copies(
@@ -61,24 +61,18 @@ def source_copies(
     """
     data = [(file, see) for file, see in zip(files, visible, strict=True) if not file.made_up]
     with group.step("identify the sources"), ThreadPoolExecutor(_LOOKUPS) as pool:
-        rows = list(pool.map(lambda each: _row(each[0], sources) if each[1] else [], data))
-    everyone = cast("list[list[list[object]]]", group.all_gather_objects(rows, name="copies of the sources"))
+        rows = list(pool.map(lambda each: _identity_row(each[0], sources) if each[1] else [], data))
+    everyone = cast("list[list[list[Any]]]", group.all_gather_objects(rows, name="copies of the sources"))
     return [
-        [_identity(file.path, row) for row in dict.fromkeys(tuple(rows[number]) for rows in everyone) if row]
-        for number, (file, _) in enumerate(data)
+        [FileIdentity(*row) for row in dict.fromkeys(map(tuple, rows)) if row] for rows in zip(*everyone, strict=True)
     ]
 
 
-def _row(file: SourceFile, sources: Sources) -> list[object]:
+def _identity_row(file: SourceFile, sources: Sources) -> list[object]:
     identity = sources.identity(file.path)
     if not is_url(file.path) and identity.nbytes != file.nbytes:
         raise changed_error(file.path, f"went from {bytes_text(file.nbytes)} to {bytes_text(identity.nbytes)}")
-    return [identity.nbytes, identity.mtime_ns, identity.inode, identity.tag]
-
-
-def _identity(path: str, row: Sequence[object]) -> FileIdentity:
-    nbytes, mtime_ns, inode, tag = row
-    return FileIdentity(path, cast("int", nbytes), cast("int", mtime_ns), cast("int", inode), str(tag))
+    return list(astuple(identity))
 
 
 def journals_of(group: Group, staging: Staging | None) -> list[list[list[Record]]]:
@@ -93,61 +87,64 @@ def journals_of(group: Group, staging: Staging | None) -> list[list[list[Record]
 
 def journaled_windows(
     journals: Sequence[Sequence[Sequence[Record]]],
-    places: Places,
+    places: StagingDirectories,
     identity: Callable[[], RunIdentity],
     options: ConvertOptions,
 ) -> tuple[dict[int, JournaledWindows], list[str]]:
-    """For each place the windows that an interrupted run has written, and why the windows of another run are of no use.
+    """For each place the windows that an interrupted run has written, and how the sources of a run that cannot be
+    resumed have changed.
 
     A place starts over if no journal is readable, a window is longer than ``max_memory`` bytes, or its source has
     changed since (unless ``--resume`` was given). ``identity``: this run's. Raises SourceError or TargetError if a
     journal is another run's.
     """
     windows: dict[int, JournaledWindows] = {}
-    useless: list[str] = []
+    changed_sources: list[str] = []
     for place, leader in enumerate(places.leaders):
         runs = [run for records in journals[leader] if (run := run_of(records)) is not None]
         journaled = joined([each for _, each in runs])
-        lost = [change for before, _ in runs for change in before.lost_sources(identity())]
-        if lost and options.resume is None:
-            useless += lost
+        changes = [change for before, _ in runs for change in before.lost_sources(identity())]
+        if changes and options.resume is None:
+            changed_sources += changes
             continue
         for before, _ in runs:
             _require_same_run(before, identity(), f"{places.roots[place]} holds {size_text(journaled.nbytes)}")
         if 0 < journaled.longest <= options.max_memory:
             windows[place] = journaled
-    return windows, useless
+    return windows, changed_sources
 
 
 def _require_same_run(before: RunIdentity, now: RunIdentity, held: str) -> None:
     """Raises the error for the first difference. ``held``: the beginning of its sentence, which names what is there."""
-    changes = before.source_changes(now)
-    if changes:
+    if changes := before.source_changes(now):
         raise SourceError(
             f"{held} of an interrupted run, and the source is not what that run read",
             details=changes,
             why="the rest would come from another checkpoint than the beginning",
-            next_step="add --no-resume to remove it and start over, or give the source that it was begun with",
+            next_step=_START_OVER.format("source"),
             resumable=False,
         )
-    changes = before.other_changes(now)
-    if changes:
-        raise TargetError(
-            f"{held} of an interrupted run of another command",
-            details=changes,
-            why="that command can still finish it",
-            next_step="add --no-resume to remove it and start over, or give the options that it was begun with",
-            resumable=False,
-        )
+    if changes := before.other_changes(now):
+        raise _other_command(f"{held} of an interrupted run of another command", changes)
 
 
 def other_upload(path: str) -> TargetError:
     """The error for a converted checkpoint at ``path`` that waits for its upload and is not this run's output."""
+    return _other_command(
+        f"{path} holds what an interrupted run of another command has converted and not yet uploaded", file=path
+    )
+
+
+_START_OVER = "add --no-resume to remove it and start over, or give the {} that it was begun with"
+
+
+def _other_command(what: str, details: Sequence[str] = (), file: str | None = None) -> TargetError:
     return TargetError(
-        f"{path} holds what an interrupted run of another command has converted and not yet uploaded",
-        file=path,
+        what,
+        details=details,
+        file=file,
         why="that command can still finish it",
-        next_step="add --no-resume to remove it and start over, or give the options that it was begun with",
+        next_step=_START_OVER.format("options"),
         resumable=False,
     )
 
@@ -168,11 +165,11 @@ def claim_rows(journaled: Mapping[int, JournaledWindows], segments: Sequence[Seg
 
 
 def resume_note(
-    job: Job, target: str, staging: Staging | Remains | None, options: ConvertOptions, useless: Sequence[str]
+    job: Job, target: str, staging: Staging | Remains | None, options: ConvertOptions, changed_sources: Sequence[str]
 ) -> Note | None:
     """The note on the remains of an interrupted run.
 
-    ``staging``: None if DST exists and is complete. ``useless``: from ``journaled_windows``.
+    ``staging``: None if DST exists and is complete. ``changed_sources``: from ``journaled_windows``.
     """
     if len(job.claims):
         total = sum(segment.end - segment.begin for segment in job.segments)
@@ -181,13 +178,14 @@ def resume_note(
         return Note("resumed", f"continued an interrupted run: {there}")
     if staging is None:
         return Note("resumed", f"{target} was complete already: every byte was compared, nothing was written")
-    return _cleared_text(staging, options, useless)
+    return _cleared_note(staging, options, changed_sources)
 
 
-def _cleared_text(staging: Staging | Remains, options: ConvertOptions, useless: Sequence[str]) -> Note | None:
-    if useless:
-        left = f"what an interrupted run had left in {staging.root} was removed"
-        return Note("cleared", f"{left}, because its source has changed ({useless[0]}): started from the beginning")
+def _cleared_note(staging: Staging | Remains, options: ConvertOptions, changed_sources: Sequence[str]) -> Note | None:
+    if changed_sources:
+        what = f"what an interrupted run had left in {staging.root} was removed"
+        why = f"because its source has changed ({changed_sources[0]})"
+        return Note("cleared", f"{what}, {why}: started from the beginning")
     if staging.resumed or (staging.leftover and options.resume is not False):
         return Note("cleared", f"{staging.root} held nothing to continue with: started from the beginning")
     if staging.leftover:
@@ -203,20 +201,18 @@ def is_resumable(error: BaseException) -> bool:
     if not isinstance(error, FsdpckptError):
         return isinstance(error, (OSError, MemoryError)) or not isinstance(error, Exception)
     passing = type(error) is SourceError or isinstance(error, (SourceMissingError, TargetUnwritableError))
-    return passing or isinstance(error, (WorkerError, InterruptedRunError))
+    return error.resumable and (passing or isinstance(error, (WorkerError, InterruptedRunError)))
 
 
-def continues(options: ConvertOptions) -> str:
-    """What the same command does with the remains, for ``Leftover.resume``."""
-    return "continues from there" + (" without --no-resume" if options.resume is False else "")
-
-
-def attach_staged(error: BaseException, target: str, options: ConvertOptions) -> None:
-    """Add to ``error`` what the workers left for ``target`` to resume, as far as this process sees it."""
-    if isinstance(error, FsdpckptError) and not error.resumable:
-        return
+def staged_leftover(target: str, options: ConvertOptions) -> Leftover | None:
+    """What the journals in the staging directory of ``target`` list, as far as this process sees it; None if they list
+    nothing.
+    """
     root = staging_root(target)
-    runs = [run[1] for path in journal_paths(root) if (run := read_run(path)) is not None]
-    nbytes = joined(runs).nbytes
-    if nbytes and is_resumable(error):
-        attach_leftover(error, Leftover(f"{size_text(nbytes)} are kept in {root}", continues(options)))
+    runs = [run for path in journal_paths(root) if (run := read_run(path)) is not None]
+    nbytes = joined([journaled for _, journaled in runs]).nbytes
+    if not nbytes:
+        return None
+    of_all = f" of {size_text(runs[0][0].nbytes)}" if runs[0][0].nbytes else ""
+    resume = "continues from there" + (" without --no-resume" if options.resume is False else "")
+    return Leftover(f"{size_text(nbytes)}{of_all} are kept in {root}", resume)

@@ -25,11 +25,7 @@ from typing import cast
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.overwrite import still_replaceable
 from fsdpckpt.converters.target_spec import TargetSpec
-from fsdpckpt.errors import (
-    TargetExistsError,
-    TargetUnwritableError,
-    UsageError,
-)
+from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import JournaledWindows
 from fsdpckpt.ir.checkpoint import Layout
@@ -43,11 +39,11 @@ from fsdpckpt.storage.staging import Staging, lock_path, missing_directories
 from fsdpckpt.storage.target_checks import Contents, is_empty_directory
 
 _RANK_FILE = re.compile(r"(?:.*_rank_?(\d+)\.(?:pt|bin)|(?:.*/)?__(\d+)_\d+\.distcp)")
-_SIGN = "sign"
+_MARKER = "marker"
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class StagingDirectories:
     """``place[worker]``: where it writes, None if it writes nothing. ``leaders[place]``. ``nodes[worker]``.
 
     ``paths[place]``: the directory for its target files, and the path of a target that is one file.
@@ -67,7 +63,7 @@ class Places:
 
     def workers(self, place: int) -> list[int]:
         """The workers that write to ``place``."""
-        return [worker for worker, at in enumerate(self.place) if at == place]
+        return [worker for worker, number in enumerate(self.place) if number == place]
 
     def locate(self, rank: int, path: str) -> str:
         """Where worker ``rank`` finds the target file ``path`` ("": the target is one file)."""
@@ -86,13 +82,13 @@ def open_staging(
     target: str,
     options: ConvertOptions,
     visibility: Visibility,
-    made: list[Staging],
     *,
     directory: bool,
     replaces: Contents,
     compare: bool,
-) -> Places:
-    """Make the staging directories and find out who sees which. Collective. Appends a leader's own to ``made``.
+) -> tuple[StagingDirectories, Staging | None]:
+    """Make the staging directories, and find out which workers see which. Collective. Returns also the one that this
+    rank made.
 
     A directory that an interrupted run left with a journal stays, unless ``--no-resume`` was given. With ``compare``
     none is made where DST exists. ``directory``: whether the target is one. ``replaces``: what is at DST and may be
@@ -103,51 +99,67 @@ def open_staging(
     nodes = tuple(order.index(label) for label in labels)
     places = nodes if visibility is Visibility.NODE else (0,) * group.world_size
     leaders = tuple(places.index(place) for place in range(max(places) + 1))
-    leads = group.rank in leaders
     real = os.path.realpath(target)
-    existing = leads and compare and os.path.lexists(real) and not is_empty_directory(real)
-    opened = ("", "", "")
-    with group.step("make staging"):
-        if existing:
-            opened = (real, real, _state(real))
-        elif leads:
-            opened = _make(group, target, options, made, replaces, directory=directory)
-    compared = cast("list[bool]", group.all_gather_objects(existing, name="where DST exists"))
-    paths = cast("list[tuple[str, str, str]]", group.all_gather_objects(opened, name="staging"))
-    leader = leaders[places[group.rank]]
-    sees = group.world_size == 1 or _find_seers(paths[leader], existing=compared[leader])
-    seen = group.all_gather_objects(sees, name="who sees staging")
-    with group.step("staging is seen"):
-        if made and group.world_size > 1:
-            os.unlink(os.path.join(made[0].root, _SIGN))
-        blind = [worker for worker, sees in enumerate(seen) if not sees]
-        if blind and visibility is Visibility.NODE and group.rank == 0:
-            raise UsageError(
-                f"workers of one node do not see the same {target}",
-                details=[f"worker {worker} does not see that of worker {leaders[nodes[worker]]}" for worker in blind],
-                next_step="give a DST on a disk that all workers of a node share",
-            )
-    return Places(
+    existing = group.rank in leaders and compare and os.path.lexists(real) and not is_empty_directory(real)
+    staging: Staging | None = None
+    try:
+        opened = ("", "", "")
+        with group.step("make staging"):
+            if existing:
+                opened = (real, real, _state(real))
+            elif group.rank in leaders:
+                contents = still_replaceable(target, replaces) if options.overwrite else None
+                resume = options.resume is not False
+                staging = Staging(target, directory=directory, replaces=contents, resume=resume)
+                opened = (staging.path, staging.locate(""), _write_marker(staging.root, group))
+        compared = cast("list[bool]", group.all_gather_objects(existing, name="where DST exists"))
+        paths = cast("list[tuple[str, str, str]]", group.all_gather_objects(opened, name="staging"))
+        leader = leaders[places[group.rank]]
+        sees = group.world_size == 1 or _sees_directory(paths[leader], existing=compared[leader])
+        access = group.all_gather_objects(sees, name="who sees staging")
+        with group.step("check access to staging"):
+            if staging is not None and group.world_size > 1:
+                os.unlink(os.path.join(staging.root, _MARKER))
+            without = [worker for worker, sees in enumerate(access) if not sees]
+            if without and visibility is Visibility.NODE and group.rank == 0:
+                raise UsageError(
+                    f"workers of one node do not see the same {target}",
+                    details=[f"worker {each} does not see that of worker {leaders[nodes[each]]}" for each in without],
+                    next_step="give a DST on a disk that all workers of a node share",
+                )
+    except BaseException:
+        if staging is not None:
+            if not staging.resumed:
+                with contextlib.suppress(OSError):
+                    staging.discard()
+            staging.close()
+        raise
+    directories = StagingDirectories(
         nodes,
         leaders,
-        tuple(place if sees else None for place, sees in zip(places, seen, strict=True)),
+        tuple(place if sees else None for place, sees in zip(places, access, strict=True)),
         tuple(paths[leader][:2] for leader in leaders),
         tuple(compared[leader] for leader in leaders),
     )
+    return directories, staging
 
 
-def _make(
-    group: Group, target: str, options: ConvertOptions, made: list[Staging], replaces: Contents, *, directory: bool
-) -> tuple[str, str, str]:
-    """Where the output goes, the path of a target that is one file, and a token to recognise the directory by."""
-    seen = still_replaceable(target, replaces) if options.overwrite else None
-    staging = Staging(target, directory=directory, replaces=seen, resume=options.resume is not False)
-    made.append(staging)
+def _write_marker(root: str, group: Group) -> str:
+    """Write what the other workers recognise the directory ``root`` by, if there are any; return it."""
     token = uuid.uuid4().hex
     if group.world_size > 1:
-        with open(os.path.join(staging.root, _SIGN), "w", encoding="utf-8") as file:
+        with open(os.path.join(root, _MARKER), "w", encoding="utf-8") as file:
             file.write(token)
-    return staging.path, staging.locate(""), token
+    return token
+
+
+def _sees_directory(opened: tuple[str, str, str], *, existing: bool) -> bool:
+    path, _, token = opened
+    if existing:
+        with contextlib.suppress(OSError):
+            return _state(path) == token
+        return False
+    return _read_text(os.path.join(os.path.dirname(path), _MARKER)) == token
 
 
 def _state(path: str) -> str:
@@ -155,19 +167,17 @@ def _state(path: str) -> str:
     return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
 
 
-def _find_seers(opened: tuple[str, str, str], *, existing: bool) -> bool:
-    path, _, token = opened
+def _read_text(path: str) -> str:
+    """The content of the file ``path``; empty if there is none, or this process does not see it."""
     try:
-        if existing:
-            return _state(path) == token
-        with open(os.path.join(os.path.dirname(path), _SIGN), encoding="utf-8") as file:
-            return file.read() == token
+        with open(path, encoding="utf-8") as file:
+            return file.read()
     except OSError:
-        return False
+        return ""
 
 
 def assign_segments(
-    plan: Plan, spec: TargetSpec, places: Places, journaled: Mapping[int, JournaledWindows] | None = None
+    plan: Plan, spec: TargetSpec, places: StagingDirectories, journaled: Mapping[int, JournaledWindows] | None = None
 ) -> list[Segment]:
     """Assign the bytes of every file to a worker and a place. ``journaled``: for each place what an interrupted run has
     written.
@@ -210,7 +220,7 @@ def files_at(job: Job, place: int | None) -> tuple[list[str], int]:
     return list(names), sum(segment.end - segment.begin for segment in segments)
 
 
-def holders_of(job: Job, places: Places, *, directory: bool) -> dict[str, list[int]]:
+def holders_of(job: Job, places: StagingDirectories, *, directory: bool) -> dict[str, list[int]]:
     """For each target file the workers that see it where it was written. ``directory``: include ``fsdpckpt.json``."""
     holders: dict[str, set[int]] = {}
     for segment in job.segments:
@@ -289,11 +299,7 @@ class UploadDirectory:
 
     def upload(self) -> str:
         """The name of the current upload; empty if there is none, or this process does not see it."""
-        try:
-            with open(os.path.join(self.root, _UPLOAD), encoding="utf-8") as file:
-                return file.read()
-        except OSError:
-            return ""
+        return _read_text(os.path.join(self.root, _UPLOAD))
 
     def _begin(self) -> str:
         upload = uuid.uuid4().hex

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from fsdpckpt.converters.mesh_options import EXAMPLE_MESH, parse_meshes, parse_placements
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import NeedsInformationError, UsageError, of_option
 from fsdpckpt.ir import Container, Layout, Strategy
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.tensors import MeshShape, Placement, Replicate, Shard, Sharding, placements_text
+from fsdpckpt.ir.tensors import MeshShape, Replicate, Shard, Sharding, placements_text
 from fsdpckpt.layouts import on_one_dimension
 from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers import MeshForm
@@ -52,7 +53,25 @@ def check_mesh(options: ConvertOptions) -> tuple[MeshShape, ...]:
     return meshes
 
 
-def requested_mesh(options: ConvertOptions, source: Checkpoint, sources: Sources) -> TargetMesh | None:
+SourceMeshes: TypeAlias = "dict[MeshShape, list[Sharding]]"
+"""The meshes of a checkpoint's DTensors, and the distinct shardings on each."""
+
+
+def meshes_of(checkpoint: Checkpoint) -> SourceMeshes:
+    """The meshes of ``checkpoint``, in the order of its tensors. The shardings on a submesh of another mesh are on that
+    one.
+    """
+    meshes: SourceMeshes = {mesh: [] for mesh in source_meshes(checkpoint)}
+    for sharding in dict.fromkeys(tensor.sharding for tensor in checkpoint.leaves()):
+        mesh = whole_of(sharding.mesh, meshes) if sharding is not None else None
+        if sharding is not None and mesh is not None:
+            meshes[mesh].append(sharding if sharding.mesh == mesh else replaced_on(sharding, mesh))
+    return meshes
+
+
+def requested_mesh(
+    options: ConvertOptions, source: Checkpoint, meshes_of_source: SourceMeshes, sources: Sources
+) -> TargetMesh | None:
     """The meshes from ``--mesh``, ``--placements`` and ``--like``; None without any of them.
 
     Raises what ``check_mesh`` raises, UsageError for placements or another checkpoint that do not match the mesh,
@@ -65,15 +84,15 @@ def requested_mesh(options: ConvertOptions, source: Checkpoint, sources: Sources
         return _like_checkpoint(options.like, options, meshes, sources)
     if not meshes:
         return None
-    pairs = _by_dimensions(_whole_meshes(source), meshes)
+    pairs = _by_dimensions(meshes_of_source, meshes) if _cover_all_ranks(meshes_of_source, source) else None
     if pairs is not None:
-        return _as_source(pairs, [] if _why_no_mesh(source, list(pairs)) else _all_shardings(source, list(pairs)))
+        return _as_source(pairs, {} if _reason_without_mesh(source, meshes_of_source) else meshes_of_source)
     flat = (options.to or source.layout) is Layout.FLATTENED
     hybrid = options.tensor is TensorForm.SHARDED_TENSOR or _has_hybrid(options.flavor or source.flavor)
     dimensions = len(meshes[0].sizes)
     if len(meshes) == 1 and (dimensions == 1 or flat or (hybrid and dimensions == 2)):
-        return TargetMesh(meshes, None, _on_rows(meshes[0]))
-    raise _how_to_place(meshes, source)
+        return TargetMesh(meshes, None, _fsdp_default(meshes[0]))
+    raise _placements_needed_error(meshes, source, list(meshes_of_source))
 
 
 def with_mesh(options: ConvertOptions, source_layout: Layout, mesh: TargetMesh | None) -> ConvertOptions:
@@ -88,15 +107,15 @@ def with_mesh(options: ConvertOptions, source_layout: Layout, mesh: TargetMesh |
     options = replace(options, world_size=mesh.world_size)
     if (options.to or source_layout) is not Layout.FLATTENED:
         return options
-    asked = {"--placements": options.placements, "--like": options.like}
-    named = [option for option, value in asked.items() if value is not None]
+    values = {"--placements": options.placements, "--like": options.like}
+    flags = [flag for flag, value in values.items() if value is not None]
     if (
-        named
+        flags
         or len(mesh.meshes) > 1
         or len(sizes) > 2
         or (len(sizes) == 2 and options.strategy not in (None, Strategy.HYBRID_SHARD))
     ):
-        what = f"{named[0]} does" if named else f"{mesh_options(mesh.meshes)} does"
+        what = f"{flags[0]} does" if flags else f"{mesh_options(mesh.meshes)} does"
         raise UsageError(
             f"{what} not fit flat parameters",
             why="FSDP1 flattens on one mesh dimension, or with hybrid-shard on two: the first replicates, the second "
@@ -108,58 +127,55 @@ def with_mesh(options: ConvertOptions, source_layout: Layout, mesh: TargetMesh |
     return replace(options, strategy=Strategy.HYBRID_SHARD, shard_size=sizes[1])
 
 
-def on_mesh(spec: TargetSpec, source: Checkpoint, mesh: TargetMesh | None) -> TargetSpec:
-    """``spec`` on ``mesh``; without ``mesh``, on the source's resized to the ranks of ``spec``.
+def on_mesh(spec: TargetSpec, source: Checkpoint, meshes: SourceMeshes, mesh: TargetMesh | None) -> TargetSpec:
+    """``spec`` on ``mesh``; without ``mesh``, on the source's ``meshes`` resized to the ranks of ``spec``.
 
     ShardedTensors, and frameworks that make their own mesh, get one dimension unless another mesh is requested. Raises
     NeedsInformationError if no mesh of that many ranks keeps the source's dimensions.
     """
     flat = spec.layout is Layout.FLATTENED
-    alone = (flat and spec.form is None) or (mesh is None and (flat or spec.tensor is TensorForm.SHARDED_TENSOR))
-    if spec.layout is Layout.FULL or spec.world_size is None or alone:
+    sharded_tensor = spec.options.tensor is TensorForm.SHARDED_TENSOR
+    keeps_no_mesh = (flat and spec.form is None) or (mesh is None and (flat or sharded_tensor))
+    if spec.layout is Layout.FULL or spec.world_size is None or keeps_no_mesh:
         return spec
     if mesh is not None:
         return replace(spec, mesh=mesh)
-    meshes = source_meshes(source)
-    strange = _why_no_mesh(source, meshes)
     if spec.form is not None and spec.form.mesh.names is not None:  # it has meshes of its own
-        return replace(spec, mesh=_of_framework(spec, source, spec.form.mesh, spec.world_size))
-    if strange:
-        return replace(spec, mesh=_on_one_dimension(spec, source, strange, spec.world_size))
+        return replace(spec, mesh=_of_framework(spec, source, meshes, spec.form.mesh, spec.world_size))
+    reason = _reason_without_mesh(source, meshes)
+    if reason:
+        return replace(spec, mesh=_on_one_dimension(spec, source, reason, spec.world_size))
     if not meshes:
         return spec
     targets = _resized(spec, source, meshes, spec.world_size)
-    shardings = _all_shardings(source, meshes)
-    plain = len(meshes) == 1 and {sharding.placements for sharding in shardings} == {(Shard(0),)}
-    return replace(spec, mesh=_as_source(targets, shardings, None if plain else _note(targets)))
+    placements = {sharding.placements for shardings in meshes.values() for sharding in shardings}
+    rows = len(meshes) == 1 and placements == {(Shard(0),)}
+    return replace(spec, mesh=_as_source(targets, meshes, None if rows else _note(targets)))
 
 
-def _resized(
-    spec: TargetSpec, source: Checkpoint, meshes: Sequence[MeshShape], world_size: int
-) -> dict[MeshShape, MeshShape]:
+def _resized(spec: TargetSpec, source: Checkpoint, meshes: SourceMeshes, world_size: int) -> dict[MeshShape, MeshShape]:
     keep = spec.container is not Container.DCP  # where replicas are stored once
-    return resized(_shardings(source, meshes), world_size, source=source.source, keep_replicas=keep)
+    return resized(meshes, world_size, source=source.source, keep_replicas=keep)
 
 
-def _of_framework(spec: TargetSpec, source: Checkpoint, form: MeshForm, world_size: int) -> TargetMesh | None:
+def _of_framework(
+    spec: TargetSpec, source: Checkpoint, meshes: SourceMeshes, form: MeshForm, world_size: int
+) -> TargetMesh | None:
     """The framework's own mesh: with replicas if the source has them, else one dimension; the note says so if the
     source has more.
     """
-    meshes, names = _whole_meshes(source), form.hybrid
-    if len(meshes) == 1 and names and {one.placements for one in _all_shardings(source, meshes)} == {_HYBRID}:
-        [(before, target)] = _resized(spec, source, meshes, world_size).items()
-        named = replace(target, names=names)
-        return TargetMesh((named,), None, _on_rows(named), _note({replace(before, names=names): named}))
-    meshes = source_meshes(source)
+    if form.hybrid and len(meshes) == 1 and _cover_all_ranks(meshes, source):
+        [(mesh, shardings)] = meshes.items()
+        if len(mesh.sizes) == 2 and set(shardings) == {_fsdp_default(mesh)}:
+            target = replace(_resized(spec, source, meshes, world_size)[mesh], names=form.hybrid)
+            note = _note({replace(mesh, names=form.hybrid): target})
+            return TargetMesh((target,), None, _fsdp_default(target), note)
     if not any(len(mesh.sizes) > 1 for mesh in meshes):
         return None
     rows = on_one_dimension(world_size, form.names)
-    flavor = spec.flavor.name if spec.flavor is not None else "the target"
-    note = f"the source's mesh {' and '.join(map(str, meshes))} is not kept: {flavor} shards over {rows.mesh} alone"
+    before = " and ".join(map(str, meshes))
+    note = f"the source's mesh {before} is not kept: {spec.flavor_name} shards over {rows.mesh} alone"
     return TargetMesh((rows.mesh,), None, rows, note)
-
-
-_HYBRID = (Replicate(), Shard(0))
 
 
 def _note(meshes: Mapping[MeshShape, MeshShape]) -> str:
@@ -168,10 +184,13 @@ def _note(meshes: Mapping[MeshShape, MeshShape]) -> str:
     return f"{what} {verb} kept: {after}" if before == after else f"{what} {before} {verb} resized to {after}"
 
 
-def _why_no_mesh(source: Checkpoint, meshes: Sequence[MeshShape]) -> str:
+def _reason_without_mesh(source: Checkpoint, meshes: Collection[MeshShape]) -> str:
     """Why no mesh of all ranks can describe the source's DTensors, with their placements or meshes; "" if one can."""
-    tensors = list(source.leaves())
-    unknown = {one.placement for one in tensors if one.sharded and one.sharding is None and one.placement[0] == "["}
+    unknown = {
+        tensor.placement
+        for tensor in source.leaves()
+        if tensor.sharded and tensor.sharding is None and tensor.placement[0] == "["
+    }
     if not meshes:
         unknown.discard(placements_text([Shard(0)]))  # rows over one dimension need no mesh
     causes = []
@@ -205,55 +224,32 @@ def _on_one_dimension(spec: TargetSpec, source: Checkpoint, why: str, world_size
     return TargetMesh((rows.mesh,), None, rows, note)
 
 
-def _as_source(
-    meshes: Mapping[MeshShape, MeshShape], shardings: Sequence[Sharding], note: str | None = None
-) -> TargetMesh:
-    """Keep the source's placements and replace each mesh. Tensors without placements (of flat parameters) get those of
-    all others, if these are alike.
+def _as_source(targets: Mapping[MeshShape, MeshShape], meshes: SourceMeshes, note: str | None = None) -> TargetMesh:
+    """Keep the placements on the source's ``meshes``, and replace each mesh by its target. Tensors without placements
+    (of flat parameters) get those of all others, if these are alike.
     """
-    as_source = AsSource(meshes)
-    placed = {as_source.sharding(sharding) for sharding in shardings}
-    return TargetMesh(tuple(meshes.values()), as_source, placed.pop() if len(placed) == 1 else None, note)
+    as_source = AsSource(targets)
+    placed = {as_source.sharding(sharding) for shardings in meshes.values() for sharding in shardings}
+    return TargetMesh(tuple(targets.values()), as_source, placed.pop() if len(placed) == 1 else None, note)
 
 
 def _has_hybrid(flavor: str) -> bool:
     """Whether the framework has a mesh of two dimensions that can describe the tensors."""
-    known = flavor_named(flavor)
-    return known is not None and any(form.mesh.hybrid is not None for form in known.forms)
+    forms = known.forms if (known := flavor_named(flavor)) is not None else ()
+    return any(form.mesh.hybrid is not None for form in forms)
 
 
-def _on_rows(mesh: MeshShape) -> Sharding:
-    return Sharding(mesh, tuple(_hybrid(mesh).values()))
+def _fsdp_default(mesh: MeshShape) -> Sharding:
+    """The last dimension of ``mesh`` cuts rows, those before it replicate."""
+    return Sharding(mesh, (*[Replicate()] * (len(mesh.sizes) - 1), Shard(0)))
 
 
-def _hybrid(mesh: MeshShape) -> dict[str, Placement]:
-    """FSDP's default: the last dimension cuts rows, those before it replicate."""
-    *before, last = mesh.dimension_names
-    return {**dict.fromkeys(before, Replicate()), last: Shard(0)}
+def _cover_all_ranks(meshes: Iterable[MeshShape], checkpoint: Checkpoint) -> bool:
+    """Whether each of ``meshes`` has every rank of ``checkpoint``: the mesh of a pipeline stage has not."""
+    return all(mesh.world_size == checkpoint.world_size for mesh in meshes)
 
 
-def _whole_meshes(checkpoint: Checkpoint) -> list[MeshShape]:
-    """The meshes of all ranks that the DTensors of ``checkpoint`` are on, or on submeshes of; else none."""
-    meshes = source_meshes(checkpoint)
-    return meshes if all(mesh.world_size == checkpoint.world_size for mesh in meshes) else []
-
-
-def _shardings(checkpoint: Checkpoint, meshes: Sequence[MeshShape]) -> dict[MeshShape, list[Sharding]]:
-    """The different shardings on each of ``meshes``."""
-    distinct = dict.fromkeys(tensor.sharding for tensor in checkpoint.leaves())
-    shardings: dict[MeshShape, list[Sharding]] = {mesh: [] for mesh in meshes}
-    for sharding in distinct:
-        mesh = whole_of(sharding.mesh, meshes) if sharding is not None else None
-        if sharding is not None and mesh is not None:
-            shardings[mesh].append(replaced_on(sharding, mesh))
-    return shardings
-
-
-def _all_shardings(checkpoint: Checkpoint, meshes: Sequence[MeshShape]) -> list[Sharding]:
-    return [sharding for on_mesh in _shardings(checkpoint, meshes).values() for sharding in on_mesh]
-
-
-def _by_dimensions(before: Sequence[MeshShape], meshes: Sequence[MeshShape]) -> dict[MeshShape, MeshShape] | None:
+def _by_dimensions(before: Collection[MeshShape], meshes: Sequence[MeshShape]) -> dict[MeshShape, MeshShape] | None:
     """For each mesh of ``before`` the one of ``meshes`` with the same dimensions; None if they do not pair up."""
     by_names = {mesh.dimension_names: mesh for mesh in meshes}
     if not before or sorted(mesh.dimension_names for mesh in before) != sorted(by_names):
@@ -264,12 +260,12 @@ def _by_dimensions(before: Sequence[MeshShape], meshes: Sequence[MeshShape]) -> 
 def _like_checkpoint(path: str, options: ConvertOptions, meshes: Sequence[MeshShape], sources: Sources) -> TargetMesh:
     with of_option("--like"):
         other = open_checkpoint(path, sources=sources, locate=False)
-    whole = _whole_meshes(other)
-    if not whole:
+    whole = meshes_of(other)
+    if not whole or not _cover_all_ranks(whole, other):
         raise UsageError(
             f"--like {path} does not say how its tensors are placed on a mesh",
-            why=f"its tensors are on meshes of some ranks only: {known}"
-            if (known := " and ".join(map(str, source_meshes(other))))
+            why=f"its tensors are on meshes of some ranks only: {' and '.join(map(str, whole))}"
+            if whole
             else "only per-rank files of DTensors record their mesh: a DCP directory, ShardedTensors and whole tensors "
             "do not",
             next_step="give the mesh and the placements instead: --mesh NAME=SIZE,... --placements FILE",
@@ -277,7 +273,7 @@ def _like_checkpoint(path: str, options: ConvertOptions, meshes: Sequence[MeshSh
     if meshes:
         pairs = _by_dimensions(whole, meshes)
     else:
-        pairs = resized(_shardings(other, whole), options.world_size or other.world_size, source=path)
+        pairs = resized(whole, options.world_size or other.world_size, source=path)
     if pairs is None:
         raise UsageError(
             f"{mesh_options(meshes)} does not have the dimensions of --like {path}",
@@ -294,22 +290,25 @@ def _like_checkpoint(path: str, options: ConvertOptions, meshes: Sequence[MeshSh
     return TargetMesh(tuple(pairs.values()), Like(path, shardings))
 
 
-def _how_to_place(meshes: Sequence[MeshShape], source: Checkpoint) -> NeedsInformationError:
-    present, mesh = source_meshes(source), meshes[0]
-    for one in present:
-        if mesh.names is None and one.names is not None and len(one.sizes) == len(mesh.sizes):
+def _placements_needed_error(
+    meshes: Sequence[MeshShape], source: Checkpoint, present: Sequence[MeshShape]
+) -> NeedsInformationError:
+    """``present``: the meshes of ``source``."""
+    mesh = meshes[0]
+    for named in present:
+        if mesh.names is None and named.names is not None and len(named.sizes) == len(mesh.sizes):
             return NeedsInformationError(
-                f"--mesh {mesh} has no names, and the mesh of {source.source} has: {one}",
+                f"--mesh {mesh} has no names, and the mesh of {source.source} has: {named}",
                 why="placements are by the names of dimensions",
-                next_step=f"did you mean --mesh {replace(one, sizes=mesh.sizes)}?",
+                next_step=f"did you mean --mesh {replace(named, sizes=mesh.sizes)}?",
             )
     *others, last = mesh.dimension_names
     placed = ", ".join([*(f'"{name}": "Replicate()"' for name in others), f'"{last}": "Shard(0)"'])
-    known = " and ".join(map(str, present))
+    source_mesh = " and ".join(map(str, present))
     several = f"give all its meshes ({mesh_options(present)} with other sizes), or " if len(present) > 1 else ""
     return NeedsInformationError(
         f"nothing says how tensors are placed on {mesh_options(meshes)}",
-        why=f"{source.source} is on {f'the mesh {known}' if known else 'no mesh of several dimensions'}",
+        why=f"{source.source} is on {f'the mesh {source_mesh}' if source_mesh else 'no mesh of several dimensions'}",
         next_step=f"{several}add --like PATH (per-rank DTensor files of this model on such a mesh), or --placements "
         f'FILE, JSON like {{"GLOB": {{{placed}}}, ...}}',
     )

@@ -17,7 +17,7 @@ from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir import Container, Layout, Section
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.option_fields import Scope, given, refuse_unused
-from fsdpckpt.options import ConvertOptions, TensorForm
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import PLAIN, Flavor, Form
 from fsdpckpt.storage.target_checks import is_empty_directory
 from fsdpckpt.transform.placements import TargetMesh
@@ -31,9 +31,10 @@ _SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*")
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
     """What is written. ``world_size``: ranks of the target; None for one file, and for DCP that keeps the source's
-    cuts.
+    chunks.
 
-    ``directory``: whether DST is a directory. ``flavor``, ``form``: the producer whose form it has; None is plain.
+    ``options``: of the conversion, with what the source, the mesh and the form decide. ``directory``: whether DST is a
+    directory. ``flavor``, ``form``: the producer whose form it has; None is plain.
     ``notes``: why it is plain although the source is not. ``mesh``: the device mesh of a sharded target; None for one
     dimension that cuts rows.
     """
@@ -41,12 +42,17 @@ class TargetSpec:
     layout: Layout
     container: Container
     world_size: int | None
-    tensor: TensorForm
+    options: ConvertOptions
     directory: bool
     flavor: Flavor | None = None
     form: Form | None = None
     notes: tuple[Note, ...] = ()
     mesh: TargetMesh | None = None
+
+    @property
+    def flavor_name(self) -> str:
+        """The name of the flavor that is written."""
+        return self.flavor.name if self.flavor is not None else PLAIN
 
 
 def make_target_spec(target: str, options: ConvertOptions, source: Checkpoint) -> TargetSpec:
@@ -59,16 +65,16 @@ def make_target_spec(target: str, options: ConvertOptions, source: Checkpoint) -
         expected = f"at most {MAX_RANKS:,}"
         raise UsageError("--world-size has too many ranks", expected=expected, found=str(options.world_size))
     suffix = os.path.splitext(target.rstrip("/"))[1]
-    named = suffix if suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX) else ""
+    file_suffix = suffix if suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX) else ""
     notes: tuple[Note, ...] = ()
     if options.flavor is None:
-        default = default_form(named, options, source)
+        default = default_form(file_suffix, options, source)
         if not isinstance(default, Note) and default is not None:
             return _producer_spec(*default, options, source)
         notes = () if default is None else (default,)
     elif options.flavor != PLAIN:
         flavor = writable_flavor(options.flavor)
-        return _producer_spec(flavor, requested_form(flavor, named, options, source), options, source)
+        return _producer_spec(flavor, requested_form(flavor, file_suffix, options, source), options, source)
     return replace(_plain_spec(suffix, options, source.layout), notes=notes)
 
 
@@ -81,8 +87,7 @@ def refuse_unknown_suffix(target: str) -> None:
     stem, suffix = os.path.splitext(target)
     if suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX, DCP_SUFFIX) or not _SUFFIX.fullmatch(suffix):
         return
-    known = (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX)
-    near = get_close_matches(suffix.lower(), known, n=1, cutoff=0.5) or [".pt"]
+    near = get_close_matches(suffix.lower(), (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX), n=1, cutoff=0.5) or [".pt"]
     raise UsageError(
         f"DST ends in {suffix}, which is not a suffix of a checkpoint file",
         expected=f"{', '.join(TORCH_SUFFIXES)} (torch) or {SAFETENSORS_SUFFIX}, or a directory's name",
@@ -91,11 +96,11 @@ def refuse_unknown_suffix(target: str) -> None:
     )
 
 
-def require_file_name(target: str, spec: TargetSpec, options: ConvertOptions) -> None:
+def require_file_name(target: str, spec: TargetSpec) -> None:
     """Raises UsageError if one file is written and DST is a directory or ends with a slash."""
     if not spec.directory and (target.endswith("/") or is_empty_directory(target)):
         name = os.path.join(target, "full" + (SAFETENSORS_SUFFIX if spec.container is Container.SAFETENSORS else ".pt"))
-        other = "; or add --to sharded for a directory" if options.to is None else ""
+        other = "; or add --to sharded for a directory" if spec.options.to is None else ""
         raise UsageError(
             f"DST names a directory, {target}, and a {spec.layout} {spec.container} checkpoint is one file",
             next_step=f"give the file a name, for example {name}{other}",
@@ -131,7 +136,7 @@ def _plain_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> 
             f"--max-shard-size splits the files of a directory, and DST is one file ({suffix})",
             next_step="drop --max-shard-size, or give DST a name without a suffix",
         )
-    return TargetSpec(layout, container, options.world_size, options.tensor, directory=not one_file)
+    return TargetSpec(layout, container, options.world_size, options, directory=not one_file)
 
 
 def _producer_spec(flavor: Flavor, form: Form, options: ConvertOptions, source: Checkpoint) -> TargetSpec:
@@ -141,7 +146,7 @@ def _producer_spec(flavor: Flavor, form: Form, options: ConvertOptions, source: 
     refuse_target_options(
         options, layout=form.layout, container=form.container, source_layout=source.layout, weights=form.weights
     )
-    return TargetSpec(form.layout, form.container, world_size, options.tensor, form.directory, flavor, form)
+    return TargetSpec(form.layout, form.container, world_size, options, form.directory, flavor, form)
 
 
 def _require_ranks(world_size: int | None) -> None:
@@ -156,20 +161,16 @@ def _why_full(container: Container, suffix: str) -> str:
 
 
 def _container(suffix: str, options: ConvertOptions, source_layout: Layout) -> Container:
-    named = None
-    if suffix in TORCH_SUFFIXES:
-        named = Container.TORCH
-    elif suffix == SAFETENSORS_SUFFIX:
-        named = Container.SAFETENSORS
-    if options.container is not None:
-        if named is not None and named is not options.container:
-            raise UsageError(
-                f"DST ends in {suffix}, which names the container {named}, and --container says {options.container}",
-                next_step="drop --container, or give DST another name",
-            )
-        return options.container
-    if named is not None:
-        return named
+    of_suffix = {SAFETENSORS_SUFFIX: Container.SAFETENSORS, **dict.fromkeys(TORCH_SUFFIXES, Container.TORCH)}.get(
+        suffix
+    )
+    if options.container not in (None, of_suffix) and of_suffix is not None:
+        raise UsageError(
+            f"DST ends in {suffix}, which names the container {of_suffix}, and --container says {options.container}",
+            next_step="drop --container, or give DST another name",
+        )
+    if (container := options.container or of_suffix) is not None:
+        return container
     return Container.DCP if (options.to or source_layout) is Layout.SHARDED else Container.TORCH
 
 
@@ -221,14 +222,9 @@ def refuse_target_options(
             refuse_unused(options, scope, f"the target is {layout}, {container}", f"add {remedy}")
 
 
-def refuse_section_options(
-    options: ConvertOptions, opened: Checkpoint, *, flavor: Flavor | None, form: Form | None
-) -> None:
-    """Raises UsageError for an option about a section that does not exist, is not selected, or is not written.
-
-    ``flavor`` and ``form``: the framework whose files are written, and which of its forms.
-    """
-    written = flavor is None or form is None or form.optim is not None
+def refuse_section_options(spec: TargetSpec, opened: Checkpoint) -> None:
+    """Raises UsageError for an option about a section that does not exist, is not selected, or is not written."""
+    options, written = spec.options, spec.form is None or spec.form.optim is not None
     for section, scope, words, present in (
         (Section.MODEL, Scope.MODEL, "model", opened.model is not None),
         (Section.OPTIM, Scope.OPTIMIZER, "optimizer", opened.optim is not None),
@@ -238,8 +234,8 @@ def refuse_section_options(
             why = f"--only {options.only} leaves the {words} out"
         elif not present:
             why = f"{opened.source} has no {words}"
-        elif section is Section.OPTIM and flavor is not None and not written:
-            why = f"flavor {flavor.name} has no place for the {words}"
+        elif section is Section.OPTIM and not written:
+            why = f"flavor {spec.flavor_name} has no place for the {words}"
         if why is not None:
             refuse_unused(options, scope, why)
 
@@ -251,7 +247,7 @@ def refuse_flat_options(options: ConvertOptions, source: str, *, has_flat: Calla
     """
     # Keys and names need the order of the parameters, which a units file has.
     ordered = options.key_type or options.include or options.exclude or options.missing_state
-    asked = replace(options, units=None) if ordered else options
-    if given(asked, Scope.FLAT_PARAMETERS) and not has_flat():
+    checked = replace(options, units=None) if ordered else options
+    if given(checked, Scope.FLAT_PARAMETERS) and not has_flat():
         why = f"neither {source} nor the target has flat parameters"
-        refuse_unused(asked, Scope.FLAT_PARAMETERS, why, "add --to flattened")
+        refuse_unused(checked, Scope.FLAT_PARAMETERS, why, "add --to flattened")

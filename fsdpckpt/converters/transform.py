@@ -69,17 +69,17 @@ class TransformedCheckpoint:
     key_type: KeyType | None = None
 
 
-def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sources: Sources) -> TransformedCheckpoint:
-    """Select, unflatten, rekey, rename and shard ``opened`` as ``options`` and ``spec`` ask.
+def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> TransformedCheckpoint:
+    """Select, unflatten, rekey, rename and shard ``opened`` as ``spec`` and its options ask.
 
     Raises SourceError for a source that is incomplete or contradicts itself, NeedsInformationError, UsageError.
     """
-    request = units_request(options)
+    options, request = spec.options, units_request(spec.options)
     checkpoint = select_section(opened, options.only)
     _require_sound(checkpoint, options.only)
-    _refuse_states(checkpoint, options, spec)
+    _refuse_states(checkpoint, spec)
     if spec.layout is Layout.FLATTENED:
-        checkpoint = _with_states_in_sight(checkpoint)
+        checkpoint = _unwrap_quantized_states(checkpoint)
     checkpoint = list_parameters(checkpoint, options.no_weight_decay)
     if spec.flavor is not None and spec.flavor.two_groups:
         checkpoint = note_one_group(checkpoint)
@@ -96,22 +96,22 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
         checkpoint = name_slices(checkpoint, resolved, sources)
         if ORDER in resolved.unsettled:
             checkpoint = replace(checkpoint, evidence=(*checkpoint.evidence, UNORDERED))
-    source_names = list(opened.model.params) if opened.model is not None else ()
-    leading = leading_wrapper(source_names) if resolved is not None else ""
-    checkpoint, called = normalise(checkpoint, leading=leading, like=source_names)
+    model_names = list(opened.model.params) if opened.model is not None else ()
+    leading = leading_wrapper(model_names) if resolved is not None else ""
+    checkpoint, source_names = normalise(checkpoint, leading=leading, like=model_names)
     checkpoint = _with_equal_copies(checkpoint)
-    if options.clean_names and (to_flattened or not called.wrapped):
+    if options.clean_names and (to_flattened or not source_names.wrapped):
         names = "flat parameters" if to_flattened else f"the names in {checkpoint.source}"
         checkpoint = _with_unused(checkpoint, f"--clean-names had no effect: {names} have no prefixes of wrappers")
-    steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources), called)
+    steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources), source_names)
     if to_flattened:
-        checkpoint = steps.rename(steps.select(steps.key(checkpoint, "name")))
+        checkpoint = steps.finish(steps.select(steps.key(checkpoint, "name")))
         return steps.flatten(checkpoint, resolved, spec, source_keys)
     by_name = bool(options.include or options.exclude or options.missing_state or options.placements or options.like)
     weights = spec.form is not None and spec.form.weights
     if resolved is None and not weights:
         wanted: set[KeyType | str | None] = {options.key_type or source_keys, *(["name"] if by_name else [])}
-        checkpoint = _note_unused(checkpoint, options, spec, wanted)
+        checkpoint = _note_unused(checkpoint, spec, wanted)
     checkpoint = steps.select(steps.key(checkpoint, "name" if by_name else options.key_type))
     checkpoint = steps.fill(checkpoint, resolved.units if resolved is not None else steps.units)
     checkpoint = steps.key(steps.place(checkpoint, spec.mesh), options.key_type or source_keys)
@@ -126,23 +126,23 @@ def transform(opened: Checkpoint, options: ConvertOptions, spec: TargetSpec, sou
     if spec.layout is Layout.SHARDED and spec.world_size is not None:
         require_whole_blocks(checkpoint, spec.world_size, placed=spec.mesh is not None)
     return TransformedCheckpoint(
-        steps.rename(called.restored(checkpoint) if keep_names else called.cleaned(checkpoint))
+        steps.finish(source_names.restored(checkpoint) if keep_names else source_names.cleaned(checkpoint))
     )
 
 
-def _refuse_states(checkpoint: Checkpoint, options: ConvertOptions, spec: TargetSpec) -> None:
+def _refuse_states(checkpoint: Checkpoint, spec: TargetSpec) -> None:
     """Raises UsageError or SourceUnsupportedError for states whose values the target, or an option, would change."""
-    if options.optim_dtype is not None:
+    if spec.options.optim_dtype is not None:
         refuse_casts(checkpoint)
-    if options.missing_state is MissingState.ZEROS:
+    if spec.options.missing_state is MissingState.ZEROS:
         refuse_in_blocks(checkpoint, "zeros in blocks are not made", "drop --missing-state zeros")
     if Layout.FLATTENED in (spec.layout, checkpoint.layout):
-        _refuse_samples(checkpoint)
+        _refuse_prodigy_slices(checkpoint)
     if spec.layout is Layout.FLATTENED:
         refuse_in_blocks(checkpoint, "FSDP1 cuts flat parameters inside of its blocks")
 
 
-def _refuse_samples(checkpoint: Checkpoint) -> None:
+def _refuse_prodigy_slices(checkpoint: Checkpoint) -> None:
     """Raises SourceUnsupportedError for states that cover only some of a rank's elements."""
     for group in (checkpoint.optim.param_groups if checkpoint.optim is not None else None) or ():
         step = group.get("slice_p")
@@ -155,8 +155,8 @@ def _refuse_samples(checkpoint: Checkpoint) -> None:
             )
 
 
-def _with_states_in_sight(checkpoint: Checkpoint) -> Checkpoint:
-    """Make the states that bitsandbytes hides from FSDP ordinary states, which are cut like any other."""
+def _unwrap_quantized_states(checkpoint: Checkpoint) -> Checkpoint:
+    """Turn the states that bitsandbytes wraps to keep FSDP from cutting them into ordinary states, which are cut."""
     optim = checkpoint.optim
     if optim is None:
         return checkpoint
@@ -172,14 +172,13 @@ def _require_sound(checkpoint: Checkpoint, only: Section | None) -> None:
         raise fatal(problems, source=checkpoint.source)
 
 
-def _note_unused(
-    checkpoint: Checkpoint, options: ConvertOptions, spec: TargetSpec, key_types: set[KeyType | str | None]
-) -> Checkpoint:
+def _note_unused(checkpoint: Checkpoint, spec: TargetSpec, key_types: set[KeyType | str | None]) -> Checkpoint:
     """Add a note on options that supply what the checkpoint states itself.
 
     ``key_types``: those that its optimizer will have.
     """
-    names, model, optim = given(options, Scope.KNOWLEDGE), checkpoint.model, checkpoint.optim
+    options, model, optim = spec.options, checkpoint.model, checkpoint.optim
+    names = given(options, Scope.KNOWLEDGE)
     leaves = model.params.values() if model is not None and spec.layout is Layout.SHARDED else ()
     undecided = any(isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is None for leaf in leaves)
     rekeyed = optim is not None and key_types != {key_type_of(optim)}
@@ -232,18 +231,18 @@ def _ordered_units(resolved: ResolvedUnits | None, request: UnitsRequest, source
 
 @dataclass(frozen=True)
 class _Steps:
-    """The single steps. ``units``: see ``_ordered_units``; ``called``: the names in the source."""
+    """The single steps. ``units``: see ``_ordered_units``; ``source_names``: the names in the source."""
 
     options: ConvertOptions
     request: UnitsRequest
     sources: Sources
     units: Units | None
-    called: SourceNames
+    source_names: SourceNames
 
     def select(self, checkpoint: Checkpoint) -> Checkpoint:
-        options, called = self.options, self.called
-        also = {name: (called.of_model(name), called.of_optimizer(name)) for name in parameter_names(checkpoint)}
-        return select_keys(checkpoint, include=options.include, exclude=options.exclude, also_called=also)
+        options, names = self.options, self.source_names
+        aliases = {name: (names.of_model(name), names.of_optimizer(name)) for name in parameter_names(checkpoint)}
+        return select_keys(checkpoint, include=options.include, exclude=options.exclude, aliases=aliases)
 
     def key(self, checkpoint: Checkpoint, key_type: KeyType | None) -> Checkpoint:
         """Rekey the optimizer to ``key_type``; None keeps the keys."""
@@ -266,12 +265,16 @@ class _Steps:
         return fill_missing(checkpoint, choice, units=units, sources=self.sources)
 
     def rename(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Apply the options that change names."""
         options = self.options
-        checkpoint = rename(
+        return rename(
             checkpoint, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename
         )
-        cast = options.dtype is not None or options.optim_dtype is not None
-        return with_own_tensors(checkpoint) if cast else checkpoint
+
+    def finish(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Rename, and give each key its own tensor if any is cast."""
+        cast = self.options.dtype is not None or self.options.optim_dtype is not None
+        return with_own_tensors(self.rename(checkpoint)) if cast else self.rename(checkpoint)
 
     def place(self, checkpoint: Checkpoint, target: TargetMesh | None) -> Checkpoint:
         """Place every sharded tensor on the target's mesh, by the names it will have there."""
@@ -286,12 +289,7 @@ class _Steps:
 
     def written(self, checkpoint: Checkpoint) -> Checkpoint:
         """``checkpoint`` with the names that will be written, which options and other checkpoints may use too."""
-        options = self.options
-        if not options.clean_names:
-            checkpoint = self.called.restored(checkpoint)
-        return rename(
-            checkpoint, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename
-        )
+        return self.rename(checkpoint if self.options.clean_names else self.source_names.restored(checkpoint))
 
     def shard(self, checkpoint: Checkpoint, *, strict: bool) -> Checkpoint:
         """Decide which tensors are sharded, with ``--buffers`` and ``--reference``."""
@@ -304,10 +302,12 @@ class _Steps:
         if opened is not None:
             params = opened.model.params if opened.model is not None else {}
             reference = {name: getattr(leaf, "sharded", None) for name, leaf in params.items()}
-        both = (checkpoint, self.written(checkpoint))
-        names = [list(one.model.params) if one.model is not None else [] for one in both]
-        written = dict(zip(*names, strict=True))
-        return ShardingHints(buffers=self.options.buffers, reference=reference, written=written)
+        names, written = (
+            list(each.model.params) if each.model is not None else [] for each in (checkpoint, self.written(checkpoint))
+        )
+        return ShardingHints(
+            buffers=self.options.buffers, reference=reference, written=dict(zip(names, written, strict=True))
+        )
 
     def flatten(
         self,

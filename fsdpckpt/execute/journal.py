@@ -115,13 +115,14 @@ class RunIdentity:
 
     ``plan``: ``Plan.digest``. ``options``: those that affect the output, as text, so that a message can say what
     changed. ``sources``: the files with tensor data, in the checkpoint's order; for each file one copy, or several if
-    workers see different disks.
+    workers see different disks. ``nbytes``: of the whole output, for messages.
     """
 
     version: str
     plan: str
     options: Mapping[str, str]
     sources: Sequence[Sequence[FileIdentity]]
+    nbytes: int = 0
 
     def source_changes(self, now: RunIdentity) -> list[str]:
         """What changed in the source's files since this run: one line for each copy that this run did not see."""
@@ -240,7 +241,8 @@ def identity_of(first: Record) -> RunIdentity:
     options = first["options"] if isinstance(first["options"], dict) else {}
     sources = cast("list[list[dict[str, object]]]", first["sources"])
     identities = [[_file_identity(copy) for copy in copies] for copies in sources]
-    return RunIdentity(str(first["version"]), str(first["plan"]), options, identities)
+    nbytes = int(str(first["nbytes"]))
+    return RunIdentity(str(first["version"]), str(first["plan"]), options, identities, nbytes)
 
 
 def _file_identity(record: Mapping[str, object]) -> FileIdentity:

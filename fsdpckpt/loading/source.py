@@ -25,7 +25,7 @@ from fsdpckpt.ir.quantized import TORCHAO, Blockwise
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.ir.values import Value
-from fsdpckpt.options import ConvertOptions, TensorForm
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.dcp.items import is_located, locate_rows
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import require_matches
@@ -43,9 +43,6 @@ from fsdpckpt.verify.blocks import (
 from fsdpckpt.verify.elements import without_repeats
 from fsdpckpt.writers.state_dicts import Leaf, extras_of_rank, flatten
 from fsdpckpt.writers.torch_full import lay_out_file
-
-# A source is transformed as for a conversion to whole tensors, up to the layout.
-_SPEC = TargetSpec(Layout.FULL, Container.DCP, None, TensorForm.DTENSOR, directory=True)
 
 Path = tuple[str | int, ...]
 S = TypeVar("S")
@@ -66,7 +63,9 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
     if flattened and not all(map(is_located, checkpoint.leaves())):
         checkpoint = open_checkpoint(path, sources=sources, units=units, locate=True, ignore_file=ignored, as_dcp=True)
     try:
-        return transform(without_repeats(checkpoint, sources), options, _SPEC, sources).checkpoint
+        # as for a conversion to whole tensors, up to the layout
+        spec = TargetSpec(Layout.FULL, Container.DCP, None, options, directory=True)
+        return transform(without_repeats(checkpoint, sources), spec, sources).checkpoint
     except NeedsInformationError as error:
         if options.key_type == "name":
             error.alternative = "--key-type id for an optimizer.state_dict() that is keyed by id itself"

@@ -122,7 +122,8 @@ def side_files(
         if entries[name].directory:
             del files[name]
             if source is not None and name in source.export_directories:
-                files.update(_files_below(entries[name], name, sources))
+                below = sources.files_below(entries[name].path)
+                files.update({f"{name}/{path}": entry for path, entry in below})
     same = source is not None and (
         source.name in (target.name, *target.within) or target.name in (source.name, *source.within)
     )
@@ -153,17 +154,6 @@ def _is_state(entry: Entry, flavor: Flavor | None, read: set[str]) -> bool:
     if entry.name in (MANIFEST, UNITS, ".metadata"):
         return True
     return entry.path in read if flavor is None else re.search(flavor.state, entry.name) is not None
-
-
-def _files_below(directory: Entry, name: str, sources: Sources) -> dict[str, Entry]:
-    files: dict[str, Entry] = {}
-    for entry in sorted(sources.list_directory(directory.path), key=lambda entry: entry.name):
-        path = f"{name}/{entry.name}"
-        if entry.directory:
-            files.update(_files_below(entry, path, sources))
-        else:
-            files[path] = entry
-    return files
 
 
 def _of_the_model(files: Iterable[str], source: Flavor | None, target: Flavor) -> dict[str, str]:

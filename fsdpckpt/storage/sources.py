@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from typing import Self, TypeVar, cast
@@ -62,6 +62,16 @@ class Sources:
     def list_directory(self, path: str) -> list[Entry]:
         """The function ``list_directory``, also for URLs."""
         return self._store.list_directory(path) if is_url(path) else list_directory(path)
+
+    def files_below(self, path: str) -> Iterator[tuple[str, Entry]]:
+        """The files in the directory ``path`` and in all directories below it, each with its path from there; sorted by
+        name.
+        """
+        for entry in sorted(self.list_directory(path), key=lambda entry: entry.name):
+            if entry.directory:
+                yield from ((f"{entry.name}/{name}", file) for name, file in self.files_below(entry.path))
+            else:
+                yield entry.name, entry
 
     def prefetch_ends(self, paths: Sequence[str], *, tails: bool = True) -> None:
         """Fetch the heads and ``tails`` of remote files in parallel, before they are read one after the other."""

@@ -90,11 +90,11 @@ def select_keys(
     *,
     include: Sequence[str],
     exclude: Sequence[str],
-    also_called: Mapping[str, Sequence[str]] | None = None,
+    aliases: Mapping[str, Sequence[str]] | None = None,
 ) -> Checkpoint:
     """Keep parameters whose name matches a glob of ``include`` (all if empty) and none of ``exclude``.
 
-    ``also_called``: other names of a parameter, which globs may match too. Applies to model keys and to name-keyed
+    ``aliases``: other names of a parameter, which globs may match too. Applies to model keys and to name-keyed
     optimizer entries. Raises NeedsInformationError for an id-keyed optimizer (a glob cannot match an id), UsageError
     for a glob that matches nothing.
     """
@@ -109,7 +109,7 @@ def select_keys(
     names = parameter_names(checkpoint)
 
     def matches(name: str, glob: str) -> bool:
-        return any(fnmatchcase(one, glob) for one in (name, *(also_called or {}).get(name, ())))
+        return any(fnmatchcase(one, glob) for one in (name, *(aliases or {}).get(name, ())))
 
     for glob in (*include, *exclude):
         if not any(matches(name, glob) for name in names):

@@ -69,7 +69,7 @@ def test_only_the_items_of_what_is_taken_are_opened(
     found = converted(source, tmp_path / "a", to="sharded", world_size=3, **options)
     assert sum(opened) == cut * RANKS + whole
     opened.clear()
-    monkeypatch.setattr(prepare, "_select", lambda *given: prepare._read(*given, locate=True))
+    monkeypatch.setattr(prepare, "_select", lambda *given: prepare._read_and_transform(*given, locate=True))
     assert converted(source, tmp_path / "b", to="sharded", world_size=3, **options) == found
     assert sum(opened) == 2 * TENSORS * RANKS + TENSORS
 

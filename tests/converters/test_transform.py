@@ -57,7 +57,7 @@ def full(keys: Sequence[ParamKey] = (0, 1, 2, 3), *, without: Sequence[ParamKey]
 def transformed(held: Checkpoint, dst: str = "out.pt", **options: object) -> TransformedCheckpoint:
     chosen = ConvertOptions(**options)  # type: ignore[arg-type]
     with Sources() as sources:
-        return transform(held, chosen, make_target_spec(dst, chosen, held), sources)
+        return transform(held, make_target_spec(dst, chosen, held), sources)
 
 
 def keys(found: TransformedCheckpoint) -> list[ParamKey]:
