@@ -32,6 +32,7 @@ from fsdpckpt.option_fields import (
     OptionRecord,
     Scope,
     option,
+    option_field,
     option_with_synonym,
     options_of,
     repeatable,
@@ -44,10 +45,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def _as_in_convert(name: str, help_text: str | None = None, scope: Scope = EVERYWHERE) -> Any:
     """The option ``name`` of ``convert``, for another command."""
     (same,) = (option for option in options_of(ConvertOptions) if option.name == name)
-    metadata = dataclasses.replace(
-        same.metadata, help_text=help_text or same.metadata.help_text, heading=Heading.OTHER, scope=scope
-    )
-    return dataclasses.field(default=same.default, metadata={"option": metadata})
+    text = help_text or same.help_text
+    return option_field(dataclasses.replace(same, help_text=text, heading=Heading.OTHER, scope=scope))
 
 
 def _units_file() -> Any:
@@ -85,7 +84,7 @@ class DiffOptions(OptionRecord):
 
     rtol: float | None = option("Relative tolerance (default: every byte must be equal).", metavar="X", minimum=0.0)
     atol: float | None = option("Absolute tolerance (default: every byte must be equal).", metavar="X", minimum=0.0)
-    only: Section | None = option("Compare only this section.", offered=SECTIONS)
+    only: Section | None = option("Compare only this section.", choices=SECTIONS)
     all_keys: bool = option(
         "Print every key, also what is the same and of repeated layers.", default=False, flag="--all"
     )
@@ -194,7 +193,7 @@ def takes_options(*records: type[OptionRecord]) -> Callable[[Function], Function
             for option in options
         ]
         function.__signature__ = declared.replace(parameters=[*fixed, *keywords])  # type: ignore[attr-defined]
-        listed = "".join(f"    {option.name}: {option.metadata.help_text}\n" for option in options)
+        listed = "".join(f"    {option.name}: {option.help_text}\n" for option in options)
         function.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\nOptions:\n{listed}"
         return function
 
@@ -245,7 +244,7 @@ def _is_value(named: Option, word: str) -> bool:
         TEXTS: r"none|\d+|(?:\w+=\d+,?)+",
         PAIRS: ".+=.+",
     }
-    listed = word in named.choices or word in named.metadata.completion
+    listed = word in named.choices or word in named.completion
     return (
         listed or word[0] == "'" or word.isupper() or re.fullmatch(patterns.get(named.kind, "(?!)"), word) is not None
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, Flag, StrEnum, auto
 from functools import cache
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Literal, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from fsdpckpt.errors import EMPTY, UsageError
@@ -66,7 +66,7 @@ class Kind:
     API, as source code.
 
     ``convert`` turns a value from Python, JSON or the command line into the one that the record holds; it gets the flag
-    of the option for its UsageError. ``choices``: all values. ``metavar``: the placeholder in help.
+    of the option for its UsageError. ``choices``: all values, if help lists them. ``metavar``: the placeholder in help.
     """
 
     cli_type: Any
@@ -83,12 +83,19 @@ def kind_of(annotation: object) -> Kind:
     if annotation is bool:
         return FLAG
     if get_origin(annotation) is Literal:
-        return choice_of(get_args(annotation))
+        choices = get_args(annotation)
+        return Kind(str, _literal_type(choices), lambda _, value: value, choices)
     if get_origin(annotation) is tuple:
         return TEXTS if get_args(annotation)[0] is str else PAIRS
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
-        return _enum(annotation)
+        members, choices = annotation, tuple(member.value for member in annotation)
+        python_type = f"{members.__name__} | {_literal_type(choices)}"
+        return Kind(str, python_type, lambda _, value: members(value), choices)
     return {str: TEXT, int: INTEGER, float: NUMBER}[cast("type", annotation)]
+
+
+def _literal_type(choices: tuple[str, ...]) -> str:
+    return f"Literal[{', '.join(map(repr, choices))}]".replace("'", '"')
 
 
 def _integer(flag: str, value: object) -> int:
@@ -167,35 +174,13 @@ def _path(flag: str, value: object) -> str:
     return _text(flag, os.fspath(value) if isinstance(value, os.PathLike) else value)
 
 
-def choice_of(choices: tuple[str, ...]) -> Kind:
-    """The kind of values that are one of ``choices``, which help lists."""
-
-    def convert(flag: str, value: object) -> object:
-        word = value.value if isinstance(value, Enum) else value
-        if word not in choices:
-            raise UsageError(f"{flag} cannot be {value!r}", expected=", ".join(choices), found=str(value))
-        return word
-
-    return Kind(str, f"Literal[{', '.join(map(repr, choices))}]".replace("'", '"'), convert, choices)
-
-
-def _enum(members: type[StrEnum]) -> Kind:
-    choice = choice_of(tuple(member.value for member in members))
-
-    def convert(flag: str, value: object) -> object:
-        return members(str(choice.convert(flag, value)))
-
-    return dataclasses.replace(choice, python_type=f"{members.__name__} | {choice.python_type}", convert=convert)
-
-
 def one_of(
-    noun: str,
     names: tuple[str, ...],
-    *,
+    noun: str,
     example: str,
-    aliases: Mapping[str, str] | None = None,
-    python_type: str = "str",
     metavar: str,
+    python_type: str = "str",
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> Kind:
     """The kind of values that are one of many ``names``, which help does not list: only an error does.
 
@@ -206,7 +191,7 @@ def one_of(
     def convert(flag: str, value: object) -> str:
         name = value if isinstance(value, str) else str(value).removeprefix("torch.")
         if name not in names:
-            near = [(aliases or {}).get(name), *get_close_matches(name, names, n=1), example]
+            near = [aliases.get(name), *get_close_matches(name, names, n=1), example]
             raise UsageError(
                 f"{flag} {name} is not {noun}",
                 expected=", ".join(names),
@@ -247,79 +232,67 @@ WORKERS = Kind(str, "int | str", _workers, metavar="N|gpu|auto")
 TORCH_VERSION = Kind(str, "str", _torch_version, metavar="VERSION")
 
 
-@dataclass(frozen=True, slots=True)
-class OptionMetadata:
-    """What the declaration of an option says beyond name, type and default.
-
-    ``flag``: the long option, if it differs from the field's name. ``metavar``: the placeholder in help, if it differs
-    from its kind's. ``minimum``: of a number. ``offered``: the values that it takes, if they are fewer than those of
-    its type. ``completion``: values that the shell completes, for an option that takes others too. ``synonyms``: what
-    people try instead, without dashes. ``changes_output``: whether the bytes that are written depend on it.
-    """
-
-    help_text: str
-    heading: Heading = Heading.OTHER
-    kind: Kind | None = None
-    metavar: str | None = None
-    flag: str | None = None
-    short: str | None = None
-    minimum: float | None = None
-    offered: tuple[str, ...] = ()
-    completion: tuple[str, ...] = ()
-    synonyms: tuple[str, ...] = ()
-    scope: Scope = EVERYWHERE
-    changes_output: bool = True
-
-
-def option(help_text: str, heading: Heading = Heading.OTHER, *, default: object = None, **metadata: Any) -> Any:
-    """The field of an option record; ``metadata``: further fields of ``OptionMetadata``."""
-    return dataclasses.field(default=default, metadata={"option": OptionMetadata(help_text, heading, **metadata)})
-
-
-def repeatable(help_text: str, heading: Heading = Heading.OTHER, **metadata: Any) -> Any:
-    """The field of an option that may be given several times: a tuple, empty by default."""
-    return option(help_text, heading, default=(), **metadata)
+BY_TYPE = Kind(str, "", lambda _, value: value)  # the kind that the type of the field decides
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a record: its name in Python, its default, the kind of its values, and its declaration."""
+    """One option of a record. ``option`` declares it, and ``options_of`` adds what the field itself says.
 
-    name: str
-    default: object
-    kind: Kind
-    metadata: OptionMetadata
+    ``name``: that of the field and of the keyword in Python. ``flag``: the option on the command line, as messages show
+    it: ``--world-size``. ``metavar``: the placeholder for a value in help. ``minimum``: of a number. ``choices``: the
+    values that it takes; empty if it takes any others. ``completion``: values that the shell completes, for an option
+    that takes others too. ``synonyms``: what people try instead, without dashes. ``changes_output``: whether the bytes
+    that are written depend on it.
+    """
 
-    @property
-    def flag(self) -> str:
-        """The option on the command line, as messages show it: ``--world-size``."""
-        return self.metadata.flag or "--" + self.name.replace("_", "-")
-
-    @property
-    def metavar(self) -> str | None:
-        """The placeholder for a value in help."""
-        return f"<{'|'.join(self.choices)}>" if self.choices else self.metadata.metavar or self.kind.metavar
+    help_text: str
+    heading: Heading = Heading.OTHER
+    default: object = None
+    kind: Kind = BY_TYPE
+    name: str = ""
+    flag: str = ""
+    short: str | None = None
+    metavar: str | None = None
+    minimum: float | None = None
+    choices: tuple[str, ...] = ()
+    completion: tuple[str, ...] = ()
+    synonyms: tuple[str, ...] = ()
+    scope: Scope = EVERYWHERE
+    changes_output: bool = True
 
     @property
     def python_type(self) -> str:
         """The type of the keyword in the Python API, as source code."""
         return self.kind.python_type if self.default is not None else f"{self.kind.python_type} | None"
 
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The values that the command line takes; empty if it takes any others."""
-        return self.metadata.offered or self.kind.choices
-
     def convert(self, value: object) -> object:
         """``value`` in the form of the record. Raises UsageError."""
         if value is None:
             return self.default
-        if self.metadata.offered:
-            choice_of(self.metadata.offered).convert(self.flag, value)
-        converted, least = self.kind.convert(self.flag, value), self.metadata.minimum
-        if least is not None and isinstance(converted, int | float) and not converted >= least:
-            raise UsageError(f"{self.flag} is too small", expected=f"{least} or more", found=str(value))
+        plain = value.value if isinstance(value, Enum) else value
+        if self.choices and plain not in self.choices:
+            expected = ", ".join(self.choices)
+            raise UsageError(f"{self.flag} cannot be {value!r}", expected=expected, found=str(value))
+        converted = self.kind.convert(self.flag, plain)
+        if self.minimum is not None and isinstance(converted, int | float) and not converted >= self.minimum:
+            raise UsageError(f"{self.flag} is too small", expected=f"{self.minimum} or more", found=str(value))
         return converted
+
+
+def option(help_text: str, heading: Heading = Heading.OTHER, *, default: object = None, **declared: Any) -> Any:
+    """The field of an option record; ``declared``: further fields of ``Option``."""
+    return option_field(Option(help_text, heading, default, **declared))
+
+
+def repeatable(help_text: str, heading: Heading = Heading.OTHER, **declared: Any) -> Any:
+    """The field of an option that may be given several times: a tuple, empty by default."""
+    return option(help_text, heading, default=(), **declared)
+
+
+def option_field(declared: Option) -> Any:
+    """The field of an option record for ``declared``."""
+    return dataclasses.field(default=declared.default, metadata={"option": declared})
 
 
 class OptionRecord:
@@ -359,16 +332,23 @@ def options_of(record: type[OptionRecord]) -> tuple[Option, ...]:
 def _options_of(record: Any) -> tuple[Option, ...]:
     types = get_type_hints(record)
     return tuple(
-        Option(field.name, field.default, metadata.kind or kind_of(types[field.name]), metadata)
-        for field in dataclasses.fields(record)
-        if (metadata := field.metadata.get("option")) is not None
+        _with_field(field.metadata["option"], field.name, types[field.name]) for field in dataclasses.fields(record)
     )
+
+
+def _with_field(declared: Option, name: str, annotation: object) -> Option:
+    """``declared`` with what the field with this ``name`` and type says."""
+    kind = kind_of(annotation) if declared.kind == BY_TYPE else declared.kind
+    choices = declared.choices or kind.choices
+    metavar = f"<{'|'.join(choices)}>" if choices else declared.metavar or kind.metavar
+    flag = declared.flag or "--" + name.replace("_", "-")
+    return dataclasses.replace(declared, name=name, kind=kind, choices=choices, metavar=metavar, flag=flag)
 
 
 def _option_taking(record: type[OptionRecord], name: str, value: object) -> str | None:
     """The option of ``record`` that takes ``value``, which the option ``name`` does not: ``--container dcp``."""
     for other in options_of(record):
-        if other.name != name and value in (*other.choices, *other.metadata.completion):
+        if other.name != name and value in (*other.choices, *other.completion):
             return f"{other.flag} {value}"
     return None
 
@@ -377,7 +357,7 @@ def option_with_synonym(records: Iterable[type[OptionRecord]], name: str) -> Opt
     """The option of ``records`` that people call ``name``."""
     synonym = name.replace("_", "-")
     options = (option for record in records for option in options_of(record))
-    return next((option for option in options if synonym in option.metadata.synonyms), None)
+    return next((option for option in options if synonym in option.synonyms), None)
 
 
 def given(record: OptionRecord, scope: Scope) -> tuple[str, ...]:
@@ -385,7 +365,7 @@ def given(record: OptionRecord, scope: Scope) -> tuple[str, ...]:
     return tuple(
         option.flag
         for option in options_of(type(record))
-        if scope in option.metadata.scope and getattr(record, option.name) != option.default
+        if scope in option.scope and getattr(record, option.name) != option.default
     )
 
 
@@ -405,6 +385,6 @@ def refuse_unused(record: OptionRecord, scope: Scope, why: str, remedy: str = ""
 
 def output_options(record: OptionRecord) -> dict[str, str]:
     """The options that affect the output bytes, defaults included: what a resumed run must repeat."""
-    options = (option for option in options_of(type(record)) if option.metadata.changes_output)
+    options = (option for option in options_of(type(record)) if option.changes_output)
     values = {option.name: getattr(record, option.name) for option in options}
     return {name: str(value) for name, value in values.items() if value not in (None, ())}

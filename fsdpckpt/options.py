@@ -1,8 +1,8 @@
 """Declares every option of ``convert`` once, for the command line, the Python API, workers and its checks.
 
-To add an option, add one field to the record of its command, with what ``option_fields.OptionMetadata`` describes:
-nothing else needs an edit except the code that uses it. ``scripts/keywords`` then rewrites the types of
-``fsdpckpt.convert``. Imports neither numpy nor torch, since ``--help`` needs all of it.
+To add an option, add one field to the record of its command, with what ``option_fields.Option`` describes: nothing else
+needs an edit except the code that uses it. ``scripts/keywords`` then rewrites the types of ``fsdpckpt.convert``.
+Imports neither numpy nor torch, since ``--help`` needs all of it.
 """
 
 from __future__ import annotations
@@ -39,20 +39,12 @@ CASTABLE_DTYPES = (
     *("float64", "float32", "float16", "bfloat16"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
 )
-_DTYPE_ALIASES = {  # what people call them, and what torch does
-    **{"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
-    **{"fp64": "float64", "double": "float64", "fp8": "float8_e4m3fn", "float8": "float8_e4m3fn"},
-}
-DTYPE = one_of(
-    *("a floating-point dtype", CASTABLE_DTYPES),
-    example="bfloat16",
-    aliases=_DTYPE_ALIASES,
-    python_type="str | torch.dtype",
-    metavar="DTYPE",
-)
+_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_ALIASES |= {"fp64": "float64", "double": "float64", "fp8": "float8_e4m3fn", "float8": "float8_e4m3fn"}
+DTYPE = one_of(CASTABLE_DTYPES, "a floating-point dtype", "bfloat16", "DTYPE", "str | torch.dtype", _ALIASES)
 # What ``torch.device`` takes, and the names of backends outside of PyTorch that train with FSDP.
 DEVICE_TYPES = ("cuda", "cpu", "xpu", "npu", "hpu", "mlu", "musa", "mps", "mtia", "xla", "ipu", "maia", "privateuseone")
-DEVICE_TYPE = one_of("a device type of PyTorch", DEVICE_TYPES, example="cuda", metavar="TYPE")
+DEVICE_TYPE = one_of(DEVICE_TYPES, "a device type of PyTorch", "cuda", "TYPE")
 SECTIONS = ("model", "optim")  # the sections that a conversion or a comparison may be limited to
 
 
@@ -174,7 +166,7 @@ class ConvertOptions(OptionRecord):
         scope=Scope.SAFETENSORS,
     )
     only: Section | None = option(
-        "Convert only this section.", Heading.SELECTED, offered=SECTIONS, synonyms=("model-only", "weights-only")
+        "Convert only this section.", Heading.SELECTED, choices=SECTIONS, synonyms=("model-only", "weights-only")
     )
     include: tuple[str, ...] = repeatable(
         "Convert only parameters whose names match; may be repeated.", Heading.SELECTED

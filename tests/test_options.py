@@ -131,7 +131,7 @@ def test_the_options_of_the_other_commands_are_keywords_of_their_functions(
 def test_every_field_is_an_option_with_one_line_of_help(record: type[OptionRecord]) -> None:
     assert [each.name for each in options_of(record)] == [field.name for field in dataclasses.fields(record)]
     for each in options_of(record):
-        assert each.metadata.help_text.endswith(".") and "\n" not in each.metadata.help_text
+        assert each.help_text.endswith(".") and "\n" not in each.help_text
 
 
 def test_the_flavors_and_dtypes_that_are_offered_are_those_that_are_taken() -> None:

@@ -104,7 +104,7 @@ def _meant_option(error: BaseException, unknown: str) -> str | None:
 
     meant = option_with_synonym([ConvertOptions], unknown.lstrip("-")) if sys.argv[1:2] == ["convert"] else None
     if meant is not None:
-        return f"{meant.flag}: {meant.metadata.help_text}"
+        return f"{meant.flag}: {meant.help_text}"
     if unknown == "--version":
         return to_copy("this shows the version", "fsdpckpt --version")
     command = getattr(getattr(error, "ctx", None), "command", None)

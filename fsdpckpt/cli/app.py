@@ -17,7 +17,7 @@ from fsdpckpt.cli.errors import catch_signals, guarded
 from fsdpckpt.cli.output import Output
 from fsdpckpt.command_options import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
 from fsdpckpt.errors import EMPTY, UsageError
-from fsdpckpt.option_fields import Heading, Option, OptionRecord, options_of
+from fsdpckpt.option_fields import SIZE, Heading, Option, OptionRecord, options_of
 from fsdpckpt.options import ConvertOptions, LaunchOptions
 from fsdpckpt.version import __version__
 
@@ -163,19 +163,19 @@ def _parameter(option: Option) -> signatures.Parameter:
     """The parameter of a command that typer turns into ``option`` of its record."""
     cli_type: Any = option.kind.cli_type
     default: Any = option.default
-    if not isinstance(default, bool | int | float) or option.metadata.kind is not None:
+    if not isinstance(default, bool | int | float) or option.kind == SIZE:
         default = None
-    flags = [option.flag, *([option.metadata.short] if option.metadata.short else [])]
+    flags = [option.flag, *([option.short] if option.short else [])]
     if option.choices and option.default is not None:
         default = str(option.default)
     elif cli_type is bool and option.default is None:
         flags = [f"{option.flag}/--no-{option.flag.removeprefix('--')}"]
     elif cli_type is str and default is not None:
         default = str(default)
-    completed = option.choices or option.metadata.completion
+    completed = option.choices or option.completion
     declared = typer.Option(
         *flags,
-        help=option.metadata.help_text,
+        help=option.help_text,
         metavar=option.metavar,
         show_default=default is not None,
         autocompletion=_completer(completed) if completed else None,
@@ -197,14 +197,14 @@ class _ConvertHelp(HelpCommand):
         for heading in Heading
         for record in (ConvertOptions, LaunchOptions)
         for option in options_of(record)
-        if option.metadata.heading is heading
+        if option.heading is heading
     }
     rest: ClassVar = Heading.OTHER.value
     tunable: ClassVar = frozenset(
         option.name
         for record in (ConvertOptions, LaunchOptions)
         for option in options_of(record)
-        if option.metadata.heading in TUNABLE
+        if option.heading in TUNABLE
     )
 
 
