@@ -109,15 +109,16 @@ def convert(
     """
     if group.rank:
         progress = NoProgress()
+    peers = cast("list[ProcessIdentity]", group.all_gather_objects(process_identity(), name="processes"))
     if not is_url(target):
-        report = _Conversion(group, source, target, options, progress, visibility).run(workers_here)
+        report = _Conversion(group, source, target, options, progress, visibility, peers).run(workers_here)
         if options.staging is None:
             return report
         note = Note("unused", "--staging had no effect: only a DST in an object store is staged there")
         return replace(report, notes=(*report.notes, note))
-    with Upload(group, source, target, options, progress, visibility=visibility) as upload:
+    with Upload(group, source, target, options, progress, visibility, peers) as upload:
         conversion = _Conversion(
-            group, source, upload.path, upload.options, progress, upload.visibility, for_upload=True
+            group, source, upload.path, upload.options, progress, upload.visibility, peers, for_upload=True
         )
         report = conversion.run(workers_here)
         return upload.publish(report, conversion.holders)
@@ -125,7 +126,8 @@ def convert(
 
 @dataclass(slots=True, eq=False)
 class _Conversion:
-    """One rank's part of one conversion to a local disk. ``holders``: for each target file the ranks that see it.
+    """One rank's part of one conversion to a local disk. ``peers``: the processes of all ranks. ``holders``: for each
+    target file the ranks that see it.
 
     ``for_upload``: DST is one of this program's own directories, and what is in it comes from an interrupted run.
     """
@@ -136,11 +138,11 @@ class _Conversion:
     options: ConvertOptions
     progress: Progress
     visibility: Visibility
+    peers: Sequence[ProcessIdentity]
     for_upload: bool = False
     holders: dict[str, list[int]] = field(default_factory=dict)
     _linked: list[str] = field(default_factory=list)  # the target files that are links, all at place 0
     _prepared: Prepared | None = None  # on rank 0
-    _peers: list[ProcessIdentity] = field(default_factory=list)
     _sources: list[Sources] = field(default_factory=list)  # with each file's identity when it was first opened
     _opened: list[str] = field(default_factory=list)  # every file that rank 0 has read
     _staging: list[Staging] = field(default_factory=list)  # of the place that this rank leads: one or none
@@ -163,7 +165,6 @@ class _Conversion:
 
     def run(self, workers_here: int) -> Report:
         begun = time.monotonic()
-        self._peers = cast("list[ProcessIdentity]", self.group.all_gather_objects(process_identity(), name="processes"))
         try:
             with explain_why_overwrite_is_refused(self.target):
                 budget = self._check_request(workers_here)
@@ -471,7 +472,7 @@ class _Conversion:
 
     def _undo(self, error: BaseException) -> None:
         """Kill ranks that are stopped. Remove the staged output, unless this or another run may resume it."""
-        kill_stopped(self._peers)
+        kill_stopped(self.peers)
         original = original_error(error) if isinstance(error, WorkerError) else error
         lost = not self._raises_unchanged and (isinstance(original, WorkerError) or not isinstance(error, WorkerError))
         if not lost:

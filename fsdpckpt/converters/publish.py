@@ -23,10 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Self, TypeAlias, TypeVar, cast
 
-from fsdpckpt.comm.liveness import Background, ProcessIdentity, kill_stopped, process_identity
+from fsdpckpt.comm.liveness import Background, ProcessIdentity, kill_stopped
 from fsdpckpt.comm.protocol import Group, Solo
 from fsdpckpt.converters import PlannedFile, Report, replaced_files
 from fsdpckpt.converters.linking import without_links
@@ -75,8 +74,8 @@ class Upload:
         target: str,
         options: ConvertOptions,
         progress: Progress,
-        *,
         visibility: Visibility,
+        peers: Sequence[ProcessIdentity],
     ) -> None:
         # the local directory belongs to fsdpckpt
         self.options = replace(options, staging=None, overwrite=False, link=LinkMode.COPY)
@@ -88,7 +87,7 @@ class Upload:
         self._requested = options
         self._progress = progress
         self._begun = time.monotonic()
-        self._peers: list[ProcessIdentity] = []
+        self._peers = peers
         self._locks = ExitStack()
         self._remote: RemoteTarget | None = None
         self._upload = ""
@@ -101,9 +100,6 @@ class Upload:
 
     def __enter__(self) -> Self:
         """Look at DST, and lock the directories to upload from. Raises what ``open_target`` raises."""
-        self._peers = cast(
-            "list[ProcessIdentity]", self._group.all_gather_objects(process_identity(), name="who uploads")
-        )
         try:
             self._open()
         except BaseException as error:
@@ -111,9 +107,7 @@ class Upload:
             raise
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
             kill_stopped(self._peers)
         self._locks.close()
@@ -171,10 +165,9 @@ class Upload:
             raise foreign_files_error(remote.url, foreign)
 
     def _lock(self, directory: UploadDirectory) -> str:
-        options = self._requested
-        return (
-            "" if options.dry_run else self._locks.enter_context(directory.locked(resume=options.resume is not False))
-        )
+        if self._requested.dry_run:
+            return ""
+        return self._locks.enter_context(directory.locked(resume=self._requested.resume is not False))
 
     def _choose_directory(self, directory: UploadDirectory) -> None:
         """Choose one directory for all ranks, or one for each node if not all ranks see rank 0's."""
@@ -190,7 +183,7 @@ class Upload:
         self.visibility = Visibility.NODE
         leader = labels.index(labels[group.rank])
         self._directory = UploadDirectory(*rows[leader][1:])
-        with group.step("take staging"):
+        with group.step("lock staging"):
             if leader == group.rank != 0:
                 self._owns_directory = True
                 self._lock(self._directory)
@@ -200,15 +193,10 @@ class Upload:
         if not report.dry_run:
             self._send(report, holders)
         above = os.path.dirname(self._directory.root)
-        note = Note("staged", f"converted in {above}, then uploaded")
+        notes = (*report.notes, Note("staged", f"converted in {above}, then uploaded"))
         seconds = time.monotonic() - self._begun
         return replace(
-            report,
-            target=self._target,
-            staged_in=above,
-            notes=(*report.notes, note),
-            replaced=self._replaced,
-            seconds=seconds,
+            report, target=self._target, staged_in=above, notes=notes, replaced=self._replaced, seconds=seconds
         )
 
     def _send(self, report: Report, holders: Holders) -> None:

@@ -146,7 +146,7 @@ def test_keys_that_are_not_the_frameworks_stay_as_they_are() -> None:
 def test_extras_that_may_be_sections_are_not_put_elsewhere(kind: str) -> None:
     held = replace(source("lightning", SHARDED, DCP), notes=(Note(kind, "two"),))  # type: ignore[arg-type]
     found = spec(held, **SIX)
-    assert described(found)[0] == "plain" and "not settled" in found.notes[0].message
+    assert described(found)[0] == "plain" and "unclear which sections" in found.notes[0].message
 
 
 def test_every_writable_framework_is_the_default_of_each_of_its_own_forms() -> None:
