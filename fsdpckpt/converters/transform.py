@@ -35,7 +35,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
 from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, require_complete
-from fsdpckpt.transform.placements import Like, Rules, TargetMesh, place, place_rest
+from fsdpckpt.transform.placements import Like, Rules, TargetMesh, apply_placements, place_rest
 from fsdpckpt.transform.rekey import apply_key_type, key_type_of
 from fsdpckpt.transform.selection import (
     SHOWN,
@@ -114,7 +114,7 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
         checkpoint = _note_unused(checkpoint, spec, wanted)
     checkpoint = steps.select(steps.key(checkpoint, "name" if by_name else options.key_type))
     checkpoint = steps.fill(checkpoint, resolved.units if resolved is not None else steps.units)
-    checkpoint = steps.key(steps.place(checkpoint, spec.mesh), options.key_type or source_keys)
+    checkpoint = steps.key(steps.apply_placements(checkpoint, spec.mesh), options.key_type or source_keys)
     _require_common_ids(checkpoint, steps.units, spec.layout)
     # Rename last: sections are matched by names without wrapper prefixes.
     keep_names = not (options.clean_names or weights)
@@ -276,7 +276,7 @@ class _Steps:
         cast = self.options.dtype is not None or self.options.optim_dtype is not None
         return with_own_tensors(self.rename(checkpoint)) if cast else self.rename(checkpoint)
 
-    def place(self, checkpoint: Checkpoint, target: TargetMesh | None) -> Checkpoint:
+    def apply_placements(self, checkpoint: Checkpoint, target: TargetMesh | None) -> Checkpoint:
         """Place every sharded tensor on the target's mesh, by the names it will have there."""
         if target is None:
             return checkpoint
@@ -285,7 +285,7 @@ class _Steps:
         if isinstance(target.placing, Rules | Like):
             checkpoint = mark_sharded(checkpoint, self.hints(checkpoint))
         named, _ = normalise(self.written(checkpoint))
-        return place(checkpoint, named, target)
+        return apply_placements(checkpoint, named, target)
 
     def written(self, checkpoint: Checkpoint) -> Checkpoint:
         """``checkpoint`` with the names that will be written, which options and other checkpoints may use too."""
@@ -342,7 +342,7 @@ class _Steps:
         if spec.form is not None:  # which may shard one section and flatten the other
             flat, params = target.units.params(), checkpoint.model.params if checkpoint.model is not None else {}
             hints = ShardingHints(reference={name: name in flat for name in params})
-            checkpoint = self.place(decide_sharded(checkpoint, hints, strict=True), spec.mesh)
+            checkpoint = self.apply_placements(decide_sharded(checkpoint, hints, strict=True), spec.mesh)
             checkpoint = place_rest(checkpoint, spec.mesh) if spec.mesh is not None else checkpoint
         return TransformedCheckpoint(checkpoint, target.units, key_type)
 

@@ -236,7 +236,7 @@ def _fitting_meshes(mesh: MeshShape, over: int, world_size: int) -> list[MeshSha
     return meshes
 
 
-def place(checkpoint: Checkpoint, named: Checkpoint, target: TargetMesh) -> Checkpoint:
+def apply_placements(checkpoint: Checkpoint, named: Checkpoint, target: TargetMesh) -> Checkpoint:
     """Set the ``sharding`` of every sharded tensor on the mesh of ``target``.
 
     ``named``: the same tensors under the target's names, the optimizer keyed by name, which rules and another
