@@ -34,7 +34,7 @@ class Tolerance:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _Differences:
     """Differences so far. ``first``: a row-major index. ``largest``: the greatest |a - b|, None without numbers."""
 
     elements: int = 0
@@ -56,56 +56,68 @@ def compare_tensors(
         shapes = f"shape {list(a.shape)} vs {list(b.shape)}" if a.shape != b.shape else ""
         dtypes = f"dtype {a.dtype.name} vs {b.dtype.name}" if a.dtype is not b.dtype else ""
         return ", ".join(filter(None, (shapes, dtypes)))
-    tally = _Tally()
-    done = 0
-    for one, other in _blocks_of_both(reader_a.blocks(a), reader_b.blocks(b)):
-        if not np.array_equal(one, other):
-            _count(one, other, a.dtype, tolerance, done, tally)
-        done += len(one) // a.dtype.itemsize
-        advance(len(one))
-    if not tally.elements:
+    differences = _Differences()
+    compared = 0  # elements
+    for block_a, block_b in _blocks_of_both(reader_a.blocks(a), reader_b.blocks(b)):
+        if not np.array_equal(block_a, block_b):
+            _add_differences(differences, block_a, block_b, a.dtype, tolerance, compared)
+        compared += len(block_a) // a.dtype.itemsize
+        advance(len(block_a))
+    if not differences.elements:
         return ""
-    index = [int(at) for at in np.unravel_index(tally.first, a.shape)] if a.shape else []
-    text = f"{tally.elements} of {a.numel} elements differ, first at {index}"
-    return text if tally.largest is None else f"{text}, by up to {tally.largest:.3g}"
+    index = [int(at) for at in np.unravel_index(differences.first, a.shape)] if a.shape else []
+    text = f"{differences.elements} of {a.numel} elements differ, first at {index}"
+    return text if differences.largest is None else f"{text}, by up to {differences.largest:.3g}"
 
 
-def _count(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance | None, done: int, tally: _Tally) -> None:
-    raw_a, raw_b = one.reshape(-1, dtype.itemsize), other.reshape(-1, dtype.itemsize)
+def _add_differences(
+    differences: _Differences, block_a: Bytes, block_b: Bytes, dtype: DType, tolerance: Tolerance | None, compared: int
+) -> None:
+    """Add those of two blocks; ``compared``: the number of elements before them."""
+    raw_a, raw_b = block_a.reshape(-1, dtype.itemsize), block_b.reshape(-1, dtype.itemsize)
     unequal: npt.NDArray[np.bool_] = (raw_a != raw_b).any(axis=1)
     where = np.flatnonzero(unequal)
     if dtype.numpy is not None:
-        wide = np.complex128 if dtype.kind == "complex" else np.float64
-        left = np.ascontiguousarray(raw_a[where]).view(numpy_dtype(dtype)).reshape(-1).astype(wide)
-        right = np.ascontiguousarray(raw_b[where]).view(numpy_dtype(dtype)).reshape(-1).astype(wide)
+        a, b = (np.ascontiguousarray(raw[where]).view(numpy_dtype(dtype)).reshape(-1) for raw in (raw_a, raw_b))
         with np.errstate(all="ignore"):
-            apart = np.abs(left - right)
+            distance = _distances(a, b, dtype)
             if tolerance is not None:
-                close = np.isfinite(apart) & (apart <= tolerance.atol + tolerance.rtol * np.abs(right))
-                close |= (left == right) | (np.isnan(left) & np.isnan(right))
-                where, apart = where[~close], apart[~close]
-        numbers = apart[~np.isnan(apart)]
+                magnitude = _distances(b, np.zeros_like(b), dtype)
+                close = np.isfinite(distance) & (distance <= tolerance.atol + tolerance.rtol * magnitude)
+                close |= (a == b) | (np.isnan(a) & np.isnan(b))
+                where, distance = where[~close], distance[~close]
+        numbers = distance[~np.isnan(distance)]
         if len(numbers):
-            tally.largest = max(tally.largest or 0.0, float(numbers.max()))
+            differences.largest = max(differences.largest or 0.0, float(numbers.max()))
     if len(where):
-        tally.elements += len(where)
-        if tally.first < 0:
-            tally.first = done + int(where[0])
+        differences.elements += len(where)
+        if differences.first < 0:
+            differences.first = compared + int(where[0])
 
 
-def _blocks_of_both(left: Iterator[Bytes], right: Iterator[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
+def _distances(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic], dtype: DType) -> npt.NDArray[np.float64]:
+    """|a - b| of each pair of elements."""
+    if dtype.kind in ("int", "uint"):  # exact before it is rounded: float64 does not hold every 64-bit integer
+        exact: npt.NDArray[np.uint64] = np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)
+        return exact.astype(np.float64)
+    wide = np.complex128 if dtype.kind == "complex" else np.float64
+    distance: npt.NDArray[np.float64] = np.abs(a.astype(wide) - b.astype(wide))
+    return distance
+
+
+def _blocks_of_both(blocks_a: Iterator[Bytes], blocks_b: Iterator[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
     """Both streams in blocks of equal length. They must have the same total length."""
-    one = other = np.empty(0, np.uint8)
+    a = b = np.empty(0, np.uint8)
     while True:
-        if not len(one):
-            one = next(left, one[:0])
-        if not len(other):
-            other = next(right, other[:0])
-        count = min(len(one), len(other))
+        if not len(a):
+            a = next(blocks_a, a[:0])
+        if not len(b):
+            b = next(blocks_b, b[:0])
+        count = min(len(a), len(b))
         if count == 0:
             return
-        yield one[:count], other[:count]
-        one, other = one[count:], other[count:]
+        yield a[:count], b[:count]
+        a, b = a[count:], b[count:]
 
 
 _BUFFERS = 8  # on each side a block, its scratch buffer, and a block cast to a wider dtype

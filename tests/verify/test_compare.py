@@ -72,6 +72,23 @@ def test_infinities_and_nan_within_a_tolerance(tmp_path: Path) -> None:
     assert "1 of 3 elements differ, first at [2]" in changed(difference(left, right, Tolerance(1.0, 1.0)))["w"][1]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "a", "b", "distance"),
+    [
+        ("int64", [2**53, 1], [2**53 + 1, 1], "1"),
+        ("int64", [-(2**63), 1], [2**63 - 1, 1], "1.84e+19"),
+        ("uint64", [2**64 - 1, 1], [2**64 - 2, 1], "1"),
+        ("int8", [-128, 1], [127, 1], "255"),
+    ],
+)
+def test_integers_are_compared_exactly(tmp_path: Path, dtype: str, a: list[int], b: list[int], distance: str) -> None:
+    left, right = one(tmp_path / "a", np.array(a, dtype)), one(tmp_path / "b", np.array(b, dtype))
+    expected = {"w": ("*", f"1 of 2 elements differ, first at [0], by up to {distance}")}
+    assert changed(difference(left, right)) == expected
+    assert changed(difference(left, right, Tolerance())) == expected
+    assert difference(left, right, Tolerance(rtol=4.0)).same
+
+
 def test_shape_and_dtype_are_told_and_no_data_is_read(tmp_path: Path) -> None:
     raw = Raw(tmp_path / "a", 1)
     left = raw.checkpoint({"w": raw.put(random_array(4, (3, 4))), "v": raw.put(random_array(5, (6,)))})
