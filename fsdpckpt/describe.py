@@ -14,7 +14,8 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import LITERAL, Checkpoint, KeyType, NamedTensor, Section
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Object, Value, walk
+from fsdpckpt.ir.value_text import value_text
+from fsdpckpt.ir.values import Global, Key, Object, Value, walk
 from fsdpckpt.text import JsonText, plural
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -220,13 +221,4 @@ def json_value(value: object) -> Json:
         return [json_value(child) for child in value]
     if isinstance(value, (set, frozenset)):
         return sorted((json_value(child) for child in value), key=str)
-    return _short_text(value)
-
-
-def _short_text(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"tensor {value.dtype.name} {list(value.shape)}"
-    if isinstance(value, (bytes, bytearray)):
-        return f"{len(value)} bytes"
-    text = f"{value.function}(...)" if isinstance(value, Object) else str(value)
-    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 3] + "..."
+    return str(value) if isinstance(value, Global) else value_text(value, LONGEST_TEXT)

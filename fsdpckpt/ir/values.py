@@ -60,6 +60,10 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
+UNREAD = Global("fsdpckpt", "unread")
+"""Stands for a value that a reader left unread."""
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Object:
     """An allow-listed call ``function(*args)``, and the state, items and entries set on its result.
@@ -92,12 +96,13 @@ class Object:
         number: np.generic = np.frombuffer(data, code)[0]
         return number
 
-    def _parts(self) -> tuple[object, ...]:
+    def parts(self) -> tuple[Any, ...]:
+        """Everything that makes two objects equal."""
         return self.function, self.args, self.new, self.state, self.has_state, self.items, self.entries
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Object):
-            return self._parts() == other._parts()
+            return self.parts() == other.parts()
         number = self.number if isinstance(other, (bool, int, float, complex)) else None
         return number is not None and bool(number.item() == other)
 
@@ -209,19 +214,31 @@ def _copy(container: Value) -> Any:
     return like(container, container) if isinstance(container, dict) else list(cast("list[Value]", container))
 
 
-def equal(one: Value, other: Value) -> bool:
-    """Whether both are equal and of the same type; two NaN are equal, and so are two tensors of the same chunks."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.chunks is other.chunks
-    if isinstance(one, float) and isinstance(other, float):
-        return one == other or (math.isnan(one) and math.isnan(other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return list(one) == list(other) and all(equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
+def equal(a: Value, b: Value, *, as_loaded: bool = False) -> bool:
+    """Whether ``a`` and ``b`` are equal and of the same type. NaN equals NaN, and a tensor one of the same chunks.
+
+    ``as_loaded``: as a program sees them that loads them. The order of keys and the class of a dict do not matter, and
+    a NumPy number equals the Python number of the same value.
+    """
+    if as_loaded and isinstance(a, Object) != isinstance(b, Object):
+        a, b = _as_python_number(a), _as_python_number(b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        same_keys = a.keys() == b.keys() if as_loaded else type(a) is type(b) and list(a) == list(b)
+        return same_keys and all(equal(value, b[key], as_loaded=as_loaded) for key, value in a.items())
+    if a is b or type(a) is not type(b):
+        return a is b
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(equal(*pair, as_loaded=as_loaded) for pair in zip(a, b, strict=True))
+    if isinstance(a, Object) and isinstance(b, Object):
+        return a == b or equal(a.parts(), b.parts(), as_loaded=as_loaded)
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    return a.chunks is b.chunks if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+
+
+def _as_python_number(value: Value) -> Value:
+    number = value.number if isinstance(value, Object) else None
+    return value if number is None else number.item()
 
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None

@@ -28,7 +28,7 @@ from fsdpckpt.errors import SourceError, SourceUnsupportedError, StateDictMismat
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Box, Tensor
-from fsdpckpt.ir.values import Value
+from fsdpckpt.ir.values import UNREAD, Value
 from fsdpckpt.loading.source import (
     BoxToRead,
     Entries,
@@ -40,7 +40,6 @@ from fsdpckpt.loading.source import (
     read_boxes,
 )
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.readers.dcp.read import UNREAD
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 from fsdpckpt.verify.blocks import DEFAULT_THREADS, Bytes

@@ -11,6 +11,7 @@ import numpy as np
 
 from fsdpckpt.describe import Description, Json
 from fsdpckpt.ir.checkpoint import Checkpoint, Section, group_params
+from fsdpckpt.ir.value_text import value_text
 from fsdpckpt.report import Health, health, not_finite, spreads
 from fsdpckpt.report.figures import (
     LONGEST,
@@ -25,7 +26,6 @@ from fsdpckpt.report.figures import (
 )
 from fsdpckpt.text import count_text, fold, plural, size_text
 from fsdpckpt.verify.checksums import buffer_keys
-from fsdpckpt.verify.compare import value_text
 from fsdpckpt.version import __version__
 
 MOST_ROWS = 300  # rows of a table; the page says how many more there are

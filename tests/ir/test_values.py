@@ -1,4 +1,4 @@
-"""``encode`` and ``decode``: what comes back is what went in, type by type."""
+"""``encode`` and ``decode``: what comes back is what went in, type by type. Equal values, and values as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from fsdpckpt.errors import InternalError, SourceCorruptError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.values import Global, Object, decode, encode
+from fsdpckpt.ir.value_text import value_text
+from fsdpckpt.ir.values import UNREAD, Global, Object, decode, encode, equal
 
 
 def through_text(value: Any, **how: Any) -> Any:
@@ -132,3 +133,39 @@ def test_text_that_was_damaged_is_refused(text: str) -> None:
     with pytest.raises(SourceCorruptError) as refused:
         decode(json.loads(text), file="a.safetensors")
     assert refused.value.file == "a.safetensors"
+
+
+SIZE, SAME_SIZE, OTHER_SIZE = (Object(Global("torch", "Size"), ((3, last),)) for last in (4, 4, 5))
+
+
+@pytest.mark.parametrize("as_loaded", [False, True])
+def test_values_are_equal_in_type_and_value(as_loaded: bool) -> None:
+    def same_value(a: Any, b: Any) -> bool:
+        return equal(a, b, as_loaded=as_loaded)
+
+    assert same_value([float("nan"), (1, "x")], [float("nan"), (1, "x")])
+    assert same_value(SIZE, SAME_SIZE)
+    assert not same_value(SIZE, OTHER_SIZE)
+    assert same_value(Object(UNREAD, (float("nan"),)), Object(UNREAD, (float("nan"),)))
+    assert not same_value(1, 1.0)
+    assert not same_value(True, 1)
+    assert not same_value((1,), [1])
+    assert not same_value({"a": 1}, {"a": 1, "b": None})
+    assert same_value(OrderedDict(b=1, a=2), {"a": 2, "b": 1}) is as_loaded
+    assert same_value({"b": 1, "a": 2}, {"a": 2, "b": 1}) is as_loaded
+
+
+def test_tensors_are_equal_if_their_chunks_are_the_same() -> None:
+    chunks = Chunks.whole(file=0, offset=0, shape=(2,))
+    a, b = (Tensor(DTYPES["float32"], (2,), chunks) for _ in range(2))
+    assert equal([a], [b])
+    assert not equal(a, Tensor(DTYPES["float32"], (2,), Chunks.whole(file=0, offset=8, shape=(2,))))
+
+
+def test_texts_of_values_are_short() -> None:
+    assert value_text((0.9, 0.95)) == "(0.9, 0.95)"
+    assert value_text(list(range(100))) == "a list of 100, beginning 0, 1"
+    assert value_text(b"abc") == "3 bytes"
+    assert value_text(SIZE) == "torch.Size(...)"
+    assert value_text(UNREAD) == "(not read)"
+    assert len(value_text("x" * 500)) == 60

@@ -33,8 +33,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.tensors import ONE_SLICE, Tensor
-from fsdpckpt.ir.values import Global, Object
-from fsdpckpt.readers.dcp.read import UNREAD
+from fsdpckpt.ir.values import UNREAD, Global, Object
 from fsdpckpt.text import plural
 from tests.readers.contents import held, opened, raw, same_values
 from tests.readers.played_ranks import as_rank, save_as_ranks, shard, shard_rows_twice

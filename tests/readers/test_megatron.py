@@ -35,10 +35,10 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.ir.checkpoint import Checkpoint, group_params
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import UNREAD
 from fsdpckpt.loading import StorageReader
 from fsdpckpt.readers.dcp import open_directory
 from fsdpckpt.readers.dcp.megatron import MegatronReader
-from fsdpckpt.readers.dcp.read import UNREAD
 from tests.golden.megatron.net import Net
 from tests.readers.contents import opened
 from tests.readers.reader_contract import WEIGHTS, ReaderContract

@@ -20,7 +20,7 @@ from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.dcp import DcpMetadata, DcpTensor, PathElement
 from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note, Problem, Section
 from fsdpckpt.ir.tensors import ONE_SLICE, Chunks, Tensor, contiguous_strides
-from fsdpckpt.ir.values import Global, Key, Value
+from fsdpckpt.ir.values import UNREAD, Key, Value
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.dcp import DcpDirectory, open_directory
 from fsdpckpt.readers.dcp.blockwise import read_blockwise
@@ -28,9 +28,6 @@ from fsdpckpt.readers.dcp.items import declared_chunks, first_of_items, locate_c
 from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, Items, Tree, build_tensors
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
-
-UNREAD = Global("fsdpckpt", "unread")
-"""Takes the place of a pickled value that ``locate=False`` does not read."""
 
 _MAX_VALUES = 1 << 14  # pickled values that are always read, at some microseconds each: groups, counters, ...
 # Megatron's values that are always read: what all ranks share, and the settings of parameters.
