@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
@@ -22,11 +22,11 @@ from fsdpckpt.command_options import (
 )
 from fsdpckpt.errors import UsageError, require_torch
 from fsdpckpt.ir import Layout, Strategy
-from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor
+from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.option_fields import Scope, options_of, refuse_unused
 from fsdpckpt.options import ConvertOptions, LaunchOptions
-from fsdpckpt.progress import NoProgress, Progress
+from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.storage.sources import Sources
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fsdpckpt.converters import Report
-    from fsdpckpt.describe import Description, Json, Selection
+    from fsdpckpt.describe import Description, Selection
     from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
     from fsdpckpt.ir import Container, Section
     from fsdpckpt.ir.units import Units
@@ -134,8 +134,18 @@ def inspect(
         if checkpoint is not opened:
             checkpoint = dataclasses.replace(checkpoint, problems=(*checkpoint.problems, *problems(checkpoint)))
         _require_keys(checkpoint, wanted)
-        measure = _measure(checkpoint, sources, options.threads, progress) if options.stats else None
-        description = describe(checkpoint, wanted, measure=measure)
+        description = describe(checkpoint, wanted)
+        if options.stats:
+            from fsdpckpt.verify.measures import stats_of
+
+            measured = stats_of(
+                checkpoint,
+                description.tensors,
+                sources=sources,
+                threads=options.threads,
+                progress=progress or NO_PROGRESS,
+            )
+            description = dataclasses.replace(description, stats=tuple(measured))
         stored = opened.optim.key_type if opened.optim is not None else None
         return dataclasses.replace(description, key_type=stored)
 
@@ -149,35 +159,6 @@ def _require_keys(checkpoint: Checkpoint, wanted: Selection) -> None:
         for glob in wanted.keys:
             if not any(fnmatchcase(key, glob) for key in keys):
                 raise unmatched_error(f"--keys {glob!r} matches", glob, checkpoint.source, keys)
-
-
-def _measure(
-    checkpoint: Checkpoint, sources: Sources, threads: int | None, progress: Progress | None
-) -> Callable[[list[NamedTensor]], list[dict[str, Json] | None]]:
-    from fsdpckpt.ir.coverage import flaws
-    from fsdpckpt.verify.blocks import threads_for
-    from fsdpckpt.verify.measures import stats_of
-
-    stages = progress or NoProgress()
-
-    def measure(tensors: list[NamedTensor]) -> list[dict[str, Json] | None]:
-        """None for a tensor that is not whole: its problem is listed, and the others still have statistics."""
-        whole = [number for number, named in enumerate(tensors) if not flaws(named.tensor)]
-        stages.begin("stats", sum(tensors[number].tensor.nbytes for number in whole))
-        values = stats_of(
-            checkpoint,
-            [tensors[number] for number in whole],
-            sources=sources,
-            threads=threads if threads is not None else threads_for(checkpoint),
-            advance=stages.advance,
-        )
-        stages.end()
-        measures: list[dict[str, Json] | None] = [None] * len(tensors)
-        for number, value in zip(whole, values, strict=True):
-            measures[number] = dataclasses.asdict(value) if value is not None else None
-        return measures
-
-    return measure
 
 
 @takes_options(ConvertOptions, LaunchOptions)
@@ -206,7 +187,7 @@ def convert(
         )
     records = (ConvertOptions() if options is None else options, LaunchOptions() if launch is None else launch)
     chosen, launched = with_keywords(records, keywords)
-    return run(os.fspath(source), os.fspath(target), chosen, launched, progress or NoProgress())
+    return run(os.fspath(source), os.fspath(target), chosen, launched, progress or NO_PROGRESS)
 
 
 def diff(
@@ -228,11 +209,9 @@ def diff(
     section. ``strict`` counts extras of ranks (random states) that only one of them has. ``units``: a units file for
     flattened shards on either side. Raises NeedsInformationError if id and name keys cannot be matched, SourceError.
     """
-    from fsdpckpt.verify.blocks import threads_for
     from fsdpckpt.verify.compare import compare, only_section
     from fsdpckpt.verify.elements import Tolerance, without_repeats
 
-    stages = progress or NoProgress()
     options = DiffOptions.of(
         rtol=rtol, atol=atol, only=only, strict=strict, ignore_file=ignore_file, units=units, threads=threads
     )
@@ -241,18 +220,15 @@ def diff(
         opened = _open_all([a, b], sources, options.units, options.ignore_file)
         named = [_name_slices(without_repeats(checkpoint, sources), sources, options.units) for checkpoint in opened]
         first, second = (only_section(checkpoint, options.only) for checkpoint in named)
-        stages.begin("compare", sum(tensor.nbytes for tensor in first.leaves()))
-        result = compare(
+        return compare(
             first,
             second,
             sources=sources,
             tolerance=None if exact else Tolerance(options.rtol or 0.0, options.atol or 0.0),
             strict=options.strict,
-            threads=options.threads if options.threads is not None else threads_for(first, second),
-            advance=stages.advance,
+            threads=options.threads,
+            progress=progress or NO_PROGRESS,
         )
-        stages.end()
-        return result
 
 
 def verify(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fsdpckpt.ir.checkpoint import LITERAL, Checkpoint, KeyType, NamedTensor, Section
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Stats, Tensor
 from fsdpckpt.ir.value_text import value_text
 from fsdpckpt.ir.values import Global, Key, Object, Value, walk
 from fsdpckpt.text import JsonText, plural
@@ -52,14 +52,14 @@ class SectionSummary:
 class Description:
     """``checkpoint`` and a summary of it. ``tensors``: the selected ones, in the checkpoint's order.
 
-    ``stats``: the statistics of each (``verify.measures.Stats`` as a dict), or None; None if not computed.
+    ``stats``: those of each, or None for a tensor that has none; None if they were not computed.
     ``key_type``: of the optimizer as stored; flat shards are shown by name if their units are known.
     """
 
     checkpoint: Checkpoint
     sections: dict[str, SectionSummary]
     tensors: tuple[NamedTensor, ...]
-    stats: tuple[dict[str, Json] | None, ...] | None = None
+    stats: tuple[Stats | None, ...] | None = None
     key_type: KeyType | None = None
 
     def __repr__(self) -> str:
@@ -106,13 +106,8 @@ class Description:
         }
 
 
-def describe(
-    checkpoint: Checkpoint,
-    selection: Selection | None = None,
-    *,
-    measure: Callable[[list[NamedTensor]], list[dict[str, Json] | None]] | None = None,
-) -> Description:
-    """Summarise ``checkpoint`` and list the tensors of ``selection``. ``measure`` computes their statistics."""
+def describe(checkpoint: Checkpoint, selection: Selection | None = None) -> Description:
+    """Summarise ``checkpoint`` and list the tensors of ``selection``, without statistics."""
     chosen: list[NamedTensor] = []
     by_section: dict[str, list[NamedTensor]] = {}
     for named in checkpoint.tensors():
@@ -120,9 +115,8 @@ def describe(
         if selection is None or selection.takes(named.section, named.key):
             chosen.append(named)
     sections = {section: _summary(tensors) for section, tensors in by_section.items()}
-    stats = tuple(measure(chosen)) if measure is not None else None
     key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
-    return Description(checkpoint, sections, tuple(chosen), stats, key_type)
+    return Description(checkpoint, sections, tuple(chosen), key_type=key_type)
 
 
 def _summary(tensors: list[NamedTensor]) -> SectionSummary:
@@ -151,7 +145,8 @@ def _rows(description: Description) -> Iterator[dict[str, Json]]:
             "placement": tensor.placement,
         }
         if description.stats is not None:
-            row["stats"] = description.stats[number]
+            stats = description.stats[number]
+            row["stats"] = json_value(asdict(stats)) if stats is not None else None
         yield row
 
 

@@ -41,6 +41,8 @@ class NoProgress:
         return None
 
 
+NO_PROGRESS: Progress = NoProgress()
+
 INTERVAL = 0.1  # seconds: as often as a bar is redrawn
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fsdpckpt.cli.output import GAP, Cell, Name, table_lines
-from fsdpckpt.describe import Description, Json
+from fsdpckpt.describe import Description
 from fsdpckpt.ir.checkpoint import NamedTensor, OptimState, Section
+from fsdpckpt.ir.tensors import Stats
 from fsdpckpt.text import braces, count_text, fold, shape_text, size_text
 
 FIELDS = ("section", "key", "dtype", "shape", "bytes", "placement")
@@ -124,12 +125,11 @@ def _rows(description: Description, *, short: bool) -> list[Row]:
     ]
 
 
-def _stats_cells(stats: dict[str, Json] | None, digits: int) -> tuple[Cell, ...]:
+def _stats_cells(stats: Stats | None, digits: int) -> tuple[Cell, ...]:
     if stats is None:
         return ("-",) * len(STATS)
-    values = [stats[name] for name in STATS[:5]]
-    numbers = [f"{value:.{digits}g}" if isinstance(value, (int, float)) else "-" for value in values]
-    return (*numbers, str(stats["nan"]), str(stats["inf"]))
+    texts = ["-" if number is None else f"{number:.{digits}g}" for number in stats.numbers]
+    return (*texts, str(stats.nan), str(stats.inf))
 
 
 def _chunk_rows(description: Description, rows: Sequence[Row]) -> Iterator[Row]:

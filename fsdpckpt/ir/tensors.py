@@ -299,6 +299,28 @@ class Tensor:
         return self.shape, self.dtype.name, *(column.tobytes() for column in columns)
 
 
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Statistics of a tensor's finite elements, in float64; ``nan`` and ``inf`` count the others.
+
+    ``std``: of the population; ``norm``: Euclidean, inf if it is too large for a float64. None if there are no finite
+    elements. The real and imaginary parts of a complex tensor count as separate elements.
+    """
+
+    min: float | None
+    max: float | None
+    mean: float | None
+    std: float | None
+    norm: float | None
+    nan: int
+    inf: int
+
+    @property
+    def numbers(self) -> tuple[float | None, ...]:
+        """All but the counts."""
+        return self.min, self.max, self.mean, self.std, self.norm
+
+
 def spans_of(tensors: Sequence[Tensor]) -> Int64Array:
     """The bytes from the first element to the end of the last, for each chunk of ``tensors``; 0 for an empty one."""
     known: dict[tuple[int, int, int], Int64Array] = {}  # by the ids of sizes and strides, which many tensors share

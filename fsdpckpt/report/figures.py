@@ -6,17 +6,18 @@ ranks hold which part of that axis (``holdings``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil, prod
-from typing import TypeAlias
+from math import prod
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.tensors import Int64Array, Tensor
-from fsdpckpt.report import Spread
+from fsdpckpt.report.tables import clipped, percent
 from fsdpckpt.text import count_text, plural, size_text
 
 WIDTH = 900  # units of the drawing: the axis of bytes
@@ -52,10 +53,10 @@ class Module:
     def nbytes(self) -> int:
         return self.end - self.begin
 
-    def leaves(self) -> Iterator[Module]:
-        """The nodes of all tensors below, in the order of the axis."""
+    def leaves(self) -> Iterator[tuple[int, Tensor]]:
+        """Each tensor, and where its bytes begin on the axis."""
         if self.tensor is not None:
-            yield self
+            yield self.begin, self.tensor
         for child in self.children.values():
             yield from child.leaves()
 
@@ -104,96 +105,74 @@ class Holdings:
     ranks_in_row: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Leaf:
-    """One tensor between ``left`` and ``right`` on the axis, in columns; it touches ``first`` .. ``last``."""
-
-    tensor: Tensor
-    left: float
-    right: float
-    first: int
-    last: int
-
-
 def holdings(root: Module, world_size: int) -> Holdings:
     """The grid of everything under ``root``. A replica counts in ``share`` for each rank, and once in ``covered``."""
-    leaves = list(_leaves(root))
-    ranks = max([world_size, 1, *(int(leaf.tensor.chunks.rank.max()) + 1 for leaf in leaves)])
-    in_row = -(-ranks // MOST_ROWS)
-    share, covered = np.zeros((-(-ranks // in_row), COLUMNS)), np.zeros(COLUMNS)
-    nbytes, chunks = np.zeros(ranks), np.zeros(ranks, np.int64)
-    by_ndim: dict[int, list[_Leaf]] = {}
-    for leaf in leaves:
-        by_ndim.setdefault(leaf.tensor.ndim, []).append(leaf)
-    for group in by_ndim.values():
-        rank = np.concatenate([leaf.tensor.chunks.rank for leaf in group])
-        counts = np.array([len(leaf.tensor.chunks) for leaf in group])
-        itemsize = np.array([leaf.tensor.dtype.itemsize for leaf in group])
-        held = np.concatenate([leaf.tensor.chunks.size for leaf in group]).prod(axis=1) * np.repeat(itemsize, counts)
-        nbytes += np.bincount(rank, held, ranks)
-        chunks += np.bincount(rank[held > 0], minlength=ranks)
-        _add_narrow(group, rank // in_row, held * (COLUMNS / max(root.nbytes, 1)), counts, share, covered)
-    for leaf in leaves:
-        if leaf.last - leaf.first > 1:
-            parts = _parts(leaf)
-            np.add.at(share[:, leaf.first : leaf.last], leaf.tensor.chunks.rank // in_row, parts)
-            covered[leaf.first : leaf.last] += np.minimum(parts.sum(axis=0), _overlap(leaf))
-    return Holdings(np.minimum(share, 1.0), np.minimum(covered, 1.0), nbytes, chunks, in_row)
-
-
-def _leaves(root: Module) -> Iterator[_Leaf]:
     scale = COLUMNS / root.nbytes if root.nbytes else 0.0
-    for leaf in root.leaves():
-        if leaf.tensor is not None and len(leaf.tensor.chunks):
-            left, right = leaf.begin * scale, leaf.end * scale
-            first = min(int(left), COLUMNS - 1)
-            yield _Leaf(leaf.tensor, left, right, first, min(max(ceil(right), first + 1), COLUMNS))
+    known: dict[tuple[tuple[int, ...], int, int], _Fractions] = {}  # by the columns that many tensors share
+    stretches = []
+    covered = np.ones(COLUMNS)
+    for begin, tensor in root.leaves():
+        chunks = tensor.chunks
+        layout = tensor.shape, id(chunks.start), id(chunks.size)
+        if layout not in known:
+            known[layout] = _fractions(tensor)
+        fractions = known[layout]
+        left, width = begin * scale, tensor.nbytes * scale
+        low, high = left + fractions.low * width, left + fractions.high * width
+        stretches.append((chunks.rank, low, high, fractions.filled, fractions.elements * tensor.dtype.itemsize))
+        if fractions.has_flaws:
+            whole = _fill(np.zeros(1, np.int64), np.array([left]), np.array([left + width]), np.ones(1), 1)
+            held = _fill(np.zeros(len(chunks), np.int64), low, high, fractions.filled, 1)
+            covered -= (whole - np.minimum(held, whole))[0]
+    rank, low, high, filled, nbytes = (np.concatenate(column) for column in zip(*stretches, strict=True))
+    ranks = max(world_size, int(rank.max(initial=0)) + 1)
+    in_row = -(-ranks // MOST_ROWS)
+    share = _fill(rank // in_row, low, high, filled, -(-ranks // in_row)).clip(0.0, 1.0)
+    rank_chunks = np.bincount(rank[nbytes > 0], minlength=ranks)
+    rank_nbytes = np.zeros(ranks) + np.bincount(rank, nbytes, ranks)
+    return Holdings(share, covered, rank_nbytes, rank_chunks, in_row)
 
 
-def _add_narrow(
-    group: list[_Leaf],
-    rows: Int64Array,
-    width: FloatArray,
-    counts: Int64Array,
-    share: FloatArray,
-    covered: FloatArray,
-) -> None:
-    """Add the leaves that touch only one column, all at once. ``width``: of each chunk, in columns."""
-    narrow = np.array([leaf.last - leaf.first == 1 for leaf in group])
-    first = np.array([leaf.first for leaf in group])
-    number = np.repeat(np.arange(len(group)), counts)
-    of_narrow = narrow[number]
-    cell = rows[of_narrow] * COLUMNS + first[number[of_narrow]]
-    share += np.bincount(cell, width[of_narrow], share.size).reshape(share.shape)
-    held = np.bincount(number[of_narrow], width[of_narrow], len(group))
-    whole = np.array([leaf.right - leaf.left for leaf in group])
-    covered += np.bincount(first, np.minimum(held, whole) * narrow, COLUMNS)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fractions:
+    """Where the chunks of a tensor begin and end in it, from 0 to 1 along the first dimension in which any is cut.
 
-
-def _overlap(leaf: _Leaf) -> FloatArray:
-    columns = np.arange(leaf.first, leaf.last, dtype=np.float64)
-    overlap: FloatArray = np.clip(np.minimum(leaf.right, columns + 1) - np.maximum(leaf.left, columns), 0.0, None)
-    return overlap
-
-
-def _parts(leaf: _Leaf) -> FloatArray:
-    """(chunks, columns): how much of each column each chunk fills.
-
-    Chunks are drawn from their start to their end along the first dimension in which any of them is cut.
+    ``filled``: the part of that stretch that a chunk holds: less than 1 if it is cut along another dimension as well.
     """
-    tensor, chunks, width = leaf.tensor, leaf.tensor.chunks, leaf.right - leaf.left
-    begin, end = np.zeros(len(chunks)), np.ones(len(chunks))
+
+    low: FloatArray
+    high: FloatArray
+    filled: FloatArray
+    elements: Int64Array
+    has_flaws: bool
+
+
+def _fractions(tensor: Tensor) -> _Fractions:
+    chunks = tensor.chunks
+    low, high = np.zeros(len(chunks)), np.ones(len(chunks))
     cut = next((k for k, n in enumerate(tensor.shape) if (chunks.size[:, k] != n).any()), None)
-    if cut is not None:
-        begin = chunks.start[:, cut] / tensor.shape[cut]
-        end = begin + chunks.size[:, cut] / tensor.shape[cut]
-    columns = np.arange(leaf.first, leaf.last, dtype=np.float64)
-    low = np.maximum((leaf.left + begin * width)[:, None], columns)
-    high = np.minimum((leaf.left + end * width)[:, None], columns + 1)
-    # A chunk that is also cut along another dimension fills its stretch only in part.
-    filled = chunks.size.prod(axis=1) / np.maximum((end - begin) * prod(tensor.shape), 1.0)
-    parts: FloatArray = np.clip(high - low, 0.0, None) * np.minimum(filled, 1.0)[:, None]
-    return parts
+    if cut is not None and tensor.shape[cut]:
+        low = (chunks.start[:, cut] / tensor.shape[cut]).clip(0.0, 1.0)
+        high = ((chunks.start[:, cut] + chunks.size[:, cut]) / tensor.shape[cut]).clip(0.0, 1.0)
+    elements: Int64Array = chunks.size.prod(axis=1)
+    filled = np.minimum(elements / np.maximum((high - low) * prod(tensor.shape), 1.0), 1.0)
+    return _Fractions(low, high, filled, elements, bool(flaws(tensor)))
+
+
+def _fill(row: Int64Array, low: FloatArray, high: FloatArray, filled: FloatArray, rows: int) -> FloatArray:
+    """(rows, COLUMNS): the sum, in each column, of stretches from ``low`` to ``high`` of which ``filled`` is held.
+
+    The running sum of a row rises at each ``low`` and falls at each ``high``. An edge at 3.4 is 0.6 of a step in column
+    3 and 0.4 of one in column 4.
+    """
+    steps = np.zeros(rows * (COLUMNS + 2))
+    for edge, height in ((low, filled), (high, -filled)):
+        column = edge.astype(np.int64)
+        later = (edge - column) * height
+        cell = row * (COLUMNS + 2) + column
+        steps += np.bincount(cell, height - later, len(steps)) + np.bincount(cell + 1, later, len(steps))
+    sums: FloatArray = steps.reshape(rows, COLUMNS + 2).cumsum(axis=1)
+    return sums[:, :COLUMNS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,65 +189,48 @@ class Rectangle:
     count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """Modules, outermost on top, over one row for each rank (or a few of them) on the same axis of bytes.
+def figure(root: Module, held: Holdings, title: str) -> dict[str, Any]:
+    """For the template, the drawing of one section: its modules, outermost on top, over one row for each rank (or a few
+    of them) on the same axis of bytes.
 
     ``cells``: (shade, path) of what ranks hold; ``holes``: the path of what no rank holds; ``names``: (y, label).
     """
-
-    title: str
-    width: int
-    height: int
-    left: int
-    axis: int
-    top: int
-    depth: int
-    modules: list[Rectangle]
-    cells: list[tuple[int, str]]
-    holes: str
-    names: list[tuple[int, str]]
-    bars: list[Rectangle]
-
-
-def figure(root: Module, held: Holdings, title: str) -> Figure:
-    """The drawing of one section."""
-    levels, modules = _icicle(root)
-    top = levels * LEVEL_HEIGHT + 8
+    levels, modules = _module_rectangles(root)
+    grid_top = levels * LEVEL_HEIGHT + 8
     rows = len(held.share)
     pitch = max(min(22, 420 // rows), 3)
     names, bars = _ranks(held, pitch)
-    return Figure(
-        title,
-        LABELS + WIDTH + BARS,
-        top + rows * pitch + 26,
-        LABELS,
-        WIDTH,
-        top,
-        rows * pitch,
-        modules,
-        _cells(held, pitch),
-        _holes(held, rows * pitch),
-        names,
-        bars,
-    )
+    return {
+        "title": title,
+        "width": LABELS + WIDTH + BARS,
+        "height": grid_top + rows * pitch + 26,
+        "margin": LABELS,
+        "axis_width": WIDTH,
+        "grid_top": grid_top,
+        "grid_height": rows * pitch,
+        "modules": modules,
+        "cells": _cells(held, pitch),
+        "holes": _holes(held, rows * pitch),
+        "names": names,
+        "bars": bars,
+    }
 
 
-def _icicle(root: Module) -> tuple[int, list[Rectangle]]:
+def _module_rectangles(root: Module) -> tuple[int, list[Rectangle]]:
     """(number of levels, their rectangles), each with its name if that fits."""
     scale = WIDTH / root.nbytes if root.nbytes else 0.0
-    boxes: list[Rectangle] = []
+    rectangles: list[Rectangle] = []
     nodes = list(root.children.values())
     level = 0
     while nodes and level < DEPTH:
         wide = [(number, node) for number, node in enumerate(nodes) if node.nbytes * scale >= NARROWEST]
-        boxes += [_block(node, level, number, scale) for number, node in wide]
+        rectangles += [_rectangle(node, level, number, scale) for number, node in wide]
         nodes = [child for _, node in wide for child in node.children.values()]
         level += 1
-    return level, boxes
+    return level, rectangles
 
 
-def _block(node: Module, level: int, number: int, scale: float) -> Rectangle:
+def _rectangle(node: Module, level: int, number: int, scale: float) -> Rectangle:
     width = node.nbytes * scale
     size, elements = size_text(node.nbytes), count_text(node.elements)
     tooltip = f"{clipped(node.path)}: {size}, {elements} elements, {plural(node.tensors, 'tensor')}"
@@ -330,36 +292,16 @@ def _ranks(held: Holdings, pitch: int) -> tuple[list[tuple[int, str]], list[Rect
     return names, bars
 
 
-def histogram(spread: Spread) -> list[Rectangle]:
-    """Bars: numbers of tensors by the decimal exponent of their root mean square."""
-    keys = range(min(spread.bins), max(spread.bins) + 1) if spread.bins else range(0)
-    bars = [(f"1e{key}", spread.bins.get(key, 0)) for key in keys]
-    if spread.zeros:
-        bars.insert(0, ("0", spread.zeros))
-    most, total = max((number for _, number in bars), default=1), sum(number for _, number in bars)
-    pitch = min(44.0, 420 / max(len(bars), 1))
-    boxes = []
-    for place, (label, number) in enumerate(bars):
-        tall = 80 * number / most
-        tooltip = f"{label}: {plural(number, 'tensor')}, {percent(number, total)}"
-        boxes.append(
-            Rectangle(
-                8 + place * pitch, 100 - tall, pitch - 3, tall, tooltip, "bar", label if pitch >= 24 else "", number
-            )
-        )
-    return boxes
-
-
-def percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
-LONGEST = 160  # characters of one text: a key may have a megabyte
-
-
-def clipped(text: object, longest: int = LONGEST) -> str:
-    """``text`` without its middle if it is long."""
-    shown = str(text)
-    if len(shown) <= longest:
-        return shown
-    return f"{shown[: longest // 2]} … {shown[-longest // 2 + 3 :]}"
+def histogram(exponents: Mapping[int, int], zeros: int) -> list[Rectangle]:
+    """Bars: numbers of tensors by the decimal exponent of their root mean square, after those that are all 0."""
+    keys = range(min(exponents), max(exponents) + 1) if exponents else range(0)
+    counts = [("0", zeros)] * bool(zeros) + [(f"1e{key}", exponents.get(key, 0)) for key in keys]
+    most, total = max((count for _, count in counts), default=1), sum(count for _, count in counts)
+    pitch = min(44.0, 420 / max(len(counts), 1))
+    bars = []
+    for place, (label, count) in enumerate(counts):
+        height = 80 * count / most
+        tooltip = f"{label}: {plural(count, 'tensor')}, {percent(count, total)}"
+        shown = label if pitch >= 24 else ""
+        bars.append(Rectangle(8 + place * pitch, 100 - height, pitch - 3, height, tooltip, "bar", shown, count))
+    return bars

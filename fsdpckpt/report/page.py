@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 
-from fsdpckpt.describe import Description, Json
+from fsdpckpt.describe import Description
 from fsdpckpt.ir.checkpoint import Checkpoint, Section, group_params
 from fsdpckpt.ir.value_text import value_text
-from fsdpckpt.report import Health, health, not_finite, spreads
-from fsdpckpt.report.figures import (
-    LONGEST,
-    Holdings,
-    Module,
-    clipped,
-    figure,
-    histogram,
-    holdings,
-    module_tree,
-    percent,
-)
+from fsdpckpt.report.figures import Holdings, Module, figure, holdings, module_tree
+from fsdpckpt.report.health import magnitudes, not_finite, optimizer_health
+from fsdpckpt.report.tables import MOST_ROWS, Table, clipped, more_text, percent
 from fsdpckpt.text import count_text, fold, plural, size_text
 from fsdpckpt.verify.checksums import buffer_keys
 from fsdpckpt.version import __version__
 
-MOST_ROWS = 300  # rows of a table; the page says how many more there are
 MOST_PROBLEMS = 200
 MOST_FIGURES = 24  # more states than any optimizer has
 LONGEST_LINE = 600  # characters of a problem or a note
@@ -39,23 +28,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-a
 _TITLES = {Section.MODEL: "model", Section.OPTIM: "optimizer state"}
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Texts, which the template escapes. ``right``: columns of numbers; ``label``: for screen readers.
-
-    ``more``: what the rows leave out. ``longest``: the largest number of characters shown of a cell.
-    """
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[object]]
-    right: frozenset[int] = frozenset()
-    label: str = ""
-    more: str = ""
-    longest: int = LONGEST
-
-
-def page(described: Description, made: datetime | None = None) -> str:
-    """The page for what ``inspect`` describes, with statistics if they were computed. ``made``: None for now."""
+def page(described: Description, created: datetime | None = None) -> str:
+    """The page for what ``inspect`` describes, with statistics if they were computed. ``created``: None for now."""
     import jinja2
     from markupsafe import Markup
 
@@ -80,7 +54,7 @@ def page(described: Description, made: datetime | None = None) -> str:
         most_rows=MOST_ROWS,
         most_problems=MOST_PROBLEMS,
         longest_line=LONGEST_LINE,
-        made=(made or datetime.now().astimezone()).strftime("%Y-%m-%d %H:%M %Z"),
+        created=(created or datetime.now().astimezone()).strftime("%Y-%m-%d %H:%M %Z"),
         **_content(described),
     )
 
@@ -88,14 +62,15 @@ def page(described: Description, made: datetime | None = None) -> str:
 def _content(described: Description) -> dict[str, Any]:
     """The values for the template."""
     checkpoint = described.checkpoint
-    sums = health(checkpoint.optim, described) if checkpoint.optim is not None else None
-    buffers: Sequence[str] = ()
+    optimizer = optimizer_health(checkpoint.optim, described) if checkpoint.optim is not None else None
+    buffers: list[str] = []
+    sizes: list[dict[str, Any]] = []
     problems = [problem.message for problem in checkpoint.problems]
     if described.stats is not None:
         lines, buffers = not_finite(described.tensors, described.stats, buffer_keys(checkpoint))
         problems += lines
-    if sums is not None and len(sums.steps) > 1:
-        problems.append(f"optimizer: the steps disagree: {_steps_text(sums.steps)}")
+        sizes = magnitudes(described.tensors, described.stats)[:MOST_FIGURES]
+    problems += optimizer["problems"] if optimizer is not None else ()
     return {
         "name": checkpoint.source,
         "measured": described.stats is not None,
@@ -103,8 +78,8 @@ def _content(described: Description) -> dict[str, Any]:
         "problems": problems,
         "sections": [part for section in _TITLES if (part := _section(described, section)) is not None],
         "dtypes": _dtypes(described),
-        "optimizer": _optimizer(sums) if sums is not None else None,
-        "spreads": _spreads(described),
+        "optimizer": optimizer,
+        "magnitudes": sizes,
         "buffers": "; ".join(buffers[:MOST_ROWS]),
         "statistics": _statistics(described),
         "groups": _groups(checkpoint),
@@ -113,14 +88,9 @@ def _content(described: Description) -> dict[str, Any]:
             ["file", "bytes"],
             [(file.path, size_text(file.nbytes)) for file in checkpoint.files],
             frozenset({1}),
-            more=_more(len(checkpoint.files), "file"),
+            more=more_text(len(checkpoint.files), "file"),
         ),
     }
-
-
-def _more(rows: int, word: str, hint: str = "") -> str:
-    """The note on the rows that a table of this length leaves out."""
-    return f"and {plural(rows - MOST_ROWS, word)} more{hint}" if rows > MOST_ROWS else ""
 
 
 def _tiles(described: Description) -> list[tuple[str, str]]:
@@ -140,9 +110,9 @@ def _tiles(described: Description) -> list[tuple[str, str]]:
             f"on disk, in {plural(len(checkpoint.files), 'file')}",
         ),
     ]
-    for section, sums in described.sections.items():
-        label = f"{section}: {plural(sums.tensors, 'tensor')}, {count_text(sums.elements)} elements"
-        tiles.append((size_text(sums.nbytes), label))
+    for section, totals in described.sections.items():
+        label = f"{section}: {plural(totals.tensors, 'tensor')}, {count_text(totals.elements)} elements"
+        tiles.append((size_text(totals.nbytes), label))
     if described.key_type is not None:
         tiles.append((str(described.key_type), "optimizer keys"))
     return tiles
@@ -248,75 +218,15 @@ def _dtypes(described: Description) -> Table:
     return Table(["section", "dtype", "tensors", "elements", "bytes", "share"], rows, frozenset({2, 3, 4, 5}))
 
 
-def _optimizer(summary: Health) -> dict[str, Any]:
-    """The states, for how many parameters each exists, and whether the steps agree."""
-    rows = [
-        (
-            state,
-            count_text(number),
-            "all" if number == summary.parameters else f"{count_text(summary.parameters - number)} without",
-            ", ".join(f"{dtype} {times:,}" for dtype, times in dtypes.items()),
-        )
-        for state, (number, dtypes) in summary.states.items()
-    ]
-    without = ", ".join(map(clipped, summary.without[:50]))
-    more = f" and {count_text(len(summary.without) - 50)} more" if len(summary.without) > 50 else ""
-    return {
-        "steps": _steps_line(summary),
-        "states": Table(
-            ["state", "parameters", "of all", "dtypes"], rows, frozenset({1}), more=_more(len(rows), "state")
-        ),
-        "without": without + more,
-    }
-
-
-def _steps_line(summary: Health) -> str:
-    count = plural(summary.parameters, "parameter")
-    if summary.unread and not summary.steps:
-        return f"{count}; the values of step were not read (--stats reads them)"
-    if not summary.steps:
-        return f"{count}; no step is kept"
-    agree = "agree" if len(summary.steps) == 1 else "disagree"
-    return f"{count}; the steps {agree}: {_steps_text(summary.steps)}"
-
-
-def _steps_text(steps: Mapping[float, int]) -> str:
-    """Each step and how many parameters are at it, the most common one first."""
-    several = sorted(steps.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{value:g} for {plural(times, 'parameter')}" for value, times in several[:8])
-    return shown + (f" and {len(several) - 8} more values" if len(several) > 8 else "")
-
-
-def _spreads(described: Description) -> list[dict[str, Any]]:
-    """How large the values are; empty without statistics."""
-    if described.stats is None:
-        return []
-    return [
-        {
-            "title": spread.title,
-            "bars": histogram(spread),
-            "smallest": spread.smallest,
-            "largest": spread.largest,
-            "zeros": spread.zeros,
-        }
-        for spread in spreads(described.tensors, described.stats)[:MOST_FIGURES]
-    ]
-
-
 def _statistics(described: Description) -> Table:
     rows = [
-        (named.section, named.key, *(_number(stats, name) for name in ("min", "max", "mean", "std", "norm")))
+        (named.section, named.key, *("-" if number is None else f"{number:.4g}" for number in stats.numbers))
         for named, stats in zip(described.tensors, described.stats or (), strict=False)
         if named.tensor.shape and stats is not None
     ]
     headings = ["section", "key", "min", "max", "mean", "std", "norm"]
-    more = _more(len(rows), "tensor", ": inspect --stats --json lists them all")
+    more = more_text(len(rows), "tensor", ": inspect --stats --json lists them all")
     return Table(headings, rows, frozenset(range(2, 7)), more=more)
-
-
-def _number(stats: Mapping[str, Json], name: str) -> str:
-    value = stats[name]
-    return f"{value:.4g}" if isinstance(value, (int, float)) else "-"
 
 
 def _groups(checkpoint: Checkpoint) -> Table:
@@ -327,4 +237,4 @@ def _groups(checkpoint: Checkpoint) -> Table:
         hyper = [f"{key!s}={value_text(value)}" for key, value in group.items() if key not in ("params", "param_names")]
         rows.append((number, count_text(len(group_params(group) or ())), ", ".join(hyper)))
     headings = ["group", "parameters", "settings"]
-    return Table(headings, rows, frozenset({0, 1}), more=_more(len(rows), "group"), longest=2000)
+    return Table(headings, rows, frozenset({0, 1}), more=more_text(len(rows), "group"), longest=2000)

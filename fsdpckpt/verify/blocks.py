@@ -231,13 +231,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 W = TypeVar("W")
 
-Advance = Callable[[int], None]
-"""Called with the number of bytes that were read since the last call."""
-
-
-def no_progress(nbytes: int) -> None:
-    """An ``Advance`` that shows nothing."""
-
 
 class Cancelled(Exception):
     """The work was cancelled: another item failed, or the user interrupted it."""

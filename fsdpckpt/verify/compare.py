@@ -19,9 +19,10 @@ from fsdpckpt.ir.value_text import value_text
 from fsdpckpt.ir.values import Key, Value, equal, walk
 from fsdpckpt.producers import PLAIN
 from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import count_text
-from fsdpckpt.verify.blocks import DEFAULT_THREADS, Advance, BlockReader, for_each, in_file_order, no_progress
+from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads_for
 from fsdpckpt.verify.elements import Tolerance, compare_tensors
 
 Sigil: TypeAlias = Literal["=", "*", "-", "+"]
@@ -85,8 +86,8 @@ def compare(
     sources: Sources,
     tolerance: Tolerance | None = None,
     strict: bool = False,
-    threads: int = DEFAULT_THREADS,
-    advance: Advance = no_progress,
+    threads: int | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> Difference:
     """Compare every key of ``a`` and ``b``. ``tolerance`` None compares bytes; with ``strict`` every entry counts.
 
@@ -109,10 +110,13 @@ def compare(
         return BlockReader(a.files, sources), BlockReader(b.files, sources)
 
     def work(readers: tuple[BlockReader, BlockReader], pair: tuple[_Address, Tensor, Tensor]) -> str:
-        return compare_tensors(readers[0], pair[1], readers[1], pair[2], tolerance, advance)
+        return compare_tensors(readers[0], pair[1], readers[1], pair[2], tolerance, progress)
 
+    progress.begin("compare", sum(tensor.nbytes for _, tensor, _ in tensors))
     order = in_file_order([tensor for _, tensor, _ in tensors])
-    differences = for_each(tensors, work, make_reader=make_readers, threads=threads, order=order)
+    count = threads if threads is not None else threads_for(a, b)
+    differences = for_each(tensors, work, make_reader=make_readers, threads=count, order=order)
+    progress.end()
     details.update((address, text) for (address, _, _), text in zip(tensors, differences, strict=True) if text)
 
     not_kept = _not_kept(a, b)
@@ -134,7 +138,7 @@ def compare(
         return isinstance(value, Tensor) and any(
             isinstance(other, Tensor)
             and (other.shape, other.dtype) == (value.shape, value.dtype)
-            and not compare_tensors(reader_a, value, reader_b, other, None, advance)
+            and not compare_tensors(reader_a, value, reader_b, other, None)
             for (section, _, _), other in leaves_b.items()
             if section is Section.MODEL
         )

@@ -19,10 +19,11 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, NamedTenso
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.ir.tensors import Box, Int64Array, Tensor
 from fsdpckpt.ir.values import Value
+from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.readers.protocol import file_name
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import listed, names_text, plural
-from fsdpckpt.verify.blocks import BLOCK_BYTES, Advance, BlockReader, Bytes, ChunkReader, no_progress, slabs
+from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes, ChunkReader, slabs
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,11 @@ def compare_tensors(
     reader_b: BlockReader,
     b: Tensor,
     tolerance: Tolerance | None,
-    advance: Advance = no_progress,
+    progress: Progress = NO_PROGRESS,
 ) -> str:
     """How ``a`` and ``b`` differ, as text; "" if they do not. ``tolerance`` None compares bytes."""
     if a.shape != b.shape or a.dtype is not b.dtype:
-        advance(a.nbytes)
+        progress.advance(a.nbytes)
         shapes = f"shape {list(a.shape)} vs {list(b.shape)}" if a.shape != b.shape else ""
         dtypes = f"dtype {a.dtype.name} vs {b.dtype.name}" if a.dtype is not b.dtype else ""
         return ", ".join(filter(None, (shapes, dtypes)))
@@ -62,7 +63,7 @@ def compare_tensors(
         if not np.array_equal(block_a, block_b):
             _add_differences(differences, block_a, block_b, a.dtype, tolerance, compared)
         compared += len(block_a) // a.dtype.itemsize
-        advance(len(block_a))
+        progress.advance(len(block_a))
     if not differences.elements:
         return ""
     index = [int(at) for at in np.unravel_index(differences.first, a.shape)] if a.shape else []
@@ -188,7 +189,7 @@ def check_replicas(
     readers: tuple[BlockReader, BlockReader],
     named: NamedTensor,
     sets: list[list[int]],
-    advance: Advance = no_progress,
+    progress: Progress = NO_PROGRESS,
 ) -> list[Problem]:
     """A problem for each set of replicas that are not all equal: HYBRID_SHARD parameters, buffers, ``step``.
 
@@ -198,7 +199,7 @@ def check_replicas(
     tensor = named.tensor
     ranks = tensor.chunks.rank.tolist()
     for rows in sets:
-        differing = [row for row in rows[1:] if not _equal(readers, tensor, rows[0], row, advance)]
+        differing = [row for row in rows[1:] if not _equal(readers, tensor, rows[0], row, progress)]
         if differing:
             others = f"rank{'s' if len(differing) > 1 else ''} {listed([ranks[row] for row in differing])}"
             problems.append(
@@ -214,9 +215,9 @@ def check_replicas(
     return problems
 
 
-def _equal(readers: tuple[BlockReader, BlockReader], tensor: Tensor, one: int, other: int, advance: Advance) -> bool:
+def _equal(readers: tuple[BlockReader, BlockReader], tensor: Tensor, one: int, other: int, progress: Progress) -> bool:
     for left, right in _blocks_of_both(readers[0].chunk(tensor, one), readers[1].chunk(tensor, other)):
-        advance(len(left))
+        progress.advance(len(left))
         if not np.array_equal(left, right):
             return False
     return True

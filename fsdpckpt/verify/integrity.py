@@ -283,10 +283,10 @@ def _read(
     def work(pair: _Readers, number: int) -> _Outcome:
         job = jobs[number]
         try:
-            problems = check_replicas(pair, job.named, job.replicas, stages.advance)
+            problems = check_replicas(pair, job.named, job.replicas, stages)
             if number in finite:
                 problems += _not_finite(pair[0], job.named, stages)
-            return _Outcome(problems, digest(pair[0], job.named.tensor, stages.advance) if digests else None)
+            return _Outcome(problems, digest(pair[0], job.named.tensor, stages) if digests else None)
         except SourceError as error:
             problem = Problem(
                 "unreadable", f"{job.named.section} {job.named.key}: {error.what}", key=job.named.key, file=error.file
@@ -304,7 +304,7 @@ def _read(
 
 
 def _not_finite(reader: BlockReader, named: NamedTensor, stages: Progress) -> list[Problem]:
-    nan, inf = count_not_finite(reader, named.tensor, stages.advance)
+    nan, inf = count_not_finite(reader, named.tensor, stages)
     if not nan and not inf:
         return []
     message = f"{named.section} {named.key}: {nan} NaN and {inf} Inf of {named.tensor.numel} elements"

@@ -5,34 +5,20 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor
+from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Stats, Tensor
+from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.blocks import DEFAULT_THREADS, Advance, BlockReader, Bytes, for_each, in_file_order, no_progress
+from fsdpckpt.verify.blocks import BlockReader, Bytes, for_each, in_file_order, threads_for
 
+VERY_LARGE, DOWN = 2.0**480, 2.0**-560  # of an element, and the factor that keeps the sum of any squares finite
 AT_ONCE = 1 << 16  # elements processed together: half a MiB as float64, which stays in the processor's cache
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """Over the finite elements, in float64: ``min``, ``max``, ``mean``, ``std`` (population), ``norm`` (Euclidean).
-
-    None if there are none. The real and imaginary parts of a complex tensor count as separate elements.
-    """
-
-    min: float | None
-    max: float | None
-    mean: float | None
-    std: float | None
-    norm: float | None
-    nan: int
-    inf: int
 
 
 def _values(block: Bytes, dtype: DType) -> npt.NDArray[np.generic]:
@@ -54,13 +40,16 @@ def _parts(block: Bytes, dtype: DType) -> Iterator[npt.NDArray[np.generic]]:
         yield part.astype(np.float32) if widen else part
 
 
-class _Tally:
-    """Running sums over the finite elements seen so far."""
+class _RunningStats:
+    """Statistics of the finite elements seen so far. From the first very large one on, all are scaled down: the square
+    of a float64 may be too large for one.
+    """
 
     def __init__(self) -> None:
         self.nan = self.inf = self._count = 0
         self._mean = self._squares = self._norm = 0.0
         self._low, self._high = math.inf, -math.inf
+        self._scale = 1.0
 
     def add(self, part: npt.NDArray[np.generic]) -> None:
         low, high = float(part.min()), float(part.max())
@@ -71,6 +60,12 @@ class _Tally:
             low, high = float(part.min()), float(part.max())
         self._low, self._high = min(self._low, low), max(self._high, high)
         wide = part.astype(np.float64)
+        if self._scale == 1.0 and max(-low, high) > VERY_LARGE:
+            self._scale = DOWN
+            self._mean *= DOWN
+            self._squares, self._norm = self._squares * DOWN * DOWN, self._norm * DOWN * DOWN  # DOWN**2 is 0
+        if self._scale != 1.0:
+            wide *= self._scale
         count, mean = len(wide), float(wide.mean())
         wide -= mean
         # Not np.dot: BLAS starts threads of its own, which compete with ours over parts this small.
@@ -93,7 +88,8 @@ class _Tally:
         if not self._count:
             return Stats(None, None, None, None, None, self.nan, self.inf)
         std, norm = math.sqrt(self._squares / self._count), math.sqrt(self._norm)
-        return Stats(self._low, self._high, self._mean, std, norm, self.nan, self.inf)
+        mean, std, norm = (value / self._scale for value in (self._mean, std, norm))
+        return Stats(self._low, self._high, mean, std, norm, self.nan, self.inf)
 
 
 def _not_finite(part: npt.NDArray[np.generic]) -> tuple[int, int]:
@@ -102,17 +98,17 @@ def _not_finite(part: npt.NDArray[np.generic]) -> tuple[int, int]:
     return nan, len(part) - int(np.isfinite(part).sum()) - nan
 
 
-def stats(reader: BlockReader, tensor: Tensor, advance: Advance = no_progress) -> Stats | None:
+def stats(reader: BlockReader, tensor: Tensor, progress: Progress = NO_PROGRESS) -> Stats | None:
     """The statistics of ``tensor``, None for a dtype without arithmetic (bits, complex32)."""
     if tensor.dtype.numpy is None:
         return None
-    tally = _Tally()
+    running = _RunningStats()
     with np.errstate(all="ignore"):
         for block in reader.blocks(tensor):
             for part in _parts(block, tensor.dtype):
-                tally.add(part)
-            advance(len(block))
-    return tally.result()
+                running.add(part)
+            progress.advance(len(block))
+    return running.result()
 
 
 def stats_of(
@@ -120,25 +116,30 @@ def stats_of(
     tensors: Sequence[NamedTensor],
     *,
     sources: Sources,
-    threads: int = DEFAULT_THREADS,
-    advance: Advance = no_progress,
+    threads: int | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> list[Stats | None]:
-    """The statistics of each of ``tensors``, in their order."""
+    """The statistics of each of ``tensors``, in their order; None for one that is not whole, which is a problem."""
+    whole = [not flaws(named.tensor) for named in tensors]
 
-    def work(reader: BlockReader, named: NamedTensor) -> Stats | None:
-        return stats(reader, named.tensor, advance)
+    def work(reader: BlockReader, number: int) -> Stats | None:
+        return stats(reader, tensors[number].tensor, progress) if whole[number] else None
 
     def make_reader() -> BlockReader:
         return BlockReader(checkpoint.files, sources)
 
+    progress.begin("stats", sum(named.tensor.nbytes for named, read in zip(tensors, whole, strict=True) if read))
     order = in_file_order([named.tensor for named in tensors])
-    return for_each(tensors, work, make_reader=make_reader, threads=threads, order=order)
+    count = threads if threads is not None else threads_for(checkpoint)
+    results = for_each(range(len(tensors)), work, make_reader=make_reader, threads=count, order=order)
+    progress.end()
+    return results
 
 
-def count_not_finite(reader: BlockReader, tensor: Tensor, advance: Advance = no_progress) -> tuple[int, int]:
+def count_not_finite(reader: BlockReader, tensor: Tensor, progress: Progress = NO_PROGRESS) -> tuple[int, int]:
     """(NaN, Inf) elements of ``tensor``; (0, 0) for a dtype that has neither."""
     if tensor.dtype.numpy is None or tensor.dtype.kind not in ("float", "complex"):
-        advance(tensor.nbytes)
+        progress.advance(tensor.nbytes)
         return 0, 0
     nan = inf = 0
     for block in reader.blocks(tensor):
@@ -146,11 +147,11 @@ def count_not_finite(reader: BlockReader, tensor: Tensor, advance: Advance = no_
             if not np.isfinite(part).all():
                 nans, infs = _not_finite(part)
                 nan, inf = nan + nans, inf + infs
-        advance(len(block))
+        progress.advance(len(block))
     return nan, inf
 
 
-def digest(reader: BlockReader, tensor: Tensor, advance: Advance = no_progress) -> str:
+def digest(reader: BlockReader, tensor: Tensor, progress: Progress = NO_PROGRESS) -> str:
     """The hexadecimal SHA-256 of the elements of ``tensor`` as row-major little-endian bytes, and of nothing else.
 
     It does not depend on layout, container or world size, and equals
@@ -160,5 +161,5 @@ def digest(reader: BlockReader, tensor: Tensor, advance: Advance = no_progress) 
     sha256 = hashlib.sha256()
     for block in reader.blocks(tensor):
         sha256.update(block.data)
-        advance(len(block))
+        progress.advance(len(block))
     return sha256.hexdigest()

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from fsdpckpt.ir.checkpoint import (
     SourceFile,
 )
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.ir.tensors import Chunks, Stats, Tensor
 from tests.cli.conftest import Run, run, saved
 
 __all__ = ["run", "saved"]
@@ -127,9 +126,9 @@ def test_ranks_fit_110_columns() -> None:
 
 @pytest.mark.parametrize(("columns", "fewer"), [(80, True), (140, False)])
 def test_statistics_leave_room_for_the_names(columns: int, fewer: bool) -> None:
-    stats: dict[str, Any] = dict.fromkeys(("min", "max", "mean", "std", "norm"), -1.2345e-06) | {"nan": 0, "inf": 0}
+    stats = Stats(*[-1.2345e-06] * 5, nan=0, inf=0)
     description = described(llama(2))
-    measured = dataclasses.replace(description, stats=tuple(dict(stats) for _ in description.tensors))
+    measured = dataclasses.replace(description, stats=(stats,) * len(description.tensors))
     lines, headings = listing(measured, ranks=False, unfold=False, columns=columns)
     assert max(map(len, lines)) <= columns
     keys = [line.split()[0] for at, line in enumerate(lines) if at not in headings]

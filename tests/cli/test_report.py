@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.conftest import Run
 
@@ -20,6 +21,15 @@ def test_a_report_is_written_and_what_is_printed_stays_the_same(run: Run, saved:
     content = page.read_text()
     assert "2.weight" in content
     assert "the steps agree: 2 for 6 parameters" in content
+
+
+def test_statistics_that_json_has_no_number_for_are_text(run: Run, tmp_path: Path) -> None:
+    torch.save({"w": torch.full((4,), torch.finfo(torch.float64).max, dtype=torch.float64)}, tmp_path / "x.pt")
+    done = run("inspect", tmp_path / "x.pt", "--stats", "--json", "--report", tmp_path / "report.html")
+    assert done.code == 0
+    stats = json.loads(done.out)["tensors"][0]["stats"]
+    assert (stats["std"], stats["norm"]) == (0.0, "Infinity")
+    assert "1.798e+308" in (tmp_path / "report.html").read_text()
 
 
 def test_a_file_that_is_not_a_report_is_not_replaced(run: Run, saved: Path) -> None:

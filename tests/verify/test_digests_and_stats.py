@@ -11,11 +11,11 @@ import torch
 
 from fsdpckpt.ir.checkpoint import NamedTensor, Section
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Stats, Tensor
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.integrity import verify_checkpoint
-from fsdpckpt.verify.measures import Stats, count_not_finite, stats
+from fsdpckpt.verify.measures import count_not_finite, stats
 from tests.verify.raw import Raw, numbers, random_array, rows
 
 
@@ -72,6 +72,18 @@ def test_nan_and_inf_are_counted_and_left_out_of_the_rest(tmp_path: Path) -> Non
     raw = Raw(tmp_path, 1)
     result = measured(raw, raw.put(array))
     assert result == Stats(-3.0, 1.0, -1.0, 2.0, np.sqrt(10.0), 2, 2)
+
+
+def test_numbers_whose_squares_are_too_large_for_a_float_have_statistics(tmp_path: Path) -> None:
+    raw = Raw(tmp_path, 1)
+    result = measured(raw, raw.put(np.array([1e-200, 2.0] * 40_000 + [3e200, -4e200])))
+    assert result is not None
+    assert (result.min, result.max) == (-4e200, 3e200)
+    assert result.norm == pytest.approx(5e200)
+    assert result.mean == pytest.approx(-1e200 / 80_002)
+    assert result.std == pytest.approx(5e200 / np.sqrt(80_002), rel=1e-4)
+    largest = np.finfo(np.float64).max
+    assert measured(raw, raw.put(np.full(4, largest))) == Stats(largest, largest, largest, 0.0, np.inf, 0, 0)
 
 
 def test_integers_bools_and_complex_numbers(tmp_path: Path) -> None:
