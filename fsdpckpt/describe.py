@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import LITERAL, Checkpoint, KeyType, NamedTensor, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.tensors import Stats, Tensor
 from fsdpckpt.ir.value_text import value_text
 from fsdpckpt.ir.values import Global, Key, Object, Value, walk
@@ -21,7 +21,7 @@ from fsdpckpt.text import JsonText, plural
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 LONGEST_TEXT = 200  # characters of an object's or a bytes value's text in the document
-_MOST_CUTS = 64  # kept as text: a model has few different ones, each in many tensors
+_CACHED_LAYOUTS = 64  # whose boxes are kept as text: a model has few layouts, each of many tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,10 @@ class Description:
         )
 
     def to_json(self, *, ranks: bool = False) -> dict[str, Json]:
-        """The document of ``inspect --json``; with ``chunks`` for ``ranks``, with ``stats`` if they were computed."""
-        rows = list(_rows(self))
-        if ranks:
-            for row, chunks in zip(rows, _chunk_texts(self), strict=True):
-                row["pieces"] = json.loads(chunks)
-        return {**self.document(ranks=ranks), "tensors": [*rows]}
+        """The document of ``inspect --json``; with ``pieces`` for ``ranks``, with ``stats`` if they were computed."""
+        document = self.document(ranks=ranks)
+        rows = [json.loads(row) if isinstance(row, JsonText) else row for row in document["tensors"]]
+        return {**document, "tensors": rows}
 
     def document(self, *, ranks: bool) -> dict[str, Any]:
         """``to_json`` with an iterator in place of the list of tensors: their chunks are too many to be in memory at
@@ -98,11 +96,7 @@ class Description:
             "problems": [json_value(asdict(problem)) for problem in checkpoint.problems],
             "notes": [json_value(asdict(note)) for note in checkpoint.notes],
             "evidence": list(map(str, checkpoint.evidence)),
-            "files": [
-                {"path": file.path, "nbytes": file.nbytes}
-                for file in checkpoint.files
-                if not file.path.startswith(LITERAL)
-            ],
+            "files": [{"path": file.path, "nbytes": file.nbytes} for file in stored_files(checkpoint)],
         }
 
 
@@ -117,6 +111,11 @@ def describe(checkpoint: Checkpoint, selection: Selection | None = None) -> Desc
     sections = {section: _summary(tensors) for section, tensors in by_section.items()}
     key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
     return Description(checkpoint, sections, tuple(chosen), key_type=key_type)
+
+
+def stored_files(checkpoint: Checkpoint) -> list[SourceFile]:
+    """The files of ``checkpoint``, without the values that this program computed."""
+    return [file for file in checkpoint.files if not file.made_up]
 
 
 def _summary(tensors: list[NamedTensor]) -> SectionSummary:
@@ -158,19 +157,21 @@ def _rows_with_chunks(description: Description) -> Iterator[JsonText]:
 
 def _chunk_texts(description: Description) -> Iterator[str]:
     """The chunks of each tensor as one JSON text: an object for each of millions of chunks takes longer."""
-    paths = [json.dumps(file.path, ensure_ascii=False) for file in description.checkpoint.files]
-    known: dict[tuple[int, int, int], list[str]] = {}  # by the columns that tensors which are cut alike share
+    paths = [
+        "null" if file.made_up else json.dumps(file.path, ensure_ascii=False) for file in description.checkpoint.files
+    ]
+    box_texts: dict[tuple[int, int, int], list[str]] = {}  # by the columns that tensors of one layout share
     for named in description.tensors:
         chunks, itemsize = named.tensor.chunks, named.tensor.dtype.itemsize
-        cut = id(chunks.start), id(chunks.size), itemsize
-        if cut not in known:
-            if len(known) == _MOST_CUTS:
-                known.clear()
+        layout = id(chunks.start), id(chunks.size), itemsize
+        if layout not in box_texts:
+            if len(box_texts) == _CACHED_LAYOUTS:
+                box_texts.clear()
             nbytes = (chunks.size.prod(axis=1) * itemsize).tolist()
             boxes = np.stack([chunks.start, chunks.start + chunks.size], axis=2).tolist()
-            known[cut] = [f'"nbytes": {held}, "box": {box}}}' for held, box in zip(nbytes, boxes, strict=True)]
+            box_texts[layout] = [f'"nbytes": {held}, "box": {box}}}' for held, box in zip(nbytes, boxes, strict=True)]
         files = [paths[file] if 0 <= file < len(paths) else "null" for file in chunks.file.tolist()]
-        columns = zip(chunks.rank.tolist(), files, chunks.offset.tolist(), known[cut], strict=True)
+        columns = zip(chunks.rank.tolist(), files, chunks.offset.tolist(), box_texts[layout], strict=True)
         rows = [f'{{"rank": {rank}, "file": {file}, "offset": {offset}, {rest}' for rank, file, offset, rest in columns]
         yield f"[{', '.join(rows)}]"
 

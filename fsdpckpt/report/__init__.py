@@ -22,11 +22,16 @@ def check_report(path: str, source: str) -> None:
     """Check that a page may be written to ``path``.
 
     Raises UsageError for a path inside the checkpoint at ``source`` and for a name that is not one of an HTML page,
-    TargetExistsError if something other than a page exists there, TargetUnwritableError for a path that cannot be a
-    file.
+    TargetExistsError if something other than a page exists there, TargetUnwritableError if no file can be written
+    there.
     """
     _refuse_source(path, source)
     _require_free(path)
+    directory = os.path.dirname(path) or "."
+    if not os.path.isdir(directory):
+        raise _unwritable(path, f"{directory} is not a directory")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise _unwritable(path, f"{directory} is not writable for you")
 
 
 def write_report(described: Description, path: str) -> int:
@@ -38,25 +43,30 @@ def write_report(described: Description, path: str) -> int:
     from fsdpckpt.report.page import page  # and the template engine: only if a page is made
 
     content = page(described).encode("utf-8", "backslashreplace")
-    beside = f"{path}.{os.getpid()}.tmp"
+    temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(content)
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError as error:
-        if os.path.lexists(beside):
-            os.unlink(beside)
-        raise TargetUnwritableError(
-            f"the report cannot be written to {path}: {error.strerror}",
-            file=path,
-            next_step="give --report a file in a directory that exists and that you may write to",
-        ) from None
+        raise _unwritable(path, error.strerror or str(error)) from None
+    finally:  # also after a signal
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
     return len(content)
+
+
+def _unwritable(path: str, why: str) -> TargetUnwritableError:
+    return TargetUnwritableError(
+        f"the report cannot be written to {path}: {why}",
+        file=path,
+        next_step="give --report a file in a directory that exists and that you may write to",
+    )
 
 
 def _refuse_source(path: str, source: str) -> None:
     """Raises UsageError for a path inside ``source``, a URL, and ``-``: stdout has the summary."""
-    if path in ("", "-"):
+    if path == "-":
         raise UsageError("--report takes the name of a file", found=repr(path), next_step="--report report.html")
     if is_url(path):
         raise UsageError(f"--report {path}: a report is written to a local file", next_step="--report report.html")

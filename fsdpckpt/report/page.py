@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpckpt.describe import Description
+from fsdpckpt.describe import Description, stored_files
 from fsdpckpt.ir.checkpoint import Checkpoint, Section, group_params
 from fsdpckpt.ir.value_text import value_text
 from fsdpckpt.report.figures import Holdings, Module, figure, holdings, module_tree
@@ -65,6 +65,7 @@ def _content(described: Description) -> dict[str, Any]:
     optimizer = optimizer_health(checkpoint.optim, described) if checkpoint.optim is not None else None
     buffers: list[str] = []
     sizes: list[dict[str, Any]] = []
+    files = stored_files(checkpoint)
     problems = [problem.message for problem in checkpoint.problems]
     if described.stats is not None:
         lines, buffers = not_finite(described.tensors, described.stats, buffer_keys(checkpoint))
@@ -86,15 +87,16 @@ def _content(described: Description) -> dict[str, Any]:
         "recognised": [*map(str, checkpoint.evidence), *(f"{note.kind}: {note.message}" for note in checkpoint.notes)],
         "files": Table(
             ["file", "bytes"],
-            [(file.path, size_text(file.nbytes)) for file in checkpoint.files],
+            [(file.path, size_text(file.nbytes)) for file in files],
             frozenset({1}),
-            more=more_text(len(checkpoint.files), "file"),
+            more=more_text(len(files), "file"),
         ),
     }
 
 
 def _tiles(described: Description) -> list[tuple[str, str]]:
     checkpoint = described.checkpoint
+    files = stored_files(checkpoint)
     sections = described.sections.values()
     tensors, elements = sum(each.tensors for each in sections), sum(each.elements for each in sections)
     tiles = [
@@ -106,8 +108,8 @@ def _tiles(described: Description) -> list[tuple[str, str]]:
         (str(checkpoint.container), "container" if checkpoint.flavor == "plain" else checkpoint.flavor),
         (count_text(checkpoint.world_size), "rank" if checkpoint.world_size == 1 else "ranks"),
         (
-            size_text(sum(file.nbytes for file in checkpoint.files)),
-            f"on disk, in {plural(len(checkpoint.files), 'file')}",
+            size_text(sum(file.nbytes for file in files)),
+            f"on disk, in {plural(len(files), 'file')}",
         ),
     ]
     for section, totals in described.sections.items():
@@ -152,7 +154,7 @@ def _rank_table(held: Holdings, root: Module) -> Table:
         )
         for rank in order
     ]
-    return Table(["rank", "holds", "share", "pieces"], rows, frozenset({0, 1, 2, 3}), more=more)
+    return Table(["rank", "holds", "share", "chunks"], rows, frozenset({0, 1, 2, 3}), more=more)
 
 
 def _module_table(root: Module) -> Table:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,9 +16,11 @@ import numpy as np
 import pytest
 
 import fsdpckpt
+from fsdpckpt.cli.listing import listing
 from fsdpckpt.describe import describe
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.ir.checkpoint import (
+    LITERAL,
     Checkpoint,
     Container,
     Evidence,
@@ -30,9 +34,10 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.layouts import mesh_chunks, on_one_dimension
-from fsdpckpt.report import MARK, write_report
+from fsdpckpt.report import MARK, check_report, write_report
 from fsdpckpt.report.figures import COLUMNS, holdings, module_tree
 from fsdpckpt.report.page import page
+from tests.verify.raw import Raw
 
 torch = pytest.importorskip("torch")
 
@@ -232,8 +237,8 @@ def test_a_mask_of_minus_infinity_is_no_problem_and_a_weight_is(tmp_path: Path) 
 def test_without_statistics_the_page_says_what_was_not_read(trained: Path) -> None:
     text = Elements(page(fsdpckpt.inspect(trained))).text
     assert "the values of step were not read (--stats reads them)" in text
-    assert "Norms" not in text
-    assert "No problems show in headers and metadata" in text
+    assert "Root mean squares" not in text
+    assert "No problems found in headers and metadata" in text
 
 
 def test_an_earlier_report_is_replaced_and_anything_else_is_left_alone(trained: Path, tmp_path: Path) -> None:
@@ -248,9 +253,48 @@ def test_an_earlier_report_is_replaced_and_anything_else_is_left_alone(trained: 
         with pytest.raises(TargetExistsError):
             write_report(described, str(taken))
     assert other.read_text() == "<p>mine"
-    with pytest.raises(TargetUnwritableError):
-        write_report(described, str(tmp_path / "nowhere" / "report.html"))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["full.pt", "notes.html", "report.html"]
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "locked").mkdir(0o555)
+    paths = [tmp_path / "nowhere" / "report.html", tmp_path / "file" / "report.html"]
+    for path in [*paths, *([tmp_path / "locked" / "report.html"] if os.geteuid() else [])]:
+        with pytest.raises(TargetUnwritableError, match="cannot be written"):
+            check_report(str(path), "checkpoint.pt")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_report_that_cannot_be_completed_leaves_nothing(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    described = fsdpckpt.inspect(trained)
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises((TargetUnwritableError, KeyboardInterrupt)):
+        write_report(described, str(tmp_path / "report.html"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["full.pt"]
+
+
+def test_values_that_lie_in_no_file_are_not_shown_as_files(tmp_path: Path) -> None:
+    raw = Raw(tmp_path, 1)
+    described = describe(raw.checkpoint({"w": raw.put(np.float32([1, 2]))}))
+    literal = SourceFile(f"{LITERAL}00004040", 4)
+    described.checkpoint.files = (literal, *described.checkpoint.files)
+    step = Tensor(DTYPES["float32"], (), Chunks.whole(file=0, offset=0, shape=()))
+    described = describe(replace(described.checkpoint, model=None, extra={"step": step}))
+    html = page(described)
+    assert "in 1 file<" in html
+    assert "1 file</summary>" in html
+    assert LITERAL not in html
+    document = described.to_json(ranks=True)
+    assert LITERAL not in json.dumps(document)
+    assert document["tensors"][0]["pieces"][0]["file"] is None  # type: ignore[index,call-overload]
+    lines, _ = listing(described, ranks=True, unfold=True, columns=None)
+    assert not any(LITERAL in line for line in lines)
 
 
 def test_layers_of_a_hugging_face_model_are_one_row_with_the_size_of_each(trained: Path) -> None:
