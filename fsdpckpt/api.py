@@ -9,7 +9,6 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 from fsdpckpt.command_options import (
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fsdpckpt.converters import Report
-    from fsdpckpt.describe import Description, Selection
+    from fsdpckpt.describe import Description
     from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
     from fsdpckpt.ir import Container, Section
     from fsdpckpt.ir.units import Units
@@ -133,7 +132,11 @@ def inspect(
         checkpoint = _name_slices(opened, sources, options.units)
         if checkpoint is not opened:
             checkpoint = dataclasses.replace(checkpoint, problems=(*checkpoint.problems, *problems(checkpoint)))
-        _require_keys(checkpoint, wanted)
+        if options.keys:
+            from fsdpckpt.transform.selection import require_globs
+
+            names = [(named.key,) for named in checkpoint.tensors() if options.section in (None, named.section)]
+            require_globs("--keys", options.keys, names, checkpoint.source)
         description = describe(checkpoint, wanted)
         if options.stats:
             from fsdpckpt.verify.measures import stats_of
@@ -148,17 +151,6 @@ def inspect(
             description = dataclasses.replace(description, stats=tuple(measured))
         stored = opened.optim.key_type if opened.optim is not None else None
         return dataclasses.replace(description, key_type=stored)
-
-
-def _require_keys(checkpoint: Checkpoint, wanted: Selection) -> None:
-    """Raises UsageError for a glob of ``wanted`` that matches no key."""
-    if wanted.keys:
-        from fsdpckpt.transform.selection import unmatched_error
-
-        keys = [tensor.key for tensor in checkpoint.tensors() if wanted.section in (None, tensor.section)]
-        for glob in wanted.keys:
-            if not any(fnmatchcase(key, glob) for key in keys):
-                raise unmatched_error(f"--keys {glob!r} matches", glob, checkpoint.source, keys)
 
 
 @takes_options(ConvertOptions, LaunchOptions)
@@ -250,8 +242,8 @@ def verify(
     ``ignore_file``: globs of files of the source that are left out. ``units``: a units file for flattened shards.
     Raises SourceError if the source cannot be read as a checkpoint at all, UsageError for globs without ``finite``.
     """
-    from fsdpckpt.verify.integrity import Finite
-    from fsdpckpt.verify.integrity import verify as run
+    from fsdpckpt.verify.finite import Finite
+    from fsdpckpt.verify.integrity import listing_all_damage, verify_checkpoint
 
     options = VerifyOptions.of(
         digests=digests,
@@ -264,20 +256,21 @@ def verify(
     )
     if not options.finite:
         refuse_unused(options, Scope.FINITE, "nothing is searched for NaN and Inf", "add --finite")
-
-    def name(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
-        return _name_slices(checkpoint, sources, options.units, listing=True)
-
-    return run(
-        os.fspath(source),
-        name=name,
-        units=_load_units(options.units),
-        ignore_file=options.ignore_file,
-        digests=options.digests,
-        finite=Finite(options.include, options.exclude) if options.finite else None,
-        threads=options.threads,
-        progress=progress,
-    )
+    searched = Finite(options.include, options.exclude) if options.finite else None
+    with Sources() as sources:
+        with listing_all_damage(os.fspath(source), sources):
+            (opened,) = _open_all([source], sources, options.units, options.ignore_file)
+        checkpoint = _name_slices(opened, sources, options.units, listing=True)
+        if searched is not None:
+            searched.require_matches(checkpoint)
+        return verify_checkpoint(
+            checkpoint,
+            sources=sources,
+            digests=options.digests,
+            finite=searched,
+            threads=options.threads,
+            progress=progress or NO_PROGRESS,
+        )
 
 
 def open(  # noqa: A001  # the contract's name

@@ -15,7 +15,7 @@ from fsdpckpt.report.figures import Holdings, Module, figure, holdings, module_t
 from fsdpckpt.report.health import magnitudes, not_finite, optimizer_health
 from fsdpckpt.report.tables import MOST_ROWS, Table, clipped, more_text, percent
 from fsdpckpt.text import count_text, fold, plural, size_text
-from fsdpckpt.verify.checksums import buffer_keys
+from fsdpckpt.verify.finite import buffer_keys
 from fsdpckpt.version import __version__
 
 MOST_PROBLEMS = 200

@@ -111,10 +111,9 @@ def select_keys(
     def matches(name: str, glob: str) -> bool:
         return any(fnmatchcase(one, glob) for one in (name, *(aliases or {}).get(name, ())))
 
-    for glob in (*include, *exclude):
-        if not any(matches(name, glob) for name in names):
-            option = "--include" if glob in include else "--exclude"
-            raise unmatched_error(f"{option} {glob!r} matches", glob, checkpoint.source, names)
+    names_of_each = [(name, *(aliases or {}).get(name, ())) for name in names]
+    require_globs("--include", include, names_of_each, checkpoint.source)
+    require_globs("--exclude", exclude, names_of_each, checkpoint.source)
 
     def wanted(name: str) -> bool:
         taken = not include or any(matches(name, glob) for glob in include)
@@ -157,6 +156,13 @@ def rename(
     some = f": {_some_keys(changed)}" if changed else ""
     note = Note("renamed", f"{len(changed):,} of {plural(len(names), 'key')} renamed{some}", keys=tuple(changed))
     return _rekey(checkpoint, names, note)
+
+
+def require_globs(option: str, globs: Iterable[str], names_of_each: Sequence[Sequence[str]], source: str) -> None:
+    """Raises UsageError for a glob of ``option`` that matches no name of any key of ``source``."""
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for names in names_of_each for name in names):
+            raise unmatched_error(f"{option} {glob!r} matches", glob, source, [names[0] for names in names_of_each])
 
 
 def unmatched_error(what: str, given: str, source: str, names: Sequence[str]) -> UsageError:

@@ -24,6 +24,7 @@ from fsdpckpt.readers.protocol import file_name
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import listed, names_text, plural
 from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes, ChunkReader, slabs
+from fsdpckpt.verify.problems import problem_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,16 +203,8 @@ def check_replicas(
         differing = [row for row in rows[1:] if not _equal(readers, tensor, rows[0], row, progress)]
         if differing:
             others = f"rank{'s' if len(differing) > 1 else ''} {listed([ranks[row] for row in differing])}"
-            problems.append(
-                Problem(
-                    "replica",
-                    f"{named.section} {named.key}: the copies of rank {ranks[rows[0]]} and of {others} differ, "
-                    "and they should be replicas",
-                    key=named.key,
-                    rank=ranks[differing[0]],
-                    section=named.section,
-                )
-            )
+            what = f"the copies of rank {ranks[rows[0]]} and of {others} differ, and they should be replicas"
+            problems.append(problem_of("replica", [named], what, rank=ranks[differing[0]]))
     return problems
 
 

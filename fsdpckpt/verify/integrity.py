@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import zip_longest
+from typing import TypeGuard
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from fsdpckpt.ir.checkpoint import (
     STRAY,
     Checkpoint,
     NamedTensor,
-    OptimState,
     ParamKey,
     Problem,
     ProblemKind,
@@ -26,26 +26,17 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
-from fsdpckpt.progress import NoProgress, Progress
-from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.protocol import MANIFEST, require_matches
+from fsdpckpt.progress import NO_PROGRESS, Progress
+from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural, size_text
-from fsdpckpt.transform.selection import unmatched_error
-from fsdpckpt.verify.blocks import DEFAULT_THREADS, BlockReader, for_each, in_file_order, threads_for
-from fsdpckpt.verify.checksums import (
-    TensorsInFiles,
-    buffer_keys,
-    check_records,
-    chunk_ends,
-    damaged_files,
-    named_text,
-    records_of,
-)
+from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads_for
+from fsdpckpt.verify.checksums import check_ranges, checksummed_ranges, damaged_files
 from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
+from fsdpckpt.verify.finite import Finite, buffer_keys
 from fsdpckpt.verify.measures import count_not_finite, digest
+from fsdpckpt.verify.problems import TensorsInFiles, chunk_ends, problem_of
 
 # Kinds of notes on flat slices without names: nothing says whether they are all of a parameter.
 _UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous"})
@@ -104,123 +95,85 @@ def unreadable(error: FsdpckptError) -> tuple[Problem, ...]:
     return tuple(Problem(kind, text, file=file or error.file) for text, file in findings)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """One tensor, and the rows of its chunks that are replicas of each other."""
-
-    named: NamedTensor
-    replicas: list[list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """The result of reading one tensor."""
-
-    problems: list[Problem]
-    sha256: str | None = None
-
-
-_Readers = tuple[BlockReader, BlockReader]
-
-
 def verify_checkpoint(
     checkpoint: Checkpoint,
     *,
     sources: Sources,
     digests: bool = False,
     finite: Finite | None = None,
-    threads: int = DEFAULT_THREADS,
-    progress: Progress | None = None,
+    threads: int | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> Verification:
     """Check coverage, files, checksums, replicas and the optimizer, reading data only where a check needs it.
 
-    ``digests`` reads every tensor, ``finite`` those that it takes. Problems of the checkpoint are in the result, never
-    raised.
+    ``digests`` reads every tensor, ``finite`` those that it selects. Problems of the checkpoint are in the result,
+    never raised.
     """
-    stages = progress if progress is not None else NoProgress()
-    named = list(checkpoint.tensors())
-    problems = list(dict.fromkeys((*checkpoint.problems, *invariants.problems(checkpoint))))
-    in_files = TensorsInFiles(checkpoint, named)
-    truncated, unreadable = _truncated(checkpoint, named, in_files, sources)
-    problems += truncated
-    unreadable |= {number for number, one in enumerate(named) if flaws(one.tensor)}
-    records = records_of(checkpoint, sources)
-    problems += check_records(records, sources=sources, tensors=in_files, threads=threads, progress=stages)
-    jobs = [_Job(one, replica_sets(one.tensor) if n not in unreadable else []) for n, one in enumerate(named)]
+    threads = threads if threads is not None else threads_for(checkpoint)
+    tensors = list(checkpoint.tensors())
+    in_files = TensorsInFiles(checkpoint, tensors)
+    truncated, unreadable = _truncated(checkpoint, tensors, in_files, sources)
+    unreadable |= {number for number, named in enumerate(tensors) if flaws(named.tensor)}
+    problems = [*checkpoint.problems, *invariants.problems(checkpoint), *truncated]
+    ranges = checksummed_ranges(checkpoint, sources)
+    problems += check_ranges(ranges, sources=sources, in_files=in_files, threads=threads, progress=progress)
+    replicas = [replica_sets(named.tensor) if n not in unreadable else [] for n, named in enumerate(tensors)]
     buffers = buffer_keys(checkpoint) if finite is not None else frozenset()
-    taken = frozenset(n for n, one in enumerate(named) if finite is not None and finite.takes(one, buffers))
-    outcomes = _read(checkpoint, jobs, unreadable, sources, stages, threads, digests=digests, finite=taken)
-    problems += [problem for outcome in outcomes if outcome is not None for problem in outcome.problems]
-    if checkpoint.optim is not None:
-        skipped = frozenset(named[number].key for number in unreadable)
-        problems += _steps(checkpoint, sources, skipped)
+    searched = {n for n, named in enumerate(tensors) if finite is not None and finite.selects(named, buffers)}
+    to_read = [n for n in range(len(tensors)) if n not in unreadable and (digests or n in searched or replicas[n])]
+
+    def make_readers() -> tuple[BlockReader, BlockReader]:
+        return BlockReader(checkpoint.files, sources), BlockReader(checkpoint.files, sources)
+
+    def read(readers: tuple[BlockReader, BlockReader], number: int) -> tuple[list[Problem], str | None]:
+        """The problems of one tensor, and its digest."""
+        named = tensors[number]
+        try:
+            found = check_replicas(readers, named, replicas[number], progress)
+            found += _not_finite(readers[0], named, progress) if number in searched else []
+            return found, digest(readers[0], named.tensor, progress) if digests else None
+        except SourceError as error:
+            return [problem_of("unreadable", [named], error.what, file=error.file)], None
+
+    passes = {n: int(digests) + int(n in searched) for n in to_read}
+    nbytes = sum(tensors[n].tensor.nbytes * passes[n] + replica_bytes(tensors[n].tensor, replicas[n]) for n in to_read)
+    progress.begin("tensors", nbytes)
+    order = in_file_order([tensors[n].tensor for n in to_read])
+    results = for_each(to_read, read, make_reader=make_readers, threads=threads, order=order)
+    progress.end()
+    problems += [problem for found, _ in results for problem in found]
+    skipped = {tensors[n].key for n in unreadable}
+    problems += check_steps(checkpoint, skipped, sources=sources, threads=threads, progress=progress)
     problems += _stray_problems(checkpoint)
-    sums = tuple(_digest(*pair) for pair in zip(named, outcomes, strict=True)) if digests else ()
-    problems += _changed_tensors(checkpoint, sums)
+    sha256 = dict(zip(to_read, (text for _, text in results), strict=True))
+    tensor_digests = [
+        TensorDigest(named.section, named.key, named.tensor.dtype.name, named.tensor.shape, sha256.get(n))
+        for n, named in enumerate(tensors if digests else ())
+    ]
+    problems += _changed_tensors(checkpoint, tensors, tensor_digests)
     return Verification(
         source=checkpoint.source,
         problems=tuple(dict.fromkeys(problems)),
-        digests=sums,
-        tensors=len(named),
-        nbytes=sum(one.tensor.nbytes for one in named),
-        records=len(records),
-        replicas=sum(len(rows) - 1 for job in jobs for rows in job.replicas),
-        notes=(*_notes(checkpoint, len(records)), *(_left_out(finite, buffers) if finite is not None else ())),
+        digests=tuple(tensor_digests),
+        tensors=len(tensors),
+        nbytes=sum(named.tensor.nbytes for named in tensors),
+        records=len(ranges),
+        replicas=sum(len(rows) - 1 for sets in replicas for rows in sets),
+        notes=(*_notes(checkpoint, len(ranges)), *(finite.note(buffers) if finite is not None else ())),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Finite:
-    """Which tensors are searched for NaN and Inf: parameters and states. Globs match keys and parameter names.
-
-    ``include``: only what matches, including buffers; ``exclude``: not what matches.
-    """
-
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-
-    def require_matches(self, checkpoint: Checkpoint) -> None:
-        """Raises UsageError for a glob that matches nothing: the intended tensors would not be searched."""
-        named = list(checkpoint.tensors())
-        for option, globs in (("--include", self.include), ("--exclude", self.exclude)):
-            for glob in globs:
-                if not any(self._matches(one, glob) for one in named):
-                    raise unmatched_error(
-                        f"{option} {glob!r} matches", glob, checkpoint.source, [one.key for one in named]
-                    )
-
-    def takes(self, named: NamedTensor, buffers: frozenset[str]) -> bool:
-        if any(self._matches(named, glob) for glob in self.exclude):
-            return False
-        if self.include:
-            return any(self._matches(named, glob) for glob in self.include)
-        return named.section is not Section.MODEL or named.key not in buffers
-
-    @staticmethod
-    def _matches(named: NamedTensor, glob: str) -> bool:
-        return fnmatchcase(named.key, glob) or fnmatchcase(named.param, glob)
-
-
-def _left_out(finite: Finite, buffers: frozenset[str]) -> tuple[str, ...]:
-    """What ``finite`` skipped because it seems to be a buffer."""
-    if finite.include or not buffers:
-        return ()
-    names = sorted(buffers)
-    count = plural(len(names), "model tensor") + (" seems to be a buffer" if len(names) == 1 else " seem to be buffers")
-    return (f"{count}, not searched for NaN and Inf: {first_of(names, 3)}; --include GLOB searches what it matches",)
-
-
-def _notes(checkpoint: Checkpoint, records: int) -> tuple[str, ...]:
+def _notes(checkpoint: Checkpoint, checksums: int) -> tuple[str, ...]:
     """What could not be checked, and why."""
     unproved = tuple(note.message for note in checkpoint.notes if note.kind in _UNPROVED)
-    if records:
+    if checksums:
         return unproved
     why = "were saved without" if len(checkpoint.checksums.crc) else "carry no"
-    return (*unproved, f"the files {why} checksums, so their bytes cannot be proved unchanged")
+    return (*unproved, f"the files {why} checksums, so changed bytes cannot be detected")
 
 
 def _truncated(
-    checkpoint: Checkpoint, named: Sequence[NamedTensor], in_files: TensorsInFiles, sources: Sources
+    checkpoint: Checkpoint, tensors: Sequence[NamedTensor], in_files: TensorsInFiles, sources: Sources
 ) -> tuple[list[Problem], set[int]]:
     """Problems of files that are missing or too short, and the numbers of the tensors in them."""
     lengths = np.full(len(checkpoint.files), -1, np.int64)
@@ -229,95 +182,31 @@ def _truncated(
         try:
             lengths[number] = sources.open(file.path).nbytes
         except SourceError as error:
-            hit = in_files.within(file.path, 0, file.nbytes)
-            message = f"{named_text(hit)}: {error.what}" if hit else error.what
-            key, section = (hit[0].key, hit[0].section) if hit else (None, None)
-            problems.append(Problem("missing-file", message, file=file.path, key=key, section=section))
+            in_file = in_files.overlapping(file.path, 0, file.nbytes)
+            problems.append(problem_of("missing-file", in_file, error.what, file=file.path))
     unreadable: set[int] = set()
-    for number, one in enumerate(named):
-        chunks, ends = one.tensor.chunks, chunk_ends(one.tensor)
+    for number, named in enumerate(tensors):
+        chunks, ends = named.tensor.chunks, chunk_ends(named.tensor)
         filled = (chunks.size != 0).all(axis=1)
-        known = (chunks.file >= 0) & (chunks.file < len(lengths)) & (chunks.offset >= 0)
-        short = filled & known
+        located = (chunks.file >= 0) & (chunks.file < len(lengths)) & (chunks.offset >= 0)
+        short = filled & located
         short[short] = ends[short] > lengths[chunks.file[short]]
-        if (filled & ~known).any() or short.any():
+        if (filled & ~located).any() or short.any():
             unreadable.add(number)
         for row in np.flatnonzero(short).tolist():
-            file_number = int(chunks.file[row])
-            if lengths[file_number] >= 0:
-                path, length = checkpoint.files[file_number].path, int(lengths[file_number])
-                problems.append(_short_files(one, path, int(ends[row]), length))
+            path, length = checkpoint.files[chunks.file[row]].path, int(lengths[chunks.file[row]])
+            if length >= 0:
+                what = f"extends to byte {int(ends[row])} of {path}, which has {length}"
+                problems.append(problem_of("truncated", [named], what, file=path))
     return problems, unreadable
 
 
-def _short_files(named: NamedTensor, path: str, end: int, length: int) -> Problem:
-    message = f"{named.section} {named.key}: extends to byte {end} of {path}, which has {length}"
-    return Problem("truncated", message, file=path, key=named.key, section=named.section)
-
-
-def _read(
-    checkpoint: Checkpoint,
-    jobs: list[_Job],
-    unreadable: set[int],
-    sources: Sources,
-    stages: Progress,
-    threads: int,
-    *,
-    digests: bool,
-    finite: frozenset[int],
-) -> list[_Outcome | None]:
-    """The result of reading each tensor; None if nothing had to be read or it cannot be read.
-
-    ``finite``: the numbers of those to search for NaN and Inf.
-    """
-    chosen = [n for n, job in enumerate(jobs) if n not in unreadable and (digests or n in finite or job.replicas)]
-    total = sum(
-        jobs[n].named.tensor.nbytes * (int(digests) + int(n in finite))
-        + replica_bytes(jobs[n].named.tensor, jobs[n].replicas)
-        for n in chosen
-    )
-
-    def readers() -> _Readers:
-        return BlockReader(checkpoint.files, sources), BlockReader(checkpoint.files, sources)
-
-    def work(pair: _Readers, number: int) -> _Outcome:
-        job = jobs[number]
-        try:
-            problems = check_replicas(pair, job.named, job.replicas, stages)
-            if number in finite:
-                problems += _not_finite(pair[0], job.named, stages)
-            return _Outcome(problems, digest(pair[0], job.named.tensor, stages) if digests else None)
-        except SourceError as error:
-            problem = Problem(
-                "unreadable", f"{job.named.section} {job.named.key}: {error.what}", key=job.named.key, file=error.file
-            )
-            return _Outcome([problem])
-
-    stages.begin("tensors", total)
-    order = in_file_order([jobs[n].named.tensor for n in chosen])
-    results = for_each(chosen, work, make_reader=readers, threads=threads, order=order)
-    stages.end()
-    outcomes: list[_Outcome | None] = [None] * len(jobs)
-    for number, result in zip(chosen, results, strict=True):
-        outcomes[number] = result
-    return outcomes
-
-
-def _not_finite(reader: BlockReader, named: NamedTensor, stages: Progress) -> list[Problem]:
-    nan, inf = count_not_finite(reader, named.tensor, stages)
+def _not_finite(reader: BlockReader, named: NamedTensor, progress: Progress) -> list[Problem]:
+    nan, inf = count_not_finite(reader, named.tensor, progress)
     if not nan and not inf:
         return []
-    message = f"{named.section} {named.key}: {nan} NaN and {inf} Inf of {named.tensor.numel} elements"
-    return [Problem("not-finite", message, fatal=False, key=named.key, section=named.section)]
-
-
-def _steps(checkpoint: Checkpoint, sources: Sources, unreadable: frozenset[str]) -> list[Problem]:
-    if checkpoint.optim is None:
-        return []
-    try:
-        return check_steps(BlockReader(checkpoint.files, sources), checkpoint.optim, unreadable)
-    except SourceError as error:
-        return [Problem("unreadable", f"optim steps: {error.what}", file=error.file)]
+    what = f"{nan} NaN and {inf} Inf of {named.tensor.numel} elements"
+    return [problem_of("not-finite", [named], what, fatal=False)]
 
 
 def _stray_problems(checkpoint: Checkpoint) -> list[Problem]:
@@ -325,111 +214,112 @@ def _stray_problems(checkpoint: Checkpoint) -> list[Problem]:
     return [Problem("stray", note.message, fatal=False) for note in checkpoint.notes if note.kind == STRAY]
 
 
-def _changed_tensors(checkpoint: Checkpoint, sums: Sequence[TensorDigest]) -> list[Problem]:
+def _changed_tensors(
+    checkpoint: Checkpoint, tensors: Sequence[NamedTensor], digests: Sequence[TensorDigest]
+) -> list[Problem]:
     """Tensors whose digests are not those that ``fsdpckpt.json`` recorded."""
-    digests = checkpoint.manifest.digests if checkpoint.manifest is not None else {}
+    recorded = checkpoint.manifest.digests if checkpoint.manifest is not None else {}
     problems = []
-    for one in sums:
-        expected = digests.get(f"{one.section} {one.key}")
-        if expected is not None and one.sha256 is not None and expected != one.sha256:
-            message = f"{one.section} {one.key} has SHA-256 {one.sha256}, and {MANIFEST} recorded {expected}"
-            problems.append(Problem("digest", message, key=one.key))
+    for named, computed in zip(tensors if digests else (), digests, strict=True):
+        expected = recorded.get(f"{named.section} {named.key}")
+        if expected is not None and computed.sha256 is not None and expected != computed.sha256:
+            what = f"has SHA-256 {computed.sha256}; {MANIFEST} recorded {expected}"
+            problems.append(problem_of("digest", [named], what))
     return problems
 
 
-def _digest(named: NamedTensor, outcome: _Outcome | None) -> TensorDigest:
-    sha256 = outcome.sha256 if outcome is not None else None
-    return TensorDigest(named.section, named.key, named.tensor.dtype.name, named.tensor.shape, sha256)
-
-
-def verify(
-    source: str,
-    *,
-    name: Callable[[Checkpoint, Sources], Checkpoint] | None = None,
-    units: Units | None = None,
-    ignore_file: tuple[str, ...] = (),
-    digests: bool = False,
-    finite: Finite | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> Verification:
-    """Check the checkpoint at ``source`` for damage: ``.problems`` lists everything wrong, ``.whole`` is True for none.
-
-    ``digests`` adds a layout-independent SHA-256 of each tensor, ``finite`` reports NaN and Inf. ``name`` turns the
-    slices of a flattened checkpoint into named tensors. ``units``: as in ``open_checkpoint``. ``ignore_file``: globs of
-    files that are left out. Raises SourceError (exit code 3) when the source cannot be read as a checkpoint at all.
-    """
-    with Sources() as sources:
-        try:
-            checkpoint = open_checkpoint(source, sources=sources, units=units, ignore_file=ignore_file)
-        except (SourceIncompleteError, SourceCorruptError) as error:
+@contextmanager
+def listing_all_damage(source: str, sources: Sources) -> Iterator[None]:
+    """While ``source`` is opened: an error that stops this also lists all other damage in the directory."""
+    try:
+        yield
+    except (SourceIncompleteError, SourceCorruptError) as error:
+        top = sources.stat(source)
+        if top is not None and top.directory:  # the files beside a single file are none of its own
             _add_damage(error, source, sources)
-            raise
-        require_matches(ignore_file, checkpoint)
-        if name is not None:
-            checkpoint = name(checkpoint, sources)
-        if finite is not None:
-            finite.require_matches(checkpoint)
-        count = threads if threads is not None else threads_for(checkpoint)
-        return verify_checkpoint(
-            checkpoint, sources=sources, digests=digests, finite=finite, threads=count, progress=progress
-        )
+        raise
 
 
 def _add_damage(error: SourceError, source: str, sources: Sources) -> None:
-    """Add to ``error``, the first problem of ``source``, what else is wrong with the files beside that one."""
+    """Add to ``error``, the first problem of ``source``, all other damage in the directory."""
     place = error.file or source
     entry = sources.stat(place)
     if entry is None or not entry.directory:
         place = os.path.dirname(place) or "."
     damages = damaged_files(place, sources)
-    damaged = {os.path.normpath(one.file) for one in damages if one.file is not None}
-    listed = list(zip_longest(error.details, error.files)) or [(error.what, error.file)]
-    rest = [(text, file) for text, file in listed if os.path.normpath(file or "") not in damaged]
-    others = damaged - {os.path.normpath(file or "") for file in (error.file, *(file for _, file in listed))}
-    findings = dict.fromkeys((*rest, *((one.message, one.file) for one in damages)))
-    if list(findings) != [(error.what, error.file)]:
-        error.details, error.files = zip(*findings, strict=True)
+    damaged = {os.path.normpath(problem.file) for problem in damages if problem.file is not None}
+    findings = list(zip_longest(error.details, error.files)) or [(error.what, error.file)]
+    rest = [(text, file) for text, file in findings if os.path.normpath(file or "") not in damaged]
+    others = damaged - {os.path.normpath(file or "") for file in (error.file, *(file for _, file in findings))}
+    all_findings = dict.fromkeys((*rest, *((problem.message, problem.file) for problem in damages)))
+    if list(all_findings) != [(error.what, error.file)]:
+        error.details, error.files = zip(*all_findings, strict=True)
     if others:
         count = plural(len(others), "other file")
         error.what += f"; {count} {'is' if len(others) == 1 else 'are'} damaged"
 
 
-def check_steps(reader: BlockReader, optim: OptimState, unreadable: frozenset[str]) -> list[Problem]:
+def check_steps(
+    checkpoint: Checkpoint, unreadable: set[str], *, sources: Sources, threads: int, progress: Progress = NO_PROGRESS
+) -> list[Problem]:
     """A problem for each param group whose parameters have different steps: the sign of two mixed saves.
 
     ``unreadable``: keys (``<param>.step``) to leave out, because they have a problem already.
     """
+    optim = checkpoint.optim
+    if optim is None:
+        return []
     groups = [group_params(group) for group in optim.param_groups] if optim.param_groups else [list(optim.state)]
-    problems: list[Problem] = []
+    values: list[tuple[int, ParamKey, Tensor | Value]] = []
     for number, keys in enumerate(groups):
-        steps: dict[float, list[ParamKey]] = {}
         for key in keys or ():
             states = optim.state.get(key)
-            value = states.get("step") if states else None
-            step = _number(reader, value) if f"{key}.step" not in unreadable else None
-            if step is not None:
-                steps.setdefault(step, []).append(key)
-        if len(steps) > 1:
-            problems.append(_disagreement(number, steps))
-    return problems
+            if states and "step" in states and f"{key}.step" not in unreadable:
+                values.append((number, key, states["step"]))
+
+    def make_reader() -> BlockReader:
+        return BlockReader(checkpoint.files, sources)
+
+    def read(reader: BlockReader, value: tuple[int, ParamKey, Tensor | Value]) -> float | None:
+        return _number(reader, value[2], progress)
+
+    progress.begin("steps", sum(value.nbytes for _, _, value in values if _is_number(value)))
+    order = in_file_order([value for _, _, value in values])
+    try:
+        numbers = for_each(values, read, make_reader=make_reader, threads=threads, order=order)
+    except SourceError as error:
+        return [Problem("unreadable", f"optim steps: {error.what}", file=error.file)]
+    finally:
+        progress.end()
+    steps: list[dict[float, list[ParamKey]]] = [{} for _ in groups]
+    for (group, key, _), step in zip(values, numbers, strict=True):
+        if step is not None:
+            steps[group].setdefault(step, []).append(key)
+    return [_disagreement(number, keys_by_step) for number, keys_by_step in enumerate(steps) if len(keys_by_step) > 1]
 
 
-def _number(reader: BlockReader, value: Tensor | Value) -> float | None:
+def _is_number(value: Tensor | Value) -> TypeGuard[Tensor]:
+    return (
+        isinstance(value, Tensor)
+        and value.numel == 1
+        and value.dtype.numpy is not None
+        and value.dtype.kind != "complex"
+    )
+
+
+def _number(reader: BlockReader, value: Tensor | Value, progress: Progress) -> float | None:
     if isinstance(value, (int, float)):
         return float(value)
-    if not isinstance(value, Tensor) or value.numel != 1 or value.dtype.numpy is None or value.dtype.kind == "complex":
+    if not _is_number(value):
         return None
     block = next(reader.blocks(value))
+    progress.advance(len(block))
     return float(block.view(numpy_dtype(value.dtype)).astype(np.float64)[0])
 
 
-def _disagreement(number: int, steps: dict[float, list[ParamKey]]) -> Problem:
+def _disagreement(group: int, keys_by_step: dict[float, list[ParamKey]]) -> Problem:
     """The problem's key is that of a parameter in the minority."""
-    by_size = sorted(steps.items(), key=lambda item: -len(item[1]))
-    parts = []
-    for step, keys in by_size:
-        names = ", ".join(map(str, keys[:3])) + (", ..." if len(keys) > 3 else "")
-        parts.append(f"{step:g} for {len(keys)} ({names})")
-    message = f"optim param group {number}: the steps disagree: {'; '.join(parts)}"
-    return Problem("step", message, fatal=False, key=f"{by_size[-1][1][0]}.step", section=Section.OPTIM)
+    by_count = sorted(keys_by_step.items(), key=lambda item: -len(item[1]))
+    parts = [f"{step:g} for {len(keys)} ({first_of(keys, 3)})" for step, keys in by_count]
+    message = f"optim param group {group}: the steps disagree: {'; '.join(parts)}"
+    return Problem("step", message, fatal=False, key=f"{by_count[-1][1][0]}.step", section=Section.OPTIM)

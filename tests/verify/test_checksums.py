@@ -10,37 +10,43 @@ from pathlib import Path
 
 import pytest
 
+from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify import checksums
 from fsdpckpt.verify.blocks import Cancelled, for_each, raise_if_cancelled
-from fsdpckpt.verify.checksums import Records, check_records
+from fsdpckpt.verify.checksums import ChecksummedRanges, check_ranges, ranges_of
 
 
 @pytest.fixture(autouse=True)
 def _small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "READ_BYTES", 64)
-    monkeypatch.setattr(checksums, "READ_THROUGH", 16)
+    monkeypatch.setattr(checksums, "LARGEST_GAP", 16)
 
 
-Row = tuple[str, int, int, int]
+Row = tuple[int, int, int, int]
 
 
-def record(path: Path, data: bytes, begin: int, end: int) -> Row:
-    return str(path), begin, end - begin, zlib.crc32(data[begin:end])
+def record(data: bytes, begin: int, end: int) -> Row:
+    return 0, begin, end - begin, zlib.crc32(data[begin:end])
 
 
-def drawn(path: Path, data: bytes, seed: int) -> tuple[list[Row], list[Row]]:
+def ranges(path: Path, rows: list[Row], whole: list[Row] | None = None) -> ChecksummedRanges:
+    files = [(str(path), nbytes, crc) for _, _, nbytes, crc in whole or []]
+    return ranges_of([str(path)], Checksums.of(rows), files)
+
+
+def drawn(data: bytes, seed: int) -> tuple[list[Row], list[Row]]:
     """Records that touch, nest, overlap, lie far apart or are empty; of some files the whole is listed, too."""
     draw = random.Random(seed)
     own = []
     for _ in range(draw.randrange(1, 12)):
         begin = draw.randrange(len(data) + 1)
         end = min(begin + draw.choice([0, 1, 5, 63, 64, 65, 200, 1000]), len(data))
-        own.append(record(path, data, begin, end))
+        own.append(record(data, begin, end))
         if draw.random() < 0.5:
-            own.append(record(path, data, end, min(end + draw.randrange(90), len(data))))
-    return own, [record(path, data, 0, len(data))] if seed % 2 else []
+            own.append(record(data, end, min(end + draw.randrange(90), len(data))))
+    return own, [record(data, 0, len(data))] if seed % 2 else []
 
 
 class Counted(NoProgress):
@@ -62,18 +68,18 @@ def test_every_record_is_judged_by_its_own_bytes_however_it_lies_among_others(tm
     path = tmp_path / "file"
     data = bytearray(random.Random(seed).randbytes(900))
     path.write_bytes(data)
-    own, listed = drawn(path, bytes(data), seed)
-    wanted = Records.of(own) + Records.of(listed, listed=True)
+    own, listed = drawn(bytes(data), seed)
+    wanted = ranges(path, own, listed)
     seen = Counted()
     with Sources() as sources:
-        assert check_records(wanted, sources=sources, threads=1, progress=seen) == []
+        assert check_ranges(wanted, sources=sources, threads=1, progress=seen) == []
     assert seen.read == seen.announced <= len(data)
     place = random.Random(seed).randrange(len(data))
     data[place] ^= 4
     path.write_bytes(data)
     hit = [f"{crc:08x}" for _, offset, nbytes, crc in (*own, *listed) if offset <= place < offset + nbytes]
     with Sources() as sources:
-        results = check_records(wanted, sources=sources)
+        results = check_ranges(wanted, sources=sources)
     assert [problem.message.split()[-1] for problem in results] == hit
     assert all(problem.kind == "checksum" and problem.file == str(path) for problem in results)
 
@@ -81,19 +87,19 @@ def test_every_record_is_judged_by_its_own_bytes_however_it_lies_among_others(tm
 def test_an_empty_record_has_the_checksum_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"data")
     with Sources() as sources:
-        results = check_records(Records.of([(str(tmp_path / "file"), 4, 0, crc) for crc in (0, 7)]), sources=sources)
-        assert check_records(Records.of([]), sources=sources) == []
+        results = check_ranges(ranges(tmp_path / "file", [(0, 4, 0, crc) for crc in (0, 7)]), sources=sources)
+        assert check_ranges(ranges(tmp_path / "file", []), sources=sources) == []
     assert [problem.message.split()[-1] for problem in results] == ["00000007"]
 
 
 def test_a_file_that_ends_early_is_a_problem_and_its_other_records_are_judged(tmp_path: Path) -> None:
     path = tmp_path / "file"
     data = bytearray(random.Random(1).randbytes(600))
-    wanted = Records.of([record(path, bytes(data), begin, begin + 100) for begin in (0, 200, 500)])
+    wanted = ranges(path, [record(bytes(data), begin, begin + 100) for begin in (0, 200, 500)])
     data[10] ^= 1
     path.write_bytes(data[:550])
     with Sources() as sources:
-        results = check_records(wanted, sources=sources)
+        results = check_ranges(wanted, sources=sources)
     assert sorted({problem.kind for problem in results}) == ["checksum", "truncated"]
     assert len([problem for problem in results if problem.kind == "checksum"]) == 1
 

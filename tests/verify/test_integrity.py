@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 
+import fsdpckpt
+from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.checksums import TensorsInFiles, buffer_keys
-from fsdpckpt.verify.integrity import Finite, Verification, verify_checkpoint
+from fsdpckpt.verify.blocks import BlockReader
+from fsdpckpt.verify.finite import Finite, buffer_keys
+from fsdpckpt.verify.integrity import Verification, verify_checkpoint
+from fsdpckpt.verify.problems import TensorsInFiles
 from tests.verify.raw import Raw, numbers, random_array, rows
 
 
@@ -116,8 +124,8 @@ def test_the_tensors_of_a_stretch_of_bytes_are_those_that_lie_in_it(tmp_path: Pa
             and int(tensor.chunks.offset[0]) < end
             and int(tensor.chunks.offset[0]) + tensor.nbytes > begin
         ]
-        assert [one.key for one in index.within(checkpoint.files[rank].path, begin, end)] == expected
-    assert index.within("nowhere", 0, 1000) == []
+        assert [one.key for one in index.overlapping(checkpoint.files[rank].path, begin, end)] == expected
+    assert index.overlapping("nowhere", 0, 1000) == []
 
 
 def test_checksums_of_zero_everywhere_mean_there_are_none(tmp_path: Path) -> None:
@@ -208,6 +216,32 @@ def test_steps_may_be_numbers_one_element_tensors_or_absent(tmp_path: Path) -> N
     assert [kind for kind, _ in kinds(whole.checkpoint())] == ["step"]
 
 
+def test_steps_are_read_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+    read = BlockReader.blocks
+
+    def blocks(reader: BlockReader, tensor: Tensor) -> Iterator[npt.NDArray[np.uint8]]:
+        if tensor in (whole.steps["a"], whole.steps["b"]):
+            both.wait(timeout=30)  # the other one is read at the same time
+        return read(reader, tensor)
+
+    whole = Whole(tmp_path)
+    monkeypatch.setattr(BlockReader, "blocks", blocks)
+    assert kinds(whole.checkpoint()) == []
+
+
+def test_the_neighbours_of_a_damaged_file_are_not_read(tmp_path: Path) -> None:
+    for name in ("one.pt", "other.pt"):
+        torch.save({"w": torch.rand(1000)}, tmp_path / name)
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(data[:-500])
+    with pytest.raises(SourceCorruptError) as alone:
+        fsdpckpt.verify(tmp_path / "one.pt")
+    assert "other" not in alone.value.text
+    with pytest.raises(SourceCorruptError, match="1 other file is damaged"):
+        fsdpckpt.verify(tmp_path)
+
+
 def test_nan_and_inf_are_problems_only_when_asked_for(tmp_path: Path) -> None:
     whole = Whole(tmp_path)
     whole.model["bad"] = whole.raw.put(np.float32([1, np.nan, np.inf, np.inf]))
@@ -254,7 +288,7 @@ def test_progress_adds_up_to_what_was_announced(tmp_path: Path) -> None:
         verify_checkpoint(
             Whole(tmp_path).checkpoint(), sources=sources, digests=True, finite=Finite(), threads=1, progress=progress
         )
-    assert [stage for stage, _, _ in progress.stages] == ["checksums", "tensors"]
+    assert [stage for stage, _, _ in progress.stages] == ["checksums", "tensors", "steps"]
     assert all(total == done and total for _, total, done in progress.stages)
 
 
