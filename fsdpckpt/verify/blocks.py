@@ -1,8 +1,8 @@
 """Reads a tensor in row-major blocks of bounded size, whatever chunks hold it.
 
 It takes two buffers of at most ``limit`` bytes, however large the tensor or a chunk is. Every element is read once per
-pass; of replicas, the one on the lowest rank is read. ``for_each`` does the same work for many items in two threads,
-each with a reader of its own: one reads, which releases the interpreter's lock, while the other computes.
+pass; of replicas, the one on the lowest rank is read. ``for_each`` works on many items in several threads, each with
+its own reader: one thread reads, which releases the interpreter's lock, while another computes.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _require_whole(tensor: Tensor) -> None:
 def _row_major(chunks: Chunks, row: int) -> bool:
     size, stride = chunks.size[row].tolist(), chunks.stride[row].tolist()
     expected = contiguous_stride(size)
-    return all(n == 1 or have == want for n, have, want in zip(size, stride, expected, strict=True))
+    return all(n == 1 or step == row_major for n, step, row_major in zip(size, stride, expected, strict=True))
 
 
 def slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
@@ -190,7 +190,7 @@ class ChunkReader:
 
 
 def _is_descending(size: tuple[int, ...], stride: list[int]) -> bool:
-    """Whether the dimensions are in the file in their own order, slowest first."""
+    """Whether the dimensions are in the file in their order in the shape, slowest first."""
     steps = [step for n, step in zip(size, stride, strict=True) if n > 1]
     return steps == sorted(steps, reverse=True)
 

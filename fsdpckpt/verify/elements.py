@@ -1,8 +1,9 @@
 """Compares two tensors element by element, streamed: of two checkpoints, of source and output, of replicas.
 
-Also of safetensors that lie twice in a directory: PyTorch's writer of sharded safetensors replaces the files of the
-ranks that write, and leaves those that an older save made for other ranks. Where both have an element, it is proved
-here that they agree; otherwise the overlap stays a problem, as which of the two is newer is not recorded.
+``without_repeats`` handles shards of two saves in one directory: PyTorch's writer of sharded safetensors replaces the
+files of the ranks that write, and leaves those that an older save made for other ranks. If all chunks that overlap
+hold the same bytes, the repeated ones are dropped; otherwise the overlap stays a problem, as nothing records which of
+the two is newer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, NamedTensor, Note, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
-from fsdpckpt.ir.tensors import Box, Int64Array, Tensor
+from fsdpckpt.ir.tensors import Box, Tensor, first_equal
 from fsdpckpt.ir.values import Value
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.readers.protocol import file_name
@@ -123,7 +124,7 @@ def _blocks_of_both(blocks_a: Iterator[Bytes], blocks_b: Iterator[Bytes]) -> Ite
 
 
 _BUFFERS = 8  # on each side a block, its scratch buffer, and a block cast to a wider dtype
-_LEAST = 16 * 1024  # bytes: many times the widest element
+_SMALLEST_LIMIT = 16 * 1024  # bytes: many times the widest element
 
 Located: TypeAlias = tuple[Tensor, Sequence[SourceFile], Sources]
 """A tensor, the files that its chunks index, and the sources that open them."""
@@ -137,15 +138,16 @@ def first_difference(
     Elements are compared as bytes: NaN equals the same NaN, and 0.0 differs from -0.0. ``digest`` is updated with the
     bytes of ``written`` in the same pass. All buffers together take at most ``max_memory`` bytes.
     """
-    have, want = source[0].dtype, written[0].dtype
-    done = 0
-    limit = BLOCK_BYTES if max_memory is None else min(max(max_memory // _BUFFERS, _LEAST), BLOCK_BYTES)
-    for expected, actual in _blocks_of_both(_cast(_blocks(source, limit), have, want), _blocks(written, limit)):
+    from_dtype, to_dtype = source[0].dtype, written[0].dtype
+    compared = 0  # bytes
+    limit = BLOCK_BYTES if max_memory is None else min(max(max_memory // _BUFFERS, _SMALLEST_LIMIT), BLOCK_BYTES)
+    blocks = _cast(_blocks(source, limit), from_dtype, to_dtype)
+    for expected, actual in _blocks_of_both(blocks, _blocks(written, limit)):
         if not np.array_equal(actual, expected):
-            return (done + int(np.flatnonzero(actual != expected)[0])) // want.itemsize
+            return (compared + int(np.flatnonzero(actual != expected)[0])) // to_dtype.itemsize
         if digest is not None:
             digest.update(actual.data)
-        done += len(actual)
+        compared += len(actual)
     return None
 
 
@@ -154,16 +156,17 @@ def _blocks(located: Located, limit: int) -> Iterator[Bytes]:
     return BlockReader(files, sources, limit).blocks(tensor)
 
 
-def _cast(blocks: Iterator[Bytes], have: DType, want: DType) -> Iterator[Bytes]:
-    if have is want:
+def _cast(blocks: Iterator[Bytes], from_dtype: DType, to_dtype: DType) -> Iterator[Bytes]:
+    if from_dtype is to_dtype:
         return blocks
-    return (cast(block.view(numpy_dtype(have)), numpy_dtype(want)).view(np.uint8) for block in blocks)
+    return (cast(block.view(numpy_dtype(from_dtype)), numpy_dtype(to_dtype)).view(np.uint8) for block in blocks)
 
 
 def replica_sets(tensor: Tensor) -> list[list[int]]:
     """Sets of rows of ``tensor.chunks`` that hold the same box in different places, lowest rank first."""
     chunks = tensor.chunks
-    rows = _repeated_rows(np.concatenate([chunks.start, chunks.size], axis=1))
+    first = first_equal(np.concatenate([chunks.start, chunks.size], axis=1))
+    rows = np.flatnonzero(np.bincount(first)[first] > 1)  # of boxes that appear more than once
     sets: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
     columns = (chunks.start, chunks.size, chunks.file, chunks.offset, chunks.stride)
     repeated = zip(rows.tolist(), *(column[rows].tolist() for column in columns), strict=True)
@@ -171,13 +174,6 @@ def replica_sets(tensor: Tensor) -> list[list[int]]:
         if 0 not in size:
             sets.setdefault((*start, *size), {}).setdefault((file, offset, *stride), row)
     return [sorted(places.values(), key=chunks.rank.__getitem__) for places in sets.values() if len(places) > 1]
-
-
-def _repeated_rows(boxes: Int64Array) -> npt.NDArray[np.intp]:
-    """The rows of ``boxes`` that appear more than once."""
-    order = np.lexsort(boxes.T) if boxes.shape[1] else np.arange(len(boxes))
-    same = (boxes[order[1:]] == boxes[order[:-1]]).all(axis=1)
-    return np.sort(order[np.append(same, False) | np.append(False, same)]) if len(order) else order
 
 
 def replica_bytes(tensor: Tensor, sets: list[list[int]]) -> int:
@@ -208,18 +204,19 @@ def check_replicas(
     return problems
 
 
-def _equal(readers: tuple[BlockReader, BlockReader], tensor: Tensor, one: int, other: int, progress: Progress) -> bool:
-    for left, right in _blocks_of_both(readers[0].chunk(tensor, one), readers[1].chunk(tensor, other)):
-        progress.advance(len(left))
-        if not np.array_equal(left, right):
+def _equal(readers: tuple[BlockReader, BlockReader], tensor: Tensor, a: int, b: int, progress: Progress) -> bool:
+    """Whether the chunks in rows ``a`` and ``b`` hold the same bytes."""
+    for block_a, block_b in _blocks_of_both(readers[0].chunk(tensor, a), readers[1].chunk(tensor, b)):
+        progress.advance(len(block_a))
+        if not np.array_equal(block_a, block_b):
             return False
     return True
 
 
 def without_repeats(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
-    """Drop chunks of ``checkpoint`` that others hold too, if all that is held twice is equal; else return it unchanged.
+    """Drop chunks of ``checkpoint`` whose bytes other chunks hold too. Unchanged if chunks overlap in any other way.
 
-    Reads only what is held twice. Raises SourceCorruptError if a file ends too early.
+    Reads only the overlaps. Raises SourceCorruptError if a file ends too early.
     """
     overlapping = [problem for problem in checkpoint.problems if problem.kind == "overlap"]
     model = checkpoint.model
@@ -229,49 +226,49 @@ def without_repeats(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
         return checkpoint
     reader = BlockReader(checkpoint.files, sources)
     params: dict[str, Tensor | Value] = {}
-    dropped: list[int] = []
+    dropped: list[int] = []  # the files of the dropped chunks
     for name, value in model.params.items():
         params[name] = value
         if isinstance(value, Tensor) and len(value.chunks) > 1:
-            rows = _rows_apart(value, reader)
+            rows = _distinct_rows(value, reader)
             if rows is None:
                 return checkpoint
             params[name] = replace(value, chunks=value.chunks.take(np.asarray(rows, np.intp)))
             dropped += (file for row, file in enumerate(value.chunks.file.tolist()) if row not in rows)
-    rest = tuple(problem for problem in checkpoint.problems if problem not in overlapping)
-    settled = replace(checkpoint, model=ModelState(params, model.metadata), problems=rest)
+    problems = tuple(problem for problem in checkpoint.problems if problem not in overlapping)
     names = names_text(sorted({file_name(checkpoint.files[file].path) for file in dropped}), 3)
     message = (
-        f"{plural(len(dropped), 'piece')} in {names}: left out, as larger pieces hold the same, bit for bit; a save "
-        "into a directory that has one leaves such files"
+        f"{plural(len(dropped), 'chunk')} in {names} skipped: larger chunks hold the same bytes. Saving into a "
+        "directory that already holds a checkpoint leaves such files"
     )
-    return replace(settled, notes=(*settled.notes, Note("repeated", message)))
+    notes = (*checkpoint.notes, Note("repeated", message))
+    return replace(checkpoint, model=ModelState(params, model.metadata), problems=problems, notes=notes)
 
 
-def _rows_apart(tensor: Tensor, reader: BlockReader) -> list[int] | None:
+def _distinct_rows(tensor: Tensor, reader: BlockReader) -> list[int] | None:
     """Chunks of ``tensor`` that do not overlap and together hold what all others hold; None if there are none."""
     starts, sizes = tensor.chunks.start, tensor.chunks.size
-    kept: list[int] = []
+    chosen: list[int] = []
     for row in np.argsort(-sizes.prod(axis=1), kind="stable").tolist():
-        low = np.maximum(starts[kept], starts[row])
-        high = np.minimum(starts[kept] + sizes[kept], starts[row] + sizes[row])
-        held = int((high - low).clip(0).prod(axis=1).sum())
-        if held == 0:
-            kept.append(row)
-        elif held < sizes[row].prod() or not _is_kept(tensor, kept, row, reader):
+        low = np.maximum(starts[chosen], starts[row])
+        high = np.minimum(starts[chosen] + sizes[chosen], starts[row] + sizes[row])
+        covered = int((high - low).clip(0).prod(axis=1).sum())
+        if covered == 0:
+            chosen.append(row)
+        elif covered < sizes[row].prod() or not _is_duplicate(tensor, chosen, row, reader):
             return None
-    return sorted(kept)
+    return sorted(chosen)
 
 
-def _is_kept(tensor: Tensor, kept: list[int], row: int, reader: BlockReader) -> bool:
-    """Whether the chunks ``kept`` hold the same bytes as the chunk ``row`` in its box."""
-    one, other = ChunkReader(reader, tensor, kept), ChunkReader(reader, tensor, [row])
+def _is_duplicate(tensor: Tensor, chosen: list[int], row: int, reader: BlockReader) -> bool:
+    """Whether the chunks ``chosen`` hold the same bytes as the chunk ``row`` in its box."""
+    others, duplicate = ChunkReader(reader, tensor, chosen), ChunkReader(reader, tensor, [row])
     start, itemsize = tensor.chunks.start[row].tolist(), tensor.dtype.itemsize
-    for part in slabs(tuple(tensor.chunks.size[row].tolist()), itemsize, reader.limit):
-        box = Box(tuple(map(sum, zip(start, part.offsets, strict=True))), part.sizes)
-        held, repeated = (np.empty(part.numel * itemsize, np.uint8) for _ in range(2))
-        one.read_into(box, held)
-        other.read_into(box, repeated)
-        if not np.array_equal(held, repeated):
+    for slab in slabs(tuple(tensor.chunks.size[row].tolist()), itemsize, reader.limit):
+        box = Box(tuple(map(sum, zip(start, slab.offsets, strict=True))), slab.sizes)
+        expected, actual = (np.empty(slab.numel * itemsize, np.uint8) for _ in range(2))
+        others.read_into(box, expected)
+        duplicate.read_into(box, actual)
+        if not np.array_equal(expected, actual):
             return False
     return True
