@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -115,8 +116,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
-_NUMBER = re.compile(r"(rank)?(0|[1-9]\d*)")  # a whole segment of a key: rank0 is how the extras of ranks begin
-_SEGMENTS = re.compile(r"\.(?![^{]*\})")  # dots, but for those within braces
+# A whole segment of a key: rank0 is how the extras of ranks begin. Python makes no number of thousands of digits.
+_NUMBER = re.compile(r"(rank)?(0|[1-9]\d{0,17})", re.ASCII)
 _Template: TypeAlias = tuple[str | tuple[str], ...]
 _Box: TypeAlias = tuple[tuple[int, ...], ...]  # the numbers of each numbered segment
 
@@ -206,7 +207,7 @@ def listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers)) if len(numbers) <= 8 else numbers_text(numbers).strip("{}").replace(",", ", ")
 
 
-_LAST_NUMBER = re.compile(r"(.*?)(0|[1-9]\d*)(\D*)")
+_LAST_NUMBER = re.compile(r"(.*?)(0|[1-9]\d{0,17})(\D*)", re.ASCII)
 
 
 def names_text(names: Sequence[str], most: int) -> str:
@@ -234,24 +235,45 @@ def shorten(key: str, width: int) -> str:
 
     If that is not enough, words after the first one go too: the end distinguishes keys.
     """
-    words = _SEGMENTS.split(key)
-    for dropped in range(len(words) - 1):
-        kept = [words[0], "…", *words[1 + dropped :]] if dropped else words
-        if (fitted := _with_short_words(kept, width)) is not None:
-            return fitted
-    tail = max((3 * width) // 4 - 1, 0)
-    return (key[: max(width - tail - 1, 0)] + "…" + key[len(key) - tail :])[:width] if len(key) > width else key
-
-
-def _with_short_words(words: Sequence[str], width: int) -> str | None:
-    """The words in at most ``width`` characters; None if they would become too short to be read."""
-    lengths = list(map(len, words))
-    while sum(lengths) + len(words) - 1 > width:
-        at = max(range(len(words)), key=lambda at: (not words[at].startswith("{"), lengths[at]))
-        if lengths[at] <= SHORTEST_WORD or words[at].startswith("{"):
-            return None
-        lengths[at] -= 1
+    if len(key) <= width:
+        return key
+    words = _words(key)
+    least = [len(word) if word.startswith("{") else min(len(word), SHORTEST_WORD) for word in words]
+    shortest = sum(least) + len(words) - 1
+    dropped = 0
+    while shortest > width and dropped < len(words) - 2:
+        dropped += 1
+        shortest += (2 if dropped == 1 else 0) - least[dropped] - 1  # each with its dot
+    if shortest > width or len(words) == 1:
+        tail = max((3 * width) // 4 - 1, 0)
+        return (key[: max(width - tail - 1, 0)] + "…" + key[len(key) - tail :])[:width]
+    if dropped:
+        words, least = [words[0], "…", *words[1 + dropped :]], [least[0], 1, *least[1 + dropped :]]
+    lengths = shrink(list(map(len, words)), least, width - len(words) + 1)
     return ".".join(map(_without_middle, words, lengths))
+
+
+_DOT_OR_BRACES = re.compile(r"\{[^{}]*\}|\.")
+
+
+def _words(key: str) -> list[str]:
+    """``key`` split at its dots, except those within braces."""
+    dots = [match.start() for match in _DOT_OR_BRACES.finditer(key) if match[0] == "."]
+    return [key[before + 1 : dot] for before, dot in pairwise([-1, *dots, len(key)])]
+
+
+def shrink(lengths: Sequence[int], least: Sequence[int], total: int) -> list[int]:
+    """``lengths`` cut to the sum ``total``, or as near to it as ``least`` allows: the longest lose most."""
+
+    def at_most(level: int) -> list[int]:
+        return [max(min(length, level), bound) for length, bound in zip(lengths, least, strict=True)]
+
+    level = bisect_right(range(max(lengths, default=0)), total, key=lambda level: sum(at_most(level))) - 1
+    shrunk, higher = at_most(level), at_most(level + 1)
+    rest = max(total - sum(shrunk), 0)
+    for at in [at for at, length in enumerate(shrunk) if higher[at] > length][::-1][:rest]:
+        shrunk[at] += 1
+    return shrunk
 
 
 def _without_middle(word: str, length: int) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from itertools import product
 
 import pytest
 
-from fsdpckpt.text import fold, numbers_text, shorten
+from fsdpckpt.cli.output import Name, table_lines
+from fsdpckpt.text import SHORTEST_WORD, fold, names_text, numbers_text, shorten
 
 
 def expanded(key: str) -> list[str]:
@@ -95,3 +97,47 @@ def test_a_name_loses_its_middle_and_keeps_its_end() -> None:
     for width in range(1, len(key)):
         assert len(shorten(key, width)) <= width
         assert shorten(key, width).endswith("t") or width < 4
+
+
+def test_numbers_of_thousands_of_digits_and_of_other_scripts_are_words() -> None:
+    huge = "9" * 5000
+    keys = [f"l.{huge}.w", "l.1٢.w", "l.12.w", "l.١٢.w"]
+    assert folded(keys) == [(key, 1) for key in keys]
+    assert names_text([f"rng_{huge}.pth", "rng_1٢.pth"], 5) == f"rng_{huge}.pth, rng_1٢.pth"
+
+
+@pytest.mark.parametrize("key", ["x." * 8000 + "weight", "k" * 1_000_000, "ab." * 300_000 + "k" * 100_000])
+@pytest.mark.parametrize("width", [8, 30, 70])
+def test_a_huge_key_is_cut_at_once(key: str, width: int) -> None:
+    started = time.process_time()
+    short = shorten(key, width)
+    assert time.process_time() - started < 1
+    assert len(short) <= width
+    assert "…" in short
+    assert short[-1] == key[-1]
+
+
+def test_the_columns_of_a_table_with_huge_keys_are_narrowed_at_once() -> None:
+    rows = [[Name("k" * 1_000_000), "float32", Name("p" * 900_000)], [Name("short"), "int8", Name("q")]]
+    started = time.process_time()
+    lines = table_lines(rows, right=(), columns=80)
+    assert time.process_time() - started < 2
+    assert [len(line) <= 80 for line in lines] == [True, True]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_words_lose_letters_evenly(seed: int) -> None:
+    """The same as shortening the longest word, the first of equals, by one letter again and again."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choice("ab") for _ in range(rng.randrange(1, 40))) for _ in range(rng.randrange(2, 7))]
+    words[rng.randrange(len(words))] = "{0,7}"
+    key = ".".join(words)
+    for width in range(len(key)):
+        lengths = list(map(len, words))
+        while sum(lengths) + len(words) - 1 > width:
+            at = max(range(len(words)), key=lambda at: (not words[at].startswith("{"), lengths[at]))
+            if lengths[at] <= SHORTEST_WORD or words[at].startswith("{"):
+                break
+            lengths[at] -= 1
+        else:
+            assert list(map(len, shorten(key, width).split("."))) == lengths

@@ -19,7 +19,7 @@ from typing import TextIO, TypeAlias
 
 from fsdpckpt.process import process_role
 from fsdpckpt.progress import NoProgress, Progress
-from fsdpckpt.text import JsonText, duration_text, shorten, size_text
+from fsdpckpt.text import JsonText, duration_text, shorten, shrink, size_text
 
 GAP = 2  # spaces between columns
 NARROWEST = 8  # characters of a column of names, however narrow the terminal
@@ -77,24 +77,13 @@ def _narrow(rows: Sequence[Sequence[Cell]], widths: Sequence[int], columns: int)
     """``widths`` with the columns of names made narrower, the widest first, until the table fits or none can be
     narrowed.
     """
-    narrowed = list(widths)
     least = list(widths)
     for at, column in enumerate(zip(*rows, strict=True)):
         if any(isinstance(cell, Name) for cell in column):
             fixed = max((len(cell) for cell in column if isinstance(cell, str)), default=0)
             suffix = max(len(cell.suffix) for cell in column if isinstance(cell, Name))
             least[at] = min(widths[at], max(fixed, suffix + NARROWEST))
-    while width_of(narrowed) > columns:
-        at = max(range(len(narrowed)), key=lambda at: (narrowed[at] > least[at], narrowed[at]))
-        if narrowed[at] <= least[at]:
-            break
-        narrowed[at] -= 1
-    return narrowed
-
-
-def width_of(widths: Sequence[int]) -> int:
-    """The width of a table whose columns have these widths."""
-    return sum(widths) + GAP * (len(widths) - 1)
+    return shrink(widths, least, columns - GAP * (len(widths) - 1))
 
 
 def cut(line: str, columns: int | None) -> str:
