@@ -129,6 +129,19 @@ def test_wrong_keywords_and_values_are_usage_errors(saved: Path, tmp_path: Path)
         fsdpckpt.open(tmp_path / "nowhere")
 
 
+def test_numbers_are_checked_as_on_the_command_line(saved: Path) -> None:
+    for tolerance in ({"rtol": -1}, {"atol": -1e-9}):
+        with pytest.raises(UsageError, match="tol is too small"):
+            fsdpckpt.diff(saved, saved, **tolerance)
+    with pytest.raises(UsageError, match="rtol takes a number"):
+        fsdpckpt.diff(saved, saved, rtol=float("nan"))
+    for call in (lambda: fsdpckpt.diff(saved, saved, threads=-3), lambda: fsdpckpt.verify(saved, threads=0)):
+        with pytest.raises(UsageError, match="threads is too small"):
+            call()
+    with pytest.raises(UsageError, match="threads is too small"):
+        fsdpckpt.inspect(saved, stats=True, threads=0)
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="nonsense"):
         _ = fsdpckpt.nonsense  # type: ignore[attr-defined]
