@@ -138,13 +138,19 @@ def command(
     return run
 
 
-# ``s3://``, ``gs:``, ``s3:/bucket``
-_UNFINISHED_URL = re.compile(r"(s3a?|gc?s|abfss?|az|adl|https?|hf|hdfs|memory|file):(?://?/?|/([^/].*)|///.*|)")
+# ``s3://``, ``gs:``, ``s3:/bucket``, ``https:///x``; but ``hdfs:///x`` is a file of the default host
+_UNFINISHED_URL = re.compile(
+    r"(?!(?:hdfs|memory):///.)(s3a?|gc?s|abfss?|az|adl|https?|hf|hdfs|memory):(?://?/?|/([^/].*)|///.*|)"
+)
 
 
 def _gather_values(metavar: str, path: str) -> str:
     if not path:
         raise UsageError(f"{metavar} is empty", why=EMPTY, next_step=f"give {metavar}: a path or a URL")
+    if path.startswith("file:/"):
+        local = path.removeprefix("file:").removeprefix("//")
+        what = f"{metavar} is a local file, which is given by its path: {path}"
+        raise UsageError(what, next_step=f"give {local or 'its path'}")
     if begun := _UNFINISHED_URL.fullmatch(path):
         whole = f"{begun[1]}://{begun[2] or 'BUCKET/PATH'}"
         raise UsageError(f"{metavar} is not a complete URL: {path}", next_step=f"give {whole}")

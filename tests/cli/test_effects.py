@@ -117,6 +117,20 @@ def test_an_unfinished_url_is_2(run: Run, tmp_path: Path, typed: str, target: bo
     assert done.code == 2 and f"{'DST' if target else 'SRC'} is not a complete URL: {typed}" in done.err
 
 
+@pytest.mark.parametrize("typed", ["file:///tmp/x.pt", "file:/tmp/x.pt"])
+@pytest.mark.parametrize("target", [True, False])
+def test_a_file_url_is_2_and_the_path_is_suggested(run: Run, tmp_path: Path, typed: str, target: bool) -> None:
+    done = run("convert", *((DCP, typed) if target else (typed, tmp_path / "out")))
+    assert done.code == 2 and f"{'DST' if target else 'SRC'} is a local file" in done.err
+    assert "next: give /tmp/x.pt\n" in done.err
+
+
+@pytest.mark.parametrize("typed", ["hdfs:///user/x", "memory:///x"])
+def test_a_url_of_the_default_host_is_opened(run: Run, typed: str) -> None:
+    done = run("inspect", typed)
+    assert done.code == 3 and "complete URL" not in done.err
+
+
 def test_an_argument_too_many_and_a_missing_file_of_an_option_are_named(run: Run, tmp_path: Path) -> None:
     done = run("convert", DCP, tmp_path / "out", "more")
     assert done.code == 2 and "one argument too many: more" in done.err
