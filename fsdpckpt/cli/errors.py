@@ -147,7 +147,9 @@ def known_error(error: BaseException) -> FsdpckptError:
             run_again=True,
         )
     if isinstance(error, MemoryError):
-        return InternalError("there was not enough memory", next_step="run it again with a smaller --max-memory")
+        converting = _command_name() == "fsdpckpt convert"
+        smaller = "run it again with a smaller --max-memory" if converting else "free some memory, then run it again"
+        return InternalError("there was not enough memory", next_step=smaller)
     return InternalError(f"{type(error).__name__}: {error}", why="this is a bug in fsdpckpt: please report it")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdpckpt.cli.output import GAP, Cell, Name, table_lines
+from fsdpckpt.cli.output import GAP, Cell, Name, cut, table_lines
 from fsdpckpt.describe import Description
 from fsdpckpt.ir.checkpoint import NamedTensor, OptimState, Section
 from fsdpckpt.ir.tensors import Stats
@@ -76,7 +76,9 @@ def _fewer_stats(rows: Sequence[Row], columns: int) -> tuple[list[str], frozense
     fewer = [replace(row, more=tuple(row.more[at] for at in kept)) for row in rows]
     lines, headings = _by_section(fewer, [STATS[at] for at in kept], columns)
     left = [name for name in STATS if STATS.index(name) not in kept]
-    return [*lines, *([f"not shown for want of room: {', '.join(left)} (--json)"] if left else [])], headings
+    if left:
+        lines.append(cut(f"columns left out: {', '.join(left)} (--json has them)", columns))
+    return lines, headings
 
 
 def _lines(cells: Sequence[Sequence[Cell]], headings: Sequence[str], columns: int | None) -> list[str]:

@@ -266,3 +266,9 @@ def test_errors_of_the_system_get_a_code_and_name_the_path(error: Exception, cod
     assert known.exit_code == code
     if isinstance(error, OSError):
         assert "/data/x" in error_text(known)
+
+
+@pytest.mark.parametrize("command", ["convert", "inspect", "diff", "verify", "units"])
+def test_only_convert_can_use_less_memory(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["fsdpckpt", command, "a.pt"])
+    assert ("--max-memory" in error_text(known_error(MemoryError()))) is (command == "convert")
