@@ -36,7 +36,7 @@ _OTHER_TARGET = "give another DST"
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What a failed run has left: ``what`` is kept where, and what the same command does with it."""
+    """What a failed run left. ``what``: what was kept, and where; ``resume``: what the same command does with it."""
 
     what: str
     resume: str
@@ -283,7 +283,7 @@ class WorkerError(FsdpckptError):
 
 
 class InternalError(FsdpckptError):
-    exit_code = 70
+    """An invariant of this program does not hold."""
 
 
 class InterruptedRunError(FsdpckptError):

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 
-def started_as_worker(environment: Mapping[str, str] | None = None) -> bool:
+def started_as_worker() -> bool:
     """Whether torchrun (any elastic launch) or srun started this process as one of its workers.
 
     The same answer as ``comm.launch.rank_from_environment``, without importing torch.
     """
-    variables = os.environ if environment is None else environment
-    if "RANK" in variables and "WORLD_SIZE" in variables:
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return True
-    return "SLURM_STEP_ID" in variables and variables.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    return "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
 
-def own_rank(environment: Mapping[str, str] | None = None) -> int:
+def own_rank() -> int:
     """The rank of this process; 0 if it is not a worker."""
-    variables = os.environ if environment is None else environment
-    if not started_as_worker(variables):
+    if not started_as_worker():
         return 0
-    text = variables.get("RANK" if "RANK" in variables else "SLURM_PROCID", "0")
+    text = os.environ.get("RANK" if "RANK" in os.environ else "SLURM_PROCID", "0")
     return int(text) if text.isdigit() else 0
 
 

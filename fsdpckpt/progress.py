@@ -6,7 +6,6 @@ A worker that another process started writes its events to a file (``ProgressPip
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -47,14 +46,11 @@ INTERVAL = 0.1  # seconds: as often as a bar is redrawn
 
 
 class ProgressPipe:
-    """A ``Progress`` that appends each call to ``path``, one JSON list on each line. The file appears with the first
-    call.
-    """
+    """A ``Progress`` that appends each call to ``path``, one JSON list on each line."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
         self._lock = threading.Lock()
-        self._file: TextIO | None = None
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # closed by __exit__
         self._done = 0
         self._written = 0.0
 
@@ -80,8 +76,6 @@ class ProgressPipe:
             self._done = 0
 
     def _write(self, *event: object) -> None:
-        if self._file is None:
-            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115  # closed by __exit__
         self._file.write(json.dumps(event) + "\n")
         self._file.flush()
 
@@ -91,36 +85,31 @@ class ProgressPipe:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 @contextmanager
 def follow_progress(path: str, progress: Progress) -> Iterator[None]:
     """While the body runs, report to ``progress`` what a ``ProgressPipe`` writes to ``path``."""
     ended = threading.Event()
-    thread = threading.Thread(target=_follow, args=(path, progress, ended), name="fsdpckpt-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    with open(path, "w+", encoding="utf-8") as file:
+        thread = threading.Thread(target=_follow, args=(file, progress, ended), name="fsdpckpt-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
 
-def _follow(path: str, progress: Progress, ended: threading.Event) -> None:
-    at = 0
+def _follow(file: TextIO, progress: Progress, ended: threading.Event) -> None:
+    rest = ""  # of a line that is not written completely
     while True:
         last = ended.is_set()
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                file.seek(at)
-                text = file.read()
-            whole = text[: text.rfind("\n") + 1]
-            at += len(whole.encode())
-            for line in whole.splitlines():
-                method, *values = json.loads(line)
-                getattr(progress, method)(*values)
+        *lines, rest = (rest + file.read()).split("\n")
+        for line in lines:
+            method, *values = json.loads(line)
+            getattr(progress, method)(*values)
         if last:
             return
         ended.wait(INTERVAL)

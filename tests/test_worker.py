@@ -30,12 +30,18 @@ SRUN = {
     ("environment", "rank"),
     [({}, None), (TORCHRUN, 3), (SRUN, 2), ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None), ({"RANK": "1"}, None)],
 )
-def test_a_worker_is_recognised_as_the_communication_core_does(environment: dict[str, str], rank: int | None) -> None:
+def test_a_worker_is_recognised_as_the_communication_core_does(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], rank: int | None
+) -> None:
     from fsdpckpt.comm.launch import rank_from_environment
 
+    for name in {*TORCHRUN, *SRUN}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     place = rank_from_environment(environment)
-    assert started_as_worker(environment) is (place is not None) is (rank is not None)
-    assert own_rank(environment) == (place.rank if place is not None else 0) == (rank or 0)
+    assert started_as_worker() is (place is not None) is (rank is not None)
+    assert own_rank() == (place.rank if place is not None else 0) == (rank or 0)
 
 
 def test_one_of_all_workers_speaks(monkeypatch: pytest.MonkeyPatch) -> None:

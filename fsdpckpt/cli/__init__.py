@@ -56,40 +56,35 @@ def _end(_number: int, _frame: object) -> None:
 
 
 def _run(output: Output) -> int:
-    import typer
-
     from fsdpckpt.cli.app import USAGE_ERRORS, app
-    from fsdpckpt.cli.errors import report
-    from fsdpckpt.errors import InterruptedRunError
+    from fsdpckpt.cli.errors import show_error
 
     try:
         code = app(prog_name="fsdpckpt", standalone_mode=False)  # also for python -m: completion is by name
-    except typer.Abort:
-        return report(output, InterruptedRunError("while reading the command line"))
     except USAGE_ERRORS as error:
-        return report(output, _usage(error))
+        return show_error(output, _usage_error(error))
     return code if isinstance(code, int) else 0
 
 
-def _usage(error: BaseException) -> BaseException:
-    """A typer usage error in the form of this program's."""
+def _usage_error(error: BaseException) -> BaseException:
+    """A typer usage error as a UsageError."""
     from fsdpckpt.errors import UsageError
 
     unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
-    said = str(getattr(error, "format_message", lambda: str(error))()).rstrip(".")
-    what = f"there is no option {unknown}" if unknown else said[:1].lower() + said[1:]
-    expected = _expected(error, said)
+    message = str(getattr(error, "format_message", lambda: str(error))()).rstrip(".")
+    what = f"there is no option {unknown}" if unknown else message[:1].lower() + message[1:]
+    expected = _expected(error, message)
     return UsageError(what, expected=expected, next_step=_meant_option(error, unknown) if unknown else None)
 
 
-def _expected(error: BaseException, said: str) -> str | None:
+def _expected(error: BaseException, message: str) -> str | None:
     """The commands, if one was expected; else the arguments of a command that lacks some."""
     context = getattr(error, "ctx", None)
     if context is None:
         return None
-    if said.startswith("No such command"):
+    if message.startswith("No such command"):
         return ", ".join(context.command.list_commands(context))
-    if said.startswith("Missing argument"):
+    if message.startswith("Missing argument"):
         return " ".join((context.command_path, *context.command.collect_usage_pieces(context)[1:]))
     return None
 
@@ -108,6 +103,6 @@ def _meant_option(error: BaseException, unknown: str) -> str | None:
     if unknown == "--version":
         return to_copy("this shows the version", "fsdpckpt --version")
     command = getattr(getattr(error, "ctx", None), "command", None)
-    known = [flag for one in getattr(command, "params", ()) for flag in (*one.opts, *one.secondary_opts)]
-    near = get_close_matches(unknown, known, n=1, cutoff=NEAR)
+    flags = [flag for param in getattr(command, "params", ()) for flag in (*param.opts, *param.secondary_opts)]
+    near = get_close_matches(unknown, flags, n=1, cutoff=NEAR)
     return f"did you mean {near[0]}?" if near else None

@@ -7,7 +7,6 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.errors import error_lines, ignore_signals
@@ -53,13 +52,21 @@ def convert_command(output: Output, source: str, target: str, options: ConvertOp
     local = launch.launcher is Launcher.LOCAL
     if local:
         process_role.worker = False
-    _refuse_memory(target)
+    _refuse_memory_url(target)
     from fsdpckpt.api import convert
 
     alone = not local and launch.nproc_per_node is None and launch.nnodes == 1 and not process_role.worker
-    hint = _with_the_command_for_nodes(source) if alone else nullcontext()
-    with output.progress() as progress, _to_the_end(), hint, _with_the_command_for_damage(source):
-        report = convert(source, target, options, launch=launch, progress=progress)
+    with output.progress() as progress:
+        try:
+            report = convert(source, target, options, launch=launch, progress=progress)
+        except BaseException as error:
+            if process_role.lost:  # the launcher tells the other workers to stop: still show what happened
+                ignore_signals()
+            if isinstance(error, SourceIncompleteError) and alone:
+                _suggest_torchrun(error, source)
+            elif isinstance(error, SourceCorruptError):
+                _suggest_verify(error, source)
+            raise
     output.document(report.to_json, "convert")
     if options.dry_run:
         output.data(plan_lines(report))
@@ -74,7 +81,7 @@ def convert_command(output: Output, source: str, target: str, options: ConvertOp
     return 0
 
 
-def _refuse_memory(target: str) -> None:
+def _refuse_memory_url(target: str) -> None:
     if target.startswith("memory://"):
         raise TargetUnwritableError(
             f"{target} is the memory of this program: what is written there is gone when it ends",
@@ -83,43 +90,21 @@ def _refuse_memory(target: str) -> None:
         )
 
 
-@contextmanager
-def _with_the_command_for_nodes(source: str) -> Iterator[None]:
-    """Make an error for missing files say how to run this command if they are on the disks of other nodes."""
-    try:
-        yield
-    except SourceIncompleteError as error:
-        if os.path.isfile(source):  # one rank's: it is not known where the others are
-            raise
-        command = ["torchrun", "--nnodes", "NODES", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
-        command += ["--rdzv-endpoint", f"{socket.gethostname()}:{PORT}", "-m", "fsdpckpt", *sys.argv[1:]]
-        error.alternative = to_copy(
-            "if other nodes have the missing files, run this on each of the NODES", shlex.join(command)
-        )
-        raise
+def _suggest_torchrun(error: SourceIncompleteError, source: str) -> None:
+    """Say how to run this command if the missing files are on the disks of other nodes."""
+    if os.path.isfile(source):  # of one rank: it is not known where the others are
+        return
+    command = ["torchrun", "--nnodes", "NODES", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", f"{socket.gethostname()}:{PORT}", "-m", "fsdpckpt", *sys.argv[1:]]
+    why = "if other nodes have the missing files, run this on each of the NODES"
+    error.alternative = to_copy(why, shlex.join(command))
 
 
-@contextmanager
-def _with_the_command_for_damage(source: str) -> Iterator[None]:
-    """Make an error for damage, which ends a conversion at once, say how to list all damage."""
-    try:
-        yield
-    except SourceCorruptError as error:
-        command = f"fsdpckpt verify {shlex.quote(source)}"
-        if error.next_step is None or command not in error.next_step:
-            error.alternative = to_copy("to list all damage, run", command)
-        raise
-
-
-@contextmanager
-def _to_the_end() -> Iterator[None]:
-    """When a worker was lost, the launcher tells the others to stop: still show what happened."""
-    try:
-        yield
-    except BaseException:
-        if process_role.lost:
-            ignore_signals()
-        raise
+def _suggest_verify(error: SourceCorruptError, source: str) -> None:
+    """Say how to list all damage: a conversion ends at the first."""
+    command = f"fsdpckpt verify {shlex.quote(source)}"
+    if error.next_step is None or command not in error.next_step:
+        error.alternative = to_copy("to list all damage, run", command)
 
 
 def _heading_text(report: Report) -> str:

@@ -1,4 +1,4 @@
-"""Ends every exception at the command line: signals, errors in words or JSON, and the exit code.
+"""Turns every exception and signal into a message, in words or JSON, and an exit code.
 
 ``main`` needs ``catch_signals`` before anything else, so importing this module takes no time.
 """
@@ -79,12 +79,12 @@ def guarded(output: Output, body: Callable[[], int]) -> int:
         return body()
     except (KeyboardInterrupt, Interruption) as error:
         ignore_signals()
-        return report(output, _report_interruption(error))
+        return show_error(output, _interruption_error(error))
     except Exception as error:  # noqa: BLE001  # the boundary: one of the program's two broad excepts
-        return report(output, error)
+        return show_error(output, error)
 
 
-def _report_interruption(error: BaseException) -> InterruptedRunError:
+def _interruption_error(error: BaseException) -> InterruptedRunError:
     leftover, why = leftover_of(error), "Ctrl-C, or a signal from the system"
     if leftover is None:
         return InterruptedRunError("by a signal", why=f"{why}; no partial output was left", next_step="run it again")
@@ -99,32 +99,32 @@ def _report_interruption(error: BaseException) -> InterruptedRunError:
     )
 
 
-def report(
-    output: Output, error: BaseException, document: Mapping[str, object] = MappingProxyType({}), schema: str = "error"
+def show_error(
+    output: Output, raised: BaseException, document: Mapping[str, object] = MappingProxyType({}), schema: str = "error"
 ) -> int:
-    """Show ``error`` and return its exit code. ``document``: the rest of the command's JSON, of ``schema``."""
+    """Show ``raised`` and return its exit code. ``document``: the rest of the command's JSON, of ``schema``."""
     from fsdpckpt.cli.output import redirect_to_null
 
-    known = known_error(error)
-    if isinstance(known, UsageError) and known.next_steps is None:
-        known.next_step = to_copy("see the options, with examples", f"{_command_name()} --help")
+    error = as_fsdpckpt_error(raised)
+    if isinstance(error, UsageError) and error.next_steps is None:
+        error.next_step = to_copy("see the options, with examples", f"{_command_name()} --help")
     try:
         if os.environ.get("FSDPCKPT_DEBUG") == "1":
             import traceback
 
-            output.error("".join(traceback.format_exception(error)).rstrip().split("\n"))
+            output.error("".join(traceback.format_exception(raised)).rstrip().split("\n"))
         if output.as_json:
-            output.document(lambda: {**document, **error_json(known)}, schema)
-            output.error(error_lines(known)[:1])  # the document may go to a file: a log should show what happened
+            output.document(lambda: {**document, **error_json(error)}, schema)
+            output.error(error_lines(error)[:1])  # the document may go to a file: a log should show what happened
         else:
-            output.error(error_lines(known))
+            output.error(error_lines(error))
     except OSError:  # stdout or stderr cannot be written: a full disk
         redirect_to_null(sys.stdout)
         try:
-            output.error(error_lines(known))
+            output.error(error_lines(error))
         except OSError:
             redirect_to_null(sys.stderr)
-    return known.exit_code
+    return error.exit_code
 
 
 def _command_name() -> str:
@@ -133,7 +133,7 @@ def _command_name() -> str:
     return f"fsdpckpt {first}" if first in ("inspect", "convert", "diff", "verify", "units") else "fsdpckpt"
 
 
-def known_error(error: BaseException) -> FsdpckptError:
+def as_fsdpckpt_error(error: BaseException) -> FsdpckptError:
     """Any exception as one of this program's, so that it has an exit code, a cause and a next step."""
     if isinstance(error, FsdpckptError):
         return error

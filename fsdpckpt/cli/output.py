@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TextIO, TypeAlias
@@ -179,9 +179,16 @@ class Output:
         """Print an error on stderr, also with ``--quiet``."""
         self._write(sys.stderr, _styled_text(lines, sys.stderr))
 
-    def progress(self) -> AbstractContextManager[Progress]:
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
         """Show progress: a bar on a terminal, a line every few seconds in a log, nothing if quiet."""
-        return _progress(self)
+        if self.quiet or process_role.silent:
+            yield NoProgress()
+        elif _is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb":
+            with _bar() as bar:
+                yield bar
+        else:
+            yield Lines(self.message)
 
     @staticmethod
     def _write(stream: TextIO | None, text: str) -> None:
@@ -253,18 +260,6 @@ def _writable(stream: TextIO, text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-@contextmanager
-def _progress(output: Output) -> Iterator[Progress]:
-    if output.quiet or process_role.silent:
-        yield NoProgress()
-        return
-    if _is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb":
-        with _bar() as stages:
-            yield stages
-        return
-    yield Lines(output.message)
 
 
 class Lines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.errors import known_error, report
+from fsdpckpt.cli.errors import as_fsdpckpt_error, show_error
 from fsdpckpt.cli.output import Colour, Line, Styled, labelled
 from fsdpckpt.command_options import VerifyOptions, keywords_of
 from fsdpckpt.errors import FsdpckptError, SourceError
@@ -41,11 +41,11 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
         with output.progress() as progress:
             result = verify(source, **keywords_of(verify, options), progress=progress)
     except (SourceError, OSError) as error:
-        return report(output, error, _refused_document(source, known_error(error)), "verify")
+        return show_error(output, error, _refused_document(source, as_fsdpckpt_error(error)), "verify")
     output.document(lambda: _document(result), "verify")
     output.data(
-        f"{one.sha256 or 'unreadable':64}  {one.section} {one.key} {one.dtype} {shape_text(one.shape)}"
-        for one in result.digests
+        f"{digest.sha256 or 'unreadable':64}  {digest.section} {digest.key} {digest.dtype} {shape_text(digest.shape)}"
+        for digest in result.digests
     )
     for problem in result.problems:
         output.data(labelled("problem:", f"{problem.kind}: {problem.message}", Colour.BAD, output.columns))
@@ -68,14 +68,4 @@ def _refused_document(source: str, error: FsdpckptError) -> dict[str, object]:
 
 
 def _document(result: Verification) -> dict[str, object]:
-    return {
-        "source": result.source,
-        "whole": result.whole,
-        "problems": [asdict(problem) for problem in result.problems],
-        "digests": [asdict(one) for one in result.digests],
-        "tensors": result.tensors,
-        "nbytes": result.nbytes,
-        "records": result.records,
-        "replicas": result.replicas,
-        "notes": list(result.notes),
-    }
+    return {"source": result.source, "whole": result.whole, **asdict(result)}

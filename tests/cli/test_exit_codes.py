@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fsdpckpt import errors
-from fsdpckpt.cli.errors import error_json, error_text, known_error
+from fsdpckpt.cli.errors import as_fsdpckpt_error, error_json, error_text
 from tests.cli.conftest import Run, training_state
 
 PROGRAM = [sys.executable, "-m", "fsdpckpt"]
@@ -262,7 +262,7 @@ def test_every_error_shows_all_its_fields(kind: type[errors.FsdpckptError]) -> N
     ],
 )
 def test_errors_of_the_system_get_a_code_and_name_the_path(error: Exception, code: int) -> None:
-    known = known_error(error)
+    known = as_fsdpckpt_error(error)
     assert known.exit_code == code
     if isinstance(error, OSError):
         assert "/data/x" in error_text(known)
@@ -271,4 +271,4 @@ def test_errors_of_the_system_get_a_code_and_name_the_path(error: Exception, cod
 @pytest.mark.parametrize("command", ["convert", "inspect", "diff", "verify", "units"])
 def test_only_convert_can_use_less_memory(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setattr(sys, "argv", ["fsdpckpt", command, "a.pt"])
-    assert ("--max-memory" in error_text(known_error(MemoryError()))) is (command == "convert")
+    assert ("--max-memory" in error_text(as_fsdpckpt_error(MemoryError()))) is (command == "convert")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fsdpckpt.cli import output
-from fsdpckpt.cli.errors import report
+from fsdpckpt.cli.errors import show_error
 from fsdpckpt.cli.output import Lines, Output, table_lines
 from fsdpckpt.errors import SourceError
 from fsdpckpt.text import plural, size_text
@@ -151,7 +151,7 @@ def test_colours_are_for_terminals_unless_a_variable_says_otherwise(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    report(Output(as_json=False, quiet=True), SourceError("it is \x1b[2J torn"))
+    show_error(Output(as_json=False, quiet=True), SourceError("it is \x1b[2J torn"))
     first = stream.getvalue().splitlines()[0]
     label, rest = ("\x1b[1;31merror:\x1b[0m", " ") if coloured else ("error:", " ")
     assert first.startswith(label + rest)

@@ -30,7 +30,7 @@ _FORBIDDEN = (
 
 def main(warm: list[str]) -> None:
     from fsdpckpt import api
-    from fsdpckpt.cli.errors import known_error
+    from fsdpckpt.cli.errors import as_fsdpckpt_error
     from fsdpckpt.errors import FsdpckptError
 
     for path in warm:
@@ -48,7 +48,7 @@ def main(warm: list[str]) -> None:
         try:
             api.inspect(path).to_json(ranks=True)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is reported)
-            ours = known_error(error)
+            ours = as_fsdpckpt_error(error)
             found |= {"code": ours.exit_code, "error": type(error).__name__, "text": str(ours)[:4000]}
             found["ours"] = isinstance(error, FsdpckptError)
         found |= {"seconds": time.process_time() - begin, "acts": list(seen)}

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdpckpt import api
-from fsdpckpt.cli.errors import known_error
+from fsdpckpt.cli.errors import as_fsdpckpt_error
 from fsdpckpt.errors import FsdpckptError, SourceError
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(60)
 def refusal(path: Path) -> FsdpckptError:
     with pytest.raises((SourceError, OSError)) as error:
         api.inspect(str(path)).to_json(ranks=True)
-    ours = known_error(error.value)
+    ours = as_fsdpckpt_error(error.value)
     assert ours.exit_code == 3
     return ours
 
