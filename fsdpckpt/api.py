@@ -120,12 +120,11 @@ def inspect(
     document of ``fsdpckpt inspect --json``. Flattened shards are shown by name if ``units`` (a file), or units beside
     the source, name them. Raises SourceError, UsageError for a glob that matches nothing.
     """
-    from fsdpckpt.describe import Selection, describe
+    from fsdpckpt.describe import describe
 
     options = InspectOptions.of(
         keys=keys, section=section, ranks=ranks, stats=stats, ignore_file=ignore_file, units=units, threads=threads
     )
-    wanted = Selection(options.keys, options.section)
     with Sources() as sources:
         located = options.ranks or options.stats
         (opened,) = _open_all([source], sources, options.units, options.ignore_file, locate=located)
@@ -137,7 +136,7 @@ def inspect(
 
             names = [(named.key,) for named in checkpoint.tensors() if options.section in (None, named.section)]
             require_globs("--keys", options.keys, names, checkpoint.source)
-        description = describe(checkpoint, wanted)
+        description = describe(checkpoint, options.keys, options.section)
         if options.stats:
             from fsdpckpt.verify.measures import stats_of
 

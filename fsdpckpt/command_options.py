@@ -88,7 +88,7 @@ class DiffOptions(OptionRecord):
     all_keys: bool = option(
         "Print every key, also what is the same and of repeated layers.", default=False, flag="--all"
     )
-    strict: bool = option("Count extras that only one of them has a place for (random states of ranks).", default=False)
+    strict: bool = option("Count extras that only one of them can hold (random states of ranks).", default=False)
     ignore_file: tuple[str, ...] = _as_in_convert(
         "ignore_file", "Leave out files and directories of A and B with this name or path; may be repeated."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -22,19 +22,6 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 LONGEST_TEXT = 200  # characters of an object's or a bytes value's text in the document
 _CACHED_LAYOUTS = 64  # whose boxes are kept as text: a model has few layouts, each of many tensors
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The keys to list. ``keys``: globs over the dotted key, any of which may match. Empty and None select all."""
-
-    keys: tuple[str, ...] = ()
-    section: Section | None = None
-
-    def takes(self, section: Section, key: str) -> bool:
-        if self.section is not None and section is not self.section:
-            return False
-        return not self.keys or any(fnmatchcase(key, glob) for glob in self.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +87,18 @@ class Description:
         }
 
 
-def describe(checkpoint: Checkpoint, selection: Selection | None = None) -> Description:
-    """Summarise ``checkpoint`` and list the tensors of ``selection``, without statistics."""
+def describe(checkpoint: Checkpoint, keys: Sequence[str] = (), section: Section | None = None) -> Description:
+    """Summarise ``checkpoint`` and list its tensors, without statistics.
+
+    ``keys``: only those with a key that one of these globs matches; ``section``: only those in it.
+    """
     chosen: list[NamedTensor] = []
     by_section: dict[str, list[NamedTensor]] = {}
     for named in checkpoint.tensors():
         by_section.setdefault(named.section, []).append(named)
-        if selection is None or selection.takes(named.section, named.key):
+        if section in (None, named.section) and (not keys or any(fnmatchcase(named.key, glob) for glob in keys)):
             chosen.append(named)
-    sections = {section: _summary(tensors) for section, tensors in by_section.items()}
+    sections = {name: _summary(tensors) for name, tensors in by_section.items()}
     key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
     return Description(checkpoint, sections, tuple(chosen), key_type=key_type)
 
@@ -169,7 +159,7 @@ def _chunk_texts(description: Description) -> Iterator[str]:
                 box_texts.clear()
             nbytes = (chunks.size.prod(axis=1) * itemsize).tolist()
             boxes = np.stack([chunks.start, chunks.start + chunks.size], axis=2).tolist()
-            box_texts[layout] = [f'"nbytes": {held}, "box": {box}}}' for held, box in zip(nbytes, boxes, strict=True)]
+            box_texts[layout] = [f'"nbytes": {size}, "box": {box}}}' for size, box in zip(nbytes, boxes, strict=True)]
         files = [paths[file] if 0 <= file < len(paths) else "null" for file in chunks.file.tolist()]
         columns = zip(chunks.rank.tolist(), files, chunks.offset.tolist(), box_texts[layout], strict=True)
         rows = [f'{{"rank": {rank}, "file": {file}, "offset": {offset}, {rest}' for rank, file, offset, rest in columns]

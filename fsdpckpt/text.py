@@ -146,7 +146,7 @@ def fold(items: Iterable[tuple[str, Hashable]]) -> list[Folded]:
         for (template, _), boxes in groups.items()
         for box, members in _merged(boxes).items()
     ]
-    return sorted(folded, key=lambda one: one.members[0])
+    return sorted(folded, key=lambda keys: keys.members[0])
 
 
 def _split(key: str) -> tuple[_Template, tuple[int, ...]]:

@@ -24,9 +24,10 @@ Examples:
 
 \b
 Sigils: = same (with --all), * differs, - only in A, + only in B.
-The exit code is 1 if anything differs. Extras that one side has no place for
-(random states of ranks that it does not have, what another framework keeps)
-are shown in one line each and do not count, unless --strict is given.
+The exit code is 1 if anything differs. Extras that only one side can hold
+(random states of ranks that the other does not have, what only one of two
+frameworks saves) are shown in one line each and do not count, unless
+--strict is given.
 """
 
 
@@ -62,29 +63,29 @@ def _lines(result: Difference, columns: int | None, *, everything: bool) -> Iter
             sigils.setdefault(entry.section, set()).add(entry.sigil)
         alone = {section: sigil for section, (sigil, *more) in sigils.items() if sigil in ("-", "+") and not more}
         for section, sigil in alone.items():
-            if keys := sum(entry.section == section for entry in shown):
-                text = f"{sigil} {section}  all {plural(keys, 'key')}, only in {'A' if sigil == '-' else 'B'}"
+            if count := sum(entry.section == section for entry in shown):
+                text = f"{sigil} {section}  all {plural(count, 'key')}, only in {'A' if sigil == '-' else 'B'}"
                 yield Styled(text, _COLOURS[sigil], end=1)
         shown = [entry for entry in shown if entry.section not in alone]
         folded = fold((entry.key, (entry.sigil, entry.section, entry.detail, entry.rank)) for entry in shown)
-        rows = [(one.key, len(one.members), shown[one.members[0]]) for one in folded]
+        rows = [(keys.key, len(keys.members), shown[keys.members[0]]) for keys in folded]
     for key, count, entry in rows:
         times = f"  x{count_text(count)}" if count > 1 else ""
         text = f"{entry.section} {key}{times}" + (f"  {entry.detail}" if entry.detail else "")
         yield from labelled(entry.sigil, text, _COLOURS.get(entry.sigil), columns)
     for sigil, side in (("-", "A"), ("+", "B")):
-        apart = [entry for entry in result.entries if entry.sigil == sigil and not entry.counts]
-        of_ranks = [entry for entry in apart if entry.rank is not None]
+        not_counted = [entry for entry in result.entries if entry.sigil == sigil and not entry.counts]
+        of_ranks = [entry for entry in not_counted if entry.rank is not None]
         if of_ranks:
             ranks = numbers_text(sorted({entry.rank for entry in of_ranks if entry.rank is not None}))
-            yield f"{sigil} extra rank{ranks}  {plural(len(of_ranks), 'value')} of ranks, only in {side}: no difference"
+            yield f"{sigil} extra rank{ranks}  {plural(len(of_ranks), 'value')} of ranks, only in {side}, not counted"
         tops = Counter(
             f"extra {entry.key.partition('.')[0]}" if entry.section == "extra" else str(entry.section)
-            for entry in apart
+            for entry in not_counted
             if entry.rank is None
         )
         for top, number in tops.items():
-            yield f"{sigil} {top}  {plural(number, 'value')}, only in {side}: no difference"
+            yield f"{sigil} {top}  {plural(number, 'value')}, only in {side}, not counted"
 
 
 def _document(a: str, b: str, result: Difference) -> dict[str, object]:

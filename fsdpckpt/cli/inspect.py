@@ -72,9 +72,9 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
         output.data([*(() if output.quiet else (*_summary(description, None), "")), *table])
     else:  # the summary last: it is what stays on the screen
         folded = len(description.tensors) - (len(lines) - len(headings))
-        aside = "repeated keys are folded: --all lists each" if folded > 0 and not options.ranks else ""
+        hint = "repeated keys are folded: --all lists each" if folded > 0 and not options.ranks else ""
         if description.tensors:
-            output.data([*table, Styled(aside, Colour.ASIDE)])
+            output.data([*table, Styled(hint, Colour.ASIDE)])
         output.data(() if output.quiet else _summary(description, columns))
     return 0
 
@@ -91,11 +91,11 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
     yield from wrapped(title, columns)
     for line in _recognised_text(checkpoint.evidence):
         yield from wrapped(f"  recognised: {line.replace(f'{checkpoint.source}/', '')}", columns)
-    for section, sums in description.sections.items():
-        parts = [plural(sums.tensors, "tensor"), f"{count_text(sums.elements)} elements", size_text(sums.nbytes)]
+    for section, totals in description.sections.items():
+        parts = [plural(totals.tensors, "tensor"), f"{count_text(totals.elements)} elements", size_text(totals.nbytes)]
         if section == "optim":
             parts.insert(0, f"keys: {description.key_type}")
-        yield cut(f"{section}: {', '.join(parts)}, {dtypes_text(sums.dtypes)}", columns)
+        yield cut(f"{section}: {', '.join(parts)}, {dtypes_text(totals.dtypes)}", columns)
     if checkpoint.optim is not None:
         yield from _groups(checkpoint.optim.param_groups, columns)
     yield from _extra_texts(checkpoint, columns)
@@ -117,8 +117,8 @@ def _recognised_text(evidence: Iterable[Evidence]) -> Iterator[str]:
     from fsdpckpt.ir.checkpoint import EvidenceKind
 
     by_kind: dict[EvidenceKind, list[str]] = {}
-    for one in evidence:
-        by_kind.setdefault(one.kind, []).append(one.message)
+    for item in evidence:
+        by_kind.setdefault(item.kind, []).append(item.message)
     yield from (by_kind.get(EvidenceKind.FLAVOR) or by_kind.get(EvidenceKind.CONTAINER, []))[:1]
     yield from by_kind.get(EvidenceKind.LAYOUT, [])
 

@@ -66,18 +66,17 @@ def listing(
 
 
 def _fewer_stats(rows: Sequence[Row], columns: int) -> tuple[list[str], frozenset[int]]:
-    """The statistics to show so that keys stay recognisable, and those to leave out."""
-    kept = list(range(len(STATS)))
-    wanted = min(max(len(row.key) for row in rows), READABLE)
+    """The table with as many statistics as leave room for recognisable keys, and a line that names the others."""
+    shown = list(range(len(STATS)))
+    key_width = min(max(len(row.key) for row in rows), READABLE)
     widths = [max(len(name), *(len(str(row.more[at])) for row in rows)) + GAP for at, name in enumerate(STATS)]
     for name in ("std", "norm", "mean"):
-        if columns - sum(widths[at] for at in kept) < wanted:
-            kept.remove(STATS.index(name))
-    fewer = [replace(row, more=tuple(row.more[at] for at in kept)) for row in rows]
-    lines, headings = _by_section(fewer, [STATS[at] for at in kept], columns)
-    left = [name for name in STATS if STATS.index(name) not in kept]
-    if left:
-        lines.append(cut(f"columns left out: {', '.join(left)} (--json has them)", columns))
+        if columns - sum(widths[at] for at in shown) < key_width:
+            shown.remove(STATS.index(name))
+    fewer = [replace(row, more=tuple(row.more[at] for at in shown)) for row in rows]
+    lines, headings = _by_section(fewer, [STATS[at] for at in shown], columns)
+    if left_out := [name for at, name in enumerate(STATS) if at not in shown]:
+        lines.append(cut(f"columns left out: {', '.join(left_out)} (--json has them)", columns))
     return lines, headings
 
 
@@ -168,15 +167,15 @@ def folded_rows(description: Description) -> list[Row]:
     """
     tensors = description.tensors
     extras = {named.key for named in tensors if named.section is Section.EXTRA}
-    taken: dict[Section, list[NamedTensor]] = {}
+    by_section: dict[Section, list[NamedTensor]] = {}
     for named in tensors:
         if named.section is not Section.EXTRA or f"rank0.{named.key}" not in extras:
-            taken.setdefault(named.section, []).append(named)
+            by_section.setdefault(named.section, []).append(named)
     rows: list[Row] = []
-    for section, of_section in taken.items():
+    for section, of_section in by_section.items():
         if section is Section.OPTIM:
             optim = description.checkpoint.optim
-            general, rest = _join_shared_states(optim, of_section, taken.get(Section.MODEL, ()))
+            general, rest = _join_shared_states(optim, of_section, by_section.get(Section.MODEL, ()))
             rows += [*general, *_join_states(rest)]
         else:
             rows += _fold([(named.key, _row(named)) for named in of_section])
@@ -186,7 +185,7 @@ def folded_rows(description: Description) -> list[Row]:
 def _fold(keyed: Sequence[tuple[str, Row]]) -> list[Row]:
     """``keyed``: the key to fold, and its row."""
     alike = [(key, (row.section, row.dtype, row.shape, row.placement)) for key, row in keyed]
-    return [_join(one.key, [keyed[at][1] for at in one.members]) for one in fold(alike)]
+    return [_join(folded.key, [keyed[at][1] for at in folded.members]) for folded in fold(alike)]
 
 
 def _join(key: str, rows: Sequence[Row]) -> Row:
@@ -255,6 +254,6 @@ def _common_value(rows: Sequence[Row], field: str, of_model: Sequence[Row | None
         return str(values[0])
     if field == "dtype":
         return None
-    if all(one is None for one in of_model):  # an optimizer by ids: it is not known which parameter is which
+    if all(row is None for row in of_model):  # an optimizer by ids: it is not known which parameter is which
         return SEVERAL
-    return IN_MODEL if values == [getattr(one, field, None) for one in of_model] else None
+    return IN_MODEL if values == [getattr(row, field, None) for row in of_model] else None

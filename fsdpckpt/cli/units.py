@@ -68,7 +68,7 @@ def units_command(output: Output, options: UnitsOptions) -> int:
         from fsdpckpt.flat.units.request import write_units
 
         write_units(units.units, target, how=units.how)
-    _show(output, units)
+    _print(output, units)
     if target is not None:
         output.message(f"wrote {target}")
     return 0
@@ -118,12 +118,12 @@ def _require_units_file(path: str) -> None:
         raise TargetExistsError(
             f"{path} exists, and is not a units file",
             file=path,
-            why="fsdpckpt won't replace it, with --overwrite either: what is in it would be lost",
+            why="fsdpckpt does not replace it, even with --overwrite: what is in it would be lost",
             next_step="give another file, or move this one away",
         )
 
 
-def _show(output: Output, result: ResolvedUnits) -> None:
+def _print(output: Output, result: ResolvedUnits) -> None:
     from fsdpckpt.ir.units_json import encode
 
     units = result.units

@@ -164,15 +164,15 @@ def _module_table(root: Module) -> Table:
     folded = fold((module.path, tuple(rest)) for module, *rest in sized)
     left = len(folded) - MOST_ROWS
     if left > 0:
-        kept = sorted(folded, key=lambda one: -modules[one.members[0]].nbytes * len(one.members))[:MOST_ROWS]
-        folded = sorted(kept, key=lambda one: one.members[0])
+        largest = sorted(folded, key=lambda row: -modules[row.members[0]].nbytes * len(row.members))[:MOST_ROWS]
+        folded = sorted(largest, key=lambda row: row.members[0])
     rows = []
-    for one in folded:
-        _, nbytes, elements, tensors, tensor = sized[one.members[0]]
-        times = len(one.members)
+    for row in folded:
+        _, nbytes, elements, tensors, tensor = sized[row.members[0]]
+        times = len(row.members)
         rows.append(
             (
-                f"{one.key}  x{count_text(times)}" if times > 1 else one.key,
+                f"{row.key}  x{count_text(times)}" if times > 1 else row.key,
                 size_text(nbytes),
                 size_text(nbytes * times) if times > 1 else "",
                 percent(nbytes * times, root.nbytes),

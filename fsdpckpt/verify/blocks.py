@@ -26,8 +26,8 @@ from fsdpckpt.storage import ByteSource, is_url
 from fsdpckpt.storage.sources import Sources
 
 BLOCK_BYTES = 8 * 1024 * 1024  # beyond this size the cost of a request is negligible beside its transfer
-READ_THROUGH = 64 * 1024  # bytes: reading a gap this small costs less than another request
-WASTE = 4  # read up to this many times the bytes needed, rather than one request for each row
+LARGEST_GAP = 64 * 1024  # bytes: reading a gap of this size costs less than another request
+MAX_READ_AMPLIFICATION = 4  # up to this many times the bytes needed are read, rather than one request for each row
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -207,7 +207,7 @@ def _read_box(reader: BlockReader, source: ByteSource, offset: int, stride: list
     if span == useful and target.flags.c_contiguous and _is_descending(size, stride):
         source.read_into(offset, target.reshape(-1).data)
         return
-    if span <= READ_THROUGH or span <= min(reader.limit, WASTE * useful):
+    if span <= LARGEST_GAP or span <= min(reader.limit, MAX_READ_AMPLIFICATION * useful):
         scratch = reader.scratch(span)
         source.read_into(offset, scratch.data)
         view: Bytes = np.ndarray((*size, itemsize), np.uint8, scratch.data, 0, (*stride, 1))
@@ -216,7 +216,7 @@ def _read_box(reader: BlockReader, source: ByteSource, offset: int, stride: list
     slowest = max(range(len(size)), key=lambda k: stride[k] if size[k] > 1 else -1)
     # As many steps of the slowest dimension at once as stay within the bounds above.
     inner = itemsize + sum((n - 1) * step for k, (n, step) in enumerate(zip(size, stride, strict=True)) if k != slowest)
-    dense = stride[slowest] <= WASTE * (useful // size[slowest])
+    dense = stride[slowest] <= MAX_READ_AMPLIFICATION * (useful // size[slowest])
     count = max(min((reader.limit - inner) // stride[slowest] + 1, size[slowest] - 1), 1) if dense else 1
     index: list[slice] = [slice(None)] * len(size)
     for begin in range(0, size[slowest], count):

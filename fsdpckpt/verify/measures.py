@@ -31,7 +31,7 @@ def _values(block: Bytes, dtype: DType) -> npt.NDArray[np.generic]:
     return values
 
 
-def _parts(block: Bytes, dtype: DType) -> Iterator[npt.NDArray[np.generic]]:
+def _cache_sized(block: Bytes, dtype: DType) -> Iterator[npt.NDArray[np.generic]]:
     """``block`` in parts that stay in the cache; 8- and 16-bit floats as float32, which numpy computes with faster."""
     values = _values(block, dtype)
     widen = dtype.kind == "float" and dtype.itemsize < 4
@@ -105,7 +105,7 @@ def stats(reader: BlockReader, tensor: Tensor, progress: Progress = NO_PROGRESS)
     running = _RunningStats()
     with np.errstate(all="ignore"):
         for block in reader.blocks(tensor):
-            for part in _parts(block, tensor.dtype):
+            for part in _cache_sized(block, tensor.dtype):
                 running.add(part)
             progress.advance(len(block))
     return running.result()
@@ -143,7 +143,7 @@ def count_not_finite(reader: BlockReader, tensor: Tensor, progress: Progress = N
         return 0, 0
     nan = inf = 0
     for block in reader.blocks(tensor):
-        for part in _parts(block, tensor.dtype):
+        for part in _cache_sized(block, tensor.dtype):
             if not np.isfinite(part).all():
                 nans, infs = _not_finite(part)
                 nan, inf = nan + nans, inf + infs

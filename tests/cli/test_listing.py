@@ -182,10 +182,9 @@ def test_an_optimizer_by_ids_does_not_claim_the_models_shapes() -> None:
 
 
 def test_states_alone_are_folded_by_layer() -> None:
-    from fsdpckpt.describe import Selection
     from fsdpckpt.ir.checkpoint import Section
 
-    description = describe(described(llama()).checkpoint, Selection(section=Section.OPTIM))
+    description = describe(described(llama()).checkpoint, section=Section.OPTIM)
     keys = [row.key for row in folded_rows(description)]
     assert "model.layers.{0..125}.mlp.up_proj.weight.{exp_avg,exp_avg_sq}" in keys
     assert len(keys) == 2 * 12
