@@ -193,7 +193,9 @@ def error_text(error: FsdpckptError) -> str:
     lines.extend(error.expectation)
     shown = "\n".join((error.what, *error.findings))
     for label, value in (("file", error.file), ("key", error.key), ("rank", error.rank)):
-        shown_already = str(value) in shown or (label == "file" and str(value).rpartition("/")[2] in error.findings)
+        shown_already = _mentions(shown, str(value)) or (
+            label == "file" and str(value).rpartition("/")[2] in error.findings
+        )
         if value is not None and not shown_already:  # once is enough
             lines.append(f"  {label}: {value}")
     lines.extend("  - " + finding.replace("\n", "\\n") for finding in error.findings[:MOST_DETAILS])
@@ -203,6 +205,13 @@ def error_text(error: FsdpckptError) -> str:
         lines.append(f"why:  {error.why}")
     lines.append(f"next: {error.next_steps or error.usual_next_step}".rstrip(" "))
     return "\n".join(lines)
+
+
+def _mentions(text: str, word: str) -> bool:
+    """Whether ``word`` is in ``text``, and not only as a part of other words."""
+    import re
+
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
 
 
 def error_json(error: FsdpckptError) -> dict[str, object]:

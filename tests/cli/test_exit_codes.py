@@ -268,6 +268,13 @@ def test_errors_of_the_system_get_a_code_and_name_the_path(error: Exception, cod
         assert "/data/x" in error_text(known)
 
 
+def test_a_key_and_a_rank_are_shown_unless_the_message_names_them() -> None:
+    hidden = error_text(errors.SourceCorruptError("the weights of rank 1 end early", key="w", rank=1))
+    assert "  key: w\n" in hidden and "rank: 1" not in hidden
+    shown = error_text(errors.SourceCorruptError("w has 100 elements", key="w", rank=1))
+    assert "  rank: 1\n" in shown and "key: w" not in shown
+
+
 @pytest.mark.parametrize("command", ["convert", "inspect", "diff", "verify", "units"])
 def test_only_convert_can_use_less_memory(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setattr(sys, "argv", ["fsdpckpt", command, "a.pt"])
