@@ -270,6 +270,8 @@ def _nearest(key: object, keys: Mapping[str, object]) -> str:
     """Up to three keys that may be meant: with another prefix, or spelt similarly."""
     if not isinstance(key, str):
         return ""
-    nearest = [one for one in keys if one.endswith(f".{key}") or key.endswith(f".{one}") or one.startswith(f"{key}.")]
+    nearest = [
+        name for name in keys if name.endswith(f".{key}") or key.endswith(f".{name}") or name.startswith(f"{key}.")
+    ]
     nearest = nearest[:3] or get_close_matches(key, keys, n=3)
     return f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""

@@ -55,10 +55,10 @@ class HelpCommand(TyperCommand):
         if not ctx.resilient_parsing:
             _, words, order = self.make_parser(ctx).parse_args(args=list(args))
             options: list[Any] = [param for param in order if not _is_argument(param)]
-            for one in options:
-                single = not one.multiple and (not one.is_flag or one.secondary_opts)
-                if single and one.name not in self.tunable and options.count(one) > 1:
-                    flags = " or ".join((*one.opts, *one.secondary_opts))
+            for option in options:
+                single = not option.multiple and (not option.is_flag or option.secondary_opts)
+                if single and option.name not in self.tunable and options.count(option) > 1:
+                    flags = " or ".join((*option.opts, *option.secondary_opts))
                     raise UsageError(f"{flags} is given more than once", next_step="give it once")
             if words:
                 raise UsageError(f"there is one argument too many: {words[0]}")

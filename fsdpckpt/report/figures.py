@@ -108,22 +108,22 @@ class Holdings:
 def holdings(root: Module, world_size: int) -> Holdings:
     """The grid of everything under ``root``. A replica counts in ``share`` for each rank, and once in ``covered``."""
     scale = COLUMNS / root.nbytes if root.nbytes else 0.0
-    known: dict[tuple[tuple[int, ...], int, int], _Fractions] = {}  # by the columns that many tensors share
+    by_layout: dict[tuple[tuple[int, ...], int, int], _Fractions] = {}  # by the columns that many tensors share
     stretches = []
     covered = np.ones(COLUMNS)
     for begin, tensor in root.leaves():
         chunks = tensor.chunks
         layout = tensor.shape, id(chunks.start), id(chunks.size)
-        if layout not in known:
-            known[layout] = _fractions(tensor)
-        fractions = known[layout]
+        if layout not in by_layout:
+            by_layout[layout] = _fractions(tensor)
+        fractions = by_layout[layout]
         left, width = begin * scale, tensor.nbytes * scale
         low, high = left + fractions.low * width, left + fractions.high * width
         stretches.append((chunks.rank, low, high, fractions.filled, fractions.elements * tensor.dtype.itemsize))
         if fractions.has_flaws:
             whole = _fill(np.zeros(1, np.int64), np.array([left]), np.array([left + width]), np.ones(1), 1)
-            held = _fill(np.zeros(len(chunks), np.int64), low, high, fractions.filled, 1)
-            covered -= (whole - np.minimum(held, whole))[0]
+            filled = _fill(np.zeros(len(chunks), np.int64), low, high, fractions.filled, 1)
+            covered -= (whole - np.minimum(filled, whole))[0]
     rank, low, high, filled, nbytes = (np.concatenate(column) for column in zip(*stretches, strict=True))
     ranks = max(world_size, int(rank.max(initial=0)) + 1)
     in_row = -(-ranks // MOST_ROWS)
@@ -189,7 +189,7 @@ class Rectangle:
     count: int = 0
 
 
-def figure(root: Module, held: Holdings, title: str) -> dict[str, Any]:
+def figure(root: Module, grid: Holdings, title: str) -> dict[str, Any]:
     """For the template, the drawing of one section: its modules, outermost on top, over one row for each rank (or a few
     of them) on the same axis of bytes.
 
@@ -197,9 +197,9 @@ def figure(root: Module, held: Holdings, title: str) -> dict[str, Any]:
     """
     levels, modules = _module_rectangles(root)
     grid_top = levels * LEVEL_HEIGHT + 8
-    rows = len(held.share)
+    rows = len(grid.share)
     pitch = max(min(22, 420 // rows), 3)
-    names, bars = _ranks(held, pitch)
+    names, bars = _ranks(grid, pitch)
     return {
         "title": title,
         "width": LABELS + WIDTH + BARS,
@@ -209,8 +209,8 @@ def figure(root: Module, held: Holdings, title: str) -> dict[str, Any]:
         "grid_top": grid_top,
         "grid_height": rows * pitch,
         "modules": modules,
-        "cells": _cells(held, pitch),
-        "holes": _holes(held, rows * pitch),
+        "cells": _cells(grid, pitch),
+        "holes": _holes(grid, rows * pitch),
         "names": names,
         "bars": bars,
     }
@@ -243,9 +243,9 @@ def _rectangle(node: Module, level: int, number: int, scale: float) -> Rectangle
     return Rectangle(node.begin * scale, level * LEVEL_HEIGHT, shown, LEVEL_HEIGHT - 1, tooltip, kind, label)
 
 
-def _cells(held: Holdings, pitch: int) -> list[tuple[int, str]]:
+def _cells(grid: Holdings, pitch: int) -> list[tuple[int, str]]:
     """One path for each shade; a run of equal cells is one box in it."""
-    shades = np.ceil(held.share * LEVELS - 1e-9).astype(np.int64)
+    shades = np.ceil(grid.share * LEVELS - 1e-9).astype(np.int64)
     step = WIDTH / COLUMNS
     paths: list[list[str]] = [[] for _ in range(LEVELS + 1)]
     for row, cells in enumerate(shades):
@@ -263,30 +263,30 @@ def _runs(cells: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
     return [(a, b, int(cells[a])) for a, b in pairwise(bounds)]
 
 
-def _holes(held: Holdings, y: int) -> str:
+def _holes(grid: Holdings, y: int) -> str:
     """The path of marks below the ranks for columns with bytes that no rank holds; "" for none."""
     step = WIDTH / COLUMNS
-    missing = (held.covered < 1 - 1e-6).astype(np.int64)
-    if not held.share.any():
+    missing = (grid.covered < 1 - 1e-6).astype(np.int64)
+    if not grid.share.any():
         return ""
     return "".join(
         f"M{a * step:g} {y + 2}h{(b - a) * step:g}v6h-{(b - a) * step:g}z" for a, b, bad in _runs(missing) if bad
     )
 
 
-def _ranks(held: Holdings, pitch: int) -> tuple[list[tuple[int, str]], list[Rectangle]]:
+def _ranks(grid: Holdings, pitch: int) -> tuple[list[tuple[int, str]], list[Rectangle]]:
     """The names of the ranks on the left, if there is room, and their bytes as bars on the right."""
-    rows, in_row = len(held.share), held.ranks_in_row
-    most = float(held.nbytes.max(initial=0.0)) or 1.0
+    rows, in_row = len(grid.share), grid.ranks_in_row
+    most = float(grid.nbytes.max(initial=0.0)) or 1.0
     every = max(-(-14 // pitch), 1)
     names: list[tuple[int, str]] = []
     bars: list[Rectangle] = []
     for row in range(rows):
-        first, last = row * in_row, min((row + 1) * in_row, len(held.nbytes)) - 1
+        first, last = row * in_row, min((row + 1) * in_row, len(grid.nbytes)) - 1
         label = f"rank {first}" if in_row == 1 else f"{first}-{last}"
         if row % every == 0:
             names.append((row * pitch + min(pitch, 15), label))
-        mean = float(held.nbytes[first : last + 1].mean())
+        mean = float(grid.nbytes[first : last + 1].mean())
         tooltip = f"{label}: {size_text(int(mean))}{' each' if in_row > 1 else ''}"
         bars.append(Rectangle(LABELS + WIDTH + 10, row * pitch, mean / most * (BARS - 20), pitch - 1, tooltip))
     return names, bars

@@ -124,33 +124,33 @@ def _section(described: Description, section: Section) -> dict[str, Any] | None:
     root = module_tree((named.key, named.tensor) for named in described.tensors if named.section is section)
     if not root.tensors:
         return None
-    held = holdings(root, described.checkpoint.world_size)
+    grid = holdings(root, described.checkpoint.world_size)
     title = _TITLES[section]
     return {
         "title": title,
-        "ranks": len(held.nbytes),
-        "ranks_in_row": held.ranks_in_row,
-        "figure": figure(root, held, f"who holds what of the {title}"),
-        "rank_table": _rank_table(held, root),
+        "ranks": len(grid.nbytes),
+        "ranks_in_row": grid.ranks_in_row,
+        "figure": figure(root, grid, f"who holds what of the {title}"),
+        "rank_table": _rank_table(grid, root),
         "module_table": _module_table(root),
     }
 
 
-def _rank_table(held: Holdings, root: Module) -> Table:
+def _rank_table(grid: Holdings, root: Module) -> Table:
     """Every rank; if there are very many, those with the most and the fewest bytes."""
-    order = list(range(len(held.nbytes)))
+    order = list(range(len(grid.nbytes)))
     more = ""
     if len(order) > MOST_ROWS:
-        by_size = np.argsort(held.nbytes, kind="stable").tolist()
+        by_size = np.argsort(grid.nbytes, kind="stable").tolist()
         order = sorted(by_size[: MOST_ROWS // 2] + by_size[-MOST_ROWS // 2 :])
-        left = len(held.nbytes) - len(order)
+        left = len(grid.nbytes) - len(order)
         more = f"{plural(left, 'rank')} between the largest and the smallest are left out"
     rows = [
         (
             rank,
-            size_text(int(held.nbytes[rank])),
-            percent(int(held.nbytes[rank]), root.nbytes),
-            count_text(int(held.chunks[rank])),
+            size_text(int(grid.nbytes[rank])),
+            percent(int(grid.nbytes[rank]), root.nbytes),
+            count_text(int(grid.chunks[rank])),
         )
         for rank in order
     ]

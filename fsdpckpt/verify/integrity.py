@@ -129,9 +129,9 @@ def verify_checkpoint(
         """The problems of one tensor, and its digest."""
         named = tensors[number]
         try:
-            found = check_replicas(readers, named, replicas[number], progress)
-            found += _not_finite(readers[0], named, progress) if number in searched else []
-            return found, digest(readers[0], named.tensor, progress) if digests else None
+            of_tensor = check_replicas(readers, named, replicas[number], progress)
+            of_tensor += _not_finite(readers[0], named, progress) if number in searched else []
+            return of_tensor, digest(readers[0], named.tensor, progress) if digests else None
         except SourceError as error:
             return [problem_of("unreadable", [named], error.what, file=error.file)], None
 
@@ -141,7 +141,7 @@ def verify_checkpoint(
     order = in_file_order([tensors[n].tensor for n in to_read])
     results = for_each(to_read, read, make_reader=make_readers, threads=threads, order=order)
     progress.end()
-    problems += [problem for found, _ in results for problem in found]
+    problems += [problem for of_tensor, _ in results for problem in of_tensor]
     skipped = {tensors[n].key for n in unreadable}
     problems += check_steps(checkpoint, skipped, sources=sources, threads=threads, progress=progress)
     problems += _stray_problems(checkpoint)
