@@ -241,8 +241,8 @@ def verify(
     ``ignore_file``: globs of files of the source that are left out. ``units``: a units file for flattened shards.
     Raises SourceError if the source cannot be read as a checkpoint at all, UsageError for globs without ``finite``.
     """
-    from fsdpckpt.verify.finite import Finite
     from fsdpckpt.verify.integrity import listing_all_damage, verify_checkpoint
+    from fsdpckpt.verify.measures import Finite
 
     options = VerifyOptions.of(
         digests=digests,

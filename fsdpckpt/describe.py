@@ -14,8 +14,7 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.tensors import Stats, Tensor
-from fsdpckpt.ir.value_text import value_text
-from fsdpckpt.ir.values import Global, Key, Object, Value, walk
+from fsdpckpt.ir.values import Global, Key, Object, Value, value_text, walk
 from fsdpckpt.text import JsonText, plural
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"

@@ -138,7 +138,7 @@ def _groups(groups: list[dict[Key, Value]] | None, columns: int | None) -> Itera
 
 def _group_text(group: dict[Key, Value], *, short: bool) -> str:
     """``short``: without the settings that are None or False."""
-    from fsdpckpt.ir.value_text import value_text
+    from fsdpckpt.ir.values import value_text
 
     params = group.get("params")
     count = len(params) if isinstance(params, (list, tuple)) else 0
@@ -154,8 +154,7 @@ def _group_text(group: dict[Key, Value], *, short: bool) -> str:
 
 def _extra_texts(checkpoint: Checkpoint, columns: int | None) -> Iterator[str]:
     """The extras, one text for each top-level key: its value, or how many it has."""
-    from fsdpckpt.ir.value_text import value_text
-    from fsdpckpt.ir.values import walk
+    from fsdpckpt.ir.values import value_text, walk
 
     if checkpoint.extra:
         texts = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -238,6 +238,25 @@ class NamedTensor(NamedTuple):
         """The dotted address within the section: the FQN for ``model``, ``<param>.<state>`` for ``optim``, the dotted
         path for ``extra``."""
         return self.param if self.state is None else f"{self.param}.{self.state}"
+
+
+def problem_of(
+    kind: ProblemKind,
+    tensors: Sequence[NamedTensor],
+    what: str,
+    *,
+    file: str | None = None,
+    rank: int | None = None,
+    fatal: bool = True,
+) -> Problem:
+    """The problem ``what`` of ``tensors``, under the name of the first; of a file if there are none."""
+    if not tensors:
+        return Problem(kind, what, fatal, file, rank=rank)
+    first, more = tensors[0], len(tensors) - 1
+    names = f"{first.section} {first.key}"
+    if more:
+        names += f" and {more} more {'tensor' if more == 1 else 'tensors'}"
+    return Problem(kind, f"{names}: {what}", fatal, file, first.key, rank, first.section)
 
 
 def _nested_tensors(param: str, state: str, value: Value) -> Iterator[NamedTensor]:

@@ -1,4 +1,4 @@
-"""Computes the page's figures: modules to scale, below them what each rank holds, and small histograms.
+"""Makes the page's figures and tables: modules to scale, below them what each rank holds, and small histograms.
 
 The tensors of one section become a tree of modules along one axis of bytes (``module_tree``), and a grid shows which
 ranks hold which part of that axis (``holdings``).
@@ -6,7 +6,7 @@ ranks hold which part of that axis (``holdings``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.tensors import Int64Array, Tensor
-from fsdpckpt.report.tables import clipped, percent
 from fsdpckpt.text import count_text, plural, size_text
 
 WIDTH = 900  # units of the drawing: the axis of bytes
@@ -30,7 +29,9 @@ LEVEL_HEIGHT = 20
 LETTER = 6.6  # units: the width of one letter, roughly
 DEEPEST = 12  # path segments that become levels; the rest of a key stays one name
 COLUMNS = 600  # columns of the grid: the axis of bytes of a section
-MOST_ROWS = 128  # rows of the grid: more ranks share rows
+GRID_ROWS = 128  # rows of the grid: more ranks share rows
+MOST_ROWS = 300  # rows of a table; the page says how many more there are
+LONGEST = 160  # characters of one text: a key may have a megabyte
 
 
 @dataclass(slots=True)
@@ -126,7 +127,7 @@ def holdings(root: Module, world_size: int) -> Holdings:
             covered -= (whole - np.minimum(filled, whole))[0]
     rank, low, high, filled, nbytes = (np.concatenate(column) for column in zip(*stretches, strict=True))
     ranks = max(world_size, int(rank.max(initial=0)) + 1)
-    in_row = -(-ranks // MOST_ROWS)
+    in_row = -(-ranks // GRID_ROWS)
     share = _fill(rank // in_row, low, high, filled, -(-ranks // in_row)).clip(0.0, 1.0)
     rank_chunks = np.bincount(rank[nbytes > 0], minlength=ranks)
     rank_nbytes = np.zeros(ranks) + np.bincount(rank, nbytes, ranks)
@@ -305,3 +306,35 @@ def histogram(exponents: Mapping[int, int], zeros: int) -> list[Rectangle]:
         shown = label if pitch >= 24 else ""
         bars.append(Rectangle(8 + place * pitch, 100 - height, pitch - 3, height, tooltip, "bar", shown, count))
     return bars
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Texts, which the template escapes. ``right``: columns of numbers; ``label``: for screen readers.
+
+    ``more``: what the rows leave out. ``longest``: the largest number of characters shown of a cell.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    right: frozenset[int] = frozenset()
+    label: str = ""
+    more: str = ""
+    longest: int = LONGEST
+
+
+def more_text(rows: int, word: str, hint: str = "") -> str:
+    """The note on the rows that a table of this length leaves out."""
+    return f"and {plural(rows - MOST_ROWS, word)} more{hint}" if rows > MOST_ROWS else ""
+
+
+def percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def clipped(text: object, longest: int = LONGEST) -> str:
+    """``text`` without its middle if it is long."""
+    shown = str(text)
+    if len(shown) <= longest:
+        return shown
+    return f"{shown[: longest // 2]} … {shown[-longest // 2 + 3 :]}"

@@ -15,8 +15,7 @@ from fsdpckpt.errors import NeedsInformationError, to_copy
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, OptimState, ParamKey, Section, group_params
 from fsdpckpt.ir.names import keeps_order
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.value_text import value_text
-from fsdpckpt.ir.values import Key, Value, equal, walk
+from fsdpckpt.ir.values import Key, Value, equal, value_text, walk
 from fsdpckpt.producers import PLAIN
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.progress import NO_PROGRESS, Progress

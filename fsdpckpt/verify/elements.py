@@ -16,7 +16,17 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, NamedTensor, Note, Problem, Section, SourceFile
+from fsdpckpt.ir.checkpoint import (
+    Checkpoint,
+    Container,
+    ModelState,
+    NamedTensor,
+    Note,
+    Problem,
+    Section,
+    SourceFile,
+    problem_of,
+)
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.ir.tensors import Box, Tensor, first_equal
 from fsdpckpt.ir.values import Value
@@ -25,7 +35,6 @@ from fsdpckpt.readers.protocol import file_name
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import listed, names_text, plural
 from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes, ChunkReader, slabs
-from fsdpckpt.verify.problems import problem_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from fsdpckpt.ir.checkpoint import (
     ProblemKind,
     Section,
     group_params,
+    problem_of,
 )
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import numpy_dtype
@@ -32,11 +33,9 @@ from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural, size_text
 from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads_for
-from fsdpckpt.verify.checksums import check_ranges, checksummed_ranges, damaged_files
+from fsdpckpt.verify.checksums import TensorsInFiles, check_ranges, checksummed_ranges, chunk_ends, damaged_files
 from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
-from fsdpckpt.verify.finite import Finite, buffer_keys
-from fsdpckpt.verify.measures import count_not_finite, digest
-from fsdpckpt.verify.problems import TensorsInFiles, chunk_ends, problem_of
+from fsdpckpt.verify.measures import Finite, buffer_keys, count_not_finite, digest
 
 # Kinds of notes on flat slices without names: nothing says whether they are all of a parameter.
 _UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous"})

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from fsdpckpt.errors import InternalError, SourceCorruptError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.value_text import value_text
-from fsdpckpt.ir.values import UNREAD, Global, Object, decode, encode, equal
+from fsdpckpt.ir.values import UNREAD, Global, Object, decode, encode, equal, value_text
 
 
 def through_text(value: Any, **how: Any) -> Any:

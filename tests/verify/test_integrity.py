@@ -21,9 +21,9 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
-from fsdpckpt.verify.finite import Finite, buffer_keys
+from fsdpckpt.verify.checksums import TensorsInFiles
 from fsdpckpt.verify.integrity import Verification, verify_checkpoint
-from fsdpckpt.verify.problems import TensorsInFiles
+from fsdpckpt.verify.measures import Finite, buffer_keys
 from tests.verify.raw import Raw, numbers, random_array, rows
 
 
