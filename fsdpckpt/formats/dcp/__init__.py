@@ -28,7 +28,7 @@ from fsdpckpt.formats.dcp.reduce import Reduced, Run, reduce_pickle
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX
 from fsdpckpt.formats.pickle import DAMAGE, StubInstance, Swallow, buffered, instance_class
 from fsdpckpt.formats.pickle.check import check_pickle
-from fsdpckpt.formats.pickle.cost import MAX_DEPTH
+from fsdpckpt.formats.pickle.expansion import MAX_DEPTH
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import plural, truncate

@@ -1,165 +1,89 @@
-"""Checks a pickle's opcodes before the C unpickler sees them: complete, within bounds, and with honest counts.
+"""Checks a pickle opcode by opcode before the C unpickler sees it: whole, with honest numbers, cheap to load.
 
 The C unpickler trusts numbers: for a memo number of two thousand million, which a few damaged bytes make, it allocates
-a table of 32 GB. It makes an object of 200 bytes for an opcode of one byte, and hashes nested tuples however long that
-takes. Layout of the opcodes: ``pickletools`` of the standard library.
+a table of 32 GB. It makes an object of 200 bytes for an opcode of one byte. It hashes a tuple by hashing its items,
+each time anew, in C, without checking signals or the stack: forty tuples, each of which holds the one before twice, are
+a dict key that takes a year, and a million nested ones overrun the stack. BUILD copies a state each time it is used.
 
-``fast_accept`` recognises, at the speed of a regular expression, pickles whose cost need not be computed. The pickles
-of ``torch.save`` and DCP refer back only to texts, names and results of calls, never to a tuple, a list or a dict, and
-nest few tuples. Then no tuple is larger than the bytes that made it, and no state is used twice.
+``OpcodeWalk`` therefore does what the unpickler will do (``Modules/_pickle.c``), with a number in place of each value.
 """
 
 from __future__ import annotations
 
-import re
-from functools import lru_cache
+from collections.abc import Sequence
+from typing import NoReturn
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
-from fsdpckpt.formats.pickle.cost import LINES, excessive_cost
+from fsdpckpt.formats.pickle.expansion import MAX_DEPTH
+from fsdpckpt.formats.pickle.opcodes import COUNTED, FIXED, LINES, opcode_end
 from fsdpckpt.text import size_text
 
 _MAX_PICKLE_BYTES = 4 << 30
 """More than the metadata of a million tensors on thousands of ranks. A larger size is damage, and is not read."""
 
-_COUNTED = {  # opcodes with a counted text: bytes of the count
-    ord("U"): 1,
-    ord("C"): 1,
-    0x8A: 1,
-    0x8C: 1,
-    ord("X"): 4,
-    ord("B"): 4,
-    ord("T"): 4,
-    0x8B: 4,
-    0x8D: 8,
-    0x8E: 8,
-    0x96: 8,
-}
-_PUT, _STOP, _LONG4 = ord("p"), ord("."), 0x8B
-_EXTENSIONS = (0x82, 0x83, 0x84)
-_MAX_NUMBER = 1785  # bytes of an integer: Python refuses to write one of more than 4300 digits as text
-_MAX_NUMBER_TEXT = 4096
-_NUMBERS = b"IL"
+_MAX_INTEGER_BYTES = 1785  # Python refuses to write an integer of more than 4300 digits as text
+_MAX_INTEGER_TEXT = 4096
+_MAX_MEMO_DIGITS = 20
 
-# Placeholders for opcodes with texts in the input of ``fast_accept``.
-_REPLACEMENTS = {**dict.fromkeys(b"ILFSVP", b"S"), ord("c"): b"c"}
-
-# Bytes that an opcode of one byte makes the unpickler allocate (CPython 3.11, rounded up).
-_ALLOCATED = (
-    (b"]", 64),
-    (b"}", 72),
-    (b"\x8f", 224),
-    (b"\x91", 224),
-    (b"t", 64),
-    (b"l", 64),
-    (b"d", 72),
-    (b"\x85", 64),
-    (b"\x86", 64),
-    (b"\x87", 72),
-    (b"R", 240),
-    (b"\x81", 240),
-)
 _FREE_BYTES = 256 << 20  # bytes that a pickle of any size may allocate ...
-_PER_BYTE = 32  # ... and by each of its bytes; honest ones need 6 to 10
-_MOST_ALLOCATED = max(nbytes for _, nbytes in _ALLOCATED)
+_BYTES_PER_BYTE = 32  # ... and for each of its bytes; honest ones need 6 to 10
+_FREE_ITEMS = 1_000_000  # items that may be hashed or copied in any pickle: this takes no noticeable time ...
+_ITEMS_PER_BYTE = 20  # ... and for each byte of the pickle
 
+# Each value is represented by one number: its items, all references followed, plus these constants. A call's result
+# is an object unless the call had no arguments, as for a container.
+_LEAF, _OBJECT, _CONTAINER = 1, 2, 3
+_DEPTH = 1 << 40  # for each level of nested tuples
+_SHARED = 1 << 56  # it is, or holds, a container that was referred back to
+_ITEMS = _DEPTH - 1
+_DEPTHS = _SHARED - _DEPTH
 
-@lru_cache(maxsize=64)
-def _run_of_fixed(limit: bytes) -> re.Pattern[bytes]:
-    """A pattern for opcodes of fixed size, with LONG_BINPUT numbers up to about ``limit`` (4 bytes)."""
-    zeros = len(limit) - len(limit.lstrip(b"\0"))
-    highest = b"[\\x00-\\x%02x]" % limit[zeros] if zeros < 4 else b"\\x00"
-    number = b"." * (3 - zeros) + highest + b"\\x00" * zeros
-    return re.compile(
-        rb"(?:[(012NRQabde\]}l)ostu\x81\x85-\x89\x8f-\x94\x97\x98]++|[Khq\x80].|M..|[Jj]....|[G\x95].{8}|r"
-        + number
-        + rb")*+",
-        re.DOTALL,
-    )
+# Kinds of opcodes, the most frequent ones first: they are tested in this order.
+_PUSH, _GET, _PUT, _TEXT, _MEMOIZE, _MARK, _TUPLE_N, _NEW, _TUPLE, _CALL, _UPDATE, _BUILD = range(1, 13)
+_LONG_PUT, _LONG_GET, _STOP, _RARE = range(13, 17)
+_KIND_OF = {
+    **dict.fromkeys(b"N)\x88\x89KMJG", _PUSH),
+    **dict.fromkeys(b"UC\x8a\x8cXBT\x8d\x8e\x96", _TEXT),
+    **dict.fromkeys(b"\x85\x86\x87", _TUPLE_N),
+    **dict.fromkeys(b"]}\x8f", _NEW),
+    **dict.fromkeys(b"R\x81", _CALL),
+    **{ord("h"): _GET, ord("j"): _LONG_GET, ord("q"): _PUT, ord("r"): _LONG_PUT, 0x94: _MEMOIZE},
+    **{ord("("): _MARK, ord("t"): _TUPLE, ord("u"): _UPDATE, ord("b"): _BUILD, ord("."): _STOP},
+}
+_KINDS = bytes(_KIND_OF.get(opcode, _RARE) for opcode in range(256))
+_SIZES = bytes(FIXED.get(opcode) or COUNTED.get(opcode, 0) for opcode in range(256))  # of its count if it has one
+_LONG4, _FRAME, _REDUCE = 0x8B, 0x95, ord("R")
+_EXTENSIONS = b"\x82\x83\x84"
+
+# Bytes that an opcode makes the unpickler allocate (CPython 3.11, rounded up).
+_LIST_BYTES, _DICT_BYTES, _SET_BYTES, _TUPLE_BYTES, _CALL_BYTES = 64, 72, 224, 72, 240
+_ALLOCATED = bytes(
+    {
+        **dict.fromkeys(b"]l", _LIST_BYTES),
+        **dict.fromkeys(b"}d", _DICT_BYTES),
+        **dict.fromkeys(b"\x8f\x91", _SET_BYTES),
+        **dict.fromkeys(b"t\x85\x86\x87", _TUPLE_BYTES),
+        **dict.fromkeys(b"R\x81\x92io", _CALL_BYTES),
+    }.get(opcode, 0)
+    for opcode in range(256)
+)
 
 
 def check_size(nbytes: int, file: str) -> None:
     """Raises SourceCorruptError if ``nbytes`` is more than a pickle in ``file`` can have: it is not read then."""
     if nbytes > _MAX_PICKLE_BYTES:
-        raise _corrupt(
-            f"{file} holds an impossibly large pickle",
-            file,
-            f"up to {size_text(_MAX_PICKLE_BYTES)}",
-            size_text(nbytes),
-        )
+        limit = f"up to {size_text(_MAX_PICKLE_BYTES)}"
+        raise _corrupt(f"{file} holds an impossibly large pickle", file, limit, size_text(nbytes))
 
 
 def check_pickle(data: bytes, file: str, what: str = "holds a pickle that cannot be read") -> None:
     """Check that the pickle ``data`` consists of whole opcodes up to a STOP, with counts and numbers no larger than it.
 
     Loading it then allocates at most 256 MiB and some 50 bytes for each of its bytes, in time proportional to its
-    length. Raises SourceCorruptError otherwise (``file`` and ``what`` form its sentence), SourceUnsafeError for
-    extension codes, which can stand for any object.
+    length. So does this check. Raises SourceCorruptError otherwise (``file`` and ``what`` form its sentence),
+    SourceUnsafeError for extension codes, which can stand for any object.
     """
-    runs = _fixed_opcodes(data, file, what)
-    joined = b"".join(runs)
-    limit = _FREE_BYTES + _PER_BYTE * len(data)
-    if len(data) * _MOST_ALLOCATED > limit:
-        allocated = sum(joined.count(opcode) * nbytes for opcode, nbytes in _ALLOCATED)
-        if allocated > limit:
-            raise _corrupt(
-                f"{file} {what}", file, f"values that fit into {size_text(limit)}", f"{size_text(allocated)} of them"
-            )
-    problem = None if fast_accept(joined) else excessive_cost(data)
-    if problem is not None:
-        raise _corrupt(f"{file} {what}", file, "values that end", problem)
-
-
-def _fixed_opcodes(data: bytes, file: str, what: str) -> list[bytes]:
-    """The opcodes of fixed size, run by run, with a placeholder for each opcode with text between the runs."""
-    run = _run_of_fixed(len(data).to_bytes(4, "big") if len(data) < 1 << 32 else b"\xff" * 4).match
-    at, end = 0, len(data)
-    runs: list[bytes] = []
-    while at < end:
-        match = run(data, at)
-        if match is not None:
-            runs.append(match[0])
-            at = match.end()
-        if at == end:
-            break
-        opcode = data[at]
-        width = _COUNTED.get(opcode)
-        if width is not None:
-            at += 1 + width
-            nbytes = int.from_bytes(data[at - width : at], "little")
-            if opcode == _LONG4 and nbytes > _MAX_NUMBER:
-                raise _corrupt(f"{file} {what}", file, f"integers of up to {size_text(_MAX_NUMBER)}", size_text(nbytes))
-            at += nbytes
-            runs.append(b"S")
-        elif opcode == _STOP:
-            return runs
-        else:
-            at = _after_line(data, at, opcode, file, what)
-            runs.append(_REPLACEMENTS.get(opcode, b"?"))
-    raise _corrupt(f"{file} {what}", file, "an end", "none")
-
-
-def _after_line(data: bytes, at: int, opcode: int, file: str, what: str) -> int:
-    """The place after an opcode with text up to a newline; refuses any other opcode."""
-    if opcode in _EXTENSIONS:
-        raise SourceUnsafeError(
-            f"{file} uses pickle extension codes",
-            file=file,
-            found=f"opcode {opcode:#04x} at byte {at}",
-            why="an extension code stands for any object that some library registered",
-        )
-    lines = LINES.get(opcode)
-    if lines is None:
-        raise _corrupt(f"{file} {what}", file, "an opcode", f"byte {opcode:#04x} at {at}")
-    after = at
-    for _ in range(lines):
-        after = data.find(b"\n", after + 1)
-        if after < 0:
-            raise _corrupt(f"{file} {what}", file, "a line", f"none after byte {at}")
-    if opcode == _PUT and not (data[at + 1 : after].isdigit() and int(data[at + 1 : after][:20]) <= len(data)):
-        raise _corrupt(f"{file} {what}", file, "a memo number", repr(data[at + 1 : after][:20]))
-    if opcode in _NUMBERS and after - at > _MAX_NUMBER_TEXT:
-        raise _corrupt(f"{file} {what}", file, "a number", f"{after - at} digits")
-    return after + 1
+    OpcodeWalk(data, file, what).run()
 
 
 def _corrupt(message: str, file: str, expected: str, found: str) -> SourceCorruptError:
@@ -173,111 +97,240 @@ def _corrupt(message: str, file: str, expected: str, found: str) -> SourceCorrup
     )
 
 
-_MAX_NESTED = 20_000  # nested tuples that fit in a stack of 8 MiB
+class _Memo(list[int]):
+    """The unpickler's memo, by memo number; ``holes``: how many numbers below the largest one are not used."""
 
-_PUT_TO_NUMBER = rb"(?:q.|r.{4})"
-_MEMOISED = rb"(?:q.|r.{4}|\x94)"
-_PLAIN = rb"[K\x80].|M..|J.{4}|[G\x95].{8}"
-_SINGLE = rb"ScNRQabe\]}stu\x81\x85-\x89\x8f\x90\x91\x93"
-_ITEM = rb"(?:S" + _MEMOISED + rb"?+|[Kh].|M..|[Jj].{4})"  # content of a tuple without other tuples: a number, a text
+    holes = 0
+
+    def put(self, number: int, value: int) -> None:
+        if number >= len(self):
+            self.holes += number - len(self)
+            self.extend([0] * (number + 1 - len(self)))
+        elif not self[number]:
+            self.holes -= 1
+        self[number] = value
+
+    def memoize(self, value: int) -> None:
+        """Apply MEMOIZE: its memo number is how many numbers are used."""
+        self.put(len(self) - self.holes, value)
 
 
-def _pattern_of(opcode: bytes, *, skipped: bytes) -> re.Pattern[bytes]:
-    """A pattern that finds ``opcode`` among opcodes of which only ``skipped`` memoise; it matches once more
-    at the end.
+class OpcodeWalk:
+    """Runs a pickle on numbers. ``stack``, ``memo``: as the unpickler has them, with a number in place of each value.
+
+    A number is never less than what a value costs. Where the unpickler fails, the walk may go on.
     """
-    return re.compile(
-        rb"(?:"
-        + skipped
-        + _PLAIN
-        + rb"|["
-        + _SINGLE
-        + rb"](?![qr\x94])|\)R?+(?![qr\x94])|\((?!t))*+(?:"
-        + opcode
-        + rb")",
-        re.DOTALL,
-    )
 
+    def __init__(self, data: bytes, file: str, what: str) -> None:
+        self.stack: list[int] = []
+        self.memo = _Memo()
+        self._marks: list[int] = []
+        self._data, self._file, self._what = data, file, what
+        self._max_items = _FREE_ITEMS + _ITEMS_PER_BYTE * len(data)
+        self._largest_container = 1 + len(data) // 8  # items that it may have in this pickle
+        self._spent = 0
 
-# Protocols up to 3 write memo numbers, later ones count: a pickle that mixes both is not accepted.
-# A match is a reference, an opcode that memoises, or a byte for which the pickle is not accepted.
-_COUNTED_REFERENCES = _pattern_of(rb"(h.|j.{4}|\)R\x94|[" + _SINGLE + rb"]\x94|\Z|.)", skipped=b"")
-_NUMBERED_REFERENCES = _pattern_of(
-    rb"(h.|j.{4}|\Z|.)", skipped=rb"\)R" + _PUT_TO_NUMBER + rb"|[" + _SINGLE + rb"]" + _PUT_TO_NUMBER + b"|"
-)
-# Where a tuple, a list, a dict or the result of a call without arguments is memoised, in an otherwise accepted pickle.
-_PUTS = _pattern_of(
-    rb"(?:\)R|[" + _SINGLE + rb"])(" + _PUT_TO_NUMBER + rb")|\Z",
-    skipped=rb"h.|j.{4}|[Sc\x93R\x81]" + _PUT_TO_NUMBER + rb"|",
-)
-# A tuple of numbers and texts holds no tuple; one used by a call, a state or a persistent id is in no tuple.
-_NESTING = re.compile(
-    rb"(?:" + _ITEM + rb"(?:\x85|" + _ITEM + rb"(?:\x86|" + _ITEM + rb"\x87))|\(" + _ITEM + rb"*+t"
-    rb"|[t\x85-\x87](?="
-    + _MEMOISED
-    + rb"?[RbQ\x81])|[ScNRQabe\]}()su\x81\x88\x89\x8f\x90\x91\x93]|h.|j.{4}|"
-    + _PLAIN
-    + rb"|"
-    + _MEMOISED
-    + rb")*+([t\x85-\x87]|\Z|.)",
-    re.DOTALL,
-)
-_REFERABLE = b"Sc\x93R\x81"  # a text, a name, the result of a call
-_REFERENCES = (b"h", b"j")
+    def _refuse(self, expected: str, found: str) -> NoReturn:
+        raise _corrupt(f"{self._file} {self._what}", self._file, expected, found)
 
+    def run(self) -> None:  # noqa: PLR0912, PLR0915 (one loop: it runs for every opcode)
+        """Walk up to STOP. Raises what ``check_pickle`` raises."""
+        data, kinds, sizes, number = self._data, _KINDS, _SIZES, int.from_bytes
+        stack, marks, memo, largest = self.stack, self._marks, self.memo, len(self._data)
+        push, pop, limit = stack.append, stack.pop, self._max_items
+        append = memoize = memo.append
+        at = opcode = allocated = 0
+        try:
+            while True:
+                opcode = data[at]
+                kind = kinds[opcode]
+                if kind == _PUSH:
+                    push(_LEAF)
+                    at += sizes[opcode]
+                elif kind == _GET:
+                    value = memo[data[at + 1]]
+                    push(value if value <= _OBJECT else value | _SHARED)
+                    at += 2
+                elif kind == _TEXT:
+                    width = sizes[opcode]
+                    at += 1 + width
+                    at += data[at - 1] if width == 1 else number(data[at - width : at], "little")
+                    push(_LEAF)
+                elif kind == _PUT:
+                    if data[at + 1] == len(memo):
+                        append(stack[-1])
+                    else:
+                        memo.put(data[at + 1], stack[-1])
+                        memoize = memo.memoize
+                    at += 2
+                elif kind == _LONG_PUT:
+                    place = number(data[at + 1 : at + 5], "little")
+                    if place > largest:
+                        self._refuse(f"memo numbers up to {largest}", f"{place}")
+                    if place == len(memo):
+                        append(stack[-1])
+                    else:
+                        memo.put(place, stack[-1])
+                        memoize = memo.memoize
+                    at += 5
+                elif kind == _MEMOIZE:
+                    memoize(stack[-1])
+                    at += 1
+                elif kind == _MARK:
+                    marks.append(len(stack))
+                    at += 1
+                elif kind in (_TUPLE_N, _TUPLE):
+                    begin = marks.pop() if kind == _TUPLE else len(stack) + 0x84 - opcode
+                    items = stack[begin:]
+                    total = sum(items) + 1
+                    del stack[begin:]
+                    push(total + _DEPTH if total < limit else self._nested(items))
+                    allocated += _TUPLE_BYTES
+                    at += 1
+                elif kind == _NEW:
+                    push(_CONTAINER)
+                    allocated += _ALLOCATED[opcode]
+                    at += 1
+                elif kind == _CALL:
+                    arguments = pop()
+                    if arguments > _DEPTH + 64:
+                        self._charge_copy(arguments)
+                    # OrderedDict() is a dict, which BUILD may copy. What NEWOBJ makes never is.
+                    stack[-1] = _CONTAINER if arguments == _LEAF and opcode == _REDUCE else _OBJECT
+                    allocated += _CALL_BYTES
+                    at += 1
+                elif kind == _UPDATE:
+                    begin = marks.pop()
+                    keys = stack[begin::2]
+                    if sum(keys) != len(keys):
+                        self._charge_hash(keys)
+                    del stack[begin:]
+                    at += 1
+                elif kind == _BUILD:
+                    state = pop()
+                    if state > _CONTAINER:
+                        self._charge_copy(state)
+                    at += 1
+                elif kind == _LONG_GET:
+                    value = memo[number(data[at + 1 : at + 5], "little")]
+                    push(value if value <= _OBJECT else value | _SHARED)
+                    at += 5
+                elif kind == _RARE:
+                    allocated += _ALLOCATED[opcode]
+                    at = self._rare(opcode, at)
+                    if memo.holes:
+                        memoize = memo.memoize
+                else:  # STOP
+                    break
+        except IndexError:
+            whole = f"opcode {opcode:#04x} at byte {at} without one"
+            self._refuse("a value for each opcode, and an end", "no end" if at >= largest else whole)
+        max_bytes = _FREE_BYTES + _BYTES_PER_BYTE * len(data)
+        if allocated > max_bytes:
+            self._refuse(f"values that fit into {size_text(max_bytes)}", f"{size_text(allocated)} of them")
 
-def _obviously_cheap(put: bytes) -> re.Pattern[bytes]:
-    """Whether the pickle memoises only what may be referred to, and every tuple has only numbers and texts or is used
-    at once, as in the DCP metadata of this program. Faster than following each reference.
-    """
-    item = rb"(?:[hK].|S" + put + rb"?+|[Jj].{4}|M..)"
-    few = item + rb"(?:" + item + rb"(?:" + item + rb"++[\x85-\x87]?+|[\x85\x86]?+)|\x85?+)"
-    return re.compile(
-        rb"(?:" + few + rb"|\)R?+|[\x81R]" + put + rb"?+|[NQabe\]}su\x88\x89\x8f\x90\x91]++|\(" + item + rb"++t"
-        rb"|\((?!t)|[t\x85-\x87](?=[RbQ\x81])|[c\x93]" + put + rb"?+|[G\x95].{8}|\x80.)*+",
-        re.DOTALL,
-    )
+    def _nested(self, items: Sequence[int]) -> int:
+        """The number for the tuple of ``items``, one of which is a tuple, shared, or large."""
+        total = 1
+        depth = shared = 0
+        for item in items:
+            total += item & _ITEMS
+            depth = max(depth, item & _DEPTHS)
+            shared |= item & _SHARED
+        depth += _DEPTH
+        if depth > MAX_DEPTH * _DEPTH:
+            self._refuse("values of bounded cost", f"tuples more than {MAX_DEPTH} deep")
+        if total > self._max_items:
+            self._refuse("values of bounded cost", f"a tuple of {total:.3g} items")
+        return total + depth + shared
 
+    def _charge_hash(self, items: Sequence[int]) -> None:
+        self._charge(sum(item & _ITEMS for item in items))
 
-_CHEAP_COUNTED, _CHEAP_NUMBERED = _obviously_cheap(rb"\x94"), _obviously_cheap(_PUT_TO_NUMBER)
+    def _charge_copy(self, item: int) -> None:
+        """Count an argument or a state."""
+        self._charge((item & _ITEMS) + (self._largest_container if item >= _SHARED else 0))
 
+    def _charge(self, items: int) -> None:
+        self._spent += items
+        if self._spent > self._max_items:
+            self._refuse("values of bounded cost", "values that are hashed or copied again and again")
 
-def fast_accept(opcodes: bytes) -> bool:
-    """Whether only texts, names and results of calls are referred back to, and tuples nest little.
+    def _rare(self, opcode: int, at: int) -> int:  # noqa: PLR0912 (a case for each)
+        """Apply a rare opcode; return where it ends."""
+        data, stack = self._data, self.stack
+        if opcode in _EXTENSIONS:
+            raise SourceUnsafeError(
+                f"{self._file} uses pickle extension codes",
+                file=self._file,
+                found=f"opcode {opcode:#04x} at byte {at}",
+                why="an extension code stands for any object that some library registered",
+            )
+        if opcode not in FIXED and opcode not in COUNTED and opcode not in LINES:
+            self._refuse("an opcode", f"byte {opcode:#04x} at {at}")
+        end = opcode_end(data, at)
+        if opcode in b"IL" and end - at > _MAX_INTEGER_TEXT:
+            self._refuse("a number", f"{end - at} digits")
+        if opcode == _LONG4 and end - at > 5 + _MAX_INTEGER_BYTES:
+            self._refuse(f"integers of up to {size_text(_MAX_INTEGER_BYTES)}", size_text(end - at - 5))
+        if opcode in b"ILFSVPc\x8b":
+            stack.append(_LEAF)
+        elif opcode == _FRAME:
+            if int.from_bytes(data[at + 1 : end], "little") > len(data) - end:
+                self._refuse("frames inside the pickle", f"one that ends after it, at byte {at}")
+        elif opcode == ord("g"):
+            value = self.memo[self._memo_number(at, end)]
+            stack.append(value if value <= _OBJECT else value | _SHARED)
+        elif opcode == ord("p"):
+            self.memo.put(self._memo_number(at, end), stack[-1])
+        elif opcode == 0x97:  # NEXT_BUFFER
+            stack.append(_CONTAINER)
+        elif opcode == ord("a"):
+            stack.pop()
+        elif opcode == ord("0"):
+            if self._marks and self._marks[-1] == len(stack):
+                self._marks.pop()
+            else:
+                stack.pop()
+        elif opcode == ord("2"):
+            stack.append(stack[-1] if stack[-1] <= _OBJECT else stack[-1] | _SHARED)
+        elif opcode == ord("s"):
+            stack.pop()
+            self._charge_hash([stack.pop()])
+        elif opcode == ord("Q"):
+            self._charge_copy(stack[-1])
+            stack[-1] = _OBJECT
+        elif opcode == 0x93:  # STACK_GLOBAL
+            stack.pop()
+            stack[-1] = _LEAF
+        elif opcode == 0x92:  # NEWOBJ_EX
+            self._charge_copy(stack.pop())
+            self._charge_copy(stack.pop())
+            stack[-1] = _OBJECT
+        elif opcode not in b"\x80\x98":  # PROTO, READONLY_BUFFER
+            self._apply_to_mark(opcode)
+        return end
 
-    ``opcodes``: with their operands, but S for one with a text, c for a name, ? for one that needs a closer look. A
-    call without arguments makes a container, and does not count as a result. False when in doubt.
-    """
-    counted = opcodes[:1] == b"\x80" and opcodes[1:2] >= b"\x04"
-    if (_CHEAP_COUNTED if counted else _CHEAP_NUMBERED).fullmatch(opcodes):
-        return True
-    accept = _no_counted_container if counted else _no_numbered_container
-    return accept(opcodes) and _nests_rarely(opcodes)
+    def _memo_number(self, at: int, end: int) -> int:
+        """The memo number that a PUT or a GET with text writes in digits."""
+        text = self._data[at + 1 : end - 1]
+        if not (text.isdigit() and len(text) <= _MAX_MEMO_DIGITS and int(text) <= len(self._data)):
+            self._refuse("a memo number", repr(text[:_MAX_MEMO_DIGITS]))
+        return int(text)
 
-
-def _no_numbered_container(opcodes: bytes) -> bool:
-    """Whether no number that is referred to belongs to a tuple, a list or a dict."""
-    references = set(_NUMBERED_REFERENCES.findall(opcodes))  # few: the same places are referred to repeatedly
-    if any(len(match) == 1 for match in references):
-        return False
-    numbers = {match[1:].ljust(4, b"\0") for match in references if match}
-    puts = {b"r" + number for number in numbers}
-    puts |= {b"q" + number[:1] for number in numbers if number.endswith(b"\0\0\0")}
-    return puts.isdisjoint(_PUTS.findall(opcodes))
-
-
-def _no_counted_container(opcodes: bytes) -> bool:
-    """The same for pickles that count memoised values instead of numbering them."""
-    matches = _COUNTED_REFERENCES.findall(opcodes)
-    kinds = set(matches)
-    if any(len(match) == 1 for match in kinds):
-        return False
-    references = {int.from_bytes(match[1:], "little") for match in kinds if match[:1] in _REFERENCES}
-    memoised = [match[0] in _REFERABLE for match in matches if match and match[:1] not in _REFERENCES]
-    return all(memoised[number] for number in references if number < len(memoised))
-
-
-def _nests_rarely(opcodes: bytes) -> bool:
-    if sum(opcodes.count(opcode) for opcode in (b"t", b"\x85", b"\x86", b"\x87")) <= _MAX_NESTED:
-        return True
-    return len(_NESTING.findall(opcodes)) <= _MAX_NESTED
+    def _apply_to_mark(self, opcode: int) -> None:
+        """Apply an opcode that takes everything above the topmost mark."""
+        begin = self._marks.pop()
+        items = self.stack[begin:]
+        del self.stack[begin:]
+        if opcode in b"\x90\x91":  # ADDITEMS, FROZENSET
+            self._charge_hash(items)
+        elif opcode == ord("d"):
+            self._charge_hash(items[::2])
+        elif opcode in b"io":
+            for item in items:
+                self._charge_copy(item)
+        if opcode in b"dlio":
+            self.stack.append(_CONTAINER)
+        elif opcode == 0x91:  # comparing it compares its items
+            self.stack.append(self._nested(items))

@@ -1,11 +1,12 @@
-"""Writes the opcodes of pickles directly, for many values of the same form.
+"""Where the opcodes of a pickle end, and a writer of pickles from opcodes, for many values of the same form.
 
-They are those of protocol 2, as ``torch.save`` uses them, with two differences that no reader notices: equal strings
+``PickleOpcodes`` writes protocol 2, as ``torch.save`` does, with two differences that no reader notices: equal strings
 are written once, and the parts of a tensor that nothing refers to again are not memoised.
 """
 
 from __future__ import annotations
 
+import pickletools
 import struct
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pickle import encode_long
@@ -13,6 +14,24 @@ from typing import NamedTuple
 
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import contiguous_stride
+
+_UP_TO_NEWLINE = -1
+_WIDTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+_ARGUMENTS = {ord(opcode.code): 0 if opcode.arg is None else opcode.arg.n for opcode in pickletools.opcodes}
+
+FIXED = {opcode: 1 + nbytes for opcode, nbytes in _ARGUMENTS.items() if nbytes >= 0}
+"""Opcodes of fixed size: their bytes, operand included."""
+
+COUNTED = {opcode: _WIDTHS[nbytes] for opcode, nbytes in _ARGUMENTS.items() if nbytes in _WIDTHS}
+"""Opcodes with a text or a number of any length: the bytes of the count before it."""
+
+LINES = {opcode: 2 if opcode in b"ci" else 1 for opcode, nbytes in _ARGUMENTS.items() if nbytes == _UP_TO_NEWLINE}
+"""Opcodes with text up to a newline: how many of these follow."""
 
 TUPLE_ENDS = (b"", b"\x85", b"\x86", b"\x87")  # for one to three items on the stack
 
@@ -34,6 +53,27 @@ class StorageView(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     nbytes: int
+
+
+def opcode_end(data: bytes, at: int) -> int:
+    """Where the opcode at ``at`` ends; this may be past the end of ``data`` if it is cut off there.
+
+    Raises IndexError if no opcode begins at ``at``, or a newline is missing.
+    """
+    opcode = data[at]
+    if opcode in FIXED:
+        return at + FIXED[opcode]
+    if opcode in COUNTED:
+        begin = at + 1 + COUNTED[opcode]
+        return begin + int.from_bytes(data[at + 1 : begin], "little")
+    end = at
+    for _ in range(LINES.get(opcode, 0)):
+        end = data.find(b"\n", end + 1)
+        if end < 0:
+            break
+    if end <= at:
+        raise IndexError(at)
+    return end + 1
 
 
 def integer(value: int) -> bytes:
