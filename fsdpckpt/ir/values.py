@@ -275,13 +275,21 @@ def encode(value: Value, *, tensor_key: Callable[[Tensor], str] | None = None) -
     return _ValueEncoder(tensor_key).json(value, "")
 
 
-def decode(data: Json, *, tensors: Mapping[str, Tensor] | None = None, file: str | None = None) -> Value:
+def decode(
+    data: Json,
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+    file: str | None = None,
+    names: set[Global] | None = None,
+) -> Value:
     """The inverse of ``encode``. ``tensors`` resolves ``$tensor``; ``file`` names the source in messages.
 
+    Every importable name in the value is added to ``names``: ``formats.pickle.allowlist.decode_allowed`` checks them.
     Raises SourceCorruptError for an unknown tag, a malformed one, or a missing tensor.
     """
     try:
-        return _ValueDecoder({} if tensors is None else tensors).value(data)  # type: ignore[return-value]
+        decoder = _ValueDecoder({} if tensors is None else tensors, set() if names is None else names)
+        return decoder.value(data)  # type: ignore[return-value]
     except (KeyError, TypeError, ValueError, struct.error, binascii.Error, RecursionError) as error:
         raise SourceCorruptError(
             "a value kept as JSON cannot be read back",
@@ -431,12 +439,17 @@ class Decoder:
             vars(ordered)[str(name)] = value
         return ordered
 
+    def name(self, data: Json) -> Global:
+        if not isinstance(data, list) or len(data) != 2:
+            raise TypeError("a module and a name were expected")
+        return Global(str(data[0]), str(data[1]))
+
     def object(self, record: Json) -> Object:
         if not isinstance(record, dict):
             raise TypeError("an object record was expected")
         args, items = self.items(record["args"]), self.items(record.get("items", []))
         return Object(
-            _global(record["function"]),
+            self.name(record["function"]),
             tuple(args),  # type: ignore[arg-type]  # values, by this decoder
             new=record.get("new") is True,
             state=self.value(record.get("state")),  # type: ignore[arg-type]
@@ -447,8 +460,14 @@ class Decoder:
 
 
 class _ValueDecoder(Decoder):
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], names: set[Global]) -> None:
         self._tensors = tensors
+        self._names = names
+
+    def name(self, data: Json) -> Global:
+        name = super().name(data)
+        self._names.add(name)
+        return name
 
     def extension(self, tag: str, data: Json) -> Tensor:
         if tag != "$tensor":
@@ -460,12 +479,6 @@ def _key(value: object) -> Key:
     if isinstance(value, (list, dict, set, Tensor)):
         raise TypeError(f"a {type(value).__name__} cannot be a key")
     return value  # type: ignore[return-value]  # a tuple of unhashable values raises TypeError when it is used
-
-
-def _global(data: Json) -> Global:
-    if not isinstance(data, list) or len(data) != 2:
-        raise TypeError("a module and a name were expected")
-    return Global(str(data[0]), str(data[1]))
 
 
 def _complex(decoder: Decoder, data: Json) -> complex:
@@ -484,6 +497,6 @@ _DECODERS: Mapping[str, Callable[[Decoder, dict[str, Json]], object]] = {
     "$complex": lambda decoder, data: _complex(decoder, data["$complex"]),
     "$bytes": lambda decoder, data: decoder.blob(data["$bytes"]),
     "$bytearray": lambda decoder, data: bytearray(decoder.blob(data["$bytearray"])),
-    "$global": lambda _, data: _global(data["$global"]),
+    "$global": lambda decoder, data: decoder.name(data["$global"]),
     "$object": lambda decoder, data: decoder.object(data["$object"]),
 }

@@ -119,13 +119,13 @@ def test_equal_bytes_may_share_the_text_that_they_are_made_of() -> None:
 )
 def test_a_small_pickle_of_much_data_is_refused(first: bytes, again: bytes) -> None:
     with pytest.raises(SourceCorruptError, match="the same data is copied again and again"):
-        load(b"\x80\x02](" + first + again * 400 + b"e.", file="it.pkl")
+        load(b"\x80\x02](" + first + again * 4000 + b"e.", file="it.pkl")
 
 
 def test_a_set_of_one_long_tuple_many_times_is_refused() -> None:
     long = b"(" + b"K\x01" * 1000 + b"tq\x00"
     with pytest.raises(SourceCorruptError, match="the same data is copied again and again"):
-        load(b"\x80\x02c__builtin__\nset\n](" + long + b"h\x00" * 400 + b"e\x85R.", file="it.pkl")
+        load(b"\x80\x02c__builtin__\nset\n](" + long + b"h\x00" * 4000 + b"e\x85R.", file="it.pkl")
 
 
 @pytest.mark.parametrize("arguments", [b"K\x01\x85", b"X\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86"])
@@ -270,7 +270,7 @@ GETATTR = b"\x80\x02c__builtin__\ngetattr\n"
     ],
 )
 def test_getattr_gives_nothing_but_the_nested_class_of_sharded_tensor(asked: bytes) -> None:
-    with pytest.raises(SourceUnsafeError, match="outside the closed set"):
+    with pytest.raises(SourceUnsafeError, match="does not allow"):
         load(GETATTR + asked, file="it.pkl")
 
 

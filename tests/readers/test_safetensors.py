@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsafeError, SourceUnsupportedError
 from fsdpckpt.formats.safetensors import METADATA_KEY
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.values import encode
@@ -248,6 +248,25 @@ def test_a_document_that_was_damaged_is_refused(tmp_path: Path, document: str) -
     save_file({"w": torch.ones(3), "e": torch.ones(0)}, tmp_path / "w.safetensors", {METADATA_KEY: document})
     with pytest.raises(SourceCorruptError):
         opened(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize(
+    "value", [{"$global": ["os", "system"]}, {"$object": {"function": ["os", "system"], "args": ["true"]}}]
+)
+@pytest.mark.parametrize("section", ["extra", "model_values", "optim"])
+def test_a_name_outside_the_allow_list_is_refused(tmp_path: Path, value: Any, section: str) -> None:
+    entry = {"x": [value]}
+    document = scheme(**{section: {"order": [], "extra": entry} if section == "optim" else entry})
+    save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors", document)
+    with pytest.raises(SourceUnsafeError) as refused:
+        opened(tmp_path / "w.safetensors")
+    assert refused.value.details == ("os.system",) and refused.value.file == str(tmp_path / "w.safetensors")
+
+
+def test_a_dict_is_not_taken_for_a_call(tmp_path: Path) -> None:
+    document = scheme(extra={"x": {"function": ["os", "system"]}})
+    save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors", document)
+    assert opened(tmp_path / "w.safetensors").extra == {"x": {"function": ["os", "system"]}}
 
 
 def test_a_document_of_a_newer_version_is_refused_saying_so(tmp_path: Path) -> None:

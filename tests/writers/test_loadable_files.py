@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import hashlib
 import pathlib
@@ -45,6 +46,8 @@ EXTRAS: dict[str, Any] = {
     "where": pathlib.PurePosixPath("runs/one"),
     "by day": OrderedDict([(datetime.date(2026, 1, 2), np.arange(2)), ("none", None)]),
     "sets": [{1, np.int64(2)}, frozenset({"a"})],
+    "nested sets": {((1, 2), 3), ((1, 2), ((4,), 5))},
+    "arguments": argparse.Namespace(function=["relu", "gelu"]),
     "empty": b"",
     "bytes": bytearray(b"abc"),
     "counts": Counter("abca"),
@@ -110,7 +113,17 @@ def test_torch_load_takes_the_file_by_default(source: Path, tmp_path: Path) -> N
     assert generator.rand() == np.random.RandomState(5).rand(), "and NumPy takes it as it is"
     assert torch.equal(found["arrays"][0], torch.arange(6.0).reshape(2, 3))
     (note,) = (note for note in report.notes if note.kind == "encoded" and note is not numbers)
-    assert set(note.keys) == {"numpy_state", "arrays", "shared", "when", "where", "by day", "sets", "torch"}
+    assert set(note.keys) == {
+        "numpy_state",
+        "arrays",
+        "shared",
+        "when",
+        "where",
+        "by day",
+        "sets",
+        "arguments",
+        "torch",
+    }
 
 
 def test_what_was_said_otherwise_comes_back_as_it_was(source: Path, tmp_path: Path) -> None:

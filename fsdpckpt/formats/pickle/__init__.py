@@ -14,15 +14,15 @@ import io
 import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from functools import cache
 from typing import Protocol, cast
 
-from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
-from fsdpckpt.formats.pickle.allowlist import NESTED_CLASSES, Kind, canonical, kind_of
+from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.formats.pickle.allowlist import NESTED_CLASSES, Kind, canonical, kind_of, unsafe_error
 from fsdpckpt.formats.pickle.check import check_pickle
 from fsdpckpt.ir.values import Global, Key, Object, Value
-from fsdpckpt.text import plural, truncate
+from fsdpckpt.text import truncate
 
 
 class TensorResolver(Protocol):
@@ -51,6 +51,7 @@ class _Loading(threading.local):
 
 
 LOADING = _Loading()
+_FREE_COPIES = 1_000_000  # items and bytes that calls may copy or hash in any pickle; this takes no noticeable time
 
 
 class _OpenObject(Object):
@@ -153,9 +154,7 @@ class _Python(_Name):
 
     def __call__(self, *arguments: object) -> object:
         for argument in arguments:
-            LOADING.copied += len(argument) if isinstance(argument, Sized) else 0
-        if LOADING.copied > LOADING.most_copied:
-            raise pickle.UnpicklingError("the same data is copied again and again")
+            _charge(len(argument) if isinstance(argument, Sized) else 0)
         made = _PYTHON[self.name](*arguments)
         if isinstance(made, OrderedDict):
             LOADING.dicts.append(made)
@@ -189,12 +188,22 @@ def _ordered_dict() -> OrderedDict[object, object]:
 def _set(items: object = ()) -> set[object]:
     if not isinstance(items, (list, tuple)):
         raise pickle.UnpicklingError("a set of something that is not a list")
-    LOADING.copied += sum(len(item) for item in items if isinstance(item, tuple))
-    if any(isinstance(part, tuple) for item in items if isinstance(item, tuple) for part in item):
-        raise pickle.UnpicklingError("a set of nested tuples")  # each could take forever to hash
+    _charge_hashing(items)
+    return set(items)
+
+
+def _charge_hashing(items: Sequence[object]) -> None:
+    """Count the items of the tuples in ``items``: hashing a tuple hashes its items, each time anew."""
+    for item in items:
+        if isinstance(item, tuple):
+            _charge(len(item))
+            _charge_hashing(item)
+
+
+def _charge(items: int) -> None:
+    LOADING.copied += items
     if LOADING.copied > LOADING.most_copied:
         raise pickle.UnpicklingError("the same data is copied again and again")
-    return set(items)
 
 
 _PYTHON: dict[str, Callable[..., object]] = {
@@ -400,11 +409,11 @@ def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Va
     check_pickle(data, file)
     outer = dict(vars(LOADING))
     LOADING.objects, LOADING.names, LOADING.dicts, LOADING.refused, LOADING.tensors = [], [], [], {}, tensors
-    LOADING.copied, LOADING.most_copied, LOADING.hashed = 0, 16 * len(data), []
+    LOADING.copied, LOADING.most_copied, LOADING.hashed = 0, _FREE_COPIES + 16 * len(data), []
     try:
         value = cast(Value, _Unpickler(buffered(data), encoding="utf-8").load())
         if LOADING.refused:
-            raise _unsafe_error(file)
+            raise unsafe_error(file, LOADING.refused)
         _finish()
     except DAMAGE as error:
         if not LOADING.refused:
@@ -415,20 +424,8 @@ def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Va
                 why="the file is damaged, or was not written by torch.save",
                 next_step="save or copy the checkpoint again",
             ) from None
-        raise _unsafe_error(file) from None
+        raise unsafe_error(file, LOADING.refused) from None
     finally:
         vars(LOADING).clear()
         vars(LOADING).update(outer)
     return value
-
-
-def _unsafe_error(file: str) -> SourceUnsafeError:
-    names = sorted(LOADING.refused)
-    return SourceUnsafeError(
-        f"{file} names {plural(len(names), 'thing')} outside the closed set that fsdpckpt reads",
-        details=names,
-        file=file,
-        found=", ".join(names),
-        why="a pickle can run code; fsdpckpt reads only types it knows to be data, and runs nothing",
-        next_step="save the checkpoint again without these objects (tensors, numbers, text, lists and dicts are fine)",
-    )

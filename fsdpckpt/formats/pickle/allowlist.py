@@ -11,11 +11,14 @@ The set: what ``torch.save`` writes for tensors and their containers (``torch._u
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
+from fsdpckpt.errors import SourceUnsafeError
 from fsdpckpt.ir.dtypes import DTYPES, STORAGE_DTYPES
 from fsdpckpt.ir.quantized import CLASSES
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Global, Json, Value, decode
 
 
 class Kind(Enum):
@@ -190,3 +193,27 @@ def canonical(module: str, name: str) -> tuple[str, str]:
 def kind_of(module: str, name: str) -> Kind | None:
     """What the (canonical) name may do, None if it is outside the closed set."""
     return ALLOWED.get((module, name))
+
+
+def decode_allowed(data: Json, *, tensors: Mapping[str, Tensor] | None = None, file: str) -> Value:
+    """``ir.values.decode`` for text from a file. Raises SourceUnsafeError too, for names outside the closed set."""
+    names: set[Global] = set()
+    value = decode(data, tensors=tensors, file=file, names=names)
+    unknown = [str(name) for name in names if kind_of(name.module, name.name) is None]
+    if unknown:
+        raise unsafe_error(file, unknown)
+    return value
+
+
+def unsafe_error(file: str, names: Iterable[str]) -> SourceUnsafeError:
+    """The error for ``names`` in ``file`` that are outside the closed set."""
+    listed = sorted(names)
+    things = "1 class or function" if len(listed) == 1 else f"{len(listed):,} classes or functions"
+    return SourceUnsafeError(
+        f"{file} refers to {things} that fsdpckpt does not allow",
+        details=listed,
+        file=file,
+        found=", ".join(listed),
+        why="loading them could run code; fsdpckpt reads only types that it knows to be data, and runs nothing",
+        next_step="save the checkpoint again without these objects (tensors, numbers, text, lists and dicts are fine)",
+    )

@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
-from fsdpckpt.errors import SourceUnsafeError, damaged
-from fsdpckpt.formats.pickle.allowlist import kind_of
+from fsdpckpt.errors import damaged
+from fsdpckpt.formats.pickle.allowlist import decode_allowed
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.quantized import blocks_of
-from fsdpckpt.ir.values import Global, Json, Key, Object, Value, decode, encode, like, numpy_code
+from fsdpckpt.ir.values import Global, Json, Key, Object, Value, encode, like, numpy_code
 
 ARRAY = "_fsdpckpt_array"
 ENCODED = "fsdpckpt.value"
@@ -159,22 +159,4 @@ def _value(text: str, file: str) -> Value:
         data: Json = json.loads(text[_DIGEST:])
     except (ValueError, RecursionError):
         raise damaged(file, "a value kept as text is not JSON", why=_WHY) from None
-    unknown = sorted({f"{module}.{name}" for module, name in _importable_names(data) if kind_of(module, name) is None})
-    if unknown:
-        raise SourceUnsafeError(f"{file} names classes that a checkpoint has no use for", details=unknown, file=file)
-    return decode(data, file=file)
-
-
-def _importable_names(data: Json) -> list[tuple[str, str]]:
-    """Every importable name in a result of ``encode``."""
-    names: list[tuple[str, str]] = []
-    stack: list[Json] = [data]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, dict):
-            pairs = [item.get(tag) for tag in ("$global", "function")]
-            names += [(str(pair[0]), str(pair[1])) for pair in pairs if isinstance(pair, list) and len(pair) == 2]
-            stack.extend(item.values())
-        elif isinstance(item, list):
-            stack.extend(item)
-    return names
+    return decode_allowed(data, file=file)

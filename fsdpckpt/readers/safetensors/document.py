@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, damaged
+from fsdpckpt.formats.pickle.allowlist import decode_allowed
 from fsdpckpt.formats.safetensors import METADATA_KEY, VERSION, model_key, state_key
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.values import Json, Key, Value, decode
+from fsdpckpt.ir.values import Json, Key, Value
 from fsdpckpt.readers.protocol import Tree
 from fsdpckpt.text import plural
 
@@ -101,7 +102,7 @@ class _Document:
         return root
 
     def _decoded(self, data: Json) -> Any:
-        return decode(data, tensors=self.tensors, file=self.file)
+        return decode_allowed(data, tensors=self.tensors, file=self.file)
 
     def _optimizer(self, optim: dict[str, Json]) -> dict[Key, Value]:
         values = self._decoded(optim.get("state_values", {}))
