@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -173,7 +174,7 @@ def with_info(info: Any) -> Metadata:
         (with_info(_StorageInfo(b"x", 0, 1)), "outside the checkpoint directory"),  # type: ignore[arg-type]
         (with_info(_StorageInfo("x", -1, 1)), "impossible place"),
         (with_info(_StorageInfo("x", 0, 1.5)), "impossible place"),  # type: ignore[arg-type]
-        (with_info("x"), "another form"),
+        (with_info("x"), "does not have the form"),
         (metadata(storage_data=None), "no table of stored items"),
         (metadata(state_dict_metadata=[]), "no table of entries"),
         (metadata(state_dict_metadata={"a": 3}), "neither a tensor nor a value"),
@@ -237,6 +238,14 @@ def test_a_file_cannot_change_what_a_dtype_is() -> None:
     assert [getattr(DTYPES["float32"], name) for name in DTYPES["float32"].__slots__] == before
 
 
+def test_the_enum_members_of_early_python_3_11_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.0 to 3.11.3 pickled enum members as getattr(class, name)."""
+    named = lambda member, _protocol: (getattr, (type(member), member._name_))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", named)
+    assert b"getattr" in pickle.dumps(metadata())
+    assert parse(metadata()).tensors.keys() == {"m.w"}
+
+
 def test_rank_local_descriptions_are_joined_and_contradictions_refused() -> None:
     def part(start: int, rows: int, shape: torch.Size, file: str) -> DcpMetadata:
         entry = TensorStorageMetadata(TensorProperties(torch.float32), shape, [chunk(size(start), size(rows))])
@@ -256,3 +265,8 @@ def test_rank_local_descriptions_are_joined_and_contradictions_refused() -> None
     assert len(first.tensors["w"].chunks) == 1, "the parts were changed"
     with pytest.raises(SourceCorruptError, match="disagree"):
         merge_metadata([("a", first), ("b", part(4, 3, size(8), "x"))])
+    second.unflattened = {"w": (7, 1)}
+    assert merge_metadata([("a", first), ("b", second)]).unflattened == {"w": (7, 1)}
+    first.unflattened = {"w": (1, 7)}
+    with pytest.raises(SourceCorruptError, match="disagree"):
+        merge_metadata([("a", first), ("b", second)])

@@ -21,13 +21,12 @@ from typing import Final, NamedTuple, NoReturn, TypeGuard
 
 import numpy as np
 
-from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceIncompleteError, SourceUnsafeError, damaged
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsafeError, damaged
 from fsdpckpt.formats.dcp.chunk_table import ChunkTable, Indexes, Stored, StoredChunks, is_inside
 from fsdpckpt.formats.dcp.fields import UnusualError
 from fsdpckpt.formats.dcp.reduce import Reduced, Run, reduce_pickle
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX
-from fsdpckpt.formats.pickle import DAMAGE, StubInstance, Swallow, buffered, instance_class
-from fsdpckpt.formats.pickle.check import check_pickle
+from fsdpckpt.formats.pickle import StubInstance, instance_class, load, stub_for
 from fsdpckpt.formats.pickle.expansion import MAX_DEPTH
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
 from fsdpckpt.storage import ByteSource
@@ -53,7 +52,7 @@ _CLASSES = frozenset(
 )
 PathElement = int | str
 _INTEGERS = {int}
-_MOST = 1 << 63  # bytes
+_MAX_FILE_BYTES = 1 << 63
 _WHY = "the metadata was damaged or edited, or a custom planner wrote it"
 
 
@@ -100,60 +99,35 @@ def _torch_size(extents: object = ()) -> tuple[int, ...]:
     return tuple(extents)  # type: ignore[arg-type]
 
 
-class _Unpickler(pickle.Unpickler):
-    """Resolves every name to an inert class that no file can change. Persistent id n is ``runs[n]``."""
+def _stub_for(module: str, name: str) -> object | None:
+    if module == "torch" and name == "Size":
+        return _torch_size
+    if module == "torch" and name in DTYPES:
+        return _TorchName(name)
+    if (module, name) == ("builtins", "getattr"):  # of enum members, by Python 3.11.0 to 3.11.3
+        return stub_for(module, name)
+    return instance_class(module, name) if (module, name) in _CLASSES else None
 
-    def __init__(self, data: bytes, runs: Sequence[Run]) -> None:
-        super().__init__(buffered(data))
+
+class _RunResolver:
+    """Persistent id n is ``runs[n]``."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
-        self.unknown: dict[str, None] = {}
 
-    def find_class(self, module: str, name: str) -> object:
-        if module == "torch" and name == "Size":
-            return _torch_size
-        if module == "torch" and name in DTYPES:
-            return _TorchName(name)
-        if (module, name) in _CLASSES:
-            return instance_class(module, name)
-        self.unknown[f"{module}.{name}"] = None
-        return Swallow
+    def storage(self, persistent_id: object) -> Run:
+        if type(persistent_id) is not int or not 0 <= persistent_id < len(self._runs):
+            raise pickle.UnpicklingError("unexpected persistent id")
+        return self._runs[persistent_id]
 
-    def persistent_load(self, pid: object) -> Run:
-        if type(pid) is not int or not 0 <= pid < len(self._runs):
-            raise pickle.UnpicklingError("a persistent id has no place in .metadata")
-        return self._runs[pid]
+    def rebuild(self, function: str, arguments: tuple[object, ...]) -> NoReturn:
+        raise pickle.UnpicklingError(f"unexpected tensor: {function}, {len(arguments)} arguments")
 
 
 def _load(data: bytes, file: str, runs: Sequence[Run] = ()) -> object:
-    """The object in ``data``: records, tuples, dicts, scalars and ``_TorchName``.
-
-    Raises SourceUnsafeError that lists every global outside the closed set, SourceCorruptError if it is not a pickle.
-    """
-    check_pickle(data, file, "is not a readable DCP metadata file")
-    unpickler = _Unpickler(data, runs)
-    failure: Exception | None = None
-    loaded: object = None
-    try:
-        loaded = unpickler.load()
-    except DAMAGE as error:
-        failure = error
-    if unpickler.unknown:
-        raise SourceUnsafeError(
-            f"{file} names {plural(len(unpickler.unknown), 'global')} that fsdpckpt does not know",
-            details=list(unpickler.unknown),
-            why="a custom save planner or storage writer added them, or somebody tampered with the file",
-            next_step="save again with the planner and writer of torch.distributed.checkpoint",
-            file=file,
-        )
-    if failure is not None:
-        raise SourceCorruptError(
-            f"{file} is not a readable DCP metadata file",
-            found=f"{type(failure).__name__}: {failure}".rstrip(": "),
-            why="the file is damaged, truncated or still being written",
-            next_step=COPY_AGAIN,
-            file=file,
-        )
-    return loaded
+    """The object in ``data``: records, tuples, dicts, scalars, ``_TorchName``. Raises as ``formats.pickle.load``."""
+    what = "is not a readable DCP metadata file"
+    return load(data, file=file, tensors=_RunResolver(runs), stubs=_stub_for, what=what)
 
 
 def parse_metadata(source: ByteSource) -> DcpMetadata:
@@ -170,7 +144,7 @@ def parse_metadata(source: ByteSource) -> DcpMetadata:
     return _Parser(source.path, None).parse(_load(source.read(0, source.nbytes), source.path))
 
 
-class _Known(NamedTuple):
+class _ParsedTensor(NamedTuple):
     """A tensor whose chunks are one run: dtype and shape, its ``number`` in the table, and starts and sizes if the
     chunks were added one by one.
     """
@@ -186,7 +160,7 @@ class _Parser:
     def __init__(self, file: str, reduced: Reduced | None) -> None:
         self._file = file
         self._table = ChunkTable(reduced)
-        self._known: dict[Run, _Known] = {}
+        self._parsed: dict[Run, _ParsedTensor] = {}
 
     def _refuse(
         self, what: str, *, key: str | None = None, expected: str | None = None, found: object = None
@@ -244,7 +218,9 @@ class _Parser:
             extents = tuple(shape) if isinstance(shape, (tuple, list)) else ()
             valid = 0 < len(extents) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 1 << 59 for n in extents)
             if type(key) is not str or key not in tensors or not valid:
-                self._refuse("it names the shape of a tensor that is none", found=key)
+                self._refuse(
+                    "mcore_data gives an invalid shape, or one for a tensor that is not in the checkpoint", found=key
+                )
             shapes[key] = extents
         return shapes
 
@@ -273,7 +249,7 @@ class _Parser:
                 path, offset, length = what["relative_path"], what["offset"], what["length"]
                 fqn, start = where["fqn"], where.get("offset")  # no offset: of a pickled value
             except (AttributeError, KeyError, TypeError):
-                self._refuse("an entry of storage_data has another form than torch writes", found=index)
+                self._refuse("an entry of storage_data does not have the form that torch writes", found=index)
             if type(path) is not str or not (path in checked or is_inside(path)):
                 outside = "an item is outside the checkpoint directory"
                 self._refuse(outside, expected="a relative path", found=truncate(path))
@@ -281,7 +257,11 @@ class _Parser:
             if type(fqn) is not str or not (start is None or _is_shape(start)):
                 found = f"{truncate(fqn)} at {truncate(start)}"
                 self._refuse("an entry of storage_data names no tensor", found=found)
-            if type(offset) is not int or type(length) is not int or not (0 <= offset < _MOST and 0 <= length < _MOST):
+            if (
+                type(offset) is not int
+                or type(length) is not int
+                or not (0 <= offset < _MAX_FILE_BYTES and 0 <= length < _MAX_FILE_BYTES)
+            ):
                 found = f"{truncate(offset)}, {truncate(length)} bytes"
                 self._refuse("an item is at an impossible place", key=fqn, found=found)
             names: tuple[str, ...] = ()
@@ -294,9 +274,9 @@ class _Parser:
     def _add_again(self, key: str, entry: Run) -> tuple[DType, Indexes]:
         """Add the chunks of a tensor that is described like an earlier one; return its dtype and shape."""
         run = self._table.run_of(entry)
-        if run not in self._known:
-            raise UnusualError("a tensor described as one that is none")
-        head, number, boxes = self._known[run]
+        if run not in self._parsed:
+            raise UnusualError("a repeated entry refers to an unknown tensor")
+        head, number, boxes = self._parsed[run]
         if boxes is not None:
             self._table.add(key, len(head[1]), boxes)
         else:
@@ -323,7 +303,7 @@ class _Parser:
             boxes = list(each) if alike else None
             self._table.add(key, len(shape), each if boxes is None else boxes)
         if alike:
-            self._known[runs[0]] = _Known((dtype, shape), len(self._table) - 1, boxes)
+            self._parsed[runs[0]] = _ParsedTensor((dtype, shape), len(self._table) - 1, boxes)
         return dtype, shape
 
     def _start_size_pairs(self, entries: list[object]) -> Iterator[tuple[object, object]]:
@@ -342,7 +322,7 @@ class _Parser:
         for start, size in self._start_size_pairs(entries):
             if not _is_shape(start) or not _is_shape(size) or len(start) != len(shape) or len(size) != len(shape):
                 found = f"{key}: {truncate(start)}, {truncate(size)}"
-                self._refuse("a chunk has not its tensor's dimensions", key=key, found=found)
+                self._refuse("a chunk and its tensor have different numbers of dimensions", key=key, found=found)
             if not all(map(le, map(add, start, size), shape)):
                 expected, found = f"inside {shape}", f"{start} + {size}"
                 self._refuse("a chunk is outside its tensor", key=key, expected=expected, found=found)
@@ -409,6 +389,10 @@ def merge_metadata(parts: Iterable[tuple[str, DcpMetadata]]) -> DcpMetadata:
         merged.version = merged.version or part.version
         merged.order.extend(part.order)
         merged.transforms |= part.transforms
+        for key, shape in part.unflattened.items():
+            if merged.unflattened.setdefault(key, shape) != shape:
+                expected, found = str(merged.unflattened[key]), str(shape)
+                raise damaged(file, "two ranks disagree on a tensor", expected, found, key=key, why=_WHY)
     merged.files = list(numbers)
     for key, rows in chunks.items():
         columns = ([part.start for part in rows], [part.size for part in rows], [part.file for part in rows])

@@ -48,6 +48,7 @@ class _Loading(threading.local):
     copied: int  # items and bytes that calls took over from their arguments
     most_copied: int
     tensors: TensorResolver | None
+    stub_for: Callable[[str, str], object | None]
 
 
 LOADING = _Loading()
@@ -340,13 +341,11 @@ _NAMES: dict[Kind, type[_Name]] = {
 }
 
 
-def _stub_for(module_name: str, global_name: str) -> object:
-    """The stub for a name in the pickle; a name outside the closed set is recorded as refused."""
-    module, name = canonical(module_name, global_name)
+def stub_for(module: str, name: str) -> object | None:
+    """The stub for an importable name, None if it is outside the closed set of ``allowlist``."""
     kind = kind_of(module, name)
     if kind is None:
-        LOADING.refused[f"{module}.{name}"] = None
-        return Swallow
+        return None
     if kind is Kind.CLASS:
         parts = LOADING.tensors is not None and module.startswith(_INSTANCE_MODULES)
         return instance_class(module, name) if parts else _stub_class(module, name)
@@ -371,7 +370,12 @@ def _finish() -> None:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> object:
-        return _stub_for(module_name, global_name)
+        module, name = canonical(module_name, global_name)
+        stub = LOADING.stub_for(module, name)
+        if stub is None:
+            LOADING.refused[f"{module}.{name}"] = None
+            return Swallow
+        return stub
 
     def persistent_load(self, persistent_id: object) -> object:
         if LOADING.tensors is None:
@@ -380,7 +384,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 # Everything the C unpickler raises on bytes that are not a pickle; nothing in the file runs, so there are no others.
-DAMAGE = (
+_DAMAGE = (
     pickle.UnpicklingError,
     EOFError,
     LookupError,
@@ -394,37 +398,42 @@ DAMAGE = (
 )
 
 
-def buffered(data: bytes) -> io.BufferedReader:
-    """``data`` as the stream that the C unpickler reads fastest: it asks a plain BytesIO for every few bytes."""
-    return io.BufferedReader(cast(io.RawIOBase, io.BytesIO(data)), min(len(data) + 1, 1 << 17))
-
-
-def load(data: bytes, *, file: str, tensors: TensorResolver | None = None) -> Value:
-    """The value in the pickle ``data``, as ir values; ``file``: its name in messages.
+def load(
+    data: bytes,
+    *,
+    file: str,
+    tensors: TensorResolver | None = None,
+    stubs: Callable[[str, str], object | None] = stub_for,
+    what: str = "holds a pickle that cannot be read",
+) -> Value:
+    """The value in the pickle ``data``, as ir values; ``file`` and ``what``: what messages say of damage.
 
     With ``tensors``, this resolver handles storages and rebuild calls of ``torch``, and its results are part of the
-    value. Raises SourceUnsafeError that lists every name outside the closed set, SourceCorruptError for bytes that are
-    not a whole pickle.
+    value. ``stubs`` returns what stands for an importable name, None for one outside the closed set. Raises
+    SourceUnsafeError that lists every such name, SourceCorruptError for bytes that are not a whole pickle.
     """
-    check_pickle(data, file)
+    check_pickle(data, file, what)
     outer = dict(vars(LOADING))
     LOADING.objects, LOADING.names, LOADING.dicts, LOADING.refused, LOADING.tensors = [], [], [], {}, tensors
     LOADING.copied, LOADING.most_copied, LOADING.hashed = 0, _FREE_COPIES + 16 * len(data), []
+    LOADING.stub_for = stubs
+    # The C unpickler reads a buffered stream fastest: it asks a plain BytesIO for every few bytes.
+    stream = io.BufferedReader(cast(io.RawIOBase, io.BytesIO(data)), min(len(data) + 1, 1 << 17))
     try:
-        value = cast(Value, _Unpickler(buffered(data), encoding="utf-8").load())
+        value = cast(Value, _Unpickler(stream, encoding="utf-8").load())
         if LOADING.refused:
             raise unsafe_error(file, LOADING.refused)
         _finish()
-    except DAMAGE as error:
-        if not LOADING.refused:
-            raise SourceCorruptError(
-                f"{file} holds a pickle that cannot be read",
-                file=file,
-                found=f"{type(error).__name__}: {error}".rstrip(": "),
-                why="the file is damaged, or was not written by torch.save",
-                next_step="save or copy the checkpoint again",
-            ) from None
-        raise unsafe_error(file, LOADING.refused) from None
+    except _DAMAGE as error:
+        if LOADING.refused:
+            raise unsafe_error(file, LOADING.refused) from None
+        raise SourceCorruptError(
+            f"{file} {what}",
+            file=file,
+            found=f"{type(error).__name__}: {error}".rstrip(": "),
+            why="the file is damaged, truncated or still being written, or PyTorch did not write it",
+            next_step="save or copy the checkpoint again",
+        ) from None
     finally:
         vars(LOADING).clear()
         vars(LOADING).update(outer)
