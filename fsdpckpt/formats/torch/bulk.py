@@ -1,11 +1,11 @@
 """Reads the plain tensors of a large state dict in bulk, with the same result as reading them one by one.
 
 Beside its name, a tensor of a state dict is a few opcodes that differ between tensors of one shape only in the key of
-the storage and places of the memo. One regular expression, which matches at every place, goes over all opcodes, so that
+the storage and in memo numbers. One regular expression, which matches at every place, goes over all opcodes, so that
 each match begins at an opcode. It takes such tensors out and puts a number as a persistent id in their place. The rest,
 names and values, is checked and loaded as any pickle.
 
-Anything unusual (another opcode or class, a reference to a part of a tensor, a memo place that is written twice, an
+Anything unusual (another opcode or class, a reference to a part of a tensor, a memo number that is written twice, an
 error of any kind) is left to the general reader.
 """
 
@@ -30,9 +30,7 @@ from fsdpckpt.ir.dtypes import STORAGE_DTYPES, DType
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 from fsdpckpt.storage import ByteSource
 
-__all__ = ["read_tensors"]
-
-_LONGEST = 255  # longest text in bytes that the expression matches: longer ones are few
+_MAX_TEXT = 255  # bytes of a text that the expression matches; longer ones are few
 _GET = rb"(?:h.|j.{4})"
 _PUT = rb"(q.|r.{4}|)"
 _INTEGER = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}))"
@@ -43,7 +41,7 @@ _NAME = rb"c[^\n]{1,80}\n[^\n]{1,80}\n"
 @cache
 def _opcodes() -> re.Pattern[bytes]:
     """An expression that matches at every place: a tensor, another opcode, or one byte that is neither."""
-    text = rb"X(?:" + b"|".join(rb"\x%02x\x00{3}.{%d}" % (n, n) for n in range(_LONGEST + 1)) + rb")"
+    text = rb"X(?:" + b"|".join(rb"\x%02x\x00{3}.{%d}" % (n, n) for n in range(_MAX_TEXT + 1)) + rb")"
     return re.compile(
         rb"((" + _GET + rb"\(\(" + _GET + _GET + rb")X(.\x00{3}\d{1,18})" + _PUT
         + rb"(" + _GET + _INTEGER + rb")t" + _PUT + rb"Q(" + _INTEGER + rb")" + _EXTENTS + _PUT + _EXTENTS + _PUT
@@ -59,8 +57,6 @@ _TEXT_HEAD = Struct("<xI")
 _GETS = re.compile(_GET, re.DOTALL)
 _PUTS = re.compile(rb"q.|r.{4}", re.DOTALL)
 _WORTH = 1 << 14  # bytes of a pickle from which scanning is faster than loading it unchanged
-_FIRST, _MOST = 1 << 13, 1 << 18  # bytes of the pickle that are scanned at once
-_CUT = 1 << 11  # bytes at the end of these that are scanned again: an opcode, or its operand, may be cut off
 
 _REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 _STORAGE = b"X\x07\x00\x00\x00storage"
@@ -70,18 +66,18 @@ _CLASSES = {b"ctorch\n%b\n" % name.encode(): dtype for name, dtype in STORAGE_DT
 
 @dataclass(slots=True, eq=False)
 class _Scanned:
-    """``out``: the opcodes that are left, and their memo places. ``forms``: the common part of tensors of one type and
-    shape, with its number: the references before the storage's key, its location and length, the storage offset, size,
-    strides, and what follows. ``met``: the length of ``out`` when each form appeared first. ``form``, ``key``: of each
-    tensor. ``dropped``: the memo places that tensors write to.
+    """``out``: the opcodes that are left, those that memoise apart. ``forms``: the common part of tensors of one type
+    and shape, with its number: the references before the storage's key, its location and length, the storage offset,
+    size, strides, and what follows. ``first_use``: the length of ``out`` when each form appeared first. ``form``,
+    ``key``: of each tensor. ``dropped``: the memo numbers that tensors write.
     """
 
     out: list[bytes] = field(default_factory=list)
     forms: dict[tuple[bytes, ...], int] = field(default_factory=dict)
-    met: list[int] = field(default_factory=list)
+    first_use: list[int] = field(default_factory=list)
     form: list[int] = field(default_factory=list)
     key: list[bytes] = field(default_factory=list)
-    dropped: list[Int64Array] = field(default_factory=list)
+    dropped: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 class _UnusualError(FsdpckptError):
@@ -108,57 +104,43 @@ def read_tensors(source: ByteSource, file_id: int) -> TorchArchive:
 def _scan(data: bytes) -> _Scanned:
     """Take the plain tensors out of the pickle. Raises _UnusualError if it has none."""
     scanned = _Scanned()
-    at, window = 0, _FIRST
-    while not scanned.out or scanned.out[-1] != b".":
-        stop = min(at + window, len(data))
-        begin, at = at, _scan_window(data, at, stop, scanned)
-        if stop - at <= _CUT:
-            window = min(4 * window, _MOST)
-        else:
-            at, window = _long_text(data, at, scanned), _FIRST
-        if at == begin:
-            raise _UnusualError("opcodes that do not end")
+    out, forms, form_of, key_of = scanned.out, scanned.forms, scanned.form, scanned.key
+    dropped = bytearray()
+    at, stop = 0, False
+    while not stop:
+        for match in _opcodes().finditer(data, at):
+            (*(tensor, head, key, p1, storage, p2, first, size, p3, stride, p4, tail, p5, p6, p7, opcode, put),) = (
+                match.groups(b"")
+            )
+            if tensor:
+                at += len(tensor)
+                parts = (head, storage, first, size, stride, tail)
+                number = forms.get(parts)
+                if number is None:
+                    number = forms[parts] = len(forms)
+                    scanned.first_use.append(len(out))
+                out.append(b"J%bQ" % len(key_of).to_bytes(4, "little"))
+                form_of.append(number)
+                key_of.append(key)
+                if p1 or p2 or p3 or p4 or p5 or p6 or p7:
+                    dropped += b"".join((p1, p2, p3, p4, p5, p6, p7))
+            elif opcode:
+                at += len(opcode) + len(put)
+                out.append(opcode)
+                if put:
+                    out.append(put)
+                elif opcode == b".":
+                    stop = True
+                    break
+            else:
+                at = _long_text(data, at, scanned)
+                break
     if not scanned.key:
         raise _UnusualError("no tensors in bulk")
+    scanned.dropped = _memo_numbers(dropped)
+    if len(dropped) and scanned.dropped.max() >= len(data):
+        raise _UnusualError("a memo number that is too large")
     return scanned
-
-
-def _scan_window(data: bytes, at: int, stop: int, scanned: _Scanned) -> int:
-    """Scan the opcodes from ``at`` to ``stop``; return the begin of the first one that is incomplete, or unusual."""
-    out, forms, form_of, key_of = scanned.out, scanned.forms, scanned.form, scanned.key
-    last = stop if stop == len(data) else stop - _CUT
-    dropped: list[bytes] = []
-    for (
-        *(tensor, head, key, p1, storage, p2, first, size, p3, stride, p4, tail, p5, p6, p7, opcode, put),
-    ) in _opcodes().findall(data, at, stop):
-        if at >= last:
-            break
-        if tensor:
-            at += len(tensor)
-            parts = (head, storage, first, size, stride, tail)
-            number = forms.get(parts)
-            if number is None:
-                number = forms[parts] = len(forms)
-                scanned.met.append(len(out))
-            out.append(b"J%bQ" % len(key_of).to_bytes(4, "little"))
-            form_of.append(number)
-            key_of.append(key)
-            if p1 or p2 or p3 or p4 or p5 or p6 or p7:
-                dropped.append(b"".join((p1, p2, p3, p4, p5, p6, p7)))
-        elif opcode:
-            at += len(opcode) + len(put)
-            out.append(opcode)
-            if put:
-                out.append(put)
-            elif opcode == b".":
-                break
-        else:
-            break
-    if dropped:
-        scanned.dropped.append(_memo_places(b"".join(dropped)))
-        if scanned.dropped[-1].max() >= len(data):
-            raise _UnusualError("a place that no memo has")
-    return at
 
 
 def _long_text(data: bytes, at: int, scanned: _Scanned) -> int:
@@ -173,17 +155,17 @@ def _long_text(data: bytes, at: int, scanned: _Scanned) -> int:
     return end if put is None else put.end()
 
 
-def _memo_places(puts: bytes) -> Int64Array:
-    """The numbers of the memo places that these opcodes write, or read."""
+def _memo_numbers(puts: bytes | bytearray) -> Int64Array:
+    """The memo numbers that these opcodes write or read."""
     rows = np.frombuffer(puts, np.uint8)
     if len(rows) % 5 == 0:
         rows = rows.reshape(-1, 5)
         if ((rows[:, 0] == ord("r")) | (rows[:, 0] == ord("j"))).all():
             return np.ascontiguousarray(rows[:, 1:]).view("<u4").ravel().astype(np.int64)
-    return np.array([_memo_place(put) for put in re.findall(rb"[qh].|[rj].{4}", puts, re.DOTALL)], np.int64)
+    return np.array([_memo_number(put) for put in re.findall(rb"[qh].|[rj].{4}", puts, re.DOTALL)], np.int64)
 
 
-def _memo_place(opcode: bytes) -> int:
+def _memo_number(opcode: bytes) -> int:
     return int.from_bytes(opcode[1:], "little")
 
 
@@ -235,8 +217,11 @@ class _Tensors(TensorBuilder):
 
     def __init__(self, records: _Records, file: str, scanned: _Scanned, file_id: int) -> None:
         super().__init__(records, file)
-        known = _Memo(scanned)
-        forms = [self._form(form, known, met, file_id) for form, met in zip(scanned.forms, scanned.met, strict=True)]
+        memo = _Memo(scanned)
+        forms = [
+            self._form(form, memo, before, file_id)
+            for form, before in zip(scanned.forms, scanned.first_use, strict=True)
+        ]
         if any(key[0] != len(key) - 4 for key in scanned.key):
             raise _UnusualError("a key of another length")
         numbers, columns = records.numbers, records.columns
@@ -251,15 +236,15 @@ class _Tensors(TensorBuilder):
             chunks = Chunks(whole.rank, whole.file, offset, whole.start, whole.size, whole.stride)
             self._made.append(Tensor(dtype, shape, chunks, sharded))
 
-    def _form(self, opcodes: tuple[bytes, ...], memo: _Memo, met: int, file_id: int) -> _Form:
+    def _form(self, opcodes: tuple[bytes, ...], memo: _Memo, before: int, file_id: int) -> _Form:
         """What ``TensorBuilder`` makes of these, with its checks."""
         head, storage, first, size, stride, tail = opcodes
         function, word, kind, location, after = _references(head, storage, tail)
-        dtype = _CLASSES.get(memo.at(kind, met))
+        dtype = _CLASSES.get(memo.at(kind, before))
         expected = ((function, _REBUILD), (word, _STORAGE), (after, _DICT))
-        if dtype is None or any(memo.at(get, met) != opcode for get, opcode in expected):
+        if dtype is None or any(memo.at(get, before) != opcode for get, opcode in expected):
             raise _UnusualError("another function or class")
-        if not memo.at(location, met).startswith(b"X"):
+        if not memo.at(location, before).startswith(b"X"):
             raise _UnusualError("another location")
         (numel,), (begin,) = _numbers(storage[len(location) :]), _numbers(first)
         shape, strides, extent = self._shape(_numbers(size), _numbers(stride))
@@ -275,9 +260,9 @@ class _Tensors(TensorBuilder):
 
 
 class _Memo:
-    """What the memo holds at the places that tensors which were taken out refer to.
+    """What the memo holds at the numbers that tensors which were taken out refer to.
 
-    Raises _UnusualError where opcodes refer to a place that such a tensor writes, where one of the places that tensors
+    Raises _UnusualError where opcodes refer to a number that such a tensor writes, where one of the numbers that tensors
     refer to is written twice, and where the opcodes that are left make a tensor otherwise, or a persistent id that is
     no tuple.
     """
@@ -286,26 +271,28 @@ class _Memo:
         out = scanned.out
         used = {get for head, storage, *_, tail in scanned.forms for get in _references(head, storage, tail)}
         gets = used.union(filter(methodcaller("startswith", (b"h", b"j")), out))
-        places = _memo_places(b"".join(gets))
-        if any(np.isin(dropped, places).any() for dropped in scanned.dropped):
+        numbers = _memo_numbers(b"".join(gets))
+        if np.isin(scanned.dropped, numbers).any():
             raise _UnusualError("a part of a tensor is referred to")
-        looked_at = {b"Q", *(put for get in used for put in _puts(_memo_place(get)))}
-        self._written: dict[int, tuple[int, bytes]] = {}  # by place: how many opcodes are before it, and what is put
+        looked_at = {b"Q", *(put for get in used for put in _puts(_memo_number(get)))}
+        self._written: dict[
+            int, tuple[int, bytes]
+        ] = {}  # by memo number: how many opcodes are before it, and what is put
         for number in compress(count(), map(looked_at.__contains__, out)):
             opcode = out[number]
             if opcode == b"Q":
                 if b"t" not in (out[number - 1], out[number - 2]):
                     raise _UnusualError("a persistent id that is not a tuple")
-            elif self._written.setdefault(_memo_place(opcode), (number, out[number - 1]))[0] != number:
-                raise _UnusualError("a place that is written twice")
+            elif self._written.setdefault(_memo_number(opcode), (number, out[number - 1]))[0] != number:
+                raise _UnusualError("a memo number that is written twice")
         if any(b"_rebuild" in name and name != _REBUILD for name in filter(methodcaller("startswith", b"c"), out)):
             raise _UnusualError("tensors of another kind")
 
     def at(self, get: bytes, before: int) -> bytes:
         """The opcode of what ``get`` refers to, which must be written before that many opcodes."""
-        number, opcode = self._written.get(_memo_place(get), (before, b""))
+        number, opcode = self._written.get(_memo_number(get), (before, b""))
         if number >= before:
-            raise _UnusualError("a place that is written later")
+            raise _UnusualError("a memo number that is written later")
         return opcode
 
 
@@ -313,6 +300,6 @@ def _references(head: bytes, storage: bytes, tail: bytes) -> list[bytes]:
     return [*_GETS.findall(head), _GETS.findall(storage)[0], tail[1:]]
 
 
-def _puts(place: int) -> list[bytes]:
-    long = b"r" + place.to_bytes(4, "little")
-    return [b"q%c" % place, long] if place < 256 else [long]
+def _puts(number: int) -> list[bytes]:
+    long = b"r" + number.to_bytes(4, "little")
+    return [b"q%c" % number, long] if number < 256 else [long]
