@@ -55,6 +55,7 @@ def _opcodes() -> re.Pattern[bytes]:
 
 _TEXT_HEAD = Struct("<xI")
 _GETS = re.compile(_GET, re.DOTALL)
+_SHORT = re.compile(rb"(?:[qh].)*+", re.DOTALL)
 _PUTS = re.compile(rb"q.|r.{4}", re.DOTALL)
 _WORTH = 1 << 14  # bytes of a pickle from which scanning is faster than loading it unchanged
 
@@ -108,10 +109,9 @@ def _scan(data: bytes) -> _Scanned:
     dropped = bytearray()
     at, stop = 0, False
     while not stop:
-        for match in _opcodes().finditer(data, at):
-            (*(tensor, head, key, p1, storage, p2, first, size, p3, stride, p4, tail, p5, p6, p7, opcode, put),) = (
-                match.groups(b"")
-            )
+        for (*(tensor, head, key, p1, storage, p2, first, size, p3, stride, p4, tail, p5, p6, p7, opcode, put),) in map(
+            methodcaller("groups", b""), _opcodes().finditer(data, at)
+        ):
             if tensor:
                 at += len(tensor)
                 parts = (head, storage, first, size, stride, tail)
@@ -155,14 +155,14 @@ def _long_text(data: bytes, at: int, scanned: _Scanned) -> int:
     return end if put is None else put.end()
 
 
-def _memo_numbers(puts: bytes | bytearray) -> Int64Array:
+def _memo_numbers(opcodes: bytes | bytearray) -> Int64Array:
     """The memo numbers that these opcodes write or read."""
-    rows = np.frombuffer(puts, np.uint8)
-    if len(rows) % 5 == 0:
-        rows = rows.reshape(-1, 5)
-        if ((rows[:, 0] == ord("r")) | (rows[:, 0] == ord("j"))).all():
-            return np.ascontiguousarray(rows[:, 1:]).view("<u4").ravel().astype(np.int64)
-    return np.array([_memo_number(put) for put in re.findall(rb"[qh].|[rj].{4}", puts, re.DOTALL)], np.int64)
+    short = len(_SHORT.match(opcodes)[0])  # type: ignore[index]  # it matches nothing, too
+    rows = np.frombuffer(opcodes, np.uint8, offset=short) if short < len(opcodes) else np.empty(0, np.uint8)
+    if len(rows) % 5 == 0 and np.isin(rows[::5], (ord("r"), ord("j"))).all():
+        long = rows.reshape(-1, 5)[:, 1:].copy().view("<u4").ravel()
+        return np.concatenate([np.frombuffer(opcodes[1:short:2], np.uint8), long]).astype(np.int64)
+    return np.array([_memo_number(opcode) for opcode in re.findall(rb"[qh].|[rj].{4}", opcodes, re.DOTALL)], np.int64)
 
 
 def _memo_number(opcode: bytes) -> int:
@@ -262,8 +262,8 @@ class _Tensors(TensorBuilder):
 class _Memo:
     """What the memo holds at the numbers that tensors which were taken out refer to.
 
-    Raises _UnusualError where opcodes refer to a number that such a tensor writes, where one of the numbers that tensors
-    refer to is written twice, and where the opcodes that are left make a tensor otherwise, or a persistent id that is
+    Raises _UnusualError where opcodes refer to a number that such a tensor writes, where a number that tensors refer to
+    is written twice, and where the opcodes that are left make a tensor otherwise, or a persistent id that is
     no tuple.
     """
 
