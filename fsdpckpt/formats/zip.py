@@ -9,6 +9,7 @@ count from its first byte, which need not be the first byte of the file (a DCP i
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -58,7 +59,7 @@ _PREFETCHED = 1024  # local headers of a remote file that are requested at a tim
 
 SERIALIZATION_ID = "/.data/serialization_id"  # torch computes this record from the checksums of the others
 
-_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 _RESAVE = "in Python, with a torch that reads it: torch.save(torch.load(path), new_path)"
 
 
@@ -107,22 +108,14 @@ def read_columns(source: ByteSource, *, begin: int = 0, end: int | None = None) 
     stem = entries.names[0].partition("/")[0] + "/" if entries.names else ""
     names = [name.removeprefix(stem) for name in entries.names]
     if len(set(names)) < len(names):
-        _corrupt(source, f"two records are named {_first_repeated(names)!r}", "one", "two")
+        repeated = next(name for name, count in Counter(names).items() if count > 1)
+        _corrupt(source, f"two records are named {repeated!r}", "one", "two")
     return entries._replace(names=names, offset=offsets)
 
 
 def read_directory(source: ByteSource, *, begin: int = 0, end: int | None = None) -> dict[str, ZipRecord]:
     """The records by name. Raises what ``read_columns`` raises."""
     return read_columns(source, begin=begin, end=end).records()
-
-
-def _first_repeated(names: list[str]) -> str:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return ""
 
 
 def top_folder(source: ByteSource) -> str:
@@ -250,9 +243,9 @@ def _data_offsets(source: ByteSource, entries: ZipColumns, begin: int, directory
     order = np.argsort(entries.offset, kind="stable")
     headers = begin + entries.offset[order]
     limits = np.minimum(np.append(headers[1:], directory), directory)
-    tight = np.flatnonzero(headers + _LOCAL_SIZE > limits)
-    if len(tight):
-        name, limit, header = entries.names[order[tight[0]]], limits[tight[0]], headers[tight[0]]
+    overlapping = np.flatnonzero(headers + _LOCAL_SIZE > limits)
+    if len(overlapping):
+        name, limit, header = entries.names[order[overlapping[0]]], limits[overlapping[0]], headers[overlapping[0]]
         _corrupt(source, f"record {name!r} overlaps the next", f"room before {limit}", str(header))
     heads = _local_headers(source, headers.tolist(), limits.tolist(), directory)
     fields = np.frombuffer(b"".join(heads), _LOCAL_COLUMNS)
@@ -261,9 +254,9 @@ def _data_offsets(source: ByteSource, entries: ZipColumns, begin: int, directory
         name, found = entries.names[order[damaged_at[0]]], heads[damaged_at[0]][:4]
         _corrupt(source, f"record {name!r} has no header where it should be", "PK\\3\\4", repr(found))
     starts = headers + _LOCAL_SIZE + fields["n_name"] + fields["n_extra"]
-    larger = np.flatnonzero(starts + entries.nbytes[order] > limits)
-    if len(larger):
-        i, room = order[larger[0]], limits[larger[0]] - starts[larger[0]]
+    oversized = np.flatnonzero(starts + entries.nbytes[order] > limits)
+    if len(oversized):
+        i, room = order[oversized[0]], limits[oversized[0]] - starts[oversized[0]]
         what = f"record {entries.names[i]!r} is larger than its place in the file"
         _corrupt(source, what, bytes_text(int(entries.nbytes[i])), f"{room}")
     offsets = np.empty(len(order), np.int64)
@@ -276,13 +269,13 @@ def _local_headers(source: ByteSource, headers: list[int], limits: list[int], di
     heads: list[bytes] = []
     block, block_at = b"", 0
     grown = _FIRST_BLOCK
-    apart = False
+    prefetched = False
     for position, header in enumerate(headers):
         if position % _PREFETCHED == 0:
-            apart = prefetch(source, [(at, _LOCAL_SIZE) for at in headers[position : position + _PREFETCHED]])
+            prefetched = prefetch(source, [(at, _LOCAL_SIZE) for at in headers[position : position + _PREFETCHED]])
         inside = header - block_at
         if inside + _LOCAL_SIZE > len(block):
-            wanted = grown if limits[position] - header < _NEAR and not apart else _LOCAL_SIZE
+            wanted = grown if limits[position] - header < _NEAR and not prefetched else _LOCAL_SIZE
             grown = min(max(grown, 2 * wanted), _BLOCK)
             block, block_at = source.read(header, min(wanted, directory - header)), header
             inside = 0
@@ -316,7 +309,7 @@ def _explain_no_zip(source: ByteSource, begin: int, stop: int) -> NoReturn:
     something else.
     """
     head = source.read(begin, min(stop - begin, 512))
-    if head.startswith(_LEGACY_MAGIC[:14]):
+    if head.startswith(_LEGACY_MAGIC):
         raise SourceUnsupportedError(
             f"{source.path} is in torch's format from before version 1.6, which is not a zip file",
             file=source.path,

@@ -82,7 +82,7 @@ class TorchZip:
         """The first records: ``data.pkl`` and ``byteorder``."""
         self.record("data.pkl", data)
         self.record("byteorder", b"little")
-        self._identity = _identity(data)
+        self._serialization_id = _serialization_id(data)
 
     def record(self, name: str, data: bytes) -> None:
         """A record whose bytes are known already."""
@@ -131,7 +131,7 @@ class TorchZip:
     def finish(self) -> int:
         """Write the last records and the directory; return the archive's length in bytes."""
         self.record("version", b"3\n")
-        self.record(".data/serialization_id", self._identity)
+        self.record(".data/serialization_id", self._serialization_id)
         file, begin = self._file, self._begin
         directory = bytearray()
         at = file.nbytes
@@ -160,14 +160,14 @@ class TorchZip:
     @property
     def pickle_at(self) -> int:
         """The file offset of the pickle."""
-        return self._put_single(0).data
+        return self._literal_record(0).data
 
     @property
     def pickle_nbytes(self) -> int:
-        return self._put_single(0).nbytes
+        return self._literal_record(0).nbytes
 
-    def _put_single(self, number: int) -> _Record:
-        """Write the first record or the last one, which are never part of a run."""
+    def _literal_record(self, number: int) -> _Record:
+        """The first record or the last one, which are never part of a run."""
         record = self._records[number]
         if not isinstance(record, _Record):
             raise InternalError("an archive begins and ends with a record of known bytes")
@@ -181,7 +181,10 @@ class TorchZip:
         """The bytes of a finished archive that change, with their file offsets, if its pickle becomes ``data`` of the
         same length.
         """
-        changes = [(self._put_single(0).data, bytes(data)), (self._put_single(-1).data, _identity(data))]
+        changes = [
+            (self._literal_record(0).data, bytes(data)),
+            (self._literal_record(-1).data, _serialization_id(data)),
+        ]
         for number, (_, content) in zip((0, -1), changes[:2], strict=True):
             crc = isal_zlib.crc32(content).to_bytes(4, "little")
             changes += [(place, crc) for place in self._crc_places[number].ravel().tolist()]
@@ -256,7 +259,7 @@ def _is_small_tensor(content: WrittenTensor | Filling | bytes) -> bool:
     return isinstance(content, WrittenTensor) and content.nbytes < LIMIT_32
 
 
-def _identity(pickle: bytes | bytearray) -> bytes:
+def _serialization_id(pickle: bytes | bytearray) -> bytes:
     return f"{isal_zlib.crc32(pickle):040d}".encode()
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from fsdpckpt.formats.pickle.opcodes import StorageView, integer, integers
 from fsdpckpt.formats.pickle.write import PickleWriter, TensorHook
-from fsdpckpt.formats.torch.loadable import ARRAY, Array, array_of, encoded, is_class, is_loadable
+from fsdpckpt.formats.torch.loadable import ARRAY, Array, array_of, encode_stand_in, is_class, is_loadable
 from fsdpckpt.formats.zip_write import Records
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
@@ -336,7 +336,7 @@ class LoadablePickle(PickleWriter):
     def _encoded(self, value: Value) -> None:
         known = self._stand_ins.get(id(value))
         if known is None:
-            known = self._stand_ins[id(value)] = value, encoded(value)
+            known = self._stand_ins[id(value)] = value, encode_stand_in(value)
         self.value(known[1])
 
     def _array(self, value: Object, array: Array) -> None:

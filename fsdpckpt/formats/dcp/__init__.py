@@ -26,7 +26,7 @@ from fsdpckpt.formats.dcp.chunk_table import ChunkTable, Indexes, Stored, Stored
 from fsdpckpt.formats.dcp.fields import UnusualError
 from fsdpckpt.formats.dcp.reduce import Reduced, Run, reduce_pickle
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX
-from fsdpckpt.formats.pickle import StubInstance, instance_class, load, stub_for
+from fsdpckpt.formats.pickle import ARGUMENTS, StubInstance, instance_class, load, stub_for
 from fsdpckpt.formats.pickle.expansion import MAX_DEPTH
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
 from fsdpckpt.storage import ByteSource
@@ -335,7 +335,7 @@ class _Parser:
 
     def _dtype(self, key: str, properties: object) -> DType:
         fields = getattr(properties, "__dict__", {})
-        state = fields.get("", (None,))[0]
+        state = fields.get(ARGUMENTS, (None,))[0]
         # (dtype, layout, requires_grad, memory_format, pin_memory): TensorProperties.__getstate__
         dtype = state[0] if isinstance(state, tuple) and state else fields.get("dtype")
         if isinstance(state, dict):

@@ -255,11 +255,11 @@ class StubInstance(metaclass=_StubClass):
 
 
 class _StubWithArguments(StubInstance):
-    """A StubInstance whose class is made with arguments (a NamedTuple): kept under the attribute ``""``."""
+    """A StubInstance whose class is made with arguments (a NamedTuple): they are the attribute ``ARGUMENTS``."""
 
     def __new__(cls, *arguments: object) -> _StubWithArguments:
         made = object.__new__(cls)
-        vars(made)[""] = arguments
+        vars(made)[ARGUMENTS] = arguments
         return made
 
 
@@ -267,9 +267,10 @@ class _StubWithState(StubInstance):
     """A StubInstance whose state is not a dict of attributes, and is not needed."""
 
     def __setstate__(self, state: object) -> None:
-        vars(self)[""] = (state,)
+        vars(self)[ARGUMENTS] = (state,)
 
 
+ARGUMENTS = ""  # no class has an attribute of this name
 _INSTANCE_MODULES = (
     "torch.distributed._shard",
     "torch.distributed._tensor",
@@ -297,7 +298,7 @@ def instance_class(module: str, name: str) -> _StubClass:
 def as_object(part: StubInstance) -> Object:
     """``part`` as an Object, a value by itself."""
     attributes = cast("dict[Key, Value]", dict(vars(part)))
-    arguments = attributes.pop("", ())
+    arguments = attributes.pop(ARGUMENTS, ())
     function = type(part).function
     return Object(
         function, cast("tuple[Value, ...]", arguments), new=True, state=attributes, has_state=bool(attributes)
@@ -355,7 +356,10 @@ def stub_for(module: str, name: str) -> object | None:
 
 
 def _finish() -> None:
-    """Turn what the current load has made into plain ir values. Raises UnpicklingError for a booby trap."""
+    """Turn what the current load has made into plain ir values.
+
+    Raises UnpicklingError for a key that was changed after hashing, or a dict that hides its own methods.
+    """
     for made in LOADING.objects:
         made.__class__ = Object
     if any(hash(made) != known for made, known in LOADING.hashed):
@@ -379,7 +383,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, persistent_id: object) -> object:
         if LOADING.tensors is None:
-            raise pickle.UnpicklingError("a storage is named where no storages are")
+            raise pickle.UnpicklingError("unexpected persistent id")
         return LOADING.tensors.storage(persistent_id)
 
 

@@ -21,7 +21,7 @@ from fsdpckpt.formats.pickle import StubInstance, as_object, load
 from fsdpckpt.formats.pickle.check import check_size
 from fsdpckpt.formats.pickle.expansion import MAX_DEPTH, check_expansion, too_deep
 from fsdpckpt.formats.torch.distributed import Distributed, DistributedBlocks, DistributedParser
-from fsdpckpt.formats.torch.loadable import array_object, restored, stands_for
+from fsdpckpt.formats.torch.loadable import array_object, decode_stand_in, is_stand_in
 from fsdpckpt.formats.torch.tensors import Refused, StoredBlocks, StoredTensor, TensorBuilder, Wrapped
 from fsdpckpt.formats.zip import ZipColumns, ZipRecord, read_columns
 from fsdpckpt.ir.checkpoint import Checksums, Note
@@ -49,17 +49,10 @@ class _TreeWalk:
         self._source, self._builder, self._leaf, self._parser = source, builder, leaf, parser
         self._path: list[Key] = []
         self._seen: set[int] = set()
-        self._restored: dict[
-            int, tuple[object, Value]
-        ] = {}  # replacements and their values, kept alive so that their ids stay unique
-        self._tuples: dict[
-            int, tuple[tuple[Value, ...], Value]
-        ] = {}  # old and new, kept alive so that their ids stay unique
-        self._dicts: dict[
-            int, tuple[Object, dict[Key, Value]]
-        ] = {}  # of defaultdicts, kept alive so that their ids stay unique
+        # By the id of a value: the value, kept alive so that its id stays unique, and what replaces it.
+        self._replaced: dict[int, tuple[object, Value]] = {}
         self._refused: list[str] = []
-        self._inside: str | None = None
+        self._enclosing_class: str | None = None
         self.ranks: set[int] = set()
         self.worlds: dict[int, tuple[int, ...]] = {}
         self.forms: set[str] = set()
@@ -68,7 +61,7 @@ class _TreeWalk:
     def value(self, value: object) -> Value:
         """The ir value of ``value``; containers are changed in place."""
         kind: type = type(value)
-        if kind in _PLAIN or (kind is Tensor and self._inside is None):  # a tensor that was made in bulk
+        if kind in _PLAIN or (kind is Tensor and self._enclosing_class is None):  # a tensor that was made in bulk
             return cast(Value, value)
         if kind is StoredTensor:
             return self._stored(cast(StoredTensor, value))
@@ -87,11 +80,11 @@ class _TreeWalk:
 
     def _mapping(self, mapping: dict[Key, Value]) -> Value:
         if id(mapping) in self._seen:
-            known = self._restored.get(id(mapping))
+            known = self._replaced.get(id(mapping))
             return mapping if known is None else known[1]
         self._seen.add(id(mapping))
-        clones: list[tuple[Key, StoredTensor]] = []
-        apart: dict[Key, dict[Key, Value]] = {}
+        tensors: list[tuple[Key, StoredTensor]] = []
+        split_states: dict[Key, dict[Key, Value]] = {}
         for key, value in mapping.items():
             kind: type = type(value)
             if type(key) is not str and not isinstance(
@@ -100,28 +93,28 @@ class _TreeWalk:
                 self._refuse(f"a {type(key).__name__} as a key")
             elif kind is StoredTensor:
                 if self._builder.any_cloned:
-                    clones.append((key, cast(StoredTensor, value)))
+                    tensors.append((key, cast(StoredTensor, value)))
                 else:
                     self._path.append(key)
                     mapping[key] = self._stored(cast(StoredTensor, value))
                     self._path.pop()
-            elif kind not in _PLAIN and (kind is not Tensor or self._inside is not None):
+            elif kind not in _PLAIN and (kind is not Tensor or self._enclosing_class is not None):
                 self._enter(key)
                 made = self._wrapped(value) if isinstance(value, Wrapped) else self.value(value)
                 if isinstance(made, DistributedBlocks | StoredBlocks):
-                    apart[key] = self._parts(key, made)
+                    split_states[key] = self._parts(key, made)
                 else:
                     mapping[key] = made
                 self._path.pop()
-        if apart:
-            items = [item for key, value in mapping.items() for item in apart.get(key, {key: value}).items()]
+        if split_states:
+            items = [item for key, value in mapping.items() for item in split_states.get(key, {key: value}).items()]
             mapping.clear()
             mapping.update(items)
-        if clones:
-            self._full_state_dict(mapping, clones)
-        if stands_for(mapping):
-            self._restored[id(mapping)] = mapping, restored(mapping, self._source.path)
-            return self._restored[id(mapping)][1]
+        if tensors:
+            self._full_state_dict(mapping, tensors)
+        if is_stand_in(mapping):
+            self._replaced[id(mapping)] = mapping, decode_stand_in(mapping, self._source.path)
+            return self._replaced[id(mapping)][1]
         return mapping
 
     def _full_state_dict(self, mapping: dict[Key, Value], tensors: list[tuple[Key, StoredTensor]]) -> None:
@@ -147,19 +140,19 @@ class _TreeWalk:
     def _tuple(self, items: tuple[Value, ...]) -> Value:
         if all(type(item) in _PLAIN for item in items):
             return items
-        known = self._tuples.get(id(items))
+        known = self._replaced.get(id(items))
         if known is None:
             values = []
             for index, item in enumerate(items):
                 self._enter(index)
                 values.append(self.value(item))
                 self._path.pop()
-            known = self._tuples[id(items)] = items, tuple(values)
+            known = self._replaced[id(items)] = items, tuple(values)
         return known[1]
 
     def _stored(self, stored: StoredTensor) -> Value:
-        if self._inside is not None:
-            return self._refuse(f"a tensor inside a {self._inside}")
+        if self._enclosing_class is not None:
+            return self._refuse(f"a tensor inside a {self._enclosing_class}")
         if stored.array:
             return self._array(stored)
         if stored.sharded is None and not stored.shape:
@@ -167,7 +160,7 @@ class _TreeWalk:
         return cast(Value, self._leaf(stored))
 
     def _array(self, stored: StoredTensor) -> Value:
-        known = self._restored.get(id(stored))
+        known = self._replaced.get(id(stored))
         if known is not None:
             return known[1]
         nbytes = prod(stored.shape) * stored.dtype.itemsize
@@ -175,7 +168,7 @@ class _TreeWalk:
             return self._refuse("a NumPy array whose elements were put into another order")
         check_size(nbytes, self._source.path)
         array = array_object(stored.array, self._source.read(stored.offset, nbytes), self._source.path)
-        self._restored[id(stored)] = stored, array
+        self._replaced[id(stored)] = stored, array
         return array
 
     def _other(self, value: object) -> Value:
@@ -195,8 +188,8 @@ class _TreeWalk:
         return self._refuse_kind(value)
 
     def _wrapped(self, value: Wrapped) -> Distributed | DistributedBlocks | StoredBlocks | None:
-        if self._inside is not None:
-            self._refuse(f"a tensor inside a {self._inside}")
+        if self._enclosing_class is not None:
+            self._refuse(f"a tensor inside a {self._enclosing_class}")
             return None
         made = self._parser.parse(value, self._key())
         if isinstance(made, Distributed):
@@ -233,14 +226,14 @@ class _TreeWalk:
     def _object(self, value: Object) -> Value:
         """A record: unchanged if it holds no tensor; a ``defaultdict`` becomes a plain dict."""
         if value.function.name == "defaultdict":
-            known = self._dicts.get(id(value))
+            known = self._replaced.get(id(value))
             if known is None:
-                known = self._dicts[id(value)] = value, dict(value.entries)
-            return self._mapping(known[1])
+                known = self._replaced[id(value)] = value, dict(value.entries)
+            return self._mapping(cast("dict[Key, Value]", known[1]))
         if id(value) in self._seen:
             return value
         self._seen.add(id(value))
-        outer, self._inside = self._inside, str(value.function)
+        outer, self._enclosing_class = self._enclosing_class, str(value.function)
         self._enter(value.function.name)
         value.args = cast("tuple[Value, ...]", self.value(value.args))
         if value.has_state:
@@ -250,7 +243,7 @@ class _TreeWalk:
         if value.entries:
             value.entries = cast("list[tuple[Key, Value]]", self.value(value.entries))
         self._path.pop()
-        self._inside = outer
+        self._enclosing_class = outer
         return value
 
     def _refuse(self, what: str) -> Value:

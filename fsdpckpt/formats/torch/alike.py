@@ -1,10 +1,10 @@
-"""Knows the archives of other ranks again: what one rank saved is parsed, of the others only their numbers are taken.
+"""Recognises rank files that differ only in numbers of the rank: one is parsed, of the others only these are read.
 
-The files of ranks often differ in nothing but who saved them: the place in the device mesh, the rank, the number of a
-GPU. ``Alike`` holds the pickle of one rank. Where that of another rank differs, inside of numbers only, it is parsed
-once more with a ``Hole`` in the place of each of these numbers. If that gives the same tree, these numbers are nowhere
-but in meshes and in what no reader looks at, and every rank whose bytes are the same but for them has this tree too.
-What the mesh cuts is computed anew for each rank, and its bytes lie where its own zip directory says.
+The files of ranks often differ in nothing but who saved them: the coordinate in the device mesh, the rank, the number
+of a GPU. ``RankTemplate`` holds the pickle of one rank. Where that of another rank differs, inside of numbers only, it
+is parsed once more with a ``Hole`` in the place of each of these numbers. If that gives the same tree, these numbers
+are nowhere but in meshes and in what no reader looks at, and every rank whose bytes are the same but for them has this
+tree too. What the mesh cuts is computed anew for each rank, and its bytes lie where its own zip directory says.
 
 Anything else (other rows, another value, a key more) is an archive of its own, to be parsed as any.
 """
@@ -31,8 +31,6 @@ from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.ir.values import Value
 from fsdpckpt.storage import ByteSource
 
-__all__ = ["Alike", "Changes", "RankPlaces", "Shared", "archive_of"]
-
 _MOST_DIFFERENT = 64  # bytes in which pickles may differ: the rank's place in a mesh and the number of a GPU take a few
 _SCANNED = 1 << 20  # bytes from the begin on that are searched: a mesh is where it is used first
 _INTEGERS = frozenset("KMJ")
@@ -53,7 +51,7 @@ class _Operand(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """What is the same for all ranks of one ``Alike``: ``archive`` except its checksums, path, ranks and worlds.
+    """What is the same for all ranks of one ``RankTemplate``: ``archive`` except its checksums, path, ranks and worlds.
 
     ``starts``: where the records of the parsed archive begin, ascending. ``cuts``: the distinct ways in which tensors
     are cut, each with the result for the parsed rank. ``cut_of``: the number of the cut, and the local tensor, of a
@@ -152,7 +150,7 @@ class _CutParser(DistributedParser):
         self._last = None
         made = super().parse(wrapped, key)
         if not isinstance(made, Distributed):
-            raise _NotAlikeError(f"{key} is {made.blocks}, whose parts are cut otherwise than the mesh says")
+            raise _NotAlikeError(f"{key} is {made.blocks}, whose parts do not follow the mesh")
         if self._last is None:
             self.others.append(made)
         else:
@@ -170,7 +168,7 @@ class _CutParser(DistributedParser):
         return placed
 
 
-class Alike:
+class RankTemplate:
     """The archive of one rank, and whether others are like it. ``shared``: set as soon as one was; ``unlike``: one
     differed in numbers that matter, so others will too.
     """
@@ -183,7 +181,7 @@ class Alike:
         self.unlike = False
         self.shared: Shared | None = None
 
-    def changes(self, opened: OpenedArchive) -> Changes | None:
+    def differences(self, opened: OpenedArchive) -> Changes | None:
         """The numbers in which the pickle of another rank differs; None if it is not like this one."""
         ours, theirs = self._opened.columns, opened.columns
         if len(opened.pickle) != len(self._bytes) or ours.names != theirs.names:
@@ -195,9 +193,9 @@ class Alike:
         if len(places) > _MOST_DIFFERENT:
             return None
         changes = dict(zip(places.tolist(), other[places].tolist(), strict=True))
-        return changes if self._covers_changes(changes) or self._cover_changes(changes) else None
+        return changes if self._only_known_numbers(changes) or self._learn_numbers(changes) else None
 
-    def _covers_changes(self, changes: Changes) -> bool:
+    def _only_known_numbers(self, changes: Changes) -> bool:
         """Whether each change is in a number that is known to be a rank's own, and leaves a number there."""
         if self.shared is None:
             return False
@@ -207,7 +205,7 @@ class Alike:
                 return False
         return True
 
-    def _cover_changes(self, changes: Changes) -> bool:
+    def _learn_numbers(self, changes: Changes) -> bool:
         """Parse once more, with holes in place of these numbers and of those found before."""
         if self.unlike:
             return False
@@ -218,7 +216,7 @@ class Alike:
             self.unlike = True
             return False
         self._places, self._numbers, self.shared = places, numbers, shared
-        return self._covers_changes(changes)
+        return self._only_known_numbers(changes)
 
     def _with_holes(self, numbers: Sequence[_Operand]) -> Shared | None:
         """The result if ``numbers`` are not known; None unless it is the tree that was parsed."""

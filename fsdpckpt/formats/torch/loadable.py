@@ -1,4 +1,4 @@
-"""Says values that ``torch.load`` refuses by default in ones that it takes, and back.
+"""Encodes values that ``torch.load`` refuses by default as values that it accepts, and decodes them.
 
 With ``weights_only=True``, the default since torch 2.6, it takes tensors, plain values and a few classes
 (``torch._weights_only_unpickler._get_allowed_globals``), and one random state of NumPy makes it refuse the whole file.
@@ -72,20 +72,20 @@ def is_loadable(value: Value) -> bool:
     return not isinstance(value, (list, tuple, set)) or all(map(is_loadable, value))
 
 
-def encoded(value: Value) -> dict[Key, Value]:
+def encode_stand_in(value: Value) -> dict[Key, Value]:
     """The replacement for ``value``, which is neither loadable nor a NumPy array."""
     if isinstance(value, dict):
         return {ENCODED: _text(like(value, dict.fromkeys(value))), VALUES: list(value.values())}
     return {ENCODED: _text(value)}
 
 
-def stands_for(mapping: Mapping[Key, Value]) -> bool:
-    """Whether ``encoded`` made it."""
-    return mapping.keys() - {VALUES} == {ENCODED} and signed(mapping[ENCODED])
+def is_stand_in(mapping: Mapping[Key, Value]) -> bool:
+    """Whether ``encode_stand_in`` made it."""
+    return mapping.keys() - {VALUES} == {ENCODED} and has_valid_digest(mapping[ENCODED])
 
 
-def restored(stand_in: Mapping[Key, Value], file: str) -> Value:
-    """The inverse of ``encoded``. Raises SourceCorruptError, SourceUnsafeError."""
+def decode_stand_in(stand_in: Mapping[Key, Value], file: str) -> Value:
+    """The inverse of ``encode_stand_in``. Raises SourceCorruptError, SourceUnsafeError."""
     value = _value(str(stand_in[ENCODED]), file)
     if VALUES not in stand_in:
         return value
@@ -109,7 +109,7 @@ def array_of(value: Object) -> Array | None:
 
 
 def array_object(call: str, data: bytes, file: str) -> Object:
-    """The array that ``call``, a result of ``array_of``, makes of ``data``. Raises as ``restored``."""
+    """The array that ``call``, a result of ``array_of``, makes of ``data``. Raises as ``decode_stand_in``."""
     value = _value(call, file)
     parts = _parts(value) if isinstance(value, Object) else None
     if not isinstance(value, Object) or parts is None:
@@ -149,8 +149,8 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGEST]
 
 
-def signed(text: object) -> bool:
-    """Whether it is a text that ``encoded`` or ``array_of`` made."""
+def has_valid_digest(text: object) -> bool:
+    """Whether it is a text that ``encode_stand_in`` or ``array_of`` made."""
     return isinstance(text, str) and text[:_DIGEST] == _digest(text[_DIGEST:])
 
 
@@ -158,5 +158,5 @@ def _value(text: str, file: str) -> Value:
     try:
         data: Json = json.loads(text[_DIGEST:])
     except (ValueError, RecursionError):
-        raise damaged(file, "a value kept as text is not JSON", why=_WHY) from None
+        raise damaged(file, "an encoded value is not JSON", why=_WHY) from None
     return decode_allowed(data, file=file)

@@ -1,6 +1,6 @@
 """Parses the device meshes in a rank's file: which ranks a mesh has, and the place of the saving rank.
 
-Follows ``torch.distributed.device_mesh.DeviceMesh`` as torch 2.4 to 2.15 pickle it: up to 2.9 with a tensor of ranks,
+Follows ``torch.distributed.device_mesh.DeviceMesh`` as torch 2.4 to 2.14 pickle it: up to 2.9 with a tensor of ranks,
 later with a rank map and a layout of strides into it.
 """
 

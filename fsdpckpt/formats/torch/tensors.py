@@ -15,7 +15,7 @@ from math import prod
 from typing import NoReturn, cast
 
 from fsdpckpt.errors import COPY_AGAIN, SourceUnsupportedError, damaged
-from fsdpckpt.formats.torch.loadable import ARRAY, signed
+from fsdpckpt.formats.torch.loadable import ARRAY, has_valid_digest
 from fsdpckpt.formats.zip import ZipRecord
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, STORAGE_DTYPES, DType
 from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks
@@ -209,7 +209,7 @@ class TensorBuilder:
             state = state[0]
         attributes = state if isinstance(state, dict) else {}
         array = attributes.get(ARRAY)
-        if signed(array):
+        if has_valid_digest(array):
             made.array = str(array)
         if attributes.get(_CLONED) is True:
             made.cloned = made.sharded = self.any_cloned = True

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdpckpt.formats.torch import TorchArchive, open_archive, parse_archive
-from fsdpckpt.formats.torch.alike import Alike, Changes, RankPlaces, archive_of
+from fsdpckpt.formats.torch.alike import Changes, RankPlaces, RankTemplate, archive_of
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Checksums
@@ -50,8 +50,8 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
     Raises what ``read_archive`` raises.
     """
     opened: list[RankFile | None] = []
-    parsed_by_length: dict[int, list[Alike]] = {}
-    pending: list[tuple[int, int, Alike, Changes, Int64Array, Checksums]] = []
+    parsed_by_length: dict[int, list[RankTemplate]] = {}
+    pending: list[tuple[int, int, RankTemplate, Changes, Int64Array, Checksums]] = []
     ranks = sorted(paths)
     for index, rank in enumerate(ranks):
         source = sources.open(paths[rank])
@@ -59,7 +59,7 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
         archive = open_archive(source)
         candidates = parsed_by_length.setdefault(len(archive.pickle), [])
         for candidate in candidates:
-            changes = candidate.changes(archive)
+            changes = candidate.differences(archive)
             if changes is not None:
                 pending.append((index, number, candidate, changes, archive.columns.offset, archive.checksums(number)))
                 opened.append(None)
@@ -68,7 +68,7 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
             parsed = parse_archive(archive, number)
             opened.append(RankFile(rank, number, parsed))
             if alike and len(candidates) < _MAX_ALIKE and not any(candidate.unlike for candidate in candidates):
-                candidates.append(Alike(archive, parsed.root))
+                candidates.append(RankTemplate(archive, parsed.root))
                 pending.append((index, number, candidates[-1], {}, archive.columns.offset, parsed.checksums))
     for index, number, model, changes, offsets, checksums in pending:
         path = paths[ranks[index]]
