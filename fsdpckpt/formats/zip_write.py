@@ -51,7 +51,7 @@ class _Record(NamedTuple):
     crc: int | None
 
 
-class _Run(NamedTuple):
+class _RecordColumns(NamedTuple):
     """Consecutive records of data, in columns."""
 
     name: list[bytes]
@@ -75,7 +75,7 @@ class TorchZip:
         self._file = file
         self._begin = file.nbytes
         self._stem = stem.encode()
-        self._records: list[_Record | _Run] = []
+        self._records: list[_Record | _RecordColumns] = []
         self._crc_places: list[Int64Array] = []  # of each, (n, 2)
 
     def pickle(self, data: bytes) -> None:
@@ -108,7 +108,7 @@ class TorchZip:
         file.literal(b"%b%b%b" % (packed, name, extra))
         self._records.append(_Record(name, header, file.nbytes, nbytes, crc))
 
-    def begin_all(self, first: int, nbytes: Int64Array) -> Int64Array:
+    def begin_records(self, first: int, nbytes: Int64Array) -> Int64Array:
         """Write the headers of ``data/<first>`` and those after it, each followed by ``nbytes`` (below 4 GiB) that the
         caller fills; return where these bytes begin in the file.
         """
@@ -125,7 +125,7 @@ class TorchZip:
         places = at + np.cumsum(data - header) - (data - header)
         file.literal_columns.frombytes(np.stack([header, places, data - header], axis=1).tobytes())
         file.nbytes = int(data[-1] + nbytes[-1])
-        self._records.append(_Run(names, header, data, nbytes))
+        self._records.append(_RecordColumns(names, header, data, nbytes))
         return data
 
     def finish(self) -> int:
@@ -137,7 +137,7 @@ class TorchZip:
         at = file.nbytes
         count = 0
         for each in self._records:
-            if isinstance(each, _Run) and each.header[-1] - begin < LIMIT_32:
+            if isinstance(each, _RecordColumns) and each.header[-1] - begin < LIMIT_32:
                 entries, inside = _directory_entries(each, begin)
                 places = np.stack([each.header + 14, at + len(directory) + inside + 16], axis=1)
                 rows = np.column_stack([each.data, each.data + each.nbytes, places])[each.nbytes > 0]
@@ -146,7 +146,7 @@ class TorchZip:
                 self._crc_places.append(places)
                 count += len(places)
                 continue
-            for record in each.records() if isinstance(each, _Run) else [each]:
+            for record in each.records() if isinstance(each, _RecordColumns) else [each]:
                 pair = (record.header + 14, at + len(directory) + 16)
                 self._crc_places.append(np.array([pair], np.int64))
                 if record.crc is None:
@@ -238,7 +238,7 @@ class Records:
             if small and len(run) >= _LONG_RUN:
                 tensors = cast("list[WrittenTensor]", run)
                 nbytes = np.fromiter((tensor.nbytes for tensor in tensors), np.int64, len(tensors))
-                file.write_whole(tensors, archive.begin_all(key, nbytes), nbytes)
+                file.write_whole(tensors, archive.begin_records(key, nbytes), nbytes)
                 key += len(run)
                 continue
             for content in run:
@@ -290,7 +290,7 @@ def _local_headers(names: list[bytes], length: Int64Array, nbytes: Int64Array, s
     return out.tobytes()
 
 
-def _directory_entries(run: _Run, begin: int) -> tuple[bytes, Int64Array]:
+def _directory_entries(run: _RecordColumns, begin: int) -> tuple[bytes, Int64Array]:
     """The entries of the directory, and where each of them begins; ``begin``: of the archive in its file."""
     length = np.array([len(name) for name in run.name], np.int64)
     fixed = np.zeros(len(length), _CENTRAL_COLUMNS)

@@ -144,8 +144,8 @@ def test_headers_that_are_made_at_once_are_those_that_are_made_one_by_one(stem):
         nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
         if file is many:
             written = [WrittenTensor(tensor, tensor.dtype) for tensor in tensors]
-            file.write_whole(written[:4000], archive.begin_all(1, nbytes[:4000]), nbytes[:4000])
-            file.write_whole(written[4000:], archive.begin_all(4001, nbytes[4000:]), nbytes[4000:])
+            file.write_whole(written[:4000], archive.begin_records(1, nbytes[:4000]), nbytes[:4000])
+            file.write_whole(written[4000:], archive.begin_records(4001, nbytes[4000:]), nbytes[4000:])
         else:
             for key, tensor in enumerate(tensors):
                 archive.begin_data(str(key + 1), tensor.nbytes)
@@ -167,7 +167,7 @@ def test_headers_that_are_made_at_once_beyond_four_gib():
         if file is many:
             nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
             written = [WrittenTensor(tensor, FLOAT) for tensor in tensors]
-            file.write_whole(written, archive.begin_all(0, nbytes), nbytes)
+            file.write_whole(written, archive.begin_records(0, nbytes), nbytes)
         else:
             for key, tensor in enumerate(tensors):
                 archive.begin_data(str(key), tensor.nbytes)

@@ -199,8 +199,8 @@ class ItemReader:
         pickled = records.get("data.pkl")
         if pickled is None:
             raise self._no_tensor(begin, "no data.pkl")
-        summed = any(entry.crc for entry in records.values())
-        data = read_pickle(self._source, pickled, summed=summed)
+        has_checksums = any(entry.crc for entry in records.values())
+        data = read_pickle(self._source, pickled, verify_checksum=has_checksums)
         pickles = self._known.pickles
         described = pickles.get(data)
         if described is None or described.record not in records or records[described.record].nbytes < described.last:
@@ -208,7 +208,9 @@ class ItemReader:
         record, held = records[described.record], described.tensor
         kind = self._known.kind(held.dtype, held.shape, held.stride)
         data_at = record.offset - begin
-        tensor = _ItemTensor(kind, data_at + described.first, data_at, record.nbytes, record.crc if summed else -1)
+        tensor = _ItemTensor(
+            kind, data_at + described.first, data_at, record.nbytes, record.crc if has_checksums else -1
+        )
         template = _make_template(tensor, f"/{described.record}", length, ends)
         if template is not None:
             self._known.remember(length, template)

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import chain, islice, repeat
 from typing import Final, Generic, TypeVar
 
-from fsdpckpt.formats.pickle.opcodes import PickleOpcodes, integer, integers
+from fsdpckpt.formats.pickle.opcodes import PickleOpcodes, integer
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Int64Array
 
@@ -79,7 +79,7 @@ def metadata_pickle(entries: Sequence[DcpEntry], files: Sequence[str]) -> bytear
 
 
 def _dict(writer: PickleOpcodes, pairs: Iterator[bytes]) -> None:
-    """A dict from opcodes of keys and values. Each pair is made when it is written, so that memo places are in order
+    """A dict from opcodes of keys and values. Each pair is made when it is written, so that memo numbers are in order
     and only one pair is in memory: a tensor in thousands of chunks has 200 KB of opcodes.
     """
     out = writer.out
@@ -98,7 +98,7 @@ def _path(writer: PickleOpcodes, path: tuple[str | int, ...]) -> bytes:
     return b"(%bt" % body
 
 
-class _Kept(Generic[_Made]):
+class _Reusable(Generic[_Made]):
     """What was made of items, until the last tensor that uses them. On thousands of ranks most tensors have some items
     of their own, because the empty chunk that several ranks hold is written by a different one each time.
     """
@@ -118,18 +118,18 @@ class _Writer(PickleOpcodes):
     def __init__(self, files: Sequence[str], uses: Counter[StoredItems]) -> None:
         super().__init__()
         self._files = files
-        self._chunks = _Kept[bytes](uses)
-        self._around = _Kept[list[tuple[bytes, bytes]]](uses)
+        self._chunks = _Reusable[bytes](uses)
+        self._items = _Reusable[list[tuple[bytes, bytes]]](uses)
 
-    def _reused(self, kept: _Kept[_Made], items: StoredItems, make: Callable[[], _Made]) -> _Made:
+    def _reused(self, reusable: _Reusable[_Made], items: StoredItems, make: Callable[[], _Made]) -> _Made:
         """What ``make`` makes of texts and names: from the second time on these are all memo references."""
-        known = kept.take(items)
+        known = reusable.take(items)
         if known is not None:
             return known
         memo = self._memo
         made = make()
-        if kept.left[items]:
-            kept.made[items] = made if self._memo == memo else make()
+        if reusable.left[items]:
+            reusable.made[items] = made if self._memo == memo else make()
         return made
 
     def storage_metadata(self, entry: DcpEntry) -> bytes:
@@ -147,26 +147,23 @@ class _Writer(PickleOpcodes):
         head += name(_METADATA, "TensorProperties") + b")\x81(" + name("torch", dtype.name)
         head += name("torch.serialization", "_get_layout") + text("torch.strided") + b"\x85R\x89"
         head += name(_METADATA, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R\x89tb"
-        return head + text("size") + self._size(shape) + text("chunks")
+        return head + text("size") + self.size(shape) + text("chunks")
 
     def _chunk_list(self, items: StoredItems) -> bytes:
         made = []
         for start, size in zip(items.start.tolist(), items.size.tolist(), strict=True):
             head = self.name(_METADATA, "ChunkStorageMetadata") + _NEW
-            head += self.text("offsets") + self._size(start)
-            made.append(head + self.text("sizes") + self._size(size) + _BUILD)
+            head += self.text("offsets") + self.size(start)
+            made.append(head + self.text("sizes") + self.size(size) + _BUILD)
         return b"".join(made)
-
-    def _size(self, values: Sequence[int]) -> bytes:
-        return self.name("torch", "Size") + integers(values) + b"\x85R"
 
     def storage_data(self, entry: DcpEntry) -> Iterable[bytes]:
         """One MetadataIndex and _StorageInfo for each item. Only the name and the offset differ between entries."""
         items, memo, first = entry.items, self._memo, self._index(entry.key)
         if entry.dtype is None:
-            around = self._around_offsets(items, tensor=False)
+            around = self._item_parts(items, tensor=False)
         else:
-            around = self._reused(self._around, items, partial(self._around_offsets, items, tensor=True))
+            around = self._reused(self._items, items, partial(self._item_parts, items, tensor=True))
         names = repeat(first) if memo == self._memo else chain([first], repeat(self._index(entry.key)))
         offsets = map(integer, entry.offset.tolist())
         rows = zip(names, around, offsets, strict=False)
@@ -175,14 +172,14 @@ class _Writer(PickleOpcodes):
     def _index(self, key: str) -> bytes:
         return self.name(_METADATA, "MetadataIndex") + _NEW + self.text("fqn") + self.text(key)
 
-    def _around_offsets(self, items: StoredItems, *, tensor: bool) -> list[tuple[bytes, bytes]]:
+    def _item_parts(self, items: StoredItems, *, tensor: bool) -> list[tuple[bytes, bytes]]:
         """The opcodes before and after the offset of each item: its number, its place and its file; its length."""
         made = []
         rows = zip(items.start.tolist(), items.file.tolist(), items.nbytes.tolist(), strict=True)
         for number, (start, file, nbytes) in enumerate(rows):
             if number < 2:  # from the second item on all texts are memo references
                 index, place, info, begin, length = self._attributes()
-            hint, where = (integer(number), self._size(start)) if tensor else (b"N", b"N")
+            hint, where = (integer(number), self.size(start)) if tensor else (b"N", b"N")
             before = b"%b%b%b%b%b%b%b" % (index, hint, place, where, info, self.text(self._files[file]), begin)
             made.append((before, length + integer(nbytes) + _BUILD))
         return made

@@ -136,12 +136,12 @@ class PickleOpcodes:
         self.out += opcodes
 
     def put(self) -> tuple[bytes, bytes]:
-        """A new memo place: the opcode that stores the top of the stack there, and the one that fetches it."""
-        place = self._memo
-        self._memo = place + 1
-        if place < 256:
-            return b"q%c" % place, b"h%c" % place
-        packed = struct.pack("<I", place)
+        """A new memo number: the opcode that stores the top of the stack there, and the one that fetches it."""
+        number = self._memo
+        self._memo = number + 1
+        if number < 256:
+            return b"q%c" % number, b"h%c" % number
+        packed = struct.pack("<I", number)
         return b"r" + packed, b"j" + packed
 
     def text(self, text: str) -> bytes:
@@ -236,7 +236,7 @@ class PickleOpcodes:
     def cpu(self) -> bytes:
         return self.once("cpu", lambda: self.name("torch", "device") + self.text("cpu") + b"\x85R")
 
-    def size(self, shape: tuple[int, ...]) -> bytes:
+    def size(self, shape: Sequence[int]) -> bytes:
         return self.name("torch", "Size") + integers(shape) + b"\x85R"
 
     def _head(self, dtype: DType) -> tuple[bytes, bytes, bytes]:

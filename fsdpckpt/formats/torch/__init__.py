@@ -371,7 +371,7 @@ def open_archive(source: ByteSource, *, begin: int = 0, end: int | None = None) 
     if "byteorder" in places:
         check_byteorder(source, columns.record(places["byteorder"]))
     pickled = columns.record(places["data.pkl"])
-    return OpenedArchive(source, columns, read_pickle(source, pickled, summed=bool(columns.crc.any())))
+    return OpenedArchive(source, columns, read_pickle(source, pickled, verify_checksum=bool(columns.crc.any())))
 
 
 def parse_archive(
@@ -406,13 +406,15 @@ def parse_archive(
     )
 
 
-def read_pickle(source: ByteSource, record: ZipRecord, *, summed: bool) -> bytes:
-    """The bytes of the record. ``summed``: the archive has checksums. Raises SourceCorruptError if this one's is wrong;
-    torch.load checks none.
+def read_pickle(source: ByteSource, record: ZipRecord, *, verify_checksum: bool) -> bytes:
+    """The bytes of the record.
+
+    ``verify_checksum``: the archive has checksums, which torch.load does not check. Raises SourceCorruptError if that
+    of the record is wrong.
     """
     check_size(record.nbytes, source.path)
     data = source.read(record.offset, record.nbytes)
-    if not summed:
+    if not verify_checksum:
         return data
     crc = zlib.crc32(data)
     if crc != record.crc:
