@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import fsdpckpt
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
@@ -247,3 +248,14 @@ class TestTorchRanksWriter(WriterContract):
             with as_rank(rank, spec.world_size), load_with_process_group(dist.group.WORLD):
                 loaded = load(Path(path), "model", rank, spec.world_size, weights_only=plain)
                 assert loaded.keys() == {*Trained.SHAPES, "steps_seen"}
+
+
+@pytest.mark.parametrize("form", ["dtensor", "sharded-tensor"])
+def test_the_ranks_of_a_model_of_many_tensors_are_read_back(tmp_path, form):
+    """All its tensors refer to one mesh, or to one process group and one sharding specification."""
+    torch.save(
+        {"model": {f"layers.{number}.weight": torch.zeros(4, 2) for number in range(1500)}}, tmp_path / "full.pt"
+    )
+    ranks = {"to": "sharded", "container": "torch", "world_size": 2, "buffers": ["none"], "tensor": form}
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "ranks", **ranks)
+    assert fsdpckpt.diff(tmp_path / "full.pt", tmp_path / "ranks").same
