@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.formats import dcp as reader
-from fsdpckpt.formats.dcp import DcpMetadata, parse_metadata, reduce
+from fsdpckpt.formats.dcp import DcpMetadata, parse_metadata, reduce, repeats
 from fsdpckpt.formats.dcp.repeats import ENTRY, Entries
 from fsdpckpt.formats.dcp.runs import Memo
 from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_pickle
@@ -171,17 +171,40 @@ def layers(ranks: int, layers: int) -> bytes:
     return saved(ranks, shapes, lengths=(1 << 20, 1 << 21, 1 << 30), offsets_of_items=(1 << 16,))
 
 
-def test_what_repeats_is_read_as_the_general_reader_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little is parsed at a time, so that also in small files most is known when it comes, and joined."""
+    monkeypatch.setattr(reduce, "_WINDOW", 300)
+    monkeypatch.setattr(repeats, "_WORTH", 2)
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_what_repeats_is_compared_and_read_as_the_general_reader_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 ranks: numbers of one and of two bytes, and several batches of a thousand."""
+    known = []
+    take = repeats.Items.take
+
+    def counted(*arguments: Any) -> repeats.Records | None:
+        taken = take(*arguments)
+        known.append(taken.rows.stop if taken is not None else 0)
+        return taken
+
+    joined = []
+    join = repeats._join
+    monkeypatch.setattr(repeats.Items, "take", counted)
+    monkeypatch.setattr(repeats, "_join", lambda parts: joined.append(len(parts)) or join(parts))
     data = layers(300, 4)
     fast, general = both(data, monkeypatch)
     assert fast == general and isinstance(fast, tuple)
     total = sum(len(tensor[2]) for tensor in fast[0].values())
     chunks, items = read_in_runs(data)
-    assert chunks < total // 3, "the lists of chunks were not recognised"
-    assert items > 0.99 * total - 300, "the first item of a file has its path as a text"
+    assert chunks < total // 3, "the lists of chunks were not known again"
+    assert max(joined) > 2, "no items were joined"
+    assert items > 0.8 * total, "only single items among known ones are walked over"
+    assert sum(known) > 1.2 * items, "the items of two readings were not known again"
 
 
+@pytest.mark.usefixtures("small_windows")
 def test_a_byte_that_repeats_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any byte of what is only compared, or taken for a number, may be another one."""
     corpus = layers(20, 2)
@@ -378,13 +401,14 @@ def test_a_run_that_is_used_otherwise_is_judged_by_the_general_reader(
     assert fast == general, name
 
 
-@pytest.mark.parametrize("seed", [300, 1 << 16])
+@pytest.mark.parametrize("window", [300, 1 << 16])
 def test_damaged_files_come_to_the_end_that_the_general_reader_finds(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(reduce, "_WINDOW", window)
     corpus = [path.read_bytes() for path in FILES if path.stat().st_size < 7000]
     corpus += [saved(5, {"w": (9, 2), "b": (7,)}), written(3), written(7)]
-    generator = random.Random(seed)
+    generator = random.Random(window)
     reduced = accepted = 0
     for number in range(400):
         data = mutated(generator, corpus)

@@ -28,6 +28,8 @@ _LONG = 0x8A
 _WIDTH = np.zeros(256, np.int64)  # bytes of an unsigned operand by opcode
 _WIDTH[list(b"KMJ")] = (1, 2, 4)
 MASK = np.array([(1 << (8 * width)) - 1 for width in range(9)], np.uint64)
+_AT_ONCE = 1 << 16  # texts compared at once
+_WEIGHTS = np.array([pow(0x9E3779B97F4A7C15, word, 1 << 64) for word in range(1, 33)], np.uint64)  # words of a hash
 
 
 class UnusualError(Exception):
@@ -59,7 +61,7 @@ class Block:
             ok &= (self.words(at + begin) & MASK[len(part)]) == np.uint64(int.from_bytes(part, "little"))
         return ok
 
-    def _operands(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
+    def operands(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
         """For the integers at ``at``: where their bytes begin, how many there are (0: not an integer), whether one is a
         sign.
         """
@@ -74,7 +76,7 @@ class Block:
 
     def integers(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
         """The values (0 up to 2^63 - 1) and the ends of the integers at ``at``."""
-        place, width, signed = self._operands(at)
+        place, width, signed = self.operands(at)
         value = self.words(place) & MASK[width]
         ok = (width > 0) & ~(signed & (value > MASK[width] >> np.uint64(1)))
         return value.astype(np.int64), place + width, ok
@@ -140,27 +142,64 @@ class Block:
 
 
 class Texts:
-    """Numbers texts in the order of their first appearance."""
+    """Numbers texts in the order of their first appearance, many at a time."""
 
     def __init__(self) -> None:
+        self.all: list[bytes] = []
         self._numbers: dict[bytes, int] = {}
+        # by length: hashes in order, and for each the number and the bytes of the text that has it
+        self._hashed: dict[int, tuple[UInt64Array, Int64Array, UInt64Array]] = {}
 
-    def all(self) -> list[bytes]:
-        return list(self._numbers)
+    def known(self, text: bytes | None) -> int:
+        """The number of ``text``; -1 if it has none yet."""
+        return self._numbers.get(text, -1) if text is not None else -1
 
     def number(self, text: bytes) -> int:
-        return self._numbers.setdefault(text, len(self._numbers))
+        number = self._numbers.get(text)
+        if number is None:
+            number = self._numbers[text] = len(self.all)
+            self.all.append(text)
+        return number
 
     def numbers(
         self, block: Block, at: npt.NDArray[np.signedinteger], nbytes: npt.NDArray[np.signedinteger]
     ) -> npt.NDArray[np.int32]:
         """The numbers of the texts of ``nbytes`` at ``at``."""
-        data = block.data
-        texts = [data[begin:end] for begin, end in zip(at.tolist(), (at + nbytes).tolist(), strict=True)]
-        numbers = self._numbers
-        for text in dict.fromkeys(texts):
-            numbers.setdefault(text, len(numbers))
-        return np.array(list(map(numbers.__getitem__, texts)), np.int32)
+        numbers = np.empty(len(at), np.int32)
+        for length in np.flatnonzero(np.bincount(nbytes)).tolist():
+            rows = np.flatnonzero(nbytes == length)
+            for begin in range(0, len(rows), _AT_ONCE):
+                part = rows[begin : begin + _AT_ONCE]
+                numbers[part] = self._of_length(block, at[part], length)
+        return numbers
+
+    def _of_length(self, block: Block, at: npt.NDArray[np.signedinteger], length: int) -> Int64Array:
+        """Numbers texts of one length by a hash; then compares each text with the one of this hash, byte for byte."""
+        words = -(-length // 8)
+        table = np.empty((len(at), words), np.uint64)
+        for word in range(words):
+            table[:, word] = block.words(at + 8 * word)
+        if length % 8:
+            table[:, -1] &= MASK[length % 8]
+        hashes = (table * _WEIGHTS[:words]).sum(axis=1, dtype=np.uint64)
+        none = np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros((0, words), np.uint64)
+        known, numbers, content = self._hashed.get(length, none)
+        place = np.searchsorted(known, hashes)
+        place[place == len(known)] = 0
+        new = known[place] != hashes if len(known) else np.ones(len(hashes), np.bool_)
+        if new.any():
+            _, first = np.unique(hashes[new], return_index=True)
+            added, rows = hashes[new][first], table[new][first]
+            fresh = np.array([self.number(row.tobytes()[:length]) for row in rows], np.int64)
+            order = np.argsort(known := np.concatenate([known, added]))
+            known, numbers = known[order], np.concatenate([numbers, fresh])[order]
+            content = np.concatenate([content, rows])[order]
+            self._hashed[length] = known, numbers, content
+            place = np.searchsorted(known, hashes)
+        if not np.array_equal(content[place], table):
+            raise UnusualError("two texts with one hash")
+        result: Int64Array = numbers[place]
+        return result
 
 
 PLANS = b"all_local_plans"

@@ -20,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.formats.dcp.fields import END, PLANS, Block, Plans, Texts, UnusualError
-from fsdpckpt.formats.dcp.repeats import ENTRY, Entries, Lists, Records
+from fsdpckpt.formats.dcp.repeats import ENTRY, Begins, Entries, Items, Lists, Records
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, PUTS, Form, ItemForm, Matches, Memo, ReferenceIntoRunError, learn
 from fsdpckpt.storage import ByteSource
 
 _BLOCK = 4 << 20  # bytes processed at a time: the results take several times as much memory
 _LONGEST_COPY = 16 << 20  # bytes that may be kept before most must turn out to be in runs
+_WINDOW = 64 << 10  # bytes that are searched for records at first
+_MOST_WINDOW = 1 << 20  # ... and in the end
 _ROOM = 4096  # bytes at the end of a block in which no opcode or record begins that might not end there
 _PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _FRAME = 0x95
@@ -43,6 +45,7 @@ _GET = ord("h")
 _GETS = {_GET: 1, ord("j"): 4}
 _MEMOISES = {_MEMOIZE: 1, ord("q"): 2, ord("r"): 5}
 _GLOBAL = ord("c")
+_MOST_PLAIN_GETS = 48  # each is learned at the cost of a new pattern
 _MOST_UNLIKE = 1 << 10  # records of a kind that are read one by one: trying to learn their form costs more
 _LIST = b"]\x94("  # memoised, then several elements
 
@@ -96,7 +99,7 @@ def _reduce(source: ByteSource, *, shared_names: bool) -> Reduced | None:
     for data, boundaries in _unframed(source):
         walk.read(data, boundaries)
     walk.finish()
-    texts = [text.decode("utf-8", "surrogatepass") for text in walk.texts.all()]
+    texts = [text.decode("utf-8", "surrogatepass") for text in walk.texts.all]
     if not walk.runs:
         return None
     chunks: Columns = {}
@@ -152,7 +155,13 @@ def _run_of_numbered(kinds: Collection[bytes]) -> re.Pattern[bytes]:
     return re.compile(rb"(?:" + _PLAIN + rb"|" + other + rb"(?:h.|j.{4}))++", re.DOTALL)
 
 
-_RUN_OF_PLAIN = re.compile(rb"(?:" + _PLAIN + rb")++", re.DOTALL)  # opcodes that are copied unchanged
+def _run_of_plain(numbers: Collection[int]) -> re.Pattern[bytes]:
+    """A pattern for opcodes that are copied unchanged, including the short GETs of ``numbers``. A GET that may be part
+    of a name is not among them, because the parts of a name must be known.
+    """
+    gets = b"".join(b"\\x%02x" % number for number in sorted(numbers))
+    short = rb"|(?:h[" + gets + rb"])++(?![\x93\x8cX])" if gets else b""
+    return re.compile(rb"(?:" + _PLAIN + short + rb")++", re.DOTALL)
 
 
 class _Walk:
@@ -168,14 +177,16 @@ class _Walk:
         self.texts = Texts()
         self._counts = {CHUNK: 0, INDEX: 0}
         self._forms: dict[tuple[bytes, bytes], Form] = {}
-        self._entries, self._lists = Entries(), Lists()
+        self._entries, self._lists, self._items = Entries(), Lists(), Items()
         self._entry = -1, 0  # where the bytes after a text begin that have no other text, and values memoised before
         self._block, self._limit = Block(b""), 0
         self._windows: dict[tuple[bytes, bytes], _Window] = {}  # of this block, by the kind of record
+        self._sizes = {CHUNK: _WINDOW, INDEX: _WINDOW}
         self._memo = Memo()
         self._gets: dict[bytes, bytes] = {}  # what a GET becomes
         self._kinds: list[bytes] = []  # the GETs of the classes of records, where memo numbers are written
-        self._run = _RUN_OF_PLAIN
+        self._plain_gets: set[int] = set()  # numbers whose short GETs are copied unchanged
+        self._run = _run_of_plain(())
         self._rest, self._ends = b"", [0]  # bytes that were not walked yet, and where frames end in them
         self._read = 0
         self._stopped = False
@@ -207,6 +218,9 @@ class _Walk:
             self._stopped = self._plans.ended
         for kind in tuple(self._windows):
             self._close_window(kind)
+        items = self._items.columns(block)
+        if items is not None:
+            self.columns[INDEX].append(self._compact(items))
         self._rest = block.data[at:]
         self._ends = [end - at for end in self._ends if end >= at]
 
@@ -226,7 +240,7 @@ class _Walk:
                 frame = next(frames, -1)
                 continue
             opcode = data[at]
-            if width_of[opcode] or (opcode == _GET and memo.numbers):
+            if width_of[opcode] or opcode == _GET:
                 match = self._run.match(data, at, limit if frame < 0 else min(limit, frame))
                 if match is not None:
                     at = match.end()
@@ -247,7 +261,7 @@ class _Walk:
                         self._learn_entry(data, at, taken)
                     at = kept = taken.end
                     while 0 <= frame <= at:
-                        _require_boundary(data, _last_before(taken, frame), frame)
+                        _require_boundary(data, _last_before(taken.begins, frame), frame)
                         frame = next(frames, -1)
                     continue
                 kept_text = texts.get(old)
@@ -260,6 +274,9 @@ class _Walk:
                     out += data[kept:at]
                     out += new
                     kept = end
+                elif opcode == _GET and name not in self._counts and self._may_add(old):
+                    self._plain_gets.add(old)
+                    self._run = _run_of_plain(self._plain_gets)
                 at = end
             elif opcode in (_SHORT_TEXT, _TEXT):
                 begin = at + (2 if opcode == _SHORT_TEXT else 5)
@@ -328,6 +345,11 @@ class _Walk:
         memo.put(number)
         return number
 
+    def _may_add(self, number: int) -> bool:
+        """Whether a GET of ``number`` may be added to those that are copied unchanged."""
+        few = not self._memo.numbers and len(self._plain_gets) < _MOST_PLAIN_GETS
+        return few and number not in self._plain_gets
+
     def _learn_entry(self, data: bytes, at: int, chunks: Records) -> None:
         """Remember the bytes of this tensor, whose chunks begin at ``at``, to recognise tensors described by the same
         bytes.
@@ -344,8 +366,26 @@ class _Walk:
         form = self._forms.get(kind) or self._learn_form(kind, at)
         if form is None:
             return None
-        taken = self._lists.take(block.data, at) if kind == CHUNK else None
-        return taken if taken is not None else self._records_at(kind, form, at)
+        window = self._windows.get(kind)
+        searched = window is not None and window.begin <= at < window.end
+        taken: Records | None = None
+        if not isinstance(form, ItemForm):
+            taken = self._lists.take(block.data, at)
+        elif not searched:
+            taken = self._items.take(
+                form, block, at, lambda at: self.texts.known(form.name(block.data, at, self._memo))
+            )
+            if taken is None and not form.may_stand(block.data, at):
+                return None
+            if taken is None and self._sizes[kind] == 1:  # a single one among known records is walked faster
+                self._sizes[kind] = _WINDOW
+                return None
+        if taken is not None:
+            self._sizes[kind] = _WINDOW if self._items.scattered else 1
+            return taken
+        return self._records_at(
+            kind, window if window is not None and searched else self._open_window(kind, form, at), at
+        )
 
     def _learn_form(self, kind: tuple[bytes, bytes], at: int) -> Form | None:
         if self._unlike[kind] == _MOST_UNLIKE:
@@ -359,11 +399,15 @@ class _Walk:
         self._forms[kind] = form
         return form
 
-    def _records_at(self, kind: tuple[bytes, bytes], form: Form, at: int) -> Records | None:
-        window = self._windows.get(kind)
-        if window is None:  # the first one of its kind in this block: search all of it
-            matches = form.find(self._block, at, max(self._limit, at + 1))
-            window = self._windows[kind] = _Window(matches, [])
+    def _open_window(self, kind: tuple[bytes, bytes], form: Form, at: int) -> _Window:
+        """Search for records from ``at`` on: first for one after those that were known, then for more and more."""
+        self._close_window(kind)
+        end = min(at + self._sizes[kind], max(self._limit, at + 1))
+        self._sizes[kind] = min(max(2 * self._sizes[kind], _WINDOW), _MOST_WINDOW)
+        window = self._windows[kind] = _Window(at, end, form.find(self._block, at, end), [])
+        return window
+
+    def _records_at(self, kind: tuple[bytes, bytes], window: _Window, at: int) -> Records | None:
         matches = window.matches
         row = int(np.searchsorted(matches.begin, at))
         if row == len(matches.begin) or matches.begin[row] != at:
@@ -373,7 +417,7 @@ class _Walk:
         count = self._counts[kind]
         self._counts[kind] += stop - row
         rows, begins = slice(count, count + stop - row), matches.begin[row:stop]
-        taken = Records(rows, int(matches.memoised[row:stop].sum()), int(matches.end[stop - 1]), 0, begins)
+        taken = Records(rows, int(matches.memoised[row:stop].sum()), int(matches.end[stop - 1]), [(0, begins)])
         if kind == CHUNK:
             self._lists.add(self._block.data, begins, taken.end, rows, taken.memoised)
         return taken
@@ -400,6 +444,7 @@ class _Walk:
             text, nbytes = columns.pop("text"), columns.pop("nbytes")
             shared = isinstance(form := self._forms[kind], ItemForm) and form.shared_names
             columns["name"] = self._shared_numbers(text) if shared else self.texts.numbers(block, text, nbytes)
+            self._items.add(block, matches, rows, columns)
         self.columns[kind].append(self._compact(columns))
 
     def _compact(self, columns: Columns) -> Columns:
@@ -426,8 +471,10 @@ class _Walk:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """The records of one kind in a block, and the rows of them that were taken."""
+    """The records that begin in a part of a block, and the rows of them that were taken."""
 
+    begin: int
+    end: int
     matches: Matches
     taken: list[slice]
 
@@ -436,9 +483,10 @@ def _smallest_ints(column: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.sign
     return column.astype(np.int32) if column.max(initial=0) <= np.iinfo(np.int32).max else column
 
 
-def _last_before(records: Records, place: int) -> int:
+def _last_before(stretches: list[Begins], place: int) -> int:
     """Where the last record before ``place`` begins."""
-    return records.base + int(records.begins[np.searchsorted(records.begins, place - records.base) - 1])
+    shift, begins = next(each for each in reversed(stretches) if each[0] + each[1][0] < place)
+    return shift + int(begins[np.searchsorted(begins, place - shift) - 1])
 
 
 def _require_boundary(data: bytes, at: int, boundary: int) -> None:

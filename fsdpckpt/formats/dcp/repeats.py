@@ -1,36 +1,53 @@
 """Recognises records of a ``.metadata`` pickle that were parsed before: repeats are only compared.
 
-Tensors of one shape have the same list of chunks, byte for byte: ``Lists`` holds their bytes. Most of many tensors are
-described by the same bytes, except for their keys. ``Entries`` recognises those that were walked before, if they are
-whole values, whatever surrounds them: they begin with the class, then come the attributes, and nothing reaches below
-the mark before them.
+Tensors of one shape have the same list of chunks, byte for byte. Every rank stores the same tensors in the same order,
+so its items differ from another rank's only in numbers. ``Lists`` holds the bytes of lists of chunks; ``Items`` holds
+those of items, with a mask over their numbers, which are read from their places.
+
+Most of many tensors are described by the same bytes, except for their keys. ``Entries`` recognises those that were
+walked before, if they are whole values, whatever surrounds them: they begin with the class, then come the attributes,
+and nothing reaches below the mark before them.
 """
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from fsdpckpt.formats.dcp.runs import METADATA, Memo
+from fsdpckpt.formats.dcp.fields import MASK, Block
+from fsdpckpt.formats.dcp.runs import METADATA, ItemForm, Matches, Memo
 from fsdpckpt.ir.tensors import Int64Array
+
+__all__ = ["Items", "Lists", "Begins", "Records"]
 
 _MOST_ALIKE = 8  # lists that begin with the same bytes
 _MOST_KEY = 512  # bytes that distinguish them
 _MOST_BYTES = 32 << 20  # bytes of lists that are remembered
+_MOST_OF_ITEMS = 8 << 20  # bytes of items, which take three times as much memory
+_WORTH = 16  # items in a row from which comparing is faster than parsing
+_SHORT = 128  # items in a row, on average, below which they are joined with those around them
+_AT_ONCE = 1024  # items compared at once: a batch of the pickler has a thousand
+_NUMBERS = ("index", "path", "offset", "length")  # the numbers of an item; then its start
+
+Begins: TypeAlias = tuple[int, Int64Array]
+"""Where records begin: a place, and how far from it each is."""
+
+NameAt: TypeAlias = Callable[[int], int]
+"""The number of the name of the item at a place; -1 when none is known there."""
 
 
 class Records(NamedTuple):
-    """Consecutive records. ``rows``: their rows in the columns; ``end``: the end of their bytes. They begin at
-    ``begins``, counted from ``base``.
-    """
+    """Consecutive records. ``rows``: their rows in the columns; ``end``: the end of their bytes."""
 
     rows: slice
     memoised: int
     end: int
-    base: int
-    begins: Int64Array
+    begins: list[Begins]
 
 
 class _List(NamedTuple):
@@ -63,13 +80,204 @@ class Lists:
         for known in self._known.get(_first_chunk_key(data, at), ()):
             end = at + len(known.content)
             if end < len(data) and data.startswith(known.content, at):
-                return Records(known.rows, known.memoised, end, at, known.begins)
+                return Records(known.rows, known.memoised, end, [(at, known.begins)])
         return None
 
 
 def _first_chunk_key(data: bytes, at: int) -> bytes:
     """The bytes at ``at`` up to the end of the first chunk, or its begin: a chunk ends with these opcodes."""
     return data[at : data.find(b"ub", at, at + _MOST_KEY) + 2]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stretch:
+    """n items without the separators of batches. ``begins`` (n + 1,): of their bytes; ``mask``: 0 over their numbers.
+
+    ``places``, ``masks`` (numbers, n): where each number's bytes are, and which of the 8 bytes from there on belong to
+    it. ``names``, ``ndim`` (n,): as in the columns of items. ``memoised`` (n + 1,): how many values come before each.
+    """
+
+    content: npt.NDArray[np.uint8]
+    mask: npt.NDArray[np.uint8]
+    begins: Int64Array
+    places: Int64Array
+    masks: npt.NDArray[np.uint64]
+    names: npt.NDArray[np.signedinteger]
+    ndim: npt.NDArray[np.signedinteger]
+    memoised: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def part(self, first: int, end: int, numbers: int) -> _Stretch:
+        """The items from ``first`` to ``end`` (exclusive), with ``numbers`` numbers each."""
+        rows, low = slice(first, end), self.begins[first]
+        begins = self.begins[first : end + 1] - low
+        more = numbers - len(self.places)
+        return _Stretch(
+            self.content[low : self.begins[end]],
+            self.mask[low : self.begins[end]],
+            begins,
+            np.concatenate([self.places[:, rows] - low, np.tile(begins[:-1], (more, 1))]),
+            np.concatenate([self.masks[:, rows], np.zeros((more, end - first), np.uint64)]),
+            self.names[rows],
+            self.ndim[rows],
+            self.memoised[first : end + 1] - self.memoised[first],
+        )
+
+    def same(self, block: Block, at: int, first: int) -> int:
+        """Whether the items from ``first`` to this one (exclusive) are at ``at`` of ``block``, except for their
+        numbers.
+        """
+        last = min(first + _AT_ONCE, len(self))
+        for end in (first + 1, last):  # if one is not there, the others need not be compared
+            low, high = int(self.begins[first]), int(self.begins[end])
+            nbytes = max(min(high - low, len(block.data) - 1 - at), 0)
+            differs = (block.bytes[at : at + nbytes] ^ self.content[low : low + nbytes]) & self.mask[low : low + nbytes]
+            if differs.max(initial=0):
+                nbytes = int((differs != 0).argmax())
+            if nbytes < high - low:
+                return int(np.searchsorted(self.begins, low + nbytes, "right")) - 1
+        return last
+
+
+def _join(parts: list[tuple[_Stretch, int, int]]) -> _Stretch:
+    """The items of several parts (first to end, exclusive) one after the other."""
+    numbers = max(len(stretch.places) for stretch, *_ in parts)
+    stretches = [stretch.part(first, end, numbers) for stretch, first, end in parts]
+    shifts = np.cumsum([0, *(len(each.content) for each in stretches)])
+    counts = np.cumsum([0, *(int(each.memoised[-1]) for each in stretches)])
+    return _Stretch(
+        np.concatenate([each.content for each in stretches]),
+        np.concatenate([each.mask for each in stretches]),
+        np.append(
+            np.concatenate([each.begins[:-1] + shift for each, shift in zip(stretches, shifts[:-1], strict=True)]),
+            shifts[-1],
+        ),
+        np.concatenate([each.places + shift for each, shift in zip(stretches, shifts[:-1], strict=True)], axis=1),
+        np.concatenate([each.masks for each in stretches], axis=1),
+        np.concatenate([each.names for each in stretches]),
+        np.concatenate([each.ndim for each in stretches]),
+        np.append(
+            np.concatenate([each.memoised[:-1] + count for each, count in zip(stretches, counts[:-1], strict=True)]),
+            counts[-1],
+        ),
+    )
+
+
+class Items:
+    """The items that were parsed, and those of the current block that were recognised."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[_Stretch, int]] = {}  # by name: the last item that has it
+        self._left = _MOST_OF_ITEMS
+        self.scattered = False  # those that were taken last did not follow each other before: parsing more joins them
+        self._taken: list[tuple[_Stretch, int, int, int]] = []  # first item, end, where the first begins in the block
+
+    def add(self, block: Block, matches: Matches, rows: npt.NDArray[np.intp], columns: dict[str, Int64Array]) -> None:
+        """Remember the items in ``rows``; ``columns`` has their names and dimensions."""
+        begin, end = matches.begin[rows], matches.end[rows]
+        begins = np.append(0, np.cumsum(end - begin))
+        cut = np.flatnonzero(begin[1:] != end[:-1])
+        firsts, lasts = np.append(0, cut + 1), np.append(cut, len(rows) - 1)
+        parts = zip(begin[firsts].tolist(), end[lasts].tolist(), strict=True)
+        content = np.frombuffer(b"".join([block.data[low:high] for low, high in parts]), np.uint8)
+        mask = np.full(len(content), 0xFF, np.uint8)
+        shift = begins[:-1] - begin
+        places: list[Int64Array] = []
+        masks: list[npt.NDArray[np.uint64]] = []
+
+        def number(at: Int64Array, width: Int64Array, signed: npt.NDArray[np.bool_]) -> None:
+            places.append(at + shift)
+            masks.append(MASK[width])
+            for byte in range(int(width.max(initial=0))):
+                inside = width > byte
+                mask[places[-1][inside] + byte] = 0
+                top = inside & signed & (width == byte + 1)
+                mask[places[-1][top] + byte] = 0x80  # a negative number was not parsed
+
+        for name in _NUMBERS:
+            at = matches.places[name][rows]
+            if name == "path":
+                width = block.references(at)[1] - at - 1
+                number(at + 1, width, np.zeros(len(at), np.bool_))
+            else:
+                number(*block.operands(at))
+        at = matches.places["start"][rows]
+        at = at + (block.opcodes(at) == ord("("))
+        for dimension in range(int(columns["ndim"].max(initial=0))):
+            place, width, signed = block.operands(at)
+            width = np.where(columns["ndim"] > dimension, width, 0)
+            number(place, width, signed)
+            at = place + width
+        memoised = np.append(0, np.cumsum(matches.memoised[rows]))
+        names, ndim = columns["name"], columns["ndim"]
+        self._remember(_Stretch(content, mask, begins, np.stack(places), np.stack(masks), names, ndim, memoised))
+
+    def _remember(self, stretch: _Stretch) -> None:
+        if len(stretch.content) > self._left:
+            self._last.clear()
+            self._left = _MOST_OF_ITEMS
+        self._left -= len(stretch.content)
+        last = dict(zip(stretch.names.tolist(), range(len(stretch)), strict=True))
+        self._last.update((name, (stretch, row)) for name, row in last.items())
+
+    def take(self, form: ItemForm, block: Block, at: int, name_at: NameAt) -> Records | None:
+        """The known items at ``at``, one after the other. ``name_at``: returns the name of the item at a place."""
+        if self.scattered:
+            self.scattered = False
+            return None
+        separator = form.append[:1] + b"("
+        expected: tuple[_Stretch, int] | None = None
+        stretch_begins: list[Begins] = []
+        memoised = count = 0
+        while len(stretch_begins) < 4 or count >= _WORTH * len(stretch_begins):
+            begin = at + len(separator) if stretch_begins and block.data.startswith(separator, at) else at
+            stretch, first, end = self._match_items(block, begin, expected, name_at)
+            if stretch is None or end == first:
+                break
+            shift = begin - int(stretch.begins[first])
+            stretch_begins.append((shift, stretch.begins[first:end]))
+            self._taken.append((stretch, first, end, shift))
+            memoised += int(stretch.memoised[end] - stretch.memoised[first])
+            count += end - first
+            at = shift + int(stretch.begins[end])
+            expected = stretch, end
+        self.scattered = 0 < count < _WORTH * len(stretch_begins)
+        if _WORTH * len(stretch_begins) <= count < _SHORT * len(stretch_begins):
+            self._remember(_join([taken[:3] for taken in self._taken[-len(stretch_begins) :]]))
+        return Records(slice(0, count), memoised, at, stretch_begins) if stretch_begins else None
+
+    def _match_items(
+        self, block: Block, at: int, expected: tuple[_Stretch, int] | None, name_at: NameAt
+    ) -> tuple[_Stretch | None, int, int]:
+        """The known items at ``at``: the expected ones, else those that follow the same name."""
+        if expected is not None and expected[1] < len(expected[0]):
+            end = expected[0].same(block, at, expected[1])
+            if end > expected[1]:
+                return (*expected, end)
+        named = self._last.get(name_at(at))
+        return (*named, named[0].same(block, at, named[1])) if named is not None else (None, 0, 0)
+
+    def columns(self, block: Block) -> dict[str, Int64Array] | None:
+        """The fields of all items taken from ``block`` since the last call; ``path`` is a memo reference."""
+        if not self._taken:
+            return None
+        numbers = max(len(stretch.places) for stretch, *_ in self._taken)
+        count = sum(end - first for _, first, end, _ in self._taken)
+        places, masks = np.zeros((numbers, count), np.int64), np.zeros((numbers, count), np.uint64)
+        at = 0
+        for stretch, first, end, shift in self._taken:
+            rows, has = slice(at, at := at + end - first), len(stretch.places)
+            np.add(stretch.places[:, first:end], shift, out=places[:has, rows])
+            masks[:has, rows] = stretch.masks[:, first:end]
+        values = (block.words(places) & masks).view(np.int64)
+        columns = dict(zip(_NUMBERS, values, strict=False))
+        columns["start"] = values[len(_NUMBERS) :].T
+        columns["name"] = np.concatenate([stretch.names[first:end] for stretch, first, end, _ in self._taken])
+        columns["ndim"] = np.concatenate([stretch.ndim[first:end] for stretch, first, end, _ in self._taken])
+        self._taken = []
+        return columns
 
 
 ENTRY = (METADATA.encode(), b"TensorStorageMetadata")

@@ -8,10 +8,11 @@ it counts only if an opcode begins there, which only the walk over the opcodes k
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -28,6 +29,7 @@ _MEMOIZE = b"\x94"
 _BUILD = b"ub"
 _GETS = b"hj"
 PUTS = {ord("q"): 1, ord("r"): 4}  # opcodes that write a memo number, and its bytes
+_HINT = rb"(?:N|K.|M..|J.{4}|\x8a.{1,9})"
 _Parse = Callable[[Int64Array], tuple[Int64Array, Int64Array, BoolArray]]  # places to values, ends, whether it fits
 
 
@@ -86,7 +88,7 @@ class Matches:
 
     ``begin``, ``end``: of their bytes. ``memoised``: how many values each memoises. ``last``: for each the number of
     the last record of its run, in which each begins where the one before ends, or after the ``separator`` of batches.
-    ``columns``: the fields.
+    ``columns``: the fields. ``places``: where the values of items begin, by field.
     """
 
     begin: Int64Array
@@ -94,6 +96,7 @@ class Matches:
     memoised: Int64Array
     last: Int64Array
     columns: dict[str, Int64Array]
+    places: dict[str, Int64Array] = field(default_factory=dict)
 
 
 def _candidates(block: Block, prefix: bytes, begin: int, end: int) -> Int64Array:
@@ -126,8 +129,8 @@ class ChunkForm:
     prefix: bytes
     sizes: bytes
     memoize: bytes
-    objects: ClassVar = 1
-    append: ClassVar = b"ea"
+    objects: int = 1
+    append: bytes = b"ea"
 
     def find(self, block: Block, begin: int, end: int) -> Matches:
         """The whole records that begin in [begin, end)."""
@@ -150,6 +153,7 @@ class ItemForm:
 
     ``prefix`` ends before the fqn, which is a text, or with ``shared_names`` a reference to one. The other fields are
     the bytes before the value they are named after. The index says which chunk it may be: Megatron-core saves None.
+    ``rest`` matches what follows the fqn, and little else.
     """
 
     prefix: bytes
@@ -160,8 +164,9 @@ class ItemForm:
     length: bytes
     memoize: bytes
     shared_names: bool
-    objects: ClassVar = 2
-    append: ClassVar = b"us"
+    rest: re.Pattern[bytes]
+    objects: int = 2
+    append: bytes = b"us"
 
     def find(self, block: Block, begin: int, end: int) -> Matches:
         """The whole records that begin in [begin, end)."""
@@ -172,20 +177,24 @@ class ItemForm:
         else:
             text, nbytes, after, ok = block.texts(at + len(self.prefix))
 
-        def number(parse: _Parse, literal: bytes) -> Int64Array:
+        places: dict[str, Int64Array] = {}
+
+        def number(name: str, parse: _Parse, literal: bytes) -> Int64Array:
             nonlocal after, ok
             ok &= block.has(after, literal)
-            value, after, fine = parse(after + len(literal))
+            places[name] = after + len(literal)
+            value, after, fine = parse(places[name])
             ok &= fine
             return value
 
-        index = number(block.hints, self.index)
+        index = number("index", block.hints, self.index)
         ok &= block.has(after, self.start)
-        start, ndim, after, fine = block.sizes(after + len(self.start), self.memoize)
+        places["start"] = after + len(self.start)
+        start, ndim, after, fine = block.sizes(places["start"], self.memoize)
         ok &= fine
-        path = number(block.references, self.path)
-        offset = number(block.integers, self.offset)
-        length = number(block.integers, self.length)
+        path = number("path", block.references, self.path)
+        offset = number("offset", block.integers, self.offset)
+        length = number("length", block.integers, self.length)
         ok &= block.has(after, _BUILD)
         after += len(_BUILD)
         rows = np.flatnonzero(ok & (after <= len(block.data)))
@@ -193,7 +202,28 @@ class ItemForm:
         columns = {name: column[rows] for name, column in {**fields, "offset": offset, "length": length}.items()}
         last = _runs(block, at[rows], after[rows], self.append, None)
         memoised = len(self.memoize) * (4 + np.where(columns["ndim"] > 0, 3, 2)) + (not self.shared_names)
-        return Matches(at[rows], after[rows], memoised, last, columns)
+        return Matches(
+            at[rows], after[rows], memoised, last, columns, {name: each[rows] for name, each in places.items()}
+        )
+
+    def may_stand(self, data: bytes, at: int) -> bool:
+        """Whether a record may begin at ``at``: a quick test, since ``find`` takes as long for one as for a hundred."""
+        after = at + len(self.prefix)
+        if self.shared_names:
+            after += 2 if data[after] == ord("h") else 5
+        else:
+            after += 3 + data[after + 1]
+        return data.startswith(self.prefix, at) and self.rest.match(data, after) is not None
+
+    def name(self, data: bytes, at: int, memo: Memo) -> bytes | None:
+        """The name of the item at ``at``; None if there is none of this form."""
+        begin = at + len(self.prefix)
+        if not data.startswith(self.prefix, at):
+            return None
+        if not self.shared_names:
+            return data[begin + 2 : begin + 2 + data[begin + 1]]
+        width = 1 if data[begin] == ord("h") else 4
+        return memo.texts.get(int.from_bytes(data[begin + 1 : begin + 1 + width], "little"))
 
 
 Form: TypeAlias = ChunkForm | ItemForm
@@ -299,4 +329,7 @@ def _learn_item(cursor: _Cursor) -> ItemForm:
     offset = cursor.take()
     cursor.value(Block.integers)
     cursor.attribute(b"length")
-    return ItemForm(prefix, index, start, path, offset, cursor.take(), cursor.memoize, shared_names)
+    rest = re.escape(index) + _HINT + re.escape(start) + b".{3,100}?" + re.escape(path) + b"[hj]"
+    return ItemForm(
+        prefix, index, start, path, offset, cursor.take(), cursor.memoize, shared_names, re.compile(rest, re.DOTALL)
+    )
