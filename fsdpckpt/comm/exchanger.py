@@ -11,27 +11,19 @@ have posted it, or wait only for their own disks.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from threading import Event, Semaphore
-from typing import Generic, Self, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 
+from fsdpckpt.comm.liveness import prefetched
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.comm.store_monitor import POLL_INTERVAL
 from fsdpckpt.comm.transport import Staging, Transfer, chunk_bytes
 from fsdpckpt.errors import InternalError
-
-MOST_AHEAD = 16  # items made and not taken; their memory is bounded elsewhere
-PATIENCE = 2.0  # seconds for the thread to end when its items are not needed any more
-
-T = TypeVar("T")
-
 
 BUDGET = 32 << 20
 """Bytes of buffers by default: chunks of some MiB, beyond which neither Gloo nor NCCL gets faster."""
@@ -174,7 +166,7 @@ class Exchanger:
         free, ended = Semaphore(SEND_BUFFERS), Event()
         chunks = self._chunks(operations, free, ended)
         in_flight: deque[tuple[_Chunk, Transfer | None]] = deque()
-        with closing(chunks if watch is None else Prefetch(chunks, watch, "fsdpckpt-read")) as filled:
+        with closing(chunks if watch is None else prefetched(chunks, watch, name="fsdpckpt-read")) as filled:
             try:
                 for chunk in filled:
                     while in_flight and (len(in_flight) == IN_FLIGHT or not _has_room(chunk)):
@@ -273,49 +265,3 @@ def spread(
             in_flight.append((source, offset, count, slot, group.transport.broadcast(data, source)))
         while in_flight:
             complete()
-
-
-class Prefetch(Generic[T]):
-    """``items``, made ahead by a daemon thread. ``watch`` is called while the caller waits for one, and may raise."""
-
-    def __init__(self, items: Iterator[T], watch: Callable[[], None], name: str) -> None:
-        self._items = items
-        self._watch = watch
-        self._made: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
-        self._room = Semaphore(MOST_AHEAD)
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> T:
-        while True:
-            try:
-                made = self._made.get(timeout=POLL_INTERVAL)
-            except Empty:
-                self._watch()
-                continue
-            if isinstance(made, BaseException):
-                self._made.put(made)  # for later calls
-                raise made
-            self._room.release()
-            return made[0]
-
-    def close(self) -> None:
-        """Stop. Waits briefly for the thread, which may be making an item."""
-        self._stopped = True
-        self._room.release()
-        self._thread.join(PATIENCE)
-
-    def _run(self) -> None:
-        try:
-            for item in self._items:
-                self._made.put((item,))
-                self._room.acquire()
-                if self._stopped:
-                    return
-            self._made.put(StopIteration())
-        except BaseException as error:  # noqa: BLE001  # raised by the thread that takes the items
-            self._made.put(error)

@@ -17,68 +17,80 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 from fsdpckpt.errors import WorkerError
 
 T = TypeVar("T")
 
-
-class Job(Generic[T]):
-    """One submitted call. ``done`` is set when it has returned or raised."""
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        self._call = call
-        self._value: T | None = None
-        self._error: BaseException | None = None
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        try:
-            self._value = self._call()
-        except BaseException as error:  # noqa: BLE001  # handed to the thread that waits
-            self._error = error
-        finally:
-            self.done.set()
-
-    def result(self) -> T:
-        """The result of the call; raises what it raised. Only once ``done``."""
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[return-value]  # T may be None; set when there was no error
+WAIT_INTERVAL = 0.05  # seconds between two calls of ``watch`` in ``wait_for``; a result ends the wait at once
+JOIN_SECONDS = 2.0  # to wait for a thread whose results are not needed any more
 
 
 class Background:
     """A daemon thread that runs calls in the order in which they were submitted."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Job[object] | None] = SimpleQueue()
+        self._submitted: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._name = name
         self._thread: threading.Thread | None = None
 
-    def submit(self, call: Callable[[], T]) -> Job[T]:
-        job = Job(call)
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
-        self._jobs.put(job)  # type: ignore[arg-type]  # the queue never looks at the result
-        return job
+        self._submitted.put((future, call))
+        return future
 
     def close(self, patience: float) -> None:
         """End the thread once it has run the submitted calls; waits at most ``patience`` seconds for it.
 
         A thread that is inside torch when the interpreter ends aborts the process.
         """
-        self._jobs.put(None)
+        self._submitted.put(None)
         if self._thread is not None:
             self._thread.join(patience)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.run()
+        while (submitted := self._submitted.get()) is not None:
+            future, call = submitted
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
+                future.set_exception(error)
+
+
+def wait_for(future: Future[T], watch: Callable[[], None]) -> T:
+    """The result of ``future``. Calls ``watch``, which may raise, until there is one."""
+    while not wait([future], WAIT_INTERVAL).done:
+        watch()
+    return future.result()
+
+
+MAX_AHEAD = 16  # items that ``prefetched`` makes and its caller has not taken yet
+_END = object()
+
+
+def prefetched(items: Iterator[T], watch: Callable[[], None], *, name: str) -> Generator[T]:
+    """The ``items``, which a thread called ``name`` makes ahead; calls ``watch``, which may raise, while waiting."""
+    background = Background(name)
+    ahead = deque(background.submit(lambda: next(items, _END)) for _ in range(MAX_AHEAD))
+    try:
+        while (item := wait_for(ahead.popleft(), watch)) is not _END:
+            yield cast("T", item)
+            ahead.append(background.submit(lambda: next(items, _END)))
+    finally:
+        for future in ahead:
+            future.cancel()
+        background.close(JOIN_SECONDS)
 
 
 POLL_INTERVAL = 0.2  # seconds between two checks

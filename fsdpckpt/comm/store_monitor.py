@@ -23,7 +23,7 @@ from typing import Self, TypeVar, cast
 
 from torch._C._distributed_c10d import Store
 
-from fsdpckpt.comm.liveness import Background, Job
+from fsdpckpt.comm.liveness import Background, wait_for
 from fsdpckpt.comm.protocol import ErrorRecord, encode_error
 from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
 
@@ -100,9 +100,6 @@ def _exit_code_of(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else InternalError.exit_code
 
 
-POLL_INTERVAL = 0.05
-"""Seconds between two checks of the peers while a rank waits for data; data that comes ends the wait at once."""
-
 STATUS_DIRECTORY = "FSDPCKPT_STATUS_DIRECTORY"
 """Environment variable: where each worker leaves its position for its launcher, in case it is killed."""
 
@@ -167,14 +164,11 @@ class StoreMonitor:
     def run_watched(self, call: Callable[[], None]) -> None:
         """Run ``call``, in which this rank may wait for others, while checking the peers."""
         background = Background("fsdpckpt-call")
-        job = background.submit(call)
-        while not job.done.wait(POLL_INTERVAL):
-            self.check_peers()
-        background.close(1.0)
         try:
-            job.result()
+            wait_for(background.submit(call), self.check_peers)
         except RuntimeError as error:  # what torch raises when it cannot connect
             raise self.connection_lost(error, None) from error
+        background.close(1.0)
 
     def __enter__(self) -> Self:
         return self
@@ -347,11 +341,10 @@ class StoreMonitor:
 
     def _call(self, call: Callable[[], T]) -> T:
         """Run ``call``, which talks to the store, in the background, and wait at most the limit."""
-        job: Job[T] = self._control.submit(call)
-        if not job.done.wait(self.limit):
-            raise self._store_lost(f"no answer within {self.limit:.0f} s")
         try:
-            return job.result()
+            return self._control.submit(call).result(self.limit)
+        except TimeoutError:
+            raise self._store_lost(f"no answer within {self.limit:.0f} s") from None
         except RuntimeError as error:  # what every store of torch raises; its subclasses differ between versions
             raise self._store_lost(str(error).splitlines()[0]) from error
 

@@ -14,13 +14,14 @@ complete.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from fsdpckpt.comm.liveness import Background, Job
-from fsdpckpt.comm.store_monitor import POLL_INTERVAL, StoreMonitor
+from fsdpckpt.comm.liveness import Background, wait_for
+from fsdpckpt.comm.store_monitor import StoreMonitor
 
 ALIGNMENT = 4096  # pages; also a multiple of every element size, so that no chunk cuts an element
 
@@ -82,18 +83,16 @@ _Post: TypeAlias = "Callable[[], Sequence[dist.Work]]"
 class Transfer:
     """Communication in flight."""
 
-    def __init__(self, transport: Transport, job: Job[None], peer: int | None) -> None:
+    def __init__(self, transport: Transport, future: Future[None], peer: int | None) -> None:
         self._transport = transport
-        self._job = job
+        self._future = future
         self._peer = peer
 
     def wait(self) -> None:
         """Wait until it is complete. Raises WorkerError if any rank failed meanwhile, not only the peer."""
         monitor = self._transport.monitor
-        while not self._job.done.wait(POLL_INTERVAL):
-            monitor.check_peers()
         try:
-            self._job.result()
+            wait_for(self._future, monitor.check_peers)
         except RuntimeError as error:  # what process groups raise; its subclasses differ between versions
             raise monitor.connection_lost(error, self._peer) from error
         monitor.beat()

@@ -20,12 +20,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Self, TypeAlias, TypeVar, cast
 
-from fsdpckpt.comm.liveness import Background, ProcessIdentity, kill_stopped
+from fsdpckpt.comm.liveness import Background, ProcessIdentity, kill_stopped, wait_for
 from fsdpckpt.comm.protocol import Group, Solo
 from fsdpckpt.converters import PlannedFile, Report, replaced_files
 from fsdpckpt.converters.linking import without_links
@@ -52,8 +53,7 @@ from fsdpckpt.storage.upload import RemoteTarget, UploadOptions, open_target
 T = TypeVar("T")
 
 BLOCK = 4 << 20  # bytes compared at once
-POLL_INTERVAL = 0.05  # seconds between checks of the other ranks while files are uploaded
-PATIENCE = 5.0  # seconds to remove the parts of a cancelled upload
+CANCEL_SECONDS = 5.0  # to remove the parts of a cancelled upload
 _OTHER_DIRECTORY = "add --staging DIR, a local directory that can be written to and has room for the output"
 
 Holders: TypeAlias = "Mapping[str, Sequence[int]]"
@@ -256,17 +256,15 @@ class Upload:
             self._progress.advance(nbytes)
 
         background = Background("fsdpckpt-upload")
-        job = background.submit(lambda: work(sent))
+        future = background.submit(lambda: work(sent))
         try:
-            while not job.done.wait(POLL_INTERVAL):
-                self._group.watch(moving=True)
+            return wait_for(future, partial(self._group.watch, moving=True))
         except BaseException:
             stop.set()
-            job.done.wait(PATIENCE)
+            wait([future], CANCEL_SECONDS)
             raise
         finally:
             background.close(0.0)
-        return job.result()
 
 
 class _Cancelled(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdpckpt.comm.exchanger import MOST_AHEAD, Prefetch
+from fsdpckpt.comm.liveness import MAX_AHEAD, prefetched
 
 
 def nothing() -> None:
@@ -22,21 +22,19 @@ def test_items_come_in_order_and_from_another_thread() -> None:
             makers.add(threading.current_thread().name)
             yield number
 
-    assert list(Prefetch(make(), nothing, "maker")) == list(range(1000))
+    assert list(prefetched(make(), nothing, name="maker")) == list(range(1000))
     assert makers == {"maker"}
 
 
-def test_what_the_maker_raises_comes_after_what_it_made_and_again_at_every_later_question() -> None:
+def test_what_the_maker_raises_comes_after_what_it_made() -> None:
     def make() -> Iterator[int]:
         yield 1
         raise OSError("gone")
 
-    items = Prefetch(make(), nothing, "maker")
+    items = prefetched(make(), nothing, name="maker")
     assert next(items) == 1
-    for _ in range(2):
-        with pytest.raises(OSError, match="gone"):
-            next(items)
-    items.close()
+    with pytest.raises(OSError, match="gone"):
+        next(items)
 
 
 def test_whoever_waits_watches_and_may_stop_waiting() -> None:
@@ -47,13 +45,12 @@ def test_whoever_waits_watches_and_may_stop_waiting() -> None:
         yield 1
 
     def watch() -> None:
+        go.set()
         raise TimeoutError("another worker failed")
 
-    items = Prefetch(make(), watch, "maker")
+    items = prefetched(make(), watch, name="maker")
     with pytest.raises(TimeoutError, match="another worker"):
         next(items)
-    go.set()
-    items.close()
 
 
 def test_the_maker_is_ahead_by_a_bounded_number_and_ends_when_nobody_wants_more() -> None:
@@ -64,13 +61,14 @@ def test_the_maker_is_ahead_by_a_bounded_number_and_ends_when_nobody_wants_more(
         number = 0
         while True:
             made.append(number)
-            if len(made) == MOST_AHEAD:
+            if len(made) == MAX_AHEAD:
                 full.set()
             yield number
             number += 1
 
-    items = Prefetch(make(), nothing, "maker")
+    items = prefetched(make(), nothing, name="maker")
+    assert next(items) == 0
     assert full.wait(20)
     items.close()
     assert not any(thread.name == "maker" for thread in threading.enumerate())
-    assert len(made) <= MOST_AHEAD + 1
+    assert len(made) <= MAX_AHEAD + 1
