@@ -10,19 +10,20 @@ text.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager as Context
 from contextlib import nullcontext
 from importlib import import_module
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from fsdpckpt import errors
 from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
 
 
-class Group(Protocol):
+class Group:
     """Rank ``rank`` of ``world_size``. A method marked *collective* is called by all ranks, in the same order.
+
+    The methods here are those of a world of one: ``Solo`` has no others, and ``TorchGroup`` overrides all of them.
 
     ``device``: where data must be to be sent to other ranks, a ``torch.device`` or the name of one. ``backend``: the
     process group's, None in a world of one. ``transport``: moves bytes between ranks (``comm.transport``), None in a
@@ -41,7 +42,6 @@ class Group(Protocol):
         group: Group = import_module("fsdpckpt.comm.torch_group").TorchGroup.over(process_group, device=device)
         return group
 
-    @abstractmethod
     def step(self, name: str, *, agree: str = "") -> Context[None]:
         """Collective: ``with group.step("write shards"):`` all ranks enter and leave the body together.
 
@@ -49,12 +49,11 @@ class Group(Protocol):
         same WorkerError on all of them, with the exception itself as ``original``; ``Solo`` raises it unchanged. Steps
         may be nested.
         """
+        return nullcontext()
 
-    @abstractmethod
     def beat(self) -> None:
         """Report progress to the other ranks. In a long step, call it at least every few seconds."""
 
-    @abstractmethod
     def watch(self, *, moving: bool) -> None:
         """Check the other ranks, from a loop that waits for threads of this process; at least every second.
 
@@ -62,51 +61,49 @@ class Group(Protocol):
         like a silent one. Raises WorkerError if a rank failed.
         """
 
-    @abstractmethod
     def heartbeat(self) -> Context[None]:
         """While the body runs, report progress for as long as it uses the processor. Only for the main thread.
 
         A failure of another rank interrupts the body and is raised in its place.
         """
+        return nullcontext()
 
-    @abstractmethod
     def silent_for(self, seconds: float) -> Context[None]:
         """Allow the body ``seconds`` more than the limit without a report of progress, for a single long
         library call.
         """
+        return nullcontext()
 
-    @abstractmethod
     def all_gather_objects(self, value: object, *, name: str = "exchange of values") -> list[object]:
         """Collective: every rank's ``value``, by rank; this rank's own is returned as it is.
 
         Values are sent in a closed encoding (``comm.trees``); raises UsageError for a type outside it.
         """
+        return [value]
 
-    @abstractmethod
     def broadcast_object(self, value: object = None, *, source: int = 0, name: str = "broadcast of a value") -> object:
         """Collective: rank ``source``'s ``value`` on every rank; the values of the others are ignored."""
+        return value
 
-    @abstractmethod
     def send_object(self, value: object, *, to: int) -> None:
         """Send ``value`` to rank ``to``, which receives it with ``receive_object``."""
+        raise InternalError(f"a group of one process cannot send to rank {to}")
 
-    @abstractmethod
     def receive_object(self, *, source: int) -> object:
         """The value that rank ``source`` sends with ``send_object``."""
+        raise InternalError(f"a group of one process cannot receive from rank {source}")
 
-    @abstractmethod
     def all_stopped(self) -> None:
         """After a failure: wait until every rank has raised it, up to the limit; only briefly if a rank was lost."""
 
-    @abstractmethod
     def close(self) -> None:
         """Collective: leave the group. After a failure, only release resources."""
 
     def __enter__(self) -> Self:
         return self
 
-    @abstractmethod
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Leave the group, as ``close``. The other ranks raise an ``error`` that was raised outside of steps."""
 
 
 ErrorRecord: TypeAlias = "dict[str, Any]"
@@ -145,7 +142,7 @@ def original_error(error: WorkerError) -> Exception:
     if original is None:
         return error
     if isinstance(original, FsdpckptError) and error.rank:
-        original.details = (*original.details, f"met by worker {error.rank} in step '{error.step}'")
+        original.details = (*original.details, f"raised by worker {error.rank} in step '{error.step}'")
     return original
 
 
@@ -163,39 +160,3 @@ class Solo(Group):
         self.backend = None
         self.device = device
         self.transport = None
-
-    def step(self, name: str, *, agree: str = "") -> Context[None]:  # there are no other ranks
-        return nullcontext()
-
-    def beat(self) -> None:
-        return None
-
-    def watch(self, *, moving: bool) -> None:
-        return None
-
-    def heartbeat(self) -> Context[None]:
-        return nullcontext()
-
-    def silent_for(self, seconds: float) -> Context[None]:  # nobody listens
-        return nullcontext()
-
-    def all_gather_objects(self, value: object, *, name: str = "") -> list[object]:
-        return [value]
-
-    def broadcast_object(self, value: object = None, *, source: int = 0, name: str = "") -> object:
-        return value
-
-    def send_object(self, value: object, *, to: int) -> None:
-        raise InternalError(f"a lone process was to send a value to rank {to}")
-
-    def receive_object(self, *, source: int) -> object:
-        raise InternalError(f"a lone process was to receive a value from rank {source}")
-
-    def all_stopped(self) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        return None

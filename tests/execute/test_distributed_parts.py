@@ -34,7 +34,7 @@ def test_an_error_arrives_as_what_it_was() -> None:
     found = original_error(lost)
     assert isinstance(found, SourceCorruptError)
     assert (found.what, found.why, found.file, found.key) == ("bad", "w", "f", "k")
-    assert found.details == ("a", "b", "met by worker 3 in step 'copy'")
+    assert found.details == ("a", "b", "raised by worker 3 in step 'copy'")
 
 
 def test_an_error_of_the_system_keeps_its_number_and_file() -> None:
