@@ -14,6 +14,7 @@ a worker that was killed. No worker is restarted, and none outlives the launcher
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -24,7 +25,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -262,7 +263,7 @@ def _explain(failed: ChildFailedError, status: str) -> WorkerError:
     """The error for the first worker that failed: as the workers reported it, else from its exit code or signal."""
     for name in sorted(os.listdir(status)):
         if name.startswith("failure-"):
-            return Failure.parse(_text(status, name)).error()
+            return Failure(*_read_status(status, name)).error()
     rank, failure = failed.get_first_failure()
     if failure.exitcode < 0:
         cause = f"killed by {signal.Signals(-failure.exitcode).name}"
@@ -270,13 +271,14 @@ def _explain(failed: ChildFailedError, status: str) -> WorkerError:
     else:
         cause = f"exited with code {failure.exitcode}; its output is above"
     name = f"position-{rank}.json"
-    step = Position.parse(_text(status, name)).step if os.path.exists(os.path.join(status, name)) else "start"
+    step = Position(*_read_status(status, name)).step if os.path.exists(os.path.join(status, name)) else "start"
     return Failure(rank, step, cause, max(failure.exitcode, 0) or WorkerError.exit_code).error()
 
 
-def _text(directory: str, name: str) -> str:
+def _read_status(directory: str, name: str) -> list[Any]:
     with open(os.path.join(directory, name), encoding="utf-8") as file:
-        return file.read()
+        fields: list[Any] = json.load(file)
+    return fields
 
 
 @contextmanager

@@ -53,6 +53,7 @@ class Group:
 
     def beat(self) -> None:
         """Report progress to the other ranks. In a long step, call it at least every few seconds."""
+        self.watch(moving=True)
 
     def watch(self, *, moving: bool) -> None:
         """Check the other ranks, from a loop that waits for threads of this process; at least every second.

@@ -1,14 +1,16 @@
 """Watches all ranks on a rendezvous store: named steps, heartbeats and the first failure.
 
-Everything here goes past the process group, because a failed collective takes the group with it. The protocol, with
+Everything here bypasses the process group, because a failed collective takes the group with it. The protocol, with
 the ranks that run each part:
 
-1. All ranks enter a step with ``barrier``: each writes its position; the first one pins name and digest of the step,
-   the others compare theirs (ranks out of step fail here); the last one opens it.
+1. All ranks enter a step with ``barrier``: each writes its position; the first rank stores the name and the digest of
+   the step, the others compare theirs (ranks that are out of step fail here); the last one opens it.
 2. Each rank that waits, for a step or for data, calls ``check_peers``: it renews its heartbeat, looks for a failure,
-   and watches the next rank of the ring. A rank without a heartbeat for the limit is declared failed by its watcher. A
-   rank that works calls ``beat`` as it makes progress, so that a long step is no hang and a hang is no long step.
-3. The rank that fails, or finds another failed, pins the failure; the first one pinned stands. All raise that one.
+   and watches the next rank of the ring. A rank without a heartbeat for the limit is declared failed by the rank that
+   watches it. A rank that works calls ``check_peers`` as it makes progress, so that a long step does not count as a
+   hang, nor a hang as a long step.
+3. The rank that fails, or notices that another one has, stores the failure. The first failure stored is the one that
+   all ranks raise.
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Self, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import Store
 
@@ -28,28 +29,19 @@ from fsdpckpt.comm.protocol import ErrorRecord, encode_error
 from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where one rank is. ``sequence``: how many steps it has entered. ``beat`` changes as long as it makes progress.
+class Position(NamedTuple):
+    """Where one rank is. ``sequence``: how many steps it has entered. ``progress`` changes as long as it makes some.
 
     ``silence``: for how many seconds beyond the usual limit it announced that it may show no progress.
     """
 
     sequence: int
     step: str
-    beat: int
+    progress: int
     silence: float
 
-    def text(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def parse(cls, text: str) -> Position:
-        return cls(**cast("dict[str, int]", json.loads(text)))  # type: ignore[arg-type]  # written by text()
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """Rank ``rank`` failed in ``step``. ``exit_code``: that of a single process with the same cause.
 
     ``original``: the cause as a record, if the error has one (``protocol.encode_error``).
@@ -60,18 +52,6 @@ class Failure:
     cause: str
     exit_code: int
     original: ErrorRecord | None = None
-
-    @classmethod
-    def of(cls, error: BaseException, rank: int, step: str) -> Failure:
-        """The failure of ``rank``, which raised ``error`` in ``step``."""
-        return cls(rank, step, _cause_text(error), _exit_code_of(error), encode_error(error))
-
-    def text(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def parse(cls, text: str) -> Failure:
-        return cls(**cast("dict[str, int]", json.loads(text)))  # type: ignore[arg-type]  # written by text()
 
     def error(self) -> WorkerError:
         """The error that every rank raises."""
@@ -103,11 +83,10 @@ def _exit_code_of(error: BaseException) -> int:
 STATUS_DIRECTORY = "FSDPCKPT_STATUS_DIRECTORY"
 """Environment variable: where each worker leaves its position for its launcher, in case it is killed."""
 
-SILENCE_LIMIT = (
-    0.7  # part of the limit without progress: the rank has failed, and there is time left to tell the others
-)
-HEARTBEAT_INTERVAL = 0.1  # part of the limit, between two heartbeats, and between two checks of the next rank
-GRACE = 0.1  # part of the limit, to wait for another rank's failure that explains a broken connection
+# Parts of the limit:
+SILENCE_LIMIT = 0.7  # without progress: the rank has failed, and there is time left to tell the others
+HEARTBEAT_INTERVAL = 0.1  # between two heartbeats, and between two checks of the next rank
+GRACE = 0.1  # to wait for another rank's failure that explains a broken connection
 
 T = TypeVar("T")
 
@@ -115,11 +94,12 @@ T = TypeVar("T")
 class StoreMonitor:
     """Rank ``rank`` of ``world_size`` on ``store``, which all ranks share.
 
-    ``limit``: seconds within which every rank learns of a failure. ``store`` must be a part of a store that nobody else
-    uses (a ``PrefixStore``): keys are written without a further prefix.
+    ``limit``: seconds within which every rank learns of a failure. ``patience``: seconds that a rank may come later
+    than another, or show no progress until it calls ``allow_silence``, if that is longer. ``store`` must be a part of a
+    store that nobody else uses (a ``PrefixStore``): keys are written without a further prefix.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, *, limit: float) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, *, limit: float, patience: float = 0.0) -> None:
         self.rank = rank
         self.world_size = world_size
         self.limit = limit
@@ -127,64 +107,63 @@ class StoreMonitor:
         self._store = store
         self._control = Background("fsdpckpt-control")
         # 1,000 ranks that ask every half second are 2,000 requests a second: a store answers ten times that.
-        self._most_interval = 0.02 + 0.0005 * world_size
+        self._max_interval = 0.02 + 0.0005 * world_size
         self._sequence = 0
         self._step = "start"
-        self._beat = 0
-        self._silence = 0.0
+        self._progress = 0
+        self._absence = self._silence = max(patience - limit, 0.0)
         self._heartbeat_at = self._polled_at = self._peer_checked_at = 0.0
         self._peer_position = ""
         self._peer_changed_at = 0.0
-        self._store_is_gone = False
+        self._store_is_lost = False
         self._call(self._write_heartbeat)
 
     # steps
 
-    def barrier(self, name: str, digest: str = "", *, place: str | None = None) -> None:
+    def barrier(self, name: str, digest: str = "", *, report_as: str | None = None) -> None:
         """Wait until all ranks have entered the step ``name``. ``digest``: must be the same on all ranks.
 
-        ``place``: the step that this rank reports from now on, if not ``name``. Raises WorkerError if a rank is in a
-        different step, has a different digest, failed, or makes no progress.
+        ``report_as``: the step that this rank reports from now on, if not ``name``. Raises WorkerError if a rank is in
+        a different step, has a different digest, failed, or makes no progress.
         """
         self.raise_failure()
         self._sequence += 1
-        self._step = name if place is None else place
+        self._step = name if report_as is None else report_as
         self._report_position()
-        entered = json.dumps([name, digest])
-        pinned, opened = self._call(lambda: self._enter(entered))
-        if pinned != entered:
-            raise self._out_of_step(entered, pinned)
+        (first_name, first_digest, first_rank), is_open = self._call(lambda: self._enter(name, digest))
+        if name != first_name:
+            where = f"rank {first_rank} is in '{first_name}' meanwhile"
+            raise self.fail(f"the workers are out of step: {where}")
+        if digest != first_digest:
+            raise self.fail("its input to this step differs from that of the other ranks")
         interval = 0.0005
-        while not opened:
+        while not is_open:
             time.sleep(interval)
-            interval = min(interval * 1.5, self._most_interval)
-            opened = self._call(self._is_open)
+            interval = min(interval * 1.5, self._max_interval)
+            is_open = self._call(self._is_open)
             self.check_peers()
 
-    def run_watched(self, call: Callable[[], None]) -> None:
-        """Run ``call``, in which this rank may wait for others, while checking the peers."""
+    def run_watched(self, call: Callable[[], T]) -> T:
+        """The result of ``call``, in which this rank may wait for others; checks the peers meanwhile."""
         background = Background("fsdpckpt-call")
         try:
-            wait_for(background.submit(call), self.check_peers)
+            result = wait_for(background.submit(call), self.check_peers)
         except RuntimeError as error:  # what torch raises when it cannot connect
             raise self.connection_lost(error, None) from error
         background.close(1.0)
+        return result
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _enter(self, entered: str) -> tuple[str, bool]:
+    def _enter(self, name: str, digest: str) -> tuple[tuple[str, str, int], bool]:
+        """What the first rank that entered the step has stored, and whether this rank is the last one."""
         key = f"step/{self._sequence}"
         self._write_heartbeat()
-        pinned = self._store.compare_set(f"{key}/what", "", entered).decode()
-        if pinned == entered and self._store.add(f"{key}/count", 1) == self.world_size:
-            self._store.set(f"{key}/open", "1")
-            self._forget(self._sequence - 2)  # all ranks have left that one: all have arrived at a later one
-            return pinned, True
-        return pinned, False
+        entered = json.dumps([name, digest, self.rank])
+        first = json.loads(self._store.compare_set(f"{key}/what", "", entered))
+        if [name, digest] != first[:2] or self._store.add(f"{key}/count", 1) < self.world_size:
+            return first, False
+        self._store.set(f"{key}/open", "1")
+        self._forget(self._sequence - 2)  # all ranks have left that one: all have arrived at a later one
+        return first, True
 
     def _forget(self, sequence: int) -> None:
         if sequence > 0:
@@ -194,31 +173,7 @@ class StoreMonitor:
     def _is_open(self) -> bool:
         return bool(self._store.check([f"step/{self._sequence}/open"]))
 
-    def _out_of_step(self, entered: str, pinned: str) -> WorkerError:
-        (name, _), (other, _) = json.loads(entered), json.loads(pinned)
-        if name == other:
-            return self.fail(self.rank, "it brought different data to this step than the ranks before it", 6)
-        elsewhere = self._call(self._ranks_elsewhere)
-        where = f"rank {elsewhere[0]} is" if elsewhere else "others are"
-        return self.fail(self.rank, f"the workers are out of step: {where} in '{other}' meanwhile", 6)
-
-    def _ranks_elsewhere(self) -> list[int]:
-        now = {rank: self._position(rank) for rank in range(self.world_size) if rank != self.rank}
-        return [
-            rank
-            for rank, text in now.items()
-            if text and (at := Position.parse(text)).sequence >= self._sequence and at.step != self._step
-        ]
-
     # heartbeats
-
-    def beat(self) -> None:
-        """Report progress. Cheap: it writes at most ten times per limit."""
-        self._beat += 1
-        if time.monotonic() - self._heartbeat_at > HEARTBEAT_INTERVAL * self.limit:
-            self.raise_failure()
-            self._call(self._write_heartbeat)
-            self._check_failure()
 
     def allow_silence(self, seconds: float) -> float:
         """Allow this rank ``seconds`` more than usual without progress. Returns what was allowed before."""
@@ -226,44 +181,42 @@ class StoreMonitor:
         self._call(self._write_heartbeat)
         return before
 
-    def check_peers(self, *, alive: bool = True) -> None:
-        """To be called while waiting: look for a failure, report progress, watch the next rank.
+    def check_peers(self, *, progress: bool = True) -> None:
+        """Look for a failure, report progress unless ``progress`` is False, and watch the next rank.
 
-        ``alive`` False: without reporting progress. Raises WorkerError if a rank failed.
+        Call it while waiting, and as work proceeds; it asks the store only at intervals. Raises WorkerError if a rank
+        failed.
         """
         now = time.monotonic()
-        if now - self._polled_at > self._most_interval:
+        if now - self._polled_at > self._max_interval:
             self._polled_at = now
             self._check_failure()
-        if alive and now - self._heartbeat_at > HEARTBEAT_INTERVAL * self.limit:
-            self._beat += 1
+        if progress and now - self._heartbeat_at > HEARTBEAT_INTERVAL * self.limit:
+            self._progress += 1
             self._call(self._write_heartbeat)
-        if now - self._peer_checked_at > HEARTBEAT_INTERVAL * self.limit:
+        if self.world_size > 1 and now - self._peer_checked_at > HEARTBEAT_INTERVAL * self.limit:
             self._watch((self.rank + 1) % self.world_size, now)
 
-    def _watch(self, neighbour: int, now: float) -> None:
-        continuous = (
-            now - self._peer_checked_at < 4 * HEARTBEAT_INTERVAL * self.limit
-        )  # else it may have made progress that this rank did not see
+    def _watch(self, peer: int, now: float) -> None:
+        # After a longer pause the peer may have made progress that this rank did not see.
+        continuous = now - self._peer_checked_at < 4 * HEARTBEAT_INTERVAL * self.limit
         self._peer_checked_at = now
-        text = self._call(lambda: self._position(neighbour))
+        text = self._call(lambda: self._position(peer))
         if text != self._peer_position or not continuous:
             self._peer_position, self._peer_changed_at = text, now
             return
-        silence = Position.parse(text).silence if text else 0.0
-        if now - self._peer_changed_at > SILENCE_LIMIT * self.limit + silence:
-            raise self._lost_rank_failure(neighbour, text, f"no sign of life for {now - self._peer_changed_at:.0f} s")
-
-    def _lost_rank_failure(self, rank: int, position: str, cause: str) -> WorkerError:
-        step = Position.parse(position).step if position else "start"
-        return self.fail(rank, cause, WorkerError.exit_code, step=step)
+        allowed = Position(*json.loads(text)).silence if text else self._absence
+        silence = now - self._peer_changed_at
+        if silence > SILENCE_LIMIT * self.limit + allowed:
+            raise self.fail(f"no progress for {silence:.0f} s", rank=peer, position=text)
 
     def _write_heartbeat(self) -> None:
         self._heartbeat_at = time.monotonic()
-        position = Position(self._sequence, self._step, self._beat, self._silence)
-        self._store.set(f"at/{self.rank}", position.text())
+        position = Position(self._sequence, self._step, self._progress, self._silence)
+        self._store.set(f"at/{self.rank}", json.dumps(position))
 
     def _position(self, rank: int) -> str:
+        """The ``Position`` of ``rank`` as JSON; empty before it has written one."""
         key = f"at/{rank}"
         return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
@@ -274,23 +227,32 @@ class StoreMonitor:
         if self.failure is not None:
             raise self.failure.error()
 
-    def fail(self, rank: int, cause: str, exit_code: int, *, step: str | None = None) -> WorkerError:
-        """Record the failure of ``rank`` for all, unless one is recorded already; return the error to raise: the
-        recorded one.
+    def fail(self, cause: str, *, rank: int | None = None, position: str = "") -> WorkerError:
+        """Store the failure of this rank, or of another ``rank`` that was last at ``position``. Returns the error to
+        raise: that of the first failure stored.
         """
-        return self._pin(Failure(rank, self._step if step is None else step, cause, exit_code))
+        if rank is None:
+            rank, step = self.rank, self._step
+        else:
+            step = Position(*json.loads(position)).step if position else "start"
+        return self._store_failure(Failure(rank, step, cause, WorkerError.exit_code))
 
     def fail_with(self, error: BaseException) -> WorkerError:
-        """Record ``error`` as this rank's failure; return the error to raise."""
-        return self._pin(Failure.of(error, self.rank, self._step))
+        """Store ``error`` as the failure of this rank. Returns the error to raise, as ``fail``."""
+        return self._store_failure(
+            Failure(self.rank, self._step, _cause_text(error), _exit_code_of(error), encode_error(error))
+        )
 
-    def _pin(self, failure: Failure) -> WorkerError:
+    def _store_failure(self, failure: Failure) -> WorkerError:
         if self.failure is None:
             self.failure = failure  # stays if the store does not answer
-            pinned = self._call(lambda: self._store.compare_set("failure", "", failure.text()).decode())
-            self.failure = Failure.parse(pinned)
-            self._report_failure()
+            text = json.dumps(failure)
+            self._learn_failure(self._call(lambda: self._store.compare_set("failure", "", text).decode()))
         return self.failure.error()
+
+    def _learn_failure(self, text: str) -> None:
+        self.failure = Failure(*json.loads(text))
+        self._report_failure()  # this node's launcher may have no failed worker of its own
 
     def connection_lost(self, error: BaseException, peer: int | None) -> WorkerError:
         """The error to raise when the process group broke: that of the rank that failed first, else of ``peer``, else
@@ -300,16 +262,15 @@ class StoreMonitor:
         while time.monotonic() < deadline:
             try:
                 self._check_failure()
-            except WorkerError as known:
-                return known
+            except WorkerError as stored:
+                return stored
             time.sleep(0.02)
         if peer is not None:
-            return self._lost_rank_failure(
-                peer, self._call(lambda: self._position(peer)), "its connection was closed: it may have ended"
-            )
+            position = self._call(lambda: self._position(peer))
+            return self.fail("its connection was closed: it may have ended", rank=peer, position=position)
         silent = self._first_silent_rank()
         if silent is not None:
-            return self._lost_rank_failure(*silent, "its connections were closed: it may have ended")
+            return self.fail("its connections were closed: it may have ended", rank=silent[0], position=silent[1])
         return self.fail_with(error)
 
     def _first_silent_rank(self) -> tuple[int, str] | None:
@@ -320,21 +281,20 @@ class StoreMonitor:
         silent = set(ranks)
         while silent and time.monotonic() < deadline:
             time.sleep(HEARTBEAT_INTERVAL * self.limit / 2)
-            self._beat += 1
+            self._progress += 1
             self._call(self._write_heartbeat)
             now = self._call(lambda: {rank: self._position(rank) for rank in ranks})
             silent = {rank for rank in silent if now[rank] == before[rank]}
-            if self._call(self._pinned_failure):
+            if self._call(self._stored_failure):
                 break
         return (min(silent), before[min(silent)]) if silent else None
 
     def _check_failure(self) -> None:
-        if text := self._call(self._pinned_failure):
-            self.failure = Failure.parse(text)
-            self._report_failure()  # this node's launcher may have no failed worker of its own
-            raise self.failure.error()
+        if text := self._call(self._stored_failure):
+            self._learn_failure(text)
+            self.raise_failure()
 
-    def _pinned_failure(self) -> str:
+    def _stored_failure(self) -> str:
         return str(self._store.get("failure").decode()) if self._store.check(["failure"]) else ""
 
     # the store, and the launcher
@@ -349,28 +309,27 @@ class StoreMonitor:
             raise self._store_lost(str(error).splitlines()[0]) from error
 
     def _store_lost(self, cause: str) -> WorkerError:
-        self._store_is_gone = True
+        self._store_is_lost = True
         if self.failure is None:
             by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            keeper = "the launcher" if by_agent else "rank 0"
-            gone = f"the rendezvous store is gone ({cause}): the process that runs it, {keeper}, ended or hangs"
-            self.failure = Failure(self.rank if by_agent else 0, self._step, gone, WorkerError.exit_code)
+            server = "the launcher" if by_agent else "rank 0"
+            lost = f"lost the rendezvous store: {server}, which runs it, ended or hangs ({cause})"
+            self.failure = Failure(self.rank if by_agent else 0, self._step, lost, WorkerError.exit_code)
             self._report_failure()
         return self.failure.error()
 
     def _report_position(self) -> None:
-        self._write_status(f"position-{self.rank}.json", Position(self._sequence, self._step, self._beat, 0.0).text())
+        self._write_status(f"position-{self.rank}.json", Position(self._sequence, self._step, self._progress, 0.0))
 
     def _report_failure(self) -> None:
-        if self.failure is not None:
-            self._write_status(f"failure-{self.rank}.json", self.failure.text())
+        self._write_status(f"failure-{self.rank}.json", self.failure)
 
     @staticmethod
-    def _write_status(name: str, text: str) -> None:
+    def _write_status(name: str, status: Position | Failure | None) -> None:
         directory = os.environ.get(STATUS_DIRECTORY)
         if directory:
             with open(os.path.join(directory, name), "w", encoding="utf-8") as file:
-                file.write(text)
+                json.dump(status, file)
 
     def close(self) -> None:
         """End the background thread. Rank 0 waits until the others have left too: it may serve the store they use.
@@ -378,21 +337,21 @@ class StoreMonitor:
         After a failure all wait for all: a launcher that sees one worker end kills the others in the middle of their
         clean-up. Waits only briefly if a rank was lost, which may never leave.
         """
-        if not self._store_is_gone:
+        if not self._store_is_lost:
             with suppress(WorkerError):
-                self._wait_for_all("left", wait=self.rank == 0 or self.failure is not None)
-        self._control.close(0.0 if self._store_is_gone else 1.0)
+                self._wait_for_all("departed", wait=self.rank == 0 or self.failure is not None)
+        self._control.close(0.0 if self._store_is_lost else 1.0)
 
     def all_stopped(self) -> None:
         """After a failure: wait until every rank has stopped, so that none still uses what is cleaned up next."""
-        if not self._store_is_gone:
+        if not self._store_is_lost:
             with suppress(WorkerError):
                 self._wait_for_all("stopped", wait=True)
 
     def _wait_for_all(self, key: str, *, wait: bool) -> None:
         lost = self.failure is not None and self.failure.exit_code == WorkerError.exit_code
         deadline = time.monotonic() + (GRACE if lost else 1.0) * self.limit
-        met = self._call(lambda: self._store.add(key, 1))
-        while wait and met < self.world_size and time.monotonic() < deadline:
-            time.sleep(self._most_interval)
-            met = self._call(lambda: self._store.add(key, 0))
+        count = self._call(lambda: self._store.add(key, 1))
+        while wait and count < self.world_size and time.monotonic() < deadline:
+            time.sleep(self._max_interval)
+            count = self._call(lambda: self._store.add(key, 0))

@@ -6,11 +6,13 @@ the limit, whatever the others wait for; see ``fsdpckpt.comm.store_monitor`` for
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager as Context
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -44,16 +46,14 @@ class TorchGroup(Group):
     device: torch.device
     transport: Transport
 
-    def __init__(
-        self, *, device: torch.device, backend: str, transport: Transport, monitor: StoreMonitor, owned: bool = False
-    ) -> None:
+    def __init__(self, *, device: torch.device, backend: str, transport: Transport, monitor: StoreMonitor) -> None:
         self.rank = monitor.rank
         self.world_size = monitor.world_size
         self.device = device
         self.backend = backend
         self.transport = transport
         self._monitor = monitor
-        self._owned = owned
+        self._started: dist.ProcessGroup | None = None  # what ``start`` made, and ``close`` destroys
         self._steps: list[str] = []
 
     @classmethod
@@ -77,48 +77,46 @@ class TorchGroup(Group):
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         backend = "nccl" if nccl and device.type == "cuda" else "gloo"
-        store = _own_part(distributed_c10d._get_process_group_store(group), rank)
+        store = _fresh_prefix(distributed_c10d._get_process_group_store(group), rank)
         monitor = StoreMonitor(store, rank, world_size, limit=limit)
         return cls(device=device, backend=backend, transport=Transport(group, monitor, device), monitor=monitor)
 
     @classmethod
     def start(
-        cls,
-        *,
-        backend: str = "auto",
-        device: str = "auto",
-        limit: float = LIMIT,
-        patience: float = PATIENCE,
-        place: RankInfo | None = None,
+        cls, *, backend: str = "auto", device: str = "auto", limit: float = LIMIT, patience: float = PATIENCE
     ) -> Group:
-        """Meet the other ranks at the rendezvous of the environment (torchrun, srun) or ``place``; ``Solo`` without
-        either.
+        """Meet the other ranks at the rendezvous of the environment (torchrun, srun); ``Solo`` without one.
 
-        ``patience``: seconds that one rank may start later than another. Initialises the default process group;
-        ``close`` destroys it. Raises WorkerError if a rank does not come.
+        ``patience``: seconds that one rank may start later than another. Makes a process group: the default one, or a
+        new one beside it if there is one already. ``close`` destroys it. Raises WorkerError if a rank does not come.
         """
-        place = rank_from_environment() if place is None else place
-        if place is None:
+        info = rank_from_environment()
+        if info is None:
             _, kind = choose_backend(backend, device, all_have_gpu=lambda: has_own_gpu(1))
             return Solo(rank_device(kind, None))
         end_with_launcher()
-        store = _rendezvous(place, patience)
-        store.add("fsdpckpt/own-gpu", int(has_own_gpu(place.local_world_size)))
-        with StoreMonitor(
-            PrefixStore("fsdpckpt/start", store), place.rank, place.world_size, limit=patience
-        ) as monitor:
+        if dist.is_initialized():  # its ranks may be numbered in a different order
+            info = replace(info, rank=dist.get_rank(), world_size=dist.get_world_size())
+        store = _fresh_prefix(_rendezvous(info, patience), info.rank)
+        store.add("own-gpu", int(has_own_gpu(info.local_world_size)))
+        part = PrefixStore("monitor", store)
+        monitor = StoreMonitor(part, info.rank, info.world_size, limit=limit, patience=patience)
+        try:
             monitor.barrier("start", json.dumps([backend, device]))
-            every = store.add("fsdpckpt/own-gpu", 0) == place.world_size  # all have voted: all have entered the step
-            name, kind = choose_backend(backend, device, all_have_gpu=lambda: every)
-            own_device = rank_device(kind, place)
+            all_own = store.add("own-gpu", 0) == info.world_size  # all have voted: all have entered the step
+            name, kind = choose_backend(backend, device, all_have_gpu=lambda: all_own)
+            own_device = rank_device(kind, info)
             if kind == "cuda":
                 torch.cuda.set_device(own_device)
-            part = PrefixStore("fsdpckpt/group", store)
             # Without watching it would wait half an hour for a rank that has ended.
-            monitor.run_watched(lambda: _connect(name, own_device, part, place))
-        group = cls.over(device=own_device, limit=limit)
-        if isinstance(group, TorchGroup):
-            group._owned = True
+            process_group = monitor.run_watched(lambda: _connect(name, own_device, PrefixStore("group", store), info))
+            monitor.allow_silence(0.0)
+        except BaseException:
+            monitor.close()
+            raise
+        transport = Transport(process_group, monitor, own_device)
+        group = cls(device=own_device, backend=name, transport=transport, monitor=monitor)
+        group._started = process_group
         return group
 
     # steps
@@ -132,7 +130,7 @@ class TorchGroup(Group):
             monitor.barrier(path, agree)
             yield
             outer = " / ".join(self._steps[:-1])
-            monitor.barrier(f"{path} (end)", place=outer or f"what follows {path}")
+            monitor.barrier(f"{path} (end)", report_as=outer or f"after {path}")
         except WorkerError as error:
             if monitor.failure is None:  # not one of the monitor's own, which every rank knows already
                 raise monitor.fail_with(error) from error
@@ -145,15 +143,10 @@ class TorchGroup(Group):
         finally:
             self._steps.pop()
 
-    def beat(self) -> None:
-        self._monitor.beat()
-
     def watch(self, *, moving: bool) -> None:
-        self._monitor.check_peers(alive=moving)
+        self._monitor.check_peers(progress=moving)
 
     def heartbeat(self) -> Context[None]:
-        if self.world_size == 1:  # the next rank is this one: waiting for a slow source would look like a lost rank
-            return nullcontext()
         return heartbeat(lambda moving: self.watch(moving=moving))
 
     @contextmanager
@@ -226,48 +219,51 @@ class TorchGroup(Group):
                 pass
         self.transport.close()
         self._monitor.close()
-        if self._owned and not failed:
-            dist.destroy_process_group()
+        if self._started is not None and not failed:
+            dist.destroy_process_group(self._started)
 
 
-def _connect(backend: str, device: torch.device, store: Store, place: RankInfo) -> None:
-    """Initialise the default process group. Thread-safe.
+def _connect(backend: str, device: torch.device, store: Store, info: RankInfo) -> dist.ProcessGroup:
+    """A new process group of all ranks. Thread-safe.
 
-    NCCL connects at once, to this rank's GPU, and not in the first operation: that would be a long call without
-    progress.
+    If there is a default group already, it is the caller's, or that of an earlier run that failed: messages may be in
+    flight in it, so that the new one is made beside it. NCCL connects at once, to this rank's GPU, and not in the first
+    operation: that would be a long call without progress.
     """
-    if device.type == "cpu":
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
-        return
-    torch.cuda.set_device(device)  # per thread: a new one begins on the first GPU
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, device_id=device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # per thread: a new one begins on the first GPU
+    if dist.is_initialized():
+        group: dist.ProcessGroup = dist.new_group(backend=backend)
+        if device.type == "cuda":
+            dist.barrier(group, device_ids=[device.index])
+        return group
+    gpu = device if device.type == "cuda" else None
+    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, device_id=gpu)
+    return distributed_c10d._get_default_group()
 
 
-def _own_part(store: Store, rank: int) -> Store:
-    """A part of ``store`` for one more group over the same process group: the n-th of every rank is the same."""
+def _fresh_prefix(store: Store, rank: int) -> Store:
+    """A part of ``store`` for one more group of the same ranks: the n-th of every rank is the same."""
     count = store.add(f"fsdpckpt/groups/{rank}", 1)
     return PrefixStore(f"fsdpckpt/{count}", store)
 
 
-def _rendezvous(place: RankInfo, patience: float) -> Store:
+def _rendezvous(info: RankInfo, patience: float) -> Store:
     """The store at which the workers meet: torchrun's own if it keeps one, else one that rank 0 serves."""
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = place.rank == 0 and not by_agent
     try:
-        store = TCPStore(
-            place.address,
-            place.port,
-            None,
-            serves,
-            timeout=timedelta(seconds=patience),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        store = _connect_store(info.address, info.port, info.rank == 0 and not by_agent, patience)
     except RuntimeError as error:
         raise WorkerError(
-            f"worker {place.rank} cannot meet the others at {place.address}:{place.port}",
+            f"worker {info.rank} cannot meet the others at {info.address}:{info.port}",
             why=str(error).splitlines()[0],
-            rank=place.rank,
+            rank=info.rank,
             next_step="check that the address is reachable from every node and the port free",
         ) from error
     return PrefixStore(f"restart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+@functools.cache  # stays for the next run: if rank 0 served a new store, the others could connect to the old one
+def _connect_store(address: str, port: int, serves: bool, patience: float) -> Store:  # noqa: FBT001
+    timeout = timedelta(seconds=patience)
+    return TCPStore(address, port, None, serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)

@@ -95,7 +95,7 @@ class Transfer:
             wait_for(self._future, monitor.check_peers)
         except RuntimeError as error:  # what process groups raise; its subclasses differ between versions
             raise monitor.connection_lost(error, self._peer) from error
-        monitor.beat()
+        monitor.check_peers()
 
 
 class Transport:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdpckpt import comm
+from fsdpckpt.comm import torch_group
 from fsdpckpt.comm.exchanger import Exchanger, SendRecv
 from fsdpckpt.comm.launch import FIRST_PORT
 from fsdpckpt.errors import StateDictMismatchError, UsageError, WorkerError
@@ -496,7 +497,7 @@ def check_ranks_that_bring_different_digests_to_a_step_fail_there(group: comm.Gr
         with apart.step("plan", agree="one" if group.rank else "another"):
             raise AssertionError("entered")
     except WorkerError as error:
-        assert error.step == "plan" and "different data" in str(error), error
+        assert error.step == "plan" and "its input to this step differs" in str(error), error
     try:
         with apart.step("later"):
             raise AssertionError("a group that failed went on")
@@ -550,6 +551,35 @@ def work_under_srun(rank: int, out: str) -> int:
     return 0
 
 
+def work_in_a_row(rank: int, out: str) -> int:
+    """Several runs in one process, then two beside a process group of its own; writes what each group says."""
+    votes = []
+
+    def choose(*_: str, all_have_gpu: Callable[[], bool]) -> tuple[str, str]:
+        votes.append(all_have_gpu())
+        return "gloo", "cpu"
+
+    torch_group.has_own_gpu, torch_group.choose_backend = lambda _: True, choose  # type: ignore[assignment]
+    gathered = []
+    for number in range(5):
+        if number == 3:
+            dist.init_process_group("gloo")
+        if number != 4:
+            with comm.TorchGroup.start(limit=5, patience=15) as group:
+                gathered.append(group.all_gather_objects([rank, number]))
+            continue
+        try:
+            with comm.TorchGroup.start(limit=5, patience=15) as group, group.step("fails"):
+                raise OSError("the disk is gone")
+        except WorkerError as error:
+            gathered.append([error.step])
+    total = torch.tensor([rank])
+    dist.all_reduce(total)  # its own group still works
+    with open(os.path.join(out, f"row-{rank}.json"), "w") as file:
+        json.dump({"votes": votes, "gathered": gathered, "total": int(total)}, file)
+    return 0
+
+
 class _OverAPartOfTheWorld(GroupContract):
     def make(self) -> comm.Group:
         return comm.TorchGroup.over(dist.new_group(), limit=20)
@@ -582,6 +612,7 @@ def situations(world_size: int) -> tuple[str, ...]:
 
 def main(out: str) -> int:
     forked_workers(2, lambda rank: work_under_srun(rank, out), limit=60)
+    forked_workers(2, lambda rank: work_in_a_row(rank, out), limit=60)
     for world_size in WORLD_SIZES:
         directory = os.path.join(out, str(world_size))
         os.makedirs(directory)

@@ -124,7 +124,19 @@ def test_nccl_connects_at_once_to_the_gpu_of_this_worker(recorder: Recorder, mon
         recorder.events.append(f"{backend} {given['rank']} of {given['world_size']} device {given.get('device_id')}")
 
     monkeypatch.setattr(torch_group.dist, "init_process_group", init)
-    place = RankInfo(7, 8, 3, 4, "127.0.0.1", 1, "torchrun")
-    torch_group._connect("nccl", GPU, None, place)  # type: ignore[arg-type]
-    torch_group._connect("gloo", torch.device("cpu"), None, place)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch_group.distributed_c10d, "_get_default_group", lambda: None)
+    info = RankInfo(7, 8, 3, 4, "127.0.0.1", 1, "torchrun")
+    torch_group._connect("nccl", GPU, None, info)  # type: ignore[arg-type]
+    torch_group._connect("gloo", torch.device("cpu"), None, info)  # type: ignore[arg-type]
     assert recorder.events == [f"device {GPU}", f"nccl 7 of 8 device {GPU}", "gloo 7 of 8 device None"]
+
+
+def test_beside_a_live_group_nccl_connects_at_once_too(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_group.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch_group.dist, "new_group", lambda *, backend: recorder.events.append(f"new {backend}"))
+    monkeypatch.setattr(
+        torch_group.dist, "barrier", lambda _, *, device_ids: recorder.events.append(f"barrier on {device_ids}")
+    )
+    info = RankInfo(7, 8, 3, 4, "127.0.0.1", 1, "torchrun")
+    torch_group._connect("nccl", GPU, None, info)  # type: ignore[arg-type]
+    assert recorder.events == [f"device {GPU}", "new nccl", "barrier on [3]"]

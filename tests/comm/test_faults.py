@@ -18,16 +18,16 @@ from tests.oracle.forked import ROOT, processes_in, run
 @pytest.mark.parametrize(
     ("scenario", "step", "cause"),
     [
-        ("absent-nothing", "start", "no sign of life for"),
+        ("absent-nothing", "start", "no progress for"),
         ("inside-fail", "outer / inner", "OSError: the disk is gone"),
         ("moving-fail", "move", "OSError: the disk is gone"),
         ("spreading-fail", "move", "OSError: the disk is gone"),
-        ("between-kill", "what follows first", "no sign of life for"),
+        ("between-kill", "after first", "no progress for"),
         ("moving-kill", "move", "closed: it may have ended"),
         ("spreading-kill", "move", "closed: it may have ended"),
-        ("between-hang", "what follows first", "no sign of life for"),
-        ("moving-hang", "move", "no sign of life for"),
-        ("spreading-stop", "move", "no sign of life for"),
+        ("between-hang", "after first", "no progress for"),
+        ("moving-hang", "move", "no progress for"),
+        ("spreading-stop", "move", "no progress for"),
     ],
 )
 def test_all_others_end_within_the_limit_and_name_rank_step_and_cause(

@@ -22,3 +22,11 @@ def test_as_pytorch_on_every_rank(checks: Path, situation: str, world_size: int)
 def test_tasks_that_srun_started_find_each_other(checks: Path) -> None:
     for rank in range(2):
         assert json.loads((checks / f"srun-{rank}.json").read_text()) == {"ranks": [0, 1], "backend": "gloo"}
+
+
+def test_several_runs_in_one_process_find_each_other_also_beside_a_process_group(checks: Path) -> None:
+    for rank in range(2):
+        row = json.loads((checks / f"row-{rank}.json").read_text())
+        assert row["gathered"] == [*([[0, number], [1, number]] for number in range(4)), ["fails"]]
+        assert row["votes"] == [True] * 5, "votes of an earlier run were counted"
+        assert row["total"] == 1

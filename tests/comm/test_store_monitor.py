@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,12 @@ def test_a_failure_on_another_node_is_left_for_the_launcher_of_this_one(
     here, there = tmp_path / "here", tmp_path / "there"
     for directory in (here, there):
         directory.mkdir()
-    with StoreMonitor(store, 0, 2, limit=1) as failed, StoreMonitor(store, 1, 2, limit=1) as other:
-        monkeypatch.setenv(STATUS_DIRECTORY, str(there))
-        said = failed.fail_with(TargetUnwritableError("the disk is full"))
-        monkeypatch.setenv(STATUS_DIRECTORY, str(here))
-        with pytest.raises(WorkerError, match="worker 0 failed"):
-            other.check_peers()
-    found = Failure.parse((here / "failure-1.json").read_text())
-    assert (found.rank, found.exit_code) == (0, 5)
-    assert found.error().what == said.what
+    failed, other = StoreMonitor(store, 0, 2, limit=1), StoreMonitor(store, 1, 2, limit=1)
+    monkeypatch.setenv(STATUS_DIRECTORY, str(there))
+    raised = failed.fail_with(TargetUnwritableError("the disk is full"))
+    monkeypatch.setenv(STATUS_DIRECTORY, str(here))
+    with pytest.raises(WorkerError, match="worker 0 failed"):
+        other.check_peers()
+    failure = Failure(*json.loads((here / "failure-1.json").read_text()))
+    assert (failure.rank, failure.exit_code) == (0, 5)
+    assert failure.error().what == raised.what
