@@ -1,4 +1,4 @@
-"""This process: its role among several, and when Python collects its garbage.
+"""This process: its role among several, what it waits for, and when Python collects its garbage.
 
 A run of many workers prints everything once: rank 0 does, or rank 1 if rank 0 was lost. Imports nothing that takes
 time, because every command uses it.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +51,37 @@ class ProcessRole:
 
 process_role = ProcessRole()
 """This process's role."""
+
+
+REQUEST_LIMIT = 300.0  # seconds: longer than any client package retries; after it, a request counts as hung
+
+
+class PendingRequests:
+    """``with pending_requests:`` a thread of this process waits for an object store or a web server.
+
+    Workers do not count a rank as lost for that: the store's client gives up by itself. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._last_begun = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._count += 1
+            self._last_begun = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._count -= 1
+
+    def __bool__(self) -> bool:
+        return self._count > 0 and time.monotonic() - self._last_begun < REQUEST_LIMIT
+
+
+pending_requests = PendingRequests()
+"""True while a thread of this process waits for a store."""
 
 
 @contextmanager

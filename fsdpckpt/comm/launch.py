@@ -192,7 +192,7 @@ def rank_device(kind: DeviceKind, place: RankInfo | None) -> torch.device:
     return torch.device("cuda", 0 if place is None else place.local_rank)
 
 
-PATIENCE = 5  # seconds between SIGTERM and SIGKILL for the remaining workers when one has failed
+KILL_AFTER = 5  # seconds between SIGTERM and SIGKILL for the remaining workers when one has failed
 
 
 def launch(
@@ -255,7 +255,7 @@ def _config(workers: int, nodes: int, node_rank: int | None, endpoint: str | Non
     else:
         settings |= {"rdzv_backend": "static", "rdzv_endpoint": endpoint, "rdzv_configs": {"rank": node_rank}}
     if "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}:  # torch 2.9+; before, 30 s
-        settings["shutdown_timeout"] = PATIENCE
+        settings["shutdown_timeout"] = KILL_AFTER
     return LaunchConfig(**settings)  # type: ignore[arg-type]  # as collected above
 
 

@@ -9,7 +9,6 @@ for them.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import ctypes
 import os
@@ -22,6 +21,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any, TypeAlias, TypeVar, cast
 
 from fsdpckpt.errors import WorkerError
@@ -93,53 +93,66 @@ def prefetched(items: Iterator[T], watch: Callable[[], None], *, name: str) -> G
         background.close(JOIN_SECONDS)
 
 
-POLL_INTERVAL = 0.2  # seconds between two checks
-MOVED = 0.001  # seconds of processor time between two checks that count as progress
+HEARTBEAT_POLL = 0.2  # seconds between two calls of ``watch``
+MIN_CPU_SECONDS = 0.001  # of processor time between two calls that count as progress
 
 
 @contextmanager
 def heartbeat(watch: Callable[[bool], None]) -> Iterator[None]:
-    """While the body runs, call ``watch(moving)`` from another thread. ``moving``: the body used the processor
+    """While the body runs, call ``watch(progress)`` from another thread. ``progress``: this thread used the processor
     meanwhile.
 
-    A WorkerError of ``watch`` interrupts the body and is raised in its place. Only for the main thread.
+    A WorkerError of ``watch`` is raised in place of what the body returns or raises. It interrupts the body if this is
+    the main thread: by SIGINT, also where SIGINT is ignored, since that interrupts calls that block.
     """
-    heart = _Heart(watch)
-    heart.start()
+    main = threading.current_thread() is threading.main_thread()
+    thread = _HeartbeatThread(watch, interrupts=main)
+    before = signal.getsignal(signal.SIGINT)
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        if thread.failure is not None and not thread.ended.is_set():
+            raise thread.failure
+        if before is not signal.SIG_IGN:
+            (before if callable(before) else signal.default_int_handler)(number, frame)
+
+    if main:
+        signal.signal(signal.SIGINT, on_interrupt)
+    thread.start()
     try:
-        yield
-    except BaseException:
-        if heart.failure is not None:  # this thread caused the interruption
-            raise heart.failure from None
-        raise
+        try:
+            yield
+        finally:
+            thread.ended.set()  # from here on, nothing interrupts the rest of this function
     finally:
-        heart.stop()
+        thread.join()
+        if main:
+            signal.signal(signal.SIGINT, before)
+        if thread.failure is not None:
+            raise thread.failure from None
 
 
-class _Heart(threading.Thread):
-    def __init__(self, watch: Callable[[bool], None]) -> None:
+class _HeartbeatThread(threading.Thread):
+    def __init__(self, watch: Callable[[bool], None], *, interrupts: bool) -> None:
         super().__init__(name="fsdpckpt-heartbeat", daemon=True)
         self.failure: WorkerError | None = None
+        self.ended = threading.Event()
         self._watch = watch
-        self._clock = time.pthread_getcpuclockid(threading.get_ident())
-        self._ended = threading.Event()
+        self._interrupts = interrupts
+        self._watched = threading.get_ident()
+        self._clock = time.pthread_getcpuclockid(self._watched)
 
     def run(self) -> None:
         before = 0.0
-        while not self._ended.wait(POLL_INTERVAL):
+        while not self.ended.wait(HEARTBEAT_POLL):
             used = time.clock_gettime(self._clock)
-            moving, before = used - before >= MOVED, used
+            progress, before = used - before >= MIN_CPU_SECONDS, used
             try:
-                self._watch(moving)
+                self._watch(progress)
             except WorkerError as error:
                 self.failure = error
-                if not self._ended.is_set():
-                    _thread.interrupt_main()
+                if self._interrupts and not self.ended.is_set():
+                    signal.pthread_kill(self._watched, signal.SIGINT)
                 return
-
-    def stop(self) -> None:
-        self._ended.set()
-        self.join()
 
 
 LAUNCHER = "FSDPCKPT_LAUNCHER"

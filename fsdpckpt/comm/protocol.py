@@ -59,13 +59,14 @@ class Group:
         """Check the other ranks, from a loop that waits for threads of this process; at least every second.
 
         ``moving``: whether those threads made progress since the last call. A rank without progress counts as lost,
-        like a silent one. Raises WorkerError if a rank failed.
+        like a silent one, unless it waits for an object store. Raises WorkerError if a rank failed.
         """
 
     def heartbeat(self) -> Context[None]:
-        """While the body runs, report progress for as long as it uses the processor. Only for the main thread.
+        """While the body runs, report progress for as long as it uses the processor or waits for an object store.
 
-        A failure of another rank interrupts the body and is raised in its place.
+        A failure of another rank is raised in place of what the body returns or raises. On the main thread, it
+        interrupts the body.
         """
         return nullcontext()
 

@@ -28,12 +28,13 @@ from fsdpckpt.comm.store_monitor import StoreMonitor
 from fsdpckpt.comm.transport import Transport
 from fsdpckpt.comm.trees import decode, encode
 from fsdpckpt.errors import UsageError, WorkerError
+from fsdpckpt.process import pending_requests
 
 LIMIT = 15.0
 """Seconds within which a failure of one rank ends all of them."""
 
-PATIENCE = 120.0
-"""Seconds that ranks may start apart: importing torch from a busy network disk takes its time."""
+START_PATIENCE = 120.0
+"""Seconds that one rank may start later than another: importing torch from a busy network disk takes its time."""
 
 
 class TorchGroup(Group):
@@ -83,7 +84,7 @@ class TorchGroup(Group):
 
     @classmethod
     def start(
-        cls, *, backend: str = "auto", device: str = "auto", limit: float = LIMIT, patience: float = PATIENCE
+        cls, *, backend: str = "auto", device: str = "auto", limit: float = LIMIT, patience: float = START_PATIENCE
     ) -> Group:
         """Meet the other ranks at the rendezvous of the environment (torchrun, srun); ``Solo`` without one.
 
@@ -144,10 +145,10 @@ class TorchGroup(Group):
             self._steps.pop()
 
     def watch(self, *, moving: bool) -> None:
-        self._monitor.check_peers(progress=moving)
+        self._monitor.check_peers(progress=moving or bool(pending_requests))
 
     def heartbeat(self) -> Context[None]:
-        return heartbeat(lambda moving: self.watch(moving=moving))
+        return heartbeat(lambda progress: self.watch(moving=progress))
 
     @contextmanager
     def silent_for(self, seconds: float) -> Iterator[None]:

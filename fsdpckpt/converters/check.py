@@ -97,7 +97,7 @@ class OutputCheck:
             pairs = pairs if group.rank == 0 else unpack_pairs(packed)
             divided = divide_pairs(pairs, self.visible, self._visible_output(names), group.world_size)
         compared = self._compare(divided[group.rank], names, lengths) | self._compare_rest(divided[-1], written)
-        with group.step("check that the sources did not change"):
+        with group.step("check that the sources did not change"), group.heartbeat():
             self.require_unchanged()
         with group.step("require equal tensors"):
             return _digests(pairs, compared, self.path) if group.rank == 0 else {}

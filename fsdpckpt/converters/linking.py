@@ -19,7 +19,7 @@ import posixpath
 import struct
 import tempfile
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -269,10 +269,10 @@ def require_linked(target: Target, files: Sequence[SourceFile], path: str) -> No
             raise target_differs(path)
 
 
-def check_linked(target: Target, checkpoint: Checkpoint, sources: Sources, moved: Callable[[], None]) -> None:
+def check_linked(target: Target, checkpoint: Checkpoint, sources: Sources) -> None:
     """Read the records of linked files that have a checksum in the source, and compare them with it.
 
-    ``moved`` is called often, to show progress. Raises SourceCorruptError for a record that does not match.
+    Raises SourceCorruptError for a record that does not match.
     """
     checksums = checkpoint.checksums
     linked = np.isin(checksums.file, [link.source for link in target.links])
@@ -280,4 +280,4 @@ def check_linked(target: Target, checkpoint: Checkpoint, sources: Sources, moved
     columns = (checksums.file, checksums.offset, checksums.nbytes, checksums.crc)
     for file, offset, nbytes, crc in zip(*(column[linked & summed].tolist() for column in columns), strict=True):
         path = checkpoint.files[file].path
-        require_checksum(path, offset, nbytes, crc, sum_of(sources.open(path), offset, nbytes, moved))
+        require_checksum(path, offset, nbytes, crc, sum_of(sources.open(path), offset, nbytes))

@@ -270,7 +270,7 @@ class _Conversion:
         if self._single_rank:
             return np.ones((len(files), 1), bool)
         rows: list[bytes] = []
-        with Sources() as sources, self.group.step("find visible sources"):
+        with Sources() as sources, self.group.step("find visible sources"), self.group.heartbeat():
             self._sources.append(sources)
             for path in self._opened:
                 rows.append(content_identity(path, sources))
@@ -448,7 +448,7 @@ class _Conversion:
             if self._prepared is not None:
                 checkpoint = self._prepared.transformed.checkpoint
                 with self.group.heartbeat(), Sources() as sources:
-                    check_linked(self._prepared.output, checkpoint, sources, self.group.beat)
+                    check_linked(self._prepared.output, checkpoint, sources)
 
     def _require_unchanged(self) -> None:
         for sources in self._sources:
@@ -456,7 +456,7 @@ class _Conversion:
 
     def _publish(self, job: Job, places: StagingDirectories) -> None:
         """Rename every output to its final name; discard the staging directory of a place without files."""
-        with self.group.step("check that the sources did not change"):
+        with self.group.step("check that the sources did not change"), self.group.heartbeat():
             self._require_unchanged()
         with self.group.step("commit"):
             for staging in self._staging:

@@ -288,9 +288,9 @@ class _Run:
         if not missing:
             return
         ranges = cast("list[tuple[int, int, int, int]]", missing)
-        with group.step("read missing parts of records"):
+        with group.step("read missing parts of records"), group.heartbeat():
             parts = [
-                (file, record, offset, nbytes, sum_of(self._source(file), offset, nbytes, group.beat))
+                (file, record, offset, nbytes, sum_of(self._source(file), offset, nbytes))
                 for file, record, offset, nbytes in self._own_part(ranges)
             ]
         everyone = group.all_gather_objects(np.array(parts, np.int64).reshape(-1, 5), name="missing parts")

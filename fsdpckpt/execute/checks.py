@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -321,13 +321,12 @@ def _add_spans(
         spans.setdefault(source, []).append(np.stack([copies.source[chosen], ends[chosen]]))
 
 
-def sum_of(source: ByteSource, offset: int, nbytes: int, moved: Callable[[], None]) -> int:
-    """The CRC-32 of ``nbytes`` from ``offset``; calls ``moved`` after every read, to show progress."""
+def sum_of(source: ByteSource, offset: int, nbytes: int) -> int:
+    """The CRC-32 of ``nbytes`` from ``offset``."""
     buffer = memoryview(bytearray(min(_STEP, nbytes)))
     total = 0
     for at in range(0, nbytes, _STEP):
         view = buffer[: min(_STEP, nbytes - at)]
         source.read_into(offset + at, view)
         total = crc32(view, total)
-        moved()
     return total

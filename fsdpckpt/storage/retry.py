@@ -7,10 +7,10 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from itertools import count
 from typing import TypeVar
 
-from fsdpckpt.errors import FsdpckptError, InternalError, SourceError, SourceMissingError, TargetUnwritableError
+from fsdpckpt.errors import FsdpckptError, SourceError, SourceMissingError, TargetUnwritableError
+from fsdpckpt.process import pending_requests
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ ErrorMaker = Callable[[BaseException, str, str, int], FsdpckptError]
 """(last error, URL, action, attempts) -> the error to raise."""
 
 ATTEMPTS = 6  # about ten seconds with the pauses below: longer than a store's hiccup, shorter than a user's patience
-MOST_SECONDS = 60.0  # no further attempt after this: some packages retry several times within each of ours
+MAX_SECONDS = 60.0  # no further attempt after this: some packages retry several times within each of ours
 FIRST_PAUSE = 0.2  # seconds; doubles with every attempt, with random jitter so that threads do not fall into step
 
 # Errors of the packages that fsspec opens URLs with. They are looked up, never imported: most are not installed.
@@ -86,7 +86,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def with_retries(request: Callable[[], T], *, url: str, action: str, make_error: ErrorMaker | None = None) -> T:
-    """Return the result of ``request()``, trying up to ``ATTEMPTS`` times within ``MOST_SECONDS``.
+    """Return the result of ``request()``, trying up to ``ATTEMPTS`` times within ``MAX_SECONDS``.
 
     ``action``: what the request does, for the message ("looking it up"). If all attempts fail, or another one cannot
     help, raises the error that ``make_error`` makes of the last one; without it SourceMissingError if nothing is at
@@ -95,18 +95,21 @@ def with_retries(request: Callable[[], T], *, url: str, action: str, make_error:
     kinds = store_errors()
     caught: tuple[type[BaseException], ...] = (*kinds, ValueError)
     started = time.monotonic()
-    for attempt in count(1):
-        try:
-            return request()
-        except FsdpckptError:
-            raise
-        except caught as error:
-            if not isinstance(error, kinds) and _status(error) is None:  # not an answer of a store
+    attempt = 1
+    with pending_requests:
+        while True:
+            try:
+                return request()
+            except FsdpckptError:
                 raise
-            if attempt == ATTEMPTS or _is_final(error) or time.monotonic() - started > MOST_SECONDS:
-                raise (make_error or _source_error)(error, url, action, attempt) from error
-        time.sleep(FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  # not a secret
-    raise InternalError("an endless loop ended")  # for the type checker: count() has no end
+            except caught as error:
+                if not isinstance(error, kinds) and _status(error) is None:  # not an answer of a store
+                    raise
+                if attempt == ATTEMPTS or _is_final(error) or time.monotonic() - started > MAX_SECONDS:
+                    raise (make_error or _source_error)(error, url, action, attempt) from error
+            pause = FIRST_PAUSE * 2 ** (attempt - 1)
+            time.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311  # not a secret
+            attempt += 1
 
 
 def _source_error(error: BaseException, url: str, action: str, attempts: int) -> SourceError:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from fsdpckpt import comm
-from fsdpckpt.comm.torch_group import PATIENCE
+from fsdpckpt.comm.torch_group import START_PATIENCE
 from fsdpckpt.errors import WorkerError
 from tests.comm.forked_workers import forked_workers
 from tests.oracle.process import quiet_worker
@@ -126,7 +126,7 @@ def work(place: str, trouble: str, said: list[str]) -> int:
         return 0
     started = time.monotonic()
     try:
-        patience = LIMIT if place == "absent" else PATIENCE
+        patience = LIMIT if place == "absent" else START_PATIENCE
         with comm.TorchGroup.start(device="cpu", limit=LIMIT, patience=patience) as group:
             started = time.monotonic()
             PLACES[place](group, TROUBLES[trouble])

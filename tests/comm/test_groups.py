@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -51,10 +50,6 @@ class TestTorchGroupOfOneRank(GroupContract):
         group = TorchGroup.over()
         assert isinstance(group, TorchGroup)
         return group
-
-    def test_a_long_wait_for_a_disk_is_no_failure_where_nobody_else_waits(self) -> None:
-        with TorchGroup.over(limit=2.0) as group, group.heartbeat():
-            time.sleep(2.5)
 
 
 def test_without_a_process_group_a_process_is_alone() -> None:

@@ -141,7 +141,7 @@ def test_what_stays_is_not_tried_again(error: OSError, kind: type[SourceError]) 
 
 
 def test_trying_ends_after_a_while_however_few_attempts_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "MOST_SECONDS", -1.0)
+    monkeypatch.setattr(retry, "MAX_SECONDS", -1.0)
     asked = []
 
     def work() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -176,3 +178,21 @@ def _on(machines: list[dict[str, str]], *arguments: object) -> list[subprocess.C
             )
         )
     return all_ended(started, seconds=LIMIT)
+
+
+def test_a_store_that_answers_late_does_not_make_a_worker_a_lost_one(web: Proxy, alone: Path, tmp_path: Path) -> None:
+    """Later than the fault limit: when rank 0 plans, when workers look at the sources, copy, and look once more."""
+    number = itertools.count(1)
+
+    def answer_late(method: str, path: str, begin: int | None) -> str | None:
+        if next(number) in {3, 7, 12, 24}:
+            time.sleep(5)
+        return None
+
+    web.fault = answer_late
+    done = _convert(f"{web.url}/full.pt", tmp_path / "out", *DCP, "--nproc-per-node", 2, "--fault-limit", 4)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert next(number) > 24
+    written, expected = _files(tmp_path / "out"), _files(alone)
+    assert written.pop("fsdpckpt.json") != expected.pop("fsdpckpt.json"), "another source"
+    assert written == expected
