@@ -1,31 +1,31 @@
 """Boxes of global tensors that ranks hold, send and fill: each one a view of memory on this rank.
 
 A plain tensor is one box on every rank; a DTensor's and a ShardedTensor's boxes follow their own metadata, by the rules
-of ``layouts``. ``all_boxes`` tells every rank who holds which boxes, and ``assign_senders`` who sends
-which. ``Stream`` makes tensors one sequence of bytes, of which any part can be read or written: each tensor (a
-view, of any strides) contributes its elements in row-major order, from a multiple of 16 bytes on, so that a chunk whose
-bounds are multiples of 16 cuts no element. Elements are copied as bits: no value is interpreted. ``place_*`` say where
-the parts of a whole tensor go on this rank.
+of ``layouts``. ``all_boxes`` gathers the boxes of all ranks, and ``assign_senders`` decides who sends which. ``Stream``
+makes tensors one sequence of bytes, of which any part can be read or written: each tensor (a view, of any strides)
+contributes its elements in row-major order, from a multiple of 16 bytes on, so that a chunk whose bounds are multiples
+of 16 cuts no element. Elements are copied as bits: no value is interpreted. ``destination_like`` and
+``destination_on_mesh`` make what a rank fills.
 """
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias, cast
 
 import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdpckpt import layouts
 from fsdpckpt.comm.dtensor import DTensor, Placement, Shard, compute_local_shape_and_global_offset
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.errors import StateDictMismatchError, UsageError
+from fsdpckpt.errors import InternalError, StateDictMismatchError, UsageError
 from fsdpckpt.ir import tensors as ir
 from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.dtypes import DTYPES
@@ -42,9 +42,7 @@ class HeldBox:
 
 
 def kind_of(tensor: torch.Tensor) -> str:
-    """``DTensor``, ``ShardedTensor`` or ``Tensor``. Raises UsageError for a tensor without elements in
-    strided memory.
-    """
+    """``DTensor``, ``ShardedTensor`` or ``Tensor``. Raises UsageError for a tensor that is not dense."""
     if isinstance(tensor, DTensor):
         return "DTensor"
     if isinstance(tensor, ShardedTensor):
@@ -54,15 +52,35 @@ def kind_of(tensor: torch.Tensor) -> str:
     return "Tensor"
 
 
+def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The local shards of ``tensor``, or the tensor itself if it is plain."""
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
+
+
+def empty_like(tensor: torch.Tensor, make: Callable[[Sequence[int], torch.dtype], torch.Tensor]) -> torch.Tensor:
+    """A new tensor that is cut like ``tensor``, of local tensors that ``make(shape, dtype)`` returns."""
+    if isinstance(tensor, ShardedTensor):
+        made = copy.copy(tensor)
+        made._local_shards = [
+            replace(shard, tensor=make(shard.tensor.shape, tensor.dtype)) for shard in tensor.local_shards()
+        ]
+        return made
+    if isinstance(tensor, DTensor):
+        local = make(tensor.to_local().shape, tensor.dtype)
+        return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return make(tensor.shape, tensor.dtype)
+
+
 def held_boxes(tensor: torch.Tensor, key: str) -> list[HeldBox]:
     """The boxes of ``tensor`` on this rank; none if the rank holds nothing. ``key``: its name in messages."""
     if isinstance(tensor, ShardedTensor):
-        shards = tensor.local_shards()
-        held = [
+        return [
             HeldBox(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
-            for s in shards
+            for s in tensor.local_shards()
+            if s.tensor.numel()
         ]
-        return [each for each in held if each.data.numel()]
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             local = tensor.to_local()
@@ -70,9 +88,13 @@ def held_boxes(tensor: torch.Tensor, key: str) -> list[HeldBox]:
             local = local.wait()
         spec = tensor._spec
         boxes = mesh_boxes(tuple(tensor.shape), spec.mesh, spec.placements, _shard_order(spec), key)
-        return [HeldBox(one.box, view_of(local, Box(one.local_offsets, one.box.sizes))) for one in boxes]
+        return _held(local, boxes)
     plain = tensor.detach()
     return [HeldBox(Box.whole(tuple(plain.shape)), plain)] if plain.numel() else []
+
+
+def _held(local: torch.Tensor, boxes: Sequence[layouts.LocalBox]) -> list[HeldBox]:
+    return [HeldBox(each.box, view_of(local, Box(each.local_offsets, each.box.sizes))) for each in boxes]
 
 
 def mesh_boxes(
@@ -84,10 +106,10 @@ def mesh_boxes(
 ) -> tuple[layouts.LocalBox, ...]:
     """The boxes of a tensor of ``shape`` that this rank holds on ``mesh``; none if it is not on the mesh."""
     coordinate = mesh.get_coordinate()
-    ours = [_placement(placement, len(shape), key) for placement in placements]
+    ir_placements = [_placement(placement, len(shape), key) for placement in placements]
     if coordinate is None:
         return ()
-    return layouts.local_boxes(shape, tuple(mesh.mesh.shape), ours, coordinate, order)
+    return layouts.local_boxes(shape, tuple(mesh.mesh.shape), ir_placements, coordinate, order)
 
 
 def _placement(placement: Placement, dimensions: int, key: str) -> ir.Placement:
@@ -134,15 +156,15 @@ def all_boxes(group: Group, boxes: Sequence[Sequence[Box]], dimensions: Sequence
     """Every rank's ``boxes`` (one list for each tensor, whose number of ``dimensions`` all know), by rank.
     Collective.
     """
-    rows = cast("list[Int64Array]", group.all_gather_objects(_packed(boxes), name="tell who holds what"))
+    rows = cast("list[Int64Array]", group.all_gather_objects(_packed(boxes), name="gather the boxes of all ranks"))
     return [_unpacked(row, dimensions) for row in rows]
 
 
 def _packed(boxes: Sequence[Sequence[Box]]) -> Int64Array:
     numbers: list[int] = []
-    for each in boxes:
-        numbers.append(len(each))
-        for box in each:
+    for tensor_boxes in boxes:
+        numbers.append(len(tensor_boxes))
+        for box in tensor_boxes:
             numbers += [*box.offsets, *box.sizes]
     return np.asarray(numbers, np.int64)
 
@@ -158,13 +180,13 @@ def _unpacked(row: Int64Array, dimensions: Sequence[int]) -> list[list[Box]]:
     return boxes
 
 
-def check_coverage(keys: Sequence[str], shapes: Sequence[Sequence[int]], every: list[list[list[Box]]]) -> None:
+def check_coverage(keys: Sequence[str], shapes: Sequence[Sequence[int]], boxes_by_rank: list[list[list[Box]]]) -> None:
     """Raises StateDictMismatchError unless the ranks' boxes hold every element of every tensor, not counting
     replicas.
     """
     problems: list[str] = []
     for index, (key, shape) in enumerate(zip(keys, shapes, strict=True)):
-        rows = [(rank, box) for rank, boxes in enumerate(every) for box in boxes[index]]
+        rows = [(rank, box) for rank, boxes in enumerate(boxes_by_rank) for box in boxes[index]]
         chunks = Chunks.rows(
             ndim=len(shape),
             rank=[rank for rank, _ in rows],
@@ -182,17 +204,17 @@ def check_coverage(keys: Sequence[str], shapes: Sequence[Sequence[int]], every: 
 
 
 def assign_senders(
-    every: list[list[list[Box]]], itemsizes: Sequence[int], *, to: int | None = None
+    boxes_by_rank: list[list[list[Box]]], itemsizes: Sequence[int], *, to: int | None = None
 ) -> list[list[TensorBox]]:
     """For each rank the boxes that it sends: each box once, with replicas' holders balanced by bytes.
 
     ``to``: the only receiver; it sends itself the boxes that it holds.
     """
-    loads = [0] * len(every)
-    sends: list[list[TensorBox]] = [[] for _ in every]
+    loads = [0] * len(boxes_by_rank)
+    sends: list[list[TensorBox]] = [[] for _ in boxes_by_rank]
     for index, itemsize in enumerate(itemsizes):
         holders: dict[Box, list[int]] = {}
-        for rank, boxes in enumerate(every):
+        for rank, boxes in enumerate(boxes_by_rank):
             for box in boxes[index]:
                 if 0 not in box.sizes:
                     holders.setdefault(box, []).append(rank)
@@ -227,6 +249,7 @@ class Stream:
     """The bytes of ``tensors`` as one sequence, read into buffers and written from buffers on any device."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._resolved = any(map(_is_lazy, tensors))  # a copy would be written to
         self._tensors = [_bits(tensor) for tensor in tensors]
         self._starts: list[int] = []
         self.size = 0
@@ -240,6 +263,8 @@ class Stream:
 
     def write(self, offset: int, buffer: torch.Tensor) -> None:
         """Write the bytes in ``buffer`` to their tensors, from ``offset`` on."""
+        if self._resolved:
+            raise InternalError("a conjugated or negated view cannot be written to as bits")
         self._move(offset, buffer, write=True)
 
     def _move(self, offset: int, buffer: torch.Tensor, *, write: bool) -> None:
@@ -252,6 +277,11 @@ class Stream:
             if first < last:
                 _copy(tensor, first, buffer[start + first - offset : start + last - offset], write=write)
             index += 1
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether the memory of ``tensor`` has the conjugated or negated values of what it shows."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -297,37 +327,18 @@ class Destination:
     filled: bool = False
 
 
-def destination_whole(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Destination:
-    """A whole tensor in new memory."""
-    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    return Destination(held_boxes(tensor, ""), tensor)
-
-
 def destination_like(like: torch.Tensor, key: str, device: torch.device) -> Destination:
-    """The memory of ``like`` itself; if that is on the meta device, new memory on ``device``, cut the same way."""
-    if isinstance(like, ShardedTensor):  # its shards have the device; without shards it has none
-        on_meta = any(each.tensor.is_meta for each in like.local_shards())
-        return _new_sharded_tensor(like, device) if on_meta else Destination(held_boxes(like, key), like)
-    if not like.is_meta:
-        return Destination(held_boxes(like, key), like)
-    if isinstance(like, DTensor):
-        local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
-        made = DTensor.from_local(
-            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    """The memory of ``like`` itself; if that is on the meta device, new memory on ``device``, cut the same way.
+
+    Raises UsageError for a tensor that cannot be filled.
+    """
+    if kind_of(like) == "Tensor" and _is_lazy(like):
+        raise UsageError(
+            "a conjugated or negated view cannot be filled", key=key, next_step="pass its resolve_conj().resolve_neg()"
         )
-        return Destination(held_boxes(made, key), made)
-    return destination_whole(like.shape, like.dtype, device)
-
-
-def _new_sharded_tensor(like: ShardedTensor, device: torch.device) -> Destination:
-    shards = [
-        LocalShard(torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, device=device), shard.metadata)
-        for shard in like.local_shards()
-    ]
-    made = ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, like.metadata(), process_group=like._process_group, sharding_spec=like.sharding_spec()
-    )
-    return Destination(held_boxes(made, ""), made)
+    if any(tensor.is_meta for tensor in local_tensors(like)):
+        like = empty_like(like, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
+    return Destination(held_boxes(like, key), like)
 
 
 def destination_on_mesh(
@@ -345,7 +356,7 @@ def destination_on_mesh(
         # This rank holds nothing, of a shape that torch chooses.
         local_shape = tuple(compute_local_shape_and_global_offset(tuple(shape), mesh, list(placements))[0])
     local = torch.empty(local_shape, dtype=dtype, device=device)
-    made = DTensor.from_local(
+    tensor = DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=contiguous_stride(shape)
     )
-    return Destination([HeldBox(one.box, view_of(local, Box(one.local_offsets, one.box.sizes))) for one in boxes], made)
+    return Destination(_held(local, boxes), tensor)

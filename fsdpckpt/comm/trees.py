@@ -15,21 +15,23 @@ communication: sharded tensors keep their shards.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import io
 import json
 import struct
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from fsdpckpt.comm.boxes import kind_of
+from fsdpckpt.comm.boxes import empty_like, kind_of, local_tensors
 from fsdpckpt.comm.dtensor import DTensor
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import InternalError, StateDictMismatchError, UsageError
@@ -53,13 +55,13 @@ def encode(value: object) -> bytes:
 
 def decode(data: bytes) -> object:
     """The inverse of ``encode``. Raises InternalError for any other bytes."""
-    (length,) = struct.unpack_from("<q", data)
-    header = json.loads(data[8 : 8 + length])
-    blobs, offset = [], 8 + length
-    for size in header["blobs"]:
-        blobs.append(data[offset : offset + size])
-        offset += size
     try:
+        (length,) = struct.unpack_from("<q", data)
+        header = json.loads(data[8 : 8 + length])
+        blobs, offset = [], 8 + length
+        for size in header["blobs"]:
+            blobs.append(data[offset : offset + size])
+            offset += size
         return _Decoder(blobs).value(header["tree"])
     except (KeyError, IndexError, TypeError, ValueError, struct.error) as error:
         raise InternalError(f"another worker sent a value that cannot be read back: {error!r}") from None
@@ -109,10 +111,8 @@ class _Decoder(Decoder):
         return _DECODERS[tag](self, data)
 
     def array(self, data: Json) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-        if not isinstance(data, list) or len(data) != 3:
-            raise TypeError("an array has three parts")
-        kind, shape, blob = data
-        return np.frombuffer(bytearray(self.blob(blob)), np.dtype(str(kind))).reshape(shape)  # type: ignore[arg-type]
+        kind, shape, blob = cast("list[Any]", data)
+        return np.frombuffer(bytearray(self.blob(blob)), np.dtype(str(kind))).reshape(shape)
 
 
 def _dtype(data: Json) -> torch.dtype:
@@ -162,9 +162,10 @@ def split_tensors(state: object) -> Tree:
     return Tree(skeleton, tuple(keys), tuple(tensors))
 
 
-def join_tensors(skeleton: object, tensors: list[torch.Tensor]) -> object:
+def join_tensors(skeleton: object, tensors: Sequence[torch.Tensor]) -> StateDict:
     """The inverse of ``split_tensors``: the state dict with ``tensors`` in the slots of ``skeleton``."""
-    return _map_leaves(skeleton, lambda value, _: tensors[value.index] if isinstance(value, Slot) else value, "")
+    joined = _map_leaves(skeleton, lambda value, _: tensors[value.index] if isinstance(value, Slot) else value, "")
+    return cast("StateDict", joined)
 
 
 def _map_leaves(value: object, visit: Callable[[object, str], object], key: str) -> object:
@@ -187,87 +188,125 @@ def _map_leaves(value: object, visit: Callable[[object, str], object], key: str)
 Description: TypeAlias = dict[str, str]
 """Dotted key to a description of the value: ``DTensor [5, 3] float32``, ``int``, ``dict of 2``."""
 
-MOST_SHOWN = 200  # differences listed in one message, which also gives their total number
+MAX_SHOWN = 200  # differences listed in one message, which also gives their total number
 
 
-def describe(state: object, *, plain_shapes: bool = True) -> Description:
-    """The structure of ``state``. ``plain_shapes`` False: without shapes and dtypes of plain tensors.
+def describe(state: object, *, plain_shapes: bool = True, layouts: bool = False) -> Description:
+    """The structure of ``state``. ``plain_shapes`` False: without shapes and dtypes of plain tensors. ``layouts``: with
+    the part of each sharded tensor that this rank holds.
 
     Keys that are not strings are shown by their ``repr``, and so are strings of digits, so that 0 and "0" differ.
     """
     description: Description = {}
-    _describe(state, "", description, plain_shapes=plain_shapes)
+
+    def visit(value: object, key: str) -> None:
+        if isinstance(value, torch.Tensor):
+            kind = kind_of(value)
+            full = f"{kind} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+            description[key] = full if plain_shapes or kind != "Tensor" else kind
+            description[key] += _layout(value) if layouts else ""
+        elif isinstance(value, Mapping):
+            description[key] = f"dict of {len(value)}"
+            for name, child in value.items():
+                part = name if isinstance(name, str) and not name.isdigit() else repr(name)
+                visit(child, f"{key}.{part}" if key else part)
+        elif isinstance(value, (list, tuple)):
+            description[key] = f"{type(value).__name__} of {len(value)}"
+            for index, child in enumerate(value):
+                visit(child, f"{key}[{index}]")
+        else:
+            description[key] = type(value).__name__
+
+    visit(state, "")
     return description
 
 
-def _describe(value: object, key: str, description: Description, *, plain_shapes: bool) -> None:
-    if isinstance(value, torch.Tensor):
-        kind = kind_of(value)
-        words = f"{kind} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        description[key] = words if plain_shapes or kind != "Tensor" else kind
-    elif isinstance(value, Mapping):
-        description[key] = f"dict of {len(value)}"
-        for name, child in value.items():
-            part = name if isinstance(name, str) and not name.isdigit() else repr(name)
-            _describe(child, f"{key}.{part}" if key else part, description, plain_shapes=plain_shapes)
-    elif isinstance(value, (list, tuple)):
-        description[key] = f"{type(value).__name__} of {len(value)}"
-        for index, child in enumerate(value):
-            _describe(child, f"{key}[{index}]", description, plain_shapes=plain_shapes)
-    else:
-        description[key] = type(value).__name__
+def _layout(tensor: torch.Tensor) -> str:
+    """Which part of ``tensor`` this rank holds; empty for a plain tensor, which is whole."""
+    if isinstance(tensor, DTensor):
+        return f" placed {list(tensor.placements)} on ranks {tensor.device_mesh.mesh.tolist()}"
+    if isinstance(tensor, ShardedTensor):
+        shards = [shard.metadata for shard in tensor.local_shards()]
+        return f" with shards {[(list(shard.shard_offsets), list(shard.shard_sizes)) for shard in shards]}"
+    return ""
 
 
-def differences(one: Description, other: Description, names: tuple[str, str] = ("one", "the other")) -> list[str]:
+def differences(left: Description, right: Description, names: tuple[str, str]) -> list[str]:
     """Every difference, one line each. A dict is not listed itself if only its entries differ."""
-    lines = [f"{key}: only in {names[0]} ({words})" for key, words in one.items() if key not in other]
-    lines += [f"{key}: only in {names[1]} ({words})" for key, words in other.items() if key not in one]
-    for key, words in one.items():
-        if key in other and words != other[key] and not (words.startswith("dict of") and "dict of" in other[key]):
-            lines.append(f"{key or 'the whole'}: {words} in {names[0]}, {other[key]} in {names[1]}")
+    lines = [f"{key}: only in {names[0]} ({text})" for key, text in left.items() if key not in right]
+    lines += [f"{key}: only in {names[1]} ({text})" for key, text in right.items() if key not in left]
+    for key, text in left.items():
+        if key in right and text != right[key] and not (text.startswith("dict of") and "dict of" in right[key]):
+            lines.append(f"{key or 'the whole'}: {text} in {names[0]}, {right[key]} in {names[1]}")
     return lines
 
 
 def check_similar(state: object, companion: object) -> None:
     """Raises StateDictMismatchError unless both have the same keys, kinds, shapes and dtypes."""
-    _raise_mismatch(differences(describe(state), describe(companion), ("the state dict", "its companion")))
+    _raise_differences(describe(state), describe(companion))
 
 
-def agree_on_structure(group: Group, state: object) -> None:
-    """Collective. Raises the same StateDictMismatchError on all ranks unless their state dicts have one structure.
+def _raise_differences(state: Description, other: Description) -> None:
+    _raise_mismatch(differences(state, other, ("the state dict", "the other")))
+
+
+def agree_on_structure(group: Group, state: object, problems: list[str]) -> None:
+    """Collective. Raises the same StateDictMismatchError on all ranks if any has ``problems`` with its ``state``, or
+    if the structures of their state dicts differ.
 
     Plain tensors may differ in shape and dtype from rank to rank.
     """
-    description = describe(state, plain_shapes=False)
+    description = {} if problems else describe(state, plain_shapes=False)
     digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
-    if len(set(group.all_gather_objects(digest, name="compare structures"))) == 1:
+    gathered = cast(
+        "list[tuple[str, list[str]]]", group.all_gather_objects((digest, problems), name="compare structures")
+    )
+    _raise_merged([rank_problems for _, rank_problems in gathered])
+    if len({rank_digest for rank_digest, _ in gathered}) == 1:
         return
-    every = cast("list[Description]", group.all_gather_objects(description, name="list the differences"))
+    descriptions = cast("list[Description]", group.all_gather_objects(description, name="list the differences"))
     lines: list[str] = []
-    for rank, other in enumerate(every[1:], 1):
-        lines += differences(every[0], other, ("rank 0", f"rank {rank}"))
+    for rank, other in enumerate(descriptions[1:], 1):
+        lines += differences(descriptions[0], other, ("rank 0", f"rank {rank}"))
     _raise_mismatch(lines or ["the keys are in a different order"])
+
+
+@contextmanager
+def collected(problems: list[str], key: str = "") -> Iterator[None]:
+    """Add a UsageError of the body to ``problems``: if only one rank raised it, the others would wait."""
+    try:
+        yield
+    except UsageError as error:
+        text = error.what if error.next_step is None else f"{error.what}: {error.next_step}"
+        problems.append(f"{key}: {text}" if key else text)
 
 
 def raise_on_all_ranks(group: Group, problems: list[str]) -> None:
     """Collective. Raises StateDictMismatchError with the ``problems`` of all ranks on every rank, if there are any."""
-    every = cast("list[list[str]]", group.all_gather_objects(problems, name="compare structures"))
+    _raise_merged(cast("list[list[str]]", group.all_gather_objects(problems, name="compare structures")))
+
+
+def _raise_merged(problems_by_rank: Sequence[Sequence[str]]) -> None:
     ranks_by_problem: dict[str, list[int]] = {}
-    for rank, rank_problems in enumerate(every):
-        for problem in rank_problems:
+    for rank, problems in enumerate(problems_by_rank):
+        for problem in problems:
             ranks_by_problem.setdefault(problem, []).append(rank)
+    everywhere = len(problems_by_rank)
     _raise_mismatch(
-        [text if len(ranks) == len(every) else f"{text} (rank {ranks[0]})" for text, ranks in ranks_by_problem.items()]
+        [
+            problem if len(ranks) == everywhere else f"{problem} (rank {ranks[0]})"
+            for problem, ranks in ranks_by_problem.items()
+        ]
     )
 
 
 def _raise_mismatch(problems: list[str]) -> None:
     if not problems:
         return
-    more = [f"and {len(problems) - MOST_SHOWN} more"] if len(problems) > MOST_SHOWN else []
+    more = [f"and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []
     raise StateDictMismatchError(
         f"the state dicts do not match: {len(problems)} difference{'s' if len(problems) > 1 else ''}",
-        details=[*problems[:MOST_SHOWN], *more],
+        details=[*problems[:MAX_SHOWN], *more],
         next_step="build the same model and optimizer on every rank, wrapped the same way",
     )
 
@@ -278,22 +317,26 @@ def empty_on_cpu(state: StateDict, *, pin: bool = False, share: bool = False) ->
     ``pin``: page-locked, if torch supports that (it needs a GPU). ``share``: visible to other processes.
     """
     tree = split_tensors(state)
-    return _join(tree.skeleton, [_empty_like(tensor, pin=pin, share=share) for tensor in tree.tensors])
+    make = partial(_host_memory, pin=pin, share=share)
+    return join_tensors(tree.skeleton, [empty_like(tensor, make) for tensor in tree.tensors])
 
 
 def copy_state_dict(state: StateDict, into: StateDict, *, non_blocking: bool = False) -> StateDict:
     """Copy every tensor of ``state`` to the one with the same key in ``into``; return ``state`` with the copies.
 
-    Raises StateDictMismatchError, which lists every difference, before anything is copied. ``non_blocking``: copies to
-    pinned memory may still be running on return; synchronize the device before reading them.
+    Raises StateDictMismatchError, which lists every difference, before anything is copied; sharded tensors have to be
+    sharded in the same way. ``non_blocking``: copies to pinned memory may still be running on return; synchronize the
+    device before reading them.
     """
-    check_similar(state, into)
-    tree, companion = split_tensors(state), split_tensors(into)
+    _raise_differences(describe(state, layouts=True), describe(into, layouts=True))
+    tree, target = split_tensors(state), split_tensors(into)
+    target_by_key = dict(zip(target.keys, target.tensors, strict=True))
+    copies = [target_by_key[key] for key in tree.keys]
     with torch.no_grad():
-        for one, other in zip(tree.tensors, _in_order(tree.keys, companion.keys, companion.tensors), strict=True):
-            for source, target in zip(_shards_of(one), _shards_of(other), strict=True):
-                target.copy_(source, non_blocking=non_blocking)
-    return _join(tree.skeleton, _in_order(tree.keys, companion.keys, companion.tensors))
+        for source, copy in zip(tree.tensors, copies, strict=True):
+            for source_part, part in zip(local_tensors(source), local_tensors(copy), strict=True):
+                part.copy_(source_part, non_blocking=non_blocking)
+    return join_tensors(tree.skeleton, copies)
 
 
 def offload_to_cpu(state: StateDict) -> StateDict:
@@ -301,42 +344,15 @@ def offload_to_cpu(state: StateDict) -> StateDict:
     return copy_state_dict(state, empty_on_cpu(state))
 
 
-def _in_order(keys: tuple[str, ...], others: tuple[str, ...], tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    by_key = dict(zip(others, tensors, strict=True))
-    return [by_key[key] for key in keys]
-
-
-def _shards_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The local shards of ``tensor``, or the tensor itself if it is plain."""
-    if isinstance(tensor, ShardedTensor):
-        return [each.tensor for each in tensor.local_shards()]
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
-
-
-def _empty_like(tensor: torch.Tensor, *, pin: bool, share: bool) -> torch.Tensor:
-    if isinstance(tensor, ShardedTensor):
-        made = copy.copy(tensor)
-        made._local_shards = [copy.copy(each) for each in tensor.local_shards()]
-        for each in made._local_shards:
-            each.tensor = _empty(each.tensor, pin=pin, share=share)
-        return made
-    if isinstance(tensor, DTensor):
-        local = _empty(tensor.to_local(), pin=pin, share=share)
-        return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return _empty(tensor, pin=pin, share=share)
-
-
-def _empty(tensor: torch.Tensor, *, pin: bool, share: bool) -> torch.Tensor:
-    can_pin = pin and torch.cuda.is_available() and tensor.numel() > 0
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=can_pin and not share)
+def _host_memory(shape: Sequence[int], dtype: torch.dtype, *, pin: bool, share: bool) -> torch.Tensor:
+    can_pin = pin and torch.cuda.is_available() and 0 not in shape
+    tensor = torch.empty(shape, dtype=dtype, pin_memory=can_pin and not share)
     if share:
-        made.share_memory_()  # type: ignore[no-untyped-call]
+        tensor.share_memory_()  # type: ignore[no-untyped-call]
     if can_pin and share:
         # Shared memory cannot be allocated pinned: allocate it, then let the driver lock its pages.
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        runtime.cudaHostRegister(made.data_ptr(), made.numel() * made.element_size(), 0)
-    return made
-
-
-def _join(skeleton: object, tensors: list[torch.Tensor]) -> StateDict:
-    return cast("StateDict", join_tensors(skeleton, tensors))
+        address = tensor.data_ptr()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(address, tensor.numel() * dtype.itemsize, 0)))
+        weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
+    return tensor

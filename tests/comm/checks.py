@@ -286,8 +286,7 @@ def check_scatter_gives_each_rank_what_torch_broadcasts(group: comm.Group) -> No
     found = comm.scatter(group, full if group.rank == 0 else None, like=like, budget=BUDGET)
     same(found, by_torch)
     same(found, expected)
-    if group.rank != 0:
-        assert all(found[key] is like[key] for key in like if isinstance(like[key], torch.Tensor)), "not in place"
+    assert all(found[key] is like[key] for key in like if isinstance(like[key], torch.Tensor)), "not in place"
     again = comm.scatter(
         group,
         full if group.rank == 0 else None,
@@ -334,6 +333,50 @@ def check_scatter_refuses_what_does_not_fit_with_every_difference(group: comm.Gr
         assert "(rank 1)" in text
     else:
         raise AssertionError("scattered into what does not fit")
+
+
+def check_a_tensor_that_cannot_be_sent_is_an_error_on_every_rank(group: comm.Group) -> None:
+    """Also if only one rank has it: the others must not wait for that rank."""
+    x = random(4, 2)
+    dtensor = distribute_tensor(x, mesh_1d(), [Shard(0)], src_data_rank=None)
+    lazy = torch.zeros(3, dtype=torch.complex64).conj()
+    plain = lazy.resolve_conj()
+    last = group.rank == group.world_size - 1
+    cases: list[tuple[str, Callable[[], Any]]] = [
+        ("x: a DTensor where a whole", lambda: comm.shard(group, {"x": dtensor if last else x}, like={"x": x})),
+        ("x: a DTensor where a whole", lambda: comm.scatter(group, {"x": dtensor}, like={"x": x})),
+        ("x: a tensor of layout", lambda: comm.gather(group, {"x": x.to_sparse() if last else x})),
+        ("x: a tensor of layout", lambda: comm.scatter(group, {"x": x}, like={"x": x.to_sparse() if last else x})),
+        (
+            "x: a conjugated",
+            lambda: comm.scatter(group, {"x": lazy}, like={"x": lazy if last else plain}),
+        ),
+    ]
+    for text, call in cases:
+        try:
+            call()
+        except StateDictMismatchError as error:
+            assert any(text in detail for detail in error.details), error.details
+        else:
+            raise AssertionError(f"passed: {text}")
+
+
+def check_a_copy_between_different_layouts_is_refused(group: comm.Group) -> None:
+    """Of the same global shape, and here and there even of the same local shape."""
+    mesh, backwards = mesh_1d(), DeviceMesh("cpu", list(reversed(range(group.world_size))))
+    source = distribute_tensor(random(group.world_size, 2), mesh, [Shard(0)], src_data_rank=None)
+    for other, placement in ((mesh, Replicate()), (backwards, Shard(0))):
+        target = distribute_tensor(torch.zeros(source.shape), other, [placement], src_data_rank=None)
+        try:
+            comm.copy_state_dict({"w": source}, {"w": target})
+        except StateDictMismatchError as error:
+            assert "w: DTensor" in error.details[0] and "placed" in error.details[0], error.details
+        else:
+            raise AssertionError(f"copied from Shard(0) to {placement}")
+    same(comm.copy_state_dict({"w": source}, {"w": torch.zeros_like(source)}), {"w": source})
+    same(comm.offload_to_cpu({"w": source}), {"w": source})
+    sharded = sharded_tensors()
+    same(comm.offload_to_cpu(sharded), sharded)
 
 
 def check_broadcast_carries_every_kind_of_value(group: comm.Group) -> None:

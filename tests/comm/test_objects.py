@@ -119,3 +119,9 @@ def test_bytes_that_name_something_else_are_refused_not_looked_up(tree: Any) -> 
     header = json.dumps({"tree": tree, "blobs": []}).encode()
     with pytest.raises(InternalError):
         decode(struct.pack("<q", len(header)) + header)
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 7, b"\xff" * 8, struct.pack("<q", 2) + b"[]", struct.pack("<q", 9)])
+def test_bytes_of_any_other_kind_are_refused(data: bytes) -> None:
+    with pytest.raises(InternalError, match="cannot be read back"):
+        decode(data)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fsdpckpt.comm.boxes import Stream, stream_nbytes
+from fsdpckpt.errors import InternalError
 from tests.comm.checks import random as random_tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.float8_e5m2, torch.complex128, torch.int64, torch.uint16)
@@ -50,3 +51,9 @@ def test_a_conjugated_view_is_sent_as_the_values_it_shows() -> None:
     data = torch.empty(stream.size, dtype=torch.uint8)
     stream.read(0, data)
     assert data[: 4 * 3 * 8].numpy().tobytes() == source.resolve_conj().numpy().tobytes()
+
+
+def test_a_conjugated_view_is_not_written_to() -> None:
+    view = torch.zeros(4, dtype=torch.complex64).conj()
+    with pytest.raises(InternalError, match="conjugated"):
+        Stream([view]).write(0, torch.ones(32, dtype=torch.uint8))

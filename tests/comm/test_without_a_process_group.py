@@ -81,6 +81,50 @@ def test_copies_go_into_memory_made_once(alone: comm.Group) -> None:
     same(comm.offload_to_cpu(state), state)
 
 
+def test_a_plain_tensor_is_filled_in_place(alone: comm.Group) -> None:
+    for fill in (comm.shard, comm.scatter):
+        like = {"w": torch.zeros(3)}
+        found = fill(alone, {"w": random(3)}, like=like)
+        assert found["w"] is like["w"]
+        same(like, {"w": random(3)})
+
+
+class Driver:
+    """Stands in for CUDA's runtime: notes what is locked, or refuses."""
+
+    def __init__(self, result: int) -> None:
+        self.result = result
+        self.locked: list[int] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802  # CUDA's name
+        self.locked.append(address)
+        return self.result
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802  # CUDA's name
+        self.locked.remove(address)
+        return 0
+
+
+def test_shared_memory_is_locked_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
+    place = comm.empty_on_cpu({"w": random(3)}, pin=True, share=True)
+    view = place.pop("w")[1:]  # type: ignore[index]
+    assert len(driver.locked) == 1, "a view keeps the memory"
+    del view
+    assert driver.locked == []
+
+
+def test_memory_that_cannot_be_locked_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(2))
+    monkeypatch.setattr(torch.cuda, "check_error", lambda result: 1 / (result - 2))
+    with pytest.raises(ZeroDivisionError):
+        comm.empty_on_cpu({"w": random(3)}, pin=True, share=True)
+
+
 def test_two_state_dicts_that_differ_are_told_apart_in_every_way() -> None:
     one: dict[str, Any] = {"a": random(2, 3), "b": random(4), "c": 1, "state": {0: 1}, "d": [1], "e": random(2)}
     two: dict[str, Any] = {"a": random(3, 2), "b": random(4).double(), "c": "1", "state": {"0": 1}, "d": (1,)}
