@@ -1,4 +1,8 @@
-"""This process: its role among several, what it waits for, and when Python collects its garbage.
+"""This process: its rank and its role among several, what it waits for, and when Python collects its garbage.
+
+torchrun (any elastic launch) sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. srun
+sets SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE, SLURM_NODEID and SLURM_STEP_NODELIST;
+a batch script without srun has some of them, but no SLURM_STEP_ID.
 
 A run of many workers prints everything once: rank 0 does, or rank 1 if rank 0 was lost. Imports nothing that takes
 time, because every command uses it.
@@ -8,29 +12,132 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from fsdpckpt.errors import UsageError
+
+FIRST_PORT, PORTS = 20000, 20000  # for srun: all tasks of a step compute the same port in this range from the step's id
+
+Starter: TypeAlias = Literal["torchrun", "srun"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """This worker's rank, its local rank on its node, and the ``address`` and ``port`` of the rendezvous store."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+    started_by: Starter
 
 
 def started_as_worker() -> bool:
-    """Whether torchrun (any elastic launch) or srun started this process as one of its workers.
-
-    The same answer as ``comm.launch.rank_from_environment``, without importing torch.
-    """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return True
-    return "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    """Whether torchrun (any elastic launch) or srun started this process as one of its workers."""
+    return _started_by(os.environ) is not None
 
 
 def own_rank() -> int:
-    """The rank of this process; 0 if it is not a worker."""
-    if not started_as_worker():
-        return 0
-    text = os.environ.get("RANK" if "RANK" in os.environ else "SLURM_PROCID", "0")
+    """The rank of this process; 0 if it is not a worker, or its variables are malformed."""
+    started_by = _started_by(os.environ)
+    text = "0" if started_by is None else os.environ.get("RANK" if started_by == "torchrun" else "SLURM_PROCID", "0")
     return int(text) if text.isdigit() else 0
+
+
+def rank_from_environment(environment: Mapping[str, str] | None = None) -> RankInfo | None:
+    """The rank of this process; None when it was started alone.
+
+    Raises UsageError when the environment variables contradict each other.
+    """
+    variables = os.environ if environment is None else environment
+    started_by = _started_by(variables)
+    if started_by is None:
+        return None
+    info = _of_torchrun(variables) if started_by == "torchrun" else _of_srun(variables)
+    if not 0 <= info.rank < info.world_size or not 0 <= info.local_rank < info.local_world_size <= info.world_size:
+        raise UsageError(
+            f"the variables of {started_by} contradict each other",
+            expected="0 <= rank < world size, 0 <= local rank < local world size <= world size",
+            found=f"{info.rank} of {info.world_size}, {info.local_rank} of {info.local_world_size}",
+        )
+    return info
+
+
+def _started_by(variables: Mapping[str, str]) -> Starter | None:
+    if "RANK" in variables and "WORLD_SIZE" in variables:
+        return "torchrun"
+    if "SLURM_STEP_ID" in variables and variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        return "srun"
+    return None
+
+
+def _of_torchrun(variables: Mapping[str, str]) -> RankInfo:
+    world_size = _number(variables, "WORLD_SIZE")
+    return RankInfo(
+        rank=_number(variables, "RANK"),
+        world_size=world_size,
+        local_rank=_number(variables, "LOCAL_RANK", 0 if world_size == 1 else None),
+        local_world_size=_number(variables, "LOCAL_WORLD_SIZE", 1 if world_size == 1 else None),
+        address=variables.get("MASTER_ADDR", "127.0.0.1"),
+        port=_number(variables, "MASTER_PORT"),
+        started_by="torchrun",
+    )
+
+
+def _of_srun(variables: Mapping[str, str]) -> RankInfo:
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST", "")
+    job = f"{variables.get('SLURM_JOB_ID', '0')}.{variables['SLURM_STEP_ID']}"
+    digits = int("".join(re.findall(r"\d", job)) or "0")
+    return RankInfo(
+        rank=_number(variables, "SLURM_PROCID"),
+        world_size=_number(variables, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_number(variables, "SLURM_LOCALID"),
+        local_world_size=_local_tasks(variables),
+        address=variables.get("MASTER_ADDR") or first_host(nodes),
+        port=_number(variables, "MASTER_PORT", FIRST_PORT + digits % PORTS),
+        started_by="srun",
+    )
+
+
+def _local_tasks(variables: Mapping[str, str]) -> int:
+    """This node's number of tasks. SLURM_STEP_TASKS_PER_NODE ``2(x3),1`` is two on each of three nodes, then one."""
+    counts: list[int] = []
+    for part in variables.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
+            counts += [int(match[1])] * int(match[2] or 1)
+    node = _number(variables, "SLURM_NODEID", 0)
+    if node < len(counts):
+        return counts[node]
+    raise UsageError(
+        "srun does not say how many tasks run on this node",
+        expected=f"SLURM_STEP_TASKS_PER_NODE with an entry for node {node}",
+        found=variables.get("SLURM_STEP_TASKS_PER_NODE", "nothing"),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list: ``gpu[03-07,9],login`` is ``gpu03``."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
+    if not match:
+        raise UsageError("srun does not name the nodes of this step", next_step="set MASTER_ADDR to the first of them")
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = variables.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdigit():
+        raise UsageError(f"the environment variable {name} has to be a number", found=text or "nothing")
+    return int(text)
 
 
 @dataclass(slots=True)

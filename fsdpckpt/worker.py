@@ -25,7 +25,7 @@ from fsdpckpt.converters.target_spec import refuse_unknown_suffix
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError, require_torch
 from fsdpckpt.option_fields import Scope, refuse_unused
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
-from fsdpckpt.process import process_role, started_as_worker
+from fsdpckpt.process import process_role, rank_from_environment, started_as_worker
 from fsdpckpt.progress import Progress, ProgressPipe, follow_progress
 
 if TYPE_CHECKING:
@@ -96,7 +96,6 @@ def _run_rank(
     group: Group, source: str, target: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress
 ) -> Report:
     """Take part in the conversion as one rank of ``group``, which torchrun or srun described in the environment."""
-    from fsdpckpt.comm.launch import rank_from_environment
     from fsdpckpt.converters.pipeline import convert as run
 
     rank_info = rank_from_environment()

@@ -11,7 +11,7 @@ from fsdpckpt.converters import PlannedFile, Report
 from fsdpckpt.ir.checkpoint import Container, Layout, Note, Section
 from fsdpckpt.ir.units import Strategy
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions, MissingState, VerifyLevel, Visibility
-from fsdpckpt.process import ProcessRole, own_rank, started_as_worker
+from fsdpckpt.process import ProcessRole, own_rank, rank_from_environment, started_as_worker
 from fsdpckpt.progress import ProgressPipe, follow_progress
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
@@ -30,18 +30,16 @@ SRUN = {
     ("environment", "rank"),
     [({}, None), (TORCHRUN, 3), (SRUN, 2), ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None), ({"RANK": "1"}, None)],
 )
-def test_a_worker_is_recognised_as_the_communication_core_does(
+def test_a_worker_knows_its_rank(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], rank: int | None
 ) -> None:
-    from fsdpckpt.comm.launch import rank_from_environment
-
     for name in {*TORCHRUN, *SRUN}:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    place = rank_from_environment(environment)
-    assert started_as_worker() is (place is not None) is (rank is not None)
-    assert own_rank() == (place.rank if place is not None else 0) == (rank or 0)
+    info = rank_from_environment()
+    assert started_as_worker() is (info is not None) is (rank is not None)
+    assert own_rank() == (info.rank if info is not None else 0) == (rank or 0)
 
 
 def test_one_of_all_workers_speaks(monkeypatch: pytest.MonkeyPatch) -> None:

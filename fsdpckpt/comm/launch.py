@@ -1,8 +1,4 @@
-"""Launches workers, and recognises how this process was launched: by torchrun or srun, as which rank, on which device.
-
-torchrun (any elastic launch) sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. srun
-sets SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE, SLURM_NODEID and SLURM_STEP_NODELIST;
-a batch script without srun has some of them, but no SLURM_STEP_ID.
+"""Launches workers, and chooses the backend and the device of each.
 
 Backend ``auto`` is NCCL if every rank has a GPU of its own, else Gloo on the CPU. All ranks vote on that, because nodes
 may have different numbers of GPUs.
@@ -17,14 +13,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -33,114 +28,11 @@ import torch.distributed as dist
 from fsdpckpt.comm.liveness import LAUNCHER
 from fsdpckpt.comm.store_monitor import STATUS_DIRECTORY, Failure, Position
 from fsdpckpt.errors import InterruptedRunError, UsageError, WorkerError
+from fsdpckpt.process import RankInfo
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
-
-FIRST_PORT, PORTS = 20000, 20000  # for srun: all tasks of a step compute the same port in this range from the step's id
-
-
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """This worker's rank, its local rank on its node, and the ``address`` and ``port`` of the rendezvous store."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    address: str
-    port: int
-    started_by: Literal["torchrun", "srun"]
-
-
-def rank_from_environment(environment: Mapping[str, str] | None = None) -> RankInfo | None:
-    """The rank of this process; None when it was started alone.
-
-    Raises UsageError when the environment variables contradict each other.
-    """
-    variables = os.environ if environment is None else environment
-    if "RANK" in variables and "WORLD_SIZE" in variables:
-        return _of_torchrun(variables)
-    if "SLURM_STEP_ID" in variables and _number(variables, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        return _of_srun(variables)
-    return None
-
-
-def _of_torchrun(variables: Mapping[str, str]) -> RankInfo:
-    rank, world_size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
-    return _check_ranks(
-        RankInfo(
-            rank=rank,
-            world_size=world_size,
-            local_rank=_number(variables, "LOCAL_RANK", 0 if world_size == 1 else None),
-            local_world_size=_number(variables, "LOCAL_WORLD_SIZE", 1 if world_size == 1 else None),
-            address=variables.get("MASTER_ADDR", "127.0.0.1"),
-            port=_number(variables, "MASTER_PORT"),
-            started_by="torchrun",
-        )
-    )
-
-
-def _of_srun(variables: Mapping[str, str]) -> RankInfo:
-    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST", "")
-    job = f"{variables.get('SLURM_JOB_ID', '0')}.{variables['SLURM_STEP_ID']}"
-    digits = int("".join(re.findall(r"\d", job)) or "0")
-    return _check_ranks(
-        RankInfo(
-            rank=_number(variables, "SLURM_PROCID"),
-            world_size=_number(variables, "SLURM_STEP_NUM_TASKS"),
-            local_rank=_number(variables, "SLURM_LOCALID"),
-            local_world_size=_tasks_here(variables),
-            address=variables.get("MASTER_ADDR") or first_host(nodes),
-            port=_number(variables, "MASTER_PORT", FIRST_PORT + digits % PORTS),
-            started_by="srun",
-        )
-    )
-
-
-def _tasks_here(variables: Mapping[str, str]) -> int:
-    """This node's number of tasks. SLURM_STEP_TASKS_PER_NODE ``2(x3),1`` is two on each of three nodes, then one."""
-    counts: list[int] = []
-    for part in variables.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip()):
-            counts += [int(match[1])] * int(match[2] or 1)
-    node = _number(variables, "SLURM_NODEID", 0)
-    if node < len(counts):
-        return counts[node]
-    raise UsageError(
-        "srun does not say how many tasks run on this node",
-        expected=f"SLURM_STEP_TASKS_PER_NODE with an entry for node {node}",
-        found=variables.get("SLURM_STEP_TASKS_PER_NODE", "nothing"),
-    )
-
-
-def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list: ``gpu[03-07,9],login`` is ``gpu03``."""
-    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
-    if not match:
-        raise UsageError("srun does not name the nodes of this step", next_step="set MASTER_ADDR to the first of them")
-    return match[1] + (match[2] or "") + (match[3] or "")
-
-
-def _check_ranks(place: RankInfo) -> RankInfo:
-    if not 0 <= place.rank < place.world_size or not 0 <= place.local_rank < place.local_world_size <= place.world_size:
-        raise UsageError(
-            f"the variables of {place.started_by} contradict each other",
-            expected="0 <= rank < world size, 0 <= local rank < local world size <= world size",
-            found=f"{place.rank} of {place.world_size}, {place.local_rank} of {place.local_world_size}",
-        )
-    return place
-
-
-def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = variables.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdigit():
-        raise UsageError(f"the environment variable {name} has to be a number", found=text or "nothing")
-    return int(text)
-
 
 Backend: TypeAlias = Literal["nccl", "gloo"]
 DeviceKind: TypeAlias = Literal["cuda", "cpu"]
@@ -185,11 +77,11 @@ def choose_backend(backend: str, device: str, *, all_have_gpu: Callable[[], bool
     return "gloo", "cpu"
 
 
-def rank_device(kind: DeviceKind, place: RankInfo | None) -> torch.device:
+def rank_device(kind: DeviceKind, info: RankInfo | None) -> torch.device:
     """This worker's device."""
     if kind == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", 0 if place is None else place.local_rank)
+    return torch.device("cuda", 0 if info is None else info.local_rank)
 
 
 KILL_AFTER = 5  # seconds between SIGTERM and SIGKILL for the remaining workers when one has failed
@@ -199,7 +91,7 @@ def launch(
     arguments: Sequence[str],
     *,
     workers: int,
-    module: str = "fsdpckpt",
+    module: str,
     nodes: int = 1,
     node_rank: int | None = None,
     endpoint: str | None = None,

@@ -21,14 +21,14 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from fsdpckpt.comm.exchanger import spread
-from fsdpckpt.comm.launch import RankInfo, choose_backend, has_own_gpu, rank_device, rank_from_environment
+from fsdpckpt.comm.launch import choose_backend, has_own_gpu, rank_device
 from fsdpckpt.comm.liveness import end_with_launcher, heartbeat
 from fsdpckpt.comm.protocol import Group, Solo
 from fsdpckpt.comm.store_monitor import StoreMonitor
 from fsdpckpt.comm.transport import Transport
 from fsdpckpt.comm.trees import decode, encode
 from fsdpckpt.errors import UsageError, WorkerError
-from fsdpckpt.process import pending_requests
+from fsdpckpt.process import RankInfo, pending_requests, rank_from_environment
 
 LIMIT = 15.0
 """Seconds within which a failure of one rank ends all of them."""

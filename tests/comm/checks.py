@@ -31,8 +31,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fsdpckpt import comm
 from fsdpckpt.comm import torch_group
 from fsdpckpt.comm.exchanger import Exchanger, SendRecv
-from fsdpckpt.comm.launch import FIRST_PORT
 from fsdpckpt.errors import StateDictMismatchError, UsageError, WorkerError
+from fsdpckpt.process import FIRST_PORT
 from tests.comm.forked_workers import forked_workers
 from tests.comm.group_contract import GroupContract
 from tests.writers.meshes import all_three, hsdp, net, over_tp, sharded_model

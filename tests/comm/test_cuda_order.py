@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdpckpt.comm import torch_group, transport
-from fsdpckpt.comm.launch import RankInfo
+from fsdpckpt.process import RankInfo
 
 GPU = torch.device("cuda", 3)
 
