@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdpckpt import comm
-from fsdpckpt.comm.transport import Staging
+from fsdpckpt.comm.transport import TransferBuffers
 from fsdpckpt.converters import pipeline
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
@@ -71,7 +71,7 @@ class Bench:
 
     def staging(self) -> None:
         """The copies that an exchange makes, one buffer after the other, against one plain copy of pinned memory."""
-        staging = Staging(self.device, count=4, size=CHUNK)
+        buffers = TransferBuffers(self.device, count=4, size=CHUNK)
         count = max(self.nbytes // 4 // CHUNK, 4)
         size = count * CHUNK
         host = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
@@ -79,11 +79,11 @@ class Bench:
 
         def to_device() -> None:
             for number in range(count):
-                staging.to_device(number % 4, CHUNK)
+                buffers.to_device(number % 4, CHUNK)
 
         def to_host() -> None:
             for number in range(count):
-                staging.to_host(number % 4, CHUNK)
+                buffers.to_host(number % 4, CHUNK)
 
         what = "against cudaMemcpy" if self.device.type == "cuda" else "(nothing is copied), against a copy"
         self.rate(f"staging, host to device {what}", size, to_device, lambda: _copy(device, host, TO_DEVICE))

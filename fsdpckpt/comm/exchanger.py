@@ -22,7 +22,7 @@ import torch
 
 from fsdpckpt.comm.liveness import prefetched
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.comm.transport import Staging, Transfer, chunk_bytes
+from fsdpckpt.comm.transport import Transfer, TransferBuffers, chunk_bytes
 from fsdpckpt.errors import InternalError
 
 BUDGET = 32 << 20
@@ -94,10 +94,10 @@ class SendRecv:
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """``sent`` bytes from ``offset`` on, in buffer ``send_buffer``, and ``received`` bytes, which go to buffer
-    ``receive_buffer`` unless ``of`` has memory to receive into.
+    ``receive_buffer`` unless ``operation`` has memory to receive into.
     """
 
-    of: SendRecv
+    operation: SendRecv
     offset: int
     sent: int
     received: int
@@ -119,29 +119,27 @@ class Exchanger:
         self._group = group
         count = SEND_BUFFERS if in_place else SEND_BUFFERS + IN_FLIGHT
         size = min(chunk_bytes(budget, count), chunk_bytes(largest + 4095, 1))
-        self._staging = Staging(torch.device(group.device), count=count, size=size, on_device=on_device)
+        self._buffers = TransferBuffers(torch.device(group.device), count=count, size=size, on_device=on_device)
 
     @property
     def chunk(self) -> int:
         """The largest number of bytes in one call of ``read``, ``write`` or ``receive_into``."""
-        return self._staging.size
+        return self._buffers.size
 
     def check(self, sends: Mapping[int, int], receives: Mapping[int, int]) -> None:
         """Raises WorkerError if a peer has other counts than this rank. Counts of several exchanges may be added."""
         group = self._group
-        unknown = [peer for peer in (*sends, *receives) if not 0 <= peer < group.world_size]
-        if unknown or sends.get(group.rank, 0) != receives.get(group.rank, 0):
-            raise InternalError(f"rank {group.rank} was to exchange what it cannot: {dict(sends)}, {dict(receives)}")
-        for to, source in self.pairs():
-            ours = torch.tensor([sends.get(to, 0)], dtype=torch.int64, device=group.device)
-            theirs = torch.empty_like(ours)
-            group.transport.send_recv(send=ours, to=to, receive=theirs, source=source).wait()
-            if int(theirs) != receives.get(source, 0):
+        if any(not 0 <= peer < group.world_size for peer in (*sends, *receives)):
+            raise InternalError(f"rank {group.rank} cannot exchange these byte counts: {dict(sends)}, {dict(receives)}")
+        counts = [sends.get(peer, 0) for peer in range(group.world_size)]
+        sends_by_rank = [counts] if group.transport is None else group.transport.all_counts(counts)
+        for source, row in enumerate(sends_by_rank):
+            if row[group.rank] != receives.get(source, 0):
                 raise InternalError(
                     f"the plans of rank {source} and rank {group.rank} differ",
                     rank=group.rank,
                     expected=f"{receives.get(source, 0)} bytes from rank {source}",
-                    found=f"{int(theirs)} bytes that it sends",
+                    found=f"{row[group.rank]} bytes that it sends",
                 )
 
     def pairs(self) -> list[tuple[int, int]]:
@@ -152,7 +150,7 @@ class Exchanger:
     def to_itself(self, total: int, read: Read, write: Write) -> None:
         """Copy what this rank sends to itself, without communication."""
         for offset in range(0, total, self.chunk):
-            buffer = self._staging.host(0, min(self.chunk, total - offset))
+            buffer = self._buffers.host(0, min(self.chunk, total - offset))
             read(self._group.rank, offset, buffer)
             write(self._group.rank, offset, buffer)
             self._group.beat()
@@ -171,8 +169,8 @@ class Exchanger:
                 for chunk in filled:
                     while in_flight and (len(in_flight) == IN_FLIGHT or not _has_room(chunk)):
                         self._complete(*in_flight.popleft(), free)
-                    if chunk.offset == 0 and chunk.of.wait_for_room is not None:
-                        chunk.of.wait_for_room()
+                    if chunk.offset == 0 and chunk.operation.wait_for_room is not None:
+                        chunk.operation.wait_for_room()
                     in_flight.append((chunk, self._post(chunk)))
                 while in_flight:
                     self._complete(*in_flight.popleft(), free)
@@ -183,45 +181,49 @@ class Exchanger:
     def _chunks(self, operations: Iterable[SendRecv], free: Semaphore, ended: Event) -> Generator[_Chunk]:
         """The chunks of ``operations`` in order, each as soon as there is a buffer for it, filled."""
         outgoing = incoming = 0
-        for of in operations:
-            total = max(of.send_bytes, of.receive_bytes)
+        for operation in operations:
+            total = max(operation.send_bytes, operation.receive_bytes)
             for offset in range(0, max(total, 1), self.chunk):
-                sent, received = (min(max(n - offset, 0), self.chunk) for n in (of.send_bytes, of.receive_bytes))
+                sent, received = (
+                    min(max(nbytes - offset, 0), self.chunk)
+                    for nbytes in (operation.send_bytes, operation.receive_bytes)
+                )
                 if sent:
                     free.acquire()
                     if ended.is_set():  # after a failure: what is in the buffers may still be in flight
                         return
-                    of.read(of.to, offset, self._staging.host(outgoing, sent))
+                    operation.read(operation.to, offset, self._buffers.host(outgoing, sent))
                 last = offset + self.chunk >= total
-                yield _Chunk(of, offset, sent, received, outgoing, SEND_BUFFERS + incoming, last)
+                yield _Chunk(operation, offset, sent, received, outgoing, SEND_BUFFERS + incoming, last)
                 outgoing, incoming = (outgoing + bool(sent)) % SEND_BUFFERS, (incoming + 1) % IN_FLIGHT
 
     def _post(self, chunk: _Chunk) -> Transfer | None:
-        of, receive = chunk.of, None
-        if not (chunk.sent or chunk.received):
-            return None
-        if chunk.received and of.receive_into is not None:
-            receive = of.receive_into(of.source, chunk.offset, chunk.received)
+        operation, send, receive = chunk.operation, None, None
+        if chunk.received and operation.receive_into is not None:
+            receive = operation.receive_into(operation.source, chunk.offset, chunk.received), operation.source
         elif chunk.received:
-            receive = self._staging.device(chunk.receive_buffer, chunk.received)
-        send = self._staging.to_device(chunk.send_buffer, chunk.sent) if chunk.sent else None
-        transfer: Transfer = self._group.transport.send_recv(send=send, to=of.to, receive=receive, source=of.source)
+            receive = self._buffers.device(chunk.receive_buffer, chunk.received), operation.source
+        if chunk.sent:
+            send = self._buffers.to_device(chunk.send_buffer, chunk.sent), operation.to
+        if send is None and receive is None:
+            return None
+        transfer: Transfer = self._group.transport.send_recv(send=send, receive=receive)
         return transfer
 
     def _complete(self, chunk: _Chunk, transfer: Transfer | None, free: Semaphore) -> None:
-        of = chunk.of
+        operation = chunk.operation
         if transfer is not None:
             transfer.wait()
         if chunk.sent:
             free.release()
-        if chunk.received and of.write is not None and of.receive_into is None:
-            of.write(of.source, chunk.offset, self._staging.to_host(chunk.receive_buffer, chunk.received))
-        if chunk.last and of.on_received is not None:
-            of.on_received()
+        if chunk.received and operation.write is not None and operation.receive_into is None:
+            operation.write(operation.source, chunk.offset, self._buffers.to_host(chunk.receive_buffer, chunk.received))
+        if chunk.last and operation.on_received is not None:
+            operation.on_received()
 
 
 def _has_room(chunk: _Chunk) -> bool:
-    return chunk.offset > 0 or chunk.of.has_room is None or chunk.of.has_room()
+    return chunk.offset > 0 or chunk.operation.has_room is None or chunk.operation.has_room()
 
 
 def spread(
@@ -243,7 +245,7 @@ def spread(
         return
     with group.step(name, agree=str(list(sizes))):
         size = min(chunk_bytes(budget, DEPTH), chunk_bytes(max([*sizes, 1]) + 4095, 1))
-        staging = Staging(torch.device(group.device), count=DEPTH, size=size, on_device=on_device)
+        buffers = TransferBuffers(torch.device(group.device), count=DEPTH, size=size, on_device=on_device)
         chunks = [
             (s, offset) for offset in range(0, max(sizes), size) for s, total in enumerate(sizes) if offset < total
         ]
@@ -253,15 +255,15 @@ def spread(
             source, offset, count, slot, transfer = in_flight.popleft()
             transfer.wait()
             if source != group.rank:
-                write(source, offset, staging.to_host(slot, count))
+                write(source, offset, buffers.to_host(slot, count))
 
         for number, (source, offset) in enumerate(chunks):
             if len(in_flight) == DEPTH:
                 complete()
             count, slot = min(size, sizes[source] - offset), number % DEPTH
             if source == group.rank:
-                read(source, offset, staging.host(slot, count))
-            data = staging.to_device(slot, count) if source == group.rank else staging.device(slot, count)
+                read(source, offset, buffers.host(slot, count))
+            data = buffers.to_device(slot, count) if source == group.rank else buffers.device(slot, count)
             in_flight.append((source, offset, count, slot, group.transport.broadcast(data, source)))
         while in_flight:
             complete()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager
@@ -20,12 +21,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from fsdpckpt.comm.exchanger import spread
 from fsdpckpt.comm.launch import choose_backend, has_own_gpu, rank_device
 from fsdpckpt.comm.liveness import end_with_launcher, heartbeat
 from fsdpckpt.comm.protocol import Group, Solo
 from fsdpckpt.comm.store_monitor import StoreMonitor
-from fsdpckpt.comm.transport import Transport
+from fsdpckpt.comm.transport import Transfer, Transport
 from fsdpckpt.comm.trees import decode, encode
 from fsdpckpt.errors import UsageError, WorkerError
 from fsdpckpt.process import RankInfo, pending_requests, rank_from_environment
@@ -35,6 +35,8 @@ LIMIT = 15.0
 
 START_PATIENCE = 120.0
 """Seconds that one rank may start later than another: importing torch from a busy network disk takes its time."""
+
+MAX_BROADCASTS = 4  # of values at a time: each has all its bytes on the device
 
 
 class TorchGroup(Group):
@@ -164,42 +166,53 @@ class TorchGroup(Group):
         if self.world_size == 1:
             return [value]
         with self.step(name):
-            return self._spread(value, has_value=True)
+            return self._broadcast_each(value, has_value=True)
 
     def broadcast_object(self, value: object = None, *, source: int = 0, name: str = "broadcast of a value") -> object:
         if self.world_size == 1:
             return value
         with self.step(name):
-            return self._spread(value, has_value=self.rank == source)[source]
+            return self._broadcast_each(value, has_value=self.rank == source)[source]
 
-    def _spread(self, value: object, *, has_value: bool) -> list[object]:
-        encoded = encode(value) if has_value else b""
-        sizes = [size for (size,) in self.transport.all_counts([len(encoded)])]
-        received = [bytearray(size if rank != self.rank else 0) for rank, size in enumerate(sizes)]
+    def _broadcast_each(self, value: object, *, has_value: bool) -> list[object]:
+        """The values of all ranks that have one, by rank."""
+        data = self._to_tensor(value) if has_value else torch.empty(0, dtype=torch.uint8)
+        sizes = [size for (size,) in self.transport.all_counts([len(data)])]
+        values: list[object] = [None] * self.world_size
+        in_flight: deque[tuple[int, torch.Tensor, Transfer]] = deque()
 
-        def read(_: int, offset: int, buffer: torch.Tensor) -> None:
-            buffer.copy_(torch.frombuffer(bytearray(encoded[offset : offset + len(buffer)]), dtype=torch.uint8))
+        def complete() -> None:
+            source, received, transfer = in_flight.popleft()
+            transfer.wait()
+            values[source] = value if source == self.rank else _from_tensor(received)
 
-        def write(source: int, offset: int, buffer: torch.Tensor) -> None:
-            received[source][offset : offset + len(buffer)] = buffer.numpy().tobytes()
-
-        spread(self, sizes=sizes, read=read, write=write, name="values")
-        values = [decode(bytes(data)) if data else None for data in received]
-        values[self.rank] = value if has_value else None
+        for source in (rank for rank, size in enumerate(sizes) if size):
+            if len(in_flight) == MAX_BROADCASTS:
+                complete()
+            tensor = data if source == self.rank else self._empty(sizes[source])
+            in_flight.append((source, tensor, self.transport.broadcast(tensor, source)))
+        while in_flight:
+            complete()
         return values
 
     def send_object(self, value: object, *, to: int) -> None:
-        data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(self.device)
+        data = self._to_tensor(value)
         count = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        for part in (count, data):
-            self.transport.send_recv(send=part, to=to, receive=None, source=None).wait()
+        for tensor in (count, data):
+            self.transport.send_recv(send=(tensor, to)).wait()
 
     def receive_object(self, *, source: int) -> object:
         count = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.transport.send_recv(send=None, to=None, receive=count, source=source).wait()
-        data = torch.empty(int(count), dtype=torch.uint8, device=self.device)
-        self.transport.send_recv(send=None, to=None, receive=data, source=source).wait()
-        return decode(data.cpu().numpy().tobytes())
+        self.transport.send_recv(receive=(count, source)).wait()
+        data = self._empty(int(count))
+        self.transport.send_recv(receive=(data, source)).wait()
+        return _from_tensor(data)
+
+    def _to_tensor(self, value: object) -> torch.Tensor:
+        return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(self.device)
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     # the end
 
@@ -222,6 +235,10 @@ class TorchGroup(Group):
         self._monitor.close()
         if self._started is not None and not failed:
             dist.destroy_process_group(self._started)
+
+
+def _from_tensor(data: torch.Tensor) -> object:
+    return decode(data.cpu().numpy().tobytes())
 
 
 def _connect(backend: str, device: torch.device, store: Store, info: RankInfo) -> dist.ProcessGroup:

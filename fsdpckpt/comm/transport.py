@@ -1,10 +1,10 @@
 """Moves tensors between ranks over the process group, with waits that end when any rank fails.
 
-``Staging``: double buffers of a fixed size between the caller's memory and the process group's device. On the CPU both
-sides are one buffer. On CUDA the caller's side is pinned host memory, and copies run on a stream of their own, beside
-the communication of the other buffers. What is sent waits for its copy, because the process group's stream waits for
-the stream that is current when it is posted. A buffer is filled again only once its transfer is complete, for which the
-host waits; so no copy has to wait for a send or a receive.
+``TransferBuffers``: double buffers of a fixed size between the caller's memory and the process group's device. On the
+CPU both sides are one buffer. On CUDA the caller's side is pinned host memory, and copies run on a stream of their own,
+beside the communication of the other buffers. What is sent waits for its copy, because the process group's stream waits
+for the stream that is current when it is posted. A buffer is filled again only once its transfer is complete, for which
+the host waits; so no copy has to wait for a send or a receive.
 
 ``Transport``: Gloo's and NCCL's own waits cannot be interrupted; they happen in the background, while the caller checks
 its peers. Tensors handed in lie on ``Transport.device``, are contiguous, and stay untouched until their transfer is
@@ -31,7 +31,7 @@ def chunk_bytes(budget: int, buffers: int) -> int:
     return max(budget // buffers // ALIGNMENT, 1) * ALIGNMENT
 
 
-class Staging:
+class TransferBuffers:
     """``count`` buffers of ``size`` bytes on ``device``, each with its host side.
 
     ``on_device``: the caller fills and empties the device's buffers itself, because its data is there.
@@ -109,18 +109,18 @@ class Transport:
         self._waiting: torch.cuda.Stream | None = None
 
     def send_recv(
-        self, *, send: torch.Tensor | None, to: int | None, receive: torch.Tensor | None, source: int | None
+        self, *, send: tuple[torch.Tensor, int] | None = None, receive: tuple[torch.Tensor, int] | None = None
     ) -> Transfer:
-        """Send to one rank and receive from one together; either may be None. Both sides post in the same order."""
-        operations: list[dist.P2POp] = []
+        """Send a tensor to one rank and receive one from one rank, together. Both sides post in the same order."""
         # One batch: NCCL would otherwise order a send and a receive of the same pair, and both sides would wait.
-        if receive is not None and source is not None:
-            operations.append(dist.P2POp(dist.irecv, receive, self._global(source), self._group))
-        if send is not None and to is not None:
-            operations.append(dist.P2POp(dist.isend, send, self._global(to), self._group))
-        peers = {rank for rank, data in ((to, send), (source, receive)) if data is not None}
-        blamed = peers.pop() if len(peers) == 1 else None
-        return self._start(lambda: dist.batch_isend_irecv(operations), blamed)
+        pairs = [(dist.irecv, receive), (dist.isend, send)]
+        operations = [
+            dist.P2POp(operation, pair[0], self._global(pair[1]), self._group)
+            for operation, pair in pairs
+            if pair is not None
+        ]
+        peers = {pair[1] for _, pair in pairs if pair is not None}
+        return self._start(lambda: dist.batch_isend_irecv(operations), peers.pop() if len(peers) == 1 else None)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Transfer:
         """Copy rank ``source``'s ``tensor`` to every rank's. Collective."""

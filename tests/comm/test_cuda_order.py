@@ -91,7 +91,7 @@ def test_what_is_sent_waits_for_its_copy_and_what_came_is_read_after_its_copy(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport.torch, "empty", played_empty(recorder))
-    made = transport.Staging(GPU, count=1, size=4096)
+    made = transport.TransferBuffers(GPU, count=1, size=4096)
     assert recorder.events == ["own 1 waits for caller's", "device used by own 1"]
     recorder.events.clear()
     made.to_device(0, 100)
@@ -103,7 +103,7 @@ def test_what_is_sent_waits_for_its_copy_and_what_came_is_read_after_its_copy(
 
 def test_data_that_lies_on_the_device_is_not_copied(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport.torch, "empty", played_empty(recorder))
-    made = transport.Staging(GPU, count=2, size=4096, on_device=True)
+    made = transport.TransferBuffers(GPU, count=2, size=4096, on_device=True)
     assert made.to_host(1, 7).where == made.to_device(1, 7).where == made.host(1, 7).where == "device[7]"  # type: ignore[attr-defined]
     assert recorder.events == []
 
