@@ -95,6 +95,10 @@ class LocalFile:
                 next_step=to_copy("see whose it is", f"ls -l {shlex.quote(path)}"),
             ) from None
         status = os.fstat(self._fd)
+        if modes.S_ISDIR(status.st_mode):
+            raise SourceUnrecognisedError(
+                f"{path} is a directory, and a file is needed", file=path, next_step="give a file in it"
+            )
         if not modes.S_ISREG(status.st_mode):
             raise SourceUnrecognisedError(
                 f"{path} is a pipe or a device: a checkpoint is read at many positions, in any order",
@@ -242,20 +246,29 @@ class WritableFile:
         """``existing``: the file exists, with this length; other processes may write other bytes of it."""
         self.path = path
         self.nbytes = nbytes
-        self._direct = -1
+        self._fd = self._direct = -1
         self._aligned = True
         self._durable = False  # committed
         self._lost = False  # a sync failed: the kernel reports a lost write once, and every later sync succeeds
         self._closing = threading.Lock()
         with target_errors(path):
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if existing else os.O_CREAT | os.O_EXCL), 0o644)
-            if not existing:
-                os.ftruncate(self._fd, nbytes)
-            if nbytes >= DIRECT_FROM and hasattr(os, "O_DIRECT"):
-                if not existing:
-                    os.posix_fallocate(self._fd, 0, nbytes)  # finds a full disk now, and allocates contiguous extents
-                with contextlib.suppress(OSError):  # a file system without direct writes, such as tmpfs
-                    self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+            try:
+                self._open(existing=existing)
+            except BaseException:
+                self.close()
+                raise
+
+    def _open(self, *, existing: bool) -> None:
+        create = 0 if existing else os.O_CREAT | os.O_EXCL
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | create, 0o644)
+        direct = self.nbytes >= DIRECT_FROM and hasattr(os, "O_DIRECT")
+        if not existing:
+            os.ftruncate(self._fd, self.nbytes)
+        if not existing and direct:
+            os.posix_fallocate(self._fd, 0, self.nbytes)  # finds a full disk now, and allocates contiguous extents
+        if direct:
+            with contextlib.suppress(OSError):  # a file system without direct writes, such as tmpfs
+                self._direct = os.open(self.path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
         """Write all of ``data`` at ``offset``."""
@@ -317,7 +330,7 @@ class WritableFile:
                     f"{self.path} changed while it was written",
                     file=self.path,
                     expected=bytes_text(self.nbytes),
-                    found=f"{length}",
+                    found=bytes_text(length),
                 )
             if self._lost:
                 raise OSError(errno.EIO, "what was written is not known to be on the disk")

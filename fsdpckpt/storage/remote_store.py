@@ -196,8 +196,10 @@ class RemoteStore:
 
 
 def _last_component(url: str) -> str:
-    """The last part of the path of ``url``."""
-    return (url.partition("?")[0] if is_http(url) else url).rstrip("/").rpartition("/")[2]
+    """The last part of the path of ``url``: the name of a file or directory, as it was before URLs escaped it."""
+    path = urlsplit(url).path if is_http(url) else url
+    name = path.rstrip("/").rpartition("/")[2]
+    return unquote(name) if is_http(url) else name
 
 
 MOST_LIST = 64 << 20  # bytes: a longer file is not taken for a list of names

@@ -128,7 +128,7 @@ def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
     kind = None
     if _is_within(os.getcwd(), real):
         kind = "the current directory, or contains it"
-    elif _is_within(os.path.expanduser("~"), real):
+    elif _is_within(os.path.realpath(os.path.expanduser("~")), real):
         kind = "the home directory, or contains it"
     elif os.path.ismount(real):
         kind = "a mount point"

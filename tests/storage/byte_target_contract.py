@@ -84,6 +84,7 @@ class ByteTargetContract(ABC):
         with pytest.raises(TargetUnwritableError) as caught:
             target.commit()
         assert caught.value.exit_code == 5
+        assert "104 bytes" in str(caught.value)
         target.close()
 
     def test_what_was_written_can_be_read_back_before_the_commit(self) -> None:

@@ -32,6 +32,10 @@ class TestLocalFile(NamedByteSourceContract):
         with pytest.raises(SourceUnrecognisedError, match="a pipe or a device"):
             LocalFile(str(tmp_path / "pipe"))
 
+    def test_a_directory_is_refused_for_what_it_is(self, tmp_path: Path) -> None:
+        with pytest.raises(SourceUnrecognisedError, match="is a directory"):
+            LocalFile(str(tmp_path))
+
 
 class TestMemoryFile(ByteSourceContract):
     @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 
@@ -37,6 +38,19 @@ class TestWritableFile(ByteTargetContract):
         with pytest.raises(TargetUnwritableError) as caught:
             self.make("absent/file", 5)
         assert caught.value.file == str(self.root / "absent" / "file")
+
+    @pytest.mark.parametrize("call", ["ftruncate", "posix_fallocate"])
+    def test_a_full_disk_costs_no_descriptor(self, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        if call == "posix_fallocate" and not hasattr(os, "O_DIRECT"):
+            pytest.skip("only files with direct writes are allocated")
+        monkeypatch.setattr(os, call, full)
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(TargetUnwritableError, match="No space left"):
+            self.make("file", 2 << 20)
+        assert os.listdir("/proc/self/fd") == before
 
 
 class TestWritableFileWithoutDirectWrites(TestWritableFile):

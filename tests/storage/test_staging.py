@@ -206,6 +206,17 @@ def test_overwrite_does_not_replace_what_nobody_means(tmp_path, monkeypatch, tar
         check_target(os.path.expanduser(target), "/somewhere/else", overwrite=True)
 
 
+@pytest.mark.parametrize("home", ["link", "real", "../here/real"])
+def test_the_home_directory_is_not_replaced_by_any_of_its_names(tmp_path, monkeypatch, home: str) -> None:
+    (tmp_path / "here" / "real").mkdir(parents=True)
+    os.symlink("real", tmp_path / "here" / "link")
+    monkeypatch.chdir(tmp_path / "here")
+    for name in (home, str(tmp_path / "here" / "link")):
+        monkeypatch.setenv("HOME", name)
+        with pytest.raises(TargetExistsError, match="the home directory"):
+            check_target(str(tmp_path / "here" / "real"), "/somewhere/else", overwrite=True)
+
+
 def test_replacing_the_root_of_the_source_is_refused(tmp_path) -> None:
     with pytest.raises(UsageError, match="would delete the source"):
         check_target("/", str(tmp_path / "in"), overwrite=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import fsdpckpt
 from fsdpckpt.errors import (
@@ -16,6 +19,7 @@ from fsdpckpt.errors import (
     TargetUnwritableError,
 )
 from fsdpckpt.storage import retry
+from fsdpckpt.storage.remote_store import RemoteStore
 from tests.e2e.remote.servers import Proxy
 
 ODD = "a b+c%41 ü#1&x=y"  # what URLs escape, or give a meaning
@@ -102,6 +106,27 @@ def test_names_that_urls_escape_are_read_from_web_servers(real_nginx: Proxy, fil
     try:
         for name in (f"{quote(ODD)}/{quote(ODD)}.pt", f"indexed/{quote(ODD)}", f"indexed/{quote(ODD, safe='+&=')}"):
             assert fsdpckpt.diff(f"{real_nginx.url}/{name}", files / "full.pt").same
+    finally:
+        shutil.rmtree(odd)
+
+
+def test_names_that_urls_escape_are_read_from_an_index_page(web: Proxy, files: Path, tmp_path: Path) -> None:
+    """Sharded weights: their readers know files by name."""
+    odd = files / "odd weights"
+    odd.mkdir()
+    try:
+        shards = [f"a b+c=d-0000{number}-of-00002.safetensors" for number in (1, 2)]
+        index_name = "a b+c=d.safetensors.index.json"
+        for number, shard in enumerate(shards):
+            save_file({f"w{number}": torch.arange(5.0) + number}, odd / shard)
+        index = {"metadata": {"total_size": 40}, "weight_map": {"w0": shards[0], "w1": shards[1]}}
+        (odd / index_name).write_text(json.dumps(index))
+        url = f"{web.url}/{quote(odd.name)}"
+        assert {entry.name for entry in RemoteStore().list_directory(url)} == {*shards, index_name}
+        assert fsdpckpt.diff(url, odd).same
+        (odd / index_name).unlink()  # then the names of the shards say how many there are
+        fsdpckpt.convert(url, tmp_path / "out.pt")
+        assert fsdpckpt.diff(tmp_path / "out.pt", odd).same
     finally:
         shutil.rmtree(odd)
 
