@@ -12,6 +12,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -21,10 +22,10 @@ from fsdpckpt.comm.protocol import Group, decode_error, encode_error
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceCorruptError, SourceMissingError
 from fsdpckpt.ir.checkpoint import ZEROS
 from fsdpckpt.storage import ByteSource, Entry, is_url
-from fsdpckpt.storage.remote_file import RangeCache
+from fsdpckpt.storage.remote_file import CachedFile
 from fsdpckpt.storage.sources import Sources
 
-PAGE = 256 * 1024  # bytes: metadata is read in small pieces that are near each other, and a request costs more
+STEP = 4 << 20  # bytes of one answer, which both ranks hold in memory
 
 Request = tuple[str, str, int, int]
 """(kind, path, offset, nbytes). The kinds are ``list``, ``stat``, ``read`` and ``done``."""
@@ -69,7 +70,6 @@ class UnionSources(Sources):
         self._group = group
         self._requesting = threading.Lock()
         self._holders: dict[str, int] = {}  # the rank that has the file of a path
-        self._cache = RangeCache()
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
@@ -117,44 +117,17 @@ class UnionSources(Sources):
             entry = self.stat(path)
             if entry is None or entry.directory or path not in self._holders:
                 raise
-        return _RankFile(self, self._holders[path], path, entry.nbytes, self._cache)
+        return CachedFile(path, entry.nbytes, partial(self._fetch, path), self._store.cache, requests=1)
 
-
-class _RankFile:
-    """A file on the disk of ``rank``, of which small reads are cached."""
-
-    def __init__(self, sources: UnionSources, rank: int, path: str, nbytes: int, cache: RangeCache) -> None:
-        self.path = path
-        self.nbytes = nbytes
-        self._sources = sources
-        self._rank = rank
-        self._cache = cache
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        if nbytes > PAGE or offset + nbytes > self.nbytes:  # past its end, the rank reports the error
-            return self._fetch(offset, nbytes)
-        data = self._cache.get(self.path, offset, nbytes)
-        if data is None:
-            begin = offset // PAGE * PAGE
-            pages = self._fetch(begin, min(-(-(offset + nbytes) // PAGE) * PAGE, self.nbytes) - begin)
-            self._cache.add(self.path, begin, pages)
-            data = pages[offset - begin : offset - begin + nbytes]
-        return data
-
-    def _fetch(self, offset: int, nbytes: int) -> bytes:
-        data = self._sources.request(self._rank, "read", self.path, offset, nbytes)
-        if not isinstance(data, bytes) or len(data) != nbytes:
-            raise InternalError(f"worker {self._rank} answered a read of {self.path} with something else")
-        return data
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        step = 4 << 20  # bytes that either side holds at most
-        for begin in range(0, len(buffer), step):
-            count = min(step, len(buffer) - begin)
-            buffer[begin : begin + count] = self.read(offset + begin, count)
-
-    def close(self) -> None:
-        return None
+    def _fetch(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from a file that only another rank sees."""
+        rank = self._holders[path]
+        for begin in range(0, len(buffer), STEP):
+            count = min(STEP, len(buffer) - begin)
+            data = self.request(rank, "read", path, offset + begin, count)
+            if not isinstance(data, bytes) or len(data) != count:
+                raise InternalError(f"worker {rank} answered a read of {path} with something else")
+            buffer[begin : begin + count] = data
 
 
 SAMPLE = 4096  # bytes

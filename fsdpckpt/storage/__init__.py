@@ -7,6 +7,7 @@ suites in ``tests/storage/byte_source_contract.py`` and ``byte_target_contract.p
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -18,7 +19,7 @@ from fsdpckpt.text import bytes_text
 UPLOADING = "fsdpckpt.uploading"  # exists in a directory of an object store until its upload is complete
 
 
-class ByteSource(Protocol):
+class ByteSource(ABC):
     """Bytes read at positions. Any thread may read at any time; reading moves no position.
 
     ``path``: a path or URL, for messages. ``nbytes``: the total length in bytes, which does not change.
@@ -28,21 +29,28 @@ class ByteSource(Protocol):
     path: str
     nbytes: int
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes from ``offset``, never fewer.
-
-        Raises SourceCorruptError if they are not all inside the file, including a negative ``offset``; SourceError if
-        the disk, the network or the store fails.
-        """
-        ...
-
+    @abstractmethod
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill all of ``buffer`` (bytes format) from ``offset``. Raises what ``read`` raises."""
-        ...
+        """Fill all of ``buffer`` (bytes format) from ``offset``.
 
-    def close(self) -> None:
+        Raises SourceCorruptError if these bytes are not all inside the file, including a negative ``offset``;
+        SourceError if the disk, the network or the store fails.
+        """
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes from ``offset``, never fewer. Raises what ``read_into`` raises."""
+        self.require_inside(offset, nbytes)
+        data = bytearray(nbytes)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def require_inside(self, offset: int, nbytes: int) -> None:
+        """Raises SourceCorruptError unless the file has ``nbytes`` bytes at ``offset``."""
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise too_short_error(self.path, offset, nbytes, max(self.nbytes - max(offset, 0), 0))
+
+    def close(self) -> None:  # noqa: B027  # most sources hold nothing
         """Release what the source holds. May be called twice."""
-        ...
 
 
 class ByteTarget(Protocol):
@@ -95,7 +103,7 @@ def is_url(path: str) -> bool:
 
 
 def too_short_error(path: str, offset: int, expected: int, actual: int) -> SourceCorruptError:
-    """The error of a read of ``expected`` bytes that met the end of its file after ``actual``."""
+    """The error of a read of ``expected`` bytes that reached the end of the file after ``actual``."""
     return SourceCorruptError(
         f"{path} ends too early",
         file=path,

@@ -24,7 +24,7 @@ from fsdpckpt.errors import (
     to_copy,
 )
 from fsdpckpt.ir.checkpoint import ZEROS
-from fsdpckpt.storage import Entry, identity_of_status, too_short_error
+from fsdpckpt.storage import ByteSource, Entry, identity_of_status, too_short_error
 from fsdpckpt.text import bytes_text
 
 BLOCK = 4096  # bytes: the alignment that direct writes need on every disk in use
@@ -77,7 +77,7 @@ def _read_error(path: str, offset: int, error: OSError) -> SourceError:
     )
 
 
-class LocalFile:
+class LocalFile(ByteSource):
     """A local file, read with pread."""
 
     def __init__(self, path: str) -> None:
@@ -145,7 +145,7 @@ class LocalFile:
             self.close()
 
 
-class MemoryFile:
+class MemoryFile(ByteSource):
     """Bytes in memory, for example one item cut out of a DCP file."""
 
     def __init__(self, data: bytes, path: str = "<memory>") -> None:
@@ -154,41 +154,25 @@ class MemoryFile:
         self._data = data
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        data = self._data[offset : offset + nbytes]
-        if len(data) < nbytes or offset < 0:
-            raise too_short_error(self.path, offset, nbytes, len(data))
-        return data
+        self.require_inside(offset, nbytes)
+        return self._data[offset : offset + nbytes]
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         buffer[:] = self.read(offset, len(buffer))
 
-    def close(self) -> None:
-        return None
 
-
-class ZeroFile:
+class ZeroFile(ByteSource):
     """Zeros at every position, without a file: the states that ``--missing-state zeros`` makes."""
 
     def __init__(self) -> None:
         self.path = ZEROS
         self.nbytes = 1 << 62  # longer than any checkpoint
 
-    def read(self, offset: int, nbytes: int) -> bytes:
-        self._require(offset, nbytes)
-        return bytes(nbytes)
-
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        self._require(offset, len(buffer))
+        self.require_inside(offset, len(buffer))
         for begin in range(0, len(buffer), len(_ZERO_BLOCK)):
             count = min(len(_ZERO_BLOCK), len(buffer) - begin)
             buffer[begin : begin + count] = _ZERO_BLOCK[:count]
-
-    def _require(self, offset: int, nbytes: int) -> None:
-        if offset < 0 or offset + nbytes > self.nbytes:
-            raise too_short_error(self.path, offset, nbytes, max(self.nbytes - max(offset, 0), 0))
-
-    def close(self) -> None:
-        return None
 
 
 _ZERO_BLOCK = memoryview(bytes(1 << 20))  # copied from, so that no read allocates a block of zeros of its own size

@@ -1,4 +1,4 @@
-"""Reads one remote object by byte ranges, each request retried; small ranges come from a cache.
+"""Reads one remote file by byte ranges, each request retried; small ranges come from a cache.
 
 S3 and HTTP answers are copied into the caller's buffer as they arrive, so that a range needs no second copy in memory,
 and each answer is checked to be from the same state of the object. Other stores are read through fsspec.
@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.storage import ByteSource, FileIdentity, change_between, changed_error, too_short_error
+from fsdpckpt.storage import ByteSource, FileIdentity, change_between, changed_error
 from fsdpckpt.storage.retry import HttpStatusError, ShortAnswerError, with_retries
 from fsdpckpt.text import bytes_text
 
@@ -29,7 +29,7 @@ REQUEST_COST = 256 << 10  # bytes a store sends in the time that another request
 REQUESTS = 16  # at a time: a store answers in tens of milliseconds
 CACHE_BYTES = 16 << 20  # headers and metadata of many files; tensor data is never cached
 STEP = 4 << 20  # bytes of one request to a store whose answers cannot be streamed into a buffer
-MOST_DIGITS = 20  # of a length: Python refuses to parse a number of thousands of digits
+MAX_DIGITS = 20  # of a length: Python refuses to parse a number of thousands of digits
 STALLED = 30.0  # seconds without a byte after which a request is repeated
 
 Fetch = Callable[[int, memoryview], None]
@@ -37,25 +37,24 @@ Fetch = Callable[[int, memoryview], None]
 AsyncFetch = Callable[[int, memoryview], Awaitable[None]]
 
 
-class RemoteFile:
-    """A ``ByteSource`` of one object. ``identity``: the state of the object from which every answer must come."""
+class CachedFile(ByteSource):
+    """A file of which each range is requested with ``fetch``; small ranges come from ``cache``.
 
-    def __init__(self, identity: FileIdentity, fetch: Fetch, cache: RangeCache) -> None:
-        self.path = identity.path
-        self.nbytes = identity.nbytes
-        self.identity = identity
+    ``requests``: how many calls of ``fetch`` may run at a time.
+    """
+
+    def __init__(self, path: str, nbytes: int, fetch: Fetch, cache: RangeCache, *, requests: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
         self._fetch = fetch
         self._cache = cache
+        self._requests = requests
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        if nbytes <= SMALL:
-            return self._read_small(offset, nbytes)
-        data = bytearray(nbytes)
-        self.read_into(offset, memoryview(data))
-        return bytes(data)
+        return self._read_small(offset, nbytes) if nbytes <= SMALL else super().read(offset, nbytes)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        self._require(offset, len(buffer))
+        self.require_inside(offset, len(buffer))
         if len(buffer) <= SMALL:
             cached = self._cache.get(self.path, offset, len(buffer)) if buffer else b""
             if cached is not None:
@@ -74,17 +73,16 @@ class RemoteFile:
                 spans[-1][1] = max(spans[-1][1], end)
             else:
                 spans.append([offset, end])
-        if len(spans) == 1:
-            self._fetch_to_cache(*spans[0])
-        elif spans:
-            with ThreadPoolExecutor(min(REQUESTS, len(spans))) as pool:
+        threads = min(self._requests, len(spans))
+        if threads > 1:
+            with ThreadPoolExecutor(threads) as pool:
                 list(pool.map(lambda span: self._fetch_to_cache(*span), spans))
-
-    def close(self) -> None:
-        return None
+            return
+        for begin, end in spans:
+            self._fetch_to_cache(begin, end)
 
     def _read_small(self, offset: int, nbytes: int) -> bytes:
-        self._require(offset, nbytes)
+        self.require_inside(offset, nbytes)
         if nbytes == 0:
             return b""
         cached = self._cache.get(self.path, offset, nbytes)
@@ -106,14 +104,18 @@ class RemoteFile:
         action = f"reading {len(buffer)} bytes at {offset}"
         with_retries(lambda: self._fetch(offset, buffer), url=self.path, action=action)
 
-    def _require(self, offset: int, nbytes: int) -> None:
-        if offset < 0 or offset + nbytes > self.nbytes:
-            raise too_short_error(self.path, offset, nbytes, max(self.nbytes - max(offset, 0), 0))
+
+class RemoteFile(CachedFile):
+    """One object in a store. ``identity``: the state of the object from which every answer must come."""
+
+    def __init__(self, identity: FileIdentity, fetch: Fetch, cache: RangeCache) -> None:
+        super().__init__(identity.path, identity.nbytes, fetch, cache, requests=REQUESTS)
+        self.identity = identity
 
 
 def prefetch(source: ByteSource, ranges: Iterable[tuple[int, int]]) -> bool:
     """Announce the small ranges (offset, nbytes) that are read next; True if ``source`` fetched them ahead."""
-    if not isinstance(source, RemoteFile):
+    if not isinstance(source, CachedFile):
         return False
     source.prefetch(ranges)
     return True
@@ -179,7 +181,7 @@ def fetcher(filesystem: AbstractFileSystem, name: str, identity: FileIdentity) -
             count = min(STEP, len(buffer) - begin)
             data = filesystem.cat_file(name, start=offset + begin, end=offset + begin + count)
             if len(data) != count:
-                raise ShortAnswerError(f"{len(data)} of {count} bytes came")
+                raise ShortAnswerError(f"received {len(data)} of {count} bytes")
             buffer[begin : begin + count] = data
 
     return fetch
@@ -240,7 +242,7 @@ async def _fill(buffer: memoryview, read: Callable[[], Awaitable[bytes]]) -> Non
     while done < len(buffer):
         data = (await read())[: len(buffer) - done]
         if not data:
-            raise ShortAnswerError(f"{done} of {len(buffer)} bytes came")
+            raise ShortAnswerError(f"received {done} of {len(buffer)} bytes")
         buffer[done : done + len(data)] = data
         done += len(data)
 
@@ -258,14 +260,14 @@ def _require_same(identity: FileIdentity, tag: str, total: str) -> None:
 
 
 def _length(text: str) -> int | None:
-    return int(text) if text.isdecimal() and len(text) < MOST_DIGITS else None
+    return int(text) if text.isdecimal() and len(text) < MAX_DIGITS else None
 
 
 def _require_range(content_range: str, offset: int, nbytes: int) -> None:
     """Raises ShortAnswerError unless ``content_range``, an answer's Content-Range, is the range requested."""
     expected = f"bytes {offset}-{offset + nbytes - 1}"
     if content_range.partition("/")[0].strip() != expected:
-        raise ShortAnswerError(f"{content_range or 'an answer without a range'} came instead of {expected}")
+        raise ShortAnswerError(f"received {content_range or 'an answer without a range'} instead of {expected}")
 
 
 def require_plain(url: str, headers: Any) -> None:

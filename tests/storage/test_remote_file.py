@@ -95,7 +95,7 @@ def test_reading_behind_the_end_asks_nobody(file: RemoteFile, fetcher: Fetcher) 
     [
         ConnectionResetError("reset"),
         TimeoutError(),
-        ShortAnswerError("3 of 4 bytes came"),
+        ShortAnswerError("received 3 of 4 bytes"),
         HttpStatusError(503, "Slow Down"),
         HttpStatusError(429, ""),
         OSError(errno.EBUSY, "SlowDown"),

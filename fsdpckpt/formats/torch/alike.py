@@ -120,7 +120,7 @@ class _WithHoles(TensorBuilder):
         return made
 
 
-class _Sealed:
+class _Sealed(ByteSource):
     """A file that must not be read: for another rank the same bytes could mean something else."""
 
     def __init__(self, path: str) -> None:
@@ -131,8 +131,6 @@ class _Sealed:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self.read(offset, len(buffer))
-
-    def close(self) -> None: ...
 
 
 class _CutParser(DistributedParser):
