@@ -71,7 +71,7 @@ def convert_command(output: Output, source: str, target: str, options: ConvertOp
     if options.dry_run:
         output.data(plan_lines(report))
         if report.disk_free is not None and not report.disk_suffices:
-            from fsdpckpt.storage.staging import space_error
+            from fsdpckpt.storage.target_checks import space_error
 
             lacking = space_error(report.target, report.disk_needed, report.disk_free)
             output.error(error_lines(lacking))

@@ -35,7 +35,8 @@ from fsdpckpt.readers.side_files import auxiliary
 from fsdpckpt.storage import change_between, changed_error, identity_of_status, is_url
 from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import Staging, existing_parent
+from fsdpckpt.storage.staging import Staging
+from fsdpckpt.storage.target_checks import existing_and_missing
 from fsdpckpt.text import plural, size_text
 
 _FICLONE, _FICLONERANGE = 0x40049409, 0x4020940D  # linux/fs.h
@@ -154,7 +155,7 @@ def choose_linking(requested: LinkMode, files: Sequence[SourceFile], target: str
     local = {number: file.path for number, file in enumerate(files) if not file.made_up and not is_url(file.path)}
     unseen = next((path for path in local.values() if not os.path.isfile(path)), None)
     devices = {number: os.stat(path).st_dev for number, path in local.items()} if unseen is None else {}
-    parent = existing_parent(target)
+    parent, _ = existing_and_missing(os.path.dirname(os.path.realpath(target)))
     mode = LinkMode.HARDLINK if requested is LinkMode.HARDLINK else LinkMode.REFLINK
     if mode is LinkMode.HARDLINK:
         able = {os.stat(parent).st_dev}

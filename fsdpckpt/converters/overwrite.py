@@ -24,7 +24,7 @@ from fsdpckpt.readers.side_files import describes_model
 from fsdpckpt.storage import FileIdentity, is_url
 from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.target_checks import LINK, Contents, added_since, contents_of, is_left_behind
+from fsdpckpt.storage.target_checks import LINK, Contents, added_since, contents_of, is_system_file
 
 _SHOWN = 10  # files that are named in a refusal
 # Files that describe a checkpoint's data and are read, but hold none. Or data of an older save.
@@ -46,7 +46,7 @@ def find_replaceable(target: str) -> Contents:
     with Sources() as sources, target_errors(target):
         where = target.rstrip("/") if is_url(target) else os.path.realpath(target)
         contents = _contents_of_url(where, sources) if is_url(where) else contents_of(where)
-        present = [name for name in contents if not is_left_behind(name)]
+        present = [name for name in contents if not is_system_file(name)]
         if not present or (present == [""] and not contents[""].nbytes):
             return contents
         foreign = list(_foreign_files(where, target, contents, sources))
@@ -113,7 +113,7 @@ def _foreign_files(where: str, target: str, contents: Contents, sources: Sources
     for name in contents:
         folder, base = posixpath.split(name)
         described = folder in folders and (_DESCRIBING.fullmatch(base) or describes_model(base))
-        part = name in parts or described or belongs(flavor, name) or is_left_behind(name)
+        part = name in parts or described or belongs(flavor, name) or is_system_file(name)
         if not part or contents[name].tag == LINK:
             yield name
 

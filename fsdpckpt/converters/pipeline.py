@@ -78,12 +78,12 @@ from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import FileIdentity, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import (
+    InterruptedRun,
     Staging,
     clear_leftover,
     journal_path,
     journal_paths,
     lock_as_writer,
-    remains_of,
     was_interrupted,
 )
 from fsdpckpt.storage.target_checks import Contents, check_target
@@ -173,28 +173,26 @@ class _Conversion:
                     with set_aside():
                         self._write(budget)
                 elif self._prepared is not None and self._single_rank:
-                    self._note_remains(self._prepared, budget)
+                    self._note_interrupted(self._prepared, budget)
                 return self._report(budget, begun)
         except BaseException as error:
             self._undo(error)
             raise
 
-    def _note_remains(self, prepared: Prepared, budget: Budget) -> None:
-        """Set the note on what a real run would do with the remains of an interrupted one. Raises what that run would
-        raise.
-        """
+    def _note_interrupted(self, prepared: Prepared, budget: Budget) -> None:
+        """Set the note on what a run would do with what an interrupted one left. Raises what that run would raise."""
         if self._compares and os.path.lexists(os.path.realpath(self.target)):
             return
         options, files = self.options, prepared.transformed.checkpoint.files
-        remains = remains_of(self.target, resume=options.resume is not False)
-        places = StagingDirectories((0,), (0,), (0,), ((os.path.join(remains.root, ""), ""),), (False,))
+        interrupted = InterruptedRun.of(self.target, resume=options.resume is not False)
+        places = StagingDirectories((0,), (0,), (0,), ((os.path.join(interrupted.root, ""), ""),), (False,))
         copies = source_copies(self.group, files, self._sources[-1], [True] * len(files))
-        journals = [read_records(path) for path in journal_paths(remains.root)] if remains.resumed else []
+        journals = [read_records(path) for path in journal_paths(interrupted.root)] if interrupted.resumed else []
         windows, changed_sources = journaled_windows(
             [journals], places, lambda: run_identity(make_plan(prepared.output), options, copies), options
         )
         job = _job(prepared, places, np.ones((len(files), 1), bool), budget, windows)
-        self._note = resume_note(job, self.target, remains, options, changed_sources)
+        self._note = resume_note(job, self.target, interrupted, options, changed_sources)
 
     def _write(self, budget: Budget) -> None:
         """Execute, verify, publish."""
@@ -304,7 +302,8 @@ class _Conversion:
                 identity = functools.cache(functools.partial(self._identity, copies))
                 windows, changed_sources = journaled_windows(journals, places, identity, options)
                 job = _job(prepared, places, visible, budget, windows)
-                self._note = resume_note(job, self.target, staging, options, changed_sources)
+                interrupted = self._staging[0].interrupted if self._staging else None
+                self._note = resume_note(job, self.target, interrupted, options, changed_sources)
                 journaled = joined(list(windows.values()))
                 if self._single_rank:
                     return places, job, identity, journaled
@@ -328,11 +327,11 @@ class _Conversion:
         with group.step("prepare staging"):
             for staging in self._staging:
                 files, nbytes = files_at(job, place)  # without what an earlier run has linked: links are made again
-                if staging.resumed and not any(
+                if staging.interrupted.resumed and not any(
                     job.segments[number].place == place for number in job.claims[:, 0].tolist()
                 ):
                     staging.restart()
-                elif staging.resumed:
+                elif staging.interrupted.resumed:
                     staging.keep_only(files)
                 self._staged_now = True
                 staging.require_space(nbytes, files=len(files) + len(self._linked))
@@ -478,7 +477,7 @@ class _Conversion:
         if not lost:
             self.group.all_stopped()
         for staging in self._staging:
-            if lost or (staging.resumed and not self._staged_now):
+            if lost or (staging.interrupted.resumed and not self._staged_now):
                 continue
             if staging.committed or not is_resumable(original) or not self._is_journaled(staging):
                 with contextlib.suppress(OSError):  # a failing disk may not delete either

@@ -39,7 +39,7 @@ from fsdpckpt.plan import Plan
 from fsdpckpt.plan.transfer import Segment
 from fsdpckpt.storage import FileIdentity, changed_error, is_url
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import Remains, Staging, journal_paths, staging_root
+from fsdpckpt.storage.staging import InterruptedRun, Staging, journal_paths, staging_root
 from fsdpckpt.text import bytes_text, size_text
 from fsdpckpt.version import __version__
 
@@ -80,7 +80,7 @@ def journals_of(group: Group, staging: Staging | None) -> list[list[list[Record]
 
     ``staging``: this rank's, if it leads a place.
     """
-    resumed = staging is not None and staging.resumed
+    resumed = staging is not None and staging.interrupted.resumed
     records = [read_records(path) for path in journal_paths(staging.root)] if staging is not None and resumed else []
     return cast("list[list[list[Record]]]", group.all_gather_objects(records, name="journals"))
 
@@ -165,32 +165,32 @@ def claim_rows(journaled: Mapping[int, JournaledWindows], segments: Sequence[Seg
 
 
 def resume_note(
-    job: Job, target: str, staging: Staging | Remains | None, options: ConvertOptions, changed_sources: Sequence[str]
+    job: Job, target: str, interrupted: InterruptedRun | None, options: ConvertOptions, changed_sources: Sequence[str]
 ) -> Note | None:
-    """The note on the remains of an interrupted run.
+    """The note on what an interrupted run left.
 
-    ``staging``: None if DST exists and is complete. ``changed_sources``: from ``journaled_windows``.
+    ``interrupted``: None if DST exists and is complete. ``changed_sources``: from ``journaled_windows``.
     """
     if len(job.claims):
         total = sum(segment.end - segment.begin for segment in job.segments)
         nbytes = int((job.claims[:, 2] - job.claims[:, 1]).sum())
         there = f"{size_text(nbytes)} of {size_text(total)} were there already"
         return Note("resumed", f"continued an interrupted run: {there}")
-    if staging is None:
+    if interrupted is None:
         return Note("resumed", f"{target} was complete already: every byte was compared, nothing was written")
-    return _cleared_note(staging, options, changed_sources)
+    return _cleared_note(interrupted, options, changed_sources)
 
 
-def _cleared_note(staging: Staging | Remains, options: ConvertOptions, changed_sources: Sequence[str]) -> Note | None:
+def _cleared_note(interrupted: InterruptedRun, options: ConvertOptions, changed_sources: Sequence[str]) -> Note | None:
     if changed_sources:
-        what = f"what an interrupted run had left in {staging.root} was removed"
+        what = f"what an interrupted run had left in {interrupted.root} was removed"
         why = f"because its source has changed ({changed_sources[0]})"
         return Note("cleared", f"{what}, {why}: started from the beginning")
-    if staging.resumed or (staging.leftover and options.resume is not False):
-        return Note("cleared", f"{staging.root} held nothing to continue with: started from the beginning")
-    if staging.leftover:
-        size = size_text(staging.removed)
-        return Note("cleared", f"{size} that an interrupted run had left in {staging.root} were removed (--no-resume)")
+    if interrupted.resumed or (interrupted.exists and options.resume is not False):
+        return Note("cleared", f"{interrupted.root} held nothing to continue with: started from the beginning")
+    if interrupted.exists:
+        left = f"{size_text(interrupted.removed)} that an interrupted run had left in {interrupted.root}"
+        return Note("cleared", f"{left} were removed (--no-resume)")
     if options.resume:
         return Note("cleared", "there was nothing to resume: started from the beginning")
     return None

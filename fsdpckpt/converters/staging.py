@@ -35,8 +35,8 @@ from fsdpckpt.plan.transfer import NOTHING_WRITTEN, Segment, partition, target_n
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import remote_identity
 from fsdpckpt.storage.local import target_errors
-from fsdpckpt.storage.staging import Staging, lock_path, missing_directories
-from fsdpckpt.storage.target_checks import Contents, is_empty_directory
+from fsdpckpt.storage.staging import Staging, lock_path
+from fsdpckpt.storage.target_checks import Contents, existing_and_missing, is_empty_directory
 
 _RANK_FILE = re.compile(r"(?:.*_rank_?(\d+)\.(?:pt|bin)|(?:.*/)?__(\d+)_\d+\.distcp)")
 _MARKER = "marker"
@@ -129,7 +129,7 @@ def open_staging(
                 )
     except BaseException:
         if staging is not None:
-            if not staging.resumed:
+            if not staging.interrupted.resumed:
                 with contextlib.suppress(OSError):
                     staging.discard()
             staging.close()
@@ -259,7 +259,7 @@ class UploadDirectory:
 
         Raises TargetExistsError, TargetUnwritableError.
         """
-        created = missing_directories(os.path.dirname(self.root))
+        _, created = existing_and_missing(os.path.dirname(self.root))
         with target_errors(self.root):
             lock = self._lock()
         try:

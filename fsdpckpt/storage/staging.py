@@ -6,9 +6,9 @@
 3. ``commit`` syncs the directories, renames ``output`` (or its only file) to DST, syncs the parent, and removes the
    rest.
 
-Until the rename DST is untouched; after it DST is complete. An existing DST that is to be replaced is exchanged with
-the new one in one step, then removed. Where the file system cannot exchange, it is first renamed aside; a run that is
-killed between the two renames leaves ``.<name>.fsdpckpt-old``, which the next run moves back.
+Until the rename DST is untouched; after it DST is complete. An existing DST that is to be replaced swaps names with
+the new one in one step, then it is removed. Where the file system cannot do that, it is first renamed aside; a run that
+is killed between the two renames leaves ``.<name>.fsdpckpt-old``, which the next run moves back.
 
 A journal records which bytes of ``output`` are on the disk. Removing a staging directory starts with its journals, so
 that none ever describes files that are gone. When several processes write to ``output``, each has its own journal and
@@ -29,8 +29,16 @@ from dataclasses import dataclass
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.storage.local import sync_directory, target_errors
-from fsdpckpt.storage.target_checks import NAME_LIMIT, Contents, added_since, contents_of, is_empty_directory
-from fsdpckpt.text import bytes_text
+from fsdpckpt.storage.target_checks import (
+    NAME_LIMIT,
+    Contents,
+    added_since,
+    contents_of,
+    existing_and_missing,
+    files_below,
+    is_empty_directory,
+    space_error,
+)
 
 _OUTPUT, _JOURNAL, _WRITER = "output", "journal", "writer"
 _SHOWN = 10  # files that are named in an error
@@ -109,28 +117,30 @@ def _names(root: str, kind: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Remains:
-    """The content of ``root``, the staging directory of a DST, before a run; its fields are as in ``Staging``."""
+class InterruptedRun:
+    """What an interrupted run left for a DST, before another run changes it.
+
+    ``root``: its staging directory, which may not exist (``exists``). ``resumed``: the next run keeps it, which needs
+    ``resume`` and a journal; else it is removed, ``removed`` bytes.
+    """
 
     root: str
-    leftover: bool
+    exists: bool
     resumed: bool
     removed: int
 
-
-def remains_of(target: str, *, resume: bool) -> Remains:
-    """What an interrupted run has left for ``target``, and what a run with or without ``resume`` would do with it."""
-    root = staging_root(target)
-    resumed = resume and bool(journal_paths(root)) and os.path.isdir(os.path.join(root, _OUTPUT))
-    return Remains(root, os.path.lexists(root), resumed, 0 if resumed else _allocated(root))
+    @classmethod
+    def of(cls, target: str, *, resume: bool) -> InterruptedRun:
+        root = staging_root(target)
+        resumed = resume and bool(journal_paths(root)) and os.path.isdir(os.path.join(root, _OUTPUT))
+        return cls(root, os.path.lexists(root), resumed, 0 if resumed else _allocated(root))
 
 
 class Staging:
     """The staging directory of one DST, locked while it is in use.
 
     ``root``: the directory itself. ``path``: the directory in it to write to. ``journal``: the path of this process's
-    journal (``journal_paths(root)``: all of them). ``leftover``: an interrupted run had left a staging directory.
-    ``resumed``: it was kept (needs ``resume`` and a journal); else it was removed, ``removed`` bytes.
+    journal (``journal_paths(root)``: all of them). ``interrupted``: what an interrupted run had left there.
     ``replaces``: what ``commit`` may delete at DST; None where DST has to be new, or an empty directory.
     ``committed``: DST is complete.
     """
@@ -146,7 +156,7 @@ class Staging:
         self._aside = os.path.join(parent, _hidden_name(name, "old"))
         self._lock_path = os.path.join(parent, _hidden_name(name, "lock"))
         self.committed = False
-        self._made = missing_directories(parent)
+        _, self._made = existing_and_missing(parent)
         with target_errors(self._target):
             os.makedirs(parent, exist_ok=True)
             self._lock = self._acquire()
@@ -160,17 +170,16 @@ class Staging:
         """Remove what an interrupted run left, unless it is resumed, and move back a DST that it moved aside."""
         with target_errors(self._target):
             if os.path.lexists(self._aside):
-                self._settle_aside()
+                self._restore_backup()
             self._refuse_writers()
-            remains = remains_of(self._target, resume=resume)
-            self.leftover, self.resumed, self.removed = remains.leftover, remains.resumed, remains.removed
-            if self.leftover and not self.resumed:
+            self.interrupted = InterruptedRun.of(self._target, resume=resume)
+            if self.interrupted.exists and not self.interrupted.resumed:
                 self.discard()
             self._refuse_to_replace()
-            if not self.resumed:
+            if not self.interrupted.resumed:
                 self._make()
 
-    def _settle_aside(self) -> None:
+    def _restore_backup(self) -> None:
         """Remove the older DST if the new one is in its place, else move it back."""
         if not os.path.lexists(self._target):
             os.rename(self._aside, self._target)
@@ -259,16 +268,14 @@ class Staging:
     def keep_only(self, paths: Iterable[str]) -> None:
         """Remove every staged file but the target files ``paths``: an earlier run may have staged others.
 
-        Symbolic and hard links, too: after a kill right after an exchange the older DST lies here, and its links lead
-        out of it.
+        Symbolic and hard links, too: after a kill right after the names were swapped, the older DST is here, and its
+        links lead out of it.
         """
         kept = set(map(self.locate, paths))
         with target_errors(self._target):
-            for folder, folders, names in os.walk(self.path):
-                links = [os.path.join(folder, name) for name in folders if os.path.islink(os.path.join(folder, name))]
-                for path in (*links, *(os.path.join(folder, name) for name in names)):
-                    if path not in kept or os.path.islink(path) or os.lstat(path).st_nlink > 1:
-                        os.unlink(path)
+            for path in [os.path.join(self.path, name) for name in files_below(self.path)]:
+                if path not in kept or os.path.islink(path) or os.lstat(path).st_nlink > 1:
+                    os.unlink(path)
 
     def commit(self) -> None:
         """Make the output durable and visible under DST's name. The files in it must be synced already.
@@ -280,9 +287,9 @@ class Staging:
                 sync_directory(folder)
             self._refuse_to_replace()
             if not os.path.lexists(self._target) or self.replaces is None:
-                self._appear()
-            elif exchange(self.visible, self._target):
-                self._check_replaced(self.visible, lambda: exchange(self.visible, self._target))
+                self._rename_into_place()
+            elif swap_names(self.visible, self._target):
+                self._check_replaced(self.visible, lambda: swap_names(self.visible, self._target))
             elif not self._directory and os.path.isfile(self._target):  # one rename replaces it: no detour is needed
                 self._check_replaced(self._target, lambda: None)
                 os.rename(self.visible, self._target)
@@ -296,7 +303,7 @@ class Staging:
                 _remove(self._aside)
             self.discard()
 
-    def _appear(self) -> None:
+    def _rename_into_place(self) -> None:
         if is_empty_directory(self._target):
             os.rmdir(self._target)
         try:
@@ -362,17 +369,6 @@ def clear_leftover(target: str) -> None:
         staging.close()
 
 
-def space_error(target: str, nbytes: int, free: int) -> TargetUnwritableError:
-    """The error of a ``target`` that takes ``nbytes`` bytes where ``free`` bytes are free."""
-    return TargetUnwritableError(
-        f"not enough free space for {target}",
-        file=target,
-        expected=bytes_text(nbytes),
-        found=f"{bytes_text(free)} free",
-        next_step="make room, or choose a DST on another file system",
-    )
-
-
 def was_interrupted(target: str) -> bool:
     """Whether a run that wrote ``target`` left something, maybe after DST became visible, and none is going on."""
     parent, name = os.path.split(os.path.realpath(target))
@@ -383,25 +379,8 @@ def was_interrupted(target: str) -> bool:
 def free_bytes(target: str) -> int:
     """Free bytes where ``target`` would be written, including what an interrupted run has staged there."""
     with target_errors(target):
-        system = os.statvfs(existing_parent(target))
+        system = os.statvfs(existing_and_missing(os.path.dirname(os.path.realpath(target)))[0])
     return system.f_bavail * system.f_frsize + _allocated(staging_root(target))
-
-
-def existing_parent(target: str) -> str:
-    """The directory in which ``target``, or the first directory above it that is missing, will be made."""
-    parent = os.path.dirname(os.path.realpath(target))
-    while not os.path.lexists(parent):
-        parent = os.path.dirname(parent)
-    return parent
-
-
-def missing_directories(path: str) -> list[str]:
-    """``path`` and the directories above it that do not exist, deepest first."""
-    missing = []
-    while not os.path.lexists(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    return missing
 
 
 def _allocated(directory: str) -> int:
@@ -424,21 +403,21 @@ _NOREPLACE, _EXCHANGE = 1, 2  # RENAME_NOREPLACE and RENAME_EXCHANGE of linux/fs
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM})
 
 
-def exchange(one: str, other: str) -> bool:
-    """Exchange the names of ``one`` and ``other``, which both exist, in one atomic step.
+def swap_names(source: str, target: str) -> bool:
+    """Swap the names of ``source`` and ``target``, which both exist, in one atomic step.
 
     False, with nothing done, where the system cannot do that. Raises OSError for what would stop any rename.
     """
-    return _rename(one, other, _EXCHANGE)
+    return _rename(source, target, _EXCHANGE)
 
 
-def _rename(one: str, other: str, flags: int) -> bool:
+def _rename(source: str, target: str, flags: int) -> bool:
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(flags)) == 0:
+    if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), ctypes.c_uint(flags)) == 0:
         return True
     number = ctypes.get_errno()
     if number in _UNSUPPORTED:
         return False
-    raise OSError(number, os.strerror(number), one)
+    raise OSError(number, os.strerror(number), source)

@@ -16,6 +16,7 @@ from typing import TypeAlias
 from fsdpckpt.errors import EMPTY, TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage import FileIdentity, identity_of_status, is_url
 from fsdpckpt.storage.local import target_errors
+from fsdpckpt.text import bytes_text
 
 Contents: TypeAlias = "Mapping[str, FileIdentity]"
 """The files and links at and below a path, by their paths below it; "" when the path is a file itself."""
@@ -25,13 +26,13 @@ NAME_LIMIT = 255  # bytes of one file name on every file system in use; some all
 LINK = "link"
 """The tag of a symbolic link."""
 
-# What NFS (a file that was deleted while it was open) and macOS leave in any directory: not data of the user.
-_LEFT_BEHIND = re.compile(r"\.nfs[0-9a-f]{16,}|\.DS_Store")
+# What NFS (a file that was deleted while it was open) and macOS put into any directory: not data of the user.
+_SYSTEM_FILES = re.compile(r"\.nfs[0-9a-f]{16,}|\.DS_Store")
 
 
-def is_left_behind(path: str) -> bool:
+def is_system_file(path: str) -> bool:
     """Whether the file system made this file, so that nobody misses it."""
-    return _LEFT_BEHIND.fullmatch(os.path.basename(path)) is not None
+    return _SYSTEM_FILES.fullmatch(os.path.basename(path)) is not None
 
 
 def contents_of(path: str) -> dict[str, FileIdentity]:
@@ -42,7 +43,7 @@ def contents_of(path: str) -> dict[str, FileIdentity]:
         return {}
     if not stat.S_ISDIR(status.st_mode):
         return {"": _identity("", status)}
-    return {name: _identity(name, os.lstat(os.path.join(path, name))) for name in _files_below(path)}
+    return {name: _identity(name, os.lstat(os.path.join(path, name))) for name in files_below(path)}
 
 
 def _identity(name: str, status: os.stat_result) -> FileIdentity:
@@ -50,8 +51,8 @@ def _identity(name: str, status: os.stat_result) -> FileIdentity:
     return replace(identity, tag=LINK) if stat.S_ISLNK(status.st_mode) else identity
 
 
-def _files_below(directory: str) -> Iterator[str]:
-    """The relative paths of all but real directories."""
+def files_below(directory: str) -> Iterator[str]:
+    """The relative paths of everything but directories; a link to a directory counts as a file."""
     for folder, directories, names in os.walk(directory, onerror=_raise):
         links = [name for name in directories if os.path.islink(os.path.join(folder, name))]
         for name in (*names, *links):
@@ -64,7 +65,7 @@ def _raise(error: OSError) -> None:
 
 def added_since(before: Contents, now: Contents) -> list[str]:
     """The files that came or changed after ``before``, in order."""
-    return sorted(name for name, identity in now.items() if before.get(name) != identity and not is_left_behind(name))
+    return sorted(name for name, identity in now.items() if before.get(name) != identity and not is_system_file(name))
 
 
 def is_empty_directory(path: str) -> bool:
@@ -74,6 +75,15 @@ def is_empty_directory(path: str) -> bool:
             return next(entries, None) is None
     except OSError:  # nothing is there, it is a file, or nobody may look
         return False
+
+
+def existing_and_missing(directory: str) -> tuple[str, list[str]]:
+    """``directory`` or the first one above it that exists, and the ones below that which do not, deepest first."""
+    missing = []
+    while not os.path.lexists(directory):
+        missing.append(directory)
+        directory = os.path.dirname(directory)
+    return directory, missing
 
 
 def check_target(target: str, source: str, *, overwrite: bool, compare: bool = False) -> None:
@@ -95,7 +105,7 @@ def check_target(target: str, source: str, *, overwrite: bool, compare: bool = F
             _refuse_source(target, real, os.path.realpath(source), overwrite=overwrite)
         if (os.path.lexists(target) or os.path.lexists(real)) and not compare:
             _refuse_existing(target, real, overwrite=overwrite)
-        _require_parent(target, os.path.dirname(real), [os.path.basename(real)])
+        _require_parent(target, real)
 
 
 def _refuse_tilde(target: str) -> None:
@@ -152,11 +162,9 @@ def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
         )
 
 
-def _require_parent(target: str, parent: str, names: list[str]) -> None:
-    """``names``: what will be created below ``parent``; missing directories are added to it."""
-    while not os.path.lexists(parent):
-        names.append(os.path.basename(parent))
-        parent = os.path.dirname(parent)
+def _require_parent(target: str, real: str) -> None:
+    """Raises TargetUnwritableError unless ``real``, and the missing directories above it, can be created."""
+    parent, missing = existing_and_missing(os.path.dirname(real))
     if not os.path.isdir(parent):
         raise TargetUnwritableError(
             f"{target} cannot be created: {parent} is not a directory", file=target, next_step="choose another DST"
@@ -169,7 +177,7 @@ def _require_parent(target: str, parent: str, names: list[str]) -> None:
             next_step="choose another DST",
         )
     limit = _name_limit(parent)
-    longest = max(len(os.fsencode(name)) for name in names)
+    longest = max(len(os.fsencode(os.path.basename(path))) for path in (real, *missing))
     if longest > limit:
         raise TargetUnwritableError(
             f"{target} cannot be created: a name in it is too long for the file system",
@@ -178,6 +186,17 @@ def _require_parent(target: str, parent: str, names: list[str]) -> None:
             found=f"{longest}",
             next_step="choose a shorter DST",
         )
+
+
+def space_error(target: str, nbytes: int, free: int) -> TargetUnwritableError:
+    """The error of a ``target`` that takes ``nbytes`` bytes where ``free`` bytes are free."""
+    return TargetUnwritableError(
+        f"not enough free space for {target}",
+        file=target,
+        expected=bytes_text(nbytes),
+        found=f"{bytes_text(free)} free",
+        next_step="make room, or choose a DST on another file system",
+    )
 
 
 def _name_limit(directory: str) -> int:

@@ -27,7 +27,7 @@ from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.options import LinkMode
 from fsdpckpt.plan import make_plan
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import Staging, remains_of, staging_root
+from fsdpckpt.storage.staging import InterruptedRun, Staging, staging_root
 
 DCP: dict[str, Any] = {"container": "dcp"}  # one file of data alone reads as full, which would become a torch file
 PARAMS = {"layers.0.w": (37, 5), "layers.1.w": (11, 3), "norm": (7,), "empty": (0, 3)}
@@ -257,9 +257,9 @@ def test_links_in_a_staging_directory_do_not_count_as_room(tmp_path: Path) -> No
     root = Path(staging_root(str(tmp_path / "out")))
     (root / "output").mkdir(parents=True)
     os.link(tmp_path / "big", root / "output" / "linked")
-    assert remains_of(str(tmp_path / "out"), resume=False).removed == 0
+    assert InterruptedRun.of(str(tmp_path / "out"), resume=False).removed == 0
     (tmp_path / "big").unlink()  # now that is its only name
-    assert remains_of(str(tmp_path / "out"), resume=False).removed >= 1 << 20
+    assert InterruptedRun.of(str(tmp_path / "out"), resume=False).removed >= 1 << 20
 
 
 def test_a_full_check_reads_what_was_linked(made: Path, tmp_path: Path) -> None:

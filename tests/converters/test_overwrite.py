@@ -436,12 +436,12 @@ def test_what_comes_to_dst_while_it_is_replaced_is_not_deleted(
         write(target / "results" / "all.csv" if directory else target, "42")
 
     if not exchanges:
-        monkeypatch.setattr(staging, "exchange", lambda *_: False)
+        monkeypatch.setattr(staging, "swap_names", lambda *_: False)
     if when == "copying":
         execute = pipeline.execute
         monkeypatch.setattr(pipeline, "execute", lambda *all, **more: (somebody_writes(), execute(*all, **more))[1])
     else:
-        after_the_check(monkeypatch, "exchange", somebody_writes)
+        after_the_check(monkeypatch, "swap_names", somebody_writes)
     before = everything(target)
     with pytest.raises(TargetExistsError):
         convert(source, target)

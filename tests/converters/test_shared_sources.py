@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from fsdpckpt.comm.protocol import Solo
-from fsdpckpt.converters.shared_sources import PAGE, UnionSources, _answer, content_identity, find_visible
+from fsdpckpt.converters.shared_sources import UnionSources, _answer, content_identity, find_visible
 from fsdpckpt.errors import SourceCorruptError, SourceMissingError
 from fsdpckpt.ir.checkpoint import ZEROS
+from fsdpckpt.storage.remote_file import AHEAD
 from fsdpckpt.storage.sources import Sources
 
 
@@ -87,14 +88,22 @@ class TwoRanks(Solo):
         return _answer(self._sources, kind, path.replace("/elsewhere", self._folder), offset, nbytes)
 
 
-def test_a_file_of_another_rank_is_read_in_pages_that_are_cached(tmp_path: Path) -> None:
-    data = random.Random(5).randbytes(3 * PAGE + 100)
+def test_a_file_of_another_rank_is_read_ahead_and_cached(tmp_path: Path) -> None:
+    data = random.Random(5).randbytes(3 * AHEAD + 100)
     (tmp_path / "file").write_bytes(data)
     group = TwoRanks(tmp_path)
     with UnionSources(group) as sources:
         file = sources.open("/elsewhere/file")
         assert file.nbytes == len(data)
-        for offset, nbytes in [(5, 10), (PAGE - 3, 6), (PAGE, 1), (3 * PAGE, 100), (3 * PAGE + 50, 50), (7, 2 * PAGE)]:
+        near_end = 3 * AHEAD
+        for offset, nbytes in [
+            (5, 10),
+            (AHEAD - 3, 6),
+            (AHEAD + 4, 10),
+            (near_end, 100),
+            (near_end + 50, 50),
+            (7, 2 * AHEAD),
+        ]:
             assert file.read(offset, nbytes) == data[offset : offset + nbytes]
         buffer = bytearray(len(data))
         file.read_into(0, memoryview(buffer))
@@ -104,5 +113,5 @@ def test_a_file_of_another_rank_is_read_in_pages_that_are_cached(tmp_path: Path)
         with pytest.raises(SourceMissingError):
             sources.open("/elsewhere/gone")
     reads = [(offset, nbytes) for kind, _, offset, nbytes in group.requests if kind == "read"]
-    assert reads[:4] == [(0, PAGE), (0, 2 * PAGE), (3 * PAGE, 100), (7, 2 * PAGE)]
+    assert reads[:4] == [(5, AHEAD), (AHEAD + 4, AHEAD), (2 * AHEAD + 100, AHEAD), (7, 2 * AHEAD)]
     assert group.requests[-1][0] == "done"

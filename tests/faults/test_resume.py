@@ -290,11 +290,11 @@ def test_an_interrupted_replacement_goes_on_and_the_older_target_stays_until_the
 
 KILLED_BY_THE_SWAP = """
 from fsdpckpt.storage import staging
-def killed(one, other, exchange=staging.exchange, system=os):
+def killed(one, other, swap=staging.swap_names, system=os):
     if {exchanged}:
-        exchange(one, other)
+        swap(one, other)
     system.kill(system.getpid(), 9)
-staging.exchange = killed
+staging.swap_names = killed
 """
 
 

@@ -17,11 +17,11 @@ from fsdpckpt.storage.local import WritableFile, aligned_buffer
 from fsdpckpt.storage.staging import (
     Staging,
     clear_leftover,
-    exchange,
     journal_path,
     journal_paths,
     lock_as_writer,
     staging_root,
+    swap_names,
 )
 from fsdpckpt.storage.target_checks import check_target, contents_of
 
@@ -57,7 +57,7 @@ def test_a_single_file_appears_under_its_name_and_the_staging_directory_goes(tmp
 @pytest.mark.parametrize("directory", [True, False])
 def test_replacing_leaves_only_the_new_output(tmp_path, monkeypatch, directory: bool, exchanges: bool) -> None:
     if not exchanges:
-        monkeypatch.setattr("fsdpckpt.storage.staging.exchange", lambda *_: False)
+        monkeypatch.setattr("fsdpckpt.storage.staging.swap_names", lambda *_: False)
     target = tmp_path / "out"
     target.mkdir()
     (target / "old").write_bytes(b"old")
@@ -76,7 +76,7 @@ def test_where_two_names_can_change_places_there_is_no_moment_without_a_target(
 ) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
-    if not exchange(str(tmp_path / "one"), str(tmp_path / "other")):
+    if not swap_names(str(tmp_path / "one"), str(tmp_path / "other")):
         pytest.skip("this file system cannot exchange two names: a target that is replaced is moved aside")
     target = tmp_path / "out"
     target.mkdir()
@@ -92,7 +92,7 @@ def test_where_two_names_can_change_places_there_is_no_moment_without_a_target(
 def test_names_that_cannot_be_exchanged_because_one_is_gone_are_an_error(tmp_path) -> None:
     (tmp_path / "one").mkdir()
     with pytest.raises(FileNotFoundError):
-        exchange(str(tmp_path / "one"), str(tmp_path / "other"))
+        swap_names(str(tmp_path / "one"), str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM])
@@ -140,7 +140,7 @@ def test_what_an_interrupted_run_left_is_cleared_and_said(tmp_path) -> None:
     _write(first.locate("half"), random.Random(1).randbytes(40))
     first.close()
     second = Staging(str(tmp_path / "out"), directory=True)
-    assert second.leftover
+    assert second.interrupted.exists
     assert os.listdir(second.path) == []
     second.discard()
     second.close()
@@ -307,7 +307,7 @@ def _interrupted(target: str, *, journal: bool = True) -> None:
 def test_staging_with_a_journal_is_kept_for_a_run_that_resumes(tmp_path) -> None:
     _interrupted(str(tmp_path / "out"))
     staging = Staging(str(tmp_path / "out"), directory=True, resume=True)
-    assert (staging.leftover, staging.resumed, staging.removed) == (True, True, 0)
+    assert (staging.interrupted.exists, staging.interrupted.resumed, staging.interrupted.removed) == (True, True, 0)
     assert os.listdir(staging.path) == ["half"]
     staging.commit()
     staging.close()
@@ -319,8 +319,8 @@ def test_staging_with_a_journal_is_kept_for_a_run_that_resumes(tmp_path) -> None
 def test_staging_is_emptied_for_a_run_that_does_not_or_cannot_resume(tmp_path, journal: bool, resume: bool) -> None:
     _interrupted(str(tmp_path / "out"), journal=journal)
     staging = Staging(str(tmp_path / "out"), directory=True, resume=resume)
-    assert (staging.leftover, staging.resumed) == (True, False)
-    assert staging.removed >= 70_000
+    assert (staging.interrupted.exists, staging.interrupted.resumed) == (True, False)
+    assert staging.interrupted.removed >= 70_000
     assert os.listdir(staging.path) == []
     assert not os.path.exists(staging.journal)
     staging.discard()
@@ -353,7 +353,7 @@ def test_the_journals_of_several_writers_count_and_go_with_the_rest(tmp_path) ->
     for writer in (0, 3):
         _write(journal_path(root, writer), b"journal")
     staging = Staging(str(tmp_path / "out"), directory=True, resume=True)
-    assert staging.resumed
+    assert staging.interrupted.resumed
     assert [os.path.basename(path) for path in journal_paths(root)] == ["journal-0", "journal-3"]
     staging.discard()
     staging.close()
@@ -369,7 +369,7 @@ def test_nobody_begins_while_a_worker_whose_leader_is_gone_still_writes(tmp_path
     assert journal_paths(staging_root(str(tmp_path / "out")))
     os.close(lock)
     staging = Staging(str(tmp_path / "out"), directory=True, resume=resume)
-    assert staging.resumed is resume
+    assert staging.interrupted.resumed is resume
     staging.discard()
     staging.close()
 
