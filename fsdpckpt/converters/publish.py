@@ -151,8 +151,8 @@ class Upload:
         An upload that this machine began and still has the output of is continued; any other only with ``--resume``, or
         replaced with ``--overwrite``.
         """
-        options, announced = self._requested, remote.announced()
-        is_ours = bool(announced.upload) and announced.upload == directory.upload()
+        options, (upload, names) = self._requested, remote.announced()
+        is_ours = bool(upload) and upload == directory.upload()
         if not (is_ours or options.overwrite or options.resume):
             raise TargetExistsError(
                 f"{remote.url} holds an upload that was not completed",
@@ -160,7 +160,7 @@ class Upload:
                 why="it was interrupted, or still runs, on another machine or with another --staging",
                 next_step="run the command there again; or add --resume to continue here, or --overwrite to start over",
             )
-        foreign = sorted(set(remote.names) - announced.names)
+        foreign = sorted(set(remote.names) - names)
         if foreign:
             raise foreign_files_error(remote.url, foreign)
 

@@ -24,6 +24,7 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -36,15 +37,15 @@ from fsdpckpt.text import bytes_text
 
 T = TypeVar("T")
 
-_ask = partial(with_retries, make_error=target_error)
+_request = partial(with_retries, make_error=target_error)
 
 PART = 8 << 20  # bytes buffered for each running request; every store accepts parts of this size
-MOST_PARTS = 10_000  # of one S3 object
+MAX_PARTS = 10_000  # of one S3 object
 COPIES = 4  # of a part in memory while it is sent: the stores' packages make copies of their own
-MOST_UPLOADS = 8  # at a time: fewer fill the line to a store already
+MAX_UPLOADS = 8  # at a time: fewer fill the line to a store already
 
 # Later ones name earlier ones: a reader of such a list relies on everything that it names being there.
-_LISTS = (".safetensors.index.json", "units.json", "fsdpckpt.json", ".metadata")
+_UPLOADED_LAST = (".safetensors.index.json", "units.json", "fsdpckpt.json", ".metadata")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +63,17 @@ class UploadOptions:
     on_uploaded: Callable[[str, Mapping[str, Any]], None]
     check: Callable[[str, str], None] | None
 
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """An upload that was begun: its id, and the ``names`` of all objects that are its own or that it replaces."""
-
-    upload: str
-    names: frozenset[str]
+    def uploads(self, part: int) -> int:
+        """How many parts of ``part`` bytes may be sent at a time."""
+        return max(min(MAX_UPLOADS, self.memory // (COPIES * part)), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteTarget:
-    """``names``: the objects that are at or below ``url`` now, relative to it ("" is the object ``url`` itself)."""
+    """``names``: the objects that are at or below ``url`` now, relative to it ("" is the object ``url`` itself).
+
+    ``root``: the path of ``url`` in ``filesystem``.
+    """
 
     url: str
     filesystem: Any
@@ -85,30 +85,30 @@ class RemoteTarget:
         """Whether an fsdpckpt upload to there was started and not completed."""
         return UPLOADING in self.names
 
-    def announced(self) -> Announcement:
-        """What the interrupted upload there says of itself."""
-        name = self._name(UPLOADING)
-        data = _ask(lambda: self.filesystem.cat_file(name), url=self._url(UPLOADING), action="reading it")
+    def announced(self) -> tuple[str, frozenset[str]]:
+        """The id of the interrupted upload there, and the names of all objects that it uploads or replaces."""
+        path = self._path(UPLOADING)
+        data = _request(lambda: self.filesystem.cat_file(path), url=self._url(UPLOADING), action="reading it")
         try:
             marker = json.loads(data)
-            names = frozenset((UPLOADING, *marker["files"], *marker["replaced"]))
-            return Announcement(str(marker["upload"]), names)
+            return str(marker["upload"]), frozenset((UPLOADING, *marker["files"], *marker["replaced"]))
         except (ValueError, LookupError, TypeError):  # it is not what this version writes
-            return Announcement("", frozenset({UPLOADING}))
+            return "", frozenset({UPLOADING})
 
     def begin(self, sizes: Mapping[str, int], upload: str) -> None:
         """Steps 1 and 2. ``sizes``: bytes of every file to be uploaded, by relative name. ``upload``: its id."""
-        _abort_leftovers(self.filesystem, self.root, self.url)
+        self._abort_leftovers()
         if "" not in sizes:
             self._announce(sizes, upload)
-            for name in (name for name in self.names if name.endswith(_LISTS)):
-                self._delete(name)
+            for name in self.names:
+                if name.endswith(_UPLOADED_LAST):
+                    self._delete(name)
 
     def send(self, files: Mapping[str, str], options: UploadOptions) -> None:
         """Step 3, for ``files`` except lists; other processes may upload other files at the same time."""
-        data = [name for name in files if not name.endswith(_LISTS)]
+        data = [name for name in files if not name.endswith(_UPLOADED_LAST)]
         small = [name for name in data if os.path.getsize(files[name]) <= PART]
-        pool = ThreadPoolExecutor(max(min(MOST_UPLOADS, options.memory // (COPIES * PART)), 1))
+        pool = ThreadPoolExecutor(options.uploads(PART))
         try:
             list(pool.map(lambda name: self._put(name, files[name], options), small))
         finally:  # also after a signal: uploads that have not begun are dropped
@@ -121,46 +121,151 @@ class RemoteTarget:
         """Steps 4 to 6, after all data is uploaded. ``files``: at least the lists; ``names``: those of all files."""
         directory = "" not in names
         for name in self.names:
-            if name not in names and name != UPLOADING and not (directory and name.endswith(_LISTS)):
+            if name not in names and name != UPLOADING and not (directory and name.endswith(_UPLOADED_LAST)):
                 self._delete(name)
-        for ending in _LISTS:
+        for ending in _UPLOADED_LAST:
             for name in (name for name in files if name.endswith(ending)):
                 self._put(name, files[name], options)
         if directory:
             self._delete(UPLOADING)
 
     def _put(self, name: str, path: str, options: UploadOptions) -> None:
+        """Upload the file at ``path``, unless it is there already. Raises TargetUnwritableError."""
         nbytes = os.path.getsize(path)
-        uploader = Uploader(self.filesystem, options.memory, options.advance)
-        at, url = self._name(name), self._url(name)
-        if name in self.names and not name.endswith(_LISTS) and options.is_uploaded(name, uploader.info(at, url)):
+        if name in self.names and not name.endswith(_UPLOADED_LAST) and options.is_uploaded(name, self._info(name)):
             options.advance(nbytes)
             return
-        uploader.put(path, at, url)
-        info = uploader.require(at, url, nbytes)
+        self._upload(name, path, nbytes, options)
+        info = self._info(name)
+        if info.get("size") != nbytes:
+            raise TargetUnwritableError(
+                f"{self._url(name)} was not uploaded completely",
+                file=self._url(name),
+                expected=bytes_text(nbytes),
+                found=bytes_text(info["size"]) if isinstance(info.get("size"), int) else "an object of unknown length",
+                next_step="run the command again",
+            )
         if options.check is not None:
-            options.check(url, path)
+            options.check(self._url(name), path)
         options.on_uploaded(name, info)
+
+    def _info(self, name: str) -> dict[str, Any]:
+        """The store's description of the object ``name`` now."""
+        path = self._path(name)
+        self._forget_listing(path)
+        info: dict[str, Any] = _request(lambda: self.filesystem.info(path), url=self._url(name), action="looking it up")
+        return info
+
+    def _upload(self, name: str, path: str, nbytes: int, options: UploadOptions) -> None:
+        """Upload a file. Raises TargetUnwritableError; then nothing is visible."""
+        part = max(PART, -(-nbytes // MAX_PARTS))
+        package = type(self.filesystem).__module__.partition(".")[0]
+        if nbytes > part and package == "s3fs":
+            self._in_parts(name, path, part, options)
+        elif nbytes > part and package == "adlfs":
+            self._in_blocks(name, path, part, options)
+        else:
+            write = self._whole if nbytes <= part else self._streamed
+            _request(lambda: write(self._path(name), path, part), url=self._url(name), action="uploading it")
+            options.advance(nbytes)
+
+    def _whole(self, target: str, path: str, part: int) -> None:
+        self.filesystem.pipe_file(target, _slice(path, 0, part))
+
+    def _streamed(self, target: str, path: str, part: int) -> None:
+        """One request after the other, for stores that need the parts in order."""
+        remote = self.filesystem.open(target, "wb", block_size=part)
+        try:
+            with open(path, "rb") as source:
+                while data := source.read(part):
+                    remote.write(data)
+        except BaseException:
+            remote.closed = True  # closing would complete the object with the parts sent so far
+            remote.discard()
+            raise
+        remote.close()
+
+    def _in_parts(self, name: str, path: str, part: int, options: UploadOptions) -> None:
+        """For S3: parts are invisible until the upload is completed."""
+        call = partial(self._s3, self._url(name), Key=self.filesystem.split_path(self._path(name))[1])
+        upload = call("create_multipart_upload", "beginning the upload")["UploadId"]
+
+        def send(number: int, data: bytes) -> dict[str, object]:
+            action = f"uploading part {number + 1}"
+            answer = call("upload_part", action, UploadId=upload, PartNumber=number + 1, Body=data)
+            return {"PartNumber": number + 1, "ETag": answer["ETag"]}
+
+        try:
+            parts = _in_parallel(path, part, send, options)
+            call("complete_multipart_upload", "ending the upload", UploadId=upload, MultipartUpload={"Parts": parts})
+        except BaseException:
+            with suppress(TargetUnwritableError):  # the next run aborts it, and the cause is what matters
+                call("abort_multipart_upload", "removing the parts of a failed upload", UploadId=upload)
+            raise
+        self._forget_listing(self._path(name))
+
+    def _in_blocks(self, name: str, path: str, part: int, options: UploadOptions) -> None:
+        """For Azure: blocks are invisible until they are committed; Azure deletes uncommitted ones after a week.
+
+        adlfs's own file object is not used: it turns every failure of a block into a RuntimeError.
+        """
+        from azure.storage.blob import BlobBlock
+        from fsspec.asyn import sync
+
+        container, blob, _ = self.filesystem.split_path(self._path(name))
+
+        def call(method: str, action: str, *arguments: object, **keywords: object) -> None:
+            async def request() -> None:
+                async with self.filesystem.service_client.get_blob_client(container, blob) as client:
+                    await getattr(client, method)(*arguments, **keywords)
+
+            _request(lambda: sync(self.filesystem.loop, request), url=self._url(name), action=action)
+
+        run = uuid.uuid4().hex  # keeps blocks of other uploads of this object apart
+
+        def send(number: int, data: bytes) -> str:
+            block = f"{run}-{number:06}"  # all names have one length, as Azure requires
+            call("stage_block", f"uploading part {number + 1}", block, data, length=len(data))
+            return block
+
+        blocks = [BlobBlock(block) for block in _in_parallel(path, part, send, options)]
+        call("commit_block_list", "ending the upload", blocks, metadata={"is_directory": "false"})  # as adlfs marks it
+        self._forget_listing(self._path(name))
+
+    def _s3(self, url: str, method: str, action: str, **options: Any) -> Any:
+        bucket = self.filesystem.split_path(self.root)[0]
+        return _request(lambda: self.filesystem.call_s3(method, Bucket=bucket, **options), url=url, action=action)
+
+    def _abort_leftovers(self) -> None:
+        """Remove the invisible parts that killed uploads to here left behind."""
+        if not type(self.filesystem).__module__.startswith("s3fs"):
+            return
+        key = self.filesystem.split_path(self.root)[1]
+        call = partial(self._s3, self.url, action="removing the parts of an interrupted upload")
+        for upload in call("list_multipart_uploads", Prefix=key).get("Uploads", ()):
+            if upload["Key"] == key or upload["Key"].startswith(f"{key}/"):
+                call("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
 
     def _announce(self, sizes: Mapping[str, int], upload: str) -> None:
         replaced = [name for name in self.names if name != UPLOADING]
         text = json.dumps({"program": "fsdpckpt", "upload": upload, "files": dict(sizes), "replaced": replaced})
-        _ask(
-            lambda: self.filesystem.pipe_file(self._name(UPLOADING), text.encode()),
+        _request(
+            lambda: self.filesystem.pipe_file(self._path(UPLOADING), text.encode()),
             url=self._url(UPLOADING),
             action="uploading it",
         )
 
     def _delete(self, name: str) -> None:
         def delete() -> None:
-            try:
-                self.filesystem.rm_file(self._name(name))
-            except FileNotFoundError:
-                return
+            with suppress(FileNotFoundError):
+                self.filesystem.rm_file(self._path(name))
 
-        _ask(delete, url=self._url(name), action="deleting it")
+        _request(delete, url=self._url(name), action="deleting it")
 
-    def _name(self, name: str) -> str:
+    def _forget_listing(self, path: str) -> None:
+        self.filesystem.invalidate_cache(self.filesystem._parent(path))
+
+    def _path(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
 
     def _url(self, name: str) -> str:
@@ -191,7 +296,7 @@ def open_target(url: str, source: str, *, overwrite: bool) -> RemoteTarget:
         if type(other) is type(filesystem):
             _refuse_source(url, name, root)
     filesystem.invalidate_cache()
-    listed = _ask(lambda: list(filesystem.find(root)), url=url, action="listing it")
+    listed = _request(lambda: list(filesystem.find(root)), url=url, action="listing it")
     objects = (str(name) for name in listed if not str(name).endswith("/"))  # else it is a directory's placeholder
     names = tuple(name[len(root) :].lstrip("/") for name in objects)
     remote = RemoteTarget(target, filesystem, root, names)
@@ -201,8 +306,8 @@ def open_target(url: str, source: str, *, overwrite: bool) -> RemoteTarget:
 
 
 def _refuse_source(url: str, source: str, target: str) -> None:
-    above, below = source.rstrip("/") + "/", target + "/"
-    if above.startswith(below) or below.startswith(above):
+    source_prefix, target_prefix = source.rstrip("/") + "/", target + "/"
+    if source_prefix.startswith(target_prefix) or target_prefix.startswith(source_prefix):
         raise UsageError(
             f"one of {url} and the source is inside the other", file=url, next_step="give a DST outside of SRC"
         )
@@ -225,154 +330,30 @@ def _refuse_existing(remote: RemoteTarget, *, overwrite: bool) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Uploader:
-    """Uploads files to ``filesystem`` with at most ``memory`` bytes of buffers, calling ``advance(nbytes)``."""
+def _in_parallel(path: str, part: int, send: Callable[[int, bytes], T], options: UploadOptions) -> list[T]:
+    """What ``send(number, data)`` returns for each part of the file, in order. After a failure no further part is
+    sent.
+    """
+    stop = threading.Event()
 
-    filesystem: Any
-    memory: int
-    advance: Callable[[int], None]
+    def send_part(number: int) -> T | None:
+        if stop.is_set():
+            return None
+        data = _slice(path, number * part, part)
+        answer = send(number, data)
+        options.advance(len(data))
+        return answer
 
-    def put(self, path: str, name: str, url: str) -> None:
-        """Upload the file at ``path`` as the object ``name``. Raises TargetUnwritableError; then nothing is visible."""
-        nbytes = os.path.getsize(path)
-        part = max(PART, -(-nbytes // MOST_PARTS))
-        if nbytes <= part:
-            _ask(lambda: self._whole(path, name, nbytes), url=url, action="uploading it")
-        elif type(self.filesystem).__module__.startswith("s3fs"):
-            self._in_parts(path, name, url, nbytes, part)
-        elif type(self.filesystem).__module__.startswith("adlfs"):
-            self._in_blocks(path, name, url, nbytes, part)
-        else:
-            _ask(lambda: self._streamed(path, name, part), url=url, action="uploading it")
-            self.advance(nbytes)
-
-    def info(self, name: str, url: str) -> dict[str, Any]:
-        """The store's description of the object ``name`` now."""
-        self.filesystem.invalidate_cache(self.filesystem._parent(name))
-        info: dict[str, Any] = _ask(lambda: self.filesystem.info(name), url=url, action="looking it up")
-        return info
-
-    def require(self, name: str, url: str, nbytes: int) -> dict[str, Any]:
-        """As ``info``. Raises TargetUnwritableError when the object is not ``nbytes`` long."""
-        info = self.info(name, url)
-        if info.get("size") != nbytes:
-            raise TargetUnwritableError(
-                f"{url} was not uploaded completely",
-                file=url,
-                expected=bytes_text(nbytes),
-                found=str(info.get("size")),
-                next_step="run the command again",
-            )
-        return info
-
-    def _whole(self, path: str, name: str, nbytes: int) -> None:
-        self.filesystem.pipe_file(name, _slice(path, 0, nbytes))
-        self.advance(nbytes)
-
-    def _streamed(self, path: str, name: str, part: int) -> None:
-        """One request after the other, for stores that need the parts in order."""
-        target = self.filesystem.open(name, "wb", block_size=part)
+    with ThreadPoolExecutor(options.uploads(part)) as pool:
         try:
-            with open(path, "rb") as source:
-                while data := source.read(part):
-                    target.write(data)
-        except BaseException:
-            target.closed = True  # closing would complete the object with the parts sent so far
-            target.discard()
-            raise
-        target.close()
-
-    def _in_parts(self, path: str, name: str, url: str, nbytes: int, part: int) -> None:
-        bucket, key, _ = self.filesystem.split_path(name)
-        place = {"Bucket": bucket, "Key": key}
-
-        def ask(method: str, doing: str, **options: Any) -> Any:
-            return _ask(lambda: self.filesystem.call_s3(method, **place, **options), url=url, action=doing)
-
-        upload = ask("create_multipart_upload", "beginning the upload")["UploadId"]
-
-        def send(number: int, data: bytes) -> dict[str, object]:
-            answer = ask(
-                "upload_part", f"uploading part {number + 1}", UploadId=upload, PartNumber=number + 1, Body=data
-            )
-            return {"PartNumber": number + 1, "ETag": answer["ETag"]}
-
-        try:
-            parts = self._in_parallel(path, nbytes, part, send)
-            ask("complete_multipart_upload", "ending the upload", UploadId=upload, MultipartUpload={"Parts": parts})
-        except BaseException:
-            ask("abort_multipart_upload", "removing the parts of a failed upload", UploadId=upload)
-            raise
-        self.filesystem.invalidate_cache(self.filesystem._parent(name))
-
-    def _in_blocks(self, path: str, name: str, url: str, nbytes: int, part: int) -> None:
-        """For Azure: blocks are invisible until they are committed; Azure deletes uncommitted ones after a week.
-
-        adlfs's own file object is not used: it turns every failure of a block into a RuntimeError.
-        """
-        from azure.storage.blob import BlobBlock
-        from fsspec.asyn import sync
-
-        container, blob, _ = self.filesystem.split_path(name)
-
-        def ask(method: str, doing: str, *arguments: object, **options: object) -> None:
-            async def call() -> None:
-                async with self.filesystem.service_client.get_blob_client(container, blob) as client:
-                    await getattr(client, method)(*arguments, **options)
-
-            _ask(lambda: sync(self.filesystem.loop, call), url=url, action=doing)
-
-        run = uuid.uuid4().hex  # keeps blocks of other uploads of this object apart
-
-        def send(number: int, data: bytes) -> str:
-            block = f"{run}-{number:06}"  # all names have one length, as Azure requires
-            ask("stage_block", f"uploading part {number + 1}", block, data, length=len(data))
-            return block
-
-        blocks = [BlobBlock(block) for block in self._in_parallel(path, nbytes, part, send)]
-        ask("commit_block_list", "ending the upload", blocks, metadata={"is_directory": "false"})  # as adlfs marks it
-        self.filesystem.invalidate_cache(self.filesystem._parent(name))
-
-    def _in_parallel(self, path: str, nbytes: int, part: int, send: Callable[[int, bytes], T]) -> list[T]:
-        """What ``send(number, data)`` returns for each part, in order. After a failure no further part is sent."""
-        stop = threading.Event()
-
-        def one(number: int) -> T | None:
-            if stop.is_set():
-                return None
-            data = _slice(path, number * part, min(part, nbytes - number * part))
-            answer = send(number, data)
-            self.advance(len(data))
-            return answer
-
-        with ThreadPoolExecutor(max(min(MOST_UPLOADS, self.memory // (COPIES * part)), 1)) as pool:
-            try:
-                futures = [pool.submit(one, number) for number in range(-(-nbytes // part))]
-                return [answer for future in futures if (answer := future.result()) is not None]
-            finally:  # also after a signal: leaving the pool waits for its threads
-                stop.set()
-
-
-def _abort_leftovers(filesystem: Any, name: str, url: str) -> None:
-    """Remove the invisible parts that killed uploads of the object ``name``, or of objects below it, left behind."""
-    if not type(filesystem).__module__.startswith("s3fs"):
-        return
-    bucket, key, _ = filesystem.split_path(name)
-
-    def ask(method: str, **options: Any) -> Any:
-        return _ask(
-            lambda: filesystem.call_s3(method, Bucket=bucket, **options),
-            url=url,
-            action="removing the parts of an interrupted upload",
-        )
-
-    for upload in ask("list_multipart_uploads", Prefix=key).get("Uploads", ()):
-        if upload["Key"] == key or upload["Key"].startswith(f"{key}/"):
-            ask("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
+            futures = [pool.submit(send_part, number) for number in range(-(-os.path.getsize(path) // part))]
+            return [answer for future in futures if (answer := future.result()) is not None]
+        finally:  # also after a signal: leaving the pool waits for its threads
+            stop.set()
 
 
 def _slice(path: str, offset: int, nbytes: int) -> bytes:
+    """At most ``nbytes`` bytes of a file from ``offset``."""
     with open(path, "rb") as file:
         file.seek(offset)
         return file.read(nbytes)

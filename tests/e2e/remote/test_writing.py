@@ -97,6 +97,17 @@ def test_full_verification_reads_back_what_arrived(s3: Proxy, files: Path) -> No
         fsdpckpt.convert(files / "full.pt", "s3://runs/flipped.pt", verify="full")
 
 
+def test_a_failed_upload_whose_parts_cannot_be_removed_says_why_it_failed(s3: Proxy, large: Path) -> None:
+    answers = {"PUT": "400 ExpiredToken", "DELETE": "403 AccessDenied"}
+    s3.fault = lambda method, path, begin: answers.get(method) if path.endswith("refused.pt") else None
+    with pytest.raises(TargetUnwritableError, match="uploading part 1 failed"):
+        fsdpckpt.convert(large, "s3://runs/refused.pt")
+    s3.fault = None
+    assert s3.count("DELETE", part="refused.pt") > 0
+    fsdpckpt.convert(large, "s3://runs/refused.pt")
+    assert client(s3).list_multipart_uploads(Bucket="runs").get("Uploads", []) == []
+
+
 def test_stores_of_another_kind_are_streamed_to(large: Path) -> None:
     import fsspec
 
