@@ -16,7 +16,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, So
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.lazy import LazyCheckpoint, LazyTensor
 from fsdpckpt.storage.local import MemoryFile
-from fsdpckpt.storage.sources import Sources
+from tests.opened_by import OpenedBy
 from tests.verify.raw import Raw, random_array
 
 GOLDEN = Path(__file__).parent / "golden" / "torch-2.4"
@@ -41,7 +41,7 @@ def lazy(raw: Raw, array: np.ndarray, boxes: list, **how: object) -> LazyTensor:
     files = tuple(SourceFile(str(rank), len(data)) for rank, data in enumerate(raw.data))
     model = ModelState({"weight": tensor})
     checkpoint = Checkpoint("raw", Layout.SHARDED, Container.TORCH, "plain", len(files), files, model, None, {})
-    sources = Sources(opener=lambda path: CountedFile(bytes(raw.data[int(path)]), path))
+    sources = OpenedBy(lambda path: CountedFile(bytes(raw.data[int(path)]), path))
     return LazyCheckpoint(checkpoint, sources)["weight"]
 
 

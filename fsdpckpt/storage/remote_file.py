@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -150,17 +151,17 @@ class RangeCache:
     def add(self, path: str, begin: int, data: bytes) -> None:
         """Cache ``data`` from offset ``begin``, unless a longer range from there is cached."""
         with self._lock:
-            known = self._ranges.get((path, begin))
-            if len(data) > self.limit or (known is not None and len(known) >= len(data)):
+            cached = self._ranges.get((path, begin))
+            if len(data) > self.limit or (cached is not None and len(cached) >= len(data)):
                 return
-            if known is None:
+            if cached is None:
                 insort(self._begins.setdefault(path, []), begin)
             self._ranges[path, begin] = data
             self._ranges.move_to_end((path, begin))
-            self._nbytes += len(data) - len(known or b"")
+            self._nbytes += len(data) - len(cached or b"")
             while self._nbytes > self.limit:
-                (old, at), dropped = self._ranges.popitem(last=False)
-                self._begins[old].remove(at)
+                (oldest, at), dropped = self._ranges.popitem(last=False)
+                self._begins[oldest].remove(at)
                 self._nbytes -= len(dropped)
 
 
@@ -214,18 +215,11 @@ def _s3_fetch(filesystem: Any, name: str, identity: FileIdentity) -> AsyncFetch:
 
 def _http_fetch(filesystem: Any, url: str, identity: FileIdentity) -> AsyncFetch:
     async def fetch(offset: int, buffer: memoryview) -> None:
-        session = await filesystem.set_session()
-        options = http_options(filesystem, offset, len(buffer))
-        async with session.get(filesystem.encode_url(url), **options) as answer:
-            if answer.status == 200:  # the whole file; unread, so that the connection is closed
-                if offset or answer.content_length != len(buffer):
-                    raise no_ranges_error(url)
-            elif answer.status == 416:  # the file has become shorter
+        async with http_get(filesystem, url, offset, len(buffer), expected={200, 206, 416}) as answer:
+            if answer.status == 200 and (offset or answer.content_length != len(buffer)):
+                raise no_ranges_error(url)  # the whole file; unread, so that the connection is closed
+            if answer.status == 416:  # the file has become shorter
                 raise changed_error(url, f"shrank from {bytes_text(identity.nbytes)}")
-            elif answer.status != 206:
-                if answer.status == 404:
-                    raise FileNotFoundError(url)
-                raise HttpStatusError(answer.status, answer.reason or "")
             require_plain(url, answer.headers)
             content_range = answer.headers.get("Content-Range", "")
             _require_same(identity, http_tag(answer.headers), content_range.rpartition("/")[2])
@@ -293,10 +287,14 @@ def http_tag(headers: Any) -> str:
     return next((f"{name}={headers[name]}" for name in ("ETag", "Last-Modified") if headers.get(name)), "")
 
 
-def http_options(filesystem: Any, offset: int = 0, nbytes: int = 0) -> dict[str, Any]:
-    """Options of one GET: the user's own, and for ``nbytes`` the range, never compressed.
+@asynccontextmanager
+async def http_get(
+    filesystem: Any, url: str, offset: int = 0, nbytes: int = 0, *, expected: Collection[int]
+) -> AsyncIterator[Any]:
+    """The answer to one GET with the user's own options; for ``nbytes`` of that range, never compressed.
 
-    There is no limit on the whole transfer, but one on every wait within it.
+    There is no limit on the whole transfer, but one on every wait within it. Raises FileNotFoundError, HttpStatusError
+    for a status that is not ``expected``, and what the session raises.
     """
     from aiohttp import ClientTimeout
 
@@ -307,7 +305,13 @@ def http_options(filesystem: Any, offset: int = 0, nbytes: int = 0) -> dict[str,
     if nbytes:
         byte_range = {"Range": f"bytes={offset}-{offset + nbytes - 1}", "Accept-Encoding": "identity"}
         options["headers"] = {**filesystem.kwargs.get("headers", {}), **byte_range}
-    return options
+    session = await filesystem.set_session()
+    async with session.get(filesystem.encode_url(url), **options) as answer:
+        if answer.status not in expected:
+            raise (
+                FileNotFoundError(url) if answer.status == 404 else HttpStatusError(answer.status, answer.reason or "")
+            )
+        yield answer
 
 
 def no_ranges_error(url: str) -> SourceUnsupportedError:

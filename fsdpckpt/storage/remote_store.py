@@ -25,8 +25,8 @@ from fsdpckpt.storage.remote_file import (
     RangeCache,
     RemoteFile,
     fetcher,
+    http_get,
     http_identity,
-    http_options,
     http_tag,
     no_ranges_error,
     require_plain,
@@ -137,15 +137,16 @@ class RemoteStore:
 
         Raises SourceMissingError, SourceError.
         """
-        known = self._identities.get(url)
-        if known is not None and not again:
-            return known
+        first = self._identities.get(url)
+        if first is not None and not again:
+            return first
         answer = self._look_up(url, again=again)
         if not isinstance(answer, FileIdentity):
             raise SourceMissingError(f"{url} does not exist", file=url, next_step="check the URL", run_again=True)
         return answer if again else self._remember(answer)
 
     def open(self, url: str) -> RemoteFile:
+        """The object at ``url``, in the state in which it was first seen. Raises SourceMissingError, SourceError."""
         identity = self.identity(url)
         filesystem, name = self._filesystem(url)
         return RemoteFile(identity, fetcher(filesystem, name, identity), self.cache)
@@ -202,15 +203,16 @@ def _last_component(url: str) -> str:
     return unquote(name) if is_http(url) else name
 
 
-MOST_LIST = 64 << 20  # bytes: a longer file is not taken for a list of names
-MOST_PAGE = 16 << 20  # bytes of an index page that are read: a hundred thousand links
+MAX_LIST = 64 << 20  # bytes: a longer file is not taken for a list of names
+MAX_PAGE = 16 << 20  # bytes of an index page that are read: a hundred thousand links
 
-# Files that name the other files of a checkpoint, and how. The DCP reader itself reads a directory's .metadata.
-_LISTS: dict[str, Callable[[Any], Iterable[str]]] = {
+# How to get the names of the other files of a checkpoint out of one that lists them. The DCP reader itself reads a
+# directory's .metadata.
+_NAMES_IN: dict[str, Callable[[Any], Iterable[str]]] = {
     "fsdpckpt.json": lambda document: document["files"],
     "model.safetensors.index.json": lambda document: set(document["weight_map"].values()),
 }
-_PROBED = (".metadata", *_LISTS, "units.json", "model.safetensors", UPLOADING)
+_PROBED = (".metadata", *_NAMES_IN, "units.json", "model.safetensors", UPLOADING)
 _ABSENT = frozenset({401, 403, 404, 410})  # stores answer 403 for what does not exist, to clients that may not list
 _HREF = re.compile(r"""\shref\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.IGNORECASE)
 
@@ -231,8 +233,8 @@ def names_below_url(filesystem: Any, directory: str) -> tuple[list[FileIdentity]
     links = _page_links(filesystem, directory)
     files = _files(filesystem, (_join(directory, name) for name in _PROBED))
     listed = [_join(directory, name) for file in files for name in _listed_names(filesystem, file)]
-    known = {file.path for file in files}
-    others = [url for url in dict.fromkeys([*links, *listed]) if url not in known]
+    probed = {file.path for file in files}
+    others = [url for url in dict.fromkeys([*links, *listed]) if url not in probed]
     files += _files(filesystem, others)
     subdirectories = [url.rstrip("/") for url in others if url.endswith("/")]
     if not files and not subdirectories:
@@ -260,15 +262,14 @@ def _request(filesystem: Any, url: str) -> FileIdentity | NoFile:
     from fsspec.asyn import sync
 
     async def first_byte() -> FileIdentity | NoFile:
-        session = await filesystem.set_session()
-        async with session.get(filesystem.encode_url(url), **http_options(filesystem, 0, 1)) as answer:
+        async with http_get(filesystem, url, 0, 1, expected={200, 206, 416, *_ABSENT}) as answer:
             require_plain(url, answer.headers)
             identity = http_identity(url, answer.headers)
             if answer.status in (206, 416) and identity is not None:
                 return identity
             if answer.status in _ABSENT:
                 return NoFile.DIRECTORY if answer.url.path.endswith("/") else NoFile.NOTHING
-            if answer.status != 200:
+            if answer.status != 200:  # a range without its place in the file
                 raise HttpStatusError(answer.status, answer.reason or "")
             if answer.url.path.endswith("/") or answer.content_type == "text/html":  # most likely an index page
                 return NoFile.DIRECTORY
@@ -308,9 +309,9 @@ def _page_links(filesystem: Any, directory: str) -> list[str]:
 
 
 def _listed_names(filesystem: Any, identity: FileIdentity) -> list[str]:
-    """The file names in the file ``identity``, if it is one of ``_LISTS``."""
-    names_of = _LISTS.get(identity.path.rpartition("/")[2])
-    if names_of is None or identity.nbytes > MOST_LIST:
+    """The file names in the file ``identity``, if it is one of ``_NAMES_IN``."""
+    names_of = _NAMES_IN.get(identity.path.rpartition("/")[2])
+    if names_of is None or identity.nbytes > MAX_LIST:
         return []
     file = RemoteFile(identity, fetcher(filesystem, identity.path, identity), RangeCache())
     try:
@@ -332,18 +333,13 @@ def _fetch_links(filesystem: Any, url: str) -> list[str]:
     from fsspec.asyn import sync
 
     async def page() -> str:
-        session = await filesystem.set_session()
-        async with session.get(filesystem.encode_url(url), **http_options(filesystem)) as answer:
-            if answer.status == 404:
-                raise FileNotFoundError(url)
-            if answer.status != 200:
-                raise HttpStatusError(answer.status, answer.reason or "")
+        async with http_get(filesystem, url, expected={200}) as answer:
             if answer.headers.get("Content-Type", "text/html").partition(";")[0].strip().lower() != "text/html":
                 return ""
             data = bytearray()
-            while len(data) < MOST_PAGE and (more := await answer.content.readany()):
+            while len(data) < MAX_PAGE and (more := await answer.content.readany()):
                 data += more
-            return data[:MOST_PAGE].decode(errors="ignore")
+            return data[:MAX_PAGE].decode(errors="ignore")
 
     return links_of(url, cast(str, sync(filesystem.loop, page)))
 

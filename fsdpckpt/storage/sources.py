@@ -26,16 +26,16 @@ from fsdpckpt.storage.remote_store import RemoteStore
 
 T = TypeVar("T")
 
+MAX_OPEN = 256  # files: descriptors are finite
+
 
 class Sources:
-    """Open sources by path, at most ``limit`` at a time (file descriptors are finite), closed with the block.
+    """Open sources by path, at most ``MAX_OPEN`` at a time, closed with the block.
 
     Readers list directories through it too, so that a subclass can show them more than the disks of this machine.
     """
 
-    def __init__(self, limit: int = 256, opener: Callable[[str], ByteSource] | None = None) -> None:
-        self._limit = limit
-        self._opener = opener if opener is not None else self._open
+    def __init__(self) -> None:
         self._store = RemoteStore()
         self._files: OrderedDict[str, ByteSource] = OrderedDict()
         self._identities: dict[str, FileIdentity] = {}  # as they were when first seen
@@ -99,7 +99,7 @@ class Sources:
                 if isinstance(source, (LocalFile, RemoteFile)):
                     self._require_same(source.identity)
             self._files[path] = source
-            if len(self._files) > self._limit:
+            if len(self._files) > MAX_OPEN:
                 # Another thread may still read it: the file is only dropped, and closes when that use ends.
                 self._files.popitem(last=False)
             return source
@@ -114,7 +114,11 @@ class Sources:
 
     def open_new(self, path: str) -> ByteSource:
         """Open the source at ``path`` once more."""
-        return self._opener(path)
+        if path == ZEROS:
+            return ZeroFile()
+        if path.startswith(LITERAL):
+            return MemoryFile(bytes.fromhex(path.removeprefix(LITERAL)), path)
+        return self._store.open(path) if is_url(path) else LocalFile(path)
 
     def identity(self, path: str) -> FileIdentity:
         """The identity of the file at ``path`` when it was first seen; if it was never opened, that is now.
@@ -140,13 +144,6 @@ class Sources:
         now += self._store.identities([first.path for first in remote], again=True)
         for identity in now:
             self._require_same(identity)
-
-    def _open(self, path: str) -> ByteSource:
-        if path == ZEROS:
-            return ZeroFile()
-        if path.startswith(LITERAL):
-            return MemoryFile(bytes.fromhex(path.removeprefix(LITERAL)), path)
-        return self._store.open(path) if is_url(path) else LocalFile(path)
 
     def _require_same(self, identity: FileIdentity) -> None:
         first = self._identities.setdefault(identity.path, identity)

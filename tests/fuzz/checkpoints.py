@@ -45,10 +45,10 @@ class _Files(Sources):
     """``files``, path to content, and the directories above them."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        super().__init__(opener=self._opened)
+        super().__init__()
         self._contents = files
 
-    def _opened(self, path: str) -> MemoryFile:
+    def open_new(self, path: str) -> MemoryFile:
         if path not in self._contents:
             raise SourceMissingError(f"{path} is no file", file=path)
         return MemoryFile(self._contents[path], path)

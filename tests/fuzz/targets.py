@@ -20,8 +20,8 @@ from fsdpckpt.readers.deepspeed.universal import ArchiveCache
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.readers.safetensors import read_safetensors
 from fsdpckpt.storage.local import MemoryFile
-from fsdpckpt.storage.sources import Sources
 from tests.fuzz import checkpoints
+from tests.opened_by import OpenedBy
 
 __all__ = ["TARGETS", "Target", "harmless"]
 
@@ -52,7 +52,7 @@ def _torch(data: bytes) -> object:
 
 
 def _safetensors(data: bytes) -> object:
-    sources = Sources(opener=lambda path: MemoryFile(data, path))
+    sources = OpenedBy(lambda path: MemoryFile(data, path))
     return read_safetensors(["d/it.safetensors"], FileTable(), sources)
 
 

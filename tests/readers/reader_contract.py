@@ -59,7 +59,10 @@ class MemorySources(Sources):
         self.top = "/nowhere"
         files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
         self.content = {f"{self.top}/{file.relative_to(path.parent)}": file.read_bytes() for file in files}
-        super().__init__(opener=lambda name: MemoryFile(self.content[name], name))
+        super().__init__()
+
+    def open_new(self, path: str) -> ByteSource:
+        return MemoryFile(self.content[path], path)
 
     def stat(self, path: str) -> Entry | None:
         name = path.rpartition("/")[2]

@@ -56,9 +56,12 @@ def test_a_change_is_told_in_words(path: Path, words: str) -> None:
 
 
 @pytest.mark.parametrize("words", CHANGES)
-def test_a_file_that_is_opened_again_must_be_the_one_it_was(path: Path, tmp_path: Path, words: str) -> None:
+def test_a_file_that_is_opened_again_must_be_the_one_it_was(
+    path: Path, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "other").write_bytes(b"other")
-    with Sources(limit=1) as sources:
+    monkeypatch.setattr("fsdpckpt.storage.sources.MAX_OPEN", 1)
+    with Sources() as sources:
         sources.open(str(path))
         sources.open(str(tmp_path / "other"))
         CHANGES[words](path)

@@ -18,13 +18,14 @@ from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.storage.local import MemoryFile
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader, rows_to_read
+from tests.opened_by import OpenedBy
 from tests.verify.raw import Raw, random_array, rows
 
 
 def reader(raw: Raw, limit: int) -> BlockReader:
     """Over the data in memory: hypothesis makes hundreds."""
     files = [SourceFile(str(rank), len(data)) for rank, data in enumerate(raw.data)]
-    sources = Sources(opener=lambda path: MemoryFile(bytes(raw.data[int(path)]), path))
+    sources = OpenedBy(lambda path: MemoryFile(bytes(raw.data[int(path)]), path))
     return BlockReader(files, sources, limit)
 
 
