@@ -326,10 +326,15 @@ class StoreMonitor:
 
     @staticmethod
     def _write_status(name: str, status: Position | Failure | None) -> None:
+        """Replace a status file in one step: a worker may be killed at any time. The run goes on without it."""
         directory = os.environ.get(STATUS_DIRECTORY)
-        if directory:
-            with open(os.path.join(directory, name), "w", encoding="utf-8") as file:
+        if not directory:
+            return
+        unfinished = os.path.join(directory, f".{name}")
+        with suppress(OSError):
+            with open(unfinished, "w", encoding="utf-8") as file:
                 json.dump(status, file)
+            os.replace(unfinished, os.path.join(directory, name))
 
     def close(self) -> None:
         """End the background thread. Rank 0 waits until the others have left too: it may serve the store they use.
