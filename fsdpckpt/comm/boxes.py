@@ -62,11 +62,11 @@ def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 def empty_like(tensor: torch.Tensor, make: Callable[[Sequence[int], torch.dtype], torch.Tensor]) -> torch.Tensor:
     """A new tensor that is cut like ``tensor``, of local tensors that ``make(shape, dtype)`` returns."""
     if isinstance(tensor, ShardedTensor):
-        made = copy.copy(tensor)
-        made._local_shards = [
+        copied = copy.copy(tensor)
+        copied._local_shards = [
             replace(shard, tensor=make(shard.tensor.shape, tensor.dtype)) for shard in tensor.local_shards()
         ]
-        return made
+        return copied
     if isinstance(tensor, DTensor):
         local = make(tensor.to_local().shape, tensor.dtype)
         return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -312,7 +312,7 @@ def _assign(tensor: torch.Tensor, elements: torch.Tensor, *, write: bool) -> Non
 
 
 Placements: TypeAlias = Sequence[Placement] | Callable[[str, tuple[int, ...]], Sequence[Placement] | None]
-"""One for all tensors, or a function of key and shape; None from it: the tensor stays whole on every rank."""
+"""Those of all tensors, or a function of key and shape; if it returns None, the tensor stays whole on every rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
 
 
 class Position(NamedTuple):
-    """Where one rank is. ``sequence``: how many steps it has entered. ``progress`` changes as long as it makes some.
+    """Where one rank is. ``sequence``: how many steps it has entered. ``progress``: a counter of its signs of progress.
 
     ``silence``: for how many seconds beyond the usual limit it announced that it may show no progress.
     """

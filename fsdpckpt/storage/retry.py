@@ -88,7 +88,7 @@ def _one_line(error: BaseException) -> str:
 def with_retries(request: Callable[[], T], *, url: str, action: str, make_error: ErrorMaker | None = None) -> T:
     """Return the result of ``request()``, trying up to ``ATTEMPTS`` times within ``MAX_SECONDS``.
 
-    ``action``: what the request does, for the message ("looking it up"). If all attempts fail, or another one cannot
+    ``action``: what the request does, for the message ("looking it up"). If all attempts fail, or a retry cannot
     help, raises the error that ``make_error`` makes of the last one; without it SourceMissingError if nothing is at
     ``url``, else SourceError.
     """
