@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from fsdpckpt.converters import pipeline
 from fsdpckpt.converters.publish import attach_leftovers
 from fsdpckpt.converters.staging import UploadDirectory
 from fsdpckpt.errors import SourceCorruptError, SourceError, TargetUnwritableError, leftover_of
-from fsdpckpt.execute.journal import Journal, RunIdentity, first_record, windows_record
+from fsdpckpt.execute.journal import Journal, JournaledWindows, RunIdentity, first_record, windows_record
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.storage.staging import Staging
 
@@ -25,7 +26,7 @@ def interrupted(target: Path) -> str:
     staging = Staging(str(target), directory=True)
     journal = Journal(staging.journal)
     identity = RunIdentity("1", "plan", {}, [], nbytes=4000)
-    journal.append([first_record(identity), windows_record([(0, 0, 1000, 5)], [])])
+    journal.append([first_record(identity), windows_record(JournaledWindows(np.array([[0, 0, 1000, 5, 0]])))])
     journal.close()
     staging.close()
     return staging.root
