@@ -302,7 +302,7 @@ class _Conversion:
                 identity = functools.cache(functools.partial(self._identity, copies))
                 windows, changed_sources = journaled_windows(journals, places, identity, options)
                 job = _job(prepared, places, visible, budget, windows)
-                interrupted = self._staging[0].interrupted if self._staging else None
+                interrupted = None if staging is None else staging.interrupted
                 self._note = resume_note(job, self.target, interrupted, options, changed_sources)
                 journaled = joined(list(windows.values()))
                 if self._single_rank:
