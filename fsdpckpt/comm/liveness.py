@@ -105,9 +105,9 @@ def heartbeat(watch: Callable[[bool], None]) -> Iterator[None]:
     A WorkerError of ``watch`` is raised in place of what the body returns or raises. It interrupts the body if this is
     the main thread: by SIGINT, also where SIGINT is ignored, since that interrupts calls that block.
     """
-    main = threading.current_thread() is threading.main_thread()
-    thread = _HeartbeatThread(watch, interrupts=main)
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT)  # None: a handler of a C library, which Python could not restore
+    interrupts = threading.current_thread() is threading.main_thread() and before is not None
+    thread = _HeartbeatThread(watch, interrupts=interrupts)
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         if thread.failure is not None and not thread.ended.is_set():
@@ -115,7 +115,7 @@ def heartbeat(watch: Callable[[bool], None]) -> Iterator[None]:
         if before is not signal.SIG_IGN:
             (before if callable(before) else signal.default_int_handler)(number, frame)
 
-    if main:
+    if interrupts:
         signal.signal(signal.SIGINT, on_interrupt)
     thread.start()
     try:
@@ -125,7 +125,7 @@ def heartbeat(watch: Callable[[bool], None]) -> Iterator[None]:
             thread.ended.set()  # from here on, nothing interrupts the rest of this function
     finally:
         thread.join()
-        if main:
+        if interrupts:
             signal.signal(signal.SIGINT, before)
         if thread.failure is not None:
             raise thread.failure from None

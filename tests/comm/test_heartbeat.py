@@ -44,6 +44,15 @@ def test_it_interrupts_a_process_that_ignores_sigint(interrupts_ignored: None) -
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
+def test_a_handler_that_python_cannot_restore_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "getsignal", lambda _: None)
+        with pytest.raises(WorkerError, match="worker 1"), heartbeat(another_rank_failed):
+            time.sleep(1)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_it_is_raised_after_a_body_on_another_thread() -> None:
     raised: list[BaseException] = []
 
