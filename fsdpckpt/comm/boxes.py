@@ -48,7 +48,9 @@ def kind_of(tensor: torch.Tensor) -> str:
     if isinstance(tensor, ShardedTensor):
         return "ShardedTensor"
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise UsageError(f"a tensor of layout {tensor.layout} cannot cross between workers", next_step="make it dense")
+        raise UsageError(
+            f"a tensor of layout {tensor.layout} cannot be sent between workers", next_step="make it dense"
+        )
     return "Tensor"
 
 

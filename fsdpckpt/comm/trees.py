@@ -83,7 +83,7 @@ class _Encoder(Encoder):
             tag = "$array" if isinstance(value, np.ndarray) else "$number"
             return {tag: [value.dtype.str, list(value.shape), self.blob(value.tobytes())]}
         raise UsageError(
-            f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot cross between workers",
+            f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be sent between workers",
             key=where.removeprefix(".") or None,
             why="only plain values do: numbers, text, bytes, lists, dicts, dtypes, arrays; objects could run code",
             next_step="leave it out, or turn it into its state_dict()",

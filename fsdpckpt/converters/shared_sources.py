@@ -126,7 +126,7 @@ class UnionSources(Sources):
             count = min(STEP, len(buffer) - begin)
             data = self.request(rank, "read", path, offset + begin, count)
             if not isinstance(data, bytes) or len(data) != count:
-                raise InternalError(f"worker {rank} answered a read of {path} with something else")
+                raise InternalError(f"worker {rank} did not send the {count} bytes of {path} that were requested")
             buffer[begin : begin + count] = data
 
 

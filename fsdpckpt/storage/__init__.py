@@ -10,7 +10,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError
@@ -142,13 +141,6 @@ class FileIdentity:
     mtime_ns: int = 0
     inode: int = 0
     tag: str = ""
-
-
-class NoFile(Enum):
-    """A URL that is not a file: what is there instead."""
-
-    DIRECTORY = "directory"
-    NOTHING = "nothing"
 
 
 def identity_of_status(path: str, status: os.stat_result) -> FileIdentity:

@@ -13,13 +13,14 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from html import unescape
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from fsdpckpt.errors import SourceError, SourceMissingError, SourceUnrecognisedError, to_copy
-from fsdpckpt.storage import UPLOADING, Entry, FileIdentity, NoFile, remote_identity
+from fsdpckpt.storage import UPLOADING, Entry, FileIdentity, remote_identity
 from fsdpckpt.storage.remote_file import (
     REQUESTS,
     RangeCache,
@@ -97,6 +98,13 @@ def _open_error(url: str, error: ImportError | ValueError, examples: str) -> Sou
         file=url,
         next_step=f"give a path, or a URL that fsspec knows: {examples}",
     )
+
+
+class NoFile(Enum):
+    """A URL that is not a file: what is there instead."""
+
+    DIRECTORY = "directory"
+    NOTHING = "nothing"
 
 
 class RemoteStore:

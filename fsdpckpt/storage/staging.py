@@ -156,7 +156,7 @@ class Staging:
         self._aside = os.path.join(parent, _hidden_name(name, "old"))
         self._lock_path = os.path.join(parent, _hidden_name(name, "lock"))
         self.committed = False
-        _, self._made = existing_and_missing(parent)
+        _, self._created = existing_and_missing(parent)
         with target_errors(self._target):
             os.makedirs(parent, exist_ok=True)
             self._lock = self._acquire()
@@ -355,7 +355,7 @@ class Staging:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._lock_path)
         os.close(self._lock)
-        for directory in self._made:
+        for directory in self._created:
             with contextlib.suppress(OSError):  # not empty: the output is in it
                 os.rmdir(directory)
 

@@ -1,4 +1,4 @@
-"""Values cross between workers by a closed encoding: equal and of the same type, or refused by name."""
+"""Values are sent between workers in a closed encoding: equal and of the same type, or refused by name."""
 
 from __future__ import annotations
 
