@@ -17,7 +17,7 @@ from fsdpckpt.errors import (
     of_option,
     to_copy,
 )
-from fsdpckpt.flat.flatten.states import require_equal_scalars
+from fsdpckpt.flat.flatten.states import require_equal_states
 from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units.request import ORDER, ResolvedUnits, UnitsRequest, load_units
 from fsdpckpt.flat.units.source import is_flattened, source_units
@@ -332,7 +332,7 @@ class _Steps:
             checkpoint = note_elementless(checkpoint, target.units)
         else:
             require_complete(checkpoint, target.units)
-            require_equal_scalars(checkpoint, target.units, self.sources)
+            require_equal_states(checkpoint, target.units, self.sources)
             if options.key_type == "name":
                 raise UsageError(
                     "--key-type name cannot key flat parameters: with use_orig_params=False one entry holds many names",

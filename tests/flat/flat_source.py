@@ -14,10 +14,14 @@ import torch.distributed as dist
 from torch.distributed._shard import load_with_process_group
 
 from fsdpckpt.flat.flatten import lay_out
+from fsdpckpt.flat.flatten.states import require_equal_states
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.missing_state import require_complete
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from tests.materialise import materialise
 from tests.oracle.fake_group import as_rank
@@ -70,11 +74,26 @@ class Model:
         return checkpoint(model, OptimState(state, groups), **more)
 
 
+class _RawSources(Sources):
+    """The bytes of one ``Raw`` as the only file."""
+
+    def __init__(self, raw: Raw) -> None:
+        super().__init__()
+        self.data = raw.data
+
+    def read_elements(self, files: object, tensor: Tensor, *, row: int = 0, first: int = 0, count: int = 1) -> bytes:
+        begin = int(tensor.chunks.offset[row]) + first * tensor.dtype.itemsize
+        return bytes(self.data[begin : begin + count * tensor.dtype.itemsize])
+
+
 def written(
     path: Path, model: Model, of: Units, world_size: int, *, key_type: str = "id", ckpt: Checkpoint | None = None,
     dtypes: DtypeRule | None = None,
 ) -> Target:  # fmt: skip
     source = model.checkpoint() if ckpt is None else ckpt
+    if not of.use_orig_params:
+        require_complete(source, of)
+        require_equal_states(source, of, _RawSources(model.raw))
     target = lay_out(
         source,
         WriteSpec(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
-from fsdpckpt.flat.flatten.states import require_equal_scalars
+from fsdpckpt.flat.flatten.states import require_equal_states
 from fsdpckpt.flat.match import FlatMatch, match
 from fsdpckpt.flat.proofs import compare_replicas, require_padding
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ModelState, OptimState, SourceFile
@@ -129,11 +129,11 @@ def test_steps_that_differ_within_a_unit_are_refused_by_name(tmp_path: Path) -> 
     steps = {"e": scalar(played, 9), "l.0.a": scalar(played, 4), "l.0.b": scalar(played, 4)}
     checkpoint = written(played, tmp_path, optim=OptimState({key: {"step": step} for key, step in steps.items()}, None))
     with Sources() as sources:
-        require_equal_scalars(checkpoint, units, sources)
+        require_equal_states(checkpoint, units, sources)
     steps["l.0.b"] = scalar(played, 5)
     checkpoint = written(played, tmp_path, optim=OptimState({key: {"step": step} for key, step in steps.items()}, None))
     with Sources() as sources, pytest.raises(SourceUnsupportedError) as caught:
-        require_equal_scalars(checkpoint, units, sources)
+        require_equal_states(checkpoint, units, sources)
     assert "l.0" in caught.value.details[0] and "l.0.b" in caught.value.details[0]
 
 
@@ -142,5 +142,5 @@ def test_non_tensor_states_that_differ_within_a_unit_are_refused(tmp_path: Path)
     played = Played(units, 1)
     optim = OptimState({"a": {"mode": "fast", "calls": 1}, "b": {"mode": "slow", "calls": 1}}, None)
     with Sources() as sources, pytest.raises(SourceUnsupportedError) as caught:
-        require_equal_scalars(written(played, tmp_path, optim=optim), units, sources)
+        require_equal_states(written(played, tmp_path, optim=optim), units, sources)
     assert len(caught.value.details) == 1

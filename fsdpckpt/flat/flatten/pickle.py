@@ -6,7 +6,7 @@ What FSDP1's ``LOCAL_STATE_DICT`` and the optimizer's own state dict hold on tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -51,23 +51,29 @@ class FlatShard:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FlatScales:
-    """The scales of bitsandbytes' 8-bit states for one unit's parameters, or for one parameter; ``block``: codes in a
-    block.
+class UnitState:
+    """One state of a unit's parameters, or of one parameter: a tensor for each of ``params``, all written as ``dtype``.
+
+    ``block``: the number of parameter elements for one element of the state; more than 1 for the scales of
+    bitsandbytes' 8-bit states.
     """
 
+    params: Sequence[UnitParam]
     tensors: Sequence[Tensor]
-    block: int
+    dtype: DType
+    block: int = 1
 
-    def shard(self, parts: Iterable[FlatPart]) -> FlatShard:
-        """The scales for the slice that consists of ``parts``."""
-        scale_parts = [
-            replace(part, begin=part.begin // self.block, count=-(-part.count // self.block)) for part in parts
-        ]
-        params = [UnitParam("", tensor.shape, tensor.dtype) for tensor in self.tensors]
-        return FlatShard(
-            params, self.tensors, scale_parts, self.tensors[0].dtype, sum(part.count for part in scale_parts)
-        )
+    @classmethod
+    def of_scales(cls, tensors: Sequence[Tensor], dtype: DType, block: int) -> UnitState:
+        return cls([UnitParam("", tensor.shape, tensor.dtype) for tensor in tensors], tensors, dtype, block)
+
+    def shard(self, parts: Sequence[FlatPart]) -> FlatShard:
+        """The state of the slice that consists of ``parts``."""
+        if self.block > 1:
+            parts = [
+                replace(part, begin=part.begin // self.block, count=-(-part.count // self.block)) for part in parts
+            ]
+        return FlatShard(self.params, self.tensors, parts, self.dtype, sum(part.count for part in parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,21 +4,22 @@ The rules are those of ``_flatten_optim_state`` (``use_orig_params=False``) and 
 ``torch/distributed/fsdp/_optim_utils.py``: tensors in the parameter's shape are cut; 0-dim ones and values that are not
 tensors are on every rank that holds elements, and with ``use_orig_params=False`` all parameters of a unit must agree on
 them (``_flatten_zero_dim_tensor_optim_state``, ``_flatten_non_tensor_optim_state``). A tensor of shape (1,) is treated
-like a 0-dim one. Only ``require_equal_scalars`` reads data. What FSDP1 refuses is refused.
+like a 0-dim one. Only ``require_equal_states`` reads data. What FSDP1 refuses is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError
+import numpy as np
+
+from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.flat.blocks import Quantized, require_whole_blocks
 from fsdpckpt.flat.flatten.keys import FlatKeys
-from fsdpckpt.flat.flatten.pickle import FlatScales, FlatShard, in_memory_order
+from fsdpckpt.flat.flatten.pickle import UnitState, in_memory_order
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, stored_entry
-from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import Unit, UnitParam, Units
@@ -27,51 +28,42 @@ from fsdpckpt.layouts.flattened import FlatPart, PlacedUnit
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import some_of
 
-_TENSOR = "a tensor"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FlatState:
-    """One state of a unit: a tensor in each parameter's shape, all written as ``dtype``."""
-
-    tensors: Sequence[Tensor]
-    dtype: DType
-
-
-_State: TypeAlias = Tensor | Value
-UnitStates: TypeAlias = Mapping[str, FlatState | FlatScales | Tensor | Value]
+UnitStates: TypeAlias = Mapping[str, UnitState | Tensor | Value]
 
 
 def unit_states(
-    checkpoint: Checkpoint,
-    placed: Sequence[PlacedUnit],
-    state: Mapping[ParamKey, Mapping[str, _State]],
-    casts: Mapping[Tensor, DType],
-) -> tuple[dict[str, UnitStates], list[str]]:
-    """The states of each unit that has any, by the unit's key; and everything that no flat parameter can hold.
+    unit: Unit, state: Mapping[ParamKey, Mapping[str, Tensor | Value]], casts: Mapping[Tensor, DType], wrong: list[str]
+) -> UnitStates | None:
+    """The states of ``unit``, None if its parameters have none; adds to ``wrong`` what no flat parameter can hold.
 
-    Raises NeedsInformationError that lists the units of which only some parameters have states.
+    ``require_complete`` and ``require_equal_states`` have shown that its parameters agree on what a unit has once.
     """
-    states_of_units: dict[str, UnitStates] = {}
-    wrong: list[str] = []
-    partly: list[str] = []
-    for one in placed:
-        unit = one.unit
-        params = deciding_params(unit)
-        param_states = [states for param in params if (states := state.get(param.name)) is not None]
-        if param_states and len(param_states) < len(params):
-            without = [param.name for param in params if param.name not in state]
-            partly.append(f"{_unit_text(unit)}: no state for {', '.join(without)}")
-        elif param_states:
-            states_of_units[unit.key] = _Merge(unit, casts, wrong, Quantized.of(unit, state).block).states(param_states)
-    if partly:
-        raise NeedsInformationError(
-            f"{checkpoint.source}: only some parameters of a unit have optimizer states",
-            details=partly,
-            why="with use_orig_params=False a unit's states are one tensor over all of its parameters",
-            next_step="--missing-state zeros, or --use-orig-params",
-        )
-    return states_of_units, wrong
+    params = deciding_params(unit)
+    entries = [state[param.name] for param in params if param.name in state]
+    if not entries:
+        return None
+    scales, maps = scales_in(entries[0]), maps_in(entries[0])
+    block = Quantized.of(unit, state).block or 1
+    states: dict[str, UnitState | Tensor | Value] = {}
+    for name, first in entries[0].items():
+        by_param = {param.name: entry[name] for param, entry in zip(params, entries, strict=True)}
+        tensors = {param: leaf for param, leaf in by_param.items() if isinstance(leaf, Tensor) and leaf.ndim}
+        if name in maps or not tensors or _is_per_unit(name, list(tensors.values()), params):
+            states[name] = first
+            continue
+        dtypes = {casts.get(tensor, tensor.dtype).name: param for param, tensor in tensors.items()}
+        if len(dtypes) > 1:
+            text = ", ".join(f"{dtype} for {param}" for dtype, param in dtypes.items())
+            wrong.append(f"{unit_text(unit)}, state {name} has several dtypes: {text}")
+        # No element is ever taken for a parameter without elements.
+        of_params = [tensors.get(param.name, next(iter(tensors.values()))) for param in unit.params]
+        dtype = casts.get(of_params[0], of_params[0].dtype)
+        if name in scales:
+            states[name] = UnitState.of_scales(of_params, dtype, block)
+        else:
+            wrong += [shape_mismatch(p, name, tensors[p.name]) for p in params if tensors[p.name].shape != p.shape]
+            states[name] = UnitState(unit.params, of_params, dtype)
+    return states
 
 
 def deciding_params(unit: Unit) -> Sequence[UnitParam]:
@@ -79,108 +71,23 @@ def deciding_params(unit: Unit) -> Sequence[UnitParam]:
     return [param for param in unit.params if param.numel] or unit.params
 
 
-def shape_mismatch(param: UnitParam, item: str, leaf: Tensor) -> str:
-    return f"{param.name}: state {item} is {list(leaf.shape)}, the parameter {list(param.shape)}"
+def shape_mismatch(param: UnitParam, state: str, leaf: Tensor) -> str:
+    return f"{param.name}: state {state} is {list(leaf.shape)}, the parameter {list(param.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Merge:
-    """Merges the states of one unit; adds what does not fit to ``wrong``."""
-
-    unit: Unit
-    casts: Mapping[Tensor, DType]
-    wrong: list[str]
-    block: int | None
-
-    def states(self, param_states: Sequence[Mapping[str, _State]]) -> UnitStates:
-        """Merge ``param_states``: the states of each of ``deciding_params``, in the unit's order."""
-        params, first = deciding_params(self.unit), param_states[0]
-        for param, states in zip(params, param_states, strict=True):
-            if states.keys() != first.keys():
-                difference = f"{params[0].name} has the states {', '.join(first)}, {param.name} {', '.join(states)}"
-                self.wrong.append(f"{_unit_text(self.unit)}: {difference}")
-                return {}
-        scales, maps = scales_in(first), maps_in(first)
-        made: dict[str, FlatState | FlatScales | Tensor | Value] = {}
-        for item in first:
-            leaves = [states[item] for states in param_states]
-            if item in scales:
-                made[item] = FlatScales(self._of_all(leaves), self.block or 1)
-            else:
-                made[item] = leaves[0] if item in maps else self._state(item, leaves)
-        return made
-
-    def _of_all(self, leaves: Sequence[_State]) -> list[Tensor]:
-        """Extend ``leaves`` of ``deciding_params`` to all parameters; nothing is ever taken from one without
-        elements.
-        """
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        by_name = {param.name: one for param, one in zip(deciding_params(self.unit), tensors, strict=True)}
-        return [by_name.get(param.name, tensors[0]) for param in self.unit.params]
-
-    def _state(self, item: str, leaves: Sequence[_State]) -> FlatState | Tensor | Value:
-        if not self._agreed(item, [_kind(leaf) for leaf in leaves]):
-            return leaves[0]
-        if _kind(leaves[0]) != _TENSOR:
-            return self._common(item, leaves)
-        params = deciding_params(self.unit)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        fitting = [tensor.shape == param.shape for tensor, param in zip(tensors, params, strict=True)]
-        if (item == "step" or not all(fitting)) and all(tensor.shape == (1,) for tensor in tensors):
-            return tensors[0]
-        self.wrong.extend(
-            shape_mismatch(param, item, tensor)
-            for tensor, param, fits in zip(tensors, params, fitting, strict=True)
-            if not fits
-        )
-        dtypes = [self.casts.get(tensor, tensor.dtype) for tensor in tensors]
-        self._agreed(f"{item} has several dtypes", [dtype.name for dtype in dtypes])
-        return FlatState(self._of_all(tensors), dtypes[0])
-
-    def _agreed(self, item: str, kinds: Sequence[str]) -> bool:
-        """Whether all parameters have the same of ``kinds``."""
-        if len(set(kinds)) == 1:
-            return True
-        named: dict[str, str] = {}
-        for kind, param in zip(kinds, deciding_params(self.unit), strict=True):
-            named.setdefault(kind, param.name)
-        kinds_text = ", ".join(f"{kind} for {name}" for kind, name in named.items())
-        self.wrong.append(f"{_unit_text(self.unit)}, state {item}: {kinds_text}")
-        return False
-
-    def _common(self, item: str, leaves: Sequence[_State]) -> _State:
-        """A state that a unit has once: equal values, or 0-dim tensors of equal dtype."""
-        first, params = leaves[0], deciding_params(self.unit)
-        for param, leaf in zip(params, leaves, strict=True):
-            if not _same_state(first, leaf):
-                difference = f"{_truncate(first)} for {params[0].name}, {_truncate(leaf)} for {param.name}"
-                self.wrong.append(f"{_unit_text(self.unit)}, state {item}: {difference}")
-                break
-        return first
-
-
-def _same_state(first: _State, leaf: _State) -> bool:
-    if isinstance(leaf, Tensor) and isinstance(first, Tensor):
-        return leaf.dtype is first.dtype
-    return type(leaf) is type(first) and leaf == first
-
-
-def _unit_text(unit: Unit) -> str:
+def unit_text(unit: Unit) -> str:
     return f"unit {unit.prefix or 'root'!r}"
 
 
-def _kind(leaf: _State) -> str:
-    if not isinstance(leaf, Tensor):
-        return "None" if leaf is None else "a value"
-    return _TENSOR if leaf.shape else "a 0-dim tensor"
+def _is_per_unit(state: str, tensors: Sequence[Tensor], params: Sequence[UnitParam]) -> bool:
+    """Whether these ``tensors`` of ``params`` are one number each, of which a unit has one for all its parameters."""
+    if any(tensor.shape not in ((), (1,)) for tensor in tensors):
+        return False
+    own_shapes = all(tensor.shape == param.shape for tensor, param in zip(tensors, params, strict=True))
+    return state == "step" or not own_shapes
 
 
-def _truncate(leaf: _State) -> str:
-    text = leaf.dtype.name if isinstance(leaf, Tensor) else repr(leaf)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-# The name of a state in a flattened source that is not a slice of its parameter but ranks' parts of something else.
+# Placements of states that were read from ranks' slices and are not in the shape of their parameter.
 _IN_SLICES = frozenset({SLICES, "flattened"})
 
 
@@ -199,8 +106,7 @@ class FlatOptimizer:
         keys: FlatKeys,
         casts: Mapping[Tensor, DType],
     ) -> None:
-        """Raises SourceUnsupportedError for states that no flat parameter can hold, NeedsInformationError for units
-        of which only some parameters have states."""
+        """Raises SourceUnsupportedError for states that no flat parameter can hold."""
         first = dict(units.shared)
         self._params = units.params()
         named = {first.get(key, key) if isinstance(key, str) else key: states for key, states in optim.state.items()}
@@ -211,11 +117,15 @@ class FlatOptimizer:
         self._casts = casts
         self._placed = {unit.unit.key: unit for unit in placed}
         self._holder = {param.name: unit for unit in placed for param in unit.unit.params}
+        self._of_units: dict[str, UnitStates] = {}
+        wrong: list[str] = []
         if units.use_orig_params:
-            self._of_units: Mapping[str, UnitStates] = {}
-            wrong = [text for name in self._holder for text in self._misshapen(name)]
+            wrong += [text for name in self._holder for text in self._misshapen(name)]
         else:
-            self._of_units, wrong = unit_states(checkpoint, placed, self._state, casts)
+            for one in placed:
+                states = unit_states(one.unit, self._state, casts, wrong)
+                if states is not None:
+                    self._of_units[one.unit.key] = states
         if wrong:
             raise SourceUnsupportedError(
                 f"{checkpoint.source}: optimizer states that a flattened checkpoint cannot hold",
@@ -244,9 +154,12 @@ class FlatOptimizer:
         for name in self._order:
             if name not in rank_keys.keys:  # the optimizer of this rank does not have it
                 continue
-            unit = self._of_units.get(name)
-            if unit is not None:
-                state[rank_keys.keys[name]] = self._unit_entry(self._placed[name], unit, rank)
+            if name in self._of_units:
+                parts = self._placed[name].parts(rank)
+                state[rank_keys.keys[name]] = {
+                    item: leaf.shard(parts) if isinstance(leaf, UnitState) else leaf
+                    for item, leaf in self._of_units[name].items()
+                }
                 continue
             holder = self._holder.get(name)
             states = self._state[name]
@@ -287,16 +200,16 @@ class FlatOptimizer:
         return ranges
 
     def _slice_entry(self, name: str, states: Mapping[str, Tensor | Value], begin: int, count: int) -> dict[str, Any]:
-        param, part = self._params[name], FlatPart(0, begin, count)
-        entry: dict[str, Any] = {
-            item: FlatShard((param,), (leaf,), (part,), self._casts.get(leaf, leaf.dtype), count)
-            if isinstance(leaf, Tensor) and leaf.shape and leaf.shape == param.shape
-            else leaf
-            for item, leaf in states.items()
-        }
-        for scale in scales_in(states):
-            if isinstance(leaf := states[scale], Tensor):
-                entry[scale] = FlatScales((leaf,), self._blocks[name]).shard((part,))
+        param, parts, scales = self._params[name], (FlatPart(0, begin, count),), scales_in(states)
+        entry: dict[str, Any] = dict(states)
+        for item, leaf in states.items():
+            if not isinstance(leaf, Tensor) or not leaf.ndim:
+                continue
+            dtype = self._casts.get(leaf, leaf.dtype)
+            if item in scales:
+                entry[item] = UnitState.of_scales((leaf,), dtype, self._blocks[name]).shard(parts)
+            elif leaf.shape == param.shape:
+                entry[item] = UnitState((param,), (leaf,), dtype).shard(parts)
         return entry
 
     def _misshapen(self, name: str) -> list[str]:
@@ -312,21 +225,12 @@ class FlatOptimizer:
             and (sharded or leaf.placement in _IN_SLICES)
         ]
 
-    # use_orig_params=False.
 
-    def _unit_entry(self, placed: PlacedUnit, states: UnitStates, rank: int) -> dict[str, Any]:
-        return {
-            item: FlatShard(placed.unit.params, leaf.tensors, placed.parts(rank), leaf.dtype, placed.layout.shard)
-            if isinstance(leaf, FlatState)
-            else leaf.shard(placed.parts(rank))
-            if isinstance(leaf, FlatScales)
-            else leaf
-            for item, leaf in states.items()
-        }
+def require_equal_states(checkpoint: Checkpoint, units: Units, sources: Sources) -> None:
+    """Raises SourceUnsupportedError that lists every state in which the parameters of one unit differ.
 
-
-def require_equal_scalars(checkpoint: Checkpoint, units: Units, sources: Sources) -> None:
-    """Raises SourceUnsupportedError that lists every state on which the parameters of one unit disagree."""
+    They must have the same states, and one value of each state that is not a tensor in its parameter's shape.
+    """
     optim = checkpoint.optim
     if optim is None:
         return
@@ -335,37 +239,42 @@ def require_equal_scalars(checkpoint: Checkpoint, units: Units, sources: Sources
         raise SourceUnsupportedError(
             f"{checkpoint.source}: parameters of one unit have different states where a flat parameter has one",
             details=wrong,
-            why="with use_orig_params=False all parameters of a unit share one step and one value of each such state",
-            next_step="add --use-orig-params, under which each parameter keeps its own, or check the source: "
+            why="with use_orig_params=False the parameters of a unit share one optimizer entry: its states, its step, "
+            "and each value that is not a tensor",
+            next_step="add --use-orig-params, which gives each parameter its own entry, or check the source: "
             "fsdpckpt verify",
         )
 
 
 def _disagreements(unit: Unit, optim: OptimState, checkpoint: Checkpoint, sources: Sources) -> Iterator[str]:
-    values: dict[str, dict[tuple[str, object], list[str]]] = {}
-    for param in unit.params:
-        for state, leaf in optim.state.get(param.name, {}).items():
-            # A parameter without elements never took a step.
-            if param.numel and (not isinstance(leaf, Tensor) or _is_scalar(state, leaf, param)):
-                seen = values.setdefault(state, {})
-                seen.setdefault(_identity(leaf, checkpoint, sources), []).append(param.name)
-    for state, seen in values.items():
-        if len(seen) > 1:
-            values_text = "; ".join(f"{_shown_text(value)} for {some_of(names)}" for value, names in seen.items())
-            yield f"unit {unit.prefix or 'root'!r}, state {state}: {values_text}"
+    params = [param for param in deciding_params(unit) if optim.state.get(param.name)]
+    entries = [optim.state[param.name] for param in params]
+    parts = {name for entry in entries for name in (*scales_in(entry), *maps_in(entry))}
+    for state in dict.fromkeys(name for entry in entries for name in entry):
+        tensors = [leaf for entry in entries if isinstance(leaf := entry.get(state), Tensor)]
+        per_unit = state not in parts and len(tensors) == len(params) and _is_per_unit(state, tensors, params)
+        names: dict[tuple[str, object], list[str]] = {}
+        for param, entry in zip(params, entries, strict=True):
+            if state not in entry:
+                value: tuple[str, object] = ("no such state", None)
+            elif isinstance(leaf := entry[state], Tensor):
+                value = _number(leaf, checkpoint, sources) if per_unit or not leaf.ndim else ("a tensor", None)
+            else:
+                text = repr(leaf)
+                value = (text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...", (type(leaf).__name__, text))
+            names.setdefault(value, []).append(param.name)
+        if len(names) > 1:
+            values_text = "; ".join(f"{text} for {some_of(of)}" for (text, _), of in names.items())
+            yield f"{unit_text(unit)}, state {state}: {values_text}"
 
 
-def _is_scalar(state: str, leaf: Tensor, param: UnitParam) -> bool:
-    return leaf.numel == 1 and (state == "step" or leaf.shape != param.shape)
+_SHOWN = 60  # characters of a value in a message
 
 
-def _identity(leaf: Tensor | Value, checkpoint: Checkpoint, sources: Sources) -> tuple[str, object]:
-    """Type and content, hashable: equal for equal values of equal type."""
-    if not isinstance(leaf, Tensor):
-        return type(leaf).__name__, repr(leaf)
-    return leaf.dtype.name, sources.read_elements(checkpoint.files, leaf)
-
-
-def _shown_text(value: tuple[str, object]) -> str:
-    kind, content = value
-    return f"{kind} 0x{content.hex()}" if isinstance(content, bytes) else str(content)
+def _number(leaf: Tensor, checkpoint: Checkpoint, sources: Sources) -> tuple[str, object]:
+    """A tensor of one element as text, and what is equal for equal tensors."""
+    content = sources.read_elements(checkpoint.files, leaf)
+    known = leaf.dtype.numpy is not None
+    number = str(np.frombuffer(content, numpy_dtype(leaf.dtype))[0]) if known else f"0x{content.hex()}"
+    shape = f", shape {list(leaf.shape)}" if leaf.ndim else ""
+    return f"{number} ({leaf.dtype.name}{shape})", content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -33,7 +34,7 @@ def test_a_unit_in_two_param_groups_needs_original_parameters(tmp_path):
 
 def test_a_unit_only_partly_in_the_optimizer_needs_original_parameters(tmp_path):
     model = Model(seed=5)
-    del model.states["a.bias"]
+    model.states = {}
     model.groups = [{"params": [name for name in ORDER if name != "a.bias"]}]
     refused(tmp_path, SourceUnsupportedError, model, units(orig=False), "a.bias in no group")
     written(tmp_path, model, units(orig=True), 2)
@@ -42,7 +43,7 @@ def test_a_unit_only_partly_in_the_optimizer_needs_original_parameters(tmp_path)
 def test_a_unit_of_which_one_parameter_has_no_state_names_the_option(tmp_path):
     model = Model(seed=6)
     del model.states["b.bias"]
-    refused(tmp_path, NeedsInformationError, model, units(orig=False), "'b'", "b.bias", "--missing-state")
+    refused(tmp_path, NeedsInformationError, model, units(orig=False), "b.bias")
     written(tmp_path, model, units(orig=True), 2)
     assert sorted(loaded(tmp_path, "optim", 1, 2)["state"]) == [1, 2, 3]
 
@@ -76,17 +77,28 @@ def test_slices_of_a_factored_state_are_no_state_to_carry(tmp_path):
 def test_parameters_of_a_unit_with_different_states_are_refused(tmp_path):
     model = Model(seed=9)
     model.states["b.bias"]["max_exp_avg_sq"] = torch.randn(1)
-    refused(tmp_path, SourceUnsupportedError, model, units(orig=False), "'b'", "b.bias", "max_exp_avg_sq")
+    words = "state max_exp_avg_sq: no such state for b.weight; a tensor for b.bias"
+    refused(tmp_path, SourceUnsupportedError, model, units(orig=False), "'b'", words)
+
+
+def test_values_that_are_no_number_are_equal_to_themselves(tmp_path):
+    model = Model(seed=19)
+    for entry in model.states.values():
+        entry["scale"] = float("nan")
+    written(tmp_path, model, units(orig=False), 2)
+    assert math.isnan(loaded(tmp_path, "optim", 0, 2)["state"][0]["scale"])
 
 
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
-        (torch.tensor(1.0), 1.0, "a 0-dim tensor for b.weight, a value for b.bias"),
-        (None, 3, "None for b.weight, a value for b.bias"),
-        (2, 3, "2 for b.weight, 3 for b.bias"),
-        (1, True, "1 for b.weight, True for b.bias"),
-        (torch.tensor(1.0), torch.tensor(1), "float32 for b.weight, int64 for b.bias"),
+        (torch.tensor(1.0), 1.0, "1.0 (float32) for b.weight; 1.0 for b.bias"),
+        (None, 3, "None for b.weight; 3 for b.bias"),
+        (2, 3, "2 for b.weight; 3 for b.bias"),
+        (1, True, "1 for b.weight; True for b.bias"),
+        (torch.tensor(1.0), torch.tensor(1), "1.0 (float32) for b.weight; 1 (int64) for b.bias"),
+        (torch.tensor(2.0), torch.tensor([2.0]), "2.0 (float32) for b.weight; 2.0 (float32, shape [1]) for b.bias"),
+        (torch.randn(7, 2), 2.0, "a tensor for b.weight; 2.0 for b.bias"),
         (torch.randn(7, 2), torch.randn(1).double(), "several dtypes: float32 for b.weight, float64 for b.bias"),
     ],
 )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.flat.flatten.states import require_equal_scalars
+from fsdpckpt.flat.flatten.states import require_equal_states
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
@@ -42,9 +42,9 @@ def details(states: dict[str, dict[str, Tensor | Value]], tmp_path: Path) -> tup
         checkpoint(1, optim=OptimState(held, None), layout=Layout.FULL), files=(SourceFile(str(path), 16),)
     )
     with Sources() as sources:
-        require_equal_scalars(replace(source, optim=None), UNITS, sources)
+        require_equal_states(replace(source, optim=None), UNITS, sources)
         try:
-            require_equal_scalars(source, UNITS, sources)
+            require_equal_states(source, UNITS, sources)
         except SourceUnsupportedError as error:
             assert error.details
             return error.details
@@ -54,7 +54,7 @@ def details(states: dict[str, dict[str, Tensor | Value]], tmp_path: Path) -> tup
 def test_equal_bytes_at_other_places_agree_and_other_bytes_do_not(tmp_path: Path) -> None:
     assert details({"l.p0": {"step": number(0)}, "l.p1": {"step": number(2)}}, tmp_path) == ()
     assert details({"l.p0": {"step": number(0)}, "l.p1": {"step": number(1)}}, tmp_path) == (
-        "unit 'l', state step: float32 0x00004040 for l.p0; float32 0x00008040 for l.p1",
+        "unit 'l', state step: 3.0 (float32) for l.p0; 4.0 (float32) for l.p1",
     )
 
 
@@ -67,7 +67,7 @@ def test_equal_bytes_of_another_dtype_or_type_do_not_agree(tmp_path: Path) -> No
 
 def test_a_tensor_and_a_plain_value_are_both_shown(tmp_path: Path) -> None:
     assert details({"l.p0": {"step": number(3)}, "l.p1": {"step": 1.5}}, tmp_path) == (
-        "unit 'l', state step: float32 0x0000c03f for l.p0; 1.5 for l.p1",
+        "unit 'l', state step: 1.5 (float32) for l.p0; 1.5 for l.p1",
     )
 
 
@@ -88,7 +88,7 @@ def test_the_root_is_named_as_such(tmp_path: Path) -> None:
     units = build_units(params, ("",), Settings(use_orig_params=False))
     held: dict[ParamKey, dict[str, Tensor | Value]] = {"a": {"n": 1}, "b": {"n": 2}}
     with Sources() as sources, pytest.raises(SourceUnsupportedError) as caught:
-        require_equal_scalars(checkpoint(1, optim=OptimState(held, None)), units, sources)
+        require_equal_states(checkpoint(1, optim=OptimState(held, None)), units, sources)
     assert caught.value.details == ("unit 'root', state n: 1 for a; 2 for b",)
 
 
@@ -99,10 +99,24 @@ def test_a_step_of_one_element_is_compared_even_with_a_parameter_of_one_element(
 
 
 def test_a_state_in_the_shape_of_its_parameter_is_each_ones_own(tmp_path: Path) -> None:
-    assert details({"l.p0": {"exp_avg": number(0)}, "l.one": {"exp_avg": number(1, 1)}}, tmp_path) == ()
+    assert details({"l.p0": {"exp_avg": number(0)}, "l.one": {"exp_avg": number(1, 1)}}, tmp_path) != ()
     square = Tensor(DTYPES["float32"], (2, 2), Chunks.whole(file=0, offset=0, shape=(2, 2)))
     other = Tensor(DTYPES["bfloat16"], (2, 2), Chunks.whole(file=0, offset=0, shape=(2, 2)))
     assert details({"l.p0": {"exp_avg": square}, "l.p1": {"exp_avg": other}}, tmp_path) == ()
+
+
+def test_a_number_for_each_parameter_is_compared_with_that_of_a_parameter_of_one_element(tmp_path: Path) -> None:
+    assert details({"l.p0": {"count": number(0, 1)}, "l.one": {"count": number(2, 1)}}, tmp_path) == ()
+    assert details({"l.p0": {"count": number(0, 1)}, "l.one": {"count": number(1, 1)}}, tmp_path) == (
+        "unit 'l', state count: 3.0 (float32, shape [1]) for l.p0; 4.0 (float32, shape [1]) for l.one",
+    )
+
+
+def test_scales_of_a_single_block_are_each_ones_own(tmp_path: Path) -> None:
+    states: dict[str, dict[str, Tensor | Value]] = {
+        f"l.p{at}": {"state1": number(at, 2, 2, dtype="uint8"), "absmax1": number(at, 1)} for at in range(2)
+    }
+    assert details(states, tmp_path) == ()
 
 
 def test_factors_of_a_state_are_each_ones_own(tmp_path: Path) -> None:
