@@ -16,7 +16,7 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, group_params
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.names import WRAPPERS, clean, keeps_order, revisits_a_module, sorted_by_a_tool
+from fsdpckpt.ir.names import FSDP_WRAPPER, WRAPPERS, clean, keeps_order, revisits_a_module, sorted_by_a_tool
 from fsdpckpt.ir.tensors import SLICES, Tensor, contiguous_stride
 from fsdpckpt.ir.units import FLAT_PARAM, UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
@@ -168,9 +168,6 @@ def units_names(units: Units, label: str) -> ParameterNames:
     )
 
 
-_FSDP = "_fsdp_wrapped_module"
-
-
 @dataclass(frozen=True, slots=True)
 class UnitPrefixes:
     """Prefixes of units, "" for the root. ``complete``: the root is a unit only if it is listed.
@@ -194,7 +191,7 @@ def prefixes_of(checkpoint: Checkpoint) -> UnitPrefixes | None:
     if flat:
         prefixes = tuple(key[: -len(FLAT_PARAM)].rstrip(".") for key in flat)
         return UnitPrefixes(prefixes, complete=True, label="the flat parameters' keys", exact=True)
-    wrapped = [name for name in raw_names(checkpoint) if _FSDP in name.split(".")]
+    wrapped = [name for name in raw_names(checkpoint) if FSDP_WRAPPER in name.split(".")]
     if wrapped:
         return UnitPrefixes(tuple(_boundaries(wrapped)), complete=True, label="the optimizer's names (param_names)")
     return None
@@ -234,7 +231,7 @@ def _boundaries(names: Iterable[str]) -> list[str]:
     for name in names:
         path: list[str] = []
         for word in name.split("."):
-            if word == _FSDP:
+            if word == FSDP_WRAPPER:
                 boundaries[".".join(path)] = None
             elif word not in WRAPPERS:
                 path.append(word)

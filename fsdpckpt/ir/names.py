@@ -20,8 +20,8 @@ from fsdpckpt.ir.values import Key, Value, like
 from fsdpckpt.text import plural
 
 # FSDP1, checkpoint_wrapper and offload_wrapper, torch.compile, FSDP of torch 1.11 and of fairscale
-_FSDP = "_fsdp_wrapped_module"
-WRAPPERS = frozenset({_FSDP, "_checkpoint_wrapped_module", "_orig_mod", "_fpw_module"})
+FSDP_WRAPPER = "_fsdp_wrapped_module"
+WRAPPERS = frozenset({FSDP_WRAPPER, "_checkpoint_wrapped_module", "_orig_mod", "_fpw_module"})
 
 
 def clean(name: str) -> str:
@@ -177,7 +177,8 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
     lost = [] if any(map(_in_fsdp, like)) else [wrapped for wrapped in own_optim.values() if _in_fsdp(wrapped)]
     if lost:
         outside = {
-            wrapped: ".".join(word for word in wrapped.split(".") if word != _FSDP) for wrapped in own_optim.values()
+            wrapped: ".".join(word for word in wrapped.split(".") if word != FSDP_WRAPPER)
+            for wrapped in own_optim.values()
         }
         own_optim = {name: outside[wrapped] for name, wrapped in own_optim.items()}
         message = f"{plural(len(lost), 'key')} of the optimizer lost the prefixes of FSDP1's wrappers: {lost[0]}, ..."
@@ -187,7 +188,7 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
 
 
 def _in_fsdp(name: str) -> bool:
-    return _FSDP in name.split(".")
+    return FSDP_WRAPPER in name.split(".")
 
 
 def _names(optim: OptimState | None) -> list[str]:

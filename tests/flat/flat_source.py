@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch.distributed._shard import load_with_process_group
 
 from fsdpckpt.flat.flatten import lay_out
 from fsdpckpt.flat.flatten.states import require_equal_states
+from fsdpckpt.flat.units import keyed_groups
+from fsdpckpt.flat.units.request import listed_names
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import Target
@@ -91,6 +93,8 @@ def written(
     dtypes: DtypeRule | None = None,
 ) -> Target:  # fmt: skip
     source = model.checkpoint() if ckpt is None else ckpt
+    if of.groups is None and source.optim is not None and source.optim.param_groups is not None:
+        of = replace(of, groups=keyed_groups(of, listed_names(source.optim)))
     if not of.use_orig_params:
         require_complete(source, of)
         require_equal_states(source, of, _RawSources(model.raw))

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdpckpt.errors import InternalError, SourceUnsupportedError
+from fsdpckpt.errors import InternalError
 from fsdpckpt.flat.flatten.keys import flat_keys, wrapped_metadata
 from fsdpckpt.flat.flatten.pickle import FlatParameter, FlatPickle, FlatShard, FlatView, in_memory_order
 from fsdpckpt.flat.flatten.states import FlatOptimizer
@@ -22,7 +22,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import UnitParam, Units, state_dict_order
+from fsdpckpt.ir.units import Units, state_dict_order
 from fsdpckpt.layouts.flattened import PlacedUnit, place_units
 from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank
@@ -54,7 +54,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         return file
 
     if checkpoint.model is not None:
-        model = FlatModel(checkpoint, checkpoint.model, units=units, placed=placed, casts=casts)
+        model = FlatModel(checkpoint.model, units=units, placed=placed, casts=casts)
         files += [file_of(rank, names.model, model.value(rank)) for rank in ranks]
     if checkpoint.optim is not None:
         keys = flat_keys(checkpoint, units, spec.key_type)
@@ -72,15 +72,8 @@ class FlatModel:
     """The parts of the model's state dict that are the same on all ranks; ``value`` returns one rank's state dict."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        model: ModelState,
-        *,
-        units: Units,
-        placed: Sequence[PlacedUnit],
-        casts: Mapping[Tensor, DType],
+        self, model: ModelState, *, units: Units, placed: Sequence[PlacedUnit], casts: Mapping[Tensor, DType]
     ) -> None:
-        """Raises SourceUnsupportedError for a unit whose parameters have several dtypes."""
         self._units = units
         self._metadata = wrapped_metadata(model.metadata, units)
         self._casts = casts
@@ -92,7 +85,6 @@ class FlatModel:
         }
         self._cut = [unit for unit in placed if unit.sharded]
         self._tensors = {unit.unit.key: self._unit_tensors(unit) for unit in self._cut}
-        self._dtypes = self._unit_dtypes(checkpoint)
         self._keys = self._ordered()
 
     def value(self, rank: int) -> OrderedDict[str, Any]:
@@ -111,10 +103,11 @@ class FlatModel:
 
     def _of_unit(self, placed: PlacedUnit, rank: int) -> dict[str, Any]:
         """The flat parameter, and with ``use_orig_params=True`` the slice of every parameter in it."""
-        unit, dtype = placed.unit, self._dtypes[placed.unit.key]
+        unit, tensors = placed.unit, self._tensors[placed.unit.key]
+        dtype = self._casts.get(tensors[0], tensors[0].dtype)
         parts = [part for part in placed.parts(rank) if part.param is not None or part.filler]
         numel = sum(part.count for part in parts)
-        shard = FlatShard(unit.params, self._tensors[unit.key], parts, dtype, numel) if numel else None
+        shard = FlatShard(unit.params, tensors, parts, dtype, numel) if numel else None
         values: dict[str, Any] = {unit.key: FlatParameter(placed, shard, dtype)}
         if self._units.use_orig_params:
             nothing = FlatView(None, 0, 0, dtype)
@@ -129,25 +122,6 @@ class FlatModel:
     def _unit_tensors(self, placed: PlacedUnit) -> list[Tensor]:
         leaves = [self._leaves[param.name] for param in placed.unit.params]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-    def _unit_dtypes(self, checkpoint: Checkpoint) -> dict[str, DType]:
-        unit_dtypes, wrong = {}, []
-        for placed in self._cut:
-            tensors = self._tensors[placed.unit.key]
-            dtypes: dict[str, UnitParam] = {}
-            for tensor, param in zip(tensors, placed.unit.params, strict=True):
-                dtypes.setdefault(self._casts.get(tensor, tensor.dtype).name, param)
-            if len(dtypes) > 1:
-                dtypes_text = ", ".join(f"{param.name} is {dtype}" for dtype, param in dtypes.items())
-                wrong.append(f"unit {placed.unit.prefix or 'root'!r}: {dtypes_text}")
-            unit_dtypes[placed.unit.key] = self._casts.get(tensors[0], tensors[0].dtype)
-        if wrong:
-            raise SourceUnsupportedError(
-                f"{checkpoint.source}: the parameters of a flat parameter have one dtype, and these have several",
-                details=wrong,
-                next_step="wrap them separately, or cast them to one dtype: --dtype DTYPE",
-            )
-        return unit_dtypes
 
     def _ordered(self) -> list[str]:
         cut = {unit.unit.key for unit in self._cut}

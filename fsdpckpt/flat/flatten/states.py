@@ -178,11 +178,11 @@ class FlatOptimizer:
         return {**root, **self._extra}
 
     def _require_groups(self, checkpoint: Checkpoint) -> None:
-        homeless = [key for key in self._order if key not in self._keys.every.keys]
-        if homeless:
+        ungrouped = [key for key in self._order if key not in self._keys.every.keys]
+        if ungrouped:
             raise SourceCorruptError(
                 f"{checkpoint.source}: the optimizer has states of parameters that none of its groups lists",
-                details=homeless,
+                details=ungrouped,
                 next_step="leave them out with --exclude",
             )
 

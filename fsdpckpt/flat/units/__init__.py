@@ -123,13 +123,17 @@ def keyed_groups(units: Units, names: Sequence[Sequence[str]]) -> tuple[tuple[st
 
     None if a flat parameter would be in two groups.
     """
+    order, keys = units.optimizer_keys(), listed_keys(units, names)
+    if sum(map(len, keys)) != len(set().union(*keys)):
+        return None
+    return tuple(tuple(key for key in order if key in group) for group in map(frozenset, keys))
+
+
+def listed_keys(units: Units, names: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The keys of groups of original names under ``units``, each group in the order of its names."""
     key_of = {name: name if units.use_orig_params else unit.key for name, unit in units.unit_of().items()}
     key_of.update({param.name: param.name for param in units.unmanaged})
-    order = units.optimizer_keys()
-    key_sets = [{key_of[name] for name in group if name in key_of} for group in names]
-    if sum(map(len, key_sets)) != len(set().union(*key_sets)):
-        return None
-    return tuple(tuple(key for key in order if key in keys) for keys in key_sets)
+    return [list(dict.fromkeys(key_of[name] for name in group if name in key_of)) for group in names]
 
 
 ROOT_ONLY = "none"

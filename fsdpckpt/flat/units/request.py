@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.names import ParameterNames, model_names, optimizer_names, order_contradictions
-from fsdpckpt.flat.units import Settings, expand_globs, innermost_unit
+from fsdpckpt.flat.units import Settings, expand_globs, innermost_unit, listed_keys
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
@@ -192,7 +193,7 @@ def contradictions(units: Units, checkpoint: Checkpoint, *, dtype: DType | None 
         result.extend(_model_contradictions(units, names, dtype))
         if names.ordered and checkpoint.layout is not Layout.FLATTENED:
             result.extend(order_contradictions(units, [param.name for param in names.params]))
-    if checkpoint.optim is not None and checkpoint.optim.key_type == "name":
+    if checkpoint.optim is not None and checkpoint.optim.key_type != "id":
         result.extend(_optimizer_contradictions(units, checkpoint.optim))
         result.extend(_group_contradictions(units, checkpoint.optim))
     return result
@@ -245,22 +246,30 @@ def _optimizer_contradictions(units: Units, optim: OptimState) -> Iterator[str]:
 
 
 def _group_contradictions(units: Units, optim: OptimState) -> Iterator[str]:
-    known = set(units.params())
+    if optim.param_groups is None:
+        return
     listed = listed_names(optim)
-    unknown = [name for group in listed for name in group if name not in known]
+    params = set(units.params())
+    unknown = [name for group in listed for name in group if name not in params]
     with_state = {clean(str(key)) for key, states in optim.state.items() if states}  # reported already
     yield from (
         f"the param groups list {name}, which the units do not have" for name in unknown if name not in with_state
     )
-    in_units = units.named_groups()
-    if in_units is None or unknown or not listed:
+    times = Counter(name for names in listed for name in set(names))
+    yield from (f"{name} is in {count} param groups" for name, count in times.items() if count > 1)
+    if unknown or units.groups is None:
         return
-    if len(in_units) != len(listed):
-        yield f"the optimizer has {len(listed)} param groups, the units have {len(in_units)}"
+    if len(units.groups) != len(listed):
+        yield f"the optimizer has {len(listed)} param groups, the units have {len(units.groups)}"
         return
-    for number, (names, by_units) in enumerate(zip(listed, in_units, strict=True)):
-        for name in sorted(set(names) - set(by_units)):
-            yield f"param group {number} lists {name}, and the units do not"
+    keys = listed_keys(units, listed)
+    # The checkpoint need not contain unmanaged parameters: another part of the job may save them.
+    optional = {param.name for param in units.unmanaged}.union(*keys)
+    for number, (actual, expected) in enumerate(zip(keys, units.groups, strict=True)):
+        for key in sorted({*actual} - {*expected}):
+            yield f"param group {number} lists {key}, and the units do not"
+        for key in sorted({*expected} - optional):
+            yield f"no param group lists {key}, which is in group {number} of the units"
 
 
 def listed_names(optim: OptimState) -> Sequence[Sequence[str]]:

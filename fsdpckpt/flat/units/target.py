@@ -5,13 +5,13 @@ They are checked against the names, shapes, dtypes and order of what is written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, UsageError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.flat.names import NamedParam, ParameterNames, model_names, optimizer_names, units_names
-from fsdpckpt.flat.units import Settings, build_units, expand_globs, keyed_groups, layers_glob
+from fsdpckpt.flat.units import Settings, build_units, expand_globs, keyed_groups, layers_glob, listed_keys
 from fsdpckpt.flat.units.inference import describe_settings, possibly_channels_last
 from fsdpckpt.flat.units.request import (
     ResolvedUnits,
@@ -25,9 +25,9 @@ from fsdpckpt.flat.units.request import (
 )
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.units import Strategy, UnitParam, Units, flaws
+from fsdpckpt.ir.units import Groups, Strategy, Unit, UnitParam, Units, flaws
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import plural
+from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.parameter_order import from_param_names
 
 
@@ -44,7 +44,8 @@ def target_units(
 
     ``source``: the units of a flattened source; the target is wrapped like it unless ``request`` says otherwise.
     ``dtype``: what the model section is cast to. Raises NeedsInformationError if wrapping or ``use_orig_params`` are
-    not known, SourceCorruptError if the units are those of another model, UsageError for what FSDP1 cannot wrap.
+    not known, SourceCorruptError if the units are those of another model, UsageError for what FSDP1 cannot wrap,
+    SourceUnsupportedError if param groups divide a flat parameter.
     """
     wrapped, how = _wrapping(checkpoint, request, source, sources)
     units = wrapped
@@ -52,14 +53,17 @@ def target_units(
         units = _cast(units, dtype)
     units = _sharding(request.applied_to(units), request, world_size)
     _require_orders(wrapped, units, world_size, checkpoint, given=request.file is not None)
-    units = replace(units, world_size=world_size, groups=_groups(units, checkpoint))
+    groups, reordered = _groups(units, checkpoint)
+    units = replace(units, world_size=world_size, groups=groups)
     _require_description(units, checkpoint, request, dtype)
     described = f"the units of {request.file}" if request.file is not None else "the target's units"
     require_agreement(units, request, sources, described)
     _require_possible(units)
+    _require_undivided(units, checkpoint)
     # With use_orig_params=False nothing is aligned, so the alignment is not known.
     aligned = wrapped.use_orig_params and any((request.file, source, checkpoint.units))
-    return ResolvedUnits(units, None, (how, *_settings_notes(units, request, aligned=aligned)))
+    notes = [*_settings_notes(units, request, aligned=aligned), *(reordered if source is None else ())]
+    return ResolvedUnits(units, None, (how, *notes))
 
 
 def _wrapping(
@@ -199,21 +203,56 @@ def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Un
     return units
 
 
-def _groups(units: Units, checkpoint: Checkpoint) -> tuple[tuple[str, ...], ...] | None:
+def _groups(units: Units, checkpoint: Checkpoint) -> tuple[Groups | None, list[str]]:
     """The optimizer's groups under these units: as recorded, else as the checkpoint's groups list the parameters.
 
-    Their order is that of ``model.parameters()``, unless ``param_names`` state the optimizer's own order.
+    Their order is that of ``model.parameters()``, unless ``param_names`` state the optimizer's own order. Also returns
+    a note if the checkpoint lists them in a different order.
     """
-    if units.groups is not None or checkpoint.optim is None or checkpoint.optim.key_type == "id":
-        return units.groups
-    names = listed_names(checkpoint.optim)
-    by_order = keyed_groups(units, names) if names else None
-    if by_order is None or not units.use_orig_params:
-        return by_order
-    named = from_param_names(checkpoint.optim, units.parameters)
-    groups = named.groups if named is not None else None
-    same = groups is not None and [set(group) for group in groups] == [set(group) for group in by_order]
-    return groups if same else by_order
+    optim = checkpoint.optim
+    if units.groups is not None or optim is None or optim.param_groups is None or optim.key_type == "id":
+        return units.groups, []
+    names = listed_names(optim)
+    by_order = keyed_groups(units, names)
+    if by_order is None:
+        return None, []
+    named = from_param_names(optim, units.parameters) if units.use_orig_params else None
+    if named is not None and named.groups is not None and [*map(set, named.groups)] == [*map(set, by_order)]:
+        return named.groups, []
+    pairs = zip(listed_keys(units, names), by_order, strict=True)
+    moved = [str(number) for number, (listed, ordered) in enumerate(pairs) if tuple(listed) != ordered]
+    note = f"ids follow model.parameters() within a group: the source lists a different order in group {some_of(moved)}"
+    return by_order, [note] if moved else []
+
+
+def _require_undivided(units: Units, checkpoint: Checkpoint) -> None:
+    """Raises SourceUnsupportedError for flat parameters that would be in several param groups, or partly in one."""
+    optim = checkpoint.optim
+    if optim is None or optim.param_groups is None or units.use_orig_params:
+        return
+    group_of = {name: number for number, names in enumerate(listed_names(optim)) for name in names}
+    wrong = [text for unit in units.units if (text := _division(unit, group_of))]
+    if wrong:
+        raise SourceUnsupportedError(
+            "a flat parameter has to be in one param group, and these are divided among several",
+            details=wrong,
+            why="use_orig_params=False gives the optimizer one parameter per unit",
+            next_step="add --use-orig-params, or wrap so that the parameters of a unit are in one group",
+        )
+
+
+def _division(unit: Unit, group_of: Mapping[str, int]) -> str | None:
+    """How the parameters of ``unit`` are divided among several groups, or among a group and none."""
+    by_group: dict[int | None, list[str]] = {}
+    for param in unit.params:
+        by_group.setdefault(group_of.get(param.name), []).append(param.name)
+    if len(by_group) < 2:
+        return None
+    parts = [
+        f"{some_of(names)} {'in no group' if number is None else f'in group {number}'}"
+        for number, names in by_group.items()
+    ]
+    return f"unit {unit.prefix or 'root'!r}: {'; '.join(parts)}"
 
 
 def _require_possible(units: Units) -> None:

@@ -209,6 +209,26 @@ def test_a_parameter_in_another_group_is_named_once_for_each() -> None:
     ]
 
 
+def test_a_parameter_that_no_group_lists_is_named_unless_fsdp_does_not_manage_it() -> None:
+    units = replace(UNITS, groups=(NAMES,))
+    fewer = full(optim=by_name(None, NAMES[1:]))
+    assert said(fewer, units) == ["no param group lists a.weight, which is in group 0 of the units"]
+    assert said(fewer, build_units(PARAMS, ("a", "b"), Settings(use_orig_params=True), unmanaged=["a.weight"])) == []
+    whole_units = replace(
+        build_units(PARAMS, ("a", "b"), Settings(use_orig_params=False)), groups=(("a._flat_param", "b._flat_param"),)
+    )
+    assert said(full(optim=by_name(None, NAMES[2:])), whole_units) == [
+        "no param group lists a._flat_param, which is in group 0 of the units"
+    ]
+    nothing_listed = OptimState({}, [{"lr": 0.1, "params": []}])
+    assert len(said(full(optim=nothing_listed), units)) == len(NAMES)
+    assert said(full(optim=OptimState({}, [])), units) == ["the optimizer has 0 param groups, the units have 1"]
+
+
+def test_a_parameter_in_two_groups_is_named() -> None:
+    assert said(full(optim=by_name(None, NAMES, NAMES[:1]))) == ["a.weight is in 2 param groups"]
+
+
 def test_groups_that_list_unknown_names_are_not_compared_any_further() -> None:
     units = replace(UNITS, groups=(NAMES[:2], NAMES[2:]))
     assert said(full(optim=by_name(None, (*NAMES, "c"))), units) == [

@@ -11,7 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, UsageError
+from fsdpckpt.errors import (
+    NeedsInformationError,
+    SourceCorruptError,
+    SourceMissingError,
+    SourceUnsupportedError,
+    UsageError,
+)
 from fsdpckpt.flat.names import NamedParam
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
@@ -439,6 +445,30 @@ def test_groups_are_recorded_so_that_the_ids_can_be_read_again(sources: Sources)
         full(optim=by_name(groups=groups)), UnitsRequest(), ResolvedUnits(units_of(orig=True), None, ()), 4, sources
     ).units
     assert found.groups == tuple(map(tuple, groups))
+
+
+def test_a_different_order_of_names_within_a_group_is_mentioned(sources: Sources) -> None:
+    names = [param.name for param in PARAMS]
+    request = UnitsRequest(globs=("l.*",), use_orig_params=True)
+    message = "ids follow model.parameters() within a group: the source lists a different order in group 1"
+    for last in (names[1:], names[:0:-1]):
+        resolved = target_units(full(optim=by_name(groups=[names[:1], last])), request, None, 4, sources)
+        assert resolved.units.groups == (tuple(names[:1]), tuple(names[1:]))
+        assert (message in resolved.how) == (last != names[1:])
+
+
+def test_a_unit_in_two_param_groups_needs_original_parameters(sources: Sources) -> None:
+    names = [param.name for param in PARAMS]
+    request = UnitsRequest(globs=("l.*",), use_orig_params=False)
+    with pytest.raises(SourceUnsupportedError, match="divided") as caught:
+        target_units(full(optim=by_name(groups=[names[::2], names[1::2]])), request, None, 4, sources)
+    assert "in group 0; " in caught.value.details[0] and "--use-orig-params" in str(caught.value.next_step)
+    partly = full(optim=OptimState({}, by_name(groups=[names[:-1]]).param_groups))
+    with pytest.raises(SourceUnsupportedError, match="divided") as caught:
+        target_units(partly, UnitsRequest(), ResolvedUnits(units_of(), None, ()), 4, sources)
+    assert f"{names[-1]} in no group" in caught.value.details[0]
+    original = target_units(partly, UnitsRequest(), ResolvedUnits(units_of(orig=True), None, ()), 4, sources)
+    assert original.units.groups == (tuple(names[:-1]),)
 
 
 def test_hybrid_shard_needs_the_size_of_its_groups(sources: Sources) -> None:
