@@ -1,28 +1,31 @@
-"""Finds the units of a model that is built on the meta device and never wrapped (``units --model``).
+"""Finds the units of a model that is built on the meta device (``units --model``): FSDP1 itself wraps it.
 
-Follows ``torch/distributed/fsdp``: ``wrap._post_order_apply`` and ``ModuleWrapPolicy`` (which modules, in which order),
-``_init_utils._get_orig_params`` (which parameters are left for a unit), and
-``FlatParamHandle._init_flat_param_and_metadata`` (their order, and shared ones).
+The parameters are replaced by fake tensors, which have shapes and no memory, so FSDP1 runs without a GPU, ranks or
+weights.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdpckpt.errors import SourceUnsupportedError, UsageError, to_copy
-from fsdpckpt.flat.live import unit_param
+from fsdpckpt.flat.live import fsdp_modules, unit_param
+from fsdpckpt.flat.live.save import units_of
+from fsdpckpt.flat.units import module_pattern
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.names import joined
-from fsdpckpt.ir.units import Strategy, Unit, Units, flaws
+from fsdpckpt.ir.units import Strategy, UnitParam, Units, flaws
 
 
 def units_from_model(
@@ -40,43 +43,89 @@ def units_from_model(
     Every module of ``wrap_classes`` is a unit, and the root, as under ``ModuleWrapPolicy`` and
     ``transformer_auto_wrap_policy``. ``ignored``: globs of the module paths and parameter names that FSDP ignores. With
     a ``param_dtype`` batch normalisations are separate units without it, as FSDP makes them. The factory is the
-    caller's own code, and is run. Raises UsageError.
+    caller's own code, and is run; the model that it makes is wrapped. Raises UsageError, SourceUnsupportedError for
+    what FSDP1 cannot wrap.
     """
-    classes = tuple(_module_class(one) for one in wrap_classes)
+    classes = tuple(map(_module_class, wrap_classes))
     model = build_on_meta(factory)
-    _refuse_wrapped(model)
-    modules, params = _ignored(model, ignored)
-    # With a param_dtype these are wrapped on their own (``MixedPrecision._module_classes_to_ignore``, its default).
-    norms = (nn.modules.batchnorm._BatchNorm,) if param_dtype is not None else ()
-    chosen = {module for module in model.modules() if isinstance(module, (*classes, *norms)) and module not in modules}
-    _require_found(model, classes)
-    wrapping = SimulatedWrapping(model, use_orig_params, params)
-    wrapping.run(chosen)
-    parameters = list(wrapping.parameters())
-    units = tuple(
-        Unit(
-            unit.prefix,
-            tuple(unit_param(name, param) for name, param in unit.params),
-            strategy,
-            None if isinstance(unit.module, norms) and unit.prefix else param_dtype,
+    if fsdp_modules(model):
+        raise UsageError(
+            "this model is wrapped already",
+            why="its units can be read from it",
+            next_step="call save_units(model, optimizer, path) in the training script",
         )
-        for unit in wrapping.units
-    )
-    in_units = {param.name for unit in units for param in unit.params}
-    listed = {name for name, _ in parameters if use_orig_params or name not in in_units}
-    shared = dict(wrapping.shared)
-    for later, first in wrapping.aliases(listed):
-        shared.setdefault(later, first)
-    made = Units(
-        units=units,
-        use_orig_params=use_orig_params,
-        parameters=tuple(name for name, _ in parameters),
-        unmanaged=tuple(unit_param(name, param) for name, param in parameters if name not in in_units),
-        shared=tuple(shared.items()),
+    _require_classes(model, classes)
+    ignored_params = _ignored(model, ignored)
+    params = dict(model.named_parameters(remove_duplicate=False))
+    wrapped = _units_as_wrapped(model, classes, ignored_params, param_dtype, use_orig_params=use_orig_params)
+    positions = {name: position for position, name in enumerate(params)}
+
+    def as_built(param: UnitParam) -> UnitParam:
+        return unit_param(param.name, params[param.name])
+
+    units = replace(
+        wrapped,
+        units=tuple(
+            replace(unit, params=tuple(map(as_built, unit.params)), strategy=strategy) for unit in wrapped.units
+        ),
+        # With use_orig_params=False, FSDP forgets where the ignored parameters of a module are among the others.
+        parameters=wrapped.parameters
+        if use_orig_params
+        else tuple(sorted(wrapped.parameters, key=positions.__getitem__)),
+        unmanaged=tuple(map(as_built, wrapped.unmanaged)),
+        world_size=None,
         shard_size=shard_size,
     )
-    _check(made)
-    return made
+    _refuse([*_unfit(units)] or flaws(units))
+    return units
+
+
+def _units_as_wrapped(
+    model: nn.Module,
+    classes: tuple[type[nn.Module], ...],
+    ignored: set[nn.Parameter],
+    param_dtype: DType | None,
+    *,
+    use_orig_params: bool,
+) -> Units:
+    """The units of ``model`` after FSDP1 has wrapped it on 2 ranks, with parameters of ``float32``."""
+    mixed = MixedPrecision(param_dtype=getattr(torch, param_dtype.name)) if param_dtype is not None else None
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fakes = _replace_by_fakes(model)
+        try:
+            wrapped = FullyShardedDataParallel(
+                model,
+                process_group=dist.ProcessGroup(0, 2),  # type: ignore[call-arg]  # rank 0 of 2, of no real ranks
+                auto_wrap_policy=ModuleWrapPolicy(set(classes)),
+                ignored_states=[fakes[param] for param in ignored] or None,  # type: ignore[arg-type]
+                mixed_precision=mixed,
+                use_orig_params=use_orig_params,
+                device_id=torch.device("cpu"),
+            )
+        except ValueError as error:
+            _refuse([str(error)])
+        if not fsdp_modules(wrapped):
+            _refuse(["no parameter is left for any unit"])
+        units = units_of(wrapped)
+        for one in fsdp_modules(wrapped):
+            vars(one.flat_param).clear()  # torch 2.4 prints a warning when it frees tensors in reference cycles
+        return units
+
+
+def _replace_by_fakes(model: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
+    """Replace every parameter and buffer, shared ones by one fake. Must run under ``FakeTensorMode``."""
+    fakes: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if tensor not in fakes:
+                    fake = torch.empty_strided(tensor.shape, tensor.stride(), device="cpu")
+                    fakes[tensor] = nn.Parameter(fake) if isinstance(tensor, nn.Parameter) else fake
+                tensors[name] = fakes[tensor]  # type: ignore[assignment]
+    return fakes
 
 
 def _module_class(given: str | type[nn.Module]) -> type[nn.Module]:
@@ -110,18 +159,7 @@ def build_on_meta(factory: str | Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
-    from fsdpckpt.flat.live import fsdp_modules
-
-    if fsdp_modules(model):
-        raise UsageError(
-            "this model is wrapped already",
-            why="its units can be read from it",
-            next_step="call save_units(model, optimizer, path) in the training script",
-        )
-
-
-def _require_found(model: nn.Module, wrap_classes: Sequence[type[nn.Module]]) -> None:
+def _require_classes(model: nn.Module, wrap_classes: Sequence[type[nn.Module]]) -> None:
     for one in wrap_classes:
         if not any(isinstance(module, one) for module in model.modules()):
             kinds = list(dict.fromkeys(f"{type(m).__module__}:{type(m).__qualname__}" for m in model.modules()))
@@ -133,31 +171,34 @@ def _require_found(model: nn.Module, wrap_classes: Sequence[type[nn.Module]]) ->
             )
 
 
-def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """(modules, parameters) that the globs match: a module with everything below it."""
-    modules: set[nn.Module] = set()
+def _ignored(model: nn.Module, globs: Sequence[str]) -> set[nn.Parameter]:
+    """The parameters that the globs match, by their own names or in a module that is matched."""
     params: set[nn.Parameter] = set()
     for glob in globs:
-        below = [module for path, module in model.named_modules() if path and _matches(path, glob)]
-        single = [param for name, param in model.named_parameters(remove_duplicate=False) if _matches(name, glob)]
-        if not below and not single:
+        pattern = module_pattern(glob, "--ignore")
+        modules = [module for path, module in model.named_modules() if path and pattern.fullmatch(path)]
+        single = [param for name, param in model.named_parameters(remove_duplicate=False) if pattern.fullmatch(name)]
+        if not modules and not single:
             raise UsageError(
                 f"--ignore {glob} matches no module and no parameter of this model",
                 details=[path for path, _ in model.named_modules() if path],
                 next_step="--ignore 'layers.*.adapter'; * does not cross dots",
             )
-        modules.update(child for module in below for child in module.modules())
-        params.update(single, (param for module in below for param in module.parameters()))
-    return modules, params
+        params.update(single, (param for module in modules for param in module.parameters()))
+    return params
 
 
-def _matches(path: str, glob: str) -> bool:
-    words, globs = path.split("."), glob.split(".")
-    return len(words) == len(globs) and all(fnmatchcase(word, one) for word, one in zip(words, globs, strict=True))
+def _unfit(units: Units) -> Iterator[str]:
+    for unit in units.units:
+        first = unit.params[0]
+        if not first.dtype.floating:
+            yield f"{first.name} is {first.dtype.name}, and FSDP1 flattens only floats"
+        for param in unit.params:
+            if not param.shape:  # torch 2.4 accepts them
+                yield f"{param.name} has no dimensions, which FSDP1 refuses"
 
 
-def _check(units: Units) -> None:
-    wrong = list(_refused(units)) or flaws(units)
+def _refuse(wrong: Sequence[str]) -> None:
     if wrong:
         raise SourceUnsupportedError(
             "FSDP1 would not wrap this model like this",
@@ -165,138 +206,6 @@ def _check(units: Units) -> None:
             why="the classes to wrap, use_orig_params or the dtype of the model are not those of the training script",
             next_step="give the same as the training script does, or call save_units there",
         )
-
-
-def _refused(units: Units) -> Iterator[str]:
-    if not units.units:
-        yield "no parameter is left for any unit"
-    for unit in units.units:
-        yield from (
-            f"{p.name} is {p.dtype.name}, and FSDP1 flattens only floats"
-            for p in unit.params[:1]
-            if not p.dtype.floating
-        )
-        yield from (f"{p.name} has no dimensions, which FSDP1 refuses" for p in unit.params if not p.shape)
-
-
-Named = list[tuple[str, nn.Parameter]]
-
-
-@dataclass(frozen=True, slots=True)
-class WrappedUnit:
-    """One unit: the FQN of its module, its parameters in flattened order, and further names (later, first) of them."""
-
-    prefix: str
-    module: nn.Module
-    params: Named
-    shared: list[tuple[str, str]]
-
-
-@dataclass(slots=True)
-class SimulatedWrapping:
-    """A model during wrapping. ``params``: the parameters that each module still has, in its own order.
-
-    With ``use_orig_params=True`` flattened parameters stay where they are and are not flattened again; otherwise they
-    are gone from the unit's modules, and a parameter shared with a module outside is flattened there once more.
-    """
-
-    model: nn.Module
-    use_orig_params: bool
-    ignored: AbstractSet[nn.Parameter]
-    params: dict[nn.Module, Named] = field(init=False)
-    units: list[WrappedUnit] = field(init=False, default_factory=list)
-    shared: list[tuple[str, str]] = field(init=False, default_factory=list)
-    names: dict[tuple[nn.Module, str], str] = field(init=False, default_factory=dict)
-    """(module, name in it) of each flattened parameter to its FQN."""
-    _done: set[nn.Parameter] = field(init=False, default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.params = {module: _params_of(module) for module in self.model.modules()}
-
-    def run(self, chosen: Collection[nn.Module]) -> None:
-        """Wrap the modules ``chosen``, children before parents, the root last and always."""
-        modules: list[tuple[str, nn.Module]] = []
-        _post_order(self.model, "", modules, {self.model})
-        for prefix, module in modules:
-            if module is self.model or module in chosen:
-                self._wrap(prefix, module)
-        # Found children first, and listed as model.parameters() lists flat parameters: parents first.
-        places = {prefix: number for number, (prefix, _) in enumerate(self.model.named_modules())}
-        self.units.sort(key=lambda unit: places[unit.prefix])
-        self.shared = [pair for unit in self.units for pair in unit.shared]
-
-    def _wrap(self, prefix: str, root: nn.Module) -> None:
-        in_units = {
-            param
-            for module in root.modules()
-            for _, param in self.params[module]
-            if param not in self.ignored and param not in self._done
-        }
-        if not in_units:
-            return
-        first: dict[nn.Parameter, str] = {}
-        unit = WrappedUnit(prefix, root, [], [])
-        touched: dict[tuple[nn.Module, str], nn.Parameter] = {}
-        again: dict[tuple[nn.Module, str], nn.Parameter] = {}
-        for path, module in root.named_modules(prefix=prefix, remove_duplicate=False):
-            for name, param in self.params[module]:
-                if param not in in_units:
-                    continue
-                if param in first:
-                    unit.shared.append((joined(path, name), first[param]))
-                    again[module, name] = param
-                    continue
-                first[param] = joined(path, name)
-                unit.params.append((joined(path, name), param))
-                self.names[module, name] = joined(path, name)
-                touched[module, name] = param
-        self.units.append(unit)
-        self._done |= in_units if self.use_orig_params else set()
-        self._register(touched | again)
-
-    def _register(self, touched: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
-        """What flattening does to the modules' own parameters (``_safe_setattr_tensor_or_param``): each is deleted,
-        and with ``use_orig_params=True`` set again, which puts it last."""
-        for (module, name), param in touched.items():
-            self.params[module] = [one for one in self.params[module] if one[0] != name]
-            if self.use_orig_params:
-                self.params[module].append((name, param))
-
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """``model.named_parameters()``: of the wrapped model with ``use_orig_params=True``, else of the original."""
-        known = {param: name for unit in self.units for name, param in unit.params} if self.use_orig_params else {}
-        seen: set[nn.Parameter] = set()
-        for path, module in self.model.named_modules():
-            params = self.params[module] if self.use_orig_params else _params_of(module)
-            left = {param for _, param in self.params[module]}
-            for name, param in params:
-                flattened_name = self.names.get((module, name))
-                if not self.use_orig_params and flattened_name is not None:
-                    yield flattened_name, param
-                elif param in left and param not in seen:
-                    seen.add(param)
-                    yield known.get(param, joined(path, name)), param
-
-    def aliases(self, listed: Collection[str]) -> Iterator[tuple[str, str]]:
-        """(later name, listed name) of parameters that are still in the modules under another name too."""
-        names = {param: name for name, param in self.parameters()}
-        for path, module in self.model.named_modules(remove_duplicate=False):
-            for name, param in self.params[module]:
-                first = names.get(param)
-                if first is not None and first in listed and first != joined(path, name):
-                    yield joined(path, name), first
-
-
-def _params_of(module: nn.Module) -> Named:
-    return list(module.named_parameters(recurse=False, remove_duplicate=False))
-
-
-def _post_order(module: nn.Module, prefix: str, modules: list[tuple[str, nn.Module]], seen: set[nn.Module]) -> None:
-    for name, child in module.named_children():
-        if child not in seen:
-            seen.add(child)
-            _post_order(child, joined(prefix, name), modules, seen)
-    modules.append((prefix, module))
 
 
 def import_object(reference: str, option: str) -> object:

@@ -152,10 +152,10 @@ def _require_neighbours(groups: Sequence[Any]) -> None:
     The number of a rank file then shows neither its shard nor its replica: rank r is expected to hold shard r %
     ``shard_size``.
     """
-    if not torch.distributed.is_initialized() or any(group.size() == 1 for group in groups):
+    if len(groups) < 2 or not torch.distributed.is_initialized() or any(group.size() == 1 for group in groups):
         return  # the ranks of a group that is gone are not known
     ranks = [torch.distributed.get_process_group_ranks(group) for group in groups]
-    if len(ranks) == 2 and ranks[0][-1] - ranks[0][0] >= ranks[1][1] - ranks[1][0]:
+    if ranks[0][-1] - ranks[0][0] >= ranks[1][1] - ranks[1][0]:
         raise SourceUnsupportedError(
             f"HYBRID_SHARD of this model shards over ranks {', '.join(map(str, ranks[0][:8]))} and has replicas on "
             f"ranks {', '.join(map(str, ranks[1][:8]))}; rank files can be read where neighbouring ranks shard",

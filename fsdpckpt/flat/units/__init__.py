@@ -165,7 +165,7 @@ def expand_globs(globs: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
                 found=" ".join(f"--unit {one}" for one in globs),
                 next_step="drop --unit none: the root is a unit beside the others",
             )
-        pattern = _pattern(glob)
+        pattern = module_pattern(glob, "--unit")
         matched = [path for path in paths if pattern.fullmatch(path)]
         if not matched:
             raise _nothing(glob, paths)
@@ -173,7 +173,8 @@ def expand_globs(globs: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
     return tuple(path for path in paths if path in matched_paths)
 
 
-def _pattern(glob: str) -> re.Pattern[str]:
+def module_pattern(glob: str, option: str) -> re.Pattern[str]:
+    """The pattern of the whole module paths that ``glob``, the value of ``option``, matches. Raises UsageError."""
     text = ""
     for part in re.split(r"(\*\*|\*|\?|\[[^\]]+\])", glob):
         if part == "**":
@@ -190,7 +191,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error:
-        raise UsageError(f"--unit {glob}: {glob!r} is not a glob", next_step="--unit 'layers.*'") from None
+        raise UsageError(f"{option} {glob}: {glob!r} is not a glob", next_step=f"{option} 'layers.*'") from None
 
 
 def _nothing(glob: str, paths: Sequence[str]) -> UsageError:
