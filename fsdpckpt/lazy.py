@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
+from heapq import nlargest
 from html import escape
-from itertools import product
+from itertools import takewhile
 from math import prod
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overload
 
-from fsdpckpt.errors import require_torch
+from fsdpckpt.errors import SourceUnsupportedError, require_torch
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
-from fsdpckpt.ir.tensors import Box
+from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, shape_text, size_text, truncate
@@ -27,45 +29,33 @@ if TYPE_CHECKING:
     TorchTensor: TypeAlias = torch.Tensor  # in a class with a method of this name
 
 Index: TypeAlias = SupportsIndex | slice | EllipsisType
+_Default = TypeVar("_Default")
 
-READ_THROUGH = (
-    64 * 1024
-)  # bytes between two indices of a stepped slice: reading a smaller gap costs less than another request
 SHOWN = 100  # tensors in a notebook's table
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """The indices ``first``, ``first + step``, ... of one dimension. ``dropped``: an int chose a single one."""
-
-    first: int
-    count: int
-    step: int = 1
-    dropped: bool = False
-
-    @property
-    def stop(self) -> int:
-        return self.first + (self.count - 1) * self.step + 1 if self.count else self.first
 
 
 class LazyTensor:
     """A tensor, or a slice of one, that is not read yet. ``dtype``: torch's name, such as ``"bfloat16"``.
 
-    ``tensor[3:7, ..., 0]`` is a slice; reading it reads only its bytes. An index is an int, a slice with a step of 1 or
-    more, or ``...``, as in numpy; negative indices count from the end. ``shape``: that of the slice.
+    ``tensor[3:7, ..., 0]`` is a slice; reading it reads little more than its bytes. An index is an int, a slice with a
+    step of 1 or more, or ``...``, as in numpy; negative indices count from the end. ``shape``: that of the slice.
     """
 
     def __init__(
-        self, named: NamedTensor, checkpoint: Checkpoint, sources: Sources, spans: tuple[_Span, ...] | None = None
+        self,
+        named: NamedTensor,
+        checkpoint: Checkpoint,
+        sources: Sources,
+        index: tuple[range | int, ...] | None = None,
     ) -> None:
         self._named = named
         self._checkpoint = checkpoint
         self._sources = sources
-        self._spans = tuple(_Span(0, size) for size in named.tensor.shape) if spans is None else spans
+        self._index = tuple(map(range, named.tensor.shape)) if index is None else index
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(span.count for span in self._spans if not span.dropped)
+        return tuple(len(indices) for indices in self._index if isinstance(indices, range))
 
     @property
     def dtype(self) -> str:
@@ -93,8 +83,8 @@ class LazyTensor:
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> LazyTensor:
         """The slice, still unread. Raises IndexError as numpy does, TypeError for an index of another kind."""
-        spans = _indexed(self._spans, index if isinstance(index, tuple) else (index,))
-        return LazyTensor(self._named, self._checkpoint, self._sources, spans)
+        indices = _indexed(self._index, index if isinstance(index, tuple) else (index,))
+        return LazyTensor(self._named, self._checkpoint, self._sources, indices)
 
     def numpy(self) -> npt.NDArray[np.generic]:
         """The elements, assembled from the chunks; bfloat16 and 8-bit floats as ``ml_dtypes``.
@@ -111,11 +101,14 @@ class LazyTensor:
         return np.asarray(self.numpy(), dtype=dtype)
 
     def torch(self) -> torch.Tensor:
-        """The elements as a torch tensor of their dtype, on the CPU. Imports torch. Raises as ``numpy``."""
+        """The elements as a torch tensor of their dtype, on the CPU. Imports torch.
+
+        Raises as ``numpy``, and SourceUnsupportedError for a dtype that the installed torch lacks.
+        """
         require_torch("LazyTensor.torch() needs")
         import torch
 
-        dtype: torch.dtype = getattr(torch, self.dtype)
+        dtype = torch_dtype(self._named.tensor.dtype, key=self._named.key, source=self._checkpoint.source)
         if not self.nbytes:
             return torch.empty(self.shape, dtype=dtype)
         return torch.from_numpy(self._read()).view(dtype).reshape(self.shape)
@@ -128,40 +121,56 @@ class LazyTensor:
         """The row-major bytes of the elements."""
         import numpy as np
 
-        from fsdpckpt.verify.blocks import BlockReader
+        from fsdpckpt.verify.blocks import BlockReader, ChunkReader, require_whole
 
-        tensor = self._named.tensor
-        chunks = BlockReader(self._checkpoint.files, self._sources).boxes(tensor)
-        counts = tuple(span.count for span in self._spans)
-        elements = np.empty((*counts, tensor.dtype.itemsize), np.uint8)
-        apart = [
-            _reads_apart(span, tensor.shape[at + 1 :], tensor.dtype.itemsize) for at, span in enumerate(self._spans)
-        ]
-        choices = (range(span.count) if alone else [None] for span, alone in zip(self._spans, apart, strict=True))
-        for chosen in product(*choices):
-            spans = [
-                span if number is None else _Span(span.first + number * span.step, 1)
-                for span, number in zip(self._spans, chosen, strict=True)
-            ]
-            target = elements[tuple(slice(None) if at is None else slice(at, at + 1) for at in chosen)]
-            box = Box(tuple(span.first for span in spans), tuple(span.stop - span.first for span in spans))
-            if box.sizes == target.shape[:-1] and target.flags.c_contiguous:
-                chunks.read_into(box, target.reshape(-1))
-            else:
-                around = np.empty((*box.sizes, tensor.dtype.itemsize), np.uint8)
-                chunks.read_into(box, around.reshape(-1))
-                target[...] = around[tuple(slice(None, None, span.step) for span in spans)]
-        return elements.reshape(-1)
+        require_whole(self._named.tensor)
+        part = _part_of(self._named.tensor, [range(at, at + 1) if isinstance(at, int) else at for at in self._index])
+        elements = np.empty(part.nbytes, np.uint8)
+        if part.nbytes:
+            reader = ChunkReader(BlockReader(self._checkpoint.files, self._sources), part)
+            reader.read_into(Box.whole(part.shape), elements)
+        return elements
 
 
-def _reads_apart(span: _Span, inner: tuple[int, ...], itemsize: int) -> bool:
-    """Whether the gaps between the indices of a dimension are worth a separate request for each index."""
-    return span.count > 1 and (span.step - 1) * prod(inner) * itemsize > READ_THROUGH
+def torch_dtype(dtype: DType, *, key: str, source: str) -> torch.dtype:
+    """The dtype of the installed torch. Raises SourceUnsupportedError, which names ``key``, if torch lacks it."""
+    import torch
+
+    found = getattr(torch, dtype.name, None)
+    if not isinstance(found, torch.dtype):
+        raise SourceUnsupportedError(
+            f"{source}: {key} is {dtype.name}, a dtype that torch {torch.__version__} does not have",
+            key=key,
+            next_step="load it with a newer torch",
+        )
+    return found
 
 
-def _indexed(spans: tuple[_Span, ...], indices: tuple[Index, ...]) -> tuple[_Span, ...]:
-    """``spans`` after ``indices``, which apply by numpy's rules to the dimensions that no int has dropped."""
-    ndim = sum(not span.dropped for span in spans)
+def _part_of(tensor: Tensor, ranges: Sequence[range]) -> Tensor:
+    """The elements of ``tensor`` at ``ranges``, one for each dimension, as a tensor: the same bytes in other chunks."""
+    import numpy as np
+
+    first, step, count = (
+        np.asarray([getter(indices) for indices in ranges], np.int64)
+        for getter in (operator.attrgetter("start"), operator.attrgetter("step"), len)
+    )
+    chunks = tensor.chunks
+    begin = np.clip(-((first - chunks.start) // step), 0, count)
+    end = np.clip(-((first - chunks.start - chunks.size) // step), 0, count)
+    moved = ((first + begin * step - chunks.start) * chunks.stride).sum(axis=1)
+    part = replace(
+        chunks,
+        start=begin,
+        size=np.maximum(end - begin, 0),
+        stride=chunks.stride * step,
+        offset=chunks.offset + moved * tensor.dtype.itemsize,
+    )
+    return Tensor(tensor.dtype, tuple(map(len, ranges)), part)
+
+
+def _indexed(current: Sequence[range | int], indices: tuple[Index, ...]) -> tuple[range | int, ...]:
+    """``current`` after ``indices``, which apply by numpy's rules to the dimensions that no int has dropped."""
+    ndim = sum(isinstance(one, range) for one in current)
     dots = [number for number, index in enumerate(indices) if index is ...]
     if len(dots) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")
@@ -169,26 +178,26 @@ def _indexed(spans: tuple[_Span, ...], indices: tuple[Index, ...]) -> tuple[_Spa
         raise IndexError(f"too many indices for a tensor of {plural(ndim, 'dimension')}: {len(indices) - len(dots)}")
     rest = [slice(None)] * (ndim - len(indices) + len(dots))
     first, last = (indices[: dots[0]], indices[dots[0] + 1 :]) if dots else (indices, ())
-    left = iter([*first, *rest, *last])
-    shown = iter(range(ndim))
-    return tuple(span if span.dropped else _sliced(span, next(left), next(shown)) for span in spans)
+    remaining = enumerate([*first, *rest, *last])
+    return tuple(_at(one, *next(remaining)) if isinstance(one, range) else one for one in current)
 
 
-def _sliced(span: _Span, index: Index, dim: int) -> _Span:
+def _at(current: range, dim: int, index: Index) -> range | int:
+    """What ``index`` selects of ``current``, the indices of dimension ``dim``."""
     if isinstance(index, slice):
-        begin, stop, step = index.indices(span.count)
+        _, _, step = index.indices(len(current))
         if step < 1:
             raise ValueError(f"the step of a slice must be 1 or more, not {step}")
-        return _Span(span.first + begin * span.step, len(range(begin, stop, step)), span.step * step)
+        return current[index]
     if isinstance(index, bool) or not hasattr(index, "__index__"):
         raise TypeError(
             f"an index of a lazy tensor is an int, a slice or ..., not {truncate(index)}; "
             "read the tensor with numpy() or torch() to index it otherwise"
         )
-    at = operator.index(index)  # type: ignore[arg-type]  # it has __index__
-    if not -span.count <= at < span.count:
-        raise IndexError(f"index {at} is out of bounds for dimension {dim} with size {span.count}")
-    return _Span(span.first + (at % span.count) * span.step, 1, dropped=True)
+    number = operator.index(index)  # type: ignore[arg-type]  # it has __index__
+    if not -len(current) <= number < len(current):
+        raise IndexError(f"index {number} is out of bounds for dimension {dim} with size {len(current)}")
+    return current[number]
 
 
 class LazyCheckpoint(Mapping[str, LazyTensor]):
@@ -211,6 +220,14 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
         if named is None:
             raise KeyError(f"{self.checkpoint.source} has no tensor {truncate(key)}{_nearest(key, self._tensors)}")
         return LazyTensor(named, self.checkpoint, self._sources)
+
+    @overload
+    def get(self, key: str, default: None = None, /) -> LazyTensor | None: ...
+    @overload
+    def get(self, key: str, default: LazyTensor | _Default, /) -> LazyTensor | _Default: ...
+    def get(self, key: str, default: object = None, /) -> object:
+        """The tensor, or ``default``; unlike ``[]`` it does not search for the nearest keys."""
+        return self[key] if key in self._tensors else default
 
     def __contains__(self, key: object) -> bool:
         return key in self._tensors
@@ -266,12 +283,25 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
         self.close()
 
 
+def _common(one: Iterable[str], other: Iterable[str]) -> int:
+    """The number of characters at the beginning that are equal."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+_COMPARED = 100  # keys that are compared with a missing one character by character
+
+
 def _nearest(key: object, keys: Mapping[str, object]) -> str:
     """Up to three keys that may be meant: with another prefix, or spelt similarly."""
     if not isinstance(key, str):
         return ""
     nearest = [
-        name for name in keys if name.endswith(f".{key}") or key.endswith(f".{name}") or name.startswith(f"{key}.")
-    ]
-    nearest = nearest[:3] or get_close_matches(key, keys, n=3)
+        known for known in keys if known.endswith(f".{key}") or key.endswith(f".{known}") or known.startswith(f"{key}.")
+    ][:3]
+    if not nearest:
+
+        def likeness(known: str) -> int:
+            return _common(known, key) + _common(reversed(known), reversed(key))
+
+        nearest = get_close_matches(key, nlargest(_COMPARED, keys, key=likeness), n=3)
     return f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsdpckpt
+from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.lazy import LazyCheckpoint, LazyTensor
 from fsdpckpt.storage.local import MemoryFile
+from fsdpckpt.verify.blocks import BLOCK_BYTES
 from tests.opened_by import OpenedBy
 from tests.verify.raw import Raw, random_array
 
@@ -27,12 +29,14 @@ COPIED = sorted(
 
 
 class CountedFile(MemoryFile):
-    """Counts the bytes that are read."""
+    """Counts the reads and their bytes."""
 
-    nbytes_read = 0
+    nbytes_read = reads = largest_read = 0
 
     def read_into(self, offset: int, target: memoryview) -> None:
         type(self).nbytes_read += len(target)
+        type(self).reads += 1
+        type(self).largest_read = max(self.largest_read, len(target))
         super().read_into(offset, target)
 
 
@@ -143,6 +147,33 @@ def test_only_the_bytes_of_a_slice_are_read() -> None:
         assert CountedFile.nbytes_read <= most
 
 
+def test_a_stepped_slice_takes_no_more_memory_than_its_result_and_a_block() -> None:
+    array = random_array(5, (1 << 23,), "float32")
+    tensor = lazy(Raw(Path(), 2), array, grid((1 << 23,), [[1 << 22]]), dtype=DTYPES["float32"])
+    CountedFile.largest_read = CountedFile.reads = 0
+    assert tensor[3::7].numpy().tobytes() == array[3::7].tobytes()
+    assert CountedFile.largest_read <= BLOCK_BYTES and CountedFile.reads < 20
+    CountedFile.reads = 0
+    assert tensor[::100].numpy().tobytes() == array[::100].tobytes()
+    assert CountedFile.reads < 20  # the gaps are small: no request for each element
+
+
+def test_a_dtype_that_the_installed_torch_lacks_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = lazy(Raw(Path(), 1), random_array(1, (4,), "uint16"), [((0,), (4,))], dtype=DTYPES["uint16"])
+    monkeypatch.delattr(torch, "uint16")
+    with pytest.raises(SourceUnsupportedError, match=r"weight is uint16, a dtype that torch .* does not have"):
+        tensor.torch()
+    assert tensor.numpy().shape == (4,)
+
+
+def test_get_does_not_search_for_the_nearest_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdpckpt.lazy._nearest", pytest.fail)
+    with fsdpckpt.open(GOLDEN / "f2_default" / "truth" / "full.pt") as checkpoint:
+        name = next(iter(checkpoint))
+        assert checkpoint.get("nothing at all") is None and checkpoint.get("nothing at all", 3) == 3
+        assert checkpoint.get(name).shape == checkpoint[name].shape  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("index", "error", "words"),
     [
@@ -179,6 +210,5 @@ def test_a_missing_key_names_the_nearest_and_a_notebook_gets_a_table() -> None:
         for wrong in (f"model.{name}", name[:-1], name.rpartition(".")[2]):
             with pytest.raises(KeyError, match="has no tensor .*; the nearest are .*" + name):
                 checkpoint[wrong]
-        assert checkpoint.get("nothing at all") is None
         assert repr(checkpoint).startswith(f"<{truth}: full, torch, {len(checkpoint)} tensors, ")
         assert f"<td>{name}</td>" in checkpoint._repr_html_()

@@ -24,11 +24,12 @@ from torch.futures import Future
 
 from fsdpckpt.comm.boxes import held_boxes
 from fsdpckpt.comm.dtensor import DTensor, StridedShard, compute_local_shape_and_global_offset
-from fsdpckpt.errors import SourceError, SourceUnsupportedError, StateDictMismatchError, UsageError
+from fsdpckpt.errors import SourceError, StateDictMismatchError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.ir.values import UNREAD, Value
+from fsdpckpt.lazy import torch_dtype
 from fsdpckpt.loading.source import (
     BoxToRead,
     Entries,
@@ -204,13 +205,7 @@ class StorageReader(TorchStorageReader):
     def _storage_metadata(self, key: str, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
         if not isinstance(value, Tensor):
             return BytesStorageMetadata()
-        dtype = getattr(torch, value.dtype.name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise SourceUnsupportedError(
-                f"{self._path}: {key} is {value.dtype.name}, a dtype that torch {torch.__version__} does not have",
-                key=key,
-                next_step="load it with a newer torch",
-            )
+        dtype = torch_dtype(value.dtype, key=key, source=self._path)
         shape = torch.Size(value.shape)
         whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
         return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [whole])

@@ -28,6 +28,7 @@ from fsdpckpt.storage.sources import Sources
 BLOCK_BYTES = 8 * 1024 * 1024  # beyond this size the cost of a request is negligible beside its transfer
 LARGEST_GAP = 64 * 1024  # bytes: reading a gap of this size costs less than another request
 MAX_READ_AMPLIFICATION = 4  # up to this many times the bytes needed are read, rather than one request for each row
+GAP_PER_ROW = 4096  # bytes that are read between two rows beyond this, rather than one more request
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -64,13 +65,8 @@ class BlockReader:
         Raises SourceIncompleteError when the chunks do not hold every element exactly once, SourceCorruptError
         when a file ends before a chunk does.
         """
-        _require_whole(tensor)
+        require_whole(tensor)
         return self._blocks(tensor, rows_to_read(tensor.chunks))
-
-    def boxes(self, tensor: Tensor) -> ChunkReader:
-        """A reader of the boxes of ``tensor``. Raises as ``blocks``, for a flaw anywhere in it."""
-        _require_whole(tensor)
-        return ChunkReader(self, tensor)
 
     def chunk(self, tensor: Tensor, row: int) -> Iterator[Bytes]:
         """``blocks`` for the box of the chunk in ``row`` alone (row-major within the box)."""
@@ -130,7 +126,8 @@ class BlockReader:
         return self._limit
 
 
-def _require_whole(tensor: Tensor) -> None:
+def require_whole(tensor: Tensor) -> None:
+    """Raises SourceIncompleteError if the chunks do not hold every element exactly once."""
     wrong = flaws(tensor)
     if wrong:
         raise SourceIncompleteError(
@@ -207,19 +204,20 @@ def _read_box(reader: BlockReader, source: ByteSource, offset: int, stride: list
     if span == useful and target.flags.c_contiguous and _is_descending(size, stride):
         source.read_into(offset, target.reshape(-1).data)
         return
-    if span <= LARGEST_GAP or span <= min(reader.limit, MAX_READ_AMPLIFICATION * useful):
+    slowest = max(range(len(size)), key=lambda k: stride[k] if size[k] > 1 else -1) if size else 0
+    rows = size[slowest] if size else 1
+    if span <= LARGEST_GAP or span <= min(reader.limit, MAX_READ_AMPLIFICATION * useful + GAP_PER_ROW * rows):
         scratch = reader.scratch(span)
         source.read_into(offset, scratch.data)
         view: Bytes = np.ndarray((*size, itemsize), np.uint8, scratch.data, 0, (*stride, 1))
         target[...] = view
         return
-    slowest = max(range(len(size)), key=lambda k: stride[k] if size[k] > 1 else -1)
     # As many steps of the slowest dimension at once as stay within the bounds above.
     inner = itemsize + sum((n - 1) * step for k, (n, step) in enumerate(zip(size, stride, strict=True)) if k != slowest)
-    dense = stride[slowest] <= MAX_READ_AMPLIFICATION * (useful // size[slowest])
-    count = max(min((reader.limit - inner) // stride[slowest] + 1, size[slowest] - 1), 1) if dense else 1
+    dense = stride[slowest] <= MAX_READ_AMPLIFICATION * (useful // rows) + GAP_PER_ROW
+    count = max(min((reader.limit - inner) // stride[slowest] + 1, rows - 1), 1) if dense else 1
     index: list[slice] = [slice(None)] * len(size)
-    for begin in range(0, size[slowest], count):
+    for begin in range(0, rows, count):
         index[slowest] = slice(begin, begin + count)
         _read_box(reader, source, offset + begin * stride[slowest], stride, target[tuple(index)])
 
