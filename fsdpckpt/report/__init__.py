@@ -11,6 +11,7 @@ import shlex
 from fsdpckpt.describe import Description
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage import is_url
+from fsdpckpt.storage.local import replace_file
 
 MARK = "<!doctype html>\n<!-- fsdpckpt inspect --report -->\n"
 """The beginning of every page: a file that begins otherwise is never replaced."""
@@ -43,16 +44,10 @@ def write_report(described: Description, path: str) -> int:
     from fsdpckpt.report.page import page  # and the template engine: only if a page is made
 
     content = page(described).encode("utf-8", "backslashreplace")
-    temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
+        replace_file(path, content)
     except OSError as error:
         raise _unwritable(path, error.strerror or str(error)) from None
-    finally:  # also after a signal
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
     return len(content)
 
 

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import mmap
 import os
+import secrets
 import shlex
 import stat as modes
 import threading
@@ -353,3 +354,24 @@ def sync_directory(path: str) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def replace_file(path: str, content: bytes) -> None:
+    """Make ``content`` the file at ``path``, durably and at once: readers see the earlier file or the new one.
+
+    Raises OSError, and then leaves the earlier file.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    partial = os.path.join(folder, f".{name}-{secrets.token_hex(8)}.partial")
+    try:
+        with open(partial, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
+        raise
+    with contextlib.suppress(TargetUnwritableError):  # some network file systems cannot sync a directory
+        sync_directory(folder)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -31,6 +29,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.units_json import MOST_BYTES, UNITS_FILE, encode, loads, render
 from fsdpckpt.storage import is_url
+from fsdpckpt.storage.local import replace_file
 from fsdpckpt.storage.sources import Sources
 
 ORDER = "parameters"
@@ -285,7 +284,7 @@ def units_path(path: str) -> str:
 
 
 def write_units(units: Units, target: str, *, how: Sequence[str] = ()) -> bytes:
-    """Write ``units`` to the file ``target`` through a temporary file beside it; ``how`` as for ``encode``.
+    """Write ``units`` to the file ``target``, durably and at once; ``how`` as for ``encode``.
 
     Returns its content. Makes missing directories; replaces an earlier file. Raises TargetUnwritableError.
     """
@@ -294,21 +293,10 @@ def write_units(units: Units, target: str, *, how: Sequence[str] = ()) -> bytes:
             f"{target}: units files are written to local disks only",
             next_step="write it to a local file and copy that beside the checkpoint",
         )
-    folder = os.path.dirname(os.path.abspath(target))
-    staged = os.path.join(folder, f".units-{secrets.token_hex(8)}.partial")
     content = render(encode(units, how=how)).encode()
     try:
-        os.makedirs(folder, exist_ok=True)
-        try:
-            with open(staged, "xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(staged, target)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(staged)
-            raise
+        os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
+        replace_file(target, content)
     except OSError as error:
         raise TargetUnwritableError(f"{target}: {error.strerror or error}", file=target) from error
     return content

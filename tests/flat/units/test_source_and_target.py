@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +18,12 @@ from fsdpckpt.errors import (
     SourceCorruptError,
     SourceMissingError,
     SourceUnsupportedError,
+    TargetUnwritableError,
     UsageError,
 )
 from fsdpckpt.flat.names import NamedParam
 from fsdpckpt.flat.units import Settings, build_units
-from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
+from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, write_units
 from fsdpckpt.flat.units.source import find_units, source_units
 from fsdpckpt.flat.units.target import target_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Note, OptimState
@@ -502,3 +505,18 @@ def test_sorted_names_make_no_flattened_target(tmp_path: Path, sources: Sources)
 def test_find_units_says_how_each_was_proved(sources: Sources) -> None:
     found = find_units(raw(beside=units_of()), UnitsRequest(), sources)
     assert any("number of elements on every rank" in line for line in found.how)
+
+
+def test_a_units_file_and_its_name_are_on_the_disk_before_it_is_said_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bool] = []  # for each call whether it was for a directory
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), synced.append(stat.S_ISDIR(os.fstat(fd).st_mode))))
+    target = tmp_path / "new" / "units.json"
+    for units in (units_of(), units_of(orig=True)):
+        assert write_units(units, str(target)) == target.read_bytes()
+    assert synced == [False, True] * 2
+    assert [entry.name for entry in target.parent.iterdir()] == ["units.json"]
+    with pytest.raises(TargetUnwritableError):
+        write_units(units_of(), str(target / "below"))
