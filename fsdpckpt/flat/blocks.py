@@ -56,7 +56,7 @@ def read_scales(
     block = block_of((held.get(row[0], 0), size) for row, size in zip(rows, sizes, strict=True))
     names = {param.name for param in params}
     wrong = (
-        [f"unit {unit.prefix or 'root'!r}: the numbers of codes and of scales fit no size of a block"]
+        [f"{unit}: the numbers of codes and of scales fit no size of a block"]
         if block is None
         else list(_blocks_apart(unit, layout, block, names, orig=orig))
     )
@@ -121,13 +121,13 @@ class Quantized:
         if not self.params:
             return
         if self.block is None:
-            yield f"unit {self.unit.prefix or 'root'!r}: the numbers of codes and of scales fit no size of a block"
+            yield f"{self.unit}: the numbers of codes and of scales fit no size of a block"
             return
         yield from _blocks_apart(self.unit, layout, self.block, self.params, orig=orig)
         for rank in range(layout.shards) if not orig else ():
             begin, end = layout.held(rank)
             if end - begin < layout.shard and (end - begin) % self.block:  # a code of zero is not a value of zero
-                yield f"unit {self.unit.prefix or 'root'!r}: padding of rank {rank} begins inside of a block"
+                yield f"{self.unit}: padding of rank {rank} begins inside of a block"
 
 
 def require_whole_blocks(

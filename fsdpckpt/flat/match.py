@@ -126,7 +126,7 @@ class _Matching:
             leaf = params.get(by_clean.get(unit.key, unit.key))
             total = self.layouts[unit.key].total
             if not isinstance(leaf, Tensor):
-                yield f"unit {unit.prefix!r}: the checkpoint has no flat parameter {unit.key}"
+                yield f"the checkpoint has no flat parameter {unit.key}"
             elif leaf.shape != (total,):
                 actual = leaf.numel if leaf.ndim == 1 else list(leaf.shape)
                 yield f"{unit.key}: {total} elements in the units, {actual} in the checkpoint"
@@ -138,7 +138,7 @@ class _Matching:
                 [unit.prefix for unit in self.units.units], [key[: -len(FLAT_PARAM) - 1] for key in by_clean]
             )
             if wrong:
-                yield f"the units have {wrong[0]} where the flat parameters of the model section have {wrong[1]}"
+                yield f"the order of units differs: {wrong[0]} in the units, {wrong[1]} in the model section"
         self.proved.append(f"{len(flat)} flat parameters have the names and lengths of the units")
 
     def _flat_chunks(self, unit: Unit, leaf: Tensor) -> Iterator[str]:
@@ -167,11 +167,11 @@ class _Matching:
             # LOCAL_STATE_DICT lists the innermost units first, and inside of each the model's order.
             slices = [name for name, leaf in cleaned.items() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
             if self.checkpoint.container is Container.TORCH:
-                yield from order_contradictions(self.units, slices, across=False)
+                yield from order_contradictions(self.units, slices, "the model section", across=False)
             return
-        yield from (f"the units have {name}, the model has no such key" for name in self.params if name not in cleaned)
+        yield from (f"{name} is in the units, not in the model section" for name in self.params if name not in cleaned)
         if keeps_order(self.checkpoint, list(cleaned)):
-            yield from order_contradictions(self.units, list(cleaned))
+            yield from order_contradictions(self.units, list(cleaned), "the model section")
         if compared:
             self.proved.append(f"{compared} names and shapes of the units are those of the model section")
 

@@ -68,12 +68,12 @@ class ParameterNames:
 
     def reordered(self, order: Sequence[str], label: str) -> ParameterNames:
         """The same names, those of ``order`` first and in its order, if it has every possible parameter."""
-        place = {name: index for index, name in enumerate(order)}
-        if any(param.possible and param.name not in place for param in self.params):
+        position = {name: index for index, name in enumerate(order)}
+        if any(param.possible and param.name not in position for param in self.params):
             return self
-        ranked = sorted(self.params, key=lambda param: place.get(param.name, len(place)))
-        named = f"{self.label}, ordered by {label}"
-        return replace(self, params=tuple(ranked), ordered=True, in_model_order=True, label=named)
+        params = sorted(self.params, key=lambda param: position.get(param.name, len(position)))
+        label = f"{self.label}, ordered by {label}"
+        return replace(self, params=tuple(params), ordered=True, in_model_order=True, label=label)
 
 
 def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
@@ -238,21 +238,58 @@ def _boundaries(names: Iterable[str]) -> list[str]:
     return list(boundaries)
 
 
-def order_contradictions(units: Units, names: Iterable[str], *, across: bool = True) -> Iterator[str]:
-    """What contradicts ``names``, which are in the model's order: over all units if ``across``, else within each."""
-    place = {name: index for index, name in enumerate(names)}
+def name_contradictions(
+    units: Units, names: ParameterNames, *, dtype: DType | None = None, whole_model: bool = True
+) -> Iterator[str]:
+    """What contradicts the names and shapes of ``units`` in ``names``.
+
+    ``dtype``: what the model is cast to, None if it is not. ``whole_model``: ``names`` are exactly the model's, with
+    its dtypes, memory order and shared parameters; a reference may have more names, and may have been cast.
+    """
+    params, first_names, shared = units.params(), dict(units.shared), dict(names.shared)
+    by_name = {param.name: param for param in names.params}
+    for name, param in params.items():
+        named = by_name.get(shared.get(name, name))
+        if named is None:
+            yield f"{name} is in the units, not in {names.label}"
+        elif named.shape != param.shape:
+            yield f"{name}: {list(param.shape)} in the units, {list(named.shape)} in {names.label}"
+        elif not whole_model:
+            continue
+        elif (written := dtype if dtype is not None and named.dtype.floating else named.dtype) != param.dtype:
+            yield f"{name}: {param.dtype.name} in the units, {written.name} in {names.label}"
+        elif param.order != named.unit_param().order and named.stride is not None:
+            yield f"{name}: strides {param.stride} in the units, {named.stride} in {names.label}"
+    if not whole_model:
+        return
+    for name, named in by_name.items():
+        first = first_names.get(name, name)
+        if first in params and named.shape != params[first].shape and first != name:
+            yield f"{name}: {list(params[first].shape)} in the units, {list(named.shape)} in {names.label}"
+        elif named.sharded and name not in params and first == name:
+            yield f"{names.label} has a parameter {name}, the units do not"
+    for name, same in shared.items():
+        if name in first_names and shared.get(first_names[name], first_names[name]) != same:
+            yield f"{name} is another name of {first_names[name]} in the units, of {same} in {names.label}"
+
+
+def order_contradictions(units: Units, names: Iterable[str], label: str, *, across: bool = True) -> Iterator[str]:
+    """What contradicts ``names``, which ``label`` has in the model's order: over all units if ``across``, else within
+    each.
+    """
+    position = {name: index for index, name in enumerate(names)}
     for unit in units.units:
-        wrong = _first_misplaced([param.name for param in unit.params], place)
+        wrong = _first_misplaced([param.name for param in unit.params], position)
         if wrong:
-            yield f"unit {unit.prefix!r}: {wrong[0]} is where the model section has {wrong[1]}"
+            yield f"the order of parameters differs in {unit}: {wrong[0]} in the units, {wrong[1]} in {label}"
             return
     # Ids count over all units, and only their order distinguishes units of the same size.
     sharded = units.unit_of()
     wrong = first_misplaced_module(
-        [_module(name) for name in units.parameters if name in sharded], list(map(_module, place))
+        [_module(name) for name in units.parameters if name in sharded], list(map(_module, position))
     )
     if wrong and across:
-        yield f"the units have {wrong[0]} where the model section has {wrong[1]}"
+        yield f"the order of modules differs: {wrong[0]} in the units, {wrong[1]} in {label}"
 
 
 def first_misplaced_module(modules: Sequence[str], listed: Sequence[str]) -> tuple[str, str] | None:
@@ -262,8 +299,8 @@ def first_misplaced_module(modules: Sequence[str], listed: Sequence[str]) -> tup
     """
     expected = _children(listed)
     for parent, names in _children(modules).items():
-        place = {name: index for index, name in enumerate(expected.get(parent, ()))}
-        wrong = _first_misplaced(names, place)
+        position = {name: index for index, name in enumerate(expected.get(parent, ()))}
+        wrong = _first_misplaced(names, position)
         if wrong:
             return wrong
     return None
@@ -283,11 +320,10 @@ def _children(paths: Iterable[str]) -> dict[str, list[str]]:
     return {parent: list(names) for parent, names in children.items()}
 
 
-def _first_misplaced(names: Iterable[str], place: Mapping[str, int]) -> tuple[str, str] | None:
-    """The first of ``names`` that is not where ``place`` has it, and what is there; ignores names that
-    ``place`` lacks.
+def _first_misplaced(names: Iterable[str], position: Mapping[str, int]) -> tuple[str, str] | None:
+    """The first of ``names`` that ``position`` has elsewhere, and the name that it has there; ignores names that
+    ``position`` lacks.
     """
-    known = [name for name in names if name in place]
-    return next(
-        (pair for pair in zip(known, sorted(known, key=place.__getitem__), strict=True) if pair[0] != pair[1]), None
-    )
+    common = [name for name in names if name in position]
+    pairs = zip(common, sorted(common, key=position.__getitem__), strict=True)
+    return next((pair for pair in pairs if pair[0] != pair[1]), None)

@@ -60,6 +60,11 @@ class UnitParam:
         return (*(dim for dim, size in enumerate(self.shape) if size <= 1), *ordered)
 
 
+def unit_text(prefix: str) -> str:
+    """The unit at ``prefix``, for a message."""
+    return f"unit {prefix!r}" if prefix else "the root unit"
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """One flat parameter. ``prefix``: FQN of the wrapped module, "" for the root.
@@ -77,6 +82,9 @@ class Unit:
     def key(self) -> str:
         """The key of its flat parameter in a ``LOCAL_STATE_DICT``."""
         return f"{self.prefix}.{FLAT_PARAM}" if self.prefix else FLAT_PARAM
+
+    def __str__(self) -> str:
+        return unit_text(self.prefix)
 
     @property
     def requires_grad(self) -> bool:
@@ -214,7 +222,8 @@ def _repeated(units: Units) -> Iterator[str]:
     names = [param.name for unit in units.units for param in unit.params] + [p.name for p in units.unmanaged]
     yield from (f"parameter {name} is listed {times} times" for name, times in _repeated_keys(names))
     yield from (
-        f"unit {prefix!r} is listed {times} times" for prefix, times in _repeated_keys(u.prefix for u in units.units)
+        f"{unit_text(prefix)} is listed {times} times"
+        for prefix, times in _repeated_keys(u.prefix for u in units.units)
     )
     yield from (f"parameters: {name} is listed {times} times" for name, times in _repeated_keys(units.parameters))
     listed = [key for group in units.groups or () for key in group]
@@ -260,22 +269,22 @@ def _misplaced(units: Units) -> Iterator[str]:
         names = [param.name for param in unit.params if param.name in place and param.name not in firsts]
         for one, other in zip(names, sorted(names, key=place.__getitem__), strict=True):
             if one != other:
-                yield f"unit {unit.prefix!r}: {one} is where parameters has {other}"
+                yield f"{unit}: {one} is where parameters has {other}"
                 break
 
 
 def _unit_flaws(unit: Unit, *, use_orig_params: bool) -> Iterator[str]:
     """What ``FlatParamHandle._validate_tensors_to_flatten`` refuses."""
     if not unit.params:
-        yield f"unit {unit.prefix!r} has no parameters"
+        yield f"{unit} has no parameters"
     for one, other in pairwise(unit.params):
         if one.dtype != other.dtype:
-            yield f"unit {unit.prefix!r}: {one.name} is {one.dtype.name} and {other.name} {other.dtype.name}: one dtype"
+            yield f"{unit}: {one.name} is {one.dtype.name} and {other.name} {other.dtype.name}: one dtype"
         if not use_orig_params and one.requires_grad != other.requires_grad:
-            yield f"unit {unit.prefix!r}: only one of {one.name} and {other.name} requires gradients"
+            yield f"{unit}: only one of {one.name} and {other.name} requires gradients"
     inside = f"{unit.prefix}." if unit.prefix else ""
     outside = [p.name for p in unit.params if not p.name.startswith(inside) or p.name == inside]
-    yield from (f"unit {unit.prefix!r}: {name} is outside of it" for name in outside)
+    yield from (f"{unit}: {name} is outside of it" for name in outside)
 
 
 def _stride_flaws(param: UnitParam) -> Iterator[str]:

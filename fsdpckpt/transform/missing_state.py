@@ -211,7 +211,7 @@ def require_complete(checkpoint: Checkpoint, units: Units) -> None:
         filled = [param.name for param in unit.params if param.numel]
         bare = [name for name in filled if not optim.state.get(name)]
         if bare and len(bare) < len(filled):
-            wrong.append(f"unit {unit.prefix or 'root'!r}: {', '.join(bare[:4])}{' ...' if len(bare) > 4 else ''}")
+            wrong.append(f"{unit}: {', '.join(bare[:4])}{' ...' if len(bare) > 4 else ''}")
     if wrong:
         raise NeedsInformationError(
             # PyTorch's own words for it, which its users know

@@ -78,7 +78,7 @@ def test_wrapped_keys_are_those_of_the_units() -> None:
 
 
 def test_a_flat_parameter_that_one_side_lacks_is_named() -> None:
-    gone = "unit 'l': the checkpoint has no flat parameter l._flat_param"
+    gone = "the checkpoint has no flat parameter l._flat_param"
     params = dict(local_model(units(), RANKS).params)
     assert said(local(units(), l___flat_param=None), units()) == (gone,)
     moved = {"x._flat_param": params.pop("l._flat_param"), **params}
@@ -121,7 +121,7 @@ def test_the_order_of_flat_parameters_matters_to_ids_alone_and_only_where_it_was
     one, other = build_units(same, "abc", orig), build_units([same[0], same[2], same[1]], "abc", orig)
     model = local_model(one, RANKS)
     held = checkpoint(RANKS, model=model, optim=optimizer(one, RANKS))
-    assert said(held, other) == ("the units have c where the flat parameters of the model section have b",)
+    assert said(held, other) == ("the order of units differs: c in the units, b in the model section",)
     proved(checkpoint(RANKS, model=model), other)
     proved(replace(held, optim=optimizer(one, RANKS, by="name")), other)
     proved(replace(held, evidence=(UNORDERED,)), other)
@@ -158,7 +158,7 @@ def test_names_of_a_sharded_model_are_held_against_the_units() -> None:
     wrapped = {f"_orig_mod.{key}": leaf for key, leaf in sharded_model(PARAMS).params.items()}
     proved(replace(held, model=ModelState(wrapped)), units())
     assert said(replace(held, model=sharded_model(PARAMS[:3])), units()) == (
-        "the units have l.bias, the model has no such key",
+        "l.bias is in the units, not in the model section",
     )
     other = ModelState({**sharded_model(PARAMS).params, "e.weight": whole(3, 4, offset=999)})
     assert said(replace(held, model=other), units()) == ("e.weight: [4, 3] in the units, [3, 4] in the model section",)

@@ -13,6 +13,7 @@ from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container
 from fsdpckpt.ir.units import Units
 from tests.flat.flat_synthetic import checkpoint, local_model, named, optimizer, sharded_model
 
+LABEL = "the model section"
 SAME = tuple(named(f"{layer}.{name}", 7, 7) for layer in ("a", "b.0", "b.1") for name in ("up", "down"))
 PREFIXES = ("", "a", "b.0", "b.1")
 
@@ -36,7 +37,7 @@ def beside_weights(units: Units) -> Checkpoint:
 def test_equal_units_in_another_order_than_the_weights_beside_them_are_refused(order: str, orig: bool) -> None:
     source = beside_weights(of("012345", orig=orig))
     assert isinstance(match(source, of("012345", orig=orig)), FlatMatch)
-    assert "where the model section has" in said(match(source, of(order, orig=orig)))
+    assert " differs" in said(match(source, of(order, orig=orig)))
 
 
 def test_weights_whose_keys_were_sorted_or_lost_their_order_contradict_nothing() -> None:
@@ -51,7 +52,7 @@ def test_the_order_of_flat_parameters_says_which_of_two_equal_units_an_id_is(ori
     units = of("012345", orig=orig)
     source = checkpoint(4, model=local_model(units, 4, by_name=orig), optim=optimizer(units, 4))
     assert isinstance(match(source, units), FlatMatch)
-    assert "the units have b.1 where" in said(match(source, of("014523", orig=orig)))
+    assert "the order of units differs: b.1 in the units" in said(match(source, of("014523", orig=orig)))
 
 
 def test_slices_by_name_say_the_order_inside_of_a_unit() -> None:
@@ -60,7 +61,7 @@ def test_slices_by_name_say_the_order_inside_of_a_unit() -> None:
     units = build_units(params, ("",), Settings(use_orig_params=True))
     source = checkpoint(2, model=local_model(units, 2, by_name=True), optim=optimizer(units, 2))
     other = build_units([params[1], params[0], *params[2:]], ("",), Settings(use_orig_params=True))
-    assert "x is where the model section has w" in said(match(source, other))
+    assert "x in the units, w in the model section" in said(match(source, other))
 
 
 def test_a_unit_may_be_listed_before_or_after_those_in_it() -> None:
@@ -74,36 +75,40 @@ def test_a_unit_may_be_listed_before_or_after_those_in_it() -> None:
 def test_names_that_only_one_side_has_do_not_count() -> None:
     units = of("012345", orig=True)
     names = ["buffer", *(param.name for param in SAME[2:]), "other"]
-    assert list(order_contradictions(units, names)) == []
+    assert list(order_contradictions(units, names, LABEL)) == []
 
 
 def test_own_parameters_may_be_listed_before_or_behind_those_of_children() -> None:
     """The writer of a model lists them first, whatever list the units were made of."""
     params = [named("a", 3), named("b.w", 3), named("c", 3)]
     units = build_units(params, ("", "b"), Settings(use_orig_params=True))
-    assert list(order_contradictions(units, ["a", "c", "b.w"])) == []
-    assert list(order_contradictions(units, ["c", "b.w", "a"])) == ["unit '': a is where the model section has c"]
+    assert list(order_contradictions(units, ["a", "c", "b.w"], LABEL)) == []
+    assert list(order_contradictions(units, ["c", "b.w", "a"], LABEL)) == [
+        "the order of parameters differs in the root unit: a in the units, c in the model section"
+    ]
 
 
 def test_units_that_are_wrong_inside_and_among_each_other_are_told_once() -> None:
     units = of("103254", orig=True)
-    assert len(list(order_contradictions(units, [f"{SAME[int(number)].name}" for number in "230145"]))) == 1
+    assert len(list(order_contradictions(units, [f"{SAME[int(number)].name}" for number in "230145"], LABEL))) == 1
 
 
 def test_across_units_nothing_is_said_where_only_the_order_within_them_is_known() -> None:
     units = of("012345", orig=True)
     other = [SAME[int(number)].name for number in "230145"]
-    assert list(order_contradictions(units, other)) == ["the units have a where the model section has b"]
-    assert list(order_contradictions(units, other, across=False)) == []
+    assert list(order_contradictions(units, other, LABEL)) == [
+        "the order of modules differs: a in the units, b in the model section"
+    ]
+    assert list(order_contradictions(units, other, LABEL, across=False)) == []
 
 
 def test_parameters_beside_the_units_may_stand_anywhere() -> None:
     """FSDP1 registers the parameters it manages again, behind those that it ignores."""
     units = build_units(SAME, PREFIXES, Settings(use_orig_params=True), unmanaged=["b.0.up", "b.0.down"])
     names = [SAME[int(number)].name for number in "014523"]
-    assert list(order_contradictions(units, names)) == []
+    assert list(order_contradictions(units, names, LABEL)) == []
     later = build_units(
         [SAME[int(number)] for number in "014523"], PREFIXES, Settings(use_orig_params=True),
         unmanaged=["b.0.up", "b.0.down"],
     )  # fmt: skip
-    assert list(order_contradictions(later, [one.name for one in SAME])) == []
+    assert list(order_contradictions(later, [one.name for one in SAME], LABEL)) == []

@@ -148,7 +148,7 @@ def test_all_wrong_fields_are_listed() -> None:
         (setting("parameters", 0, to="h.bias"), "parameters: e.weight is missing"),
         (setting("parameters", 0, to="other"), "other is in no unit"),
         (setting("units", 1, "prefix", to="l.1"), "l.0.c.weight is outside of it"),
-        (setting("units", 1, "prefix", to=""), "unit '' is listed 2 times"),
+        (setting("units", 1, "prefix", to=""), "the root unit is listed 2 times"),
         (setting("units", 1, "params", to=[]), "unit 'l.0' has no parameters"),
         (setting(*PARAM, "dtype", to="bfloat16"), "one dtype"),
         (setting("groups", 0, 0, to="l.0._flat_param"), "l.0._flat_param is not a parameter"),
@@ -247,7 +247,7 @@ def test_a_unit_in_another_order_than_its_parameters_is_found() -> None:
     units = Units((Unit("", (first, second)),), use_orig_params=False, parameters=("a.weight", "b.weight"))
     assert flaws(units) == []
     swapped = Units((Unit("", (second, first)),), use_orig_params=False, parameters=("a.weight", "b.weight"))
-    assert flaws(swapped) == ["unit '': b.weight is where parameters has a.weight"]
+    assert flaws(swapped) == ["the root unit: b.weight is where parameters has a.weight"]
 
 
 def test_a_file_larger_than_units_can_be_is_refused_before_it_is_parsed() -> None:

@@ -257,7 +257,7 @@ def test_a_flat_parameter_with_states_in_part_is_refused_by_name(tmp_path: Path)
     with pytest.raises(NeedsInformationError, match=r"^All unflattened parameters comprising a single flat") as error:
         require_complete(opened, _units())
     assert isinstance(error.value, ValueError)  # PyTorch's type for it, too
-    assert error.value.details == ("unit 'root': b",) and "--missing-state zeros" in error.value.next_step
+    assert error.value.details == ("the root unit: b",) and "--missing-state zeros" in error.value.next_step
     require_complete(_filled(path, "zeros", _units(d=False)), _units())
 
 

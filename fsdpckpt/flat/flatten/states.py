@@ -54,7 +54,7 @@ def unit_states(
         dtypes = {casts.get(tensor, tensor.dtype).name: param for param, tensor in tensors.items()}
         if len(dtypes) > 1:
             text = ", ".join(f"{dtype} for {param}" for dtype, param in dtypes.items())
-            wrong.append(f"{unit_text(unit)}, state {name} has several dtypes: {text}")
+            wrong.append(f"{unit}, state {name} has several dtypes: {text}")
         # No element is ever taken for a parameter without elements.
         of_params = [tensors.get(param.name, next(iter(tensors.values()))) for param in unit.params]
         dtype = casts.get(of_params[0], of_params[0].dtype)
@@ -73,10 +73,6 @@ def deciding_params(unit: Unit) -> Sequence[UnitParam]:
 
 def shape_mismatch(param: UnitParam, state: str, leaf: Tensor) -> str:
     return f"{param.name}: state {state} is {list(leaf.shape)}, the parameter {list(param.shape)}"
-
-
-def unit_text(unit: Unit) -> str:
-    return f"unit {unit.prefix or 'root'!r}"
 
 
 def _is_per_unit(state: str, tensors: Sequence[Tensor], params: Sequence[UnitParam]) -> bool:
@@ -265,7 +261,7 @@ def _disagreements(unit: Unit, optim: OptimState, checkpoint: Checkpoint, source
             names.setdefault(value, []).append(param.name)
         if len(names) > 1:
             values_text = "; ".join(f"{text} for {some_of(of)}" for (text, _), of in names.items())
-            yield f"{unit_text(unit)}, state {state}: {values_text}"
+            yield f"{unit}, state {state}: {values_text}"
 
 
 _SHOWN = 60  # characters of a value in a message

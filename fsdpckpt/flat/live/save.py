@@ -36,7 +36,7 @@ from fsdpckpt.flat.live import (
     stride_of,
 )
 from fsdpckpt.flat.units.request import units_path, write_units
-from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, UnitParam, Units, flaws
+from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, UnitParam, Units, flaws, unit_text
 from fsdpckpt.ir.units_json import decode, encode
 
 _STRATEGIES = {
@@ -169,7 +169,7 @@ def _unit(one: FsdpModule) -> Unit:
     flat = one.flat_param
     if any(extension is not None for extension in getattr(flat, "_param_extensions", ())):
         raise SourceUnsupportedError(
-            f"the parameters of unit {one.prefix!r} are DTensors",
+            f"the parameters of {unit_text(one.prefix)} are DTensors",
             why="FSDP1 on top of tensor parallelism flattens each rank's part of a parameter",
             next_step="save such a model as SHARDED_STATE_DICT, which fsdpckpt reads without a units file",
         )

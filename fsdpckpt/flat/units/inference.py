@@ -245,7 +245,7 @@ def why_order_matters(checkpoint: Checkpoint, match: FlatMatch) -> str | None:
         crowded = [unit for unit in units.units if sum(param.numel > 0 for param in unit.params) > 1]
         if crowded:
             many = len(crowded[0].params)
-            return f"{many} parameters are in unit {crowded[0].prefix!r}, in an unknown order"
+            return f"{many} parameters are in {crowded[0]}, in an unknown order"
     optim = checkpoint.optim
     if optim is None or optim.key_type != "id":
         return None

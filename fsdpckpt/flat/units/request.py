@@ -20,13 +20,13 @@ from fsdpckpt.errors import (
     to_copy,
 )
 from fsdpckpt.flat.match import FlatMatch
-from fsdpckpt.flat.names import ParameterNames, model_names, optimizer_names, order_contradictions
+from fsdpckpt.flat.names import ParameterNames, model_names, name_contradictions, optimizer_names, order_contradictions
 from fsdpckpt.flat.units import Settings, expand_globs, innermost_unit, listed_keys
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import Units
+from fsdpckpt.ir.units import Units, unit_text
 from fsdpckpt.ir.units_json import MOST_BYTES, UNITS_FILE, encode, loads, render
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import replace_file
@@ -143,7 +143,12 @@ def option_contradictions(units: Units, request: UnitsRequest, sources: Sources)
             if listed != name:
                 wrong.append(f"parameter {number} is {name} in the units, {listed} in --parameters")
     if request.reference is not None:
-        wrong.extend(_reference_contradictions(units, reference_names(request.reference, sources)))
+        names = reference_names(request.reference, sources)
+        contradicted = [*name_contradictions(units, names, whole_model=False)]
+        if not contradicted and names.ordered:
+            order = [param.name for param in names.params]
+            contradicted += order_contradictions(units, order, names.label, across=names.in_model_order)
+        wrong += contradicted
     return wrong
 
 
@@ -157,26 +162,8 @@ def _wrapping_contradictions(units: Units, globs: tuple[str, ...]) -> Iterator[s
             (param.name for param in unit.params if innermost_unit(param.name, prefixes) != unit.prefix), None
         )
         if misplaced is not None:
-            by_globs = innermost_unit(misplaced, prefixes)
-            yield f"{misplaced} is in unit {unit.prefix!r} according to the units, in {by_globs!r} according to --unit"
-
-
-def _reference_contradictions(units: Units, names: ParameterNames) -> list[str]:
-    by_name = {param.name: param for param in names.params}
-    tied = dict(names.shared)
-    wrong: list[str] = []
-    for name, param in units.params().items():
-        referenced = by_name.get(tied.get(name, name))
-        if referenced is None:
-            wrong.append(f"{name} is in the units, not in {names.label}")
-        elif referenced.shape != param.shape:
-            wrong.append(f"{name}: {list(param.shape)} in the units, {list(referenced.shape)} in {names.label}")
-    if not wrong and names.ordered:
-        known = [param.name for param in names.params if param.name in set(units.parameters)]
-        ordered = [name for name in units.parameters if name in set(known)]
-        pairs = [(a, b) for a, b in zip(ordered, known, strict=True) if a != b]
-        wrong.extend(f"{a} is where {names.label} has {b}" for a, b in pairs)
-    return wrong
+            by_globs = innermost_unit(misplaced, prefixes) or ""
+            yield f"{misplaced} is in {unit} according to the units, in {unit_text(by_globs)} according to --unit"
 
 
 def contradictions(units: Units, checkpoint: Checkpoint, *, dtype: DType | None = None) -> list[str]:
@@ -189,38 +176,13 @@ def contradictions(units: Units, checkpoint: Checkpoint, *, dtype: DType | None 
     if checkpoint.model is not None:
         label = "the model section"
         names = model_names(checkpoint, label) or ParameterNames((), ordered=False, label=label)
-        result.extend(_model_contradictions(units, names, dtype))
+        result.extend(name_contradictions(units, names, dtype=dtype))
         if names.ordered and checkpoint.layout is not Layout.FLATTENED:
-            result.extend(order_contradictions(units, [param.name for param in names.params]))
+            result.extend(order_contradictions(units, [param.name for param in names.params], label))
     if checkpoint.optim is not None and checkpoint.optim.key_type != "id":
         result.extend(_optimizer_contradictions(units, checkpoint.optim))
         result.extend(_group_contradictions(units, checkpoint.optim))
     return result
-
-
-def _model_contradictions(units: Units, names: ParameterNames, dtype: DType | None) -> Iterator[str]:
-    params, later = units.params(), dict(units.shared)
-    tied = dict(names.shared)
-    by_name = {param.name: param for param in names.params}
-    for name, param in params.items():
-        named = by_name.get(tied.get(name, name))
-        if named is None:
-            yield f"the units have {name}, the model section does not"
-        elif named.shape != param.shape:
-            yield f"{name}: {list(param.shape)} in the units, {list(named.shape)} in the model section"
-        elif (written := dtype if dtype is not None and named.dtype.floating else named.dtype) != param.dtype:
-            yield f"{name}: {param.dtype.name} in the units, {written.name} in the model section"
-        elif param.order != named.unit_param().order and named.stride is not None:
-            yield f"{name}: strides {param.stride} in the units, {named.stride} in the model section"
-    for name, named in by_name.items():
-        first = later.get(name, name)
-        if first in params and named.shape != params[first].shape and first != name:
-            yield f"{name}: {list(params[first].shape)} in the units, {list(named.shape)} in the model section"
-        elif named.sharded and name not in params and first == name:
-            yield f"the model section has a parameter {name}, the units do not"
-    for name, same in tied.items():
-        if name in later and tied.get(later[name], later[name]) != same:
-            yield f"{name} is another name of {later[name]} in the units, of {same} in the model section"
 
 
 def _optimizer_contradictions(units: Units, optim: OptimState) -> Iterator[str]:

@@ -252,7 +252,7 @@ def _division(unit: Unit, group_of: Mapping[str, int]) -> str | None:
         f"{some_of(names)} {'in no group' if number is None else f'in group {number}'}"
         for number, names in by_group.items()
     ]
-    return f"unit {unit.prefix or 'root'!r}: {'; '.join(parts)}"
+    return f"{unit}: {'; '.join(parts)}"
 
 
 def _require_possible(units: Units) -> None:
@@ -423,7 +423,7 @@ def require_known_order(units: Units, names: ParameterNames, checkpoint: Checkpo
         return
     raise NeedsInformationError(
         f"the order of the parameters is not known: {names.label} does not keep the model's order",
-        details=[f"unit {unit.prefix!r} has {plural(len(unit.params), 'parameter')}" for unit in crowded],
+        details=[f"{unit} has {plural(len(unit.params), 'parameter')}" for unit in crowded],
         why="safetensors files and some DCP directories sort their keys, a dict that a script put together has its own "
         "order, FSDP1 lists an optimizer's parameters unit by unit, and in a flat parameter and in ids the order is "
         "all there is",

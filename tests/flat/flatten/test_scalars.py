@@ -89,7 +89,7 @@ def test_the_root_is_named_as_such(tmp_path: Path) -> None:
     held: dict[ParamKey, dict[str, Tensor | Value]] = {"a": {"n": 1}, "b": {"n": 2}}
     with Sources() as sources, pytest.raises(SourceUnsupportedError) as caught:
         require_equal_states(checkpoint(1, optim=OptimState(held, None)), units, sources)
-    assert caught.value.details == ("unit 'root', state n: 1 for a; 2 for b",)
+    assert caught.value.details == ("the root unit, state n: 1 for a; 2 for b",)
 
 
 def test_a_step_of_one_element_is_compared_even_with_a_parameter_of_one_element(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_units_of_this_very_model_contradict_nothing() -> None:
 
 
 def test_a_parameter_that_only_the_units_have_is_named() -> None:
-    assert said(full(sharded_model(PARAMS[:3]))) == ["the units have b.bias, the model section does not"]
+    assert said(full(sharded_model(PARAMS[:3]))) == ["b.bias is in the units, not in the model section"]
 
 
 def test_a_parameter_that_only_the_model_has_is_named_and_a_buffer_is_not() -> None:
@@ -125,7 +125,7 @@ def test_a_shared_parameter_may_be_stored_under_either_of_its_names_or_both() ->
 def test_another_order_than_the_models_is_named_unless_it_is_in_no_order() -> None:
     other = build_units([PARAMS[index] for index in (1, 0, 2, 3)], ("", "a", "b"), Settings(use_orig_params=True))
     (text,) = said(full(sharded_model(PARAMS)), other)
-    assert "a.bias is where the model section has a.weight" in text
+    assert "a.bias in the units, a.weight in the model section" in text
     alphabetical = sharded_model(sorted(PARAMS, key=lambda param: param.name))
     assert said(full(alphabetical)) == []
 

@@ -168,7 +168,9 @@ def test_unit_globs_that_contradict_the_units_file_are_refused(tmp_path: Path, s
     request = UnitsRequest(globs=("l.0",))
     with pytest.raises(SourceCorruptError, match="--unit contradicts the units of run/step-7") as caught:
         source_units(raw(beside=units_of()), request, sources)
-    assert caught.value.details == ("l.1.a.weight is in unit 'l.1' according to the units, in '' according to --unit",)
+    assert caught.value.details == (
+        "l.1.a.weight is in unit 'l.1' according to the units, in the root unit according to --unit",
+    )
     given = replace(request, file=saved(tmp_path, units_of()))
     with pytest.raises(SourceCorruptError, match="--unit contradicts"):
         target_units(full(), given, None, 4, sources)
@@ -346,7 +348,7 @@ def test_units_of_another_model_are_refused_with_every_difference(tmp_path: Path
     text = "\n".join(caught.value.details)
     for said in (
         "e.weight: [9, 17] in the units, [17, 9] in the model",
-        "the units have l.0.b.weight",
+        "l.0.b.weight is in the units",
         "parameter l.0.a.weight",
         "l.1.a.bias: bfloat16",
     ):
