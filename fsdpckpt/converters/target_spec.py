@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
@@ -240,14 +239,11 @@ def refuse_section_options(spec: TargetSpec, opened: Checkpoint) -> None:
             refuse_unused(options, scope, why)
 
 
-def refuse_flat_options(options: ConvertOptions, source: str, *, has_flat: Callable[[], bool]) -> None:
-    """Raises UsageError for options about FSDP1's flat parameters if there are none.
-
-    ``has_flat``: whether the source or the target has any; called only if such options were given.
-    """
+def refuse_flat_options(options: ConvertOptions, source: str, *, has_flat: bool) -> None:
+    """Raises UsageError for options about FSDP1's flat parameters if neither the source nor the target has any."""
     # Keys and names need the order of the parameters, which a units file has.
     ordered = options.key_type or options.include or options.exclude or options.missing_state
     checked = replace(options, units=None) if ordered else options
-    if given(checked, Scope.FLAT_PARAMETERS) and not has_flat():
+    if given(checked, Scope.FLAT_PARAMETERS) and not has_flat:
         why = f"neither {source} nor the target has flat parameters"
         refuse_unused(checked, Scope.FLAT_PARAMETERS, why, "add --to flattened")

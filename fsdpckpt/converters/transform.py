@@ -19,7 +19,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.flat.flatten.states import require_equal_states
 from fsdpckpt.flat.unflatten import name_slices
-from fsdpckpt.flat.units.request import ORDER, ResolvedUnits, UnitsRequest, load_units
+from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, load_units
 from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.flat.units.target import target_units
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, Layout, Note, OptimState, Section
@@ -84,17 +84,14 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     if spec.flavor is not None and spec.flavor.two_groups:
         checkpoint = note_one_group(checkpoint)
     to_flattened = spec.layout is Layout.FLATTENED
-    refuse_flat_options(
-        options,
-        checkpoint.source,
-        has_flat=lambda: to_flattened or is_flattened(checkpoint, sources, request),
-    )
+    flattened = is_flattened(checkpoint, sources, request)
+    refuse_flat_options(options, checkpoint.source, has_flat=to_flattened or flattened)
     source_keys = checkpoint.optim.key_type if checkpoint.optim is not None else None
     resolved: ResolvedUnits | None = None
-    if is_flattened(checkpoint, sources, request):
+    if flattened:
         resolved = source_units(opened, request, sources, target_flattened=to_flattened)
         checkpoint = name_slices(checkpoint, resolved, sources)
-        if ORDER in resolved.unsettled:
+        if not resolved.order_known:
             checkpoint = replace(checkpoint, evidence=(*checkpoint.evidence, UNORDERED))
     model_names = list(opened.model.params) if opened.model is not None else ()
     leading = leading_wrapper(model_names) if resolved is not None else ""
@@ -226,7 +223,7 @@ def _ordered_units(resolved: ResolvedUnits | None, request: UnitsRequest, source
     """The units that map ids to parameters: the source's, or those of ``--units``."""
     if resolved is None:
         return load_units(request.file, sources) if request.file else None
-    return None if ORDER in resolved.unsettled else resolved.units
+    return resolved.units if resolved.order_known else None
 
 
 @dataclass(frozen=True)

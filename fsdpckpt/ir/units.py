@@ -87,6 +87,11 @@ class Unit:
         return unit_text(self.prefix)
 
     @property
+    def aligning_dtype(self) -> DType:
+        """The dtype whose size decides the alignment under ``use_orig_params=True``."""
+        return self.param_dtype or self.params[0].dtype
+
+    @property
     def requires_grad(self) -> bool:
         return any(param.requires_grad for param in self.params)
 

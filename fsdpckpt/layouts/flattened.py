@@ -156,11 +156,10 @@ def layout_of(unit: Unit, *, use_orig_params: bool, world_size: int, shard_size:
     rank alone (``_init_core_state``).
     """
     sharded = unit.strategy is not Strategy.NO_SHARD
-    dtype = unit.param_dtype or unit.params[0].dtype
     return FlatLayout.of(
         [param.numel for param in unit.params],
         world_size=shard_size if sharded else world_size,
-        aligned=alignment(dtype.itemsize) if use_orig_params else None,
+        aligned=alignment(unit.aligning_dtype.itemsize) if use_orig_params else None,
         sharded=sharded,
     )
 

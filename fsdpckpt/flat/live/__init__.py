@@ -18,8 +18,8 @@ from torch.distributed.fsdp import _flat_param
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.names import clean, joined
-from fsdpckpt.ir.units import FLAT_PARAM, Strategy, Unit, UnitParam
-from fsdpckpt.layouts.flattened import FlatLayout, alignment
+from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam
+from fsdpckpt.layouts.flattened import alignment, layout_of
 from fsdpckpt.text import plural
 
 
@@ -204,13 +204,13 @@ def module_parameters(model: nn.Module, modules: list[FsdpModule]) -> Iterator[t
         yield from ((name, mixed and number == 0) for number, name in enumerate([*plain, *flattened]))
 
 
-def aligning_dtype(unit: Unit, one: FsdpModule) -> Unit:
+def with_aligning_dtype(unit: Unit, one: FsdpModule) -> Unit:
     """``unit`` with the ``param_dtype`` that decided its alignment.
 
     A model that was cast after it was wrapped (``model.half()``) keeps the alignment of its former dtype.
     """
     aligned = getattr(one.handle, "_aligned_numel", 0)
-    if not aligned or alignment(_deciding_itemsize(unit)) == aligned:
+    if not aligned or alignment(unit.aligning_dtype.itemsize) == aligned:
         return unit
     for name in ("float32", "bfloat16", "float64", "float8_e4m3fn"):
         if alignment(DTYPES[name].itemsize) == aligned:
@@ -218,19 +218,9 @@ def aligning_dtype(unit: Unit, one: FsdpModule) -> Unit:
     return unit
 
 
-def _deciding_itemsize(unit: Unit) -> int:
-    """The size in bytes of the elements that decide the alignment."""
-    return (unit.param_dtype if unit.param_dtype is not None else unit.params[0].dtype).itemsize
-
-
 def contradictions(unit: Unit, one: FsdpModule, *, shard_size: int, use_orig_params: bool) -> Iterator[str]:
     """Each number of the live flat parameter that differs from the layout of ``unit``."""
-    layout = FlatLayout.of(
-        [param.numel for param in unit.params],
-        world_size=shard_size,
-        aligned=alignment(_deciding_itemsize(unit)) if use_orig_params else None,
-        sharded=unit.strategy is not Strategy.NO_SHARD,
-    )
+    layout = layout_of(unit, use_orig_params=use_orig_params, world_size=shard_size, shard_size=shard_size)
     pairs = {
         "elements": (layout.total, _numel(getattr(one.flat_param, "_unpadded_unsharded_size", None))),
         "elements of a shard": (layout.shard, _numel(getattr(one.flat_param, "_sharded_size", None))),

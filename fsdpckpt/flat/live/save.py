@@ -24,7 +24,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from fsdpckpt.errors import InternalError, SourceUnsupportedError, UsageError
 from fsdpckpt.flat.live import (
     FsdpModule,
-    aligning_dtype,
     contradictions,
     dtype_of,
     fsdp_modules,
@@ -34,6 +33,7 @@ from fsdpckpt.flat.live import (
     params_outside_units,
     shared,
     stride_of,
+    with_aligning_dtype,
 )
 from fsdpckpt.flat.units.request import units_path, write_units
 from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, UnitParam, Units, flaws, unit_text
@@ -187,7 +187,7 @@ def _unit(one: FsdpModule) -> Unit:
     unit = Unit(
         one.prefix, params, _STRATEGIES[one.state.sharding_strategy.name], None if mixed is None else dtype_of(mixed)
     )
-    return aligning_dtype(unit, one)
+    return with_aligning_dtype(unit, one)
 
 
 def _stride(flat: Any, number: int) -> tuple[int, ...] | None:

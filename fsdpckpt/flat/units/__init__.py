@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdpckpt.errors import UsageError
@@ -28,12 +28,8 @@ class Settings:
 
     def fits(self, units: Units) -> bool:
         """Whether ``units`` have all the settings that are not None here."""
-        return (
-            self.use_orig_params in (None, units.use_orig_params)
-            and (self.strategy is None or {unit.strategy for unit in units.units} <= {self.strategy})
-            and (self.param_dtype is None or {unit.param_dtype for unit in units.units} <= {self.param_dtype})
-            and self.shard_size in (None, units.shard_size)
-        )
+        wanted = {name: getattr(self, name) for name in SETTINGS}
+        return all(value is None or {*SETTINGS[name](units)} <= {value} for name, value in wanted.items())
 
     def applied_to(self, units: Units) -> Units:
         """``units`` with the settings that are not None here, and their groups adapted."""
@@ -63,6 +59,20 @@ class Settings:
             f"--shard-size {self.shard_size}" if self.shard_size is not None else "",
         ]
         return [option for option in given if option]
+
+
+SETTINGS: Mapping[str, Callable[[Units], tuple[Hashable, ...]]] = {
+    "use_orig_params": lambda units: (units.use_orig_params,),
+    "strategy": lambda units: tuple(unit.strategy for unit in units.units),
+    "shard_size": lambda units: (units.shard_size,),
+    "param_dtype": lambda units: tuple(unit.param_dtype for unit in units.units),
+}
+"""The values of each of ``Settings`` in units."""
+
+
+def differing_settings(several: Sequence[Units]) -> tuple[str, ...]:
+    """The names of the settings in which these units differ."""
+    return tuple(name for name, values in SETTINGS.items() if len(set(map(values, several))) > 1)
 
 
 def build_units(
@@ -110,9 +120,7 @@ def _begins(params: Sequence[NamedParam], prefixes: Collection[str]) -> dict[str
     """The index of the first parameter under each prefix; the root comes before all."""
     begins = {"": -1}
     for index, param in enumerate(params):
-        words = param.name.split(".")
-        for depth in range(1, len(words)):
-            prefix = ".".join(words[:depth])
+        for prefix in module_paths([param.name]):
             if prefix in prefixes:
                 begins.setdefault(prefix, index)
     return begins
@@ -215,9 +223,4 @@ def layers_glob(names: Iterable[str]) -> str:
 
 def innermost_unit(name: str, prefixes: Collection[str]) -> str | None:
     """The innermost of the prefixes that contains a parameter; None if none does."""
-    words = name.split(".")
-    for depth in range(len(words) - 1, -1, -1):
-        prefix = ".".join(words[:depth])
-        if prefix in prefixes:
-            return prefix
-    return None
+    return next((path for path in (*reversed(module_paths([name])), "") if path in prefixes), None)

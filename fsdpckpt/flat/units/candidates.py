@@ -1,12 +1,11 @@
-"""Enumerates the ways to interpret names and ids; the lengths of slices decide between them.
+"""Enumerates the units that names and ids may mean; the lengths of slices decide between them.
 
 A list of names may not show which of them are buffers, which are one shared parameter, and which are outside the
-wrapped modules. Each plausible interpretation is one ``Candidate``; ``inference`` finds those that the element counts
-allow.
+wrapped modules. Each plausible choice is one ``Candidate``; ``inference`` finds those that the element counts allow.
 
 The ids of an optimizer count group by group; within a group they follow ``model.parameters()``, and parameters that the
-optimizer was not given have none. ``group_candidates`` finds the assignments in that order whose lengths match: one is
-an answer, two are ambiguous.
+optimizer was not given have none. ``group_candidates`` finds the assignments in that order whose lengths match: if
+there are two, the ids are ambiguous.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _CLASSES = 3  # kinds of buffers (last components of names) that are left out at
 class Candidate:
     """Units whose settings are still unknown. ``ordered``: their parameters are in the model's order.
 
-    ``label``: where they come from. ``assumed``: what this interpretation assumes some names to be. ``strides_known``:
+    ``label``: where they come from. ``assumed``: what some names are assumed to be. ``strides_known``:
     whether it has the parameters' strides. A higher ``tier`` is tried only if no candidate of a lower one matches.
     """
 
@@ -54,7 +53,7 @@ class Candidate:
 def candidates(
     checkpoint: Checkpoint, names: ParameterNames, prefixes: UnitPrefixes, *, parameters: Sequence[str] | None = None
 ) -> Iterator[Candidate]:
-    """The interpretations of ``names``, lower tiers first. ``parameters``: exactly those of ``model.parameters()``."""
+    """The candidates for ``names``, lower tiers first. ``parameters``: exactly those of ``model.parameters()``."""
     options = _Candidates(checkpoint, names, prefixes)
     return options.all() if parameters is None else options.exact(parameters)
 
@@ -106,10 +105,10 @@ class _Candidates:
                 for kind in kinds:
                     buffers = [param for param in self._maybe_buffers() if _last_component(param) == kind]
                     treated = f"treated as buffers: {_some_names(buffers)}; " if buffers else ""
-                    for later, first in self._ties(buffers):
+                    for later, first in self._possibly_shared(buffers):
                         left_out = {later, *(param.name for param in buffers)}
                         params = [param for param in self.possible if param.name not in left_out]
-                        assumption = f"{treated}{later} taken for {first}, shared"
+                        assumption = f"{treated}{later} treated as another name of {first}"
                         yield self._candidate(params, roots, shared=[(later, first)], assumed=assumption, tier=tier)
 
     def _maybe_buffers(self) -> list[NamedParam]:
@@ -119,16 +118,18 @@ class _Candidates:
     def _kinds(self) -> list[str]:
         return list(dict.fromkeys(map(_last_component, self._maybe_buffers())))
 
-    def _explains(self, omitted: Iterable[NamedParam], *, all_shown: bool) -> bool:
+    def _numel_fits(self, omitted: Iterable[NamedParam], *, every_parameter_has_state: bool) -> bool:
         """Whether the slices can hold all names except ``omitted``, apart from padding.
 
-        ``all_shown``: every parameter has states, so the slices must not hold more than that either.
+        ``every_parameter_has_state``: the slices must not hold more than that either.
         """
         left = sum(param.numel for param in self.possible) - sum(param.numel for param in omitted)
         slack = self.world_size * (len(self.prefixes.prefixes) + 1)
         if self.dtypes:  # flat parameters as in the model section, alignment included
             slack += _PADDING * len(self.possible)
-        return any(left + slack >= shown and (left - slack <= shown or not all_shown) for shown in self.numels)
+        return any(
+            left + slack >= shown and (left - slack <= shown or not every_parameter_has_state) for shown in self.numels
+        )
 
     def _roots(self, params: Sequence[NamedParam]) -> Iterator[Collection[str]]:
         """The prefixes, with and without the root if nothing shows whether the root module is wrapped."""
@@ -140,17 +141,17 @@ class _Candidates:
                 yield inner
 
     def _without_buffers(self) -> Iterator[tuple[list[NamedParam], str]]:
-        """The parameters without some possible buffers; those with the same last name component go together."""
+        """The parameters without some possible buffers; names with the same last component are all buffers or none."""
         kinds = self._kinds()
         for many in range(1, min(_CLASSES, len(kinds)) + 1):
             for left_out in combinations(kinds, many):
                 buffers = [param for param in self._maybe_buffers() if _last_component(param) in left_out]
                 names = {param.name for param in buffers}
-                if len(names) < len(self.possible) and self._explains(buffers, all_shown=False):
+                if len(names) < len(self.possible) and self._numel_fits(buffers, every_parameter_has_state=False):
                     params = [param for param in self.possible if param.name not in names]
                     yield params, f"treated as buffers: {_some_names(buffers)}"
 
-    def _ties(self, omitted: Sequence[NamedParam]) -> Iterator[tuple[str, str]]:
+    def _possibly_shared(self, omitted: Sequence[NamedParam]) -> Iterator[tuple[str, str]]:
         """Pairs (later, first) that may be one shared parameter.
 
         Both have the same shape, and the optimizer does not list the later one, which is not among ``omitted``.
@@ -160,7 +161,11 @@ class _Candidates:
             earlier = by_shape.setdefault((param.shape, param.dtype.name), [])
             if param in omitted:
                 continue
-            if param.name not in self.listed and earlier and self._explains([param, *omitted], all_shown=True):
+            if (
+                param.name not in self.listed
+                and earlier
+                and self._numel_fits([param, *omitted], every_parameter_has_state=True)
+            ):
                 yield from ((param.name, first) for first in earlier)
             earlier.append(param.name)
 
@@ -279,12 +284,12 @@ def group_candidates(checkpoint: Checkpoint, units: Units) -> list[Groups | None
         token = shown.get(numbers[number])
         return token is None or token in expected[keys[key]]
 
-    answers = in_order([len(group) for group in ids], len(keys), fits, effort=_MOST) or []
     ends = list(accumulate(map(len, ids), initial=0))
-    assignments = [
-        tuple(tuple(keys[at] for at in answer[low:high]) for low, high in pairwise(ends)) for answer in answers
+    groups: list[Groups | None] = [
+        tuple(tuple(keys[position] for position in positions[low:high]) for low, high in pairwise(ends))
+        for positions in in_order([len(group) for group in ids], len(keys), fits, effort=_MOST) or ()
     ]
-    return [*assignments] or ([None] if sliced else [])
+    return groups or ([None] if sliced else [])
 
 
 def _tokens(optim: OptimState, world_size: int) -> dict[int, _Token]:

@@ -1,14 +1,14 @@
 """Infers the units of a flattened checkpoint, by excluding all others.
 
-Every interpretation of the names (``candidates``) is tried with every setting (``use_orig_params``, alignment, sharding
+Every candidate (``candidates``) is tried with every setting (``use_orig_params``, alignment, sharding
 group, the optimizer's ids). Those that the lengths of slices contradict are dropped. If all the rest read the same
-bytes as the same parameters, that is the answer. Otherwise the error says which option decides; nothing is guessed.
+bytes as the same parameters, the units are known. Otherwise the error says which option decides; nothing is guessed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
@@ -18,9 +18,9 @@ import numpy as np
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat import describe_lengths, has_uneven_slices, key_lengths, possible_shard_sizes
 from fsdpckpt.flat.match import FlatMatch, match
-from fsdpckpt.flat.units import Settings
+from fsdpckpt.flat.units import Settings, differing_settings
 from fsdpckpt.flat.units.candidates import Candidate, group_candidates
-from fsdpckpt.flat.units.request import ResolvedUnits
+from fsdpckpt.flat.units.request import ResolvedUnits, order_unknown
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.names import clean
@@ -39,7 +39,9 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Fitting:
+class _Matched:
+    """A candidate whose units match under some settings."""
+
     candidate: Candidate
     match: FlatMatch
 
@@ -57,11 +59,11 @@ def infer(
     settings that the caller expects; they decide if several match. Raises NeedsInformationError if several match that
     read the same bytes differently, or if an order is not certain.
     """
-    survivors: list[_Fitting] = []
+    matched: list[_Matched] = []
     nearest: Refusal | None = None
     distance = 0
     for candidate in candidates:
-        if survivors and candidate.tier > survivors[-1].candidate.tier:
+        if matched and candidate.tier > matched[-1].candidate.tier:
             break
         for units, assignments in _with_settings(checkpoint, candidate.units, wanted):
             description = "; ".join((*candidate.assumed, describe_settings(units)))
@@ -72,15 +74,17 @@ def infer(
             for groups in assignments:
                 result = match(checkpoint, units if groups is None else replace(units, groups=groups))
                 if isinstance(result, FlatMatch):
-                    survivors.append(_Fitting(candidate, result))
+                    matched.append(_Matched(candidate, result))
                 elif nearest is None or len(result.contradictions) + result.unread < distance:
                     nearest, distance = (
                         Refusal(description, result.contradictions),
                         len(result.contradictions) + result.unread,
                     )
-    if not survivors:
-        return nearest or Refusal("no reading of the names at all", tuple(describe_lengths(checkpoint)))
-    return _answer(checkpoint, survivors, preferred or Settings())
+    if not matched:
+        return nearest or Refusal(
+            "no candidate units could be built from the names", tuple(describe_lengths(checkpoint))
+        )
+    return _choose(checkpoint, matched, preferred or Settings())
 
 
 def _with_settings(
@@ -95,11 +99,10 @@ def _with_settings(
             continue
         for strategy, shard_size in _shardings(checkpoint, wanted):
             for param_dtype in _param_dtypes(units, use_orig_params=use_orig_params, wanted=wanted):
-                candidate = replace(
-                    Settings(use_orig_params, strategy, param_dtype).applied_to(units),
-                    shard_size=shard_size,
+                configured = replace(
+                    Settings(use_orig_params, strategy, param_dtype).applied_to(units), shard_size=shard_size
                 )
-                yield candidate, group_candidates(checkpoint, candidate)
+                yield configured, group_candidates(checkpoint, configured)
 
 
 def _shardings(checkpoint: Checkpoint, wanted: Settings) -> Iterator[tuple[Strategy, int | None]]:
@@ -127,31 +130,33 @@ def _param_dtypes(units: Units, *, use_orig_params: bool, wanted: Settings) -> t
     """The dtypes that decide the alignment: the parameters' own, or one of another size (half and single precision)."""
     if wanted.param_dtype is not None or not use_orig_params:
         return (wanted.param_dtype,)
-    sizes = {(unit.param_dtype or unit.params[0].dtype).itemsize for unit in units.units}
+    sizes = {unit.aligning_dtype.itemsize for unit in units.units}
     others = [DTYPES[name] for name in ("bfloat16", "float32") if {DTYPES[name].itemsize} != sizes]
     return (None, *others)
 
 
-def _answer(checkpoint: Checkpoint, survivors: list[_Fitting], preferred: Settings) -> ResolvedUnits:
-    classes: dict[object, list[_Fitting]] = {}
-    for survivor in survivors:
-        classes.setdefault(interpretation(checkpoint, survivor.match), []).append(survivor)
-    if len(classes) > 1:
-        preferable = {key: [one for one in held if preferred.fits(one.match.units)] for key, held in classes.items()}
-        classes = {key: held for key, held in preferable.items() if held} if preferred.options() else classes
-    if len(classes) != 1:
-        raise _ambiguous(checkpoint, [held[0] for held in classes.values()] or survivors)
-    (same,) = classes.values()
+def _choose(checkpoint: Checkpoint, matched: list[_Matched], preferred: Settings) -> ResolvedUnits:
+    by_mapping: dict[object, list[_Matched]] = {}
+    for one in matched:
+        by_mapping.setdefault(byte_mapping(checkpoint, one.match), []).append(one)
+    groups = list(by_mapping.values())
+    if len(groups) > 1 and preferred.options():
+        groups = [[one for one in same if preferred.fits(one.match.units)] for same in groups]
+        groups = [same for same in groups if same]
+    if len(groups) != 1:
+        raise _ambiguous(checkpoint, [same[0] for same in groups] or matched)
+    (same,) = groups
     chosen = next((one for one in same if preferred.fits(one.match.units)), same[0])
     if not chosen.candidate.ordered:
         reason = why_order_matters(checkpoint, chosen.match)
         if reason is not None:
-            raise _unordered(checkpoint, chosen, reason)
+            raise order_unknown(checkpoint.source, reason, [chosen.candidate.label])
     kernels = possibly_channels_last(chosen.match.units) if chosen.match.keys or _splits(checkpoint) else []
     if kernels and not chosen.candidate.strides_known:
         raise _without_strides(checkpoint, kernels)
     how = (chosen.candidate.label, *chosen.candidate.assumed, describe_settings(chosen.match.units))
-    return ResolvedUnits(chosen.match.units, chosen.match, how, _differing([one.match.units for one in same]))
+    unsettled = differing_settings([one.match.units for one in same])
+    return ResolvedUnits(chosen.match.units, chosen.match, how, unsettled)
 
 
 def _splits(checkpoint: Checkpoint) -> bool:
@@ -167,17 +172,6 @@ def _without_strides(checkpoint: Checkpoint, kernels: list[str]) -> NeedsInforma
     )
 
 
-def _differing(many: list[Units]) -> tuple[str, ...]:
-    """The settings in which these units differ."""
-    columns: dict[str, list[Hashable]] = {
-        "use_orig_params": [units.use_orig_params for units in many],
-        "strategy": [tuple(unit.strategy for unit in units.units) for units in many],
-        "shard_size": [units.shard_size for units in many],
-        "param_dtype": [tuple(unit.param_dtype for unit in units.units) for units in many],
-    }
-    return tuple(name for name, values in columns.items() if len(set(values)) > 1)
-
-
 _OPTIONS = {
     "use_orig_params": "--use-orig-params or --no-use-orig-params",
     "strategy": "--strategy",
@@ -186,36 +180,24 @@ _OPTIONS = {
 }
 
 
-def _ambiguous(checkpoint: Checkpoint, several: list[_Fitting]) -> NeedsInformationError:
-    options = [_OPTIONS[name] for name in _differing([one.match.units for one in several])]
+def _ambiguous(checkpoint: Checkpoint, several: list[_Matched]) -> NeedsInformationError:
+    options = [_OPTIONS[name] for name in differing_settings([one.match.units for one in several])]
     if len({(one.candidate.assumed, one.match.units.groups) for one in several}) > 1:
         options.append("--parameters FILE (the names of model.named_parameters(), one per line)")
-    readings = list(dict.fromkeys(one.description + _first_difference(one, several) for one in several))
     return NeedsInformationError(
-        f"the units of {checkpoint.source} are not certain: {len(several)} readings fit the lengths of all slices",
-        details=readings,
-        why="slices of flat parameters carry no names, and these readings would give different parameters",
+        f"the units of {checkpoint.source} are ambiguous: {len(several)} candidates match every slice",
+        details=list(dict.fromkeys(one.description + _first_difference(one, several) for one in several)),
+        why="slices of flat parameters carry no names, and these candidates would give different parameters",
         next_step="add " + ", or ".join([*options, "--units FILE"]),
     )
 
 
-def _first_difference(one: _Fitting, several: list[_Fitting]) -> str:
+def _first_difference(one: _Matched, several: list[_Matched]) -> str:
     """The first optimizer key that stands for different parameters."""
     for key, name in one.match.keys.items():
         if any(other.match.keys.get(key) != name for other in several):
             return f"; optimizer key {key} is {name}"
     return ""
-
-
-def _unordered(checkpoint: Checkpoint, chosen: _Fitting, reason: str) -> NeedsInformationError:
-    return NeedsInformationError(
-        f"the order of the parameters in {checkpoint.source} is not certain: {reason}",
-        details=[chosen.candidate.label],
-        why="the names come from where keys are sorted (safetensors, some DCP directories) or out of a model's order, "
-        "and lengths do not show which of two parameters comes first",
-        next_step="add --parameters FILE (the names of model.named_parameters(), one per line), --reference PATH of a "
-        "checkpoint that PyTorch wrote, or --units FILE",
-    )
 
 
 def possibly_channels_last(units: Units) -> list[str]:
@@ -242,10 +224,9 @@ def why_order_matters(checkpoint: Checkpoint, match: FlatMatch) -> str | None:
     model = checkpoint.model.params if checkpoint.model is not None else {}
     flat = any(is_flat_key(key) for key in model) or (checkpoint.optim is not None and not units.use_orig_params)
     if flat:
-        crowded = [unit for unit in units.units if sum(param.numel > 0 for param in unit.params) > 1]
-        if crowded:
-            many = len(crowded[0].params)
-            return f"{many} parameters are in {crowded[0]}, in an unknown order"
+        several = next((unit for unit in units.units if sum(param.numel > 0 for param in unit.params) > 1), None)
+        if several is not None:
+            return f"{len(several.params)} parameters are in {several}"
     optim = checkpoint.optim
     if optim is None or optim.key_type != "id":
         return None
@@ -267,7 +248,7 @@ def why_order_matters(checkpoint: Checkpoint, match: FlatMatch) -> str | None:
 _Row: TypeAlias = tuple[object, ...]
 
 
-def interpretation(checkpoint: Checkpoint, match: FlatMatch) -> object:
+def byte_mapping(checkpoint: Checkpoint, match: FlatMatch) -> object:
     """Equal for two matches of ``checkpoint`` exactly when they read the same bytes as the same parameters."""
     units = match.units
     by_key = {unit.key: unit for unit in units.units}
@@ -290,7 +271,7 @@ def interpretation(checkpoint: Checkpoint, match: FlatMatch) -> object:
 
 
 def _flat(unit: Unit, match: FlatMatch) -> tuple[_Row, ...]:
-    """Each parameter of a flat parameter; its place there matters only if there are others."""
+    """Each parameter of a flat parameter; its position there matters only if there are others."""
     layout = match.layouts[unit.key]
     filled = [param for param in unit.params if param.numel]
     if len(filled) == 1:
@@ -315,6 +296,6 @@ def describe_settings(units: Units) -> str:
     if units.shard_size is not None and Strategy.HYBRID_SHARD in strategies:
         parts[-1] += f" in groups of {units.shard_size} ranks"
     if units.use_orig_params:
-        dtypes = dict.fromkeys((unit.param_dtype or unit.params[0].dtype).name for unit in units.units)
+        dtypes = dict.fromkeys(unit.aligning_dtype.name for unit in units.units)
         parts.append(f"aligned for {', '.join(dtypes)}")
     return ", ".join(parts)

@@ -32,9 +32,6 @@ from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import replace_file
 from fsdpckpt.storage.sources import Sources
 
-ORDER = "parameters"
-"""In ``ResolvedUnits.unsettled``: the order of ``model.parameters()`` is known only inside each unit."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitsRequest(Settings):
@@ -59,25 +56,32 @@ class ResolvedUnits:
     """Units, what proves them (for messages), and for a source what each of its keys is.
 
     ``how``: where they come from and what was compared. ``unsettled``: settings that make no difference to the source's
-    bytes and so cannot be read from them, and ``ORDER``.
+    bytes and so cannot be read from them. ``order_known``: False if the order of ``model.parameters()`` is known only
+    within each unit.
     """
 
     units: Units
     match: FlatMatch | None
     how: tuple[str, ...]
     unsettled: tuple[str, ...] = ()
+    order_known: bool = True
 
 
 def require_model_order(resolved: ResolvedUnits, source: str) -> None:
     """Raises NeedsInformationError unless ``resolved`` has the order of ``model.parameters()``, which units record."""
-    if ORDER in resolved.unsettled:
-        raise NeedsInformationError(
-            f"the order of the parameters of {source} is known inside of each unit only",
-            why="the names come from the optimizer, which lists them flat parameter by flat parameter, or as its user "
-            "did; ids count in the order of model.parameters()",
-            next_step="add --parameters FILE (the names of model.named_parameters(), one per line), --reference PATH "
-            "of a checkpoint of this model, or --units FILE",
-        )
+    if not resolved.order_known:
+        raise order_unknown(source, "the names come from the optimizer, which shows only the order within each unit")
+
+
+def order_unknown(source: str, reason: str, details: Sequence[str] = ()) -> NeedsInformationError:
+    return NeedsInformationError(
+        f"the order of the parameters of {source} is not known: {reason}",
+        details=details,
+        why="flat parameters and ids follow model.parameters(); safetensors files, some DCP directories and some "
+        "scripts sort or reorder their keys, and FSDP1 lists an optimizer's parameters unit by unit",
+        next_step="add --parameters FILE (the names of model.named_parameters(), one per line), --reference PATH of a "
+        "checkpoint that PyTorch wrote, or --units FILE",
+    )
 
 
 def load_units(path: str, sources: Sources) -> Units:

@@ -13,7 +13,6 @@ from fsdpckpt.flat.units import Settings, expand_globs, layers_glob
 from fsdpckpt.flat.units.candidates import Candidate, candidates
 from fsdpckpt.flat.units.inference import Refusal, infer
 from fsdpckpt.flat.units.request import (
-    ORDER,
     ResolvedUnits,
     UnitsRequest,
     load_units,
@@ -156,7 +155,7 @@ def _infer_units(
     require_agreement(result.units, replace(request, globs=()), sources, f"what {checkpoint.source} shows of its units")
     if names.in_model_order or request.parameters is not None:
         return result
-    return replace(result, unsettled=(*result.unsettled, ORDER))
+    return replace(result, order_known=False)
 
 
 def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames:

@@ -19,6 +19,7 @@ from fsdpckpt.flat.units.request import (
     contradictions,
     listed_names,
     load_units,
+    order_unknown,
     reference_names,
     require_agreement,
     require_model_order,
@@ -55,7 +56,7 @@ def target_units(
     _require_orders(wrapped, units, world_size, checkpoint, given=request.file is not None)
     groups, reordered = _groups(units, checkpoint)
     units = replace(units, world_size=world_size, groups=groups)
-    _require_description(units, checkpoint, request, dtype)
+    _require_same_model(units, checkpoint, request, dtype)
     described = f"the units of {request.file}" if request.file is not None else "the target's units"
     require_agreement(units, request, sources, described)
     _require_possible(units)
@@ -77,7 +78,7 @@ def _wrapping(
         require_model_order(source, checkpoint.source)
         source_units, label = source.units, "the source's units"
         if request.use_orig_params is None and "use_orig_params" in source.unsettled:
-            raise _which_parameters(checkpoint, "the source's bytes are the same with both")
+            raise _orig_params_unknown(checkpoint, "the source's bytes are the same with both")
     if source_units is not None and not request.globs:
         return source_units, f"target units: {label}"
     if not request.globs:
@@ -90,7 +91,7 @@ def _wrapping(
             "the root is wrapped)",
         )
     if source_units is None and request.use_orig_params is None:
-        raise _which_parameters(checkpoint, "the source is not flattened")
+        raise _orig_params_unknown(checkpoint, "the source is not flattened")
     names = units_names(source_units, label) if source_units is not None else target_names(checkpoint, request, sources)
     prefixes = {"", *expand_globs(request.globs, [param.name for param in names.params])}
     settings = Settings(source_units.use_orig_params if source_units is not None else bool(request.use_orig_params))
@@ -108,7 +109,7 @@ def _wrapping(
     return units, f"target units: names from {names.label}, wrapping from --unit {' --unit '.join(request.globs)}"
 
 
-def _require_description(units: Units, checkpoint: Checkpoint, request: UnitsRequest, dtype: DType | None) -> None:
+def _require_same_model(units: Units, checkpoint: Checkpoint, request: UnitsRequest, dtype: DType | None) -> None:
     wrong = contradictions(units, checkpoint, dtype=dtype)
     if not wrong:
         return
@@ -157,7 +158,7 @@ def _cast(units: Units, dtype: DType) -> Units:
     return replace(units, units=changed, unmanaged=cast(units.unmanaged))
 
 
-def _which_parameters(checkpoint: Checkpoint, why: str) -> NeedsInformationError:
+def _orig_params_unknown(checkpoint: Checkpoint, why: str) -> NeedsInformationError:
     return NeedsInformationError(
         f"nothing says whether the job that loads {checkpoint.source} uses use_orig_params",
         details=[
@@ -391,23 +392,23 @@ def _require_settled(names: ParameterNames, checkpoint: Checkpoint) -> Parameter
     if optim is not None and by_name:
         trained |= {str(key) for key in optim.state}
     params: list[NamedParam] = []
-    open_: list[str] = []
+    undecided: list[str] = []
     for param in names.params:
         if param.name in trained:
             params.append(replace(param, sharded=param.sharded is not False))
         elif param.sharded and not trained:
             params.append(param)
         elif param.sharded:
-            alike = next((one.name for one in params if one.name in trained and one.shape == param.shape), None)
-            if alike is not None:
-                open_.append(f"{param.name} has no optimizer state: it may be frozen, or shared with {alike}")
+            same_shape = next((one.name for one in params if one.name in trained and one.shape == param.shape), None)
+            if same_shape is not None:
+                undecided.append(f"{param.name} has no optimizer state: it may be frozen, or shared with {same_shape}")
             params.append(replace(param, requires_grad=False))
         elif param.possible:
-            open_.append(f"{param.name} may be a parameter or a buffer")
-    if open_:
+            undecided.append(f"{param.name} may be a parameter or a buffer")
+    if undecided:
         raise NeedsInformationError(
-            f"{checkpoint.source} does not say enough about {len(open_)} of its names to make units from them",
-            details=open_,
+            f"{checkpoint.source} does not say enough about {len(undecided)} of its names to make units from them",
+            details=undecided,
             why="a flat parameter holds every parameter once, frozen ones too, and no buffer",
             next_step="add --buffers GLOB for the buffers (--buffers none when there are none), --parameters FILE (the "
             "names of model.named_parameters(), one per line), or --units FILE",
@@ -416,17 +417,10 @@ def _require_settled(names: ParameterNames, checkpoint: Checkpoint) -> Parameter
 
 
 def require_known_order(units: Units, names: ParameterNames, checkpoint: Checkpoint) -> None:
-    crowded = [unit for unit in units.units if len(unit.params) > 1]
+    """Raises NeedsInformationError if ``names`` are in no model's order, and the target depends on it."""
+    units_with_several = [unit for unit in units.units if len(unit.params) > 1]
     # The content of a flat parameter depends on the order, and so do the optimizer's ids.
-    matters = bool(crowded) or (checkpoint.optim is not None and len(units.parameters) > 1)
-    if (names.ordered and names.in_model_order) or not matters:
-        return
-    raise NeedsInformationError(
-        f"the order of the parameters is not known: {names.label} does not keep the model's order",
-        details=[f"{unit} has {plural(len(unit.params), 'parameter')}" for unit in crowded],
-        why="safetensors files and some DCP directories sort their keys, a dict that a script put together has its own "
-        "order, FSDP1 lists an optimizer's parameters unit by unit, and in a flat parameter and in ids the order is "
-        "all there is",
-        next_step="add --parameters FILE (the names of model.named_parameters(), one per line), --reference PATH of a "
-        "checkpoint that PyTorch wrote, or --units FILE",
-    )
+    matters = bool(units_with_several) or (checkpoint.optim is not None and len(units.parameters) > 1)
+    if matters and not (names.ordered and names.in_model_order):
+        details = [f"{unit} has {plural(len(unit.params), 'parameter')}" for unit in units_with_several]
+        raise order_unknown(checkpoint.source, f"{names.label} does not keep it", details)

@@ -10,7 +10,7 @@ import torch
 
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.match import FlatMatch, match
-from fsdpckpt.flat.units.inference import interpretation
+from fsdpckpt.flat.units.inference import byte_mapping
 from fsdpckpt.flat.units.request import UnitsRequest
 from fsdpckpt.flat.units.source import source_units
 from fsdpckpt.ir.units_json import loads
@@ -38,7 +38,7 @@ def _inferred_as_recorded(oracle: Oracle, variant: Variant, form: str, path: Pat
         truth = match(source, recorded)
     assert isinstance(truth, FlatMatch)
     assert found.match is not None
-    return interpretation(source, truth) == interpretation(source, found.match)
+    return byte_mapping(source, truth) == byte_mapping(source, found.match)
 
 
 @pytest.mark.parametrize("orig", [False, True])

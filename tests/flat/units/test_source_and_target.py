@@ -374,7 +374,7 @@ def test_names_in_an_order_that_no_module_has_are_refused(sources: Sources) -> N
     """As of a dict that a script put together: what FSDP1 would flatten first is not known."""
     request = UnitsRequest(globs=("l.*",), use_orig_params=True)
     params = (*PARAMS, named("position", 64))
-    with pytest.raises(NeedsInformationError, match="does not keep the model's order") as caught:
+    with pytest.raises(NeedsInformationError, match="the model section does not keep it") as caught:
         target_units(full(params, by_name()), request, None, 4, sources)
     assert "--parameters FILE" in str(caught.value.next_step)
     order = ("position", *(param.name for param in PARAMS))
