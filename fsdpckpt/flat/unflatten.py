@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.flat import is_number_per_rank, is_step, slice_lengths
-from fsdpckpt.flat.blocks import read_scales
+from fsdpckpt.flat.blocks import require_aligned_blocks
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.proofs import compare_replicas, require_padding
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
@@ -145,11 +145,38 @@ def _scales(
     unit: Unit, params: Sequence[UnitParam], states: Mapping[str, Tensor | Value], match: FlatMatch
 ) -> dict[str, dict[str, Tensor]]:
     """The scales of bitsandbytes' states in the vector of ``params``: by state, then by parameter."""
-    layout, orig = match.layouts[unit.key], match.units.use_orig_params
     return {
-        scale: read_scales(unit, layout, params, leaf, of, orig=orig)
+        scale: _read_scales(unit, params, leaf, of, match)
         for scale, codes in scales_in(states).items()
         if isinstance(leaf := states[scale], Tensor) and isinstance(of := states[codes], Tensor)
+    }
+
+
+def _read_scales(
+    unit: Unit, params: Sequence[UnitParam], scales: Tensor, codes: Tensor, match: FlatMatch
+) -> dict[str, Tensor]:
+    """The scales of each of ``params``: one for each block of a slice. Raises SourceUnsupportedError."""
+    layout, orig = match.layouts[unit.key], match.units.use_orig_params
+    codes_of_rank = dict(zip(codes.chunks.rank.tolist(), codes.chunks.size.prod(axis=1).tolist(), strict=True))
+    ranks, counts = scales.chunks.rank.tolist(), scales.chunks.size[:, 0].tolist()
+    lengths = [(codes_of_rank.get(rank, 0), count) for rank, count in zip(ranks, counts, strict=True)]
+    block = require_aligned_blocks(unit, layout, {param.name for param in params}, lengths, orig=orig)
+    by_shard: dict[int, list[tuple[int, int, int]]] = {}
+    for rank, file, offset in zip(ranks, scales.chunks.file.tolist(), scales.chunks.offset.tolist(), strict=True):
+        by_shard.setdefault(rank % layout.shards, []).append((rank, file, offset))
+    slices = layout.slices()
+    columns = (slices.param, slices.rank, slices.begin, slices.count, slices.offset)
+    runs: dict[str, list[_Run]] = {param.name: [] for param in params}
+    for index, shard, begin, count, skipped in zip(*(column.tolist() for column in columns), strict=True):
+        name = unit.params[index].name
+        for rank, file, offset in by_shard.get(shard, ()) if name in runs else ():
+            first = offset + (0 if orig else skipped // block * scales.dtype.itemsize)
+            runs[name].append((rank, file, first, begin // block, -(-count // block)))
+    return {
+        param.name: _param_tensor(
+            UnitParam(param.name, (-(-param.numel // block),), scales.dtype), scales.dtype, runs[param.name], 0
+        )
+        for param in params
     }
 
 
@@ -180,8 +207,8 @@ def _holder_state(leaf: Tensor, counts: Int64Array | None, world_size: int) -> T
     """
     if counts is None or not counts.any():
         return leaf
-    deciding_params = np.resize(counts, world_size)[leaf.chunks.rank] > 0
-    return replace(leaf, chunks=leaf.chunks.take(deciding_params)) if deciding_params.any() else leaf
+    holds_elements = np.resize(counts, world_size)[leaf.chunks.rank] > 0
+    return replace(leaf, chunks=leaf.chunks.take(holds_elements)) if holds_elements.any() else leaf
 
 
 def _group(group: Mapping[Key, Value], match: FlatMatch, by_key: Mapping[str, Unit]) -> dict[Key, Value]:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
-from fsdpckpt.flat.blocks import Quantized, require_whole_blocks
+from fsdpckpt.flat.blocks import Quantized, require_aligned_slices
 from fsdpckpt.flat.flatten.keys import FlatKeys
 from fsdpckpt.flat.flatten.pickle import UnitState, in_memory_order
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, stored_entry
@@ -137,7 +137,7 @@ class FlatOptimizer:
             )
         cut = [Quantized.of(one.unit, self._state) for one in placed if one.sharded or not units.use_orig_params]
         layouts = {one.unit.key: one.layout for one in placed}
-        require_whole_blocks(cut, layouts, orig=units.use_orig_params, source=checkpoint.source)
+        require_aligned_slices(cut, layouts, orig=units.use_orig_params, source=checkpoint.source)
         self._blocks = {name: one.block or 1 for one in cut for name in one.params}
         self._order = [key for key in units.optimizer_keys() if key in self._of_units or key in self._state]
         self._require_groups(checkpoint)
