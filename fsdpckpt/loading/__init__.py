@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from fsdpckpt.comm.boxes import held_boxes
 from fsdpckpt.comm.dtensor import DTensor, StridedShard, compute_local_shape_and_global_offset
-from fsdpckpt.errors import SourceError, StateDictMismatchError, UsageError
+from fsdpckpt.errors import InternalError, SourceError, StateDictMismatchError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Box, Tensor
@@ -43,7 +43,7 @@ from fsdpckpt.loading.source import (
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
-from fsdpckpt.verify.blocks import DEFAULT_THREADS, Bytes
+from fsdpckpt.verify.blocks import DEFAULT_THREADS
 
 Path = str | os.PathLike[str]
 
@@ -156,15 +156,13 @@ class StorageReader(TorchStorageReader):
         misplaced = _misplaced(planner, entries)
         shards = [item for item in tensors if item.storage_index.fqn not in misplaced]
         targets = [planner.resolve_tensor(item).detach() for item in shards]
-        wanted = [_wanted(item, target) for item, target in zip(shards, targets, strict=True)]
-        wanted += [one for held in misplaced.values() for one in held]
-        self._require_match(wanted, planner, entries)
+        boxes = [_box_of(item, target) for item, target in zip(shards, targets, strict=True)]
+        boxes += [box for local in misplaced.values() for box in local]
+        self._require_match(boxes, planner, entries)
         if any(entries.values[item.storage_index.fqn] is UNREAD for item in values):
             entries = self._reopened()
-        boxes = _boxes(wanted, entries)
-        if not read_boxes(boxes, self._checkpoint, self._sources, threads=self._threads):
-            boxes = _boxes(wanted, self._reopened())
-            read_boxes(boxes, self._checkpoint, self._sources, threads=self._threads)
+        if not self._read(boxes, entries) and not self._read(boxes, self._reopened()):
+            raise InternalError(f"{self._path}: an item was opened and not located")
         for item, target in zip(shards, targets, strict=True):
             planner.commit_tensor(item, target)
         entries = self._entries_of_rank()
@@ -202,6 +200,9 @@ class StorageReader(TorchStorageReader):
         self._open(self._path, locate=True)
         return self._entries_of_rank()
 
+    def _read(self, boxes: list[BoxToRead], entries: Entries) -> bool:
+        return read_boxes(boxes, entries, self._checkpoint, self._sources, threads=self._threads)
+
     def _storage_metadata(self, key: str, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
         if not isinstance(value, Tensor):
             return BytesStorageMetadata()
@@ -210,7 +211,7 @@ class StorageReader(TorchStorageReader):
         whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
         return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [whole])
 
-    def _require_match(self, wanted: list[_Wanted], planner: LoadPlanner, entries: Entries) -> None:
+    def _require_match(self, boxes: list[BoxToRead], planner: LoadPlanner, entries: Entries) -> None:
         """Raises if a tensor has another dtype or shape: the plans of older torch versions do not check it.
 
         A planner that makes its own plans may request a part of a tensor.
@@ -219,8 +220,8 @@ class StorageReader(TorchStorageReader):
         whole = getattr(planner, "state_dict", {}) if not own_plan else {}
         wrong: dict[str, str] = {}
         cast = False
-        for key, held_as, _, target in wanted:
-            tensor = _tensor(entries, key)
+        for key, held_as, _, target in boxes:
+            tensor = entries.tensor(key)
             stored, expected = tensor.dtype.name, str(target.dtype).removeprefix("torch.")
             if stored != expected:
                 wrong[key], cast = f"{key}: {stored} in the checkpoint, {expected} in the state dict", True
@@ -247,39 +248,23 @@ def _as_named_by(state: Mapping[str, Any], item: ReadItem, entries: Entries) -> 
         return value
     if not isinstance(held, list) or not isinstance(value, list):
         return value
-    called = {clean(name): name for name in held if isinstance(name, str)}
-    return [called.get(name, name) if isinstance(name, str) else name for name in value]
+    wrapped_names = {clean(name): name for name in held if isinstance(name, str)}
+    return [wrapped_names.get(name, name) if isinstance(name, str) else name for name in value]
 
 
-def _tensor(entries: Entries, key: str) -> Tensor:
-    value = entries.values[key]
-    if not isinstance(value, Tensor):
-        raise StateDictMismatchError(f"{key} is not a tensor in the checkpoint", key=key)
-    return value
-
-
-class _Wanted(NamedTuple):
-    """``box`` of the tensor ``key``, to be read into ``target``, a part of ``held_as`` in the state dict."""
-
-    key: str
-    held_as: str
-    box: Box
-    target: torch.Tensor
-
-
-def _wanted(item: ReadItem, target: torch.Tensor) -> _Wanted:
+def _box_of(item: ReadItem, target: torch.Tensor) -> BoxToRead:
     box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-    return _Wanted(item.storage_index.fqn, item.dest_index.fqn, box, target)
+    return BoxToRead(item.storage_index.fqn, item.dest_index.fqn, box, target)
 
 
-def _misplaced(planner: LoadPlanner, entries: Entries) -> dict[str, list[_Wanted]]:
-    """DTensors for which torch requests another box than the rank holds, by key, with the one it does hold.
+def _misplaced(planner: LoadPlanner, entries: Entries) -> dict[str, list[BoxToRead]]:
+    """DTensors for which torch requests a different box than the rank holds, by key, with the one that it holds.
 
     If FSDP2 and tensor parallelism cut one dimension and rows do not divide evenly, the boxes that
     ``compute_local_shape_and_global_offset`` computes for the plan are wrong (torch 2.13): another part of the tensor,
     or more elements than the local tensor has.
     """
-    wanted: dict[str, list[_Wanted]] = {}
+    boxes: dict[str, list[BoxToRead]] = {}
     for key, value in getattr(planner, "state_dict", {}).items():
         if not isinstance(value, DTensor) or key not in entries.values:
             continue
@@ -289,26 +274,5 @@ def _misplaced(planner: LoadPlanner, entries: Entries) -> dict[str, list[_Wanted
         computed = [Box(tuple(offset), tuple(size))] if prod(size) else []
         held = held_boxes(value, key)
         if [one.box for one in held] != computed:
-            wanted[key] = [_Wanted(key, key, one.box, one.data.detach()) for one in held]
-    return wanted
-
-
-def _boxes(wanted: list[_Wanted], entries: Entries) -> list[BoxToRead]:
-    return [_box(_tensor(entries, one.key), one.box, one.target) for one in wanted if one.target.numel()]
-
-
-def _box(tensor: Tensor, box: Box, target: torch.Tensor) -> BoxToRead:
-    def put(part: Box, block: Bytes) -> None:
-        ranges = zip(part.offsets, part.sizes, strict=True)
-        values = torch.from_numpy(block).view(target.dtype).reshape(part.sizes)
-        target[tuple(slice(begin, begin + count) for begin, count in ranges)].copy_(values)
-
-    return BoxToRead(tensor, box, _memory(target), put)
-
-
-def _memory(target: torch.Tensor) -> Bytes | None:
-    """The bytes of a contiguous tensor in host memory, None for any other tensor."""
-    if target.device.type != "cpu" or not target.is_contiguous():
-        return None
-    memory: Bytes = target.reshape(-1).view(torch.uint8).numpy()
-    return memory
+            boxes[key] = [BoxToRead(key, key, one.box, one.data.detach()) for one in held]
+    return boxes

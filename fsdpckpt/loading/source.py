@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+import torch
 
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import transform, units_request
-from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
+from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, StateDictMismatchError
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, Section, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Section
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import TORCHAO, Blockwise
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.options import ConvertOptions
+from fsdpckpt.producers import PLAIN_NESTING, Nesting
 from fsdpckpt.readers.dcp.items import is_located, locate_rows
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import require_matches
@@ -33,7 +35,6 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import (
     BLOCK_BYTES,
     BlockReader,
-    Bytes,
     ChunkReader,
     for_each,
     in_file_order,
@@ -41,10 +42,9 @@ from fsdpckpt.verify.blocks import (
     slabs,
 )
 from fsdpckpt.verify.elements import without_repeats
-from fsdpckpt.writers.state_dicts import Leaf, extras_of_rank, flatten
+from fsdpckpt.writers.state_dicts import Leaf, Path, extras_of_rank, flatten, settings_by_parameter
 from fsdpckpt.writers.torch_full import lay_out_file
 
-Path = tuple[str | int, ...]
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -84,6 +84,18 @@ class Names:
     optimizer: str | None = None
     flattened: bool = False
 
+    def nesting(self, checkpoint: Checkpoint) -> Nesting:
+        """Where the entries of ``checkpoint`` are in the state dict."""
+
+        def path(name: str | None, section: Section, default: Path) -> Path:
+            if name is not None:
+                return tuple(name.split(".")) if name else ()
+            stored = checkpoint.nesting.get(section, default)
+            return tuple(key if isinstance(key, int) else str(key) for key in stored)
+
+        model = path(self.model, Section.MODEL, PLAIN_NESTING.model)
+        return Nesting(model, path(self.optimizer, Section.OPTIM, PLAIN_NESTING.optim), self.flattened)
+
 
 @dataclass(frozen=True, slots=True)
 class Entries:
@@ -92,35 +104,31 @@ class Entries:
     values: Mapping[str, Value]
     paths: Mapping[str, Path]
 
+    def tensor(self, key: str) -> Tensor:
+        value = self.values[key]
+        if not isinstance(value, Tensor):
+            raise StateDictMismatchError(f"{key} is not a tensor in the checkpoint", key=key)
+        return value
+
 
 def entries_of(checkpoint: Checkpoint, names: Names, rank: int) -> Entries:
     """What rank ``rank`` can load: what all ranks share, and the extras of source rank ``rank`` modulo their number.
 
-    Raises UsageError if ``names`` give two entries one key, SourceUnsupportedError if the checkpoint itself does.
+    Raises SourceUnsupportedError if two entries would have one key, or the optimizer has ids and ``names`` flattens it.
     """
     of_rank = replace(checkpoint, extra=extras_of_rank(checkpoint, rank), rank_extra=())
-    leaves: Iterable[tuple[Path, Value]] = [(leaf.path, _loadable(leaf)) for leaf in flatten(of_rank)[0]]
-    if names.flattened and of_rank.optim is not None:
-        leaves = _by_parameter(of_rank.optim, leaves)
-    prefixes = _prefixes(of_rank, names)
-    values: dict[str, Value] = {}
-    paths: dict[str, Path] = {}
-    for stored_path, value in leaves:
-        prefix = prefixes.get(stored_path[0])
-        path = stored_path if prefix is None else (*prefix, *stored_path[1:])
-        key = ".".join(map(str, path))
-        if key in values:
-            raise UsageError(
-                f"two entries of {checkpoint.source} would both be loaded as {key}",
-                key=key,
-                next_step="give the sections other names: StorageReader(path, model=..., optimizer=...)",
-            )
-        values[key], paths[key] = value, path
-    matching = _MatchingNames(values)
-    if of_rank.optim is not None and not names.flattened:
-        prefix = prefixes.get("optimizer", ("optimizer",))
-        matching.others = {".".join(map(str, (*prefix, *path[1:]))): value for path, value in _settings(of_rank.optim)}
-    return Entries(matching, paths)
+    nesting = names.nesting(checkpoint)
+    try:
+        leaves, _ = flatten(of_rank, nesting)
+    except SourceUnsupportedError as error:
+        if error.key is not None:
+            error.alternative = "give the sections other names: StorageReader(path, model=..., optimizer=...)"
+        raise
+    values = _MatchingNames({leaf.key: _loadable(leaf) for leaf in leaves})
+    if of_rank.optim is not None and not nesting.flattened:
+        settings = settings_by_parameter(of_rank.optim, nesting.optim)
+        values.others = {leaf.key: _loadable(leaf) for leaf in settings}
+    return Entries(values, {leaf.key: leaf.path for leaf in leaves})
 
 
 def _loadable(leaf: Leaf) -> Value:
@@ -160,64 +168,34 @@ def matching_names(values: Mapping[str, T], change: Callable[[str, T], S]) -> di
     return matching
 
 
-def _prefixes(checkpoint: Checkpoint, names: Names) -> dict[str | int, Path]:
-    """Replacements for the first element of a path. An extra with the name of an absent section keeps its name."""
-    prefixes: dict[str | int, Path] = {}
-    for section, present, word, name in (
-        (Section.MODEL, checkpoint.model is not None, "model", names.model),
-        (Section.OPTIM, checkpoint.optim is not None, "optimizer", names.optimizer),
-    ):
-        if present and name is not None:
-            prefixes[word] = tuple(name.split(".")) if name else ()
-        elif present:
-            nesting = checkpoint.nesting.get(section, (word,))
-            prefixes[word] = tuple(key if isinstance(key, int) else str(key) for key in nesting)
-    return prefixes
+class BoxToRead(NamedTuple):
+    """``box`` of the tensor ``key``, to be read into ``target``, a part of ``held_as`` in the state dict."""
 
-
-def _by_parameter(optim: OptimState, leaves: Iterable[tuple[Path, Value]]) -> Iterator[tuple[Path, Value]]:
-    """The optimizer in the form of ``_flatten_optim_state_dict``: one level of dotted keys, settings by parameter."""
-    for path, value in leaves:
-        if path[:2] != ("optimizer", "param_groups"):
-            yield ("optimizer", ".".join(map(str, path[1:]))) if path[0] == "optimizer" else path, value
-    yield from _settings(optim)
-
-
-def _settings(optim: OptimState) -> Iterator[tuple[Path, Value]]:
-    for group in optim.param_groups or ():
-        settings = {str(key): value for key, value in group.items() if key != "params"}
-        for param in group_params(group) or ():
-            for key, value in settings.items():
-                yield ("optimizer", f"param_groups.{param}.{key}"), value
-
-
-@dataclass(frozen=True, slots=True)
-class BoxToRead:
-    """``box`` of ``tensor``, to be read row-major into ``memory``.
-
-    Without host memory to read into, ``put`` gets its bytes in parts (the part's box within the box, its bytes).
-    """
-
-    tensor: Tensor
+    key: str
+    held_as: str
     box: Box
-    memory: Bytes | None
-    put: Callable[[Box, Bytes], None]
+    target: torch.Tensor
 
 
-def read_boxes(boxes: Sequence[BoxToRead], checkpoint: Checkpoint, sources: Sources, *, threads: int) -> bool:
+def read_boxes(
+    boxes: Sequence[BoxToRead], entries: Entries, checkpoint: Checkpoint, sources: Sources, *, threads: int
+) -> bool:
     """Read every box, in file order. Reads nothing and returns False if chunks cannot be located one by one.
 
     Raises SourceCorruptError if a file ends too early or an item is damaged.
     """
-    located = locate_rows([(each.tensor, _rows(each)) for each in boxes], checkpoint.files, sources)
+    filled = [one for one in boxes if one.target.numel()]
+    tensors = [entries.tensor(one.key) for one in filled]
+    rows = [_rows(tensor, one.box) for tensor, one in zip(tensors, filled, strict=True)]
+    located = locate_rows(list(zip(tensors, rows, strict=True)), checkpoint.files, sources)
     if located is None:
         return False
 
     def work(reader: BlockReader, number: int) -> None:
-        _read(reader, boxes[number], located[number])
+        _read(ChunkReader(reader, located[number], list(range(len(located[number].chunks)))), filled[number])
 
     for_each(
-        range(len(boxes)),
+        range(len(filled)),
         work,
         make_reader=lambda: BlockReader(checkpoint.files, sources),
         threads=threads,
@@ -226,26 +204,29 @@ def read_boxes(boxes: Sequence[BoxToRead], checkpoint: Checkpoint, sources: Sour
     return True
 
 
-def _rows(wanted: BoxToRead) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+def _rows(tensor: Tensor, box: Box) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
     """The chunks that hold part of the box; of replicas only the one that is read."""
-    chunks, offsets = wanted.tensor.chunks, np.asarray(wanted.box.offsets, np.int64)
+    chunks, offsets = tensor.chunks, np.asarray(box.offsets, np.int64)
     low = np.maximum(chunks.start, offsets)
-    high = np.minimum(chunks.start + chunks.size, offsets + np.asarray(wanted.box.sizes, np.int64))
+    high = np.minimum(chunks.start + chunks.size, offsets + np.asarray(box.sizes, np.int64))
     rows = np.flatnonzero((low < high).all(axis=1))
     return rows[rows_to_read(chunks.take(rows))]
 
 
-def _read(reader: BlockReader, wanted: BoxToRead, located: Tensor) -> None:
-    chunks = ChunkReader(reader, located, list(range(len(located.chunks))))
-    if wanted.memory is not None:
-        chunks.read_into(wanted.box, wanted.memory)
+def _read(chunks: ChunkReader, wanted: BoxToRead) -> None:
+    """Read into the target's own memory if that is contiguous host memory, else copy one block after the other."""
+    box, target = wanted.box, wanted.target
+    if target.device.type == "cpu" and target.is_contiguous():
+        chunks.read_into(box, target.reshape(-1).view(torch.uint8).numpy())
         return
-    itemsize = wanted.tensor.dtype.itemsize
-    for part in slabs(wanted.box.sizes, itemsize, BLOCK_BYTES):
+    itemsize = target.dtype.itemsize
+    for part in slabs(box.sizes, itemsize, BLOCK_BYTES):
         block = np.empty(part.numel * itemsize, np.uint8)
-        offsets = tuple(map(sum, zip(wanted.box.offsets, part.offsets, strict=True)))
+        offsets = tuple(map(sum, zip(box.offsets, part.offsets, strict=True)))
         chunks.read_into(Box(offsets, part.sizes), block)
-        wanted.put(part, block)
+        ranges = zip(part.offsets, part.sizes, strict=True)
+        values = torch.from_numpy(block).view(target.dtype).reshape(part.sizes)
+        target[tuple(slice(begin, begin + count) for begin, count in ranges)].copy_(values)
 
 
 def as_saved(value: Value, checkpoint: Checkpoint, sources: Sources) -> io.BytesIO:

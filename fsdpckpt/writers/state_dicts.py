@@ -212,18 +212,24 @@ def _flat_optimizer(optim: OptimState, at: Path, notes: list[Note]) -> Iterator[
     for param, states in optim.state.items():
         for name, value in joined_states(states):
             entries.append((f"state.{param}.{name}" if name != BARE_VALUE else f"state.{param}", value))
-    for group in optim.param_groups or []:
-        for param in group_params(group) or ():
-            for setting, value in group.items():
-                if setting != "params":
-                    entries.append((f"param_groups.{param}.{setting!s}", value))
     for key, value in entries:
         yield Leaf(_dotted((*at, key)), (*at, key), value)
+    yield from settings_by_parameter(optim, at)
     if len(optim.param_groups or []) > 1:
         message = "each parameter has its own settings: the order of the groups is not kept"
         notes.append(Note("groups-flattened", message))
     for extra in optim.extra:
         notes.append(Note("dropped", f"{extra!s} of the optimizer has no place among flattened keys", str(extra)))
+
+
+def settings_by_parameter(optim: OptimState, at: Path) -> Iterator[Leaf]:
+    """The settings of the param groups as a flattened optimizer at ``at`` has them: one entry for each parameter."""
+    for group in optim.param_groups or []:
+        for param in group_params(group) or ():
+            for setting, value in group.items():
+                if setting != "params":
+                    key = f"param_groups.{param}.{setting!s}"
+                    yield Leaf(_dotted((*at, key)), (*at, key), value)
 
 
 def _refuse_duplicates(leaves: list[Leaf]) -> None:

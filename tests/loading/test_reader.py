@@ -31,8 +31,8 @@ from fsdpckpt.errors import (
     SourceIncompleteError,
     SourceMissingError,
     SourceUnsafeError,
+    SourceUnsupportedError,
     StateDictMismatchError,
-    UsageError,
 )
 from fsdpckpt.storage.local import LocalFile
 from tests.oracle.compare import differences
@@ -136,8 +136,14 @@ def test_an_entry_that_nobody_asks_for_is_not_read(full: Path) -> None:
 def test_sections_that_would_get_the_same_keys_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "full.pt"
     torch.save({**content(), "up.weight": 4}, path)
-    with pytest.raises(UsageError, match=r"up\.weight"):
+    with pytest.raises(SourceUnsupportedError, match=r"up\.weight") as caught:
         fsdpckpt.StorageReader(path, model="")
+    assert "StorageReader(path, model=..., optimizer=...)" in str(caught.value)
+
+
+def test_an_optimizer_keyed_by_id_has_no_flattened_form(full: Path) -> None:
+    with pytest.raises(SourceUnsupportedError, match="keyed by id"):
+        fsdpckpt.StorageReader(full, key_type="id", flatten_optimizer_state_dict=True)
 
 
 def test_a_tensor_of_another_dtype_is_an_error_that_names_it_and_nothing_is_cast(full: Path) -> None:
