@@ -47,11 +47,11 @@ class FlatMatch:
 class Mismatch:
     """Everything in the checkpoint that contradicts the units.
 
-    ``unread``: how many optimizer entries could not be compared, because the groups that list them are wrong.
+    ``uncompared``: how many optimizer entries could not be compared, because the groups that list them are wrong.
     """
 
     contradictions: tuple[str, ...]
-    unread: int = 0
+    uncompared: int = 0
 
 
 def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
@@ -59,7 +59,7 @@ def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
     matching = _Matching(checkpoint, units)
     contradictions = tuple(matching.contradictions())
     if contradictions:
-        return Mismatch(contradictions, matching.unread)
+        return Mismatch(contradictions, matching.uncompared)
     return FlatMatch(
         replace(units, groups=matching.named_groups) if units.groups is None else units,
         matching.keys,
@@ -87,7 +87,7 @@ class _Matching:
         self.keys: dict[ParamKey, str] = {}
         self.named_groups: tuple[tuple[str, ...], ...] | None = None
         self.proved: list[str] = []
-        self.unread = 0
+        self.uncompared = 0
         self.flat_optimizer = is_sliced(checkpoint, units)
 
     def contradictions(self) -> Iterator[str]:
@@ -191,8 +191,8 @@ class _Matching:
             return
         if optim.key_type == "id" and self.units.orders and self.units.orders != self.checkpoint.orders:
             yield (
-                "the units have other orders of the ranks' optimizers than those by which the ids were read: put this "
-                "units file beside the rank files, as units.json"
+                "the units have a different parameter order per rank than was used to read the ids: put this units "
+                "file beside the rank files, as units.json"
             )
             return
         if optim.key_type == "name":
@@ -206,7 +206,7 @@ class _Matching:
         for key, states in optim.state.items():
             name = self.keys.get(key)
             if name is None:
-                self.unread += key in listed  # its group is wrong, which is reported already
+                self.uncompared += key in listed  # its group is wrong, which is reported already
                 if isinstance(key, int) and optim.param_groups is not None and key not in listed:
                     yield f"optim {key}: no param group lists it"
                 continue

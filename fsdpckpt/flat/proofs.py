@@ -8,7 +8,7 @@ shards of the same length. Three facts about the content decide more:
 - The alignment gaps of a saved flat parameter under ``use_orig_params=True`` hold 42 (``_construct_padding_tensor``).
 - Corresponding ranks of several sharding groups (HYBRID_SHARD), or all ranks (NO_SHARD), hold equal slices.
 
-With the units of another model, values of parameters would be in these places.
+With the units of a different model, these elements would be values of parameters.
 """
 
 from __future__ import annotations
@@ -52,18 +52,19 @@ def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) 
         values_read = _read(checkpoint, sources, gap)
         checked += len(values_read)
         if (values_read != np.asarray(FILLER, values_read.dtype)).any():
-            wrong.append(f"{gap.where}: {gap.count} elements of alignment should hold {FILLER}, and do not")
+            wrong.append(f"{gap.where}: {gap.count} elements of alignment do not hold {FILLER}")
     tails: dict[tuple[str, str], list[_Padding]] = {}
     for state, tail in _right_padding(checkpoint, match):
         tails.setdefault((state, tail.tensor.dtype.name), []).append(tail)
     constants = _hyper_parameters(checkpoint)
-    for (state, _), places in tails.items():
-        values = [_read(checkpoint, sources, place) for place in places]
+    for (state, _), paddings in tails.items():
+        values = [_read(checkpoint, sources, padding) for padding in paddings]
         checked += sum(map(len, values))
         if not _is_initial(np.concatenate(values), constants):
-            misplaced = [place.where for place, values_read in zip(places, values, strict=True) if values_read.any()]
             wrong.extend(
-                f"{where} {state}: what the units call padding holds values of a parameter" for where in misplaced
+                f"{padding.where} {state}: what is padding in the units holds values of a parameter"
+                for padding, values_read in zip(paddings, values, strict=True)
+                if values_read.any()
             )
     if wrong:
         raise SourceCorruptError(
@@ -86,8 +87,8 @@ def _is_initial(values: npt.NDArray[np.generic], constants: set[float]) -> bool:
         return True
     first = values[:1]
     with np.errstate(all="ignore"):  # a number that the dtype does not have
-        known = np.array([*constants]).astype(values.dtype)
-    return bool((values == first).all()) and (len(values) > 1 or bool((known == first).any()))
+        possible = np.array([*constants]).astype(values.dtype)
+    return bool((values == first).all()) and (len(values) > 1 or bool((possible == first).any()))
 
 
 def _hyper_parameters(checkpoint: Checkpoint) -> set[float]:
@@ -117,11 +118,11 @@ def _alignment_gaps(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[_Paddi
         if layout is None or not isinstance(leaf, Tensor) or leaf.dtype.numpy is None:
             continue
         for row, rank, _ in _rows(leaf):
-            at = 0
+            first = 0
             for part in layout.parts(rank % layout.shards):
                 if part.filler == FILLER:
-                    yield _Padding(f"model {key}, rank {rank}", leaf, row, at, part.count)
-                at += part.count
+                    yield _Padding(f"model {key}, rank {rank}", leaf, row, first, part.count)
+                first += part.count
 
 
 def _rows(tensor: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -155,9 +156,7 @@ def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Pro
                 continue
             compared += 1
             if first >= 0:
-                message = (
-                    f"{section} {key}: the copies of rank {first} and of rank {rank} differ, and they are replicas"
-                )
+                message = f"{section} {key}: ranks {first} and {rank} hold different bytes of the same shard"
                 problems.append(Problem("replica", message, key=key, rank=rank, section=section))
     notes = []
     if compared:
@@ -186,13 +185,13 @@ def _differing_replicas(
     for rank, file, offset, size in sorted(rows):
         if not size:
             continue
-        place = (rank % shards, size)
+        shard = (rank % shards, size)
         _, crc = sums.get((file, offset), (0, None))
-        if place not in first:
-            first[place] = (rank, crc)
+        if shard not in first:
+            first[shard] = (rank, crc)
             continue
-        known_rank, known = first[place]
-        if crc is None or known is None:
+        first_rank, first_crc = first[shard]
+        if crc is None or first_crc is None:
             yield -1, -1
         else:
-            yield rank, known_rank if crc != known else -1
+            yield rank, first_rank if crc != first_crc else -1

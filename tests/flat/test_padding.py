@@ -68,10 +68,10 @@ def test_all_right_padding_of_all_states_is_looked_at(tmp_path: Path) -> None:
 
 def test_only_the_ranks_and_the_state_that_hold_something_else_are_named(tmp_path: Path) -> None:
     assert checked(tmp_path, {("exp_avg_sq", 6): 0.5}) == (
-        "optim 0, rank 6, exp_avg_sq: what the units call padding holds values of a parameter",
+        "optim 0, rank 6, exp_avg_sq: what is padding in the units holds values of a parameter",
     )
     assert checked(tmp_path, {("exp_avg", 4): 0.5, ("exp_avg", 7): -1.0}) == tuple(
-        f"optim 0, rank {rank}, exp_avg: what the units call padding holds values of a parameter" for rank in (4, 7)
+        f"optim 0, rank {rank}, exp_avg: what is padding in the units holds values of a parameter" for rank in (4, 7)
     )
 
 
@@ -126,5 +126,5 @@ def test_gaps_are_found_under_wrapped_keys_and_on_the_rank_that_has_them(tmp_pat
         with pytest.raises(SourceCorruptError) as caught:
             require_padding(source, proved(source, units), sources)
     assert caught.value.details == (
-        "model _fsdp_wrapped_module._flat_param, rank 2: 3 elements of alignment should hold 42, and do not",
+        "model _fsdp_wrapped_module._flat_param, rank 2: 3 elements of alignment do not hold 42",
     )

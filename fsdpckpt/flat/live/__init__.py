@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -99,12 +100,12 @@ class LiveNames:
 
 def names_of(modules: list[FsdpModule], model: nn.Module) -> LiveNames:
     """The names of all parameters of the wrapped model."""
-    flat = {one.flat_param: one.key for one in modules}
+    flat = {fsdp_module.flat_param: fsdp_module.key for fsdp_module in modules}
     original = {
         param: name
-        for one in modules
-        if one.flat_param._params is not None
-        for param, name in zip(one.flat_param._params, one.names, strict=True)
+        for fsdp_module in modules
+        if fsdp_module.flat_param._params is not None
+        for param, name in zip(fsdp_module.flat_param._params, fsdp_module.names, strict=True)
     }
     keys = dict(original) if original else dict(flat)
     for name, param in model.named_parameters():
@@ -152,10 +153,10 @@ def shared(
 ) -> Iterator[tuple[str, str]]:
     """Every further name of a parameter, with the name it is listed under. ``outside``: parameters of no unit."""
     seen: set[str] = set()
-    for one in modules:
-        for info in one.flat_param._shared_param_infos:
-            later = joined(one.prefix, clean(joined(info.module_name, info.param_name)))
-            first = joined(one.prefix, clean(joined(info.prim_module_name, info.prim_param_name)))
+    for fsdp_module in modules:
+        for info in fsdp_module.flat_param._shared_param_infos:
+            later = joined(fsdp_module.prefix, clean(joined(info.module_name, info.param_name)))
+            first = joined(fsdp_module.prefix, clean(joined(info.prim_module_name, info.prim_param_name)))
             seen.add(later)
             yield later, first
     for raw, param in model.named_parameters(remove_duplicate=False):
@@ -170,11 +171,11 @@ def groups(optimizer: torch.optim.Optimizer, keys: dict[torch.Tensor, str]) -> t
     """Each group of the optimizer, in the order of ids. Raises UsageError for parameters of another model."""
     named_groups = []
     for number, group in enumerate(optimizer.param_groups):
-        strange = [tuple(param.shape) for param in group["params"] if param not in keys]
-        if strange:
+        foreign = [tuple(param.shape) for param in group["params"] if param not in keys]
+        if foreign:
             raise UsageError(
-                f"group {number} of the optimizer: {plural(len(strange), 'parameter', 'are')} not this model's",
-                details=[f"a parameter of shape {list(shape)}" for shape in strange[:10]],
+                f"group {number} of the optimizer: {plural(len(foreign), 'parameter', 'are')} not in this model",
+                details=[f"a parameter of shape {list(shape)}" for shape in foreign[:10]],
                 why="the optimizer was made from the model before it was wrapped, or from another model",
                 next_step="make the optimizer after wrapping, from the wrapped model's parameters()",
             )
@@ -183,14 +184,14 @@ def groups(optimizer: torch.optim.Optimizer, keys: dict[torch.Tensor, str]) -> t
 
 
 def module_parameters(model: nn.Module, modules: list[FsdpModule]) -> Iterator[tuple[str, bool]]:
-    """(original name, whether its place among its module's parameters is unknown), module by module.
+    """(original name, whether its position among its module's parameters is unknown), module by module.
 
     Flat parameters keep the order of the parameters in each module. Of ignored parameters beside them only the order
     among themselves is known; they are listed first, as in the wrapped model.
     """
     flattened_names: dict[nn.Module, list[str]] = {}
-    for one in modules:
-        for info, name in zip(one.flat_param._param_infos, one.names, strict=True):
+    for fsdp_module in modules:
+        for info, name in zip(fsdp_module.flat_param._param_infos, fsdp_module.names, strict=True):
             flattened_names.setdefault(info.module, []).append(name)
     seen: set[torch.Tensor] = set()
     for prefix, module in model.named_modules():
@@ -204,12 +205,12 @@ def module_parameters(model: nn.Module, modules: list[FsdpModule]) -> Iterator[t
         yield from ((name, mixed and number == 0) for number, name in enumerate([*plain, *flattened]))
 
 
-def with_aligning_dtype(unit: Unit, one: FsdpModule) -> Unit:
+def with_aligning_dtype(unit: Unit, module: FsdpModule) -> Unit:
     """``unit`` with the ``param_dtype`` that decided its alignment.
 
     A model that was cast after it was wrapped (``model.half()``) keeps the alignment of its former dtype.
     """
-    aligned = getattr(one.handle, "_aligned_numel", 0)
+    aligned = getattr(module.handle, "_aligned_numel", 0)
     if not aligned or alignment(unit.aligning_dtype.itemsize) == aligned:
         return unit
     for name in ("float32", "bfloat16", "float64", "float8_e4m3fn"):
@@ -218,13 +219,13 @@ def with_aligning_dtype(unit: Unit, one: FsdpModule) -> Unit:
     return unit
 
 
-def contradictions(unit: Unit, one: FsdpModule, *, shard_size: int, use_orig_params: bool) -> Iterator[str]:
+def contradictions(unit: Unit, module: FsdpModule, *, shard_size: int, use_orig_params: bool) -> Iterator[str]:
     """Each number of the live flat parameter that differs from the layout of ``unit``."""
     layout = layout_of(unit, use_orig_params=use_orig_params, world_size=shard_size, shard_size=shard_size)
     pairs = {
-        "elements": (layout.total, _numel(getattr(one.flat_param, "_unpadded_unsharded_size", None))),
-        "elements of a shard": (layout.shard, _numel(getattr(one.flat_param, "_sharded_size", None))),
-        "places of the parameters": (layout.start.tolist(), _places(one.flat_param)),
+        "elements": (layout.total, _numel(getattr(module.flat_param, "_unpadded_unsharded_size", None))),
+        "elements of a shard": (layout.shard, _numel(getattr(module.flat_param, "_sharded_size", None))),
+        "offsets of the parameters": (layout.start.tolist(), _offsets(module.flat_param)),
     }
     for what, (computed, live) in pairs.items():
         if live is not None and computed != live:
@@ -235,16 +236,12 @@ def _numel(size: Any) -> int | None:
     return None if size is None else int(size.numel())
 
 
-def _places(flat: Any) -> list[int] | None:
+def _offsets(flat: Any) -> list[int] | None:
     numels, padding = getattr(flat, "_numels_with_padding", None), getattr(flat, "_is_padding_mask", None)
     if numels is None or padding is None:
         return None
-    places, at = [], 0
-    for numel, filler in zip(numels, padding, strict=True):
-        if not filler:
-            places.append(at)
-        at += numel
-    return places
+    ends = accumulate(numels)
+    return [end - numel for numel, end, filler in zip(numels, ends, padding, strict=True) if not filler]
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
@@ -259,7 +256,7 @@ def stride_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...
 
 
 def flattens_in_memory_order() -> bool:
-    """Whether the installed FSDP1 flattens a parameter that is not row-major in its memory order.
+    """Whether the installed FSDP1 flattens a parameter that is not row-major in memory order.
 
     torch 2.4 and older flatten every parameter row-major; they lack the function by which later versions decide.
     """

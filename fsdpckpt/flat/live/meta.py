@@ -55,7 +55,7 @@ def units_from_model(
             next_step="call save_units(model, optimizer, path) in the training script",
         )
     _require_classes(model, classes)
-    ignored_params = _ignored(model, ignored)
+    ignored_params = _ignored_params(model, ignored)
     params = dict(model.named_parameters(remove_duplicate=False))
     wrapped = _units_as_wrapped(model, classes, ignored_params, param_dtype, use_orig_params=use_orig_params)
     positions = {name: position for position, name in enumerate(params)}
@@ -76,7 +76,7 @@ def units_from_model(
         world_size=None,
         shard_size=shard_size,
     )
-    _refuse([*_unfit(units)] or flaws(units))
+    _refuse([*_cannot_flatten(units)] or flaws(units))
     return units
 
 
@@ -108,8 +108,8 @@ def _units_as_wrapped(
         if not fsdp_modules(wrapped):
             _refuse(["no parameter is left for any unit"])
         units = units_of(wrapped)
-        for one in fsdp_modules(wrapped):
-            vars(one.flat_param).clear()  # torch 2.4 prints a warning when it frees tensors in reference cycles
+        for module in fsdp_modules(wrapped):
+            vars(module.flat_param).clear()  # torch 2.4 prints a warning when it frees tensors in reference cycles
         return units
 
 
@@ -160,18 +160,18 @@ def build_on_meta(factory: str | Callable[[], nn.Module]) -> nn.Module:
 
 
 def _require_classes(model: nn.Module, wrap_classes: Sequence[type[nn.Module]]) -> None:
-    for one in wrap_classes:
-        if not any(isinstance(module, one) for module in model.modules()):
+    for module_class in wrap_classes:
+        if not any(isinstance(module, module_class) for module in model.modules()):
             kinds = list(dict.fromkeys(f"{type(m).__module__}:{type(m).__qualname__}" for m in model.modules()))
             raise UsageError(
-                f"the model has no module of class {one.__module__}:{one.__qualname__}",
+                f"the model has no module of class {module_class.__module__}:{module_class.__qualname__}",
                 details=kinds,
                 why="a class that is not there would leave its parameters in the root's unit; these are the classes",
                 next_step="--wrap with the class that the training job wraps",
             )
 
 
-def _ignored(model: nn.Module, globs: Sequence[str]) -> set[nn.Parameter]:
+def _ignored_params(model: nn.Module, globs: Sequence[str]) -> set[nn.Parameter]:
     """The parameters that the globs match, by their own names or in a module that is matched."""
     params: set[nn.Parameter] = set()
     for glob in globs:
@@ -188,7 +188,7 @@ def _ignored(model: nn.Module, globs: Sequence[str]) -> set[nn.Parameter]:
     return params
 
 
-def _unfit(units: Units) -> Iterator[str]:
+def _cannot_flatten(units: Units) -> Iterator[str]:
     for unit in units.units:
         first = unit.params[0]
         if not first.dtype.floating:

@@ -2,8 +2,8 @@
 
 ``save_units`` makes no rank wait for another. If ranks' optimizers list different parameters, the ranks exchange the
 differences through the store of the process group: the first rank to arrive sets the usual order, and every rank with
-another order adds its own. The rank that writes the file reads the store again afterwards, so that the last write has
-every rank's order.
+a different order adds its own. The rank that writes the file reads the store again afterwards, so that the last write
+has every rank's order.
 """
 
 from __future__ import annotations
@@ -53,25 +53,26 @@ def save_units(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: 
 
     Call it on every rank; no rank waits for another, and rank 0 of the model's process group writes. ``optimizer``
     gives the order of ids in its state; None means one group in ``model.parameters()`` order. Ranks whose optimizers
-    list their parameters in another order, or lack some, are recorded with their own order. Call it outside forward and
-    backward. Raises UsageError for a model without FSDP1 modules (FSDP2 needs no units file), SourceUnsupportedError on
-    a rank whose own order cannot be recorded, because it does not see the file that rank 0 wrote.
+    list their parameters in a different order, or lack some, are recorded with their own order. Call it outside forward
+    and backward. Raises UsageError for a model without FSDP1 modules (FSDP2 needs no units file), and
+    SourceUnsupportedError on a rank whose own order cannot be recorded, because it does not see the file that rank 0
+    wrote.
     """
     units, target = units_of(model, optimizer), units_path(os.fspath(path))
-    rank, process_groups = _place(model)
+    rank, process_groups = _checkpoint_rank(model)
     orders = SharedOrders.of(units, process_groups, rank, target) if optimizer is not None else None
     if orders is None:
         if not rank:
             write_units(units, target)
         return
-    news = orders.say(units)
-    if rank and not (news and orders.require_seen()):
+    file_is_stale = orders.publish(units)
+    if rank and not (file_is_stale and orders.require_seen()):
         return  # rank 0 writes it
-    known = orders.units()
+    by_rank = orders.units()
     while True:
-        orders.written(write_units(with_orders(known), target))
-        before, known = known, orders.units()
-        if known == before:
+        orders.written(write_units(with_orders(by_rank), target))
+        before, by_rank = by_rank, orders.units()
+        if by_rank == before:
             return
 
 
@@ -90,7 +91,7 @@ def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
             next_step="save_units(model, optimizer, path) after the model is wrapped, with the wrapped model",
         )
     use_orig_params = _agreed_orig_params(modules)
-    units = tuple(_unit(one) for one in modules)
+    units = tuple(_unit(module) for module in modules)
     names = names_of(modules, model)
     outside = tuple(params_outside_units(model, names))
     world_size, shard_size = _rank_counts(modules)
@@ -108,10 +109,8 @@ def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     return result
 
 
-def _place(model: nn.Module) -> tuple[int, list[Any]]:
-    """This rank's place among those of the model's checkpoint, and its process groups: each pipeline stage
-    has its own.
-    """
+def _checkpoint_rank(model: nn.Module) -> tuple[int, list[Any]]:
+    """This rank's number in the model's checkpoint, and the model's process groups: each pipeline stage has its own."""
     groups = fsdp_modules(model)[0].groups
     rank = 0
     for group in reversed(groups):
@@ -120,7 +119,7 @@ def _place(model: nn.Module) -> tuple[int, list[Any]]:
 
 
 def _agreed_orig_params(modules: list[FsdpModule]) -> bool:
-    values = {one.use_orig_params for one in modules}
+    values = {module.use_orig_params for module in modules}
     if len(values) > 1:
         raise SourceUnsupportedError(
             "some FSDP modules of this model have use_orig_params=True and some False",
@@ -132,7 +131,7 @@ def _agreed_orig_params(modules: list[FsdpModule]) -> bool:
 
 def _rank_counts(modules: list[FsdpModule]) -> tuple[int, int | None]:
     """(ranks of the model, ranks of a sharding group if they are fewer)."""
-    sizes = {tuple(group.size() for group in one.groups) for one in modules}
+    sizes = {tuple(group.size() for group in module.groups) for module in modules}
     if len(sizes) > 1:
         raise SourceUnsupportedError(
             "the units of this model are sharded over process groups of different sizes",
@@ -165,11 +164,11 @@ def _require_neighbours(groups: Sequence[Any]) -> None:
         )
 
 
-def _unit(one: FsdpModule) -> Unit:
-    flat = one.flat_param
+def _unit(module: FsdpModule) -> Unit:
+    flat = module.flat_param
     if any(extension is not None for extension in getattr(flat, "_param_extensions", ())):
         raise SourceUnsupportedError(
-            f"the parameters of {unit_text(one.prefix)} are DTensors",
+            f"the parameters of {unit_text(module.prefix)} are DTensors",
             why="FSDP1 on top of tensor parallelism flattens each rank's part of a parameter",
             next_step="save such a model as SHARDED_STATE_DICT, which fsdpckpt reads without a units file",
         )
@@ -177,17 +176,20 @@ def _unit(one: FsdpModule) -> Unit:
         UnitParam(
             name=name,
             shape=tuple(flat._shapes[number]),
-            dtype=dtype_of(one.orig_dtype),
+            dtype=dtype_of(module.orig_dtype),
             stride=_stride(flat, number),
-            requires_grad=_requires_grad(one, number),
+            requires_grad=_requires_grad(module, number),
         )
-        for number, name in enumerate(one.names)
+        for number, name in enumerate(module.names)
     )
-    mixed = one.param_dtype
+    mixed = module.param_dtype
     unit = Unit(
-        one.prefix, params, _STRATEGIES[one.state.sharding_strategy.name], None if mixed is None else dtype_of(mixed)
+        module.prefix,
+        params,
+        _STRATEGIES[module.state.sharding_strategy.name],
+        None if mixed is None else dtype_of(mixed),
     )
-    return with_aligning_dtype(unit, one)
+    return with_aligning_dtype(unit, module)
 
 
 def _stride(flat: Any, number: int) -> tuple[int, ...] | None:
@@ -198,9 +200,9 @@ def _stride(flat: Any, number: int) -> tuple[int, ...] | None:
     return stride_of(tuple(flat._shapes[number]), tuple(strides[number]))
 
 
-def _requires_grad(one: FsdpModule, number: int) -> bool:
-    params = one.flat_param._params
-    return bool(one.flat_param.requires_grad if params is None else params[number].requires_grad)
+def _requires_grad(module: FsdpModule, number: int) -> bool:
+    params = module.flat_param._params
+    return bool(module.flat_param.requires_grad if params is None else params[number].requires_grad)
 
 
 def _require_proved(units: Units, modules: list[FsdpModule]) -> None:
@@ -209,13 +211,13 @@ def _require_proved(units: Units, modules: list[FsdpModule]) -> None:
     """
     shard_size = units.shard_size or units.world_size or 1
     wrong = flaws(units)
-    for unit, one in zip(units.units, modules, strict=True):
-        wrong += contradictions(unit, one, shard_size=shard_size, use_orig_params=units.use_orig_params)
+    for unit, module in zip(units.units, modules, strict=True):
+        wrong += contradictions(unit, module, shard_size=shard_size, use_orig_params=units.use_orig_params)
     if wrong:
         raise InternalError(
             "this version of fsdpckpt does not understand the units of this model",
             details=wrong,
-            why=f"torch {torch.__version__} lays out flat parameters in another way, or the model was changed after "
+            why=f"torch {torch.__version__} lays out flat parameters differently, or the model was changed after "
             "it was wrapped",
         )
 
@@ -245,19 +247,18 @@ class SharedOrders:
         key = f"{_PREFIX}/{_digest([encode(same), ranks, target])}"
         try:
             store = _get_default_store()
-            store.compare_set(f"{key}/there", "", "1")
+            store.compare_set(f"{key}/probe", "", "1")
         except RuntimeError:  # this kind of store cannot compare
             return None
         return cls(store, key, rank, target)
 
-    def say(self, units: Units) -> bool:
+    def publish(self, units: Units) -> bool:
         """Store this rank's optimizer order; True if a file that is written already may lack it."""
         document = json.dumps(encode(units))
         digest = _digest(document)
         if not self.store.check([f"{_PREFIX}/{digest}"]):
             self.store.set(f"{_PREFIX}/{digest}", document)
-        said = self._orders_said()
-        if said.get(self.rank, self._compare_set("first", "", digest)) == digest:
+        if self._orders_by_rank().get(self.rank, self._compare_set("first", "", digest)) == digest:
             return False
         while True:
             before = self._get("others")
@@ -267,9 +268,9 @@ class SharedOrders:
 
     def units(self) -> dict[int | None, Units]:
         """The units of every rank that differs, and under None those of all others."""
-        first, said = self._get("first"), self._orders_said()
-        by_digest = {one: self._units(one) for one in {first, *said.values()}}
-        return {None: by_digest[first], **{rank: by_digest[one] for rank, one in said.items()}}
+        first, digests = self._get("first"), self._orders_by_rank()
+        units = {digest: self._units(digest) for digest in {first, *digests.values()}}
+        return {None: units[first], **{rank: units[digest] for rank, digest in digests.items()}}
 
     def written(self, data: bytes) -> None:
         """Announce that the file has been written with this content."""
@@ -292,15 +293,15 @@ class SharedOrders:
                 pass
             time.sleep(0.1)  # another rank may be writing
         raise SourceUnsupportedError(
-            f"the optimizer of rank {self.rank} lists its parameters in an order of its own, and "
-            "the units file cannot record it",
+            f"the optimizer of rank {self.rank} lists its parameters in a different order, which the units file "
+            "cannot record",
             why=f"another rank wrote {self.target}, and this rank does not see that file",
             next_step="call save_units on every rank with a path on a disk that all ranks share",
             file=self.target,
         )
 
-    def _orders_said(self) -> dict[int, str]:
-        """The latest order of each rank that ever differed from the first."""
+    def _orders_by_rank(self) -> dict[int, str]:
+        """The digest of the latest order of each rank that ever differed from the first."""
         lines = (line.split() for line in self._get("others").splitlines())
         return {int(rank): digest for rank, digest in lines}
 
@@ -327,40 +328,38 @@ def with_orders(by_rank: Mapping[int | None, Units]) -> Units:
     together.
     """
     usual = by_rank[None]
-    ranks = range(usual.world_size or 1)
-    groups = [by_rank.get(rank, usual).groups for rank in ranks]
-    every = [by_rank.get(rank, usual) for rank in ranks]
-    known = [one for one in groups if one is not None]
-    if len(known) < len(groups) or len({len(one) for one in known}) > 1:
-        if all(one == groups[0] for one in groups):
+    every = [by_rank.get(rank, usual) for rank in range(usual.world_size or 1)]
+    groups = [units.groups for units in every if units.groups is not None]
+    if len(groups) < len(every) or len(set(map(len, groups))) > 1:
+        if all(units.groups == every[0].groups for units in every):
             return every[0]
         raise SourceUnsupportedError(
             "the optimizers of the ranks have different numbers of param groups",
-            found=", ".join(f"rank {rank}: {len(one or ())}" for rank, one in list(enumerate(groups))[:8]),
+            found=", ".join(f"rank {rank}: {len(units.groups or ())}" for rank, units in list(enumerate(every))[:8]),
             why="a units file lists the parameters of each group",
             next_step="make the optimizer with the same groups on every rank",
         )
     united: Groups = tuple(
-        tuple(dict.fromkeys(name for one in known for name in one[number])) for number in range(len(known[0]))
+        tuple(dict.fromkeys(name for of_rank in groups for name in of_rank[number])) for number in range(len(groups[0]))
     )
     orders: dict[Groups, list[int]] = {}
-    for rank, one in zip(ranks, known, strict=True):
-        if one != united:
-            orders.setdefault(one, []).append(rank)
+    for rank, of_rank in enumerate(groups):
+        if of_rank != united:
+            orders.setdefault(of_rank, []).append(rank)
     return replace(
         every[0],
         groups=united,
         unmanaged=_unmanaged(every),
-        parameters=tuple(dict.fromkeys(name for one in every for name in one.parameters)),
-        orders=tuple(RankOrder(tuple(listed), one) for one, listed in orders.items()),
+        parameters=tuple(dict.fromkeys(name for units in every for name in units.parameters)),
+        orders=tuple(RankOrder(tuple(ranks), of_ranks) for of_ranks, ranks in orders.items()),
     )
 
 
 def _unmanaged(every: Sequence[Units]) -> tuple[UnitParam, ...]:
     """The parameters outside every unit, some of which only some ranks may have."""
     named: dict[str, UnitParam] = {}
-    for one in every:
-        for param in one.unmanaged:
+    for units in every:
+        for param in units.unmanaged:
             if named.setdefault(param.name, param) != param:
                 raise SourceUnsupportedError(
                     f"{param.name} is {list(named[param.name].shape)} on one rank and {list(param.shape)} on another",

@@ -75,10 +75,10 @@ def infer(
                 result = match(checkpoint, units if groups is None else replace(units, groups=groups))
                 if isinstance(result, FlatMatch):
                     matched.append(_Matched(candidate, result))
-                elif nearest is None or len(result.contradictions) + result.unread < distance:
+                elif nearest is None or len(result.contradictions) + result.uncompared < distance:
                     nearest, distance = (
                         Refusal(description, result.contradictions),
-                        len(result.contradictions) + result.unread,
+                        len(result.contradictions) + result.uncompared,
                     )
     if not matched:
         return nearest or Refusal(

@@ -209,7 +209,7 @@ def test_an_order_that_cannot_be_recorded_is_an_error_on_its_rank(
         optimizer = torch.optim.AdamW(reversed_on_odd_ranks(rank, list(model.named_parameters())))
         if rank:
             (tmp_path / "units.json").unlink()
-            with pytest.raises(SourceUnsupportedError, match=r"rank 1 lists .* in an order of its own"):
+            with pytest.raises(SourceUnsupportedError, match=r"rank 1 lists .* in a different order"):
                 save_units(model, optimizer, tmp_path)
         else:
             save_units(model, optimizer, tmp_path)

@@ -147,7 +147,7 @@ def test_an_optimizer_of_the_model_before_wrapping_is_refused(use_orig_params: b
     world(2)
     optimizer = torch.optim.SGD(Nested().parameters(), lr=0.1)
     model = wrapped(NESTED, Nested(), use_orig_params=use_orig_params)
-    with pytest.raises(UsageError, match="group 0 of the optimizer: 14 parameters are not this model's"):
+    with pytest.raises(UsageError, match="group 0 of the optimizer: 14 parameters are not in this model"):
         units_of(model, optimizer)
 
 
@@ -301,7 +301,7 @@ def test_units_that_fsdp_contradicts_are_never_given_out(world: World) -> None:
     model = wrapped(NESTED, Nested(), use_orig_params=True)
     flat: Any = model._handle.flat_param
     flat._shapes = [torch.Size((7, 6)), *flat._shapes[1:]]
-    with pytest.raises(InternalError, match="places of the parameters"):
+    with pytest.raises(InternalError, match="offsets of the parameters"):
         units_of(model)
 
 
