@@ -349,7 +349,7 @@ def test_groups_of_other_sizes_are_named() -> None:
     assert said(held, one) == ("param group 0 lists 1 parameter, the units have 2",)
     two = checkpoint(RANKS, optim=raw(units(), groups=[[keys[0]], [keys[1]]]))
     why = "the optimizer has 2 param groups, and the units do not say which parameters are in which"
-    assert match(two, units()) == Mismatch((why,), unread=2)
+    assert match(two, units()) == Mismatch((why,), uncompared=2)
     bare = OptimState(raw(units()).state, [{"params": [0, 1]}, {"lr": 0.1}])
     assert said(checkpoint(RANKS, optim=bare), units()) == (why,)
     proved(checkpoint(RANKS, optim=bare), replace(units(), groups=(keys, ())))
