@@ -99,16 +99,7 @@ def _optimizer(optim: OptimState, match: FlatMatch, world_size: int, notes: list
         elif name in by_key:
             state.update(_unit_states(by_key[name], states, match, world_size))
         else:
-            maps = maps_in(states)
-            state[name] = {
-                item: _read_whole(leaf)
-                if isinstance(leaf, Tensor) and (is_step(item, leaf) or item in maps)
-                else _of_param(params[name], leaf, match, world_size)
-                for item, leaf in states.items()
-            }
-            if name in units:
-                for item, tensors in _scales(units[name], [params[name]], states, match).items():
-                    state[name][item] = tensors[name]
+            state[name] = _param_states(params[name], units.get(name), states, match, world_size)
     groups = None
     if optim.param_groups is not None:
         groups = [_group(group, match, by_key) for group in optim.param_groups]
@@ -139,6 +130,23 @@ def _unit_states(
             for entry in by_name.values():
                 entry[item] = replace(leaf) if isinstance(leaf, Tensor) and not leaf.ndim else _read_whole(leaf)
     return by_name
+
+
+def _param_states(
+    param: UnitParam, unit: Unit | None, states: Mapping[str, Tensor | Value], match: FlatMatch, world_size: int
+) -> dict[str, Tensor | Value]:
+    """The states of a parameter that has an entry itself. ``unit``: the one that holds it, if any."""
+    scales = _scales(unit, [param], states, match) if unit is not None else {}
+    counts, maps = match.counts.get(param.name), maps_in(states)
+    entry: dict[str, Tensor | Value] = {}
+    for item, leaf in states.items():
+        if item in scales:
+            entry[item] = scales[item][param.name]
+        elif item in maps or (isinstance(leaf, Tensor) and is_step(item, leaf)):
+            entry[item] = _read_whole(leaf)
+        else:
+            entry[item] = _of_param(param, leaf, counts, world_size)
+    return entry
 
 
 def _scales(
@@ -185,19 +193,21 @@ def _fits(leaf: Tensor, shard: int, world_size: int) -> bool:
     return lengths is not None and bool((lengths == shard).all())
 
 
-def _of_param(param: UnitParam, leaf: Tensor | Value, match: FlatMatch, world_size: int) -> Tensor | Value:
-    counts = match.counts.get(param.name)
+def _of_param(param: UnitParam, leaf: Tensor | Value, counts: Int64Array | None, world_size: int) -> Tensor | Value:
+    """A state of ``param``. ``counts``: the number of its elements in each shard, None if no unit has it."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not leaf.ndim:
         return _holder_state(leaf, counts, world_size)
+    if counts is None:
+        return _read_whole(leaf)
     lengths = slice_lengths(leaf, world_size)
-    if counts is None or lengths is None:
-        return _read_whole(leaf) if counts is None else replace(leaf, sharded=True, placement=PLACEMENT)
-    if not np.array_equal(lengths, np.resize(counts, world_size)):
-        return _read_whole(leaf) if is_number_per_rank(leaf) else replace(leaf, sharded=True, placement=PLACEMENT)
-    starts = np.resize(np.cumsum(counts) - counts, world_size)[leaf.chunks.rank]
-    return _param_tensor(param, leaf.dtype, _sorted_runs(leaf, starts), 0)
+    if lengths is not None and np.array_equal(lengths, np.resize(counts, world_size)):
+        starts = np.resize(np.cumsum(counts) - counts, world_size)[leaf.chunks.rank]
+        return _param_tensor(param, leaf.dtype, _sorted_runs(leaf, starts), 0)
+    if is_number_per_rank(leaf):
+        return _read_whole(leaf)
+    return replace(leaf, sharded=True, placement=PLACEMENT)  # FSDP1 cut nothing: NO_SHARD, or groups of one rank
 
 
 def _holder_state(leaf: Tensor, counts: Int64Array | None, world_size: int) -> Tensor:
@@ -227,7 +237,7 @@ def _group(group: Mapping[Key, Value], match: FlatMatch, by_key: Mapping[str, Un
 
 
 def _sorted_runs(tensor: Tensor, starts: Int64Array | None = None) -> list[_Run]:
-    """The non-empty chunks of a 1-D tensor, with ``starts`` in place of their own, sorted by place."""
+    """The non-empty chunks of a 1-D tensor, with ``starts`` in place of their own, sorted by begin and rank."""
     chunks = tensor.chunks
     begin = chunks.start[:, 0] if starts is None else starts
     rows = zip(

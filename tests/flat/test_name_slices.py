@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.flat.unflatten import name_slices
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError
+from fsdpckpt.flat.unflatten import logical, name_slices
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
 from fsdpckpt.flat.units.source import is_flattened
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Note, OptimState, ParamKey, Problem
+from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.units_json import encode, render
@@ -154,3 +155,138 @@ def test_padding_that_was_checked_is_noted(tmp_path: Path, shapes: dict[str, tup
         found = name_slices(source, ResolvedUnits(units, proved(source, units), ()), sources)
     lines = [note.message for note in found.notes if "of padding" in note.message]
     assert lines == (["1 elements of padding hold what FSDP1 writes there"] if noted else [])
+
+
+# ``logical``: what inspect, verify, diff and open show of a flattened checkpoint.
+
+
+def adam(tmp_path: Path, units: Units) -> Checkpoint:
+    played = Played(units, 4)
+    return written(played, tmp_path, optim=adagrad(units, played))
+
+
+def hybrid() -> Units:
+    return units_of(replace(unit("", SHAPES), strategy=Strategy.HYBRID_SHARD), use_orig_params=False, shard_size=2)
+
+
+def units_file(tmp_path: Path, units: Units) -> str:
+    path = tmp_path / "given.json"
+    path.write_text(render(encode(units)))
+    return str(path)
+
+
+def shown(source: Checkpoint, units: str | None = None, *, listing: bool = False) -> Checkpoint:
+    with Sources() as sources:
+        return logical(source, sources, units=units, listing=listing)
+
+
+def keys(source: Checkpoint) -> list[ParamKey]:
+    assert source.optim is not None
+    return list(source.optim.state)
+
+
+def test_a_checkpoint_without_slices_is_shown_as_it_is() -> None:
+    source = checkpoint(2, model=sharded_model(PARAMS), units=UNITS)
+    assert shown(source) is source
+
+
+@pytest.mark.parametrize("listing", [False, True])
+def test_slices_whose_units_nothing_says_keep_their_ids_with_a_note(tmp_path: Path, listing: bool) -> None:
+    units = units_of(unit("", SHAPES), use_orig_params=False)
+    source = adam(tmp_path, units)
+    found = shown(source, listing=listing)
+    assert keys(found) == [0]
+    (note,) = found.notes
+    assert note.kind == "unnamed"
+    assert note.message == (
+        f"the slices keep their ids: {source.source} holds flat parameters, and nothing says which parameters they hold"
+    )
+
+
+def test_given_units_that_leave_something_open_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_question(*_: object) -> ResolvedUnits:
+        raise NeedsInformationError("several units match")
+
+    monkeypatch.setattr("fsdpckpt.flat.unflatten.source_units", open_question)
+    units = units_of(unit("", SHAPES), use_orig_params=False)
+    with pytest.raises(NeedsInformationError, match="several units match"):
+        shown(adam(tmp_path, units), units_file(tmp_path, units))
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("listing", [False, True])
+def test_units_of_another_model_are_an_error_or_problems_for_a_caller_that_lists_them(
+    tmp_path: Path, listing: bool, given: bool
+) -> None:
+    other = units_of(unit("", {"w": (5,)}), unit("b", {"w": (5,)}), use_orig_params=False)
+    source = adam(tmp_path, units_of(unit("", SHAPES), use_orig_params=False))
+    path = units_file(tmp_path, other) if given else None
+    source = source if given else replace(source, units=other, units_from="units.json")
+    if not listing or given:
+        with pytest.raises(SourceCorruptError, match="are not those of"):
+            shown(source, path, listing=listing)
+        return
+    found = shown(source, listing=True)
+    assert keys(found) == [0]
+    assert [(problem.kind, problem.file) for problem in found.problems] == [("units", "units.json")]
+    assert found.problems[0].message == (
+        f"the units of units.json are not those of {source.source}: param group 0 lists 1 parameter, the units have 2"
+    )
+
+
+@pytest.mark.parametrize("listing", [False, True])
+def test_padding_with_values_is_an_error_or_a_problem(tmp_path: Path, listing: bool) -> None:
+    units = units_of(unit("", SHAPES), use_orig_params=False)
+    shorter = units_of(unit("", {name: SHAPES[name] for name in ("e.weight", "h.bias")}), use_orig_params=False)
+    source = replace(adam(tmp_path, units), units=shorter)
+    if not listing:
+        with pytest.raises(SourceCorruptError, match="padding"):
+            shown(source)
+        return
+    found = shown(source, listing=True)
+    assert keys(found) == [0]
+    (problem,) = found.problems
+    assert problem.kind == "units" and "what is padding in the units holds values of a parameter" in problem.message
+
+
+@pytest.mark.parametrize("listing", [False, True])
+def test_replicas_are_compared_unless_the_caller_does_so(tmp_path: Path, listing: bool) -> None:
+    source = replace(adam(tmp_path, hybrid()), units=hybrid())
+    assert source.optim is not None
+    slices_ = source.optim.state[0]["sum"]
+    assert isinstance(slices_, Tensor)
+    source = with_checksums(source, slices_, 3)
+    if listing:
+        assert keys(shown(source, listing=True)) == list(SHAPES)
+    else:
+        with pytest.raises(SourceCorruptError, match="hold different bytes of the same shard"):
+            shown(source)
+
+
+def test_a_problem_of_a_slice_is_not_repeated_beside_that_of_its_parameter(tmp_path: Path) -> None:
+    units = units_of(unit("", SHAPES), unit("b", {"w": (4,)}), use_orig_params=False)
+    source = adam(tmp_path, units)
+    assert source.optim is not None
+    del source.optim.state[1]
+    damage = Problem("crc", "rank 1 is damaged")
+    (stateless,) = problems(source)
+    found = shown(replace(source, units=units, problems=(stateless, damage)))
+    assert keys(found) == list(SHAPES)
+    assert found.problems == (damage,)
+    assert [problem.message for problem in problems(found)] == [
+        "optim b.w: in param group 0, but has no optimizer state"
+    ]
+
+
+@pytest.mark.parametrize("listing", [False, True])
+def test_slices_that_cannot_be_named_keep_their_ids_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listing: bool
+) -> None:
+    def refuse(*_: object, **__: object) -> Checkpoint:
+        raise SourceUnsupportedError("slices begin inside of blocks", details=["w: rank 1", "w: rank 2"])
+
+    monkeypatch.setattr("fsdpckpt.flat.unflatten.name_slices", refuse)
+    units = units_of(unit("", SHAPES), use_orig_params=False)
+    found = shown(replace(adam(tmp_path, units), units=units), listing=listing)
+    assert keys(found) == [0]
+    assert found.notes[-1] == Note("unnamed", "the slices keep their ids: slices begin inside of blocks; w: rank 1")

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, ParamKey
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import ONE_SLICE, Chunks, Tensor
 from fsdpckpt.ir.units import Strategy, UnitParam, Units
+from fsdpckpt.ir.values import Value
 from tests.flat.flat_checkpoints import FLOAT, Played, unit, units_of
 from tests.materialise import gather
 
@@ -175,6 +176,93 @@ def test_a_state_without_dimensions_is_that_of_the_ranks_that_hold_the_parameter
         assert isinstance(mu, Tensor) and mu.shape == ()
         assert mu.chunks.rank.tolist() == chunks.rank[chunks.size[:, 0] > 0].tolist()
         assert len(mu.chunks.rank) < 16
+
+
+def by_name(source: Checkpoint) -> dict[ParamKey, dict[str, Tensor | Value]]:
+    assert source.optim is not None
+    return source.optim.state
+
+
+def test_a_number_for_each_rank_beside_the_slices_stays_one_number() -> None:
+    units = toy(use_orig_params=True)
+    played, checkpoint, _ = raw(units, 3)
+    for states in by_name(checkpoint).values():
+        holders = states["exp_avg"].chunks.rank.tolist()  # type: ignore[union-attr]
+        states["updates"] = played.slices({rank: np.full(1, 3, np.float32) for rank in holders})
+    for name, states in by_name(named(checkpoint, units)).items():
+        updates = states["updates"]
+        assert isinstance(updates, Tensor)
+        if name != "l.0.scale" and name != "l.1.scale":  # they have one element: the number is their slice
+            assert (updates.shape, updates.sharded) == ((1,), False)
+            assert not updates.chunks.start.any()
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2], [1]])
+def test_states_that_fsdp_does_not_cut_are_parts_of_a_model_that_it_shards(ranks: list[int]) -> None:
+    """``ranks``: those that have the states."""
+    blocks = [replace(one, strategy=Strategy.NO_SHARD) for one in toy(use_orig_params=True).units]
+    units = units_of(*blocks, use_orig_params=True)
+    played, checkpoint, truth = raw(units, 3)
+    for key, states in zip(units.parameters, by_name(checkpoint).values(), strict=True):
+        tensor = played.replicas(truth["exp_avg"][key])
+        states["exp_avg"] = replace(tensor, chunks=tensor.chunks.take(np.isin(tensor.chunks.rank, ranks)))
+    for name, states in by_name(named(checkpoint, units)).items():
+        tensor = states["exp_avg"]
+        assert isinstance(tensor, Tensor)
+        if tensor.shape != (1,) or len(ranks) > 1:
+            assert (tensor.sharded, tensor.placement) == (True, "flattened"), name
+        assert gather(tensor, played.files()).tobytes() == truth["exp_avg"][str(name)].tobytes()
+
+
+def test_replicas_of_a_slice_are_sorted_by_rank_wherever_they_lie() -> None:
+    blocks = [replace(one, strategy=Strategy.HYBRID_SHARD) for one in toy(use_orig_params=False).units]
+    units = units_of(*blocks, use_orig_params=False, shard_size=2)
+    played, checkpoint, truth = raw(units, 4)
+    for states in by_name(checkpoint).values():
+        for item in ("exp_avg", "exp_avg_sq"):
+            tensor = states[item]
+            assert isinstance(tensor, Tensor)
+            chunks = tensor.chunks.take(np.asarray([3, 0, 2, 1]))
+            states[item] = replace(tensor, chunks=replace(chunks, file=3 - chunks.file))
+    played.data.reverse()
+    found = named(checkpoint, units)
+    require_states(found, played, truth)
+    weight = by_name(found)["h.weight"]["exp_avg"]
+    assert isinstance(weight, Tensor)
+    rows = [(*start, rank) for start, rank in zip(weight.chunks.start.tolist(), weight.chunks.rank, strict=True)]
+    assert rows == sorted(rows) and len(rows) > 2
+
+
+def test_a_parameter_without_elements_is_a_whole_tensor() -> None:
+    units = units_of(unit("", {"w": (3, 2), "none": (0, 4)}), use_orig_params=False)
+    played, checkpoint, _ = raw(units, 1, model=True)
+    found = named(checkpoint, units)
+    assert found.model is not None
+    for tensor in (found.model.params["none"], by_name(found)["none"]["exp_avg"]):
+        assert isinstance(tensor, Tensor) and tensor.shape == (0, 4)
+        assert (tensor.chunks.file.tolist(), tensor.chunks.size.tolist()) == ([0], [[0, 4]])
+        assert gather(tensor, played.files()).shape == (0, 4)
+
+
+def test_parameters_are_in_the_order_of_the_model_although_files_have_inner_units_first() -> None:
+    units = toy(use_orig_params=False)
+    _, checkpoint, _ = raw(units, 2, model=True)
+    assert checkpoint.model is not None
+    inner_first = ModelState(dict(reversed(checkpoint.model.params.items())))
+    found = named(replace(checkpoint, model=inner_first, optim=None), units)
+    assert found.model is not None and list(found.model.params) == [*units.parameters, "buf"]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_param_names_become_those_of_the_parameters(use_orig_params: bool) -> None:
+    units = toy(use_orig_params=use_orig_params)
+    _, checkpoint, _ = raw(units, 2)
+    assert checkpoint.optim is not None and checkpoint.optim.param_groups is not None
+    checkpoint.optim.param_groups[0]["param_names"] = [f"_fsdp_wrapped_module.{key}" for key in units.optimizer_keys()]
+    found = named(checkpoint, units)
+    assert found.optim is not None and found.optim.param_groups is not None
+    (group,) = found.optim.param_groups
+    assert group["params"] == group["param_names"] == list(units.parameters)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -16,7 +16,7 @@ from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.pickle.opcodes import StorageView
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.targets import TargetFile, WrittenTensor
-from fsdpckpt.ir.tensors import Box, Tensor
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import UnitParam
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import FlatPart, PlacedUnit, flat_boxes
@@ -78,11 +78,10 @@ class UnitState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeParam:
-    """A tensor in its parameter's shape and memory order."""
+    """A tensor in its parameter's memory order, which is not row-major. ``stride``: in elements."""
 
-    param: UnitParam
-    tensor: Tensor
-    dtype: DType
+    content: WrittenTensor
+    stride: tuple[int, ...]
 
 
 def in_memory_order(
@@ -90,7 +89,7 @@ def in_memory_order(
 ) -> WholeParam | Tensor | Value:
     """``leaf`` in the memory order of ``param``, if it has its shape and that order is not row-major."""
     if isinstance(leaf, Tensor) and param is not None and param.stride is not None and leaf.shape == param.shape:
-        return WholeParam(param, leaf, casts.get(leaf, leaf.dtype))
+        return WholeParam(WrittenTensor(leaf, casts.get(leaf, leaf.dtype), param.order), param.stride)
     return leaf
 
 
@@ -154,12 +153,9 @@ class FlatPickle(ShardedTensorPickle):
         return StorageView(key, dtype, 0, (0,), (1,), 0)
 
     def _whole_param(self, value: WholeParam) -> None:
-        param, shape = value.param, value.param.shape
-        if param.stride is None:
-            self.view(self.stored(value.tensor, value.dtype, Box.whole(shape)))
-            return
-        content = WrittenTensor(value.tensor, value.dtype, param.order)
-        self.view(StorageView(self.records.add(content), value.dtype, 0, shape, param.stride, content.nbytes))
+        content = value.content
+        key, shape = self.records.add(content), content.tensor.shape
+        self.view(StorageView(key, content.dtype, 0, shape, value.stride, content.nbytes))
 
     def _flat_parameter(self, value: FlatParameter) -> None:
         layout = value.placed.layout

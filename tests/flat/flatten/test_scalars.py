@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_synthetic import checkpoint, named
@@ -33,18 +35,20 @@ def number(index: int, *shape: int, dtype: str = "float32") -> Tensor:
     return Tensor(DTYPES[dtype], shape, Chunks.whole(file=0, offset=4 * index, shape=shape))
 
 
-def details(states: dict[str, dict[str, Tensor | Value]], tmp_path: Path) -> tuple[str, ...]:
+def details(
+    states: Mapping[str, Mapping[str, Tensor | Value]], tmp_path: Path, units: Units = UNITS
+) -> tuple[str, ...]:
     """What is reported of these states; nothing where they agree."""
     path = tmp_path / "data"
     path.write_bytes(NUMBERS.tobytes())
-    held: dict[ParamKey, dict[str, Tensor | Value]] = dict(states)
+    held: dict[ParamKey, dict[str, Tensor | Value]] = {name: dict(entry) for name, entry in states.items()}
     source: Checkpoint = replace(
         checkpoint(1, optim=OptimState(held, None), layout=Layout.FULL), files=(SourceFile(str(path), 16),)
     )
     with Sources() as sources:
-        require_equal_states(replace(source, optim=None), UNITS, sources)
+        require_equal_states(replace(source, optim=None), units, sources)
         try:
-            require_equal_states(source, UNITS, sources)
+            require_equal_states(source, units, sources)
         except SourceUnsupportedError as error:
             assert error.details
             return error.details
@@ -96,6 +100,14 @@ def test_a_step_of_one_element_is_compared_even_with_a_parameter_of_one_element(
     assert len(details({"l.p0": {"step": number(0, 1)}, "l.one": {"step": number(1, 1)}}, tmp_path)) == 1
     assert len(details({"l.p0": {"count": number(0, 1)}, "l.p1": {"count": number(1, 1)}}, tmp_path)) == 1
     assert len(details({"l.p0": {"count": number(0)}, "l.one": {"count": number(1)}}, tmp_path)) == 1
+
+
+def test_parameters_of_one_element_share_their_step_and_no_other_state(tmp_path: Path) -> None:
+    units = build_units((named("a", 1), named("b", 1)), ("",), Settings(use_orig_params=False))
+    states = {name: {"step": number(at, 1), "exp_avg": number(at, 1)} for at, name in enumerate("ab")}
+    assert details(states, tmp_path, units) == (
+        "the root unit, state step: 3.0 (float32, shape [1]) for a; 4.0 (float32, shape [1]) for b",
+    )
 
 
 def test_a_state_in_the_shape_of_its_parameter_is_each_ones_own(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdpckpt.flat.flatten import lay_out
+from fsdpckpt.flat.flatten.keys import wrapped_metadata
+from fsdpckpt.flat.flatten.states import unit_states
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.names import clean
@@ -90,8 +93,31 @@ def test_slices_of_parameters_share_the_memory_of_their_flat_parameter(tmp_path)
     assert held["top"].shape == (3,) and held["a.weight"].shape == (9,)
     assert all(begin <= held[name].data_ptr() < end for name in ("top", "a.weight"))
     assert same(held["a.weight"], model.weights["a.weight"].reshape(-1)[:9])
-    assert held["a.bias"].shape == (0,)
     assert [file.path for file in target.files[:2]] == ["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"]
+
+
+def test_a_parameter_without_elements_on_a_rank_is_an_empty_tensor(tmp_path):
+    """FSDP1 uses one empty tensor for all of them."""
+    written(tmp_path, Model(seed=2), units(orig=True), 5)
+    held = loaded(tmp_path, "model", 4, 5)
+    for tensor in (held["top"], held["a.weight"]):
+        assert (tensor.shape, tensor.stride(), tensor.storage_offset()) == ((0,), (1,), 0)
+        assert tensor.dtype == torch.float32 and tensor.untyped_storage().nbytes() == 0
+    with zipfile.ZipFile(tmp_path / "model_world_size_5_rank_4.pt") as file:
+        assert [entry.file_size for entry in file.infolist() if "/data/" in entry.filename].count(0) == 1
+
+
+def test_padding_of_a_dtype_that_numpy_lacks_is_zero(tmp_path):
+    model = Model(seed=20)
+    ckpt = model.checkpoint()
+    assert ckpt.optim is not None
+    for states in ckpt.optim.state.values():
+        tensor = states["exp_avg"]
+        states["exp_avg"] = replace(tensor, dtype=DTYPES["complex32"])  # of as many bytes
+    written(tmp_path, model, units(orig=False), 3, ckpt=replace(ckpt, model=None))
+    last = loaded(tmp_path, "optim", 2, 3)["state"][0]["exp_avg"]
+    assert last.dtype == torch.complex32 and last.shape == (8,)
+    assert not torch.view_as_real(last)[-1].any() and torch.view_as_real(last)[-2].any()
 
 
 def test_a_parameter_has_states_only_on_ranks_that_hold_elements_of_it(tmp_path):
@@ -353,6 +379,59 @@ def test_keys_that_lie_in_another_order_get_the_one_of_the_model(tmp_path):
     )
     written(tmp_path, model, units(orig=True, strategy=Strategy.NO_SHARD), 2, ckpt=ckpt)
     assert list(loaded(tmp_path, "model", 0, 2)) == ["top", "a.weight", "a.bias", "b.weight", "b.bias"]
+
+
+def test_a_module_that_has_only_buffers_stays_where_the_source_has_it(tmp_path):
+    model = Model(seed=21)
+    ckpt = model.checkpoint()
+    assert ckpt.model is not None
+    table = model.raw.whole(torch.ones(2), sharded=False)
+    ordered = {name: ckpt.model.params[name] for name in ORDER}
+    params = {"top": ordered.pop("top"), "positions.table": table, **ordered}
+    ckpt = replace(ckpt, model=replace(ckpt.model, params=params))
+    written(tmp_path, model, units(orig=True, strategy=Strategy.NO_SHARD), 1, ckpt=ckpt)
+    assert list(loaded(tmp_path, "model", 0, 1)) == list(params)
+
+
+def test_versions_of_wrapped_modules_move_to_the_modules_in_the_wrappers():
+    of = units(orig=True)
+    metadata = {"": {"version": 2}, "a": {"version": 3}, "b": {"version": 4}, "b.inner": {"version": 5}}
+    lead = "_fsdp_wrapped_module"
+    expected = {
+        "": {"version": 1},
+        lead: {"version": 2},
+        f"{lead}.a": {"version": 3},
+        f"{lead}.b": {"version": 1},
+        f"{lead}.b.{lead}": {"version": 4},
+        f"{lead}.b.{lead}.inner": {"version": 5},
+    }
+    found = wrapped_metadata(metadata, of)
+    assert list(found.items()) == list(expected.items())
+    assert list(wrapped_metadata(found, of).items()) == list(expected.items())
+    assert wrapped_metadata(None, of) is None
+
+
+def test_a_unit_has_one_step_even_if_all_its_parameters_have_one_element():
+    raw, wrong = Raw(), []
+    unit = Unit("", (param("a", (1,)), param("b", (1,))))
+    step, exp_avg = raw.whole(torch.ones(1)), raw.whole(torch.ones(1))
+    found = unit_states(
+        unit, {"a": {"step": step, "exp_avg": exp_avg}, "b": {"step": step, "exp_avg": exp_avg}}, {}, wrong
+    )
+    assert found["step"] is step
+    assert found["exp_avg"].tensors == [exp_avg, exp_avg]
+    assert wrong == []
+
+
+def test_the_states_of_a_parameter_without_elements_count_only_if_no_other_has_any():
+    raw, wrong = Raw(), []
+    unit = Unit("", (param("a", (0, 2)), param("b", (2,))))
+    empty, filled = raw.whole(torch.ones(0, 2)), raw.whole(torch.ones(2))
+    found = unit_states(unit, {"a": {"odd": empty}, "b": {"exp_avg": filled}}, {}, wrong)
+    assert list(found) == ["exp_avg"] and found["exp_avg"].tensors == [filled, filled]
+    alone = unit_states(Unit("", unit.params[:1]), {"a": {"exp_avg": empty}}, {}, wrong)
+    assert alone["exp_avg"].tensors == [empty]
+    assert unit_states(unit, {}, {}, wrong) is None and wrong == []
 
 
 def test_each_rank_gets_the_extras_of_its_source_rank(tmp_path):
