@@ -136,14 +136,14 @@ def torch_dtype(dtype: DType, *, key: str, source: str) -> torch.dtype:
     """The dtype of the installed torch. Raises SourceUnsupportedError, which names ``key``, if torch lacks it."""
     import torch
 
-    found = getattr(torch, dtype.name, None)
-    if not isinstance(found, torch.dtype):
+    torch_type = getattr(torch, dtype.name, None)
+    if not isinstance(torch_type, torch.dtype):
         raise SourceUnsupportedError(
             f"{source}: {key} is {dtype.name}, a dtype that torch {torch.__version__} does not have",
             key=key,
             next_step="load it with a newer torch",
         )
-    return found
+    return torch_type
 
 
 def _part_of(tensor: Tensor, ranges: Sequence[range]) -> Tensor:
@@ -170,7 +170,7 @@ def _part_of(tensor: Tensor, ranges: Sequence[range]) -> Tensor:
 
 def _indexed(current: Sequence[range | int], indices: tuple[Index, ...]) -> tuple[range | int, ...]:
     """``current`` after ``indices``, which apply by numpy's rules to the dimensions that no int has dropped."""
-    ndim = sum(isinstance(one, range) for one in current)
+    ndim = sum(isinstance(selected, range) for selected in current)
     dots = [number for number, index in enumerate(indices) if index is ...]
     if len(dots) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")
@@ -179,7 +179,7 @@ def _indexed(current: Sequence[range | int], indices: tuple[Index, ...]) -> tupl
     rest = [slice(None)] * (ndim - len(indices) + len(dots))
     first, last = (indices[: dots[0]], indices[dots[0] + 1 :]) if dots else (indices, ())
     remaining = enumerate([*first, *rest, *last])
-    return tuple(_at(one, *next(remaining)) if isinstance(one, range) else one for one in current)
+    return tuple(_at(selected, *next(remaining)) if isinstance(selected, range) else selected for selected in current)
 
 
 def _at(current: range, dim: int, index: Index) -> range | int:
@@ -283,9 +283,9 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
         self.close()
 
 
-def _common(one: Iterable[str], other: Iterable[str]) -> int:
+def _common(first: Iterable[str], second: Iterable[str]) -> int:
     """The number of characters at the beginning that are equal."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 _COMPARED = 100  # keys that are compared with a missing one character by character
@@ -296,12 +296,14 @@ def _nearest(key: object, keys: Mapping[str, object]) -> str:
     if not isinstance(key, str):
         return ""
     nearest = [
-        known for known in keys if known.endswith(f".{key}") or key.endswith(f".{known}") or known.startswith(f"{key}.")
+        existing
+        for existing in keys
+        if existing.endswith(f".{key}") or key.endswith(f".{existing}") or existing.startswith(f"{key}.")
     ][:3]
     if not nearest:
 
-        def likeness(known: str) -> int:
-            return _common(known, key) + _common(reversed(known), reversed(key))
+        def likeness(existing: str) -> int:
+            return _common(existing, key) + _common(reversed(existing), reversed(key))
 
         nearest = get_close_matches(key, nlargest(_COMPARED, keys, key=likeness), n=3)
     return f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""

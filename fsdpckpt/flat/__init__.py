@@ -72,13 +72,13 @@ def lengths_text(lengths: Int64Array) -> str:
     return ", ".join(map(str, values[:12])) + (", ..." if len(values) > 12 else "")
 
 
-def lengths_of(tensor: Tensor, world_size: int) -> str:
+def tensor_text(tensor: Tensor, world_size: int) -> str:
     """The number of elements of a tensor by rank, for a message; its shape if it is not a slice."""
     lengths = slice_lengths(tensor, world_size)
     return f"shape {list(tensor.shape)}" if lengths is None else lengths_text(lengths)
 
 
-def key_lengths(optim: OptimState, world_size: int) -> dict[ParamKey, Int64Array]:
+def lengths_by_key(optim: OptimState, world_size: int) -> dict[ParamKey, Int64Array]:
     """The number of elements each rank holds of each parameter key, from its first state that is one 1-D chunk for each
     rank.
 
@@ -87,14 +87,14 @@ def key_lengths(optim: OptimState, world_size: int) -> dict[ParamKey, Int64Array
     by_key: dict[ParamKey, Int64Array] = {}
     for key, states in optim.state.items():
         for leaf in states.values():
-            lengths = _lengths(leaf, world_size)
+            lengths = _state_lengths(leaf, world_size)
             if lengths is not None:
                 by_key[key] = lengths
                 break
     return by_key
 
 
-def _lengths(leaf: Tensor | Value, world_size: int) -> Int64Array | None:
+def _state_lengths(leaf: Tensor | Value, world_size: int) -> Int64Array | None:
     if not isinstance(leaf, Tensor) or leaf.ndim != 1 or is_number_per_rank(leaf):
         return None
     if leaf.placement != SLICES and world_size > 1:  # whole vectors; with one rank, slices look the same
@@ -110,7 +110,7 @@ def _all_lengths(checkpoint: Checkpoint) -> Iterator[Int64Array]:
                 if lengths is not None:
                     yield lengths
     if checkpoint.optim is not None:
-        yield from key_lengths(checkpoint.optim, checkpoint.world_size).values()
+        yield from lengths_by_key(checkpoint.optim, checkpoint.world_size).values()
 
 
 def possible_shard_sizes(checkpoint: Checkpoint) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ def possible_numels(checkpoint: Checkpoint) -> tuple[int, ...]:
     optim = checkpoint.optim
     if optim is None:
         return ()
-    rows = key_lengths(optim, world_size)
+    rows = lengths_by_key(optim, world_size)
     whole = sum(_count_whole(states) for key, states in optim.state.items() if key not in rows)
     return tuple(
         whole + sum(int(row[:size].sum()) for row in rows.values()) for size in possible_shard_sizes(checkpoint)
@@ -151,7 +151,7 @@ def _count_whole(states: Mapping[str, Tensor | Value]) -> int:
 def has_uneven_slices(checkpoint: Checkpoint) -> bool:
     """Whether some optimizer slices differ in length between ranks, which only ``use_orig_params=True`` causes."""
     optim = checkpoint.optim
-    lengths = key_lengths(optim, checkpoint.world_size).values() if optim is not None else ()
+    lengths = lengths_by_key(optim, checkpoint.world_size).values() if optim is not None else ()
     return any((row != row[0]).any() for row in lengths)
 
 
@@ -162,7 +162,7 @@ def describe_lengths(checkpoint: Checkpoint) -> list[str]:
         flat = {key: leaf for key, leaf in checkpoint.model.params.items() if is_flat_key(key)}
         lines.extend(f"{key}: {leaf.numel:,} elements" for key, leaf in flat.items() if isinstance(leaf, Tensor))
     if checkpoint.optim is not None:
-        rows = key_lengths(checkpoint.optim, checkpoint.world_size)
+        rows = lengths_by_key(checkpoint.optim, checkpoint.world_size)
         same = Counter(tuple(row.tolist()) for row in rows.values())
         for row, times in same.items():
             text = f"{row[0]:,}" if len(set(row)) == 1 else ", ".join(f"{n:,}" for n in row)

@@ -38,7 +38,7 @@ def require_aligned_blocks(
     wrong = [_no_block(unit)] if block is None else list(_misaligned_slices(unit, layout, block, params, orig=orig))
     if wrong or block is None:
         raise SourceUnsupportedError(
-            f"slices begin inside of blocks of {BITSANDBYTES}' 8-bit states",
+            f"slices begin inside blocks of {BITSANDBYTES}' 8-bit states",
             details=wrong,
             why=_WHY,
             next_step=_OTHERS,
@@ -106,21 +106,23 @@ class Quantized:
         for rank in range(layout.shards) if not orig else ():
             begin, end = layout.held(rank)
             if end - begin < layout.shard and (end - begin) % self.block:  # a code of zero is not a value of zero
-                yield f"{self.unit}: padding of rank {rank} begins inside of a block"
+                yield f"{self.unit}: padding of rank {rank} begins inside a block"
 
 
 def require_aligned_slices(
     quantized: Sequence[Quantized], layouts: Mapping[str, FlatLayout], *, orig: bool, source: str
 ) -> None:
     """Raises NeedsInformationError if slices of a target with ``layouts`` (by unit) would cut a block."""
-    wrong = [text for one in quantized for text in one.partial_blocks(layouts[one.unit.key], orig=orig)]
+    wrong = [text for of_unit in quantized for text in of_unit.partial_blocks(layouts[of_unit.unit.key], orig=orig)]
     if not wrong:
         return
 
     def works(size: int) -> bool:
         parts = (
-            one.partial_blocks(layout_of(one.unit, use_orig_params=orig, world_size=size, shard_size=size), orig=orig)
-            for one in quantized
+            of_unit.partial_blocks(
+                layout_of(of_unit.unit, use_orig_params=orig, world_size=size, shard_size=size), orig=orig
+            )
+            for of_unit in quantized
         )
         return all(next(texts, None) is None for texts in parts)
 

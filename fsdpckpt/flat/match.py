@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fsdpckpt.flat import is_number_per_rank, is_sliced, lengths_of, lengths_text, slice_lengths
+from fsdpckpt.flat import is_number_per_rank, is_sliced, lengths_text, slice_lengths, tensor_text
 from fsdpckpt.flat.names import first_misplaced_module, order_contradictions, param_names
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState, ParamKey, group_params
 from fsdpckpt.ir.names import clean, keeps_order
@@ -164,7 +164,7 @@ class _Matching:
                 compared += 1
                 yield from self._match_names(name, param, leaf, sliced=bool(flat))
         if flat or not cleaned:
-            # LOCAL_STATE_DICT lists the innermost units first, and inside of each the model's order.
+            # LOCAL_STATE_DICT lists the innermost units first, and within each the model's order.
             slices = [name for name, leaf in cleaned.items() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
             if self.checkpoint.container is Container.TORCH:
                 yield from order_contradictions(self.units, slices, "the model section", across=False)
@@ -246,12 +246,12 @@ class _Matching:
             shard = self.layouts[name].shard
             lengths = slice_lengths(leaf, self.world_size)
             if lengths is None or (lengths != shard).any():
-                return f"{shard} elements on every rank in the units, found {lengths_of(leaf, self.world_size)}"
+                return f"{shard} elements on every rank in the units, found {tensor_text(leaf, self.world_size)}"
             return None
         if name in self.sharded:
             return self._check_slices(self.params[name], leaf)
         if leaf.shape != self.params[name].shape and not self._whole_vector(self.params[name], leaf):
-            return f"{list(self.params[name].shape)} in the units, found {lengths_of(leaf, self.world_size)}"
+            return f"{list(self.params[name].shape)} in the units, found {tensor_text(leaf, self.world_size)}"
         return None
 
     def _check_slices(self, param: UnitParam, leaf: Tensor) -> str | None:
@@ -265,7 +265,7 @@ class _Matching:
                 return f"{lengths_text(expected)} elements by rank in the units, found a slice of {leaf.shape[0]}"
             return None
         if lengths is None or not np.array_equal(lengths, expected):
-            return f"{lengths_text(expected)} elements by rank in the units, found {lengths_of(leaf, self.world_size)}"
+            return f"{lengths_text(expected)} elements by rank in the units, found {tensor_text(leaf, self.world_size)}"
         return None
 
     def _whole_vector(self, param: UnitParam, leaf: Tensor) -> bool:

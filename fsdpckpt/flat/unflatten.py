@@ -1,7 +1,7 @@
 """Turns the slices of a flattened checkpoint into whole tensors, once the units are proved.
 
 The counterparts in PyTorch, ``_unflatten_optim_state`` and ``_convert_state_with_orig_params``, gather first; here no
-data moves: each slice becomes boxes of its parameter, at the place of the slice.
+data moves: each slice becomes boxes of its parameter, which point into the slice.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class StorageReader(TorchStorageReader):
         return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [whole])
 
     def _require_match(self, boxes: list[BoxToRead], planner: LoadPlanner, entries: Entries) -> None:
-        """Raises if a tensor has another dtype or shape: the plans of older torch versions do not check it.
+        """Raises if a tensor has a different dtype or shape: the plans of older torch versions do not check it.
 
         A planner that makes its own plans may request a part of a tensor.
         """
@@ -230,7 +230,7 @@ class StorageReader(TorchStorageReader):
                 wrong[key] = f"{key}: {list(tensor.shape)} in the checkpoint, {list(shape)} in the state dict"
         if wrong:
             raise StateDictMismatchError(
-                f"{self._path} holds {plural(len(wrong), 'tensor')} of another dtype or shape than the state dict has",
+                f"{self._path} holds {plural(len(wrong), 'tensor')} of a different dtype or shape than the state dict",
                 details=list(wrong.values()),
                 why="loading never casts: the choice of rounding is yours" if cast else None,
                 next_step="make the state dict like the checkpoint"
@@ -242,13 +242,13 @@ class StorageReader(TorchStorageReader):
 def _as_named_by(state: Mapping[str, Any], item: ReadItem, entries: Entries) -> Value:
     """The value for ``item``; names in the ``params`` of groups get the prefixes they have in ``state``."""
     value = entries.values[item.storage_index.fqn]
-    held = state.get(item.dest_index.fqn)
+    current = state.get(item.dest_index.fqn)
     path = entries.paths.get(item.storage_index.fqn, ())
     if path[-3:-2] != ("param_groups",) or path[-1] != "params":
         return value
-    if not isinstance(held, list) or not isinstance(value, list):
+    if not isinstance(current, list) or not isinstance(value, list):
         return value
-    wrapped_names = {clean(name): name for name in held if isinstance(name, str)}
+    wrapped_names = {clean(name): name for name in current if isinstance(name, str)}
     return [wrapped_names.get(name, name) if isinstance(name, str) else name for name in value]
 
 
@@ -273,6 +273,6 @@ def _misplaced(planner: LoadPlanner, entries: Entries) -> dict[str, list[BoxToRe
         size, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
         computed = [Box(tuple(offset), tuple(size))] if prod(size) else []
         held = held_boxes(value, key)
-        if [one.box for one in held] != computed:
-            boxes[key] = [BoxToRead(key, key, one.box, one.data.detach()) for one in held]
+        if [part.box for part in held] != computed:
+            boxes[key] = [BoxToRead(key, key, part.box, part.data.detach()) for part in held]
     return boxes

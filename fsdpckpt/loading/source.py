@@ -184,9 +184,9 @@ def read_boxes(
 
     Raises SourceCorruptError if a file ends too early or an item is damaged.
     """
-    filled = [one for one in boxes if one.target.numel()]
-    tensors = [entries.tensor(one.key) for one in filled]
-    rows = [_rows(tensor, one.box) for tensor, one in zip(tensors, filled, strict=True)]
+    filled = [wanted for wanted in boxes if wanted.target.numel()]
+    tensors = [entries.tensor(wanted.key) for wanted in filled]
+    rows = [_rows(tensor, wanted.box) for tensor, wanted in zip(tensors, filled, strict=True)]
     located = locate_rows(list(zip(tensors, rows, strict=True)), checkpoint.files, sources)
     if located is None:
         return False
@@ -241,8 +241,8 @@ def as_saved(value: Value, checkpoint: Checkpoint, sources: Sources) -> io.Bytes
         memory = np.frombuffer(content, np.uint8, write_item.nbytes, write_item.offset)
         ChunkReader(reader, write_item.tensor).read_into(Box(write_item.start, write_item.size), memory)
         del memory
-    for begin, end, places in file.checksums:
+    for begin, end, positions in file.checksums:
         crc = zlib.crc32(memoryview(content)[begin:end]).to_bytes(4, "little")
-        for place in places:
-            content[place : place + 4] = crc
+        for position in positions:
+            content[position : position + 4] = crc
     return io.BytesIO(bytes(content))

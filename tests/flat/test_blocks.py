@@ -135,10 +135,10 @@ def test_slices_that_cut_blocks_are_refused_with_the_numbers_of_ranks_that_work(
     assert "w: the slice of rank 1 begins at element 615, no multiple of 256" in raised.value.details
     assert raised.value.next_step == "--world-size with a number that works for all states: 1, 2, 3, 4, 6, 12"
     cut = save(tmp_path / "cut", 5, orig=orig)
-    with pytest.raises(SourceUnsupportedError, match="begin inside of blocks of bitsandbytes' 8-bit states"):
+    with pytest.raises(SourceUnsupportedError, match="begin inside blocks of bitsandbytes' 8-bit states"):
         fsdpckpt.convert(cut, tmp_path / "two", to="flattened", world_size=2)
     notes = [note.message for note in fsdpckpt.inspect(cut).checkpoint.notes]
-    assert any("keep their ids: slices begin inside of blocks of bitsandbytes' 8-bit states" in note for note in notes)
+    assert any("keep their ids: slices begin inside blocks of bitsandbytes' 8-bit states" in note for note in notes)
 
 
 def test_scales_are_not_cast(tmp_path: Path) -> None:

@@ -283,10 +283,10 @@ def test_slices_that_cannot_be_named_keep_their_ids_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listing: bool
 ) -> None:
     def refuse(*_: object, **__: object) -> Checkpoint:
-        raise SourceUnsupportedError("slices begin inside of blocks", details=["w: rank 1", "w: rank 2"])
+        raise SourceUnsupportedError("slices begin inside blocks", details=["w: rank 1", "w: rank 2"])
 
     monkeypatch.setattr("fsdpckpt.flat.unflatten.name_slices", refuse)
     units = units_of(unit("", SHAPES), use_orig_params=False)
     found = shown(replace(adam(tmp_path, units), units=units), listing=listing)
     assert keys(found) == [0]
-    assert found.notes[-1] == Note("unnamed", "the slices keep their ids: slices begin inside of blocks; w: rank 1")
+    assert found.notes[-1] == Note("unnamed", "the slices keep their ids: slices begin inside blocks; w: rank 1")

@@ -11,9 +11,9 @@ from fsdpckpt.flat import (
     is_number_per_rank,
     is_sliced,
     is_step,
-    lengths_of,
     lengths_text,
     slice_lengths,
+    tensor_text,
 )
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import OptimState, ParamKey
@@ -107,4 +107,4 @@ def test_lengths_are_shown_as_short_as_they_are_clear(lengths: list[int], text: 
 
 
 def test_what_is_no_slice_is_shown_by_its_shape() -> None:
-    assert lengths_of(slices([2, 5]), 2) == "2, 5" and lengths_of(whole(2, 5), 2) == "shape [2, 5]"
+    assert tensor_text(slices([2, 5]), 2) == "2, 5" and tensor_text(whole(2, 5), 2) == "shape [2, 5]"

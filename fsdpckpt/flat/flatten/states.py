@@ -55,7 +55,7 @@ def unit_states(
         if len(dtypes) > 1:
             text = ", ".join(f"{dtype} for {param}" for dtype, param in dtypes.items())
             wrong.append(f"{unit}, state {name} has several dtypes: {text}")
-        # No element is ever taken for a parameter without elements.
+        # Stands in for the state of a parameter without elements: no element of it is written.
         of_params = [tensors.get(param.name, next(iter(tensors.values()))) for param in unit.params]
         dtype = casts.get(of_params[0], of_params[0].dtype)
         if name in scales:
@@ -118,10 +118,10 @@ class FlatOptimizer:
         if units.use_orig_params:
             wrong += [text for name in self._holder for text in self._misshapen(name)]
         else:
-            for one in placed:
-                states = unit_states(one.unit, self._state, casts, wrong)
+            for unit in placed:
+                states = unit_states(unit.unit, self._state, casts, wrong)
                 if states is not None:
-                    self._of_units[one.unit.key] = states
+                    self._of_units[unit.unit.key] = states
         if wrong:
             raise SourceUnsupportedError(
                 f"{checkpoint.source}: optimizer states that a flattened checkpoint cannot hold",
@@ -135,10 +135,10 @@ class FlatOptimizer:
                 next_step="convert to another layout (--to full, --to sharded), or only the model (--only model)"
                 + ("" if units.use_orig_params else "; where dtypes differ, add --use-orig-params"),
             )
-        cut = [Quantized.of(one.unit, self._state) for one in placed if one.sharded or not units.use_orig_params]
-        layouts = {one.unit.key: one.layout for one in placed}
+        cut = [Quantized.of(unit.unit, self._state) for unit in placed if unit.sharded or not units.use_orig_params]
+        layouts = {unit.unit.key: unit.layout for unit in placed}
         require_aligned_slices(cut, layouts, orig=units.use_orig_params, source=checkpoint.source)
-        self._blocks = {name: one.block or 1 for one in cut for name in one.params}
+        self._blocks = {name: of_unit.block or 1 for of_unit in cut for name in of_unit.params}
         self._order = [key for key in units.optimizer_keys() if key in self._of_units or key in self._state]
         self._require_groups(checkpoint)
 

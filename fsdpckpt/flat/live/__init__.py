@@ -168,7 +168,7 @@ def shared(
 
 
 def groups(optimizer: torch.optim.Optimizer, keys: dict[torch.Tensor, str]) -> tuple[tuple[str, ...], ...]:
-    """Each group of the optimizer, in the order of ids. Raises UsageError for parameters of another model."""
+    """Each group of the optimizer, in the order of ids. Raises UsageError for parameters of a different model."""
     named_groups = []
     for number, group in enumerate(optimizer.param_groups):
         foreign = [tuple(param.shape) for param in group["params"] if param not in keys]
@@ -176,7 +176,7 @@ def groups(optimizer: torch.optim.Optimizer, keys: dict[torch.Tensor, str]) -> t
             raise UsageError(
                 f"group {number} of the optimizer: {plural(len(foreign), 'parameter', 'are')} not in this model",
                 details=[f"a parameter of shape {list(shape)}" for shape in foreign[:10]],
-                why="the optimizer was made from the model before it was wrapped, or from another model",
+                why="the optimizer was made from the model before it was wrapped, or from a different model",
                 next_step="make the optimizer after wrapping, from the wrapped model's parameters()",
             )
         named_groups.append(tuple(keys[param] for param in group["params"]))

@@ -80,7 +80,7 @@ def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     """The units of a live FSDP1 model, the same on every rank.
 
     They are proved against the numbers of the model's flat parameters. Raises UsageError for a model without FSDP1
-    modules or an optimizer of another model, SourceUnsupportedError for FSDP1 on top of tensor parallelism.
+    modules or an optimizer of a different model, SourceUnsupportedError for FSDP1 on top of tensor parallelism.
     """
     modules = fsdp_modules(model)
     if not modules:

@@ -170,7 +170,7 @@ def expand_globs(globs: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
         if glob == ROOT_ONLY and ROOT_ONLY not in paths:
             raise UsageError(
                 "--unit none says that only the root is wrapped, and another --unit wraps more",
-                found=" ".join(f"--unit {one}" for one in globs),
+                found=" ".join(f"--unit {given}" for given in globs),
                 next_step="drop --unit none: the root is a unit beside the others",
             )
         pattern = module_pattern(glob, "--unit")

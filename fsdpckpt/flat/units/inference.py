@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.flat import describe_lengths, has_uneven_slices, key_lengths, possible_shard_sizes
+from fsdpckpt.flat import describe_lengths, has_uneven_slices, lengths_by_key, possible_shard_sizes
 from fsdpckpt.flat.match import FlatMatch, match
 from fsdpckpt.flat.units import Settings, differing_settings
 from fsdpckpt.flat.units.candidates import Candidate, group_candidates
@@ -59,11 +59,11 @@ def infer(
     settings that the caller expects; they decide if several match. Raises NeedsInformationError if several match that
     read the same bytes differently, or if an order is not certain.
     """
-    matched: list[_Matched] = []
+    matches: list[_Matched] = []
     nearest: Refusal | None = None
     distance = 0
     for candidate in candidates:
-        if matched and candidate.tier > matched[-1].candidate.tier:
+        if matches and candidate.tier > matches[-1].candidate.tier:
             break
         for units, assignments in _with_settings(checkpoint, candidate.units, wanted):
             description = "; ".join((*candidate.assumed, describe_settings(units)))
@@ -74,17 +74,17 @@ def infer(
             for groups in assignments:
                 result = match(checkpoint, units if groups is None else replace(units, groups=groups))
                 if isinstance(result, FlatMatch):
-                    matched.append(_Matched(candidate, result))
+                    matches.append(_Matched(candidate, result))
                 elif nearest is None or len(result.contradictions) + result.uncompared < distance:
                     nearest, distance = (
                         Refusal(description, result.contradictions),
                         len(result.contradictions) + result.uncompared,
                     )
-    if not matched:
+    if not matches:
         return nearest or Refusal(
             "no candidate units could be built from the names", tuple(describe_lengths(checkpoint))
         )
-    return _choose(checkpoint, matched, preferred or Settings())
+    return _choose(checkpoint, matches, preferred or Settings())
 
 
 def _with_settings(
@@ -127,7 +127,7 @@ def _shardings(checkpoint: Checkpoint, wanted: Settings) -> Iterator[tuple[Strat
 
 
 def _param_dtypes(units: Units, *, use_orig_params: bool, wanted: Settings) -> tuple[DType | None, ...]:
-    """The dtypes that decide the alignment: the parameters' own, or one of another size (half and single precision)."""
+    """Dtypes that decide the alignment: the parameters' own, or one of a different size (half, single precision)."""
     if wanted.param_dtype is not None or not use_orig_params:
         return (wanted.param_dtype,)
     sizes = {unit.aligning_dtype.itemsize for unit in units.units}
@@ -135,18 +135,18 @@ def _param_dtypes(units: Units, *, use_orig_params: bool, wanted: Settings) -> t
     return (None, *others)
 
 
-def _choose(checkpoint: Checkpoint, matched: list[_Matched], preferred: Settings) -> ResolvedUnits:
+def _choose(checkpoint: Checkpoint, matches: list[_Matched], preferred: Settings) -> ResolvedUnits:
     by_mapping: dict[object, list[_Matched]] = {}
-    for one in matched:
-        by_mapping.setdefault(byte_mapping(checkpoint, one.match), []).append(one)
+    for matched in matches:
+        by_mapping.setdefault(byte_mapping(checkpoint, matched.match), []).append(matched)
     groups = list(by_mapping.values())
     if len(groups) > 1 and preferred.options():
-        groups = [[one for one in same if preferred.fits(one.match.units)] for same in groups]
+        groups = [[matched for matched in same if preferred.fits(matched.match.units)] for same in groups]
         groups = [same for same in groups if same]
     if len(groups) != 1:
-        raise _ambiguous(checkpoint, [same[0] for same in groups] or matched)
+        raise _ambiguous(checkpoint, [same[0] for same in groups] or matches)
     (same,) = groups
-    chosen = next((one for one in same if preferred.fits(one.match.units)), same[0])
+    chosen = next((matched for matched in same if preferred.fits(matched.match.units)), same[0])
     if not chosen.candidate.ordered:
         reason = why_order_matters(checkpoint, chosen.match)
         if reason is not None:
@@ -155,7 +155,7 @@ def _choose(checkpoint: Checkpoint, matched: list[_Matched], preferred: Settings
     if kernels and not chosen.candidate.strides_known:
         raise _without_strides(checkpoint, kernels)
     how = (chosen.candidate.label, *chosen.candidate.assumed, describe_settings(chosen.match.units))
-    unsettled = differing_settings([one.match.units for one in same])
+    unsettled = differing_settings([matched.match.units for matched in same])
     return ResolvedUnits(chosen.match.units, chosen.match, how, unsettled)
 
 
@@ -181,27 +181,27 @@ _OPTIONS = {
 
 
 def _ambiguous(checkpoint: Checkpoint, several: list[_Matched]) -> NeedsInformationError:
-    options = [_OPTIONS[name] for name in differing_settings([one.match.units for one in several])]
-    if len({(one.candidate.assumed, one.match.units.groups) for one in several}) > 1:
+    options = [_OPTIONS[name] for name in differing_settings([matched.match.units for matched in several])]
+    if len({(matched.candidate.assumed, matched.match.units.groups) for matched in several}) > 1:
         options.append("--parameters FILE (the names of model.named_parameters(), one per line)")
     return NeedsInformationError(
         f"the units of {checkpoint.source} are ambiguous: {len(several)} candidates match every slice",
-        details=list(dict.fromkeys(one.description + _first_difference(one, several) for one in several)),
+        details=list(dict.fromkeys(matched.description + _first_difference(matched, several) for matched in several)),
         why="slices of flat parameters carry no names, and these candidates would give different parameters",
         next_step="add " + ", or ".join([*options, "--units FILE"]),
     )
 
 
-def _first_difference(one: _Matched, several: list[_Matched]) -> str:
+def _first_difference(matched: _Matched, several: list[_Matched]) -> str:
     """The first optimizer key that stands for different parameters."""
-    for key, name in one.match.keys.items():
+    for key, name in matched.match.keys.items():
         if any(other.match.keys.get(key) != name for other in several):
             return f"; optimizer key {key} is {name}"
     return ""
 
 
 def possibly_channels_last(units: Units) -> list[str]:
-    """The parameters whose elements FSDP1 flattens in another order if the model is channels_last.
+    """The parameters whose elements FSDP1 flattens in a different order if the model is channels_last.
 
     These are convolution kernels with several channels and several elements per channel. Names and shapes do not show
     the memory format; parameters with known strides are not listed.
@@ -235,7 +235,7 @@ def why_order_matters(checkpoint: Checkpoint, match: FlatMatch) -> str | None:
         return "several flat parameters are equally long" if max(shards.values()) > 1 else None
     params = units.params()
     times = Counter(param.numel for param in params.values())
-    lengths = key_lengths(optim, checkpoint.world_size)
+    lengths = lengths_by_key(optim, checkpoint.world_size)
     for key, name in match.keys.items():
         numel = params[name].numel
         if times[numel] > 1:
@@ -292,7 +292,7 @@ def _slice(param: UnitParam, match: FlatMatch) -> _Row:
 def describe_settings(units: Units) -> str:
     """The settings in words, for messages: ``use_orig_params=True, full-shard, param_dtype bfloat16``."""
     strategies = dict.fromkeys(unit.strategy for unit in units.units)
-    parts = [f"use_orig_params={units.use_orig_params}", ", ".join(one.value for one in strategies)]
+    parts = [f"use_orig_params={units.use_orig_params}", ", ".join(strategy.value for strategy in strategies)]
     if units.shard_size is not None and Strategy.HYBRID_SHARD in strategies:
         parts[-1] += f" in groups of {units.shard_size} ranks"
     if units.use_orig_params:

@@ -40,7 +40,7 @@ class UnitsRequest(Settings):
     ``file``: a units file. ``globs``: module paths of units, ``("none",)`` for the root alone. ``reference``: a
     checkpoint with names and shapes. ``parameters``: names in the order of ``model.parameters()``. ``buffers``: globs
     of model keys that are not parameters, ``("none",)`` if all are parameters. ``one_group``: all ranks shard together,
-    even if units of another run have HYBRID_SHARD.
+    even if units of a different run have HYBRID_SHARD.
     """
 
     file: str | None = None

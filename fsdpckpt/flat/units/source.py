@@ -92,7 +92,7 @@ def source_units(
         return _infer_units(checkpoint, request, sources, target_flattened=target_flattened)
     units = load_units(request.file, sources)
     if target_flattened:
-        return _serving_both(checkpoint, units, request.file, sources)
+        return _from_target_file(checkpoint, units, request.file, sources)
     return _given_units(checkpoint, units, request.file, request, sources)
 
 
@@ -107,7 +107,7 @@ def _given_units(
         raise UsageError(
             f"{', '.join(settings)}: that is not how {checkpoint.source} was saved",
             details=result.contradictions,
-            why=f"the units of {label} as they stand fit the lengths of all its slices",
+            why=f"without these options, the units of {label} match every slice",
             next_step=f"drop {' and '.join(settings)}",
         )
     if isinstance(result, Mismatch):
@@ -123,7 +123,7 @@ def _given_units(
     return ResolvedUnits(result.units, result, (f"units: from {label}",))
 
 
-def _serving_both(checkpoint: Checkpoint, units: Units, label: str, sources: Sources) -> ResolvedUnits:
+def _from_target_file(checkpoint: Checkpoint, units: Units, label: str, sources: Sources) -> ResolvedUnits:
     """The target's file, if nothing gives the source's units: they may have other settings, if proved."""
     if isinstance(match(checkpoint, units), FlatMatch):
         return _given_units(checkpoint, units, label, UnitsRequest(), sources)
@@ -208,12 +208,12 @@ def _unit_prefixes(
         raise UsageError(
             f"--unit names other units than {checkpoint.source} has",
             details=[
-                *(f"{one} is not a unit according to {shown.label}" for one in unknown),
-                *(f"{one} is a unit according to {shown.label}, and no --unit matches it" for one in absent),
+                *(f"{prefix} is not a unit according to {shown.label}" for prefix in unknown),
+                *(f"{prefix} is a unit according to {shown.label}, and no --unit matches it" for prefix in absent),
             ],
             next_step="drop --unit: the checkpoint names its units itself",
         )
-    more = [one for one in expanded if one not in shown.prefixes]
+    more = [prefix for prefix in expanded if prefix not in shown.prefixes]
     return replace(shown, prefixes=(*shown.prefixes, *more))
 
 
@@ -259,7 +259,7 @@ def prove(units: Units, source: str, sources: Sources) -> tuple[str, ...]:
         raise SourceCorruptError(
             f"the units of the model are not those of {source}",
             details=wrong,
-            why="the checkpoint is of another model, or was saved with other classes wrapped, another "
+            why="the checkpoint is of a different model, or was saved with other classes wrapped, or with a different "
             "use_orig_params, strategy or MixedPrecision.param_dtype",
             next_step="give --wrap, --use-orig-params/--no-use-orig-params, --strategy and --param-dtype as the "
             "training script does",

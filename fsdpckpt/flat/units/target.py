@@ -45,7 +45,7 @@ def target_units(
 
     ``source``: the units of a flattened source; the target is wrapped like it unless ``request`` says otherwise.
     ``dtype``: what the model section is cast to. Raises NeedsInformationError if wrapping or ``use_orig_params`` are
-    not known, SourceCorruptError if the units are those of another model, UsageError for what FSDP1 cannot wrap,
+    not known, SourceCorruptError if the units are those of a different model, UsageError for what FSDP1 cannot wrap,
     SourceUnsupportedError if param groups divide a flat parameter.
     """
     wrapped, how = _wrapping(checkpoint, request, source, sources)
@@ -142,7 +142,7 @@ def _require_orders(
             f"those of the {world_size} ranks that load {checkpoint.source} do",
             expected=f"units of {world_size} ranks",
             found=f"units of {from_file.world_size} ranks",
-            why="an id is the place of a parameter in the optimizer of its own rank",
+            why="an id is the position of a parameter in the optimizer of one rank",
             next_step="add --units FILE that save_units wrote on every rank of the job that will load it, or give the "
             "optimizer its parameters in the same order on every rank and save units again",
         )
@@ -195,7 +195,7 @@ def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Un
                 f"--shard-size {size} does not divide the {plural(world_size, 'rank')} of the target",
                 why="every sharding group has the same number of ranks",
                 next_step="--shard-size "
-                + " or ".join(str(one) for one in range(2, world_size + 1) if world_size % one == 0),
+                + " or ".join(str(divisor) for divisor in range(2, world_size + 1) if world_size % divisor == 0),
             )
         raise NeedsInformationError(
             f"sharding groups of {plural(size, 'rank')}, as the units have, do not divide {plural(world_size, 'rank')}",
@@ -363,11 +363,15 @@ def _listed_only(names: ParameterNames, order: tuple[str, ...], checkpoint: Chec
     listed, shared = set(order), list(names.shared)
     for name, param in by_name.items():
         if param.sharded and name not in listed:
-            first = [one for one in order if by_name[one].shape == param.shape and by_name[one].dtype == param.dtype]
+            first = [
+                listed_name
+                for listed_name in order
+                if (by_name[listed_name].shape, by_name[listed_name].dtype) == (param.shape, param.dtype)
+            ]
             if len(first) != 1:
                 raise NeedsInformationError(
                     f"{name} is a parameter that --parameters does not list, so it is a shared one",
-                    details=[f"it may be {one}" for one in first],
+                    details=[f"it may be {first_name}" for first_name in first],
                     next_step="add --units FILE, which says what is shared",
                 )
             shared.append((name, first[0]))
@@ -399,7 +403,9 @@ def _require_settled(names: ParameterNames, checkpoint: Checkpoint) -> Parameter
         elif param.sharded and not trained:
             params.append(param)
         elif param.sharded:
-            same_shape = next((one.name for one in params if one.name in trained and one.shape == param.shape), None)
+            same_shape = next(
+                (other.name for other in params if other.name in trained and other.shape == param.shape), None
+            )
             if same_shape is not None:
                 undecided.append(f"{param.name} has no optimizer state: it may be frozen, or shared with {same_shape}")
             params.append(replace(param, requires_grad=False))
