@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, OptimState, ParamKey
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import ONE_SLICE, Chunks, Tensor
@@ -263,6 +263,17 @@ def test_param_names_become_those_of_the_parameters(use_orig_params: bool) -> No
     assert found.optim is not None and found.optim.param_groups is not None
     (group,) = found.optim.param_groups
     assert group["params"] == group["param_names"] == list(units.parameters)
+
+
+def test_entries_that_a_user_added_to_an_optimizer_keyed_by_name_stay_as_they_are() -> None:
+    units = toy(use_orig_params=True)
+    played, checkpoint, truth = raw(units, 2)
+    states = dict(zip(units.parameters, by_name(checkpoint).values(), strict=True))
+    keyed: dict[ParamKey, dict[str, Tensor | Value]] = {"tables": {"kind": "hash"}, **states}
+    checkpoint.optim = OptimState(keyed, [{"lr": 0.1, "params": list(units.parameters)}])
+    found = named(checkpoint, units)
+    require_states(found, played, truth)
+    assert by_name(found)["tables"] == {"kind": "hash"}
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
