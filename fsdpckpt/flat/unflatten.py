@@ -24,14 +24,12 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.invariants import fatal, problems
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import maps_in, scales_in
-from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Chunks, Int64Array, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import FLATTENED, ONE_SLICE, SLICES, Chunks, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.units import Unit, UnitParam
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes, is_flat_key
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
-
-PLACEMENT = "flattened"
 
 _Run: TypeAlias = tuple[int, int, int, int, int]
 """A slice: rank, file, byte offset, and the range [begin, begin + count) of the flat tensor it holds."""
@@ -207,7 +205,7 @@ def _of_param(param: UnitParam, leaf: Tensor | Value, counts: Int64Array | None,
         return _param_tensor(param, leaf.dtype, _sorted_runs(leaf, starts), 0)
     if is_number_per_rank(leaf):
         return _read_whole(leaf)
-    return replace(leaf, sharded=True, placement=PLACEMENT)  # FSDP1 cut nothing: NO_SHARD, or groups of one rank
+    return replace(leaf, sharded=True, placement=FLATTENED)  # FSDP1 cut nothing: NO_SHARD, or groups of one rank
 
 
 def _holder_state(leaf: Tensor, counts: Int64Array | None, world_size: int) -> Tensor:
@@ -284,7 +282,7 @@ def _param_tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: i
     )
     if not param.numel:
         chunks = Chunks.whole(file=0, offset=0, shape=param.shape)
-    return Tensor(dtype, param.shape, chunks, sharded=True, placement=PLACEMENT)
+    return Tensor(dtype, param.shape, chunks, sharded=True, placement=FLATTENED)
 
 
 def name_slices(

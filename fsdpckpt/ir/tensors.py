@@ -114,6 +114,9 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 SLICES = "slices"
 """The ``placement`` of a tensor made of the ranks' 1-D slices of flat parameters, joined but not yet named."""
 
+FLATTENED = "flattened"
+"""The ``placement`` of a tensor made of parts of flat parameters (or of other flat tensors), under its name."""
+
 ONE_SLICE = "whole, or one rank's slice"
 """The ``placement`` of a vector that DCP saved beside flat parameters: all of a buffer, or one
 rank's slice of a parameter, whose data is in the flat parameter. Only units tell which it is."""

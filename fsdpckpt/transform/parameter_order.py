@@ -19,6 +19,9 @@ from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
 
+NO_BUFFERS = ("none",)
+"""What ``--buffers`` says when every model key that may be a parameter is one."""
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterOrder:
@@ -167,7 +170,7 @@ def from_model(
     """
     if checkpoint.model is None:
         return None
-    no_buffers = buffers == ("none",)
+    no_buffers = tuple(buffers) == NO_BUFFERS
     cleaned = [clean(name) for name in checkpoint.model.params]
     renamed = cleaned if like is None else without_module(cleaned, like)
     tensors = {
@@ -200,7 +203,7 @@ def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str]) -> bool
     """Whether FSDP accepts it as a parameter: floating or complex."""
     if tensor.placement == SLICES or is_flat_key(name):
         return False
-    if any(fnmatchcase(name, glob) for glob in buffers if buffers != ("none",)):
+    if any(fnmatchcase(name, glob) for glob in buffers if tuple(buffers) != NO_BUFFERS):
         return False
     return tensor.dtype.kind in ("float", "complex") or tensor.sharded is True
 

@@ -33,6 +33,7 @@ from fsdpckpt.ir.tensors import Sharding, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts import mesh_box, on_one_dimension
 from fsdpckpt.text import listed, plural
+from fsdpckpt.transform.parameter_order import NO_BUFFERS
 
 SHOWN = 12  # keys listed in one message: enough to recognise the model, short enough to read
 
@@ -114,7 +115,7 @@ def mark_sharded(checkpoint: Checkpoint, hints: ShardingHints) -> Checkpoint:
 def _require_buffers(checkpoint: Checkpoint, hints: ShardingHints) -> None:
     """Raises UsageError for a ``--buffers`` glob that matches nothing: a typo would shard a buffer."""
     names = checkpoint.model.params if checkpoint.model is not None else {}
-    for glob in hints.buffers if names and hints.buffers != ("none",) else ():
+    for glob in hints.buffers if names and hints.buffers != NO_BUFFERS else ():
         if not any(hints.is_buffer(name, glob) for name in names):
             raise UsageError(
                 f"--buffers {glob} matches no model key of {checkpoint.source}",
@@ -159,7 +160,7 @@ def _from_source(tensor: Tensor, name: str, hints: ShardingHints) -> bool | None
     if tensor.sharded is not None:
         return tensor.sharded
     if hints.buffers:
-        return hints.buffers == ("none",) or not any(hints.is_buffer(name, glob) for glob in hints.buffers)
+        return hints.buffers == NO_BUFFERS or not any(hints.is_buffer(name, glob) for glob in hints.buffers)
     if hints.reference is not None:
         return hints.referenced(name)
     return None

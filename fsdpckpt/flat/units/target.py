@@ -29,7 +29,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.units import Groups, Strategy, Unit, UnitParam, Units, flaws
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
-from fsdpckpt.transform.parameter_order import from_param_names
+from fsdpckpt.transform.parameter_order import NO_BUFFERS, from_param_names
 
 
 def target_units(
@@ -280,10 +280,6 @@ def _settings_notes(units: Units, request: UnitsRequest, *, aligned: bool) -> li
             f"{plural(len(kernels), 'kernel', 'are')} assumed to be row-major: channels_last models need --units FILE"
         )
     return lines
-
-
-NO_BUFFERS = ("none",)
-"""What ``--buffers`` says when every model key that may be a parameter is one."""
 
 
 def target_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames:

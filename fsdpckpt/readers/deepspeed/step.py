@@ -25,6 +25,7 @@ from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, all_ranks
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.ir.checkpoint import Checksums, Layout, Note
 from fsdpckpt.ir.dtypes import MAX_DIMENSIONS
+from fsdpckpt.ir.tensors import FLATTENED
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.flat_slices import boxes_of_range
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
@@ -192,7 +193,7 @@ def distributed_slice(
     if where is not None:
         boxes = boxes_of_range(shape, where.begin, where.begin + where.count, where.at - where.begin, stored)
     world = all_ranks(ranks)
-    return Distributed("ZeRO partition", stored.dtype, shape, "flattened", rank, world, world, tuple(boxes))
+    return Distributed("ZeRO partition", stored.dtype, shape, FLATTENED, rank, world, world, tuple(boxes))
 
 
 @dataclass(frozen=True, slots=True)
