@@ -279,8 +279,8 @@ class _Matching:
     # The keys of the optimizer.
 
     def _by_name(self, optim: OptimState) -> Iterator[str]:
-        known = [*self.by_key, *(param.name for param in self.units.unmanaged)]
-        possible = dict.fromkeys(self.params if self.units.use_orig_params else known)
+        with_flat_params = [*self.by_key, *(param.name for param in self.units.unmanaged)]
+        possible = dict.fromkeys(self.params if self.units.use_orig_params else with_flat_params)
         listed = optim.grouped_keys()
         for key in dict.fromkeys([*optim.state, *listed]):
             if clean(str(key)) in possible:
@@ -342,12 +342,12 @@ class _Matching:
         return self.by_key[key].requires_grad if key in self.by_key else self.params[key].requires_grad
 
     def _compare_param_names(self, groups: Sequence[Mapping[Key, Value]]) -> Iterator[str]:
-        known = {*self.by_key, *self.params}
+        names = {*self.by_key, *self.params}
         compared = 0
         for group in groups:
             for key, name in zip(group_params(group) or (), param_names(group), strict=False):
                 compared += 1
-                if clean(name) not in known:
+                if clean(name) not in names:
                     yield f"param_names: {clean(name)} is not among the units' parameters"
                 elif self.keys[key] != clean(name):
                     yield f"optim {key} is {clean(name)} in param_names, {self.keys[key]} in the units"

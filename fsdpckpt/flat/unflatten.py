@@ -337,8 +337,8 @@ def logical(checkpoint: Checkpoint, sources: Sources, *, units: str | None = Non
             raise
         return _with_problems(checkpoint, error)
     # A problem of slices appears again, under a parameter's name, in the tensors made of them.
-    known = set(problems(checkpoint))
-    return replace(named, problems=tuple(problem for problem in named.problems if problem not in known))
+    of_slices = set(problems(checkpoint))
+    return replace(named, problems=tuple(problem for problem in named.problems if problem not in of_slices))
 
 
 def _with_problems(checkpoint: Checkpoint, error: SourceCorruptError) -> Checkpoint:

@@ -270,7 +270,8 @@ _SHOWN = 60  # characters of a value in a message
 def _number(leaf: Tensor, checkpoint: Checkpoint, sources: Sources) -> tuple[str, object]:
     """A tensor of one element as text, and what is equal for equal tensors."""
     content = sources.read_elements(checkpoint.files, leaf)
-    known = leaf.dtype.numpy is not None
-    number = str(np.frombuffer(content, numpy_dtype(leaf.dtype))[0]) if known else f"0x{content.hex()}"
+    number = f"0x{content.hex()}"
+    if leaf.dtype.numpy is not None:
+        number = str(np.frombuffer(content, numpy_dtype(leaf.dtype))[0])
     shape = f", shape {list(leaf.shape)}" if leaf.ndim else ""
     return f"{number} ({leaf.dtype.name}{shape})", content

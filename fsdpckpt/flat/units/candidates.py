@@ -84,7 +84,7 @@ class _Candidates:
         chosen = [by_name[name] for name in parameters if name in by_name]
         order = replace(self.names, ordered=True)
         left = [param for param in self.possible if param.sharded and param.name not in set(parameters)]
-        firsts = [[one.name for one in chosen if _interchangeable(one, param)] for param in left]
+        firsts = [[first.name for first in chosen if _interchangeable(first, param)] for param in left]
         for roots in self._roots(chosen):
             if all(len(names) == 1 for names in firsts):
                 shared = [(param.name, names[0]) for param, names in zip(left, firsts, strict=True)]
@@ -214,8 +214,8 @@ def _last_component(param: NamedParam) -> str:
     return param.name.rpartition(".")[2]
 
 
-def _interchangeable(one: NamedParam, other: NamedParam) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+def _interchangeable(first: NamedParam, second: NamedParam) -> bool:
+    return first.shape == second.shape and first.dtype == second.dtype
 
 
 def _some_names(params: Sequence[NamedParam]) -> str:

@@ -163,8 +163,8 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
     lists = [model_names(checkpoint, "the model section"), optimizer_names(checkpoint, "the optimizer's own names")]
     if request.reference is not None:
         lists.append(reference_names(request.reference, sources))
-    known = [names for names in lists if names is not None]
-    if not known:
+    available = [names for names in lists if names is not None]
+    if not available:
         unused = [note.message for note in checkpoint.notes if note.kind == "units-unreadable"]
         raise NeedsInformationError(
             f"{checkpoint.source} holds flat parameters, and nothing says which parameters they hold",
@@ -174,8 +174,8 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
             next_step="add --units FILE (save_units or `fsdpckpt units` makes one), or --reference PATH of a full or "
             "sharded checkpoint of this model",
         )
-    best = next((names for names in known if names.ordered and names.in_model_order), None)
-    best = best or next((names for names in known if names.ordered), known[0])
+    best = next((names for names in available if names.ordered and names.in_model_order), None)
+    best = best or next((names for names in available if names.ordered), available[0])
     if (best.ordered and best.in_model_order) or request.parameters is not None:
         return best
     return best.reordered(parameter_order(checkpoint), "the checkpoint's own names")
