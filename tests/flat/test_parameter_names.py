@@ -71,6 +71,7 @@ def test_a_model_section_says_names_shapes_and_what_is_one_tensor() -> None:
         ("void", (0, 2)),
     ]
     assert (found.shared, found.ordered, found.label) == ((("c", "b"),), True, "it")
+    assert (found.in_model_order, found.from_reference) == (True, False)
     assert {(param.dtype, param.stride, param.sharded) for param in found.params} == {(F32, None, True)}
 
 

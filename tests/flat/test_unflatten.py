@@ -183,18 +183,21 @@ def by_name(source: Checkpoint) -> dict[ParamKey, dict[str, Tensor | Value]]:
     return source.optim.state
 
 
-def test_a_number_for_each_rank_beside_the_slices_stays_one_number() -> None:
-    units = toy(use_orig_params=True)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_number_for_each_rank_beside_the_slices_stays_one_number(use_orig_params: bool) -> None:
+    units = toy(use_orig_params=use_orig_params)
     played, checkpoint, _ = raw(units, 3)
     for states in by_name(checkpoint).values():
         holders = states["exp_avg"].chunks.rank.tolist()  # type: ignore[union-attr]
         states["updates"] = played.slices({rank: np.full(1, 3, np.float32) for rank in holders})
-    for name, states in by_name(named(checkpoint, units)).items():
+    found = by_name(named(checkpoint, units))
+    assert set(found) == set(units.parameters)
+    for name, states in found.items():
         updates = states["updates"]
-        assert isinstance(updates, Tensor)
-        if name != "l.0.scale" and name != "l.1.scale":  # they have one element: the number is their slice
-            assert (updates.shape, updates.sharded) == ((1,), False)
-            assert not updates.chunks.start.any()
+        assert isinstance(updates, Tensor) and updates.shape == (1,)
+        assert not updates.chunks.start.any()
+        # A number for a parameter of one element is a slice of it too.
+        assert updates.sharded is (use_orig_params and str(name).endswith("scale"))
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2], [1]])
