@@ -14,7 +14,7 @@ from fsdpckpt.flat.unflatten import unflatten
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, OptimState, ParamKey
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import ONE_SLICE, Chunks, Tensor
+from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Chunks, Tensor
 from fsdpckpt.ir.units import Strategy, UnitParam, Units
 from fsdpckpt.ir.values import Value
 from tests.flat.flat_checkpoints import FLOAT, Played, unit, units_of
@@ -198,6 +198,31 @@ def test_a_number_for_each_rank_beside_the_slices_stays_one_number(use_orig_para
         assert not updates.chunks.start.any()
         # A number for a parameter of one element is a slice of it too.
         assert updates.sharded is (use_orig_params and str(name).endswith("scale"))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_states_of_parameters_outside_every_unit_are_whole_on_every_rank(use_orig_params: bool) -> None:
+    outside = (UnitParam("bias", (4,), FLOAT), UnitParam("table", (2, 3), FLOAT))
+    block = unit("l", BLOCK)
+    units = units_of(
+        block,
+        use_orig_params=use_orig_params,
+        unmanaged=outside,
+        parameters=("bias", "table", *(param.name for param in block.params)),
+    )
+    played = Played(units, 3)
+    truth = {param.name: played.values(param) for param in (*outside, *block.params)}
+    moments: dict[str, object] = {**played.moment(truth)}
+    moments["bias"] = played.slices(dict.fromkeys(range(3), truth["bias"]))  # as a reader sees a vector of every rank
+    moments["table"] = played.replicas(truth["table"])
+    source = played.checkpoint(optim=played.optimizer({"exp_avg": moments}, list(units.optimizer_keys())))
+    found = by_name(named(source, units))
+    for param in outside:
+        tensor = found[param.name]["exp_avg"]
+        assert isinstance(tensor, Tensor)
+        assert (tensor.shape, tensor.sharded, tensor.placement != SLICES) == (param.shape, False, True)
+        assert not flaws(tensor)
+        assert gather(tensor, played.files()).tobytes() == truth[param.name].tobytes()
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2], [1]])
