@@ -195,10 +195,10 @@ def _of_param(param: UnitParam, leaf: Tensor | Value, counts: Int64Array | None,
     """A state of ``param``. ``counts``: the number of its elements in each shard, None if no unit has it."""
     if not isinstance(leaf, Tensor):
         return leaf
+    if counts is None:
+        return _read_whole(leaf) if leaf.ndim else leaf
     if not leaf.ndim:
         return _holder_state(leaf, counts, world_size)
-    if counts is None:
-        return _read_whole(leaf)
     lengths = slice_lengths(leaf, world_size)
     if lengths is not None and np.array_equal(lengths, np.resize(counts, world_size)):
         starts = np.resize(np.cumsum(counts) - counts, world_size)[leaf.chunks.rank]
@@ -208,13 +208,11 @@ def _of_param(param: UnitParam, leaf: Tensor | Value, counts: Int64Array | None,
     return replace(leaf, sharded=True, placement=FLATTENED)  # FSDP1 cut nothing: NO_SHARD, or groups of one rank
 
 
-def _holder_state(leaf: Tensor, counts: Int64Array | None, world_size: int) -> Tensor:
+def _holder_state(leaf: Tensor, counts: Int64Array, world_size: int) -> Tensor:
     """A 0-dim state from the ranks that hold elements of the parameter.
 
     Optimizers that make states at once (Adagrad) have one on the other ranks too, which never advances.
     """
-    if counts is None or not counts.any():
-        return leaf
     holds_elements = np.resize(counts, world_size)[leaf.chunks.rank] > 0
     return replace(leaf, chunks=leaf.chunks.take(holds_elements)) if holds_elements.any() else leaf
 

@@ -215,7 +215,9 @@ def test_states_of_parameters_outside_every_unit_are_whole_on_every_rank(use_ori
     moments: dict[str, object] = {**played.moment(truth)}
     moments["bias"] = played.slices(dict.fromkeys(range(3), truth["bias"]))  # as a reader sees a vector of every rank
     moments["table"] = played.replicas(truth["table"])
-    source = played.checkpoint(optim=played.optimizer({"exp_avg": moments}, list(units.optimizer_keys())))
+    order = list(units.optimizer_keys())
+    number: dict[str, object] = {key: played.replicas(np.float32(3).reshape(())) for key in order}
+    source = played.checkpoint(optim=played.optimizer({"exp_avg": moments, "mu": number}, order))
     found = by_name(named(source, units))
     for param in outside:
         tensor = found[param.name]["exp_avg"]
@@ -223,6 +225,17 @@ def test_states_of_parameters_outside_every_unit_are_whole_on_every_rank(use_ori
         assert (tensor.shape, tensor.sharded, tensor.placement != SLICES) == (param.shape, False, True)
         assert not flaws(tensor)
         assert gather(tensor, played.files()).tobytes() == truth[param.name].tobytes()
+        mu = found[param.name]["mu"]
+        assert isinstance(mu, Tensor) and mu.chunks.rank.tolist() == [0, 1, 2]
+
+
+def test_a_state_without_dimensions_of_a_parameter_without_elements_is_kept() -> None:
+    units = units_of(unit("", {"w": (3, 2), "none": (0, 4)}), use_orig_params=True)
+    played = Played(units, 2)
+    number: dict[str, object] = {key: played.replicas(np.float32(3).reshape(())) for key in units.parameters}
+    found = by_name(named(played.checkpoint(optim=played.optimizer({"mu": number}, list(units.parameters))), units))
+    mu = found["none"]["mu"]
+    assert isinstance(mu, Tensor) and mu.chunks.rank.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2], [1]])

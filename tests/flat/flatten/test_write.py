@@ -319,6 +319,7 @@ def test_unmanaged_parameters_and_buffers_are_whole(tmp_path):
     assert list(held) == ["top", "_flat_param", "a.mask", "b._flat_param"]
     assert same(held["a.mask"], mask) and same(held["top"], model.weights["top"])
     assert same(optim["state"][0]["exp_avg"], model.states["top"]["exp_avg"])
+    assert optim["param_groups"][0]["params"] == [0, 1, 2]
 
 
 def test_channels_last_parameters_are_cut_in_memory_order(tmp_path):
