@@ -249,7 +249,7 @@ def _sorted_runs(tensor: Tensor, starts: Int64Array | None = None) -> list[_Run]
 
 def _split_params(unit: Unit, dtype: DType, runs: Sequence[_Run], layout: FlatLayout) -> dict[str, Tensor]:
     """Split ``runs``, the slices of a flat parameter sorted by their begin, into its parameters."""
-    ends = np.maximum.accumulate(np.asarray([run[3] + run[4] for run in runs], np.int64)) if runs else np.empty(0)
+    ends = np.maximum.accumulate(np.asarray([run[3] + run[4] for run in runs], np.int64))
     begins = [run[3] for run in runs]
     by_name = {}
     for param, start, numel in zip(unit.params, layout.start.tolist(), layout.numel.tolist(), strict=True):

@@ -143,6 +143,8 @@ def test_an_optimizer_by_name_says_the_parameters_that_have_whole_states() -> No
     assert optimizer_names(checkpoint(2, optim=optimizer({0: adam((3,))}, [])), "it") is None
     assert optimizer_names(checkpoint(2, optim=optimizer({"a": {"step": whole()}}, ["a"])), "it") is None
     assert optimizer_names(checkpoint(2), "it") is None
+    momentum = optimizer_names(checkpoint(2, optim=optimizer({"a": {"momentum_buffer": whole(5)}}, ["a"])), "it")
+    assert momentum is not None and [(param.name, param.shape) for param in momentum.params] == [("a", (5,))]
 
 
 def test_units_say_everything_in_the_order_of_the_model() -> None:
