@@ -29,7 +29,7 @@ from fsdpckpt.ir.quantized import (
     scales_in,
     unwrapped,
 )
-from fsdpckpt.ir.tensors import Sharding, Tensor
+from fsdpckpt.ir.tensors import Shard, Sharding, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts import mesh_box, on_one_dimension
 from fsdpckpt.text import listed, plural
@@ -335,10 +335,9 @@ def require_whole_blocks(checkpoint: Checkpoint, world_size: int, *, placed: boo
 
 def _has_whole_blocks(blocks: Blocks, sharding: Sharding) -> bool:
     """Whether each rank holds whole blocks: the same rows of the codes and of the scale."""
-    if len(sharding.placements) == 1:  # quick: one cut
-        step = -(-blocks.shape[0] // sharding.mesh.sizes[0])
-        rows = all(placement is None or getattr(placement, "dim", 0) == 0 for placement in sharding.placements)
-        return rows and (step % blocks.group == 0 or step >= blocks.shape[0])
+    if sharding.placements == (Shard(0),):  # the usual cut, without a loop over the ranks
+        rows = -(-blocks.shape[0] // sharding.mesh.sizes[0])
+        return rows % blocks.group == 0 or rows >= blocks.shape[0]
     for rank in range(sharding.mesh.world_size):
         box = mesh_box(blocks.shape, sharding, rank)
         if not box.numel:

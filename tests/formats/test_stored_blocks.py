@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, stored_blocks
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, split_state
-from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import (
+    Chunks,
+    MeshShape,
+    Placement,
+    Replicate,
+    Shard,
+    Sharding,
+    Tensor,
+    contiguous_stride,
+)
 from fsdpckpt.ir.values import Global
 from fsdpckpt.transform.sharded import refuse_casts, require_whole_blocks
 
@@ -101,3 +111,18 @@ def test_only_states_that_ranks_share_are_cut() -> None:
                 require_whole_blocks(checkpoint, 6, placed=False)
         else:
             require_whole_blocks(checkpoint, 6, placed=False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placement", "fits"),
+    [(6, Replicate(), True), (1, Shard(1), True), (2, Shard(1), False), (3, Shard(0), True), (6, Shard(0), False)],
+)
+def test_placements_that_cut_no_block_are_accepted(ranks: int, placement: Placement, fits: bool) -> None:
+    blocks = stored_blocks(state(), "a.pt", "w.exp_avg").blocks
+    sharding = Sharding(MeshShape((ranks,)), (placement,))
+    chunks = Chunks.whole(file=0, offset=0, shape=(6, 4))
+    codes = Tensor(DTYPES["uint8"], (6, 4), chunks, sharded=True, sharding=sharding)
+    extra: Any = split_state("ema", blocks, {CODES: codes})
+    checkpoint = Checkpoint("a.pt", Layout.FULL, Container.TORCH, "plain", 1, (), None, None, extra)
+    with nullcontext() if fits else pytest.raises(NeedsInformationError, match="cuts blocks apart"):
+        require_whole_blocks(checkpoint, ranks, placed=True)
