@@ -9,7 +9,6 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,11 +27,9 @@ from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.quantized import maps_in, parts_in, scales_in
 from fsdpckpt.ir.tensors import Chunks, Tensor, spans_of
 from fsdpckpt.ir.values import Value
-from fsdpckpt.text import plural
+from fsdpckpt.text import first_of, plural
 
-INCOMPLETE = frozenset(
-    {"incomplete", "missing-rank", "missing-key", "missing-file", "missing-section", "missing-state"}
-)
+INCOMPLETE = frozenset({"incomplete", "missing-rank", "missing-key", "missing-file", "missing-section"})
 UNSUPPORTED = frozenset({"aliased-states", "flattened", "flattened-lost"})
 
 ALIASED_WHY = (
@@ -46,9 +43,9 @@ ALIASED_NEXT = "save again with FullOptimStateDictConfig(offload_to_cpu=False), 
 def problems(checkpoint: Checkpoint) -> list[Problem]:
     """Every problem of ``checkpoint`` that can be found without reading tensor data."""
     all_problems: list[Problem] = []
-    several = {_boxes(tensor): tensor for tensor in checkpoint.leaves()}  # many share theirs
-    covered = {boxes for boxes, tensor in several.items() if not flaws(tensor)}
-    for named in checkpoint.tensors() if len(covered) < len(several) else ():
+    distinct = {_boxes(tensor): tensor for tensor in checkpoint.leaves()}  # many tensors share their boxes
+    covered = {boxes for boxes, tensor in distinct.items() if not flaws(tensor)}
+    for named in checkpoint.tensors() if len(covered) < len(distinct) else ():
         if _boxes(named.tensor) not in covered:
             all_problems.extend(_coverage_problem(named, flaw, checkpoint) for flaw in flaws(named.tensor))
     if checkpoint.optim is not None:
@@ -65,13 +62,13 @@ def _coverage_problem(named: NamedTensor, flaw: Flaw, checkpoint: Checkpoint) ->
     tensor = named.tensor
     where = f"{named.section} {named.key} {list(tensor.shape)}"
     box = box_text(flaw.start, flaw.size)
-    held_by = _ranks_text(flaw.ranks)
+    holders = _ranks_text(flaw.ranks)
     if flaw.kind == "outside":
-        message = f"{where}: {held_by} holds {box}, which reaches outside the tensor"
+        message = f"{where}: {holders} holds {box}, which reaches outside the tensor"
     elif flaw.kind == "overlap":
-        message = f"{where}: pieces overlap in {plural(flaw.elements, 'element')}, first {box} ({held_by})"
+        message = f"{where}: chunks overlap in {plural(flaw.elements, 'element')}, first {box} ({holders})"
     else:
-        message = f"{where}: {flaw.elements} of {tensor.numel} elements are in no piece, first {box}"
+        message = f"{where}: {flaw.elements} of {tensor.numel} elements are in no chunk, first {box}"
         message += _who_holds(tensor.chunks, checkpoint.world_size)
     rank = flaw.ranks[0] if flaw.ranks else None
     file = _file_of(tensor.chunks, rank, checkpoint)
@@ -79,18 +76,17 @@ def _coverage_problem(named: NamedTensor, flaw: Flaw, checkpoint: Checkpoint) ->
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) != 1 else ''} {shown}"
+    return f"rank{'s' if len(ranks) != 1 else ''} {first_of(ranks, 8)}"
 
 
 def _who_holds(chunks: Chunks, world_size: int) -> str:
     """Which ranks hold some of the tensor, and which do not: a missing file usually belongs to one of the latter."""
-    held = sorted(set(chunks.rank.tolist()))
-    if not held:
+    holders = sorted(set(chunks.rank.tolist()))
+    if not holders:
         return " (no rank holds any of it)"
-    absent = sorted(set(range(world_size)).difference(held))
-    text = f" (held: {_ranks_text(held)}"
-    return text + (f"; nothing from {_ranks_text(absent)})" if absent else ")")
+    absent = sorted(set(range(world_size)).difference(holders))
+    nothing = f"; nothing from {_ranks_text(absent)}" if absent else ""
+    return f" (held: {_ranks_text(holders)}{nothing})"
 
 
 def _file_of(chunks: Chunks, rank: int | None, checkpoint: Checkpoint) -> str | None:
@@ -102,88 +98,71 @@ def _file_of(chunks: Chunks, rank: int | None, checkpoint: Checkpoint) -> str | 
 
 def aliased_states(optim: OptimState, checkpoint: Checkpoint) -> Iterator[Problem]:
     """A fatal problem for each parameter with two tensor states in the same bytes of a file."""
-    every = [leaf for states in optim.state.values() for leaf in states.values() if isinstance(leaf, Tensor)]
-    if not every or _plainly_apart(every):
-        return
-    for param, states in optim.state.items():
-        tensors = [(name, leaf) for name, leaf in states.items() if isinstance(leaf, Tensor)]
-        if len(tensors) < 2:
-            continue
-        shared = _overlapping_states(tensors)
-        if shared:
-            one, other, number = shared
-            path = checkpoint.files[number].path if 0 <= number < len(checkpoint.files) else None
-            yield Problem(
-                "aliased-states",
-                f"optim {param}: the states {one} and {other} share the same bytes, so at most one of them is what "
-                "the optimizer had",
-                key=f"{param}.{one}",
-                file=path,
-                section=Section.OPTIM,
-            )
+    params = list(optim.state)
+    for number, first, second, file in _overlapping_states(optim):
+        yield Problem(
+            "aliased-states",
+            f"optim {params[number]}: the states {first} and {second} share the same bytes, so at most one of them is "
+            "what the optimizer had",
+            key=f"{params[number]}.{first}",
+            file=checkpoint.files[file].path if 0 <= file < len(checkpoint.files) else None,
+            section=Section.OPTIM,
+        )
 
 
-class _Span(NamedTuple):
-    """The bytes of ``file`` from the first element of a chunk to the end of the last: that of ``row`` of the tensor
-    with number ``tensor`` in a list.
+def _overlapping_states(optim: OptimState) -> Iterator[tuple[int, str, str, int]]:
+    """For each parameter with states that overlap its number, the names of the first two, and the number of the file.
+
+    Compares the byte ranges of all chunks in columns, one row for each chunk; Python looks at the chunks of those
+    parameters alone that have ranges that overlap.
     """
-
-    file: int
-    begin: int
-    end: int
-    tensor: int
-    row: int
-
-
-def _overlapping_states(tensors: list[tuple[str, Tensor]]) -> tuple[str, str, int] | None:
-    """Two states that overlap, and their file."""
-    if _plainly_apart([tensor for _, tensor in tensors]):
-        return None
-    spans: list[_Span] = []
-    for index, (_, tensor) in enumerate(tensors):
-        begin = tensor.chunks.offset
-        ranges = zip(tensor.chunks.file.tolist(), begin.tolist(), (begin + spans_of([tensor])).tolist(), strict=True)
-        spans += [_Span(*places, index, row) for row, places in enumerate(ranges)]
-    spans.sort()
-    reached: _Span | None = None
-    for span in spans:
-        if span.begin < 0 or span.end <= span.begin:  # not located, or empty
-            continue
-        overlaps = reached is not None and reached.file == span.file and span.begin < reached.end
-        if reached is not None and overlaps and reached.tensor != span.tensor and _collide(tensors, reached, span):
-            return tensors[reached.tensor][0], tensors[span.tensor][0], span.file
-        if reached is None or not overlaps or span.end > reached.end:
-            reached = span
-    return None
-
-
-def _plainly_apart(tensors: Sequence[Tensor]) -> bool:
-    """True if no two located chunks overlap, computed in columns; False leaves it open."""
-    number = np.concatenate([tensor.chunks.file for tensor in tensors])
+    states = [
+        (number, name, leaf)
+        for number, entry in enumerate(optim.state.values())
+        for name, leaf in entry.items()
+        if isinstance(leaf, Tensor)
+    ]
+    tensors = [tensor for _, _, tensor in states]
+    if not tensors:
+        return
+    counts = np.array([len(tensor.chunks) for tensor in tensors], np.int64)
+    state = np.repeat(np.arange(len(states)), counts)
+    chunk = np.arange(len(state)) - np.repeat(np.cumsum(counts) - counts, counts)
+    param = np.array([number for number, _, _ in states], np.int64)[state]
+    file = np.concatenate([tensor.chunks.file for tensor in tensors])
     begin = np.concatenate([tensor.chunks.offset for tensor in tensors])
-    span = spans_of(tensors)
-    kept = (begin >= 0) & (span > 0)
-    number, begin, span = number[kept], begin[kept], span[kept]
-    order = np.lexsort((begin, number))
-    number, begin, span = number[order], begin[order], span[order]
-    return not ((number[1:] == number[:-1]) & (begin[1:] < begin[:-1] + span[:-1])).any()
+    end = begin + spans_of(tensors)
+    order = np.lexsort((end, begin, file, param))
+    order = order[(begin[order] >= 0) & (end[order] > begin[order])]  # located, and not empty
+    before, after = order[:-1], order[1:]
+    near = (param[before] == param[after]) & (file[before] == file[after]) & (begin[after] < end[before])
+    furthest = reported = -1  # the row that reaches furthest into its file; the last parameter with a problem
+    for row in order[np.isin(param[order], param[after[near]])].tolist():
+        same_file = furthest >= 0 and param[row] == param[furthest] and file[row] == file[furthest]
+        overlaps = same_file and begin[row] < end[furthest]
+        if overlaps and state[row] != state[furthest] and param[row] != reported:
+            (_, first, one), (number, second, other) = states[state[furthest]], states[state[row]]
+            if _share_elements(one, int(chunk[furthest]), other, int(chunk[row])):
+                reported = number
+                yield number, first, second, int(file[row])
+        if not overlaps or end[row] > end[furthest]:
+            furthest = row
 
 
-def _collide(tensors: list[tuple[str, Tensor]], one: _Span, other: _Span) -> bool:
-    """False for interleaved views (``buffer[:, 0]`` beside ``buffer[:, 1]``): their spans overlap, no element does."""
+def _share_elements(first: Tensor, first_chunk: int, second: Tensor, second_chunk: int) -> bool:
+    """Whether two chunks whose byte ranges overlap have an element in common.
+
+    Interleaved views (``buffer[:, 0]`` beside ``buffer[:, 1]``) have none.
+    """
     period = 0
-    widest = 0
-    for span in (one, other):
-        tensor = tensors[span.tensor][1]
-        chunks, itemsize = tensor.chunks, tensor.dtype.itemsize
-        widest = max(widest, itemsize)
-        for count, step in zip(chunks.size[span.row].tolist(), chunks.stride[span.row].tolist(), strict=True):
-            if count > 1:
-                period = gcd(period, step * itemsize)
+    for tensor, chunk in ((first, first_chunk), (second, second_chunk)):
+        strides = tensor.chunks.stride[chunk][tensor.chunks.size[chunk] > 1] * tensor.dtype.itemsize
+        period = gcd(period, *strides.tolist())
     if period == 0:
         return True
-    apart = (other.begin - one.begin) % period
-    return not widest <= apart <= period - widest
+    widest = max(first.dtype.itemsize, second.dtype.itemsize)
+    distance = int(second.chunks.offset[second_chunk] - first.chunks.offset[first_chunk]) % period
+    return not widest <= distance <= period - widest
 
 
 def state_completeness(optim: OptimState) -> Iterator[Problem]:
@@ -245,7 +224,7 @@ def _state_problem(key: ParamKey, message: str) -> Problem:
     return Problem("state", message, fatal=False, key=str(key), section=Section.OPTIM)
 
 
-def fatal(problems: Iterable[Problem], *, source: str = "the checkpoint") -> SourceError:
+def fatal(problems: Iterable[Problem], *, source: str) -> SourceError:
     """One error that lists every fatal problem; their kinds decide its class.
 
     Raises ValueError if none is fatal: check before.
@@ -254,21 +233,9 @@ def fatal(problems: Iterable[Problem], *, source: str = "the checkpoint") -> Sou
     if not wrong:
         raise ValueError("no fatal problem")
     first = wrong[0]
-    one, what, why, next_step = _class_of({problem.kind for problem in wrong}, source)
-    for problem in wrong if {problem.kind for problem in wrong} == {"replica"} else ():
-        reason = _OWN.get((problem.key or "").rpartition(".")[2])
-        if reason is not None:
-            one, what = SourceUnsupportedError, f"{source} holds optimizer states that each rank keeps for itself"
-            why, next_step = reason, "--only model converts the model alone"
-    if first.kind == "missing-section":
-        present = Section.MODEL if first.section is Section.OPTIM else Section.OPTIM
-        why = "the copy or the save did not finish"
-        next_step = f"copy the missing files there, or convert what there is: add --only {present}"
-    if first.kind == "missing-rank" and first.file == source:
-        why = "each rank writes its own file, and this is one of them"
-        next_step = f"give the directory with the files of all ranks: {shlex.quote(os.path.dirname(source) or '.')}"
-    return one(
-        what,
+    error, what, why, next_step = _describe(wrong, source)
+    return error(
+        f"{source} {what}",
         details=[problem.message for problem in wrong],
         why=why,
         next_step=next_step,
@@ -278,35 +245,56 @@ def fatal(problems: Iterable[Problem], *, source: str = "the checkpoint") -> Sou
     )
 
 
-_OWN = {
-    "d_numerator": "Prodigy (prodigyopt) without fsdp_in_use=True sums over its own shard alone, so that each rank has "
-    "learned another step size: made with it, it can be converted",
+_ONLY_MODEL = "--only model converts the model alone"
+
+_STATES_OF_ONE_RANK = {
+    "d_numerator": "Prodigy (prodigyopt) without fsdp_in_use=True sums over its own shard alone, so each rank learned "
+    "a different step size; checkpoints saved with fsdp_in_use=True can be converted",
     "RMS": "CAME keeps the root mean square of a rank's own slice, which says nothing about other slices",
 }
+"""Why optimizer states of this name differ between ranks."""
 
 
-def _class_of(kinds: set[str], source: str) -> tuple[type[SourceError], str, str | None, str | None]:
-    """The class of an error about problems of these kinds, what it says, why, and what to do next."""
-    verify = f"fsdpckpt verify {source}"
+def _describe(wrong: Sequence[Problem], source: str) -> tuple[type[SourceError], str, str | None, str | None]:
+    """For an error about these problems its class, what is wrong with ``source``, why, and what to do next."""
+    kinds = {problem.kind for problem in wrong}
     if "quantized" in kinds:
-        what = f"{source} holds optimizer states that are quantized in blocks of each rank's own"
-        why = "a scale is that of a block of one rank's slice, and other slices have other blocks"
-        return SourceUnsupportedError, what, why, "--only model converts the model alone"
+        what = "holds optimizer states that are quantized in blocks that depend on how ranks cut them"
+        why = "a scale belongs to a block of one rank's slice, and other slices have other blocks"
+        return SourceUnsupportedError, what, why, _ONLY_MODEL
     if kinds & INCOMPLETE:
-        why = "a rank's file was not copied, or the save did not finish"
-        return SourceIncompleteError, f"{source} is not whole", why, verify
-    if kinds <= {"flattened"}:
-        what = f"{source} holds shards whose contents are not known for certain"
-        return SourceUnsupportedError, what, None, None
-    if "aliased-states" in kinds and kinds <= UNSUPPORTED:
-        what = f"{source} has lost optimizer states"
-        return SourceUnsupportedError, what, ALIASED_WHY, ALIASED_NEXT
+        return SourceIncompleteError, "is not whole", *_why_incomplete(wrong[0], source)
+    if kinds == {"flattened"}:
+        return SourceUnsupportedError, "holds shards whose contents are not known for certain", None, None
     if kinds <= UNSUPPORTED:
-        return SourceUnsupportedError, f"{source} has lost data", "the way it was saved lost it", None
+        aliased = "has lost optimizer states", ALIASED_WHY, ALIASED_NEXT
+        other = "has lost data", "the way it was saved lost it", None
+        return SourceUnsupportedError, *(aliased if "aliased-states" in kinds else other)
     why = "files of different saves were mixed, or bytes were damaged"
     if kinds == {"replica"}:
+        names = [(problem.key or "").rpartition(".")[2] for problem in wrong]
+        reasons = [_STATES_OF_ONE_RANK[name] for name in names if name in _STATES_OF_ONE_RANK]
+        if reasons:
+            what = "holds optimizer states that each rank keeps for itself"
+            return SourceUnsupportedError, what, reasons[-1], _ONLY_MODEL
         why = (
-            "files of different saves were mixed; or the optimizer keeps something of its own on each rank, which "
-            "other ranks cannot take over"
+            "files of different saves were mixed; or the optimizer keeps states that only make sense on their own rank"
         )
-    return SourceCorruptError, f"{source} contradicts itself", why, verify
+    return SourceCorruptError, "contradicts itself", why, _verify(source)
+
+
+def _why_incomplete(first: Problem, source: str) -> tuple[str, str]:
+    """Why something is missing, and what to do next. ``first``: the first of the problems."""
+    if first.kind == "missing-section":
+        present = Section.MODEL if first.section is Section.OPTIM else Section.OPTIM
+        next_step = f"copy the missing files there, or convert what there is: add --only {present}"
+        return "the copy or the save did not finish", next_step
+    if first.kind == "missing-rank" and first.file == source:
+        directory = shlex.quote(os.path.dirname(source) or ".")
+        why = "each rank writes its own file, and this is one of them"
+        return why, f"give the directory with the files of all ranks: {directory}"
+    return "a rank's file was not copied, or the save did not finish", _verify(source)
+
+
+def _verify(source: str) -> str:
+    return f"fsdpckpt verify {shlex.quote(source)}"

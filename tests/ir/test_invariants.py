@@ -148,7 +148,7 @@ def test_a_missing_rank_is_named_with_the_rows_it_should_hold() -> None:
     boxes = [((0, 0), (3, 4)), ((6, 0), (1, 4))]
     (found,) = problems(checkpoint({"layer.weight": tensor((7, 4), boxes, ranks=[0, 2])}, world_size=3))
     assert found.kind == "incomplete"
-    assert "model layer.weight [7, 4]: 12 of 28 elements are in no piece, first [3:6, 0:4]" in found.message
+    assert "model layer.weight [7, 4]: 12 of 28 elements are in no chunk, first [3:6, 0:4]" in found.message
     assert "nothing from rank 1" in found.message
 
 
@@ -285,7 +285,12 @@ def test_one_error_lists_every_fatal_problem(kinds: list[str], error: type[Excep
     assert raised.details == tuple(one.message for one in found)
     assert "SRC" in raised.what
     with pytest.raises(ValueError, match="no fatal"):
-        fatal([Problem("state", "harmless", fatal=False)])
+        fatal([Problem("state", "harmless", fatal=False)], source="SRC")
+
+
+def test_the_command_to_type_next_is_quoted_for_the_shell() -> None:
+    raised = fatal([Problem("overlap", "it does")], source="runs/my ckpt")
+    assert raised.next_step == "fsdpckpt verify 'runs/my ckpt'"
 
 
 def test_the_tensors_without_their_names_are_those_with_them_in_the_same_order() -> None:
