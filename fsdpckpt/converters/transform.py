@@ -36,7 +36,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
 from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, require_complete
 from fsdpckpt.transform.placements import Like, Rules, TargetMesh, apply_placements, place_rest
-from fsdpckpt.transform.rekey import apply_key_type, key_type_of
+from fsdpckpt.transform.rekey import apply_key_type
 from fsdpckpt.transform.selection import (
     SHOWN,
     differing_copies,
@@ -178,7 +178,7 @@ def _note_unused(checkpoint: Checkpoint, spec: TargetSpec, key_types: set[KeyTyp
     names = given(options, Scope.KNOWLEDGE)
     leaves = model.params.values() if model is not None and spec.layout is Layout.SHARDED else ()
     undecided = any(isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is None for leaf in leaves)
-    rekeyed = optim is not None and key_types != {key_type_of(optim)}
+    rekeyed = optim is not None and key_types != {optim.key_type}
     if not names or undecided or rekeyed or options.missing_state is not None:
         return checkpoint
     why = f"{checkpoint.source} itself says all that this conversion needs"
@@ -244,7 +244,7 @@ class _Steps:
     def key(self, checkpoint: Checkpoint, key_type: KeyType | None) -> Checkpoint:
         """Rekey the optimizer to ``key_type``; None keeps the keys."""
         optim = checkpoint.optim
-        if optim is None or key_type is None or key_type == key_type_of(optim):
+        if optim is None or key_type is None or optim.key_type in (None, key_type):
             return checkpoint
         return apply_key_type(
             checkpoint,

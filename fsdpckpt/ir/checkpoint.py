@@ -214,15 +214,48 @@ class OptimState:
 
     @property
     def key_type(self) -> KeyType | None:
-        """``"id"`` if all keys (of state and groups) are ints, ``"name"`` if not, None if there are none."""
-        keys = [key for key, states in self.state.items() if BARE_VALUE not in states] + self.grouped_keys()
+        """``"id"`` if the keys of all parameters are ints, ``"name"`` if not, None if there are none."""
+        keys = self.param_keys()
         if not keys:
             return None
         return "id" if all(isinstance(key, int) for key in keys) else "name"
 
+    def param_keys(self) -> list[ParamKey]:
+        """The keys of parameters: those that the groups list; without any, those that have states.
+
+        Where groups list keys, ``state`` may have other entries, which a user added.
+        """
+        return self.grouped_keys() or [key for key, states in self.state.items() if BARE_VALUE not in states]
+
+    def all_keys(self) -> list[ParamKey]:
+        """Every key of ``state`` and of the groups, once."""
+        return list(dict.fromkeys((*self.state, *self.grouped_keys())))
+
     def grouped_keys(self) -> list[ParamKey]:
         """The keys that the param groups list, group by group. A key that two groups list appears twice."""
         return [key for group in self.param_groups or () for key in group_params(group) or ()]
+
+    def renamed(self, names: Mapping[ParamKey, ParamKey]) -> OptimState:
+        """The optimizer with new keys, without the parameters that ``names`` (old to new) lacks.
+
+        ``param_names`` in the groups are not keys: they keep their words.
+        """
+        state = {names[key]: states for key, states in self.state.items() if key in names}
+        groups = self.param_groups
+        return OptimState(
+            state, None if groups is None else [_renamed_group(group, names) for group in groups], self.extra
+        )
+
+
+def _renamed_group(group: dict[Key, Value], names: Mapping[ParamKey, ParamKey]) -> dict[Key, Value]:
+    keys, param_names = group_params(group), group.get("param_names")
+    if keys is None:
+        return group
+    changed: dict[Key, Value] = {**group, "params": [names[key] for key in keys if key in names]}
+    if isinstance(param_names, (list, tuple)) and len(param_names) == len(keys):
+        chosen = [name for name, key in zip(param_names, keys, strict=True) if key in names]
+        changed["param_names"] = tuple(chosen) if isinstance(param_names, tuple) else chosen
+    return changed
 
 
 class NamedTensor(NamedTuple):

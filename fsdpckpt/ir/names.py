@@ -13,10 +13,8 @@ from fsdpckpt.ir.checkpoint import (
     ModelState,
     Note,
     OptimState,
-    ParamKey,
-    group_params,
 )
-from fsdpckpt.ir.values import Key, Value, like
+from fsdpckpt.ir.values import Value, like
 from fsdpckpt.text import plural
 
 # FSDP1, checkpoint_wrapper and offload_wrapper, torch.compile, FSDP of torch 1.11 and of fairscale
@@ -123,7 +121,7 @@ class SourceNames:
             cleaned, in_source = self.metadata
             metadata = in_source if model.metadata is cleaned else model.metadata
             model = ModelState({self.of_model(name): leaf for name, leaf in model.params.items()}, metadata)
-        if optim is not None and optim.key_type == "name":
+        if optim is not None:
             optim = _renamed(optim, {name: self.of_optimizer(name) for name in _names(optim)})
         return replace(checkpoint, model=model, optim=optim)
 
@@ -192,9 +190,15 @@ def _in_fsdp(name: str) -> bool:
 
 
 def _names(optim: OptimState | None) -> list[str]:
-    """Every string key of the optimizer, once, in order."""
-    keys = (*optim.state, *optim.grouped_keys()) if optim is not None else ()
-    return list(dict.fromkeys(key for key in keys if isinstance(key, str)))
+    """The keys of an optimizer that is keyed by name."""
+    if optim is None or optim.key_type != "name":
+        return []
+    return [key for key in optim.all_keys() if isinstance(key, str)]
+
+
+def _renamed(optim: OptimState, names: Mapping[str, str]) -> OptimState:
+    """``optim`` with these new names; ids stay."""
+    return optim.renamed({key: names.get(key, key) if isinstance(key, str) else key for key in optim.all_keys()})
 
 
 def _without_module(names: Mapping[str, str], like: Iterable[str]) -> dict[str, str]:
@@ -225,15 +229,3 @@ def _metadata(metadata: Value) -> Value:
     if not isinstance(metadata, dict):
         return metadata
     return like(metadata, {clean(key) if isinstance(key, str) else key: value for key, value in metadata.items()})
-
-
-def _renamed(optim: OptimState, names: Mapping[str, str]) -> OptimState:
-    def new(key: ParamKey) -> ParamKey:
-        return names.get(key, key) if isinstance(key, str) else key
-
-    groups: list[dict[Key, Value]] = [
-        group if (params := group_params(group)) is None else {**group, "params": [new(key) for key in params]}
-        for group in optim.param_groups or ()
-    ]
-    state = {new(key): entry for key, entry in optim.state.items()}
-    return OptimState(state, groups if optim.param_groups is not None else None, optim.extra)

@@ -99,8 +99,7 @@ def _keyed_names(checkpoint: Checkpoint) -> set[str]:
     """The names that the optimizer has states or groups for."""
     if checkpoint.optim is None:
         return set()
-    listed = checkpoint.optim.grouped_keys()
-    return {clean(key) for key in (*checkpoint.optim.state, *listed) if isinstance(key, str)}
+    return {clean(key) for key in checkpoint.optim.all_keys() if isinstance(key, str)}
 
 
 def from_units(units: Units, source: str) -> ParameterOrder:

@@ -315,7 +315,7 @@ def _note_undetermined(
 ) -> Checkpoint:
     """Add a note on tensors that a glob cuts although nothing shows that they are parameters."""
     exact = {rule.glob for rule in rules.entries}
-    listed = {*named.optim.state, *named.optim.grouped_keys()} if named.optim is not None else set()
+    listed = set(named.optim.all_keys()) if named.optim is not None else set()
     params = named.model.params if named.model is not None else {}
     keys = [
         name

@@ -50,7 +50,7 @@ def apply_key_type(
     the sources contradict the optimizer or each other.
     """
     optim = checkpoint.optim
-    if optim is None or key_type is None or optim.key_type is None or key_type == key_type_of(optim):
+    if optim is None or key_type is None or optim.key_type in (None, key_type):
         return checkpoint
     orders = parameter_orders(
         checkpoint, units=units, reference=reference, parameters=parameters, buffers=tuple(buffers)
@@ -67,25 +67,13 @@ def apply_key_type(
     return to_names(checkpoint, first, others) if key_type == "name" else to_ids(checkpoint, first, others)
 
 
-def key_type_of(optim: OptimState) -> KeyType:
-    """How ``optim`` is keyed."""
-    return "id" if is_keyed_by_id(optim) else "name"
-
-
-def is_keyed_by_id(optim: OptimState) -> bool:
-    """Whether the keys are ids. Groups decide if there are any: ``state`` may have the user's own entries."""
-    listed = optim.grouped_keys()
-    keys = listed or list(optim.state)
-    return bool(keys) and all(type(key) is int for key in keys)
-
-
 def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[ParameterOrder] = ()) -> Checkpoint:
     """Key the optimizer by name. ``others``: further sources of the order, which must agree with it.
 
     Raises SourceCorruptError for an order that does not fit, NeedsInformationError for one that fits in several ways.
     """
     optim = checkpoint.optim
-    if optim is None or not is_keyed_by_id(optim):
+    if optim is None or optim.key_type != "id":
         return checkpoint
     ids = Ids.of(optim, checkpoint.source)
     full = order.with_shapes_of(others)
@@ -108,7 +96,7 @@ def to_ids(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Param
     Arguments and errors as for ``to_names``.
     """
     optim = checkpoint.optim
-    if optim is None or is_keyed_by_id(optim):
+    if optim is None or optim.key_type != "name":
         return checkpoint
     full = order.with_shapes_of(others)
     listed = _listed(optim, full, checkpoint.source)

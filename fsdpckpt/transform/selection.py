@@ -10,11 +10,11 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
-from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError, to_copy
+from fsdpckpt.errors import SourceMissingError, UsageError, to_copy
 from fsdpckpt.ir.checkpoint import (
     Checkpoint,
     Checksums,
@@ -22,19 +22,15 @@ from fsdpckpt.ir.checkpoint import (
     ModelState,
     Note,
     OptimState,
-    ParamKey,
     Problem,
     Section,
-    group_params,
 )
 from fsdpckpt.ir.names import WRAPPERS
 from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Value
 from fsdpckpt.text import plural
 
 SHOWN = 5  # keys in a note; its ``keys``, in --json, has them all
-
-T = TypeVar("T")
 
 
 def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
@@ -94,18 +90,11 @@ def select_keys(
 ) -> Checkpoint:
     """Keep parameters whose name matches a glob of ``include`` (all if empty) and none of ``exclude``.
 
-    ``aliases``: other names of a parameter, which globs may match too. Applies to model keys and to name-keyed
-    optimizer entries. Raises NeedsInformationError for an id-keyed optimizer (a glob cannot match an id), UsageError
-    for a glob that matches nothing.
+    ``aliases``: other names of a parameter, which globs may match too. Applies to the model and to the optimizer, which
+    is keyed by name. Raises UsageError for a glob that matches nothing.
     """
     if not include and not exclude:
         return checkpoint
-    optim = checkpoint.optim
-    if optim is not None and optim.key_type == "id":
-        raise NeedsInformationError(
-            "--include and --exclude match parameter names, and this optimizer is keyed by parameter ids",
-            next_step="add --only model, or convert the whole optimizer",
-        )
     names = parameter_names(checkpoint)
 
     def matches(name: str, glob: str) -> bool:
@@ -192,7 +181,7 @@ def parameter_names(checkpoint: Checkpoint) -> list[str]:
     names: dict[str, None] = dict.fromkeys(checkpoint.model.params if checkpoint.model is not None else ())
     optim = checkpoint.optim
     if optim is not None and optim.key_type == "name":
-        names.update(dict.fromkeys(map(str, [*optim.state, *optim.grouped_keys()])))
+        names.update(dict.fromkeys(map(str, optim.all_keys())))
     return list(names)
 
 
@@ -244,33 +233,8 @@ def _rekey(checkpoint: Checkpoint, names: Mapping[str, str], note: Note) -> Chec
         model = ModelState(params, model.metadata if same else None)
     optim = checkpoint.optim
     if optim is not None and optim.key_type == "name":
-        optim = _rekey_optim(optim, names)
+        optim = optim.renamed({key: names[str(key)] for key in optim.all_keys() if str(key) in names})
     return replace(checkpoint, model=model, optim=optim, notes=tuple(notes))
-
-
-def _rekey_optim(optim: OptimState, names: Mapping[str, str]) -> OptimState:
-    state: dict[ParamKey, dict[str, Value]] = {
-        names[str(key)]: entry for key, entry in optim.state.items() if str(key) in names
-    }
-    groups = None
-    if optim.param_groups is not None:
-        groups = [_rekey_group(group, names) for group in optim.param_groups]
-    return OptimState(state, groups, optim.extra)
-
-
-def _rekey_group(group: dict[Key, Value], names: Mapping[str, str]) -> dict[Key, Value]:
-    changed = dict(group)
-    selected = [str(key) in names for key in group_params(group) or ()]
-    for field in ("params", "param_names"):
-        values = group.get(field)
-        if isinstance(values, list) and len(values) == len(selected):
-            chosen = _selected(values, selected)
-            changed[field] = [names.get(str(value), value) for value in chosen] if field == "params" else chosen
-    return changed
-
-
-def _selected(values: Iterable[T], selected: Sequence[bool]) -> list[T]:
-    return [value for value, keep in zip(values, selected, strict=True) if keep]
 
 
 def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -172,12 +172,11 @@ def _listed_by_optimizer(optim: OptimState | None, model: ModelState, tied: Mapp
     """
     if optim is None:
         return set()
-    keys = [*optim.state, *optim.grouped_keys()]
     if optim.key_type == "name":
-        return {str(key) for key in keys}
+        return set(map(str, optim.all_keys()))
     tensors = [name for name, leaf in model.params.items() if isinstance(leaf, Tensor)]
     distinct = len({tied.get(name, (name,)) for name in tensors})
-    return set(tensors) if distinct == len(set(map(str, keys))) else set()
+    return set(tensors) if distinct == len(set(optim.param_keys())) else set()
 
 
 def _ties(model: ModelState) -> dict[str, tuple[str, ...]]:

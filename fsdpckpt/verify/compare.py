@@ -379,8 +379,9 @@ def _find_mismatch(a: OptimState, b: OptimState, pairs: Mapping[ParamKey, ParamK
                     f"by that order {key_b} is {key_a}, but their states {name} have the shapes "
                     f"{list(state_b.shape)} and {list(state_a.shape)}"
                 )
-    ungrouped = next((key for key in b.state if key not in pairs), None)
-    return None if ungrouped is None else f"the state of {ungrouped} is in no param group"
+    unlisted = a.state.keys() - pairs.values()  # entries that a user added keep their keys
+    stray = next((key for key in b.state if key not in pairs and key not in unlisted), None)
+    return None if stray is None else f"the state of {stray} is in no param group"
 
 
 def only_section(checkpoint: Checkpoint, section: Section | None) -> Checkpoint:

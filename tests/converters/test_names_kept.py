@@ -116,3 +116,27 @@ def test_dcp_load_fills_a_compiled_model_and_a_plain_one(tmp_path: Path, named: 
     with pytest.raises(dcp.api.CheckpointException, match=r"model\._orig_mod\.more"):
         state = {"_orig_mod.more": torch.zeros(2)}
         dcp.load({"model": state}, storage_reader=fsdpckpt.StorageReader(tmp_path / "c.pt"), no_dist=True)
+
+
+@pytest.mark.parametrize("options", [{"dst": "copy.pt"}, {"dst": "dcp", "to": "sharded", "world_size": 2}])
+def test_ids_stay_ids_beside_an_entry_that_a_user_added_to_the_state(options: dict[str, Any], tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, [optimizer])
+    state = optimizer.state_dict()
+    state["state"]["custom"] = {"ema": torch.ones(2)}
+    torch.save({"optimizer": state}, tmp_path / "a.pt")
+    report = fsdpckpt.convert(tmp_path / "a.pt", tmp_path / options.pop("dst"), **options)
+    assert [note.kind for note in report.notes if note.kind == "rekeyed"] == []
+    assert fsdpckpt.inspect(tmp_path / "a.pt").key_type == "id"
+    assert fsdpckpt.diff(tmp_path / "a.pt", report.target).same
+
+
+def test_names_for_ids_leave_the_key_of_an_entry_that_a_user_added(tmp_path: Path) -> None:
+    saved = compiled_checkpoint(tmp_path / "a.pt")
+    saved["optimizer"]["state"]["custom"] = {"ema": torch.ones(2)}
+    torch.save(saved, tmp_path / "a.pt")
+    fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "named.pt", to="full", key_type="name", buffers="*count")
+    names = [name for name in saved["model"] if name != "_orig_mod.count"]
+    assert list(load(tmp_path / "named.pt")["optimizer"]["state"]) == [*names, "custom"]
+    assert fsdpckpt.diff(tmp_path / "a.pt", tmp_path / "named.pt").same

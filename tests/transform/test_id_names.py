@@ -12,7 +12,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.transform import assignment
 from fsdpckpt.transform.parameter_order import ParameterOrder
-from fsdpckpt.transform.rekey import is_keyed_by_id, to_ids, to_names
+from fsdpckpt.transform.rekey import to_ids, to_names
 from tests.flat.flat_synthetic import checkpoint, whole
 
 SHAPES = {"e": (17, 9), "a": (28, 9), "b": (28,), "c": (9, 28), "n": (9,), "h": (9,)}
@@ -56,15 +56,6 @@ def refused(
     with pytest.raises(error) as caught:
         to_names(held, by, others)
     return caught.value
-
-
-def test_only_keys_that_the_groups_list_as_numbers_are_ids() -> None:
-    assert is_keyed_by_id(OptimState({}, [{"params": [0, 1]}]))
-    assert is_keyed_by_id(OptimState({0: {}}, None))
-    assert is_keyed_by_id(OptimState({0: {}, "user": {}}, [{"params": [0]}]))
-    assert not is_keyed_by_id(OptimState({}, [{"params": []}]))
-    assert not is_keyed_by_id(OptimState({}, None))
-    assert not is_keyed_by_id(OptimState({0: {}, "w": {}}, None))
 
 
 def test_nothing_changes_where_keys_are_right_already_or_there_are_none() -> None:

@@ -60,11 +60,6 @@ def test_a_glob_that_matches_nothing_is_an_error() -> None:
         select_keys(_checkpoint(), include=["nett.*"], exclude=[])
 
 
-def test_globs_cannot_choose_ids() -> None:
-    with pytest.raises(NeedsInformationError, match="parameter ids"):
-        select_keys(_checkpoint(ids=True), include=["net.*"], exclude=[])
-
-
 def test_a_dotted_prefix_is_renamed_in_every_section_and_a_longer_word_is_not() -> None:
     named = rename(_checkpoint(), strip_prefix=None, add_prefix="model.", pairs=[("net", "body"), ("hea", "x")][:1])
     assert list(named.model.params)[:2] == ["model.body.a.weight", "model.body.a.bias"]

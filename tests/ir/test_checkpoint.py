@@ -1,0 +1,42 @@
+"""How an optimizer is keyed, and what becomes of it under new keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdpckpt.ir.checkpoint import BARE_VALUE, KeyType, OptimState, ParamKey
+from fsdpckpt.ir.values import Key, Value
+
+
+@pytest.mark.parametrize(
+    ("state", "groups", "key_type"),
+    [
+        ({}, [{"params": [0, 1]}], "id"),
+        ({0: {}}, None, "id"),
+        ({0: {}, "custom": {}}, [{"params": [0]}], "id"),  # a user's own entry
+        ({0: {}, "custom": {BARE_VALUE: 1}}, None, "id"),
+        ({0: {}, "w": {}}, None, "name"),
+        ({"w": {}}, [{"params": []}], "name"),
+        ({}, [{"params": ["w"]}], "name"),
+        ({}, [{"params": []}], None),
+        ({}, None, None),
+        ({"custom": {BARE_VALUE: 1}}, None, None),
+    ],
+)
+def test_the_groups_decide_how_an_optimizer_is_keyed_and_without_them_its_states(
+    state: dict[ParamKey, dict[str, Value]], groups: list[dict[Key, Value]] | None, key_type: KeyType | None
+) -> None:
+    assert OptimState(state, groups).key_type == key_type
+
+
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_a_parameter_without_a_new_key_leaves_state_groups_and_param_names(sequence: type) -> None:
+    groups: list[dict[Key, Value]] = [
+        {"params": sequence(["a", "b"]), "param_names": sequence(["m.a", "m.b"])},
+        {"lr": 1.0},
+    ]
+    optim = OptimState({"a": {"step": 1}, "b": {"step": 2}}, groups, {"note": 3})
+    renamed = optim.renamed({"b": "c"})
+    assert renamed.state == {"c": {"step": 2}}
+    assert renamed.param_groups == [{"params": ["c"], "param_names": sequence(["m.b"])}, {"lr": 1.0}]
+    assert renamed.extra == {"note": 3}
