@@ -259,7 +259,11 @@ def _renamed_group(group: dict[Key, Value], names: Mapping[ParamKey, ParamKey]) 
 
 
 class NamedTensor(NamedTuple):
-    """One tensor with its address. ``param`` is the FQN or id as text, ``state`` the optimizer state's name."""
+    """One tensor with its address. ``param`` is the FQN or id as text, or the dotted path in the extras.
+
+    ``state``: the optimizer state's name. For a tensor inside a state or inside a model's value (SOAP's lists,
+    bitsandbytes' dicts, ``_extra_state``) with the dotted path to it; None for the model's own tensors and for extras.
+    """
 
     section: Section
     param: str
@@ -290,13 +294,6 @@ def problem_of(
     if more:
         names += f" and {more} more {'tensor' if more == 1 else 'tensors'}"
     return Problem(kind, f"{names}: {what}", fatal, file, first.key, rank, first.section)
-
-
-def _nested_tensors(param: str, state: str, value: Value) -> Iterator[NamedTensor]:
-    """The tensors in a state that is a container: SOAP's lists, bitsandbytes' dicts."""
-    outer = () if state == BARE_VALUE else (state,)
-    for path, tensor in leaf_tensors(value):
-        yield NamedTensor(Section.OPTIM, param, ".".join(map(str, (*outer, *path))), tensor)
 
 
 @dataclass(slots=True)
@@ -340,42 +337,39 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
 
     def leaves(self) -> Iterator[Tensor]:
-        """The tensors of ``tensors``, in its order, four times as fast: names take time to make."""
-        rest: list[Value] = [self.extra, *self.rank_extra]
-        if self.model is not None:
-            yield from (leaf for leaf in self.model.params.values() if isinstance(leaf, Tensor))
-        if self.optim is not None:
-            for states in self.optim.state.values():
-                for leaf in states.values():
-                    if isinstance(leaf, Tensor):
-                        yield leaf
-                    elif isinstance(leaf, (dict, list, tuple)):
-                        yield from (tensor for _, tensor in leaf_tensors(leaf))
-            rest = [list(self.optim.param_groups or []), self.optim.extra, *rest]
-        yield from (tensor for _, tensor in leaf_tensors(rest))
+        """The tensors of ``tensors``, in its order, twice as fast: names take time to make."""
+        for _, _, _, value in self._entries():
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, (dict, list, tuple)):
+                yield from (tensor for _, tensor in leaf_tensors(value))
 
     def tensors(self) -> Iterator[NamedTensor]:
         """Every tensor of every section: model, then optimizer (the user's entries last), then extra."""
+        for section, param, state, value in self._entries():
+            if isinstance(value, Tensor):
+                yield NamedTensor(section, str(param), state, value)
+            elif isinstance(value, (dict, list, tuple)):
+                for path, tensor in leaf_tensors(value):
+                    if param is None:
+                        yield NamedTensor(section, ".".join(map(str, path)), None, tensor)
+                    else:
+                        inner = path if state is None else (state, *path)
+                        yield NamedTensor(section, str(param), ".".join(map(str, inner)), tensor)
+
+    def _entries(self) -> Iterator[tuple[Section, ParamKey | None, str | None, Value]]:
+        """Every entry that may hold tensors: section, parameter, optimizer state, value.
+
+        Without a parameter, a dict of what belongs to none: param groups and the user's entries, extras.
+        """
         if self.model is not None:
             for name, leaf in self.model.params.items():
-                if isinstance(leaf, Tensor):
-                    yield NamedTensor(Section.MODEL, name, None, leaf)
+                yield Section.MODEL, name, None, leaf
         if self.optim is not None:
-            for param, states in self.optim.state.items():
-                name = str(param)
+            for key, states in self.optim.state.items():
                 for state, leaf in states.items():
-                    if isinstance(leaf, Tensor):
-                        yield NamedTensor(Section.OPTIM, name, None if state == BARE_VALUE else state, leaf)
-                    elif isinstance(leaf, (dict, list, tuple)):
-                        yield from _nested_tensors(name, state, leaf)
-            rest: dict[Key, Value] = {"param_groups": list(self.optim.param_groups or []), **self.optim.extra}
-            for path, tensor in leaf_tensors(rest):
-                dotted = ".".join(map(str, path))
-                yield NamedTensor(Section.OPTIM, dotted, None, tensor)
-        for path, tensor in leaf_tensors(self.extra):
-            dotted = ".".join(map(str, path))
-            yield NamedTensor(Section.EXTRA, dotted, None, tensor)
-        for rank, extra in enumerate(self.rank_extra):
-            for path, tensor in leaf_tensors(extra):
-                dotted = ".".join((f"rank{rank}", *map(str, path)))
-                yield NamedTensor(Section.EXTRA, dotted, None, tensor)
+                    yield Section.OPTIM, key, None if state == BARE_VALUE else state, leaf
+            groups: Value = list(self.optim.param_groups or [])
+            yield Section.OPTIM, None, None, {"param_groups": groups, **self.optim.extra}
+        yield Section.EXTRA, None, None, self.extra
+        yield Section.EXTRA, None, None, {f"rank{rank}": extra for rank, extra in enumerate(self.rank_extra)}

@@ -341,6 +341,8 @@ def _magnitudes(tensors: Sequence[NamedTensor], stats: Sequence[Stats | None]) -
     for named, values in zip(tensors, stats, strict=True):
         if named.section is Section.EXTRA or not named.tensor.numel or values is None or values.norm is None:
             continue
+        if named.section is Section.MODEL and named.state is not None:  # inside a value
+            continue
         if named.section is Section.OPTIM and (named.state is None or not named.tensor.shape):
             continue
         title = "weights" if named.section is Section.MODEL else str(named.state)

@@ -376,9 +376,9 @@ def _parameters(named: Checkpoint) -> Iterator[tuple[str, NamedTensor]]:
         tensor = one.tensor
         if not tensor.shape or tensor.sharded is False:
             continue
-        if one.state is None:
-            if one.section is Section.MODEL or tensor.sharded:
-                yield one.param, one
+        if one.section is not Section.OPTIM or one.state is None:
+            if (one.section is Section.MODEL and one.state is None) or tensor.sharded:
+                yield one.key, one
         elif in_blocks.get(tensor, tensor.shape) == shapes[one.param]:
             yield one.param, one
         elif tensor.sharded:

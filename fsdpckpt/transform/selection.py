@@ -268,7 +268,8 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
         if not len(other):
             continue
         one, two = (int(chunks.rank[held.rows[index]]) for index in (held.first[other[0]], other[0]))
-        parts = named.section is Section.MODEL and checkpoint.layout is Layout.FULL and tensor.ndim > 1
+        of_model = named.section is Section.MODEL and named.state is None
+        parts = of_model and checkpoint.layout is Layout.FULL and tensor.ndim > 1
         fatal = parts or named.section is Section.OPTIM or bool(tensor.sharded)
         what = "they are replicas" if fatal else "the first is taken"
         if parts:

@@ -15,7 +15,7 @@ from fsdpckpt.errors import NeedsInformationError, to_copy
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, OptimState, ParamKey, Section, group_params
 from fsdpckpt.ir.names import keeps_order
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value, equal, value_text, walk
+from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, value_text, walk
 from fsdpckpt.producers import PLAIN
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.progress import NO_PROGRESS, Progress
@@ -213,7 +213,11 @@ def _leaves(checkpoint: Checkpoint, renamed: Mapping[ParamKey, ParamKey], positi
     """
     leaves: _Leaves = {}
     if checkpoint.model is not None:
-        leaves.update(((Section.MODEL, (name,), None), leaf) for name, leaf in checkpoint.model.params.items())
+        for name, leaf in checkpoint.model.params.items():
+            if isinstance(leaf, (dict, list, tuple)) and any(True for _ in leaf_tensors(leaf)):
+                leaves.update(((Section.MODEL, (name, *path), None), inner) for path, inner in _walk(leaf))
+            else:
+                leaves[Section.MODEL, (name,), None] = leaf
     if checkpoint.optim is not None:
         for path, value in _optimizer_leaves(checkpoint.optim, renamed, positions):
             leaves[Section.OPTIM, path, None] = value
@@ -225,7 +229,7 @@ def _leaves(checkpoint: Checkpoint, renamed: Mapping[ParamKey, ParamKey], positi
     return leaves
 
 
-def _walk(value: dict[Key, Value]) -> Iterator[tuple[_Path, Value]]:
+def _walk(value: Value) -> Iterator[tuple[_Path, Value]]:
     """The leaves of ``value``; none if it is empty itself."""
     if value:
         yield from walk(value)

@@ -191,7 +191,7 @@ class Finite:
             return False
         if self.include:
             return _matches_any(named, self.include)
-        return named.section is not Section.MODEL or named.key not in buffers
+        return named.section is not Section.MODEL or (named.state is None and named.key not in buffers)
 
     def note(self, buffers: frozenset[str]) -> tuple[str, ...]:
         """What is left out because it seems to be a buffer."""

@@ -31,15 +31,16 @@ class DtypeRule:
 
     ``model`` applies to the floating tensors of the model section. ``optim`` applies to the floating states of the
     optimizer that have the elements of a parameter. 0-dim states and ``step`` are counters, which a short float would
-    round: they are not cast, and neither are tensors inside param groups. Integers, bools and complex are never cast.
+    round: they are not cast, and neither are tensors inside param groups or inside values of the model
+    (``_extra_state``). Integers, bools and complex are never cast.
     """
 
     model: DType | None = None
     optim: DType | None = None
 
     def of(self, section: Section, state: str | None, tensor: Tensor) -> DType:
-        """The dtype of ``tensor`` in the target; ``state``: the optimizer state's name, None for anything else."""
-        if section is Section.MODEL:
+        """The dtype of ``tensor`` in the target; ``state``: as in ``NamedTensor``."""
+        if section is Section.MODEL and state is None:
             wanted = self.model
         elif section is Section.OPTIM and state is not None and state != _COUNTER and tensor.shape:
             wanted = self.optim

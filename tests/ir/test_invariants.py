@@ -298,8 +298,22 @@ def test_the_tensors_without_their_names_are_those_with_them_in_the_same_order()
     states = {"exp_avg": first, "step": step, "lists": [second, (scale, 3)], "none": None}
     optim = OptimState({"w": states, "v": {BARE_VALUE: own}}, [{"params": ["w", "v"], "lr": seed}], {"x": [own]})
     found = checkpoint({"w": weight, "dead": weight}, optim)
-    found.model.params["_extra_state"] = {"scale": scale}  # type: ignore[union-attr]  # a value, no tensor of the model
+    found.model.params["_extra_state"] = {"scale": scale}  # type: ignore[union-attr]
     found.extra = {"rng": {"cpu": drawn}}
     found.rank_extra = ({"rng": seed}, {"rng": drawn})
     assert list(found.leaves()) == [named.tensor for named in found.tensors()]
-    assert len(list(found.leaves())) == 12
+    assert [(str(one.section), one.param, one.state) for one in found.tensors()] == [
+        ("model", "w", None),
+        ("model", "dead", None),
+        ("model", "_extra_state", "scale"),
+        ("optim", "w", "exp_avg"),
+        ("optim", "w", "step"),
+        ("optim", "w", "lists.0"),
+        ("optim", "w", "lists.1.0"),
+        ("optim", "v", None),
+        ("optim", "param_groups.0.lr", None),
+        ("optim", "x.0", None),
+        ("extra", "rng.cpu", None),
+        ("extra", "rank0.rng", None),
+        ("extra", "rank1.rng", None),
+    ]
