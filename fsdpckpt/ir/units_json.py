@@ -7,18 +7,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, TypeAlias
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import RankOrder, Strategy, Unit, UnitParam, Units, flaws
+from fsdpckpt.ir.values import Json
 from fsdpckpt.version import __version__
-
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 FORMAT = "fsdpckpt-units"
 VERSION = 2
@@ -29,13 +27,6 @@ MOST_BYTES = 1 << 26
 """Of a units file: a parameter takes about 200, and the models of today have fewer than 100,000."""
 
 _AGAIN = "write it again with fsdpckpt.save_units in the training script, or with `fsdpckpt units`"
-_UNIT_FIELDS = ("prefix", "strategy", "param_dtype", "params")
-_PARAM_FIELDS = ("name", "shape", "dtype", "stride", "requires_grad")
-_ORDER_FIELDS = ("ranks", "groups")
-_FIELDS = (
-    *("format", "version", "program", "how", "use_orig_params", "world_size", "shard_size"),
-    *("units", "unmanaged", "shared", "parameters", "groups", "orders"),
-)
 
 
 def encode(units: Units, *, how: Sequence[str] = ()) -> dict[str, Json]:
@@ -134,19 +125,25 @@ def decode(document: object, *, source: str) -> Units:
     SourceCorruptError, which lists every field that is wrong.
     """
     _recognise(document if isinstance(document, dict) else {}, source)
-    complaints = _Complaints()
+    wrong: list[tuple[str, str]] = []  # where, and what is wrong there
+
+    def complain(where: str, text: str) -> None:
+        wrong.append((where, f"{where}: {text}"))
+        if len(wrong) >= _MOST_WRONG:
+            raise _TooManyWrongError
+
     units: Units | None = None
     with suppress(_TooManyWrongError):
-        units = _decoded(_Fields(document, "", _FIELDS, complaints))
-    wrong = complaints.texts or (flaws(units) if units is not None else [])
-    if not wrong and units is not None:
+        units = _UNITS(document, "", complain)
+    texts = [text for _, text in wrong] or (flaws(units) if units is not None else [])
+    if not texts and units is not None:
         return units
-    several = f"{len(wrong)} of its fields are wrong" + (", and more" if units is None else "")
+    several = f"{len(texts)} of its fields are wrong" + (", and more" if units is None else "")
     raise SourceCorruptError(
-        f"{source}: not a valid units file: {several if len(wrong) > 1 else wrong[0]}",
-        details=wrong if len(wrong) > 1 else (),
+        f"{source}: not a valid units file: {several if len(texts) > 1 else texts[0]}",
+        details=texts if len(texts) > 1 else (),
         file=source,
-        key=complaints.where or None,
+        key=wrong[0][0] if wrong else None,
         why="it was edited by hand, or another program wrote it",
         next_step=_AGAIN,
     )
@@ -179,151 +176,131 @@ def _recognise(document: Mapping[str, object], source: str) -> None:
         )
 
 
-def _decoded(fields: _Fields) -> Units:
-    fields.read("program", _STRING, absent="")  # nothing reads these two
-    fields.read("how", _NAMES, absent=[])
-    return Units(
-        units=tuple(map(_decoded_unit, fields.records("units", _UNIT_FIELDS))),
-        use_orig_params=fields.read("use_orig_params", _FLAG),
-        parameters=fields.read("parameters", _NAMES),
-        unmanaged=tuple(map(_decoded_param, fields.records("unmanaged", _PARAM_FIELDS))),
-        shared=fields.items("shared", _PAIR),
-        groups=fields.items("groups", _NAMES) if fields.has("groups") else None,
-        world_size=fields.read("world_size", _COUNT),
-        shard_size=fields.read("shard_size", _COUNT),
-        orders=tuple(map(_decoded_order, fields.records("orders", _ORDER_FIELDS, absent=[]))),
-    )
-
-
-def _decoded_order(fields: _Fields) -> RankOrder:
-    return RankOrder(fields.read("ranks", _RANKS), fields.items("groups", _NAMES))
-
-
-def _decoded_unit(fields: _Fields) -> Unit:
-    return Unit(
-        prefix=fields.read("prefix", _STRING),
-        params=tuple(map(_decoded_param, fields.records("params", _PARAM_FIELDS))),
-        strategy=fields.read("strategy", _STRATEGY),
-        param_dtype=fields.read("param_dtype", _DTYPE) if fields.has("param_dtype") else None,
-    )
-
-
-def _decoded_param(fields: _Fields) -> UnitParam:
-    return UnitParam(
-        name=fields.read("name", _STRING),
-        shape=fields.read("shape", _SIZES),
-        dtype=fields.read("dtype", _DTYPE),
-        stride=fields.read("stride", _SIZES) if fields.has("stride") else None,
-        requires_grad=fields.read("requires_grad", _FLAG, absent=True),
-    )
-
-
-class _Kind(NamedTuple):
-    """What a field may hold, in words and as a check, and how to convert it."""
-
-    expected: str
-    accepts: Callable[[Any], bool]
-    make: Callable[[Any], Any] = lambda value: value
-
-
-_MOST = 2**62
-"""Elements: more than any tensor has, and int64 still holds the bytes' sums that follow from half of it."""
-
-
-def _is_numbers(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < _MOST for item in value)
-
-
-def _is_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _is_pair(value: object) -> bool:
-    return _is_names(value) and len(cast("list[str]", value)) == 2
-
-
-_LIST = _Kind("a list", lambda value: isinstance(value, list))
-_STRING = _Kind("a string", lambda value: isinstance(value, str))
-_FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
-_COUNT = _Kind("a number of ranks or null", lambda value: value is None or (type(value) is int and 1 <= value < _MOST))
-_NAMES = _Kind("a list of names", _is_names, tuple)
-_PAIR = _Kind("the later and the first name of a shared parameter", _is_pair, tuple)
-_RANKS = _Kind("a list of ranks", _is_numbers, tuple)
-_SIZES = _Kind("a list of numbers of elements", lambda value: _is_numbers(value) and prod(value) < _MOST, tuple)
-_DTYPE = _Kind(
-    "the name of a dtype, as float32", lambda value: isinstance(value, str) and value in DTYPES, DTYPES.__getitem__
-)
-_STRATEGY = _Kind(
-    " or ".join(Strategy), lambda value: isinstance(value, str) and value in frozenset(Strategy), Strategy
-)
+_MOST_ELEMENTS = 2**62
+"""More than any tensor has; sums of byte counts still fit in int64."""
 
 _MOST_WRONG = 1000
-"""Complaints: a file with more of them is no units file at all, and might go on for gigabytes."""
+"""Checking stops after this many errors, so that a wrong file does not fill memory."""
 
 
 class _TooManyWrongError(Exception):
     """So many fields are wrong that the rest is not checked."""
 
 
-@dataclass(slots=True)
-class _Complaints:
-    """What is wrong so far, one sentence each, and the first place of it."""
-
-    texts: list[str] = field(default_factory=list)
-    where: str = ""
-
-    def add(self, where: str, text: str) -> None:
-        self.where = self.where or where
-        self.texts.append(text)
-        if len(self.texts) >= _MOST_WRONG:
-            raise _TooManyWrongError
-
-    def refuse(self, value: object, where: str, expected: str) -> Any:
-        """Complain that ``value`` is not what is ``expected``. Returns None in its place."""
-        self.add(where, f"{where}: expected {expected}, found {_shortened(value)}")
-        return None
+# A reader takes a value, where it is in the document, and ``complain``, to which it says what is wrong there.
+_Complain: TypeAlias = Callable[[str, str], None]
+_Reader: TypeAlias = Callable[[Any, str, _Complain], Any]
 
 
-class _Fields:
-    """Reads the fields of the object ``value``, which is at ``where`` in the document.
+def _one(expected: str, accepts: Callable[[Any], bool], convert: Callable[[Any], Any] = lambda value: value) -> _Reader:
+    """A value that ``accepts`` takes, converted; ``expected`` describes it. None for any other."""
 
-    Complains of every field that is not ``known``: a misspelt one would otherwise count as left out.
+    def read(value: Any, where: str, complain: _Complain) -> Any:
+        if accepts(value):
+            return convert(value)
+        return complain(where, f"expected {expected}, found {_shortened(value)}")
+
+    return read
+
+
+def _each(item: _Reader) -> _Reader:
+    """A list; ``item`` reads each of its items."""
+
+    def read(value: Any, where: str, complain: _Complain) -> tuple[Any, ...]:
+        items = _LIST(value, where, complain) or ()
+        return tuple(item(each, f"{where}[{index}]", complain) for index, each in enumerate(items))
+
+    return read
+
+
+def _or_null(reader: _Reader) -> _Reader:
+    return lambda value, where, complain: None if value is None else reader(value, where, complain)
+
+
+def _record(
+    make: Callable[..., Any], fields: Mapping[str, _Reader], absent: Mapping[str, Any] | None = None
+) -> _Reader:
+    """An object with these ``fields``, as keywords of ``make``. ``absent``: what fields that are left out count as.
+
+    Complains of any other field: a misspelt one would otherwise count as left out.
     """
 
-    def __init__(self, value: object, where: str, known: Collection[str], complaints: _Complaints) -> None:
-        self._complaints = complaints
-        self._head = f"{where}." if where else ""
-        self._fields = value if isinstance(value, dict) else complaints.refuse(value, where, "an object") or {}
-        for name in self._fields:
-            if name not in known:
-                place = f"{self._head}{name}"
-                complaints.add(place, f"{_shortened(place)}: no such field; the fields are {', '.join(known)}")
+    def read(value: Any, where: str, complain: _Complain) -> Any:
+        head = f"{where}." if where else ""
+        record = {**(absent or {}), **(_OBJECT(value, where, complain) or {})}
+        for name in record:
+            if name not in fields:
+                complain(f"{head}{_cut(name)}", f"no such field; the fields are {', '.join(fields)}")
+        return make(**{name: reader(record.get(name), head + name, complain) for name, reader in fields.items()})
 
-    def has(self, name: str) -> bool:
-        """Whether the field is there, and not null."""
-        return self._fields.get(name) is not None
+    return read
 
-    def read(self, name: str, kind: _Kind, *, absent: object = None) -> Any:
-        """The field converted by ``kind``, or ``absent`` if there is none. None for a wrong one."""
-        value = self._fields.get(name, absent)
-        if kind.accepts(value):
-            return kind.make(value)
-        return self._complaints.refuse(value, self._head + name, kind.expected)
 
-    def items(self, name: str, kind: _Kind) -> tuple[Any, ...]:
-        """Each item of the list in the field, converted by ``kind``."""
-        refuse, head = self._complaints.refuse, self._head + name
-        return tuple(
-            kind.make(item) if kind.accepts(item) else refuse(item, f"{head}[{at}]", kind.expected)
-            for at, item in enumerate(self.read(name, _LIST) or ())
-        )
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < _MOST_ELEMENTS for item in value)
 
-    def records(self, name: str, known: Collection[str], *, absent: object = None) -> Iterator[_Fields]:
-        """The objects of the list in the field, each with fields that are ``known``."""
-        for at, item in enumerate(self.read(name, _LIST, absent=absent) or ()):
-            yield _Fields(item, f"{self._head}{name}[{at}]", known, self._complaints)
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_name_of(names: Collection[str]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, str) and value in names
+
+
+_OBJECT = _one("an object", lambda value: isinstance(value, dict))
+_LIST = _one("a list", lambda value: isinstance(value, list))
+_STRING = _one("a string", lambda value: isinstance(value, str))
+_FLAG = _one("true or false", lambda value: isinstance(value, bool))
+_RANKS_OR_NULL = _one(
+    "a number of ranks or null",
+    lambda value: value is None or (type(value) is int and 1 <= value < _MOST_ELEMENTS),
+)
+_NAMES = _one("a list of names", _is_names, tuple)
+_PAIR = _one(
+    "the later and the first name of a shared parameter", lambda value: _is_names(value) and len(value) == 2, tuple
+)
+_RANKS = _one("a list of ranks", _is_numbers, tuple)
+_SIZES = _one("a list of numbers of elements", lambda value: _is_numbers(value) and prod(value) < _MOST_ELEMENTS, tuple)
+_DTYPE = _one("the name of a dtype, as float32", _is_name_of(DTYPES), DTYPES.__getitem__)
+_STRATEGY = _one(" or ".join(Strategy), _is_name_of(frozenset(Strategy)), Strategy)
+
+_PARAM = _record(
+    UnitParam,
+    {"name": _STRING, "shape": _SIZES, "dtype": _DTYPE, "stride": _or_null(_SIZES), "requires_grad": _FLAG},
+    absent={"requires_grad": True},
+)
+_UNIT = _record(
+    Unit, {"prefix": _STRING, "params": _each(_PARAM), "strategy": _STRATEGY, "param_dtype": _or_null(_DTYPE)}
+)
+_RANK_ORDER = _record(RankOrder, {"ranks": _RANKS, "groups": _each(_NAMES)})
+_HEAD: Mapping[str, _Reader] = {
+    "format": lambda *_: None,  # checked before
+    "version": lambda *_: None,
+    "program": _STRING,
+    "how": _NAMES,
+}
+_UNITS = _record(
+    lambda **fields: Units(**{name: value for name, value in fields.items() if name not in _HEAD}),
+    {
+        **_HEAD,
+        "units": _each(_UNIT),
+        "use_orig_params": _FLAG,
+        "parameters": _NAMES,
+        "unmanaged": _each(_PARAM),
+        "shared": _each(_PAIR),
+        "groups": _or_null(_each(_NAMES)),
+        "world_size": _RANKS_OR_NULL,
+        "shard_size": _RANKS_OR_NULL,
+        "orders": _each(_RANK_ORDER),
+    },
+    absent={"program": "", "how": [], "orders": []},
+)
 
 
 def _shortened(value: object) -> str:
-    text = "nothing" if value is None else repr(value)
+    return _cut("nothing" if value is None else repr(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
