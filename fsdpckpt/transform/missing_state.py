@@ -8,9 +8,9 @@ that share a flat parameter with others that have states, and refuses if that ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import ZEROS, Checkpoint, Note, OptimState, ParamKey, SourceFile, group_params
@@ -22,7 +22,9 @@ from fsdpckpt.text import plural
 from fsdpckpt.transform.parameter_order import Shape, shaped_states
 
 Choice: TypeAlias = Literal["error", "zeros", "skip"]
-Made: TypeAlias = dict[ParamKey, dict[str, Tensor | Value]]
+Read: TypeAlias = Callable[[Tensor], bytes]
+States: TypeAlias = Mapping[str, Tensor | Value]
+NewStates: TypeAlias = dict[ParamKey, dict[str, Tensor | Value]]
 
 _ALIGNED = 64  # bytes between two zero tensors: each has bytes of its own, or they would be written as one
 
@@ -65,90 +67,16 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, 
     if choice == "skip":
         note = Note("missing-state", f"{_parameters(len(missing))} no optimizer state", keys=tuple(map(str, missing)))
         return replace(checkpoint, notes=(*checkpoint.notes, note))
-    unit_of: dict[ParamKey, str] = {name: unit.key for name, unit in units.unit_of().items()} if units else {}
-    params = units.params() if units is not None else {}
-    return _fill_missing(
-        checkpoint, optim, missing, _StateMaker(checkpoint, read, unit_of, params, shaped_states(optim))
+    maker = _StateMaker(
+        checkpoint,
+        read,
+        unit_of={name: unit.key for name, unit in units.unit_of().items()} if units is not None else {},
+        unit_params=units.params() if units is not None else {},
+        shaped=shaped_states(optim),
     )
-
-
-def _parameters(count: int) -> str:
-    return f"{plural(count, 'parameter', 'have')}"
-
-
-@dataclass(slots=True)
-class _StateMaker:
-    """Makes zero states. ``shaped``: names of states that have dimensions. ``problems``: why some cannot be made.
-    ``end``: bytes of zeros in use so far."""
-
-    checkpoint: Checkpoint
-    read: Read | None
-    unit_of: Mapping[ParamKey, str]
-    unit_params: Mapping[str, UnitParam]
-    shaped: frozenset[str]
-    problems: list[str] = field(default_factory=list)
-    end: int = 0
-
-    def param(self, key: ParamKey) -> KnownParam | None:
-        """Shape, dtype and sharding of a parameter, from the model section or else from its unit."""
-        model = self.checkpoint.model
-        leaf = model.params.get(key) if model is not None and isinstance(key, str) else None
-        if isinstance(leaf, Tensor):
-            return KnownParam(leaf.shape, leaf.dtype, leaf.sharded)
-        param = self.unit_params.get(key) if isinstance(key, str) else None
-        return None if param is None else KnownParam(param.shape, param.dtype, key in self.unit_of)
-
-    def group(self, keys: list[ParamKey], present: Mapping[ParamKey, States], absent: Collection[ParamKey]) -> Made:
-        """The states for the ``absent`` ones among ``keys``, in the form of the group's states.
-
-        The parameters in the same flat parameter decide the form, because they share one ``step``; without any, the
-        whole group.
-        """
-        by_unit: dict[str, dict[ParamKey, States]] = {}
-        for key, states in present.items():
-            if key in self.unit_of:
-                by_unit.setdefault(self.unit_of[key], {})[key] = states
-        forms: dict[str, StateForm] = {}
-        made: Made = {}
-        for key in keys:
-            if key in absent:
-                unit = self.unit_of.get(key, "")
-                siblings = by_unit.get(unit)
-                place = unit if siblings is not None else ""
-                if place not in forms:
-                    others = present if siblings is None else siblings
-                    forms[place] = state_form(others, self.param, self.read, self.shaped)
-                made[key] = self._states(key, forms[place])
-        return made
-
-    def _states(self, key: ParamKey, form: StateForm) -> dict[str, Tensor | Value]:
-        self.problems += [f"{key}: {problem}" for problem in form.problems]
-        param = self.param(key)
-        if param is None and any(isinstance(one, ZeroForm) for one in form.states.values()):
-            self.problems.append(f"{key}: its shape is not known")
-            return {}
-        return {name: self._state(one, param) for name, one in form.states.items()}
-
-    def _state(self, form: ZeroForm | Tensor | Value, param: KnownParam | None) -> Tensor | Value:
-        if isinstance(form, Tensor):
-            return replace(form)
-        if not isinstance(form, ZeroForm) or param is None:
-            return None if isinstance(form, ZeroForm) else form
-        dtype = form.dtype or param.dtype
-        chunks = Chunks.whole(file=len(self.checkpoint.files), offset=self.end, shape=param.shape)
-        sharded = form.sharded if param.sharded is None else param.sharded
-        tensor = Tensor(dtype, param.shape, chunks, sharded)
-        self.end += -(-max(tensor.nbytes, 1) // _ALIGNED) * _ALIGNED
-        return tensor
-
-
-def _fill_missing(checkpoint: Checkpoint, optim: OptimState, missing: list[ParamKey], maker: _StateMaker) -> Checkpoint:
-    absent = set(missing)
-    made: Made = {}
+    new: NewStates = {}
     for group in optim.param_groups or ():
-        keys = group_params(group) or []
-        present: dict[ParamKey, States] = {key: states for key in keys if (states := optim.state.get(key))}
-        made.update(maker.group(keys, present, absent))
+        new.update(maker.states_of_group(group_params(group) or [], optim.state, set(missing)))
     if maker.problems:
         raise NeedsInformationError(
             f"{checkpoint.source}: zeros cannot be made for {plural(len(missing), 'parameter')} without state",
@@ -158,34 +86,182 @@ def _fill_missing(checkpoint: Checkpoint, optim: OptimState, missing: list[Param
         )
     what = f"{plural(len(missing), 'parameter')} had no optimizer state, and got zeros"
     note = Note("filled", what, keys=tuple(map(str, missing)))
-    zeros = SourceFile(ZEROS, maker.end)
-    state = dict(_in_group_order(optim, made))
     return replace(
         checkpoint,
-        optim=OptimState(state, optim.param_groups, optim.extra),
-        files=(*checkpoint.files, zeros),
+        optim=OptimState(dict(_in_group_order(optim, new)), optim.param_groups, optim.extra),
+        files=(*checkpoint.files, SourceFile(ZEROS, maker.zeros_used)),
         notes=(*checkpoint.notes, note),
     )
 
 
-def _in_group_order(
-    optim: OptimState, made: Mapping[ParamKey, dict[str, Tensor | Value]]
-) -> Iterator[tuple[ParamKey, dict[str, Tensor | Value]]]:
+def _parameters(count: int) -> str:
+    return f"{plural(count, 'parameter', 'have')}"
+
+
+class _Param(NamedTuple):
+    """A parameter; ``sharded`` as in ``Tensor``."""
+
+    shape: Shape
+    dtype: DType
+    sharded: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Zeros:
+    """Stands for a state of zeros in the shape of its parameter. ``dtype``: None for the parameter's own."""
+
+    dtype: DType | None
+    sharded: bool | None
+
+
+_Form: TypeAlias = Mapping[str, _Zeros | Tensor | Value]
+"""The states of a parameter by name, in order: zeros in its shape, or what all parameters have alike."""
+
+
+@dataclass(slots=True)
+class _StateMaker:
+    """Makes states in the form that other parameters have. ``read`` returns the bytes of a 0-dim tensor.
+
+    ``unit_of``: the key of each parameter's unit. ``shaped``: names of states that have dimensions for some parameter.
+    ``problems``: why some states cannot be made. ``zeros_used``: bytes of the source of zeros.
+    """
+
+    checkpoint: Checkpoint
+    read: Read | None
+    unit_of: Mapping[ParamKey, str]
+    unit_params: Mapping[str, UnitParam]
+    shaped: frozenset[str]
+    problems: list[str] = field(default_factory=list)
+    zeros_used: int = 0
+
+    def states_of_group(
+        self, keys: Sequence[ParamKey], state: Mapping[ParamKey, States], missing: Collection[ParamKey]
+    ) -> NewStates:
+        """The states for the ``missing`` ones among the ``keys`` of a group, in the form of the group's states.
+
+        The parameters in the same flat parameter decide the form, because they share one ``step``; without any, the
+        whole group.
+        """
+        present = {key: states for key in keys if (states := state.get(key))}
+        in_unit: dict[str, dict[ParamKey, States]] = {}
+        for key, states in present.items():
+            if key in self.unit_of:
+                in_unit.setdefault(self.unit_of[key], {})[key] = states
+        forms: dict[str, tuple[_Form, Sequence[str]]] = {}
+        new: NewStates = {}
+        for key in keys:
+            if key in missing:
+                unit = self.unit_of.get(key, "")
+                siblings = in_unit.get(unit)
+                decides = unit if siblings is not None else "the group"
+                if decides not in forms:
+                    forms[decides] = self._form(present if siblings is None else siblings)
+                new[key] = self._states(key, *forms[decides])
+        return new
+
+    def _states(self, key: ParamKey, form: _Form, problems: Sequence[str]) -> dict[str, Tensor | Value]:
+        self.problems += [f"{key}: {problem}" for problem in problems]
+        param = self._param(key)
+        states: dict[str, Tensor | Value] = {}
+        for name, state in form.items():
+            if not isinstance(state, _Zeros):
+                states[name] = replace(state) if isinstance(state, Tensor) else state
+            elif param is not None:
+                states[name] = self._zeros(state, param)
+            else:
+                self.problems.append(f"{key}: its shape is not known")
+                break
+        return states
+
+    def _zeros(self, state: _Zeros, param: _Param) -> Tensor:
+        chunks = Chunks.whole(file=len(self.checkpoint.files), offset=self.zeros_used, shape=param.shape)
+        sharded = state.sharded if param.sharded is None else param.sharded
+        tensor = Tensor(state.dtype or param.dtype, param.shape, chunks, sharded)
+        self.zeros_used += -(-max(tensor.nbytes, 1) // _ALIGNED) * _ALIGNED
+        return tensor
+
+    def _param(self, key: ParamKey) -> _Param | None:
+        """A parameter from the model section, or else from its unit."""
+        model = self.checkpoint.model
+        leaf = model.params.get(key) if model is not None and isinstance(key, str) else None
+        if isinstance(leaf, Tensor):
+            return _Param(leaf.shape, leaf.dtype, leaf.sharded)
+        param = self.unit_params.get(key) if isinstance(key, str) else None
+        return None if param is None else _Param(param.shape, param.dtype, key in self.unit_of)
+
+    def _form(self, siblings: Mapping[ParamKey, States]) -> tuple[_Form, Sequence[str]]:
+        """The common form of the states of ``siblings``, and why there is none.
+
+        A 0-dim state of a 0-dim parameter does not show whether it has the parameter's shape or is a single value, like
+        the step count: ``shaped`` does.
+        """
+        if not siblings:
+            return {}, ["no other parameter of its group has states to go by"]
+        if len({frozenset(states) for states in siblings.values()}) > 1:
+            return {}, ["the others of its group do not have the same states"]
+        problems: list[str] = []
+        form: dict[str, _Zeros | Tensor | Value] = {}
+        scalars = not any(self._has_dimensions(key, states) for key, states in siblings.items())
+        for name, first in next(iter(siblings.values())).items():
+            values = [states[name] for states in siblings.values()]
+            tensors = {key: leaf for key, states in siblings.items() if isinstance(leaf := states[name], Tensor)}
+            if len(tensors) == len(values) and (name in self.shaped or any(leaf.ndim for leaf in tensors.values())):
+                form[name] = self._zeros_like(name, tensors, problems)
+                continue
+            form[name] = first
+            if tensors and scalars and name != "step":
+                problems.append(
+                    f"the others of its group have no dimensions, so {name} may be one value or have its shape"
+                )
+            if len(set(map(self._identity, values))) > 1:
+                problems.append(f"the others of its group do not agree on {name}")
+        return form, problems
+
+    def _has_dimensions(self, key: ParamKey, states: States) -> bool:
+        param = self._param(key)
+        return bool(param is not None and param.shape) or any(
+            isinstance(leaf, Tensor) and leaf.ndim for leaf in states.values()
+        )
+
+    def _identity(self, value: Tensor | Value) -> tuple[str, object]:
+        """Equal for equal values. Without ``read``, no two tensors count as equal."""
+        if isinstance(value, Tensor):
+            return value.dtype.name, self.read(value) if self.read is not None and not value.ndim else value
+        return type(value).__name__, repr(value)
+
+    def _zeros_like(self, name: str, tensors: Mapping[ParamKey, Tensor], problems: list[str]) -> _Zeros:
+        """Zeros in the dtype that all have; else in the parameter's own, if each state has that of its parameter."""
+        params = {key: self._param(key) for key in tensors}
+        for key, tensor in tensors.items():
+            param = params[key]
+            if param is not None and param.shape != tensor.shape:
+                problems.append(f"the state {name} of {key} does not have the shape of its parameter")
+                break
+        sharded = next(iter(tensors.values())).sharded
+        dtypes = {tensor.dtype.name: tensor.dtype for tensor in tensors.values()}
+        if len(dtypes) == 1:
+            return _Zeros(next(iter(dtypes.values())), sharded)
+        if any((param := params[key]) is None or param.dtype is not tensor.dtype for key, tensor in tensors.items()):
+            problems.append(f"{name} has several dtypes in its group: {', '.join(dtypes)}")
+        return _Zeros(None, sharded)
+
+
+def _in_group_order(optim: OptimState, new: NewStates) -> Iterator[tuple[ParamKey, dict[str, Tensor | Value]]]:
     """The existing states in their order, each new one after the parameter that its group lists before it."""
-    behind: dict[ParamKey | None, list[ParamKey]] = {}
+    inserted_after: dict[ParamKey | None, list[ParamKey]] = {}
     last: ParamKey | None = None
     for key in optim.grouped_keys():
-        if key in made:
-            behind.setdefault(last, []).append(key)
+        if key in new:
+            inserted_after.setdefault(last, []).append(key)
         else:
             last = key if key in optim.state else last
-    for key in behind.get(None, ()):
-        yield key, made[key]
+    for key in inserted_after.get(None, ()):
+        yield key, new[key]
     for key, states in optim.state.items():
-        if key not in made:
+        if key not in new:
             yield key, states
-        for new in behind.get(key, ()):
-            yield new, made[new]
+        for inserted in inserted_after.get(key, ()):
+            yield inserted, new[inserted]
 
 
 def note_elementless(checkpoint: Checkpoint, units: Units) -> Checkpoint:
@@ -222,101 +298,3 @@ def require_complete(checkpoint: Checkpoint, units: Units) -> None:
             next_step="add --missing-state zeros, which makes the absent states, or --use-orig-params, where they may "
             "be absent",
         )
-
-
-Read: TypeAlias = Callable[[Tensor], bytes]
-States: TypeAlias = Mapping[str, Tensor | Value]
-
-
-@dataclass(frozen=True, slots=True)
-class KnownParam:
-    """What is known of a parameter. ``sharded`` as in ``Tensor``."""
-
-    shape: Shape
-    dtype: DType
-    sharded: bool | None
-
-
-ParamOf: TypeAlias = Callable[[ParamKey], KnownParam | None]
-
-
-@dataclass(frozen=True, slots=True)
-class ZeroForm:
-    """A state in the shape of its parameter. ``dtype``: None for the parameter's own."""
-
-    dtype: DType | None
-    sharded: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class StateForm:
-    """``states``, in order: a form for states in the parameter's shape, the value itself for those that are equal for
-    all.
-
-    ``problems``: why there is no common form.
-    """
-
-    states: Mapping[str, ZeroForm | Tensor | Value]
-    problems: tuple[str, ...]
-
-
-def _has_dimensions(leaf: Tensor | Value) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0
-
-
-def state_form(
-    siblings: Mapping[ParamKey, States], param_of: ParamOf, read: Read | None, shaped: Collection[str] = ()
-) -> StateForm:
-    """The common form of the states of ``siblings``. ``read`` returns the bytes of a 0-dim tensor.
-
-    ``shaped``: names of states that are known to have the shape of their parameter. A 0-dim state of a 0-dim parameter
-    does not show whether it has the parameter's shape or is a single value, like the step count.
-    """
-    if not siblings:
-        return StateForm({}, ("no other parameter of its group has states to go by",))
-    if len({frozenset(states) for states in siblings.values()}) > 1:
-        return StateForm({}, ("the others of its group do not have the same states",))
-    problems: list[str] = []
-    forms: dict[str, ZeroForm | Tensor | Value] = {}
-    scalars = not any(_has_more(states, param_of(key)) for key, states in siblings.items())
-    for name, first in next(iter(siblings.values())).items():
-        values = {key: states[name] for key, states in siblings.items()}
-        tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-        if len(tensors) == len(values) and (name in shaped or any(tensor.ndim for tensor in tensors.values())):
-            forms[name] = _zero_form(name, tensors, param_of, problems)
-            continue
-        forms[name] = first
-        if tensors and scalars and name != "step":
-            problems.append(f"the others of its group have no dimensions, so {name} may be one value or have its shape")
-        if len({_identity(value, read) for value in values.values()}) > 1:
-            problems.append(f"the others of its group do not agree on {name}")
-    return StateForm(forms, tuple(problems))
-
-
-def _has_more(states: States, param: KnownParam | None) -> bool:
-    """Whether a parameter with these states has dimensions."""
-    return bool(param is not None and param.shape) or any(map(_has_dimensions, states.values()))
-
-
-def _identity(value: Tensor | Value, read: Read | None) -> tuple[str, object]:
-    """A key that is equal for equal values. Without ``read``, no two tensors count as equal."""
-    if isinstance(value, Tensor):
-        return value.dtype.name, read(value) if read is not None and not value.ndim else value
-    return type(value).__name__, repr(value)
-
-
-def _zero_form(name: str, tensors: Mapping[ParamKey, Tensor], param_of: ParamOf, problems: list[str]) -> ZeroForm:
-    """The dtype that all have; else the parameter's own, if each state has that of its parameter."""
-    params = {key: param_of(key) for key in tensors}
-    for key, tensor in tensors.items():
-        known = params[key]
-        if known is not None and known.shape != tensor.shape:
-            problems.append(f"the state {name} of {key} does not have the shape of its parameter")
-            break
-    dtypes = {tensor.dtype.name: tensor.dtype for tensor in tensors.values()}
-    sharded = next(iter(tensors.values())).sharded
-    if len(dtypes) == 1:
-        return ZeroForm(next(iter(dtypes.values())), sharded)
-    if any((known := params[key]) is None or known.dtype is not tensor.dtype for key, tensor in tensors.items()):
-        problems.append(f"{name} has several dtypes in its group: {', '.join(dtypes)}")
-    return ZeroForm(None, sharded)
