@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -12,7 +12,7 @@ import numpy as np
 from fsdpckpt.ir import Container, KeyType, Layout, Section
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.units import RankOrder, Units
-from fsdpckpt.ir.values import Key, Value, leaf_tensors
+from fsdpckpt.ir.values import Key, Value, leaf_tensors, with_tensors
 
 __all__ = ["Container", "KeyType", "Layout", "Section"]  # from ``ir``: code that uses a checkpoint uses them too
 
@@ -335,6 +335,21 @@ class Checkpoint:
     mesh_devices: frozenset[str] = frozenset()
     orders: tuple[RankOrder, ...] = ()
     ignored: tuple[str, ...] = ()
+
+    def with_extras(self, change: Callable[[dict[Key, Value]], dict[Key, Value]]) -> Checkpoint:
+        """The checkpoint with ``change`` applied to ``extra`` and to the extras of each rank."""
+        return replace(self, extra=change(self.extra), rank_extra=tuple(map(change, self.rank_extra)))
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Checkpoint:
+        """The checkpoint with ``change`` applied to every tensor but those in param groups."""
+        model, optim = self.model, self.optim
+        if model is not None:
+            model = ModelState(with_tensors(model.params, change), model.metadata)
+        if optim is not None:
+            state = {key: with_tensors(states, change) for key, states in optim.state.items()}
+            optim = OptimState(state, optim.param_groups, with_tensors(optim.extra, change))
+        changed = replace(self, model=model, optim=optim)
+        return changed.with_extras(lambda extra: with_tensors(extra, change))
 
     def leaves(self) -> Iterator[Tensor]:
         """The tensors of ``tensors``, in its order, twice as fast: names take time to make."""

@@ -35,7 +35,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, Union, cast
+from typing import Any, TypeAlias, TypeVar, Union, cast, overload
 
 import numpy as np
 
@@ -47,6 +47,8 @@ Key: TypeAlias = Union[Scalar, "Global", "Object", tuple["Key", ...]]
 Value: TypeAlias = Union[
     Scalar, Tensor, "Global", "Object", list["Value"], tuple["Value", ...], set["Key"], dict["Key", "Value"]
 ]
+
+_Key = TypeVar("_Key", bound=Key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,23 @@ def walk(value: Value, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, 
 def leaf_tensors(value: Value) -> Iterator[tuple[tuple[Key, ...], Tensor]]:
     """Every tensor under ``value`` with its path."""
     yield from ((path, leaf) for path, leaf in walk(value) if isinstance(leaf, Tensor))
+
+
+@overload
+def with_tensors(value: dict[_Key, Value], change: Callable[[Tensor], Tensor]) -> dict[_Key, Value]: ...
+@overload
+def with_tensors(value: Value, change: Callable[[Tensor], Tensor]) -> Value: ...
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``change`` applied to every tensor in it; containers are copied with their types and
+    attributes.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return like(value, {key: with_tensors(child, change) for key, child in value.items()})
+    if isinstance(value, (list, tuple)):
+        return type(value)(with_tensors(child, change) for child in value)
+    return value
 
 
 def value_at(value: Value, path: tuple[Key, ...]) -> Any:

@@ -15,14 +15,12 @@ from math import lcm, prod
 from typing import TypeAlias
 
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedTensor, Note, OptimState, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Note, Section
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import QMAP, parts_in
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
-from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts import on_sizes
 from fsdpckpt.text import first_of, plural, shape_text
-from fsdpckpt.transform.sharded import with_tensors
 
 _SHOWN = 12  # keys, or meshes, listed in one message
 
@@ -464,23 +462,10 @@ def place_rest(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
 
 
 def _with_shardings(checkpoint: Checkpoint, shardings: Mapping[Tensor, Sharding | None]) -> Checkpoint:
-    def leaf(tensor: Tensor) -> Tensor:
+    def change(tensor: Tensor) -> Tensor:
         if tensor not in shardings:
             return replace(tensor, sharding=None) if tensor.sharding is not None else tensor
         sharding = shardings[tensor]
         return replace(tensor, sharding=sharding, sharded=sharding is not None)
 
-    def states(entry: Mapping[str, Tensor | Value]) -> dict[str, Tensor | Value]:
-        return {name: with_tensors(value, leaf) for name, value in entry.items()}
-
-    model, optim = checkpoint.model, checkpoint.optim
-    if model is not None:
-        model = ModelState(states(model.params), model.metadata)
-    if optim is not None:
-        extra = {key: with_tensors(value, leaf) for key, value in optim.extra.items()}
-        optim = OptimState({key: states(entry) for key, entry in optim.state.items()}, optim.param_groups, extra)
-    extra = {key: with_tensors(value, leaf) for key, value in checkpoint.extra.items()}
-    rank_extra = tuple(
-        {key: with_tensors(value, leaf) for key, value in extras.items()} for extras in checkpoint.rank_extra
-    )
-    return replace(checkpoint, model=model, optim=optim, extra=extra, rank_extra=rank_extra)
+    return checkpoint.map_tensors(change)

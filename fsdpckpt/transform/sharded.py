@@ -10,9 +10,10 @@ Optimizer states quantized in blocks are never quantized again: they are refused
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError, to_copy
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey
@@ -30,7 +31,7 @@ from fsdpckpt.ir.quantized import (
     unwrapped,
 )
 from fsdpckpt.ir.tensors import Shard, Sharding, Tensor
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Key, Value, with_tensors
 from fsdpckpt.layouts import mesh_box, on_one_dimension
 from fsdpckpt.text import listed, plural
 from fsdpckpt.transform.parameter_order import NO_BUFFERS
@@ -95,9 +96,8 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
         what += f"{'are' if many else 'is'} cut like parameters: {', '.join(_shown(unsettled, 5))}"
         notes.append(Note("undetermined", what, keys=tuple(unsettled)))
     _require_buffers(checkpoint, hints)
-    extra = {key: _as_in_source(value) for key, value in checkpoint.extra.items()}
-    rank_extra = tuple({key: _as_in_source(value) for key, value in extras.items()} for extras in checkpoint.rank_extra)
-    return replace(checkpoint, model=model, optim=optim, extra=extra, rank_extra=rank_extra, notes=tuple(notes))
+    decided = replace(checkpoint, model=model, optim=optim, notes=tuple(notes))
+    return decided.with_extras(partial(with_tensors, change=_sharded_only_if_source_says))
 
 
 def mark_sharded(checkpoint: Checkpoint, hints: ShardingHints) -> Checkpoint:
@@ -196,8 +196,8 @@ def _decide_optim(optim: OptimState | None, model: ModelState | None) -> tuple[O
     state = {key: _decide_entry(key, entry, model, ambiguous) for key, entry in optim.state.items()}
     groups = None
     if optim.param_groups is not None:
-        groups = [{name: _as_in_source(value) for name, value in group.items()} for group in optim.param_groups]
-    return OptimState(state, groups, {key: _as_in_source(value) for key, value in optim.extra.items()}), ambiguous
+        groups = [with_tensors(group, _sharded_only_if_source_says) for group in optim.param_groups]
+    return OptimState(state, groups, with_tensors(optim.extra, _sharded_only_if_source_says)), ambiguous
 
 
 def _decide_entry(
@@ -226,29 +226,9 @@ def _decide_entry(
     return decided
 
 
-def _as_in_source(value: Value) -> Value:
-    """Tensors outside the model and the states are sharded only if they are in the source."""
-    return with_tensors(value, lambda tensor: tensor.with_sharded(tensor.sharded is True))
-
-
-def with_tensors(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
-    """``value`` with ``change`` applied to every tensor in it; containers are copied with their types and
-    attributes.
-    """
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        changed: dict[Key, Value] = {key: with_tensors(child, change) for key, child in value.items()}
-        if type(value) is dict:
-            return changed
-        copy = type(value)(changed)
-        vars(copy).update(vars(value))
-        return copy
-    if isinstance(value, list):
-        return [with_tensors(child, change) for child in value]
-    if isinstance(value, tuple):
-        return tuple(with_tensors(child, change) for child in value)
-    return value
+def _sharded_only_if_source_says(tensor: Tensor) -> Tensor:
+    """For tensors outside the model and the states."""
+    return tensor.with_sharded(tensor.sharded is True)
 
 
 _TRIED = 256  # ranks, of those that a message proposes
