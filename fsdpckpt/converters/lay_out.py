@@ -14,7 +14,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.producers import PLAIN_MESH, PLAIN_NAMES, PLAIN_NESTING, Form, Nesting, Place, RankNames
+from fsdpckpt.producers import PLAIN_MESH, PLAIN_PLACES, Form, Place
 from fsdpckpt.writers import DtypeRule, Writer, WriteSpec, dcp, safetensors, torch_full, torch_ranks, universal
 
 WRITERS: Mapping[tuple[Container, Layout], Writer] = {
@@ -50,42 +50,48 @@ def lay_out(
     """
     if spec.form is not None:
         return _lay_out_form(transformed, spec, spec.form, side_files, linkable)
-    document = _Document(Place(""), transformed.checkpoint, _kept_nesting(transformed.checkpoint, spec))
-    return _lay_out_document(document, spec.container, spec.layout, transformed, spec, linkable)
+    places, flattened = _source_places(transformed.checkpoint, spec)
+    document = _Document("", spec.container, spec.layout, transformed.checkpoint, places, flattened_keys=flattened)
+    return _lay_out_document(document, transformed, spec, linkable)
 
 
-def _kept_nesting(checkpoint: Checkpoint, spec: TargetSpec) -> Nesting:
-    """From DCP to DCP, keep the keys that hold the sections and the form of the optimizer."""
+def _source_places(checkpoint: Checkpoint, spec: TargetSpec) -> tuple[Mapping[Section, Place], bool]:
+    """From DCP to DCP, keep the keys that hold the sections and the form of the optimizer's keys."""
     if checkpoint.container is not Container.DCP or spec.container is not Container.DCP:
-        return PLAIN_NESTING
-    model, optim = (
-        tuple(key for key in checkpoint.nesting.get(section, default) if isinstance(key, (str, int)))
-        for section, default in ((Section.MODEL, PLAIN_NESTING.model), (Section.OPTIM, PLAIN_NESTING.optim))
-    )
+        return PLAIN_PLACES, False
+    paths = {
+        section: tuple(key for key in path if isinstance(key, (str, int)))
+        for section, path in checkpoint.nesting.items()
+    }
+    places = {section: replace(place, at=paths.get(section, place.at)) for section, place in PLAIN_PLACES.items()}
     by_name = checkpoint.optim is not None and checkpoint.optim.key_type != "id"
-    return Nesting(model, optim, flattened=checkpoint.flattened_keys and by_name)
+    return places, checkpoint.flattened_keys and by_name
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Document:
-    """The sections of one file, one set of rank files, or one DCP directory."""
+    """Sections that share one file, one set of rank files, or one DCP directory.
 
-    place: Place
+    ``path``: the file, or what precedes the names in a directory. ``places``, ``flattened_keys``: as in ``WriteSpec``.
+    """
+
+    path: str
+    container: Container
+    layout: Layout
     checkpoint: Checkpoint
-    nesting: Nesting = PLAIN_NESTING
-    names: RankNames = PLAIN_NAMES
+    places: Mapping[Section, Place]
+    flattened_keys: bool
 
 
 def _lay_out_document(
     document: _Document,
-    container: Container,
-    layout: Layout,
     transformed: TransformedCheckpoint,
     spec: TargetSpec,
     linkable: frozenset[int],
 ) -> Target:
     """Lay out the files of one document with the writer for its container and layout."""
     options, plain = spec.options, spec.form is None
+    container, layout = document.container, document.layout
     by_parameter = spec.form is not None and spec.form.by_parameter
     writer = universal.lay_out if by_parameter else WRITERS[container, layout]
     return writer(
@@ -93,10 +99,10 @@ def _lay_out_document(
         WriteSpec(
             dtypes=dtype_rule(options),
             world_size=1 if layout is Layout.FULL and container is Container.DCP else spec.world_size,
-            path=document.place.file,
-            nesting=document.nesting,
+            path=document.path,
+            places=document.places,
+            flattened_keys=document.flattened_keys,
             unwrap=plain and options.only is not None,
-            names=document.names,
             tensor=options.tensor,
             mesh=spec.form.mesh if spec.form is not None else PLAIN_MESH,
             mesh_device=options.mesh_device,
@@ -126,7 +132,7 @@ def _lay_out_form(
     notes: list[Note] = []
     checkpoint = transformed.checkpoint
     for document in _documents(checkpoint, form):
-        target = _lay_out_document(document, *_format_of(document.place, form), transformed, spec, linkable)
+        target = _lay_out_document(document, transformed, spec, linkable)
         files += target.files
         links += target.links
         notes += [note for note in target.notes if note not in notes]
@@ -148,33 +154,26 @@ def _is_metadata(file: TargetFile) -> bool:
 
 
 def _documents(checkpoint: Checkpoint, form: Form) -> Iterator[_Document]:
-    """The sections of ``checkpoint`` that ``form`` has a place for, grouped by place."""
-    empty = replace(checkpoint, model=None, optim=None, extra={}, rank_extra=())
-    documents: dict[tuple[str, Container, Layout], _Document] = {}
-
-    def at(place: Place) -> _Document:
-        key = (place.file if "{rank}" not in place.file else "{rank}", *_format_of(place, form))
-        if key not in documents:
-            documents[key] = _Document(place, empty, Nesting(flattened=form.flattened), RankNames())
-        return documents[key]
-
-    if checkpoint.model is not None:
-        document = at(form.model)
-        document.checkpoint = replace(document.checkpoint, model=checkpoint.model)
-        document.nesting = replace(document.nesting, model=form.model.at)
-        document.names = replace(document.names, model=form.model.file)
-    if checkpoint.optim is not None and form.optim is not None:
-        document = at(form.optim)
-        document.checkpoint = replace(document.checkpoint, optim=checkpoint.optim)
-        document.nesting = replace(document.nesting, optim=form.optim.at)
-        document.names = replace(document.names, optim=form.optim.file)
+    """The sections of ``checkpoint`` that ``form`` has a place for, grouped by file, container and layout."""
     required = form.extra is not None and form.extra.container is not None  # its loader opens that file in any case
-    if form.extra is not None and (checkpoint.extra or checkpoint.rank_extra or required):
-        document = at(form.extra)
-        document.checkpoint = replace(document.checkpoint, extra=checkpoint.extra, rank_extra=checkpoint.rank_extra)
-        document.names = replace(document.names, extra=form.extra.file)
-    yield from documents.values()
-
-
-def _format_of(place: Place, form: Form) -> tuple[Container, Layout]:
-    return place.container or form.container, place.layout or form.layout
+    places = {
+        Section.MODEL: form.model if checkpoint.model is not None else None,
+        Section.OPTIM: form.optim if checkpoint.optim is not None else None,
+        Section.EXTRA: form.extra if checkpoint.extra or checkpoint.rank_extra or required else None,
+    }
+    documents: dict[tuple[str, Container, Layout], dict[Section, Place]] = {}
+    for section, place in places.items():
+        if place is not None:
+            file = "{rank}" if "{rank}" in place.file else place.file
+            key = file, place.container or form.container, place.layout or form.layout
+            documents.setdefault(key, {})[section] = place
+    for (_, container, layout), shared in documents.items():
+        sections = replace(
+            checkpoint,
+            model=checkpoint.model if Section.MODEL in shared else None,
+            optim=checkpoint.optim if Section.OPTIM in shared else None,
+            extra=checkpoint.extra if Section.EXTRA in shared else {},
+            rank_extra=checkpoint.rank_extra if Section.EXTRA in shared else (),
+        )
+        path = next(iter(shared.values())).file
+        yield _Document(path, container, layout, sections, shared, flattened_keys=form.flattened)

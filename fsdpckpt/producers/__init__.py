@@ -6,42 +6,15 @@ A ``Flavor`` is one framework (``--flavor``), a ``Form`` one way in which it sav
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fsdpckpt.ir.checkpoint import Container, KeyType, Layout
+from fsdpckpt.ir.checkpoint import Container, KeyType, Layout, Section
 
 PLAIN = "plain"
 EXTRA_STEM = "extra_state"  # the stem of files, verl's and this program's, that hold only extras
 Step: TypeAlias = str | int  # a key of a dict, or an index of a list
-
-
-@dataclass(frozen=True, slots=True)
-class Nesting:
-    """The path of keys of each section in one state dict; () is the top level.
-
-    ``flattened``: the optimizer's keys are ``state.<name>.<state>`` and ``param_groups.<name>.<setting>``, as
-    ``StateDictOptions(flatten_optimizer_state_dict=True)`` makes them.
-    """
-
-    model: tuple[Step, ...] = ("model",)
-    optim: tuple[Step, ...] = ("optimizer",)
-    flattened: bool = False
-
-
-PLAIN_NESTING = Nesting()
-
-
-@dataclass(frozen=True, slots=True)
-class RankNames:
-    """Names of the sections' rank files, with ``{rank}`` and ``{world_size}``."""
-
-    model: str = "model_world_size_{world_size}_rank_{rank}.pt"
-    optim: str = "optim_world_size_{world_size}_rank_{rank}.pt"
-    extra: str = "extra_state_world_size_{world_size}_rank_{rank}.pt"
-
-
-PLAIN_NAMES = RankNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +48,21 @@ class Place:
     layout: Layout | None = None
 
 
+PLAIN_PLACES: Mapping[Section, Place] = {
+    Section.MODEL: Place("model_world_size_{world_size}_rank_{rank}.pt", ("model",)),
+    Section.OPTIM: Place("optim_world_size_{world_size}_rank_{rank}.pt", ("optimizer",)),
+    Section.EXTRA: Place("extra_state_world_size_{world_size}_rank_{rank}.pt"),
+}
+"""Of plain targets: the keys of sections that share a file or DCP directory, the files of sections that do not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """One way in which a framework saves. ``optim``, ``extra`` None: it has no place for that section.
 
-    ``key_type``: what its loader takes, None where the form fixes the keys. ``flattened``: see ``Nesting``.
+    ``key_type``: what its loader takes, None where the form fixes the keys. ``flattened``: the optimizer's keys are
+    ``state.<name>.<state>`` and ``param_groups.<name>.<setting>``, as
+    ``StateDictOptions(flatten_optimizer_state_dict=True)`` makes them.
     ``mesh``: that of its DTensors. ``weights``: tensors only, tied ones once. ``texts``: small files it needs, (name,
     content with ``{world_size}``). ``defaults``: extras without which its loader stops; () is an empty list.
     ``opened``: extras that its loader opens, with keys that each must have: other frameworks' extras of that name are
@@ -134,7 +117,7 @@ class Sign:
     top-level keys beside model and optimizer.
 
     ``model``: the path of keys of a DCP checkpoint's model, None for any. ``flattened``: whether its optimizer's keys
-    are (see ``Nesting``), None for any.
+    are (see ``Form``), None for any.
     """
 
     files: tuple[str, ...] = ()

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fsdpckpt.ir.checkpoint import Container, Layout
-from fsdpckpt.producers import PLAIN, PLAIN_NAMES, Flavor, Form, MeshForm, Place, RankFile, Sign
+from fsdpckpt.ir.checkpoint import Container, Layout, Section
+from fsdpckpt.producers import PLAIN, PLAIN_PLACES, Flavor, Form, MeshForm, Place, RankFile, Sign
 
 # accelerate, the Trainer of transformers, Hugging Face
 
@@ -206,12 +206,13 @@ TORCHTITAN_OLD = replace(
 
 _SCHEDULE = "lr_scheduler"  # its loader opens it in any case, and "rng" where it is
 _CONFIG = '{{\n    "FSDP_version": {version},\n    "world_size": {{world_size}}\n}}'
+_VERL_PLACES = {section: replace(place, at=()) for section, place in PLAIN_PLACES.items()}
 _VERL_SHARDED = Form(
     Layout.SHARDED,
     Container.TORCH,
-    Place(PLAIN_NAMES.model),
-    Place(PLAIN_NAMES.optim),
-    Place(PLAIN_NAMES.extra),
+    _VERL_PLACES[Section.MODEL],
+    _VERL_PLACES[Section.OPTIM],
+    _VERL_PLACES[Section.EXTRA],
     key_type="id",
     mesh=MeshForm("cuda", ("fsdp",), hybrid=("ddp", "fsdp")),
     texts=(("fsdp_config.json", _CONFIG.format(version=2)),),
@@ -222,8 +223,8 @@ _VERL_SHARDED = Form(
 _VERL_FLATTENED = replace(  # FSDP1: DTensors in the model's files, flat parameters in the optimizer's
     _VERL_SHARDED,
     layout=Layout.FLATTENED,
-    model=Place(PLAIN_NAMES.model, layout=Layout.SHARDED),
-    extra=Place(PLAIN_NAMES.extra, layout=Layout.SHARDED),
+    model=replace(_VERL_PLACES[Section.MODEL], layout=Layout.SHARDED),
+    extra=replace(_VERL_PLACES[Section.EXTRA], layout=Layout.SHARDED),
     texts=(("fsdp_config.json", _CONFIG.format(version=1)),),
 )
 

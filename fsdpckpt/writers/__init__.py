@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from fsdpckpt.errors import InternalError
@@ -19,7 +19,7 @@ from fsdpckpt.ir.tensors import MeshShape, Sharding, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.layouts import on_one_dimension
 from fsdpckpt.options import DEFAULT_MAX_SHARD_SIZE, TensorForm
-from fsdpckpt.producers import PLAIN_MESH, PLAIN_NAMES, PLAIN_NESTING, MeshForm, Nesting, RankNames
+from fsdpckpt.producers import PLAIN_MESH, PLAIN_PLACES, MeshForm, Place
 from fsdpckpt.text import plural
 
 _COUNTER = "step"
@@ -73,10 +73,11 @@ class WriteSpec:
     ``dtypes``: the casts.
     ``world_size``: ranks of the target; None for one file, or to keep the source's own chunks and ranks (DCP).
     ``path``: of the one file ("" when the target itself is the file), or what precedes the names in a DCP directory.
-    ``nesting``: below which keys the sections stand in one state dict.
+    ``places``: the path of keys to each section in one state dict, and the name of each section's files by rank.
+    ``flattened_keys``: of the optimizer in one state dict, as in ``Form``.
     ``unwrap``: a torch file of one section without extras holds that section's dict itself.
-    ``names``, ``tensor``, ``mesh``, ``mesh_device``: of files by rank, what they are called, what a sharded tensor
-    becomes, the form of the mesh that DTensors name, and its device type where the user gave one.
+    ``tensor``, ``mesh``, ``mesh_device``: of files by rank, what a sharded tensor becomes, the form of the mesh that
+    DTensors name, and its device type where the user gave one.
     ``torch_version``: the PyTorch version that loads DTensors, None for the one installed here.
     ``meshes``: those of the target, each of all ranks, on which every ``Tensor.sharding`` is; none: one dimension.
     ``max_shard_size``: bytes of tensor data in a safetensors file; ``single_file``: one file whatever its size;
@@ -89,9 +90,9 @@ class WriteSpec:
     dtypes: DtypeRule = DtypeRule()
     world_size: int | None = None
     path: str = ""
-    nesting: Nesting = PLAIN_NESTING
+    places: Mapping[Section, Place] = field(default_factory=lambda: PLAIN_PLACES)
+    flattened_keys: bool = False
     unwrap: bool = False
-    names: RankNames = PLAIN_NAMES
     tensor: TensorForm = TensorForm.DTENSOR
     mesh: MeshForm = PLAIN_MESH
     mesh_device: str | None = None

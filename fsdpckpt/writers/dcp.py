@@ -50,7 +50,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     """
     world_size = spec.world_size
     casts, notes = spec.dtypes.casts(checkpoint)
-    leaves, flattening = flatten(checkpoint, spec.nesting)
+    leaves, flattening = flatten(checkpoint, spec.places, flattened_keys=spec.flattened_keys)
     notes += flattening
     held = [_held_chunks(leaf.value, spec) for leaf in leaves]
     ranks = world_size or max((rank + 1 for chunks in held if chunks for rank in chunks.unshared_ranks), default=1)

@@ -6,17 +6,26 @@ Also flattens a checkpoint into the entries of a DCP directory, under the keys t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, ModelState, Note, OptimState, group_params, stored_entry
+from fsdpckpt.ir.checkpoint import (
+    BARE_VALUE,
+    Checkpoint,
+    ModelState,
+    Note,
+    OptimState,
+    Section,
+    group_params,
+    stored_entry,
+)
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import Blockwise, joined_states
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, equal, like
-from fsdpckpt.producers import PLAIN_NESTING, Nesting, Step
+from fsdpckpt.producers import PLAIN_PLACES, Place, Step
 from fsdpckpt.text import plural
 
 
@@ -166,7 +175,9 @@ def _stored_whole(values: list[Value]) -> bool:
     )
 
 
-def flatten(checkpoint: Checkpoint, nesting: Nesting = PLAIN_NESTING) -> tuple[list[Leaf], list[Note]]:
+def flatten(
+    checkpoint: Checkpoint, places: Mapping[Section, Place] = PLAIN_PLACES, *, flattened_keys: bool = False
+) -> tuple[list[Leaf], list[Note]]:
     """All leaves in ``dcp.save``'s order under DCP's flat keys, with notes on what the flat form cannot hold.
 
     As ``torch.distributed.checkpoint._nested_dict`` and ``_traverse`` do: mappings are always entered, with their keys
@@ -179,18 +190,20 @@ def flatten(checkpoint: Checkpoint, nesting: Nesting = PLAIN_NESTING) -> tuple[l
     notes: list[Note] = []
     walk = _Walk(leaves, notes)
     if checkpoint.model is not None:
-        walk.mapping(nesting.model, _dotted(nesting.model), dict(checkpoint.model.params.items()))
+        path = places[Section.MODEL].at
+        walk.mapping(path, _dotted(path), dict(checkpoint.model.params.items()))
         if checkpoint.model.metadata is not None:
             message = "the model state dict's _metadata (module versions) has no place in a DCP directory"
             notes.append(Note("dropped", message))
     if checkpoint.optim is not None:
-        if nesting.flattened:
-            leaves.extend(_flat_optimizer(checkpoint.optim, nesting.optim, notes))
+        path = places[Section.OPTIM].at
+        if flattened_keys:
+            leaves.extend(_flat_optimizer(checkpoint.optim, path, notes))
         else:
-            root, state = optim_dict(checkpoint.optim), (*nesting.optim, "state")
+            root, state = optim_dict(checkpoint.optim), (*path, "state")
             _Walk(leaves, notes, ids=state).enter(state, _dotted(state), root.pop("state"))
             if root:
-                walk.mapping(nesting.optim, _dotted(nesting.optim), root)
+                walk.mapping(path, _dotted(path), root)
     extra, dropped = extras_of_one(checkpoint)
     if extra:
         walk.mapping((), "", extra)

@@ -20,7 +20,7 @@ from fsdpckpt.formats.pickle.opcodes import StorageView, integer, integers
 from fsdpckpt.formats.pickle.write import PickleWriter, TensorHook
 from fsdpckpt.formats.torch.loadable import ARRAY, Array, array_of, encode_stand_in, is_class, is_loadable
 from fsdpckpt.formats.zip_write import Records
-from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride, spans_of
@@ -32,18 +32,17 @@ from fsdpckpt.writers.state_dicts import extras_of_one, model_dict, nested, opti
 
 
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
-    """One file at ``spec.path``: a dict of the sections, each at its place in ``spec.nesting``, and the extras.
+    """One file at ``spec.path``: a dict of the sections, each at its place in ``spec.places``, and the extras.
 
     Tensors that share memory in the source's model section or extras share it in the target.
     """
-    nesting = spec.nesting
     casts, notes = spec.dtypes.casts(checkpoint)
     extra, dropped = extras_of_one(checkpoint)
     sections: list[tuple[tuple[Step, ...], Value]] = []
     if checkpoint.model is not None:
-        sections.append((nesting.model, model_dict(checkpoint.model)))
+        sections.append((spec.places[Section.MODEL].at, model_dict(checkpoint.model)))
     if checkpoint.optim is not None:
-        sections.append((nesting.optim, optim_dict(checkpoint.optim)))
+        sections.append((spec.places[Section.OPTIM].at, optim_dict(checkpoint.optim)))
     if len(sections) == 1 and not extra and (spec.unwrap or not sections[0][0]):
         value = sections[0][1]
     else:

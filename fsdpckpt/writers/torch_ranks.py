@@ -22,7 +22,7 @@ import numpy as np
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.formats.pickle.opcodes import integer
 from fsdpckpt.formats.zip_write import TorchZip
-from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
 from fsdpckpt.ir.tensors import Int64Array, Replicate, Shard, Sharding, Tensor
 from fsdpckpt.ir.values import Value
@@ -143,7 +143,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     that of ``spec.mesh``, with a note. Target rank r gets the extras of source rank r modulo the source's ranks. Raises
     NeedsInformationError if the source's DTensors name several device types.
     """
-    world_size, names = spec.ranks(), spec.names
+    world_size = spec.ranks()
     device = spec.mesh_device or _mesh_device(checkpoint)
     mesh = replace(spec.mesh, device=device) if device is not None else spec.mesh
     casts, notes = spec.dtypes.casts(checkpoint)
@@ -166,13 +166,15 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     # then the memo of each rank's pickle is another one.
     alike = spec.tensor is TensorForm.DTENSOR and all(len(sharding.mesh.sizes) == 1 for sharding in cut.values())
 
-    def section(name: str, values: list[Value], tied: Mapping[Tensor, Tensor] | None = None) -> list[TargetFile]:
-        """One file for each rank, called ``name``; ``values`` by rank, or one for all of them."""
+    def files_of(
+        section: Section, values: list[Value], tied: Mapping[Tensor, Tensor] | None = None
+    ) -> list[TargetFile]:
+        """One file for each rank; ``values`` by rank, or one for all of them."""
 
         def pickle(rank: int) -> RankPickle:
             return pickles(rank=rank, world_size=world_size, shardings=cut, casts=casts, canonical=tied or {})
 
-        paths = [name.format(rank=rank, world_size=world_size) for rank in range(world_size)]
+        paths = [spec.places[section].file.format(rank=rank, world_size=world_size) for rank in range(world_size)]
         laid_out = RankFiles(pickle, cut)
         if len(values) == 1 and alike:
             made = laid_out.of_value(values[0], paths)
@@ -189,12 +191,12 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         model = model_dict(checkpoint.model)
         tied = ties([leaf for leaf in checkpoint.model.params.values() if isinstance(leaf, Tensor)])
         tied = {key: first for key, first in tied.items() if cut.get(key) == cut.get(first)}
-        files += section(names.model, [model], tied)
+        files += files_of(Section.MODEL, [model], tied)
     if checkpoint.optim is not None:
-        files += section(names.optim, [optim_dict(checkpoint.optim)])
+        files += files_of(Section.OPTIM, [optim_dict(checkpoint.optim)])
     extras: list[Value] = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
     if any(extras):
-        files += section(names.extra, extras)
+        files += files_of(Section.EXTRA, extras)
         notes += extra_notes(checkpoint, world_size)
     if device is None and spec.tensor is TensorForm.DTENSOR:
         what = f"a mesh of {mesh.device} devices, which the source does not say (--mesh-device changes it)"

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.producers import Nesting
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.dcp import lay_out
 from tests.materialise import materialise
@@ -321,7 +320,7 @@ def test_what_repeats_in_a_file_is_kept_in_memory_once():
 
 class TestDcpWriter(WriterContract):
     writer = staticmethod(lay_out)
-    specs = (WriteSpec(world_size=1), WriteSpec(world_size=3), WriteSpec(), WriteSpec(nesting=Nesting(flattened=True)))
+    specs = (WriteSpec(world_size=1), WriteSpec(world_size=3), WriteSpec(), WriteSpec(flattened_keys=True))
 
     def load(self, path, spec):
         dcp_to_torch_save(path, f"{path}.pt")

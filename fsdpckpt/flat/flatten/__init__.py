@@ -18,7 +18,7 @@ from fsdpckpt.errors import InternalError
 from fsdpckpt.flat.flatten.keys import flat_keys, wrapped_metadata
 from fsdpckpt.flat.flatten.pickle import FlatParameter, FlatPickle, FlatShard, FlatView, in_memory_order
 from fsdpckpt.flat.flatten.states import FlatOptimizer
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Section
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Tensor
@@ -37,15 +37,15 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     """
     if spec.units is None:
         raise InternalError("flat parameters without units that describe them")
-    units, world_size, names = spec.units, spec.ranks(), spec.names
+    units, world_size = spec.units, spec.ranks()
     casts, notes = spec.dtypes.casts(checkpoint)
     placed = place_units(units, world_size)
     ranks = range(world_size)
     files: list[TargetFile] = []
     data = TargetData()
 
-    def file_of(rank: int, name: str, value: Any) -> TargetFile:
-        file = TargetFile(name.format(rank=rank, world_size=world_size), data)
+    def file_of(rank: int, section: Section, value: Any) -> TargetFile:
+        file = TargetFile(spec.places[section].file.format(rank=rank, world_size=world_size), data)
         writer = FlatPickle(rank=rank, world_size=world_size, shard_size=units.shard_size or world_size, casts=casts)
         writer.value(value)
         writer.write(file, stem=posixpath.splitext(posixpath.basename(file.path))[0])
@@ -55,15 +55,15 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
 
     if checkpoint.model is not None:
         model = FlatModel(checkpoint.model, units=units, placed=placed, casts=casts)
-        files += [file_of(rank, names.model, model.value(rank)) for rank in ranks]
+        files += [file_of(rank, Section.MODEL, model.value(rank)) for rank in ranks]
     if checkpoint.optim is not None:
         keys = flat_keys(checkpoint, units, spec.key_type)
         notes += keys.notes
         optim = FlatOptimizer(checkpoint, checkpoint.optim, units=units, placed=placed, keys=keys, casts=casts)
-        files += [file_of(rank, names.optim, optim.value(rank)) for rank in ranks]
+        files += [file_of(rank, Section.OPTIM, optim.value(rank)) for rank in ranks]
     extras = [extras_of_rank(checkpoint, rank) for rank in ranks]
     if any(extras):
-        files += [file_of(rank, names.extra, extra) for rank, extra in enumerate(extras)]
+        files += [file_of(rank, Section.EXTRA, extra) for rank, extra in enumerate(extras)]
         notes += extra_notes(checkpoint, world_size)
     return Target(files, notes=notes)
 
