@@ -21,7 +21,7 @@ from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.layouts.flattened import FlatLayout, is_flat_key, layouts_of
+from fsdpckpt.layouts.flattened import FlatLayout, is_flat_key, place_units
 from fsdpckpt.text import plural
 
 
@@ -105,9 +105,10 @@ class _Matching:
             yield from self._optimizer(self.checkpoint.optim)
 
     def _lay_out(self) -> None:
-        for unit, layout in layouts_of(self.units, self.world_size):
-            self.layouts[unit.key] = layout
-            self.counts.update(zip((param.name for param in unit.params), layout.counts(), strict=True))
+        for placed in place_units(self.units, self.world_size):
+            names = [param.name for param in placed.unit.params]
+            self.layouts[placed.unit.key] = placed.layout
+            self.counts.update(zip(names, placed.layout.counts(), strict=True))
 
     # The model.
 

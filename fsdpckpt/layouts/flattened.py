@@ -10,8 +10,9 @@ of 16 bytes, the end is padded to a multiple of the ranks, and all of this paddi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -164,29 +165,24 @@ def layout_of(unit: Unit, *, use_orig_params: bool, world_size: int, shard_size:
     )
 
 
-def layouts_of(units: Units, world_size: int) -> Iterator[tuple[Unit, FlatLayout]]:
-    """Every unit with its layout among ``world_size`` ranks."""
-    shard_size = units.shard_size or world_size
-    for unit in units.units:
-        yield (
-            unit,
-            layout_of(unit, use_orig_params=units.use_orig_params, world_size=world_size, shard_size=shard_size),
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PlacedUnit:
-    """One unit and its layout in a sharding group. ``boxes``: the shards that have elements, in order."""
+    """One unit and its layout in a sharding group."""
 
     unit: Unit
     layout: FlatLayout
-    boxes: tuple[Box, ...]
     _parts: dict[int, list[FlatPart]] = field(default_factory=dict)
 
     @property
     def sharded(self) -> bool:
         """Whether FSDP1 shards it at all: it does not under NO_SHARD or in a group of one rank."""
         return self.layout.shards > 1
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """The shards that have elements, in order."""
+        ranges = map(self.layout.held, range(self.layout.shards))
+        return tuple(Box((begin,), (end - begin,)) for begin, end in ranges if begin < end)
 
     def parts(self, rank: int) -> list[FlatPart]:
         """The shard that ``rank`` holds, front to back. Computed once for each shard, as sections and states
@@ -200,13 +196,12 @@ class PlacedUnit:
 
 
 def place_units(units: Units, world_size: int) -> list[PlacedUnit]:
-    """Place every unit on ``world_size`` ranks."""
-    placed = []
-    for unit, layout in layouts_of(units, world_size):
-        ranges = [layout.held(index) for index in range(layout.shards)]
-        boxes = tuple(Box((begin,), (end - begin,)) for begin, end in ranges if begin < end)
-        placed.append(PlacedUnit(unit, layout, boxes))
-    return placed
+    """Every unit with its layout among ``world_size`` ranks."""
+    orig, shard_size = units.use_orig_params, units.shard_size or world_size
+    return [
+        PlacedUnit(unit, layout_of(unit, use_orig_params=orig, world_size=world_size, shard_size=shard_size))
+        for unit in units.units
+    ]
 
 
 def flat_boxes(shape: Sequence[int], begin: int, count: int, order: Sequence[int] | None = None) -> list[Box]:

@@ -26,7 +26,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Units
-from fsdpckpt.layouts.flattened import is_flat_key, layouts_of
+from fsdpckpt.layouts.flattened import is_flat_key, place_units
 from fsdpckpt.text import some_of
 from fsdpckpt.transform.assignment import in_order
 
@@ -309,7 +309,8 @@ def _expected(units: Units, world_size: int) -> dict[str, set[_Token]]:
     for param in units.unmanaged:
         lengths = np.full(world_size, param.numel, np.int64)
         tokens[param.name] = {param.shape, *([lengths.tobytes()] if len(param.shape) == 1 else [])}
-    for unit, layout in layouts_of(units, world_size):
+    for placed in place_units(units, world_size):
+        unit, layout = placed.unit, placed.layout
         tokens[unit.key] = {np.full(world_size, layout.shard, np.int64).tobytes()}
         for param, counts in zip(unit.params, layout.counts(), strict=True):
             tokens[param.name] = {np.resize(counts, world_size).tobytes()} | (
