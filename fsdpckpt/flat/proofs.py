@@ -13,7 +13,7 @@ With the units of a different model, these elements would be values of parameter
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.match import FlatMatch
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, ChunkChecksums, Note, Problem, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import scales_in
@@ -145,12 +145,12 @@ def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Pro
     if checkpoint.world_size // match.shard_size < 2 and all(count > 1 for count in shards):
         return [], []
     most = max(shards)
-    sums = checkpoint.checksums.by_place()
+    checksums = ChunkChecksums(checkpoint.checksums)
     problems: list[Problem] = []
     compared = unknown = 0
     for section, key, tensor in _slice_tensors(checkpoint):
         layout = match.layouts.get(key) if section is Section.MODEL else None
-        for rank, first in _differing_replicas(tensor, layout.shards if layout is not None else most, sums):
+        for rank, first in _differing_replicas(tensor, layout.shards if layout is not None else most, checksums):
             if rank < 0:
                 unknown += 1
                 continue
@@ -173,25 +173,20 @@ def _slice_tensors(checkpoint: Checkpoint) -> Iterator[tuple[Section, str, Tenso
             yield named.section, named.key, named.tensor
 
 
-def _differing_replicas(
-    tensor: Tensor, shards: int, sums: Mapping[tuple[int, int], tuple[int, int]]
-) -> Iterator[tuple[int, int]]:
+def _differing_replicas(tensor: Tensor, shards: int, checksums: ChunkChecksums) -> Iterator[tuple[int, int]]:
     """For each replica (rank, first rank with other bytes or -1 if equal); (-1, -1) if it has no checksum."""
     chunks = tensor.chunks
-    rows = zip(
-        chunks.rank.tolist(), chunks.file.tolist(), chunks.offset.tolist(), chunks.size[:, 0].tolist(), strict=True
-    )
-    first: dict[tuple[int, int], tuple[int, int | None]] = {}
-    for rank, file, offset, size in sorted(rows):
+    rows = zip(chunks.rank.tolist(), chunks.size[:, 0].tolist(), checksums.of(tensor).tolist(), strict=True)
+    first: dict[tuple[int, int], tuple[int, int]] = {}  # rank and CRC-32 by shard and length
+    for rank, size, crc in sorted(rows):
         if not size:
             continue
         shard = (rank % shards, size)
-        _, crc = sums.get((file, offset), (0, None))
         if shard not in first:
             first[shard] = (rank, crc)
             continue
-        first_rank, first_crc = first[shard]
-        if crc is None or first_crc is None:
+        first_rank, expected = first[shard]
+        if crc < 0 or expected < 0:
             yield -1, -1
         else:
-            yield rank, first_rank if crc != first_crc else -1
+            yield rank, first_rank if crc != expected else -1

@@ -125,6 +125,34 @@ class Checksums:
         return {(file, offset): (nbytes, crc) for file, offset, nbytes, crc in zip(*columns, strict=True)}
 
 
+class ChunkChecksums:
+    """The CRC-32s of chunks that are exactly one record of the source."""
+
+    def __init__(self, checksums: Checksums) -> None:
+        self._order = np.lexsort((checksums.offset, checksums.file))
+        self._keys = self._key(checksums.file, checksums.offset)[self._order]
+        self._checksums = checksums
+
+    def of(self, tensor: Tensor, rows: Int64Array | slice = slice(None)) -> Int64Array:
+        """The CRC-32 of each of these chunks, -1 for one that is not exactly one record."""
+        chunks, checksums = tensor.chunks, self._checksums
+        keys = self._key(chunks.file[rows], chunks.offset[rows])
+        nbytes = chunks.size[rows].prod(axis=1) * tensor.dtype.itemsize
+        crcs = np.full(len(keys), -1, np.int64)
+        at = np.searchsorted(self._keys, keys)
+        inside = np.flatnonzero(at < len(self._keys))
+        inside = inside[self._keys[at[inside]] == keys[inside]]
+        record = self._order[at[inside]]
+        exact = checksums.nbytes[record] == nbytes[inside]
+        crcs[inside[exact]] = checksums.crc[record[exact]]
+        return crcs
+
+    @staticmethod
+    def _key(file: Int64Array, offset: Int64Array) -> Int64Array:
+        # Files of less than 2**42 bytes, fewer than 2**21 of them: both fit into one number.
+        return (file << np.int64(42)) + offset
+
+
 @dataclass(frozen=True, slots=True)
 class ManifestFile:
     """Length and CRC-32 of a whole file. ``crc`` is None for a file that was linked, not read."""

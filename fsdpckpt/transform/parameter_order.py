@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState, group_params
+import numpy as np
+
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, OptimState, group_params
 from fsdpckpt.ir.names import clean, keeps_order, without_module
 from fsdpckpt.ir.quantized import parts_in
 from fsdpckpt.ir.tensors import SLICES, Tensor
@@ -209,12 +211,12 @@ def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str]) -> bool
 
 def _repeated(tensors: Mapping[str, Tensor], checksums: Checksums) -> dict[str, bool]:
     """Keys that repeat an earlier one: True when they are the same bytes of a file, False for equal checksums only."""
-    sums = checksums.by_place()
+    of_chunks = ChunkChecksums(checksums)
     placed: set[object] = set()
     summed: set[object] = set()
     repeats: dict[str, bool] = {}
     for name, tensor in tensors.items():
-        place, content = tensor.place(), _content(tensor, sums)
+        place, content = tensor.place(), _content(tensor, of_chunks)
         if place in placed:
             repeats[name] = True
         elif content in summed:
@@ -224,18 +226,16 @@ def _repeated(tensors: Mapping[str, Tensor], checksums: Checksums) -> dict[str, 
     return repeats
 
 
-def _content(tensor: Tensor, sums: Mapping[tuple[int, int], tuple[int, int]]) -> tuple[object, ...] | None:
+def _content(tensor: Tensor, checksums: ChunkChecksums) -> tuple[object, ...] | None:
     """The shape, dtype, chunks and checksums of a tensor; None where these are not known."""
     if tensor.place() is None:
         return None
     chunks = tensor.chunks
-    crcs = [sums.get(row) for row in zip(chunks.file.tolist(), chunks.offset.tolist(), strict=True)]
-    nbytes_of_chunks: list[int] = (chunks.size.prod(axis=1) * tensor.dtype.itemsize).tolist()
-    for crc, nbytes in zip(crcs, nbytes_of_chunks, strict=True):
-        if nbytes and (crc is None or not crc[1] or crc[0] != nbytes):
-            return None
-    form = (chunks.start.tobytes(), chunks.size.tobytes(), chunks.stride.tobytes())
-    return tensor.shape, tensor.dtype.name, *form, tuple(crcs)
+    crcs = np.where(chunks.size.all(axis=1), checksums.of(tensor), 1)
+    if (crcs <= 0).any():  # a CRC of 0 may be one that was not computed
+        return None
+    columns = (chunks.start, chunks.size, chunks.stride, crcs)
+    return tensor.shape, tensor.dtype.name, *(column.tobytes() for column in columns)
 
 
 def contradictions(used: ParameterOrder, other: ParameterOrder, keyed: Collection[str]) -> list[str]:

@@ -10,14 +10,13 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from fsdpckpt.errors import SourceMissingError, UsageError, to_copy
 from fsdpckpt.ir.checkpoint import (
     Checkpoint,
-    Checksums,
+    ChunkChecksums,
     Layout,
     ModelState,
     Note,
@@ -26,7 +25,7 @@ from fsdpckpt.ir.checkpoint import (
     Section,
 )
 from fsdpckpt.ir.names import WRAPPERS
-from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
+from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor, first_equal
 from fsdpckpt.ir.values import Value
 from fsdpckpt.text import plural
 
@@ -246,28 +245,26 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
     """
     if all(len(tensor.chunks) < 2 for tensor in checkpoint.leaves()):  # as in one file
         return
-    records = _Records(checkpoint.checksums)
+    checksums = ChunkChecksums(checkpoint.checksums)
     seen: set[tuple[bytes, bytes]] = set()
-    copies: dict[tuple[int, int, int], _Copies] = {}  # tensors that are cut alike share these columns
+    copies: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]] = {}  # tensors that are cut alike share columns
     for named in checkpoint.tensors():
         tensor, chunks = named.tensor, named.tensor.chunks
         if len(chunks) < 2 or named.section is Section.EXTRA or tensor.placement == SLICES:
             continue
         alike = id(chunks.start), id(chunks.size), id(chunks.stride)
-        held = copies.get(alike)
-        if held is None:
-            held = copies[alike] = _copies_in(tensor)
-        if not len(held.rows):
+        if alike not in copies:
+            copies[alike] = _copies_in(tensor)
+        rows, first = copies[alike]
+        stored_at = chunks.file.tobytes(), chunks.offset.tobytes()
+        if not len(rows) or stored_at in seen:  # the parameters of one unit share its ``step``
             continue
-        place = chunks.file.tobytes(), chunks.offset.tobytes()
-        if place in seen:  # the parameters of one unit share its ``step``
+        seen.add(stored_at)
+        crcs = checksums.of(tensor, rows)
+        differing = np.flatnonzero((crcs >= 0) & (crcs[first] >= 0) & (crcs != crcs[first]))
+        if not len(differing):
             continue
-        seen.add(place)
-        sums = records.of(tensor, held.rows)
-        other = np.flatnonzero((sums >= 0) & (sums[held.first] >= 0) & (sums != sums[held.first]))
-        if not len(other):
-            continue
-        one, two = (int(chunks.rank[held.rows[index]]) for index in (held.first[other[0]], other[0]))
+        one, two = (int(chunks.rank[rows[index]]) for index in (first[differing[0]], differing[0]))
         of_model = named.section is Section.MODEL and named.state is None
         parts = of_model and checkpoint.layout is Layout.FULL and tensor.ndim > 1
         fatal = parts or named.section is Section.OPTIM or bool(tensor.sharded)
@@ -278,51 +275,13 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem("replica", message, fatal=fatal, key=named.key, rank=two, section=named.section)
 
 
-class _Copies(NamedTuple):
-    """``rows`` of chunks that share their box and layout with others; ``first``: for each, which of these rows is the
-    first with its box.
+def _copies_in(tensor: Tensor) -> tuple[Int64Array, Int64Array]:
+    """The rows of the chunks with elements, and for each which of these rows is the first with its box and strides.
+
+    No rows if there are no copies.
     """
-
-    rows: Int64Array
-    first: Int64Array
-
-
-def _copies_in(tensor: Tensor) -> _Copies:
     chunks = tensor.chunks
     if int(chunks.size.prod(axis=1).sum()) <= tensor.numel:
-        return _Copies(np.empty(0, np.int64), np.empty(0, np.int64))
+        return np.empty(0, np.int64), np.empty(0, np.int64)
     rows = np.flatnonzero((chunks.size > 0).all(axis=1))
-    boxes = np.concatenate([chunks.start, chunks.size, chunks.stride], axis=1)[rows]
-    order = np.lexsort((np.arange(len(rows)), *boxes.T))
-    begins = np.flatnonzero(np.append(True, (boxes[order[1:]] != boxes[order[:-1]]).any(axis=1))[: len(rows)])
-    counts = np.diff(np.append(begins, len(rows)))
-    repeated = np.repeat(counts > 1, counts)
-    first = np.repeat(np.cumsum(np.where(counts > 1, counts, 0)) - counts, counts)
-    return _Copies(rows[order[repeated]].astype(np.int64), first[repeated])
-
-
-class _Records:
-    """The source's checksums by file and offset."""
-
-    def __init__(self, checksums: Checksums) -> None:
-        self._order = np.lexsort((checksums.offset, checksums.file))
-        self._keys = self._key(checksums.file, checksums.offset)[self._order]
-        self._checksums = checksums
-
-    def of(self, tensor: Tensor, rows: Int64Array) -> Int64Array:
-        """The CRC-32 of each of these chunks, -1 for one that is not exactly one record."""
-        chunks = tensor.chunks
-        keys = self._key(chunks.file[rows], chunks.offset[rows])
-        at = np.searchsorted(self._keys, keys)
-        rows_of = np.full(len(rows), -1, np.int64)
-        inside = np.flatnonzero(at < len(self._keys))
-        inside = inside[self._keys[at[inside]] == keys[inside]]
-        record = self._order[at[inside]]
-        exact = self._checksums.nbytes[record] == chunks.size[rows[inside]].prod(axis=1) * tensor.dtype.itemsize
-        rows_of[inside[exact]] = self._checksums.crc[record[exact]]
-        return rows_of
-
-    @staticmethod
-    def _key(file: Int64Array, offset: Int64Array) -> Int64Array:
-        # Files of less than 2**42 bytes, fewer than 2**21 of them: both fit into one number.
-        return (file << np.int64(42)) + offset
+    return rows, first_equal(np.concatenate([chunks.start, chunks.size, chunks.stride], axis=1)[rows])
