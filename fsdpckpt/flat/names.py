@@ -18,7 +18,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import FSDP_WRAPPER, WRAPPERS, clean, keeps_order, revisits_a_module, sorted_by_a_tool
 from fsdpckpt.ir.tensors import SLICES, Tensor, contiguous_stride
-from fsdpckpt.ir.units import FLAT_PARAM, UnitParam, Units
+from fsdpckpt.ir.units import FLAT_PARAM, UnitParam, Units, first_misplaced
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
 
@@ -279,7 +279,7 @@ def order_contradictions(units: Units, names: Iterable[str], label: str, *, acro
     """
     position = {name: index for index, name in enumerate(names)}
     for unit in units.units:
-        wrong = _first_misplaced([param.name for param in unit.params], position)
+        wrong = first_misplaced([param.name for param in unit.params], position)
         if wrong:
             yield f"the order of parameters differs in {unit}: {wrong[0]} in the units, {wrong[1]} in {label}"
             return
@@ -300,7 +300,7 @@ def first_misplaced_module(modules: Sequence[str], listed: Sequence[str]) -> tup
     expected = _children(listed)
     for parent, names in _children(modules).items():
         position = {name: index for index, name in enumerate(expected.get(parent, ()))}
-        wrong = _first_misplaced(names, position)
+        wrong = first_misplaced(names, position)
         if wrong:
             return wrong
     return None
@@ -318,12 +318,3 @@ def _children(paths: Iterable[str]) -> dict[str, list[str]]:
         for depth in range(len(words)):
             children.setdefault(".".join(words[:depth]), {})[".".join(words[: depth + 1])] = None
     return {parent: list(names) for parent, names in children.items()}
-
-
-def _first_misplaced(names: Iterable[str], position: Mapping[str, int]) -> tuple[str, str] | None:
-    """The first of ``names`` that ``position`` has elsewhere, and the name that it has there; ignores names that
-    ``position`` lacks.
-    """
-    common = [name for name in names if name in position]
-    pairs = zip(common, sorted(common, key=position.__getitem__), strict=True)
-    return next((pair for pair in pairs if pair[0] != pair[1]), None)

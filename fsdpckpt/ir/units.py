@@ -268,14 +268,22 @@ def _order_flaws(order: RankOrder, groups: Groups) -> Iterator[str]:
 
 def _misplaced(units: Units) -> Iterator[str]:
     """A unit has its parameters in the order of ``model.parameters()``; shared ones may come earlier elsewhere."""
-    place = {name: index for index, name in enumerate(units.parameters)}
-    firsts = {first for _, first in units.shared}
+    shared = {first for _, first in units.shared}
+    position = {name: index for index, name in enumerate(units.parameters) if name not in shared}
     for unit in units.units:
-        names = [param.name for param in unit.params if param.name in place and param.name not in firsts]
-        for one, other in zip(names, sorted(names, key=place.__getitem__), strict=True):
-            if one != other:
-                yield f"{unit}: {one} is where parameters has {other}"
-                break
+        wrong = first_misplaced([param.name for param in unit.params], position)
+        if wrong is not None:
+            yield f"{unit} lists {wrong[0]} where `parameters` lists {wrong[1]}"
+
+
+def first_misplaced(names: Iterable[str], position: Mapping[str, int]) -> tuple[str, str] | None:
+    """The first of ``names`` that is not in the order of ``position``, and the name that is expected there.
+
+    Ignores names that ``position`` lacks.
+    """
+    listed = [name for name in names if name in position]
+    pairs = zip(listed, sorted(listed, key=position.__getitem__), strict=True)
+    return next((pair for pair in pairs if pair[0] != pair[1]), None)
 
 
 def _unit_flaws(unit: Unit, *, use_orig_params: bool) -> Iterator[str]:
@@ -284,7 +292,8 @@ def _unit_flaws(unit: Unit, *, use_orig_params: bool) -> Iterator[str]:
         yield f"{unit} has no parameters"
     for one, other in pairwise(unit.params):
         if one.dtype != other.dtype:
-            yield f"{unit}: {one.name} is {one.dtype.name} and {other.name} {other.dtype.name}: one dtype"
+            dtypes = f"{one.name} is {one.dtype.name} and {other.name} {other.dtype.name}"
+            yield f"{unit}: {dtypes}; all parameters of a unit must share one dtype"
         if not use_orig_params and one.requires_grad != other.requires_grad:
             yield f"{unit}: only one of {one.name} and {other.name} requires gradients"
     inside = f"{unit.prefix}." if unit.prefix else ""

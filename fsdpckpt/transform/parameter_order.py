@@ -17,7 +17,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, OptimS
 from fsdpckpt.ir.names import clean, keeps_order, without_module
 from fsdpckpt.ir.quantized import parts_in
 from fsdpckpt.ir.tensors import SLICES, Tensor
-from fsdpckpt.ir.units import Units
+from fsdpckpt.ir.units import Units, first_misplaced
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
 
@@ -30,11 +30,11 @@ class ParameterOrder:
     """Parameter names in the order of ``model.parameters()``, and how much is known about them.
 
     ``names``: without wrapper prefixes; a shared parameter once if that is known. ``source``: where they are from, for
-    messages. ``ordered``: False if the source does not preserve the order. ``explicit``: True for a source whose
+    messages. ``ordered``: False if the source does not preserve the order. ``authoritative``: True for a source whose
     purpose is this order (``--parameters``, a units file), False for a model section. ``shapes``: those that are known.
-    ``optional``: names that the optimizer may lack (buffers, frozen parameters). ``groups``: the optimizer's groups,
+    ``uncertain``: names that the optimizer may lack (buffers, frozen parameters). ``groups``: the optimizer's groups,
     each in the order of its ids, if known. ``shared``: later names of shared parameters; None if the source cannot say.
-    ``buffers_apart``: False if buffers may be among ``names``. ``in_model_order``: False if ``names`` are in the
+    ``excludes_buffers``: False if buffers may be among ``names``. ``in_model_order``: False if ``names`` are in the
     optimizer's order, which may differ from the model's.
     """
 
@@ -42,11 +42,11 @@ class ParameterOrder:
     shapes: Mapping[str, Shape] | None = None
     source: str = "the parameter order"
     ordered: bool = True
-    explicit: bool = False
-    optional: frozenset[str] = frozenset()
+    authoritative: bool = False
+    uncertain: frozenset[str] = frozenset()
     groups: tuple[tuple[str, ...], ...] | None = None
     shared: frozenset[str] | None = None
-    buffers_apart: bool = True
+    excludes_buffers: bool = True
     in_model_order: bool = True
 
     def shape(self, name: str) -> Shape | None:
@@ -69,25 +69,25 @@ def parameter_orders(
     buffers: tuple[str, ...] = (),
 ) -> list[ParameterOrder]:
     """Every source that states an order, the best one first; those that do not preserve the order come last."""
-    held = units if units is not None else checkpoint.units
-    like = _known_names(checkpoint)
+    known_units = units if units is not None else checkpoint.units
+    own_names = _known_names(checkpoint)
     orders: list[ParameterOrder | None] = []
-    if held is not None:
-        beside = held is checkpoint.units and checkpoint.units_from
-        orders.append(from_units(held, f"the units of {checkpoint.units_from}" if beside else "the units"))
+    if known_units is not None:
+        from_checkpoint = known_units is checkpoint.units and checkpoint.units_from
+        label = f"the units of {checkpoint.units_from}" if from_checkpoint else "the units"
+        orders.append(from_units(known_units, label))
     if checkpoint.optim is not None:
-        orders.append(from_param_names(checkpoint.optim, like))
+        orders.append(from_param_names(checkpoint.optim, own_names))
     if parameters is not None:
-        orders.append(from_list(parameters, like=like))
+        orders.append(from_list(parameters, own_names))
     keyed = _keyed_names(checkpoint).union(*(order.names for order in orders if order is not None))
     scalars = checkpoint.optim is not None and has_scalars(checkpoint.optim)
     if reference is not None:
-        about = f"the reference {reference.source}"
-        orders.append(from_model(reference, about, buffers, like, keyed, scalars=scalars))
-    about = "the checkpoint's own model section"
-    orders.append(from_model(checkpoint, about, buffers, keyed=keyed, scalars=scalars))
-    known = [order for order in orders if order is not None]
-    return sorted(known, key=lambda order: not order.ordered)
+        label = f"the reference {reference.source}"
+        orders.append(from_model(reference, label, buffers, own_names, keyed, scalars=scalars))
+    label = "the checkpoint's own model section"
+    orders.append(from_model(checkpoint, label, buffers, keyed=keyed, scalars=scalars))
+    return sorted((order for order in orders if order is not None), key=lambda order: not order.ordered)
 
 
 def _known_names(checkpoint: Checkpoint) -> list[str]:
@@ -112,32 +112,32 @@ def from_units(units: Units, source: str) -> ParameterOrder:
         names=names,
         shapes={name: params[name].shape for name in names},
         source=source,
-        explicit=True,
-        optional=frozenset(name for name in names if not params[name].requires_grad),
+        authoritative=True,
+        uncertain=frozenset(name for name in names if not params[name].requires_grad),
         groups=units.named_groups(),
         shared=frozenset(later for later, _ in units.shared),
     )
 
 
-def from_param_names(optim: OptimState, like: Collection[str] = ()) -> ParameterOrder | None:
+def from_param_names(optim: OptimState, names_to_match: Collection[str] = ()) -> ParameterOrder | None:
     """The ``param_names`` of an optimizer built from ``named_parameters()``; None unless every key has one.
 
     Names of flat parameters do not count: each stands for many parameters. If the keys are names too, both must be the
     same set, because keys may have been renamed; their order may differ, because ``rekey_optim_state_dict`` sorts the
-    keys and leaves ``param_names`` in the optimizer's order. A ``module.`` prefix on all names is removed unless the
-    names of ``like`` have it.
+    keys and leaves ``param_names`` in the optimizer's order. A ``module.`` prefix on all names is removed unless
+    ``names_to_match`` have it.
     """
     groups = [_param_names(group) for group in optim.param_groups or ()]
-    every = without_module([name for group in groups for name in group or ()], like)
-    if not every or None in groups or len(set(every)) != len(every):
+    names = without_module([name for group in groups for name in group or ()], names_to_match)
+    if not names or None in groups or len(set(names)) != len(names):
         return None
-    left = iter(every)
-    regrouped = tuple(tuple(next(left) for _ in group or ()) for group in groups)
+    rest = iter(names)
+    regrouped = tuple(tuple(next(rest) for _ in group or ()) for group in groups)
     keys = optim.grouped_keys()
-    if any(isinstance(key, str) for key in keys) and {clean(str(key)) for key in keys} != set(every):
+    if any(isinstance(key, str) for key in keys) and {clean(str(key)) for key in keys} != set(names):
         return None
     source = "param_names in the groups"
-    return ParameterOrder(names=every, source=source, explicit=True, groups=regrouped, in_model_order=False)
+    return ParameterOrder(names=names, source=source, authoritative=True, groups=regrouped, in_model_order=False)
 
 
 def _param_names(group: Mapping[Key, Value]) -> list[str] | None:
@@ -147,33 +147,34 @@ def _param_names(group: Mapping[Key, Value]) -> list[str] | None:
     return None if len(names) != len(params) or any(map(is_flat_key, names)) else names
 
 
-def from_list(names: Sequence[str], source: str = "--parameters", like: Collection[str] = ()) -> ParameterOrder:
-    """The order listed by the user. ``like``: as for ``from_param_names``."""
-    cleaned = without_module(dict.fromkeys(clean(name) for name in names), like)
-    return ParameterOrder(names=cleaned, source=source, explicit=True)
+def from_list(names: Sequence[str], names_to_match: Collection[str] = ()) -> ParameterOrder:
+    """The order listed by the user. ``names_to_match``: as for ``from_param_names``."""
+    cleaned = without_module(dict.fromkeys(clean(name) for name in names), names_to_match)
+    return ParameterOrder(names=cleaned, source="--parameters", authoritative=True)
 
 
 def from_model(
     checkpoint: Checkpoint,
     source: str,
     buffers: Sequence[str] = (),
-    like: Collection[str] | None = None,
+    names_to_match: Collection[str] | None = None,
     keyed: Collection[str] = (),
     *,
     scalars: bool = False,
 ) -> ParameterOrder | None:
     """The order of a checkpoint's model section: a ``state_dict`` lists parameters in order, with buffers among them.
 
-    ``buffers``: globs of keys that are not parameters. ``like``: as for ``from_param_names``. ``keyed``: the names that
-    have optimizer states or are in groups; they are parameters even if they are 0-dim. ``scalars``: any 0-dim tensor
-    may be a parameter. A key with the same bytes in the file as an earlier one is the same parameter under another
-    name; one with the same shape and checksums may be. None without a model section of whole tensors.
+    ``buffers``: globs of keys that are not parameters. ``names_to_match``: as for ``from_param_names``; None keeps the
+    prefix. ``keyed``: the names that have optimizer states or are in groups; they are parameters even if they are
+    0-dim. ``scalars``: any 0-dim tensor may be a parameter. A key with the same bytes in the file as an earlier one is
+    the same parameter under another name; one with the same shape and checksums may be. None without a model section of
+    whole tensors.
     """
     if checkpoint.model is None:
         return None
     no_buffers = tuple(buffers) == NO_BUFFERS
     cleaned = [clean(name) for name in checkpoint.model.params]
-    renamed = cleaned if like is None else without_module(cleaned, like)
+    renamed = cleaned if names_to_match is None else without_module(cleaned, names_to_match)
     tensors = {
         name: leaf
         for name, leaf in zip(renamed, checkpoint.model.params.values(), strict=True)
@@ -188,15 +189,14 @@ def from_model(
     unsure = {name for name in names if name in same}
     if not no_buffers and any(tensor.sharded for tensor in tensors.values()):
         unsure.update(name for name in names if tensors[name].sharded is not True)
-    apart = no_buffers or any(tensor.sharded is not None for tensor in tensors.values())
+    excludes_buffers = no_buffers or any(tensor.sharded is not None for tensor in tensors.values())
     return ParameterOrder(
         names=names,
         shapes={name: tensors[name].shape for name in names},
         source=source,
         ordered=keeps_order(checkpoint, names),
-        optional=frozenset(unsure),
-        shared=None,
-        buffers_apart=apart,
+        uncertain=frozenset(unsure),
+        excludes_buffers=excludes_buffers,
     )
 
 
@@ -243,9 +243,9 @@ def contradictions(used: ParameterOrder, other: ParameterOrder, keyed: Collectio
     known = {*other.names, *(other.shared or ())}
     result = [f"{name} is not in {other.source}" for name in keyed if name not in known]
     result += _other_shapes(used, other)
-    if used.shared is not None and other.buffers_apart:
+    if used.shared is not None and other.excludes_buffers:
         known_names = {*used.names, *used.shared}
-        missing = [name for name in other.names if name not in known_names and name not in other.optional]
+        missing = [name for name in other.names if name not in known_names and name not in other.uncertain]
         result += [f"{name} of {other.source} is not in {used.source}" for name in missing]
     if used.groups is not None and other.groups is not None:
         result += _other_groups(used, other)
@@ -278,16 +278,14 @@ def _other_groups(used: ParameterOrder, other: ParameterOrder) -> list[str]:
 def _other_order(used: ParameterOrder, other: ParameterOrder) -> list[str]:
     """The first place where two orders differ in names that both are sure of.
 
-    Skips optional names: FSDP1 registers the parameters it manages again, after those it ignores.
+    Skips uncertain names: FSDP1 registers the parameters it manages again, after those it ignores.
     """
-    unsure = used.optional | other.optional
-    sure, other_sure = set(used.names) - unsure, set(other.names) - unsure
-    one = [name for name in used.names if name in other_sure and name in sure]
-    two = [name for name in other.names if name in sure and name in other_sure]
-    for first, second in zip(one, two, strict=True):
-        if first != second:
-            return [f"{used.source} and {other.source} differ in order: one has {first} where the other has {second}"]
-    return []
+    unsure = used.uncertain | other.uncertain
+    position = {name: index for index, name in enumerate(other.names) if name not in unsure}
+    wrong = first_misplaced((name for name in used.names if name not in unsure), position)
+    if wrong is None:
+        return []
+    return [f"{used.source} and {other.source} differ in order: one has {wrong[0]} where the other has {wrong[1]}"]
 
 
 Shape: TypeAlias = tuple[int, ...]

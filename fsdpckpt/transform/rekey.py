@@ -8,9 +8,11 @@ several maps are possible, the error lists the candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TypeVar
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, OptimState, ParamKey, group_params
@@ -19,7 +21,7 @@ from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.text import plural
-from fsdpckpt.transform.assignment import Answer, in_any_order, in_order
+from fsdpckpt.transform.assignment import Answer, Fits, in_any_order, in_order
 from fsdpckpt.transform.parameter_order import (
     ParameterOrder,
     StateShapes,
@@ -29,6 +31,8 @@ from fsdpckpt.transform.parameter_order import (
     shaped_states,
     shapes_of_states,
 )
+
+_Key = TypeVar("_Key", int, str)
 
 
 def apply_key_type(
@@ -75,15 +79,15 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
     optim = checkpoint.optim
     if optim is None or optim.key_type != "id":
         return checkpoint
-    ids = Ids.of(optim, checkpoint.source)
+    ids = _Ids.of(optim, checkpoint.source)
     full = order.with_shapes_of(others)
-    names = name_ids(ids, full, checkpoint.source)
+    names = _name_ids(ids, full, checkpoint.source)
     _require_agreement(checkpoint, full, others, [str(name) for name in names.values()])
     _require_param_names(optim, names, order, checkpoint)
-    shaped = sum(1 for number in ids.every if ids.state_shapes[number])
+    count, shaped = len(ids.numbers), sum(1 for number in ids.numbers if ids.state_shapes[number])
     note = Note(
         "rekeyed",
-        f"{plural(len(ids.every), 'optimizer id')} became {plural(len(ids.every), 'name')}, from {order.source}; the "
+        f"{plural(count, 'optimizer id')} became {plural(count, 'name')}, from {order.source}; the "
         f"states of {plural(shaped, 'parameter')} have the shapes that this needs",
     )
     renamed = _rekeyed(optim, names, checkpoint.source)
@@ -119,7 +123,7 @@ def _require_agreement(
     for other in others:
         wrong = contradictions(used, other, keyed)
         if wrong:
-            raise contradicted(f"{used.source} and {other.source} of {checkpoint.source} contradict each other", wrong)
+            raise _contradicted(f"{used.source} and {other.source} of {checkpoint.source} contradict each other", wrong)
 
 
 def _require_param_names(
@@ -140,14 +144,14 @@ def _require_param_names(
             if clean(str(name)) not in (expected, f"module.{expected}"):
                 wrong.append(f"id {key} is {clean(str(name))} in param_names, {expected} in {order.source}")
     if wrong:
-        raise contradicted(f"the param_names of {checkpoint.source} contradict {order.source}", wrong)
+        raise _contradicted(f"the param_names of {checkpoint.source} contradict {order.source}", wrong)
 
 
 def _listed(optim: OptimState, order: ParameterOrder, source: str) -> list[list[str]]:
-    """The names that each group lists; without groups, those of an explicit order."""
+    """The names that each group lists; without groups, those of an authoritative order."""
     if optim.param_groups is not None:
         return [[str(key) for key in group_params(group) or ()] for group in optim.param_groups]
-    if not order.explicit:
+    if not order.authoritative:
         raise NeedsInformationError(
             f"the optimizer of {source} has no param_groups, so {order.source} does not say which ids its states get",
             why="ids count in the order of the groups, over parameters without state too",
@@ -158,32 +162,31 @@ def _listed(optim: OptimState, order: ParameterOrder, source: str) -> list[list[
 
 def _require_known(optim: OptimState, source: str, listed: Sequence[Sequence[str]], order: ParameterOrder) -> None:
     """Raises SourceCorruptError for names the order does not have, or states of shapes it does not have."""
-    known, every, shaped = set(order.names), list(chain(*listed)), shaped_states(optim)
-    wrong = [f"{name} is not in {order.source}" for name in every if clean(name) not in known]
-    wrong += [f"{name} is listed {every.count(name)} times" for name in map(str, repeated(every))]
-    listed_names = set(every)
-    unlisted = [key for key in optim.state if isinstance(key, str) and key not in listed_names and clean(key) in known]
+    names, in_order, shaped = list(chain(*listed)), set(order.names), shaped_states(optim)
+    in_groups = set(names)
+    wrong = [f"{name} is not in {order.source}" for name in names if clean(name) not in in_order]
+    wrong += [f"{name} is listed {names.count(name)} times" for name in _repeated(names)]
+    unlisted = [key for key in optim.state if isinstance(key, str) and key not in in_groups and clean(key) in in_order]
     wrong += [f"{key} has states, and no group lists it" for key in unlisted]
-    for name in every:
+    for name in names:
         state_shapes = shapes_of_states(optim.state.get(name, {}), shaped)
         shape = order.shape(clean(name))
         if not fits(shape, state_shapes):
-            text = ", ".join(str(list(one)) for one in sorted(state_shapes))
+            text = _shapes_text(state_shapes)
             wrong.append(f"{name} has states of shape {text}, and is {list(shape or ())} in {order.source}")
     if wrong:
-        raise contradicted(f"the optimizer of {source} does not fit {order.source}", wrong)
+        raise _does_not_fit(source, order, wrong)
 
 
 def _sorted_group(names: Sequence[str], index: int, order: ParameterOrder, checkpoint: Checkpoint) -> list[str]:
     """One group's names in the order of their ids."""
     groups = order.groups
     if groups is not None:
-        place = {name: at for at, name in enumerate(groups[index])} if index < len(groups) else {}
-        stray = [name for name in names if clean(name) not in place]
-        if stray:
-            wrong = [f"{name} is not in group {index} of {order.source}" for name in stray]
-            raise contradicted(f"the groups of {checkpoint.source} do not fit {order.source}", wrong)
-        return sorted(names, key=lambda name: place[clean(name)])
+        position = {name: at for at, name in enumerate(groups[index])} if index < len(groups) else {}
+        wrong = [f"{name} is not in group {index} of {order.source}" for name in names if clean(name) not in position]
+        if wrong:
+            raise _contradicted(f"the groups of {checkpoint.source} do not fit {order.source}", wrong)
+        return sorted(names, key=lambda name: position[clean(name)])
     if not order.ordered and len(names) > 1:
         raise NeedsInformationError(
             f"the optimizer of {checkpoint.source} cannot get ids in the order of {order.source}",
@@ -191,8 +194,8 @@ def _sorted_group(names: Sequence[str], index: int, order: ParameterOrder, check
             next_step="add --parameters FILE (model.parameters(), one name a line), --units FILE, or --reference PATH "
             "of a torch or DCP checkpoint of this model",
         )
-    place = {name: at for at, name in enumerate(order.names)}
-    ordered = sorted(names, key=lambda name: place[clean(name)])
+    position = {name: at for at, name in enumerate(order.names)}
+    ordered = sorted(names, key=lambda name: position[clean(name)])
     if ordered != list(names) and any(note.kind == "groups-rebuilt" for note in checkpoint.notes):
         raise NeedsInformationError(
             f"the optimizer of {checkpoint.source} lists its parameters in a different order than {order.source}",
@@ -205,19 +208,20 @@ def _sorted_group(names: Sequence[str], index: int, order: ParameterOrder, check
 
 def _rekeyed(optim: OptimState, keys: Mapping[ParamKey, ParamKey], source: str) -> OptimState:
     """``keys``: old to new, in the order in which groups list the new ones. The user's own entries stay."""
-    kept = [key for key in optim.state if key not in keys]
     state = {keys.get(key, key): states for key, states in optim.state.items()}
     if len(state) != len(optim.state):
         new = set(keys.values())
-        both = [str(key) for key in kept if key in new]
-        raise contradicted(f"the optimizer of {source} has states under both kinds of key", both)
+        both = [str(key) for key in optim.state if key not in keys and key in new]
+        raise _contradicted(f"the optimizer of {source} has states under both kinds of key", both)
     groups = optim.param_groups
-    at = {key: place for place, key in enumerate(keys)}
-    return OptimState(state, None if groups is None else [_rekeyed_group(g, keys, at) for g in groups], optim.extra)
+    position = {key: number for number, key in enumerate(keys)}
+    return OptimState(
+        state, None if groups is None else [_rekeyed_group(group, keys, position) for group in groups], optim.extra
+    )
 
 
 def _rekeyed_group(
-    group: Mapping[Key, Value], keys: Mapping[ParamKey, ParamKey], at: Mapping[ParamKey, int]
+    group: Mapping[Key, Value], keys: Mapping[ParamKey, ParamKey], position: Mapping[ParamKey, int]
 ) -> dict[Key, Value]:
     """Rekey one group. ``param_names`` stay in step with ``params``, unless they were in the order of ids and
     ``params`` were not.
@@ -225,15 +229,15 @@ def _rekeyed_group(
     params = group_params(group)
     if params is None:
         return dict(group)
-    turn = sorted(range(len(params)), key=lambda place: at[params[place]])
-    changed: dict[Key, Value] = {**group, "params": [keys[params[place]] for place in turn]}
+    order = sorted(range(len(params)), key=lambda index: position[params[index]])
+    changed: dict[Key, Value] = {**group, "params": [keys[params[index]] for index in order]}
     names = group.get("param_names")
-    if isinstance(names, list) and len(names) == len(params) and not _sorted_apart(params, names):
-        changed["param_names"] = [names[place] for place in turn]
+    if isinstance(names, (list, tuple)) and len(names) == len(params) and not _in_different_order(params, names):
+        changed["param_names"] = type(names)(names[index] for index in order)
     return changed
 
 
-def _sorted_apart(params: Sequence[ParamKey], names: Sequence[Value]) -> bool:
+def _in_different_order(params: Sequence[ParamKey], names: Sequence[Value]) -> bool:
     """Whether both list the same names in different orders, as after ``FSDP.rekey_optim_state_dict``."""
     keys, param_names = [clean(str(key)) for key in params], [clean(str(name)) for name in names]
     return keys != param_names and sorted(keys) == sorted(param_names)
@@ -243,15 +247,15 @@ _CANDIDATES = 48  # ids whose candidates are listed: each is compared with every
 
 
 @dataclass(frozen=True, slots=True)
-class Ids:
+class _Ids:
     """The ids of an optimizer. ``groups``: None when it has none. ``state_shapes``: the shapes of each id's states."""
 
     groups: tuple[tuple[int, ...], ...] | None
-    every: tuple[int, ...]
+    numbers: tuple[int, ...]
     state_shapes: Mapping[int, StateShapes]
 
     @classmethod
-    def of(cls, optim: OptimState, source: str) -> Ids:
+    def of(cls, optim: OptimState, source: str) -> _Ids:
         """Collect the ids of ``optim``. Raises SourceCorruptError for a state that no group lists, or an id that two
         groups list.
         """
@@ -260,26 +264,34 @@ class Ids:
             key: shapes_of_states(states, shaped) for key, states in optim.state.items() if isinstance(key, int)
         }
         if optim.param_groups is None:
-            every = tuple(sorted(state_shapes))
-            return cls(None, every, state_shapes)
+            return cls(None, tuple(sorted(state_shapes)), state_shapes)
         groups = tuple(
             tuple(key for key in group_params(group) or () if isinstance(key, int)) for group in optim.param_groups
         )
-        every = tuple(chain(*groups))
-        known = set(every)
-        wrong = [f"id {key} has states, and no group lists it" for key in state_shapes if key not in known]
-        wrong += [f"id {key} is listed {every.count(key)} times" for key in repeated(every)]
+        numbers = tuple(chain(*groups))
+        listed = set(numbers)
+        wrong = [f"id {key} has states, and no group lists it" for key in state_shapes if key not in listed]
+        wrong += [f"id {key} is listed {numbers.count(key)} times" for key in _repeated(numbers)]
         if wrong:
-            raise contradicted(f"the ids of the optimizer of {source} contradict each other", wrong)
-        return cls(groups, every, {key: state_shapes.get(key, frozenset()) for key in every})
+            raise _contradicted(f"the ids of the optimizer of {source} contradict each other", wrong)
+        return cls(groups, numbers, {key: state_shapes.get(key, frozenset()) for key in numbers})
+
+    def may_be(self, names: Sequence[str], order: ParameterOrder) -> Fits:
+        """Whether the id at an index of ``numbers`` may be the parameter at an index of ``names``, by their shapes."""
+        shapes = [order.shape(name) for name in names]
+        state_shapes = [self.state_shapes[number] for number in self.numbers]
+        return lambda number, name: fits(shapes[name], state_shapes[number])
 
 
-def repeated(keys: Sequence[ParamKey]) -> list[ParamKey]:
-    seen: set[ParamKey] = set()
-    return list(dict.fromkeys(key for key in keys if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+def _repeated(keys: Sequence[_Key]) -> list[_Key]:
+    return [key for key, times in Counter(keys).items() if times > 1]
 
 
-def contradicted(what: str, details: Sequence[str]) -> SourceCorruptError:
+def _shapes_text(shapes: StateShapes) -> str:
+    return ", ".join(str(list(shape)) for shape in sorted(shapes))
+
+
+def _contradicted(what: str, details: Sequence[str]) -> SourceCorruptError:
     return SourceCorruptError(
         what,
         details=details,
@@ -288,114 +300,93 @@ def contradicted(what: str, details: Sequence[str]) -> SourceCorruptError:
     )
 
 
-def name_ids(ids: Ids, order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
+def _does_not_fit(source: str, order: ParameterOrder, details: Sequence[str]) -> SourceCorruptError:
+    return _contradicted(f"the optimizer of {source} does not fit {order.source}", details)
+
+
+def _name_ids(ids: _Ids, order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
     """The name of each id; there must be at least one id. ``source`` names the checkpoint in errors.
 
     Raises SourceCorruptError for an order that does not fit, NeedsInformationError for one that fits in several ways.
     """
-    if order.groups is not None:
-        return _by_groups(ids, order, order.groups, source)
-    if ids.groups is None:
-        return _ungrouped(ids, order, source)
-    if not order.ordered:
-        return _by_shapes(ids, order.names, order, source)
+    groups = order.groups
+    if groups is None and ids.groups is None and order.authoritative:
+        groups = (order.names,)  # an id is an index into the names
+    if groups is not None:
+        return _by_groups(ids, order, groups, source)
+    if ids.groups is None or not order.ordered:
+        return _by_shapes(ids, order, source)
     return _distribute(ids, ids.groups, order, source)
 
 
-def _required_names(order: ParameterOrder) -> tuple[str, ...]:
-    return tuple(name for name in order.names if name not in order.optional)
-
-
-def _misfits(ids: Ids, names: Sequence[str], order: ParameterOrder) -> list[str]:
+def _misfits(ids: _Ids, names: Sequence[str], order: ParameterOrder) -> list[str]:
     """Every id whose states do not match the shape of its name."""
-    misfits = []
-    for number, name in zip(ids.every, names, strict=False):
-        state_shapes = ids.state_shapes[number]
-        if not fits(order.shape(name), state_shapes):
-            shapes = ", ".join(str(list(shape)) for shape in sorted(state_shapes))
-            misfits.append(f"id {number} has states of shape {shapes}, {name} is {list(order.shape(name) or ())}")
-    return misfits
+    return [
+        f"id {number} has states of shape {_shapes_text(ids.state_shapes[number])}, "
+        f"{name} is {list(order.shape(name) or ())}"
+        for number, name in zip(ids.numbers, names, strict=False)
+        if not fits(order.shape(name), ids.state_shapes[number])
+    ]
 
 
 def _by_groups(
-    ids: Ids, order: ParameterOrder, groups: tuple[tuple[str, ...], ...], source: str
+    ids: _Ids, order: ParameterOrder, groups: tuple[tuple[str, ...], ...], source: str
 ) -> dict[ParamKey, ParamKey]:
-    """If the order has the groups, each id's name follows from its place; lengths and shapes must prove it."""
-    id_groups = ids.groups
-    if id_groups is not None and [len(group) for group in id_groups] != [len(group) for group in groups]:
+    """If the groups are known, each id's name follows from its position; lengths and shapes must prove it."""
+    names: Sequence[str] = tuple(chain(*groups))
+    if ids.groups is None:
+        if ids.numbers[-1] >= len(names):
+            beyond = f"id {ids.numbers[-1]} is beyond the {plural(len(names), 'parameter')} of {order.source}"
+            raise _does_not_fit(source, order, [beyond])
+        names = [names[number] for number in ids.numbers]
+    elif [len(group) for group in ids.groups] != [len(group) for group in groups]:
         wrong = [
-            f"groups of {', '.join(str(len(group)) for group in id_groups)} ids in the optimizer",
+            f"groups of {', '.join(str(len(group)) for group in ids.groups)} ids in the optimizer",
             f"groups of {', '.join(str(len(group)) for group in groups)} parameters in {order.source}",
         ]
-        raise contradicted(f"the optimizer of {source} does not fit {order.source}", wrong)
-    names = tuple(chain(*groups))
-    if id_groups is None and ids.every[-1] >= len(names):
-        raise contradicted(
-            f"the optimizer of {source} does not fit {order.source}",
-            [f"id {ids.every[-1]} is beyond the {plural(len(names), 'parameter')} of the groups"],
-        )
-    taken = names if id_groups is not None else tuple(names[number] for number in ids.every)
-    _require_fit(ids, taken, order, source)
-    return dict(zip(ids.every, taken, strict=True))
-
-
-def _require_fit(ids: Ids, names: Sequence[str], order: ParameterOrder, source: str) -> None:
+        raise _does_not_fit(source, order, wrong)
     wrong = _misfits(ids, names, order)
     if wrong:
-        raise contradicted(f"the optimizer of {source} does not fit {order.source}", wrong)
+        raise _does_not_fit(source, order, wrong)
+    return dict(zip(ids.numbers, names, strict=True))
 
 
-def _ungrouped(ids: Ids, order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
-    """Without groups, an id is an index into the names of an explicit order; other orders leave only the shapes."""
-    if not order.explicit:
-        return _by_shapes(ids, order.names, order, source)
-    if ids.every[-1] >= len(order.names):
-        wrong = [f"id {ids.every[-1]} is beyond the {plural(len(order.names), 'parameter')} listed"]
-        raise contradicted(f"the optimizer of {source} does not fit {order.source}", wrong)
-    names = [order.names[number] for number in ids.every]
-    _require_fit(ids, names, order, source)
-    return dict(zip(ids.every, names, strict=True))
-
-
-def _by_shapes(ids: Ids, names: Sequence[str], order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
-    """The names have no order, so only shapes can decide."""
-    shapes = [order.shape(name) for name in names]
-    state_shapes = [ids.state_shapes[number] for number in ids.every]
-
-    def possible(number: int, name: int) -> bool:
-        return fits(shapes[name], state_shapes[number])
-
-    _require_enough(ids, names, order, source)
-    answer = in_any_order(len(ids.every), len(names), possible)
+def _by_shapes(ids: _Ids, order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
+    """If the names have no order, or the ids no groups, only shapes can decide."""
+    names = order.names
+    _require_enough(ids, order, source)
+    may_be = ids.may_be(names, order)
+    answer = in_any_order(len(ids.numbers), len(names), may_be)
     if answer is None:
         why = "does not say in which groups they are" if order.ordered else "does not keep the order of the parameters"
-        raise _ambiguous(ids, source, order, f"{order.source} {why}", _possible_names(ids, names, possible))
-    return {number: names[name] for number, name in zip(ids.every, answer, strict=True)}
+        raise _ambiguous(ids, source, order, f"{order.source} {why}", _possible_names(ids, names, may_be))
+    return {number: names[index] for number, index in zip(ids.numbers, answer, strict=True)}
 
 
-def _require_enough(ids: Ids, names: Sequence[str], order: ParameterOrder, source: str) -> None:
+def _require_enough(ids: _Ids, order: ParameterOrder, source: str) -> None:
     """Raises SourceCorruptError if ids outnumber names, or an id's states fit no name at all."""
     wrong = []
-    if len(names) < len(ids.every):
-        wrong.append(
-            f"the optimizer has {plural(len(ids.every), 'id')}, {order.source} {plural(len(names), 'parameter')}"
-        )
-        wrong += _misfits(ids, names, order)
-    shapes = {order.shape(name) for name in names}
-    for number in ids.every:
+    if len(order.names) < len(ids.numbers):
+        wrong = [_counts(ids, order), *_misfits(ids, order.names, order)]
+    shapes = {order.shape(name) for name in order.names}
+    for number in ids.numbers:
         state_shapes = ids.state_shapes[number]
         if state_shapes and not any(fits(shape, state_shapes) for shape in shapes):
-            text = ", ".join(str(list(shape)) for shape in sorted(state_shapes))
+            text = _shapes_text(state_shapes)
             wrong.append(f"id {number} has states of shape {text}, which no parameter of {order.source} has")
     if wrong:
-        raise contradicted(f"the optimizer of {source} does not fit {order.source}", list(dict.fromkeys(wrong)))
+        raise _does_not_fit(source, order, list(dict.fromkeys(wrong)))
 
 
-def _possible_names(ids: Ids, names: Sequence[str], possible: Callable[[int, int], bool]) -> list[str]:
+def _counts(ids: _Ids, order: ParameterOrder) -> str:
+    return f"the optimizer has {plural(len(ids.numbers), 'id')}, {order.source} {plural(len(order.names), 'parameter')}"
+
+
+def _possible_names(ids: _Ids, names: Sequence[str], may_be: Fits) -> list[str]:
     """The possible names of each of the first ids, one line each, for messages."""
     lines = []
-    for at, number in enumerate(ids.every[:_CANDIDATES]):
-        possible_names = [names[name] for name in range(len(names)) if possible(at, name)]
+    for at, number in enumerate(ids.numbers[:_CANDIDATES]):
+        possible_names = [name for index, name in enumerate(names) if may_be(at, index)]
         if len(possible_names) > 1:
             lines.append(
                 f"id {number} may be {', '.join(possible_names[:4])}{' ...' if len(possible_names) > 4 else ''}"
@@ -404,61 +395,49 @@ def _possible_names(ids: Ids, names: Sequence[str], possible: Callable[[int, int
 
 
 def _distribute(
-    ids: Ids, groups: Sequence[Sequence[int]], order: ParameterOrder, source: str
+    ids: _Ids, groups: Sequence[Sequence[int]], order: ParameterOrder, source: str
 ) -> dict[ParamKey, ParamKey]:
     """If some names have no id, or their groups are not known: use the only way to distribute them in order."""
-    _require_enough(ids, order.names, order, source)
-    required = _required_names(order)
-    for pool in dict.fromkeys([required, order.names] if len(required) == len(ids.every) else [order.names]):
-        answers = _names_in_order(ids, groups, pool, order)
+    _require_enough(ids, order, source)
+    certain = tuple(name for name in order.names if name not in order.uncertain)
+    choices = [certain, order.names] if len(certain) == len(ids.numbers) else [order.names]
+    for names in dict.fromkeys(choices):
+        answers = in_order([len(group) for group in groups], len(names), ids.may_be(names, order))
         if answers is None:
             raise _ambiguous(ids, source, order, "there are more ways to name them than can be tried", [])
         if len(answers) > 1:
             what = "which of them it has" if len(groups) == 1 else "which group has which of them"
-            why = f"{plural(len(pool), 'parameter', 'are')} possible, and their shapes do not decide {what}"
-            raise _ambiguous(ids, source, order, why, _differences(ids, pool, answers))
+            why = f"{plural(len(names), 'parameter', 'are')} possible, and their shapes do not decide {what}"
+            raise _ambiguous(ids, source, order, why, _differences(ids, names, answers))
         if answers:
-            return {number: pool[name] for number, name in zip(ids.every, answers[0], strict=True)}
-    wrong = _misfits(ids, required if len(required) == len(ids.every) else order.names, order)
-    if len(order.names) != len(ids.every):
-        wrong.insert(
-            0,
-            f"the optimizer has {plural(len(ids.every), 'id')}, {order.source} {plural(len(order.names), 'parameter')}",
-        )
-    raise contradicted(f"the optimizer of {source} does not fit {order.source}", wrong)
+            return {number: names[index] for number, index in zip(ids.numbers, answers[0], strict=True)}
+    wrong = _misfits(ids, choices[0], order)
+    if len(order.names) != len(ids.numbers):
+        wrong.insert(0, _counts(ids, order))
+    raise _does_not_fit(source, order, wrong)
 
 
-def _names_in_order(
-    ids: Ids, groups: Sequence[Sequence[int]], names: Sequence[str], order: ParameterOrder
-) -> list[Answer] | None:
-    shapes = [order.shape(name) for name in names]
-    state_shapes = [ids.state_shapes[number] for number in ids.every]
-    return in_order(
-        [len(group) for group in groups], len(names), lambda number, name: fits(shapes[name], state_shapes[number])
-    )
-
-
-def _differences(ids: Ids, names: Sequence[str], answers: Sequence[Answer]) -> list[str]:
+def _differences(ids: _Ids, names: Sequence[str], answers: Sequence[Answer]) -> list[str]:
     return [
         f"id {number} may be {names[one]} or {names[other]}"
-        for number, one, other in zip(ids.every, *answers[:2], strict=True)
+        for number, one, other in zip(ids.numbers, *answers[:2], strict=True)
         if one != other
     ]
 
 
 def _ambiguous(
-    ids: Ids, source: str, order: ParameterOrder, why: str, candidates: Sequence[str]
+    ids: _Ids, source: str, order: ParameterOrder, why: str, candidates: Sequence[str]
 ) -> NeedsInformationError:
     options = []
-    if len(order.names) > len(ids.every):
+    if len(order.names) > len(ids.numbers):
         options.append("--parameters FILE (the names of the optimizer's parameters in the order of model.parameters())")
-        options += [] if order.explicit else ["--buffers GLOB for the model keys that are not parameters"]
+        options += [] if order.authoritative else ["--buffers GLOB for the model keys that are not parameters"]
     elif not order.ordered:
         options.append("--parameters FILE (the names in the order of model.parameters())")
         options.append("--reference PATH of a torch or DCP checkpoint of this model")
     options.append("--units FILE, which also says the parameters of every group")
     return NeedsInformationError(
-        f"{order.source} cannot name the {len(ids.every)} optimizer ids of {source} for certain",
+        f"{order.source} cannot name the {len(ids.numbers)} optimizer ids of {source} for certain",
         details=candidates,
         why=why,
         next_step=f"add {', or '.join(options)}",

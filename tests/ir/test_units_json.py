@@ -247,7 +247,7 @@ def test_a_unit_in_another_order_than_its_parameters_is_found() -> None:
     units = Units((Unit("", (first, second)),), use_orig_params=False, parameters=("a.weight", "b.weight"))
     assert flaws(units) == []
     swapped = Units((Unit("", (second, first)),), use_orig_params=False, parameters=("a.weight", "b.weight"))
-    assert flaws(swapped) == ["the root unit: b.weight is where parameters has a.weight"]
+    assert flaws(swapped) == ["the root unit lists b.weight where `parameters` lists a.weight"]
 
 
 def test_a_file_larger_than_units_can_be_is_refused_before_it_is_parsed() -> None:

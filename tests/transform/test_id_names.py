@@ -98,7 +98,7 @@ def test_groups_that_are_known_have_to_fit_in_shape() -> None:
 def test_groups_that_are_known_serve_ids_without_groups() -> None:
     by = order(groups=(("b", "c"), ("e",)))
     assert keys(to_names(source(None, "b-e"), by)) == ["b", "e"]
-    assert refused(source(None, "bcee"), by).details == ("id 3 is beyond the 3 parameters of the groups",)
+    assert refused(source(None, "bcee"), by).details == ("id 3 is beyond the 3 parameters of the order",)
     assert refused(source(None, "ec"), by).details == ("id 0 has states of shape [17, 9], b is [28]",)
 
 
@@ -111,9 +111,9 @@ def test_known_groups_of_other_sizes_are_both_shown() -> None:
 
 
 def test_an_id_without_groups_is_a_place_in_an_explicit_list() -> None:
-    by = order(explicit=True)
+    by = order(authoritative=True)
     assert keys(to_names(source(None, "-ab"), by)) == ["a", "b"]
-    assert refused(source(None, "eabcnhh"), by).details == ("id 6 is beyond the 6 parameters listed",)
+    assert refused(source(None, "eabcnhh"), by).details == ("id 6 is beyond the 6 parameters of the order",)
     assert "id 0" in refused(source(None, "aab"), by).details[0]
 
 
@@ -134,25 +134,25 @@ def test_an_optimizer_without_any_id_has_nothing_to_name() -> None:
 
 
 def test_optional_names_are_left_out_where_the_others_are_enough_and_fit() -> None:
-    by = order(optional=frozenset("n"))
+    by = order(uncertain=frozenset("n"))
     assert keys(to_names(source([[0, 1, 2, 3, 4]], "eabch"), by)) == list("eabch")
 
 
 def test_an_optional_name_is_taken_where_the_others_are_too_few_or_do_not_fit() -> None:
-    by = order("eabc", optional=frozenset("b"))
+    by = order("eabc", uncertain=frozenset("b"))
     assert keys(to_names(source([[0, 1, 2, 3]], "eabc"), by)) == list("eabc")
     assert keys(to_names(source([[0, 1, 2]], "eab"), by)) == list("eab")
 
 
 def test_two_groups_leave_out_what_is_optional_first() -> None:
-    by = order("eabcnh", optional=frozenset("n"))
+    by = order("eabcnh", uncertain=frozenset("n"))
     found = to_names(source([[0, 1, 3], [2, 4]], "eabch"), by)
     assert [group["params"] for group in found.optim.param_groups] == [["e", "a", "c"], ["b", "h"]]  # type: ignore[union-attr]
 
 
 def test_a_name_that_may_be_left_out_is_a_candidate_all_the_same() -> None:
     """Without it the shapes would settle the rest."""
-    wrong = refused(source([[0, 1]], "eh"), order("eahn", optional=frozenset("n")), error=NeedsInformationError)
+    wrong = refused(source([[0, 1]], "eh"), order("eahn", uncertain=frozenset("n")), error=NeedsInformationError)
     assert wrong.details == ("id 1 may be h or n",)
 
 
@@ -180,10 +180,10 @@ def test_as_many_names_in_an_order_that_no_dealing_can_give() -> None:
     )
     more = refused(source([[0, 1], [2]], "aeb"), order("eabn"))
     assert more.details[0] == "the optimizer has 3 ids, the order 4 parameters"
-    needed = refused(source([[0, 1], [2]], "aeb"), order("neab", optional=frozenset("n")))
+    needed = refused(source([[0, 1], [2]], "aeb"), order("neab", uncertain=frozenset("n")))
     assert needed.details[0] == "the optimizer has 3 ids, the order 4 parameters" and len(needed.details) == 3
     assert needed.details[1] == "id 0 has states of shape [28, 9], e is [17, 9]"
-    taken = refused(source([[0, 1], [2, 3]], "aebn"), order("neab", optional=frozenset("n")))
+    taken = refused(source([[0, 1], [2, 3]], "aebn"), order("neab", uncertain=frozenset("n")))
     assert taken.details[0] == "id 0 has states of shape [28, 9], n is [9]"
 
 
@@ -191,7 +191,7 @@ def test_what_would_settle_it_depends_on_what_is_open() -> None:
     one = refused(source([[0, 1]], "en"), order("enh"), error=NeedsInformationError)
     assert one.details == ("id 1 may be n or h",) and one.why.endswith("do not decide which of them it has")
     assert "--buffers" in one.next_step and "--parameters" in one.next_step
-    listed = refused(source([[0, 1]], "en"), order("enh", explicit=True), error=NeedsInformationError)
+    listed = refused(source([[0, 1]], "en"), order("enh", authoritative=True), error=NeedsInformationError)
     assert "--buffers" not in listed.next_step and "--parameters" in listed.next_step
     two = refused(source([[0], [1]], "nh"), order("nh"), error=NeedsInformationError)
     assert two.details == ("id 0 may be n or h", "id 1 may be h or n")
@@ -276,9 +276,9 @@ def test_a_name_in_another_group_than_the_order_says_is_listed() -> None:
 
 def test_names_without_groups_get_ids_by_the_groups_of_the_order() -> None:
     held = named(None)
-    by = order(groups=(("c", "h"), ("e", "a", "b", "n")), explicit=True)
+    by = order(groups=(("c", "h"), ("e", "a", "b", "n")), authoritative=True)
     assert keys(to_ids(held, by)) == [2, 3, 4, 0, 5, 1]
-    assert keys(to_ids(held, order("hncbae", explicit=True))) == [5, 4, 3, 2, 1, 0]
+    assert keys(to_ids(held, order("hncbae", authoritative=True))) == [5, 4, 3, 2, 1, 0]
 
 
 def test_a_name_listed_twice_is_an_error() -> None:

@@ -62,21 +62,21 @@ def test_without_a_model_section_there_is_no_order() -> None:
 
 def test_where_something_is_sharded_only_that_is_surely_a_parameter() -> None:
     params = {"w": tensor(3, sharded=True), "r": tensor(3, at=64, sharded=False), "q": tensor(3, at=128)}
-    assert order(params).optional == {"r", "q"}
-    assert order(params).buffers_apart
-    assert order(params, buffers=("none",)).optional == frozenset()
+    assert order(params).uncertain == {"r", "q"}
+    assert order(params).excludes_buffers
+    assert order(params, buffers=("none",)).uncertain == frozenset()
     plain = {"w": tensor(3), "q": tensor(3, at=64)}
-    assert order(plain).optional == frozenset()
-    assert not order(plain).buffers_apart
-    assert order(plain, buffers=("none",)).buffers_apart
-    assert order({"r": tensor(3, sharded=False)}).buffers_apart
+    assert order(plain).uncertain == frozenset()
+    assert not order(plain).excludes_buffers
+    assert order(plain, buffers=("none",)).excludes_buffers
+    assert order({"r": tensor(3, sharded=False)}).excludes_buffers
 
 
 def test_a_module_prefix_of_all_names_goes_unless_the_names_it_is_like_have_it() -> None:
     params = {"module.w": tensor(3), "module.b": tensor(3, at=64)}
     assert names(params) == ("module.w", "module.b")
-    assert names(params, like=["w"]) == ("w", "b")
-    assert names(params, like=["module.w"]) == ("module.w", "module.b")
+    assert names(params, names_to_match=["w"]) == ("w", "b")
+    assert names(params, names_to_match=["module.w"]) == ("module.w", "module.b")
     assert names({"_orig_mod.w": tensor(3)}) == ("w",)
 
 
@@ -84,12 +84,12 @@ def test_one_place_is_one_parameter_and_equal_checksums_may_be() -> None:
     params = {"a": tensor(3), "tied": tensor(3), "copy": tensor(3, at=64), "other": tensor(3, at=128)}
     sums = [(0, 0, 12, 99), (0, 64, 12, 99), (0, 128, 12, 98)]
     found = order(params, sums=sums)
-    assert (found.names, found.optional) == (("a", "copy", "other"), frozenset({"copy"}))
+    assert (found.names, found.uncertain) == (("a", "copy", "other"), frozenset({"copy"}))
     for wrong in ([(0, 0, 12, 0), (0, 64, 12, 0)], [(0, 0, 24, 99), (0, 64, 24, 99)], [(0, 0, 12, 99)], []):
-        assert order(params, sums=wrong).optional == frozenset()  # no sum, or one of more than the tensor
-    assert order({"a": tensor(0, 2), "b": tensor(0, 2)}).optional == frozenset()  # nothing is stored of either
+        assert order(params, sums=wrong).uncertain == frozenset()  # no sum, or one of more than the tensor
+    assert order({"a": tensor(0, 2), "b": tensor(0, 2)}).uncertain == frozenset()  # nothing is stored of either
     transposed = tensor(3, 2, at=64)
-    assert order({"a": tensor(2, 3), "b": transposed}, sums=[(0, 0, 24, 9), (0, 64, 24, 9)]).optional == frozenset()
+    assert order({"a": tensor(2, 3), "b": transposed}, sums=[(0, 0, 24, 9), (0, 64, 24, 9)]).uncertain == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_param_names_count_if_there_is_one_for_each_key(params: list[Any], recor
     found = from_param_names(OptimState({}, [{"params": params, "param_names": recorded}]))
     assert (found.names if found is not None else None) == expected
     if found is not None:
-        assert (found.groups, found.in_model_order, found.explicit) == ((expected,), False, True)
+        assert (found.groups, found.in_model_order, found.authoritative) == ((expected,), False, True)
 
 
 def test_units_say_shapes_groups_and_what_may_lack_a_state() -> None:
@@ -125,8 +125,8 @@ def test_units_say_shapes_groups_and_what_may_lack_a_state() -> None:
         names=("b", "a", "c"),
         shapes={"b": (4,), "a": (3, 2), "c": (5,)},
         source="units.json",
-        explicit=True,
-        optional=frozenset({"c"}),
+        authoritative=True,
+        uncertain=frozenset({"c"}),
         groups=(("c",), ("b", "a")),
         shared=frozenset({"z"}),
     )
@@ -136,6 +136,6 @@ def test_units_say_shapes_groups_and_what_may_lack_a_state() -> None:
 
 
 def test_a_list_is_cleaned_and_says_names_only() -> None:
-    found = from_list(["module._orig_mod.a", "module.b", "module.b"], "a file", like=["a"])
-    assert found == ParameterOrder(("a", "b"), source="a file", explicit=True)
-    assert from_list(["module.b"], like=["module.a"]).names == ("module.b",)
+    found = from_list(["module._orig_mod.a", "module.b", "module.b"], ["a"])
+    assert found == ParameterOrder(("a", "b"), source="--parameters", authoritative=True)
+    assert from_list(["module.b"], ["module.a"]).names == ("module.b",)

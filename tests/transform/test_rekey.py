@@ -108,7 +108,7 @@ def test_a_frozen_parameter_that_could_be_another_one_is_refused() -> None:
 
 def test_a_parameter_known_to_be_frozen_settles_it() -> None:
     by_id = dict(enumerate([(17, 9), (28, 9), (28,), (9, 28), (9,)]))
-    found = to_names(_checkpoint([[0, 1, 2, 3, 4]], by_id), _order(optional=frozenset("n")))
+    found = to_names(_checkpoint([[0, 1, 2, 3, 4]], by_id), _order(uncertain=frozenset("n")))
     assert _groups(found) == [["e", "a", "b", "c", "h"]]
 
 
@@ -132,11 +132,11 @@ def test_ids_without_groups_need_an_order_made_for_it() -> None:
     source = _checkpoint(None, {0: (17, 9), 4: (9,)})
     with pytest.raises(NeedsInformationError):
         to_names(source, _order())
-    assert list(to_names(source, _order(explicit=True)).optim.state) == ["e", "n"]
+    assert list(to_names(source, _order(authoritative=True)).optim.state) == ["e", "n"]
     with pytest.raises(SourceCorruptError):
-        to_names(_checkpoint(None, {0: (17, 9), 5: (28,)}), _order(explicit=True))
+        to_names(_checkpoint(None, {0: (17, 9), 5: (28,)}), _order(authoritative=True))
     with pytest.raises(SourceCorruptError):
-        to_names(_checkpoint(None, {6: (17, 9)}), _order(explicit=True))
+        to_names(_checkpoint(None, {6: (17, 9)}), _order(authoritative=True))
 
 
 def test_groups_of_another_source_contradict_those_that_are_used() -> None:
@@ -214,7 +214,7 @@ def test_names_without_groups_get_ids_by_an_explicit_order_only() -> None:
     named = _checkpoint(None, {"a": (28, 9)})
     with pytest.raises(NeedsInformationError, match="no param_groups"):
         to_ids(named, _order())
-    assert list(to_ids(named, _order(explicit=True)).optim.state) == [1]
+    assert list(to_ids(named, _order(authoritative=True)).optim.state) == [1]
 
 
 def test_rebuilt_groups_get_ids_only_where_a_lost_group_would_not_matter() -> None:
@@ -230,7 +230,7 @@ def test_a_second_source_of_the_same_sizes_in_another_order_is_a_contradiction()
     by_id = dict(enumerate(SHAPES.values()))
     source = _checkpoint([[0, 1, 2, 3, 4, 5]], by_id)
     with pytest.raises(SourceCorruptError) as error:
-        to_names(source, from_list("eabchn", "--parameters"), [_order(source="the model")])
+        to_names(source, from_list("eabchn"), [_order(source="the model")])
     assert "h where the other has n" in error.value.details[0]
     assert _groups(to_names(source, from_list("eabcnh"), [_order()])) == [list("eabcnh")]
     uncertain = _order("hncbae", ordered=False)  # sorted names say nothing about order, and contradict none
