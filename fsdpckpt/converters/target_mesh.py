@@ -21,7 +21,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
 from fsdpckpt.transform.placements import (
     AsSource,
-    Like,
+    LikeCheckpoint,
     TargetMesh,
     mesh_options,
     replaced_on,
@@ -287,7 +287,7 @@ def _like_checkpoint(path: str, options: ConvertOptions, meshes: Sequence[MeshSh
         sharding = named.tensor.sharding
         if named.tensor.shape and (named.state is None or sharding is not None):
             shardings.setdefault(named.param, target.sharding(sharding) if sharding is not None else None)
-    return TargetMesh(tuple(pairs.values()), Like(path, shardings))
+    return TargetMesh(tuple(pairs.values()), LikeCheckpoint(path, shardings))
 
 
 def _placements_needed_error(

@@ -35,7 +35,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
 from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, require_complete
-from fsdpckpt.transform.placements import Like, Rules, TargetMesh, apply_placements, place_rest
+from fsdpckpt.transform.placements import LikeCheckpoint, Rules, TargetMesh, apply_placements, place_remaining
 from fsdpckpt.transform.rekey import apply_key_type
 from fsdpckpt.transform.selection import (
     SHOWN,
@@ -119,7 +119,7 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
         # A cut that a DCP loader does not expect costs nothing; a DTensor where the model has a buffer does not load.
         checkpoint = steps.shard(checkpoint, strict=spec.container is Container.TORCH)
     if spec.mesh is not None:
-        checkpoint = place_rest(checkpoint, spec.mesh)
+        checkpoint = place_remaining(checkpoint, spec.mesh)
     if spec.layout is Layout.SHARDED and spec.world_size is not None:
         require_whole_blocks(checkpoint, spec.world_size, placed=spec.mesh is not None)
     return TransformedCheckpoint(
@@ -279,7 +279,7 @@ class _Steps:
             return checkpoint
         if target.note is not None:
             checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("inferred", target.note)))
-        if isinstance(target.placing, Rules | Like):
+        if isinstance(target.placing, Rules | LikeCheckpoint):
             checkpoint = mark_sharded(checkpoint, self.hints(checkpoint))
         named, _ = normalise(self.written(checkpoint))
         return apply_placements(checkpoint, named, target)
@@ -340,7 +340,7 @@ class _Steps:
             flat, params = target.units.params(), checkpoint.model.params if checkpoint.model is not None else {}
             hints = ShardingHints(reference={name: name in flat for name in params})
             checkpoint = self.apply_placements(decide_sharded(checkpoint, hints, strict=True), spec.mesh)
-            checkpoint = place_rest(checkpoint, spec.mesh) if spec.mesh is not None else checkpoint
+            checkpoint = place_remaining(checkpoint, spec.mesh) if spec.mesh is not None else checkpoint
         return TransformedCheckpoint(checkpoint, target.units, key_type)
 
     @cached_property

@@ -44,7 +44,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Like:
+class LikeCheckpoint:
     """The placements of each parameter in the checkpoint ``source``, by name; None: every rank holds it whole."""
 
     source: str
@@ -66,7 +66,7 @@ class AsSource:
         return replaced_on(sharding, self.meshes[whole])
 
 
-Placing: TypeAlias = Rules | Like | AsSource
+Placing: TypeAlias = Rules | LikeCheckpoint | AsSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,33 +133,34 @@ def resized(
     """
     if all(mesh.world_size == world_size for mesh in meshes):
         return {mesh: mesh for mesh in meshes}
-    over = {mesh: _shard_dimension(mesh, shardings) for mesh, shardings in meshes.items()}
+    shard_dims = {mesh: _shard_dimension(mesh, shardings) for mesh, shardings in meshes.items()}
     kept = {mesh: mesh for mesh in meshes}
-    if not keep_replicas and any(world_size % _other_ranks(mesh, dim) for mesh, dim in over.items() if dim is not None):
-        kept = {mesh: replace(mesh, sizes=(*[1] * (dim or 0), *mesh.sizes[dim or 0 :])) for mesh, dim in over.items()}
-    multiple = lcm(*(_other_ranks(kept[mesh], dim) for mesh, dim in over.items() if dim is not None))
-    unsaid = next((mesh for mesh, dim in over.items() if dim is None), None)
+    if not keep_replicas and any(
+        world_size % _other_ranks(mesh, dim) for mesh, dim in shard_dims.items() if dim is not None
+    ):
+        kept = {mesh: _with_sizes(mesh, dict.fromkeys(range(dim or 0), 1)) for mesh, dim in shard_dims.items()}
+    others = {mesh: _other_ranks(kept[mesh], dim) for mesh, dim in shard_dims.items() if dim is not None}
+    undetermined = [mesh for mesh in meshes if mesh not in others]
+    misfits = [(mesh, dim) for mesh, dim in shard_dims.items() if dim is not None and world_size % others[mesh]]
     fitting = {
         mesh: _fitting_meshes(kept[mesh], dim, world_size) if dim is not None else _with_one_changed(mesh, world_size)
-        for mesh, dim in over.items()
+        for mesh, dim in shard_dims.items()
     }
-    if unsaid is None and world_size % multiple == 0:
+    if not undetermined and not misfits:
         return {mesh: first for mesh, (first, *_) in fitting.items()}
     choices = [mesh_options(chosen) for chosen in islice(_consistent_meshes(fitting), _SHOWN)]
-    give = f"add {choices[0]}" + (", or another of those above" if len(choices) > 1 else "") if choices else (
-        f"add {mesh_options(meshes)} with sizes for {plural(world_size, 'rank')}"
-    )  # fmt: skip
-    if unsaid is not None:
+    next_step = f"add {mesh_options(meshes)} with sizes for {plural(world_size, 'rank')}"
+    if choices:
+        next_step = f"add {choices[0]}" + (", or another of those above" if len(choices) > 1 else "")
+    if undetermined:
         raise NeedsInformationError(
-            f"{source} is on the mesh {unsaid}, and nothing says which of its dimensions changes for "
+            f"{source} is on the mesh {undetermined[0]}, and nothing says which of its dimensions changes for "
             f"{plural(world_size, 'rank')}",
             details=choices,
             why="FSDP's changes, and no dimension of this mesh cuts every tensor, as FSDP's does",
-            next_step=give,
+            next_step=next_step,
         )
-    mesh, dim = next(
-        (mesh, dim) for mesh, dim in over.items() if dim is not None and world_size % _other_ranks(kept[mesh], dim)
-    )
+    mesh, dim = misfits[0]
     sizes = " x ".join(str(size) for number, size in enumerate(kept[mesh].sizes) if number != dim)
     name = mesh.names[dim] if mesh.names is not None else f"dimension {dim}"
     raise NeedsInformationError(
@@ -167,8 +168,8 @@ def resized(
         details=choices,
         why=f"only {name} changes, which FSDP shards over: {world_size} is not divisible by the {sizes} ranks of "
         "the other dimensions",
-        next_step=give,
-        expected=f"a multiple of {multiple}",
+        next_step=next_step,
+        expected=f"a multiple of {lcm(*others.values())}",
         found=str(world_size),
     )
 
@@ -178,12 +179,16 @@ def _other_ranks(mesh: MeshShape, dim: int) -> int:
     return mesh.world_size // mesh.sizes[dim]
 
 
+def _with_sizes(mesh: MeshShape, sizes: Mapping[int, int]) -> MeshShape:
+    """``mesh`` with other sizes of some dimensions."""
+    return replace(mesh, sizes=tuple(sizes.get(dim, size) for dim, size in enumerate(mesh.sizes)))
+
+
 def _with_one_changed(mesh: MeshShape, world_size: int) -> list[MeshShape]:
     """``mesh`` resized to ``world_size`` ranks, in every way that changes one dimension alone."""
+    others = [_other_ranks(mesh, dim) for dim in range(len(mesh.sizes))]
     return [
-        replace(mesh, sizes=(*mesh.sizes[:dim], world_size // _other_ranks(mesh, dim), *mesh.sizes[dim + 1 :]))
-        for dim in range(len(mesh.sizes))
-        if world_size % _other_ranks(mesh, dim) == 0
+        _with_sizes(mesh, {dim: world_size // ranks}) for dim, ranks in enumerate(others) if world_size % ranks == 0
     ]
 
 
@@ -213,25 +218,13 @@ def _fitting_meshes(mesh: MeshShape, over: int, world_size: int) -> list[MeshSha
     """Meshes of ``world_size`` ranks whose other dimensions have divisors of their sizes. First those that keep most of
     the parallelism after FSDP's dimension, then those that keep most replicas.
     """
-
-    def rest(dims: Sequence[int], left: int) -> Iterator[tuple[int, ...]]:
-        if not dims:
-            yield ()
-            return
-        for size in range(mesh.sizes[dims[0]], 0, -1):
-            if mesh.sizes[dims[0]] % size == 0 and left % size == 0:
-                for others in rest(dims[1:], left // size):
-                    yield (size, *others)
-
-    dims = [*range(over + 1, len(mesh.sizes)), *range(over)]
-    meshes = []
-    for chosen in rest(dims, world_size):
-        sizes = list(mesh.sizes)
-        for dim, size in zip(dims, chosen, strict=True):
-            sizes[dim] = size
-        sizes[over] = world_size // prod(chosen)
-        meshes.append(replace(mesh, sizes=tuple(sizes)))
-    return meshes
+    others = [*range(over + 1, len(mesh.sizes)), *range(over)]
+    divisors = [[size for size in range(mesh.sizes[dim], 0, -1) if mesh.sizes[dim] % size == 0] for dim in others]
+    return [
+        _with_sizes(mesh, {**dict(zip(others, sizes, strict=True)), over: world_size // prod(sizes)})
+        for sizes in product(*divisors)
+        if world_size % prod(sizes) == 0
+    ]
 
 
 def apply_placements(checkpoint: Checkpoint, named: Checkpoint, target: TargetMesh) -> Checkpoint:
@@ -244,16 +237,16 @@ def apply_placements(checkpoint: Checkpoint, named: Checkpoint, target: TargetMe
     match target.placing:
         case None:
             pass
-        case AsSource() as own:
-            for one in checkpoint.tensors():
-                if one.tensor.sharding is not None:
-                    shardings[one.tensor] = own.sharding(one.tensor.sharding)
-            _place_made_states(checkpoint, shardings)
+        case AsSource() as source:
+            for tensor in checkpoint.leaves():
+                if tensor.sharding is not None:
+                    shardings[tensor] = source.sharding(tensor.sharding)
+            _place_new_states(checkpoint, shardings)
         case Rules() as rules:
             shardings = _by_rules(named, rules)
             checkpoint = _note_undetermined(checkpoint, named, rules, shardings)
-        case Like() as like:
-            shardings = _by_name(named, like)
+        case LikeCheckpoint() as other:
+            shardings = _by_name(named, other)
     return _with_shardings(checkpoint, shardings)
 
 
@@ -268,43 +261,35 @@ def replaced_on(sharding: Sharding, mesh: MeshShape) -> Sharding:
     return on_sizes(Sharding(before, tuple(placements.get(name) for name in names)), mesh)
 
 
-def _place_made_states(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding | None]) -> None:
-    """Place states that were made (``--missing-state zeros``) like others of their parameter and shape."""
+def _place_new_states(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding | None]) -> None:
+    """Place the states that ``--missing-state zeros`` added like others of their parameter and shape."""
     for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
         parameter = checkpoint.model.params.get(str(param)) if checkpoint.model is not None else None
         leaves = [leaf for leaf in (*states.values(), parameter) if isinstance(leaf, Tensor)]
-        known = {leaf.shape: shardings[leaf] for leaf in leaves if leaf in shardings}
+        by_shape = {leaf.shape: shardings[leaf] for leaf in leaves if leaf in shardings}
         for leaf in leaves:
-            if leaf.shape in known and leaf.sharded is not False:
-                shardings.setdefault(leaf, known[leaf.shape])
+            if leaf.shape in by_shape and leaf.sharded is not False:
+                shardings.setdefault(leaf, by_shape[leaf.shape])
 
 
 def _by_rules(named: Checkpoint, rules: Rules) -> dict[Tensor, Sharding | None]:
-    decided: dict[str, int | None] = {}  # the entry that decides, by parameter
-
-    def entry(name: str) -> int | None:
-        if name not in decided:
-            globs = enumerate(rules.entries)
-            decided[name] = next((number for number, one in globs if fnmatchcase(name, one.glob)), None)
-        return decided[name]
-
+    decisive: dict[str, Rule | None] = {}  # the first rule that matches, by parameter
     shardings: dict[Tensor, Sharding | None] = {}
-    unmatched: list[str] = []
-    for name, one in _parameters(named):
-        number = entry(name)
-        if number is None:
-            unmatched.append(name)
-        else:
-            rule = rules.entries[number]
-            _require_dimensions(rule.sharding, one, f"{rules.file}: {rule.glob}")
-            shardings[one.tensor] = rule.sharding
-    used = set(decided.values())
+    for name, placed in _parameters(named):
+        if name not in decisive:
+            decisive[name] = next((rule for rule in rules.entries if fnmatchcase(name, rule.glob)), None)
+        rule = decisive[name]
+        if rule is not None:
+            _require_dimensions(rule.sharding, placed, f"{rules.file}: {rule.glob}")
+            shardings[placed.tensor] = rule.sharding
+    used = {rule.glob for rule in decisive.values() if rule is not None}
     whole = _whole_tensors(named)
-    for number, rule in enumerate(rules.entries):
-        known = rule.sharding is None and any(fnmatchcase(name, rule.glob) for name in whole)
-        if number not in used and not known:
-            raise _idle_rule_error(rules, rule.glob, list(decided), whole)
-    _require_matched(list(dict.fromkeys(unmatched)), f"{rules.file} says nothing of", '"*": {...} as its last entry')
+    for rule in rules.entries:
+        says_whole = rule.sharding is None and any(fnmatchcase(name, rule.glob) for name in whole)
+        if rule.glob not in used and not says_whole:
+            raise _unused_rule_error(rules, rule.glob, list(decisive), whole)
+    unmatched = [name for name, rule in decisive.items() if rule is None]
+    _require_matched(unmatched, f"{rules.file} says nothing of", '"*": {...} as its last entry')
     return shardings
 
 
@@ -337,17 +322,17 @@ def _whole_tensors(named: Checkpoint) -> dict[str, Tensor]:
     return {name: p for name, p in params.items() if isinstance(p, Tensor) and (not p.shape or p.sharded is False)}
 
 
-def _by_name(named: Checkpoint, like: Like) -> dict[Tensor, Sharding | None]:
+def _by_name(named: Checkpoint, other: LikeCheckpoint) -> dict[Tensor, Sharding | None]:
+    by_name = {clean(name): sharding for name, sharding in other.shardings.items()}
     shardings: dict[Tensor, Sharding | None] = {}
-    unmatched: list[str] = []
-    known = {clean(name): sharding for name, sharding in like.shardings.items()}
-    for name, one in _parameters(named):
-        if name not in known:
-            unmatched.append(name)
-            continue
-        _require_dimensions(known[name], one, like.source)
-        shardings[one.tensor] = known[name]
-    _require_matched(list(dict.fromkeys(unmatched)), f"{like.source} does not have", "--placements FILE instead")
+    unmatched: dict[str, None] = {}
+    for name, placed in _parameters(named):
+        if name in by_name:
+            _require_dimensions(by_name[name], placed, other.source)
+            shardings[placed.tensor] = by_name[name]
+        else:
+            unmatched[name] = None
+    _require_matched(list(unmatched), f"{other.source} does not have", "--placements FILE instead")
     return shardings
 
 
@@ -414,40 +399,44 @@ def _require_matched(names: list[str], what: str, instead: str) -> None:
         )
 
 
-def _idle_rule_error(rules: Rules, glob: str, names: Sequence[str], whole: Mapping[str, Tensor]) -> UsageError:
-    held = next((name for name in whole if fnmatchcase(name, glob)), None)
-    if held is not None:
+def _unused_rule_error(rules: Rules, glob: str, names: Sequence[str], whole: Mapping[str, Tensor]) -> UsageError:
+    name = next((name for name in whole if fnmatchcase(name, glob)), None)
+    if name is not None:
+        no_dimension = "it has no dimension to cut"
         return UsageError(
-            f"{rules.file}: {glob} places {held}, which every rank holds whole",
-            why="it has no dimension to cut"
-            if not whole[held].shape
-            else "the source, --buffers or --reference say so",
-            key=held,
+            f"{rules.file}: {glob} places {name}, which every rank holds whole",
+            why="the source, --buffers or --reference say so" if whole[name].shape else no_dimension,
+            key=name,
             next_step="write null for it, or remove the entry",
         )
     if any(fnmatchcase(name, glob) for name in names):
         why = "entries before it match all of its parameters, and the first match decides"
         return UsageError(
-            f"{rules.file}: {glob} decides nothing", why=why, key=glob, next_step="move it up, or remove it"
+            f"{rules.file}: {glob} has no effect", why=why, key=glob, next_step="move it up, or remove it"
         )
-    meant = get_close_matches(glob.strip("*."), names, n=3, cutoff=0.5)
+    similar = get_close_matches(glob.strip("*."), names, n=3, cutoff=0.5)
     return UsageError(
         f"{rules.file}: {glob} matches no parameter",
-        details=[f"{name} exists" for name in meant],
+        details=[f"{name} exists" for name in similar],
         key=glob,
         next_step="correct it, or remove it",
     )
 
 
-def place_rest(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
+def place_remaining(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
     """Place the sharded tensors that have no sharding yet with ``target.rest``.
 
     Raises NeedsInformationError, with their keys, if it is None.
     """
-    left = [one for one in checkpoint.tensors() if one.tensor.sharded and one.tensor.shape and not one.tensor.sharding]
+    remaining = [
+        named
+        for named in checkpoint.tensors()
+        if named.tensor.sharded and named.tensor.shape and not named.tensor.sharding
+    ]
     rest = target.rest
-    cuts = [one.dim for one in (rest.placements if rest is not None else ()) if not isinstance(one, Replicate | None)]
-    unplaced = [one.key for one in left if rest is None or max(cuts, default=0) >= one.tensor.ndim]
+    placements = rest.placements if rest is not None else ()
+    cuts = [placement.dim for placement in placements if not isinstance(placement, Replicate | None)]
+    unplaced = [named.key for named in remaining if rest is None or max(cuts, default=0) >= named.tensor.ndim]
     if unplaced:
         raise NeedsInformationError(
             f"nothing says how to place {plural(len(unplaced), 'sharded tensor')} of {checkpoint.source} on the mesh "
@@ -457,8 +446,10 @@ def place_rest(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
             why="in the source they are not DTensors, packed (a _StridedShard alone), or on a mesh of another order",
             next_step=f"add {mesh_options(target.meshes)} --placements FILE",
         )
-    kept = {tensor: tensor.sharding for tensor in checkpoint.leaves() if tensor.sharding is not None}
-    return _with_shardings(checkpoint, kept | dict.fromkeys([one.tensor for one in left], rest)) if left else checkpoint
+    if not remaining:
+        return checkpoint
+    shardings = {tensor: tensor.sharding for tensor in checkpoint.leaves() if tensor.sharding is not None}
+    return _with_shardings(checkpoint, {**shardings, **dict.fromkeys([named.tensor for named in remaining], rest)})
 
 
 def _with_shardings(checkpoint: Checkpoint, shardings: Mapping[Tensor, Sharding | None]) -> Checkpoint:
