@@ -32,12 +32,14 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
 
     ``patterns``: globs of parameters without weight decay, or ``standard``. Raises NeedsInformationError without any,
     and if the groups do not separate expert parameters and those without weight decay; UsageError for patterns that no
-    group needs or that match nothing; SourceUnsupportedError for states that do not belong to a parameter's name.
+    group needs or that match nothing, and for ids; SourceUnsupportedError for states that do not belong to a
+    parameter's name.
     """
     optim = checkpoint.optim
     groups = (optim.param_groups if optim is not None else None) or []
     listed = all(group_params(group) is not None for group in groups)
     if optim is not None and patterns and listed and len(groups) == 1:
+        _require_names(checkpoint.source, optim)
         without = _without_decay(checkpoint, [str(name) for name in group_params(groups[0]) or ()], patterns)
         return _with_groups(checkpoint, optim, _split_group(groups[0], without), without)
     source = flavor_named(checkpoint.flavor)
@@ -84,8 +86,17 @@ def note_one_group(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", message)))
 
 
+def _require_names(source: str, optim: OptimState) -> None:
+    """Raises UsageError for an optimizer that is keyed by id: a glob would match the digits."""
+    if optim.key_type == "id":
+        raise UsageError(
+            f"--no-weight-decay needs the names of the parameters, and the optimizer of {source} is keyed by ids",
+            next_step="convert it with --key-type name first, and what that writes with --no-weight-decay",
+        )
+
+
 def _without_decay(checkpoint: Checkpoint, names: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    unused = [one for one in patterns if not any(_matches(checkpoint, name, one) for name in names)]
+    unused = [pattern for pattern in patterns if not any(_matches(checkpoint, name, pattern) for name in names)]
     if unused:
         raise UsageError(
             f"--no-weight-decay {unused[0]} matches none of the parameters",
@@ -124,7 +135,7 @@ def _list_in_groups(
         fitting = [group for group in listed if _kind(group) == kind]
         if len(fitting) != 1:
             raise NeedsInformationError(
-                f"{'several' if fitting else 'none'} of the {len(groups)} param groups can be that of {name}",
+                f"{'several param groups fit' if fitting else 'no param group fits'} {name}",
                 details=[_settings(group) for group in groups],
                 key=name,
                 expected="one group for the parameters with weight decay and one for those without, and the same for "

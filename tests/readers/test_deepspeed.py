@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, UsageError
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
 from fsdpckpt.readers.deepspeed.step import PartitionError, partitions_of_groups, partitions_of_params
 from fsdpckpt.text import plural
@@ -448,6 +448,21 @@ def test_an_optimizer_with_one_group_gets_the_trainers_two(tmp_path: Path) -> No
         {"lr": 0.1, "weight_decay": 0.0, "params": ["w.bias", "norm.weight"]},
     ]
     assert optimizer["state"].keys() == names.keys()
+
+
+@pytest.mark.parametrize("rule", ["standard", "*"])
+def test_one_group_of_ids_is_not_divided_by_globs_that_match_digits(rule: str, tmp_path: Path) -> None:
+    names = {"w.weight": torch.randn(3, 5), "w.bias": torch.randn(3)}
+    states = {number: {"exp_avg": value / 2} for number, value in enumerate(names.values())}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "weight_decay": 0.5, "params": [0, 1]}]}
+    torch.save({"model": names, "optimizer": optimizer}, tmp_path / "ids.pt")
+    with pytest.raises(UsageError, match="is keyed by ids") as error:
+        fsdpckpt.convert(str(tmp_path / "ids.pt"), str(tmp_path / "out.pt"), no_weight_decay=rule)
+    assert "--key-type name" in str(error.value.next_step)
+    fsdpckpt.convert(str(tmp_path / "ids.pt"), str(tmp_path / "names.pt"), key_type="name")
+    fsdpckpt.convert(str(tmp_path / "names.pt"), str(tmp_path / "out.pt"), no_weight_decay="standard")
+    groups = torch.load(tmp_path / "out.pt")["optimizer"]["param_groups"]
+    assert [group["params"] for group in groups] == [["w.weight"], ["w.bias"]]
 
 
 class TestPartitions:
