@@ -26,7 +26,7 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.names import WRAPPERS
 from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor, first_equal
-from fsdpckpt.ir.values import Value
+from fsdpckpt.ir.values import with_tensors
 from fsdpckpt.text import plural
 
 SHOWN = 5  # keys in a note; its ``keys``, in --json, has them all
@@ -69,15 +69,11 @@ def with_own_tensors(checkpoint: Checkpoint) -> Checkpoint:
     """
     model, optim = checkpoint.model, checkpoint.optim
     if model is not None:
-        model = ModelState({name: _copied(leaf) for name, leaf in model.params.items()}, model.metadata)
+        model = ModelState(with_tensors(model.params, replace), model.metadata)
     if optim is not None:
-        state = {key: {name: _copied(leaf) for name, leaf in entry.items()} for key, entry in optim.state.items()}
+        state = {key: with_tensors(states, replace) for key, states in optim.state.items()}
         optim = OptimState(state, optim.param_groups, optim.extra)
     return replace(checkpoint, model=model, optim=optim)
-
-
-def _copied(leaf: Tensor | Value) -> Tensor | Value:
-    return replace(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def select_keys(
@@ -232,7 +228,9 @@ def _rekey(checkpoint: Checkpoint, names: Mapping[str, str], note: Note) -> Chec
         model = ModelState(params, model.metadata if same else None)
     optim = checkpoint.optim
     if optim is not None and optim.key_type == "name":
-        optim = optim.renamed({key: names[str(key)] for key in optim.all_keys() if str(key) in names})
+        keys = [key for key in optim.all_keys() if str(key) in names]
+        # A number among names is an entry that the user added: it stays a number.
+        optim = optim.renamed({key: names[key] if isinstance(key, str) else key for key in keys})
     return replace(checkpoint, model=model, optim=optim, notes=tuple(notes))
 
 

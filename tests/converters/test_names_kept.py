@@ -140,3 +140,23 @@ def test_names_for_ids_leave_the_key_of_an_entry_that_a_user_added(tmp_path: Pat
     names = [name for name in saved["model"] if name != "_orig_mod.count"]
     assert list(load(tmp_path / "named.pt")["optimizer"]["state"]) == [*names, "custom"]
     assert fsdpckpt.diff(tmp_path / "a.pt", tmp_path / "named.pt").same
+
+
+def test_a_renamed_optimizer_leaves_the_number_that_a_user_added_a_number(tmp_path: Path) -> None:
+    states: dict[str | int, Any] = {"w": {"exp_avg": torch.ones(5)}, 7: {"ema": torch.ones(3)}}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+    torch.save({"model": {"w": torch.ones(5)}, "optimizer": optimizer}, tmp_path / "s.pt")
+    fsdpckpt.convert(tmp_path / "s.pt", tmp_path / "out.pt", to="full", rename={"w": "v"})
+    assert list(load(tmp_path / "out.pt")["optimizer"]["state"]) == ["v", 7]
+
+
+def test_a_cast_of_states_in_a_list_leaves_their_copy_in_the_extras_as_it_is(tmp_path: Path) -> None:
+    """SOAP keeps lists of matrices; one dict under two keys is read as the same tensors."""
+    states = {"GG": [torch.ones(5, 5)], "exp_avg": torch.ones(5)}
+    optimizer = {"state": {0: states}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    saved = {"model": {"w": torch.ones(5)}, "optimizer": optimizer, "best": [states]}
+    torch.save(saved, tmp_path / "s.pt")
+    fsdpckpt.convert(tmp_path / "s.pt", tmp_path / "out.pt", to="full", optim_dtype="bfloat16")
+    written = load(tmp_path / "out.pt")
+    assert written["optimizer"]["state"][0]["GG"][0].dtype is torch.bfloat16
+    assert differences(written["best"], saved["best"]) == []
