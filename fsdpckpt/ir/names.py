@@ -15,7 +15,7 @@ from fsdpckpt.ir.checkpoint import (
     OptimState,
 )
 from fsdpckpt.ir.values import Value, like
-from fsdpckpt.text import plural
+from fsdpckpt.text import plural, some_of
 
 # FSDP1, checkpoint_wrapper and offload_wrapper, torch.compile, FSDP of torch 1.11 and of fairscale
 FSDP_WRAPPER = "_fsdp_wrapped_module"
@@ -131,9 +131,7 @@ class SourceNames:
         listed = list(dict.fromkeys(f"{wrapped} -> {name}" for wrapped, name in pairs if wrapped != name))
         if not listed:
             return checkpoint
-        more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-        keys = plural(len(listed), "key")
-        message = f"{keys} lost the prefixes of wrapper modules: {', '.join(listed[:_SHOWN])}{more}"
+        message = f"{plural(len(listed), 'key')} lost the prefixes of wrapper modules: {some_of(listed, _SHOWN)}"
         note = Note("normalised", message, keys=tuple(listed))
         return replace(checkpoint, notes=(*checkpoint.notes, note))
 

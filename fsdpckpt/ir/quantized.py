@@ -147,6 +147,18 @@ def parts_in(entry: Mapping[_Name, object]) -> dict[str, tuple[Blocks, str]]:
     }
 
 
+def shapes_shown(entry: Mapping[_Name, object]) -> Iterator[tuple[_Name, Tensor, tuple[int, ...]]]:
+    """Each tensor in ``entry`` that has dimensions, with its name and the shape that it shows for its parameter.
+
+    Codes and scales show the shape of their state; a ``qmap`` shows none and is left out.
+    """
+    parts = parts_in(entry)
+    for name, leaf in entry.items():
+        blocks, part = parts.get(str(name), (None, ""))
+        if isinstance(leaf, Tensor) and leaf.ndim and part != QMAP:
+            yield name, leaf, leaf.shape if blocks is None else blocks.shape
+
+
 def joined_states(entry: Mapping[_Name, Value]) -> Iterator[tuple[_Name, Value | Blockwise]]:
     """The inverse of ``split_state`` for the items of ``entry``. Raises SourceCorruptError for a state that lacks a
     part.

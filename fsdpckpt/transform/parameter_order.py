@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, OptimState, group_params
 from fsdpckpt.ir.names import clean, keeps_order, without_module
-from fsdpckpt.ir.quantized import parts_in
+from fsdpckpt.ir.quantized import shapes_shown
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import Units, first_misplaced
 from fsdpckpt.ir.values import Key, Value
@@ -309,15 +309,10 @@ def shapes_of_states(states: Mapping[str, Tensor | Value], shaped: Collection[st
 
     ``shaped``: from ``shaped_states``. A parameter whose moments have no dimensions has none either.
     """
-    parts = parts_in(states)
-    shapes = frozenset(blocks.shape for blocks, _ in parts.values()) | frozenset(
-        state.shape
-        for name, state in states.items()
-        if isinstance(state, Tensor)
-        and state.ndim
-        and name not in parts
-        and state.placement != SLICES
-        and _FACTORS.isdisjoint(name.split("_"))
+    shapes = frozenset(
+        shape
+        for name, state, shape in shapes_shown(states)
+        if state.placement != SLICES and _FACTORS.isdisjoint(name.split("_"))
     )
     if not shapes and any(
         isinstance(state, Tensor) and not state.ndim and name in shaped for name, state in states.items()

@@ -17,10 +17,10 @@ from typing import TypeAlias
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Note, Section
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.quantized import QMAP, parts_in
+from fsdpckpt.ir.quantized import shapes_shown
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
 from fsdpckpt.layouts import on_sizes
-from fsdpckpt.text import first_of, plural, shape_text
+from fsdpckpt.text import first_lines, first_of, plural, shape_text
 
 _SHOWN = 12  # keys, or meshes, listed in one message
 
@@ -343,32 +343,27 @@ def _parameters(named: Checkpoint) -> Iterator[tuple[str, NamedTensor]]:
     Raises UsageError for a sharded state in another shape than its parameter.
     """
     params = named.model.params if named.model is not None else {}
-    shapes: dict[str, tuple[int, ...] | None] = {n: p.shape for n, p in params.items() if isinstance(p, Tensor)}
-    in_blocks: dict[Tensor, tuple[int, ...]] = {}  # the parts of states that are cut, with their parameter's shape
+    param_shapes: dict[str, tuple[int, ...] | None] = {n: p.shape for n, p in params.items() if isinstance(p, Tensor)}
+    shown: dict[Tensor, tuple[int, ...]] = {}  # the shape of its parameter that each state shows
     for key, states in named.optim.state.items() if named.optim is not None else ():
-        parts = parts_in(states)
-        of_states: set[tuple[int, ...]] = set()
-        for name, leaf in states.items():
-            if isinstance(leaf, Tensor) and leaf.shape and name not in parts:
-                of_states.add(leaf.shape)
-            elif isinstance(leaf, Tensor) and name in parts and parts[name][1] != QMAP:
-                in_blocks[leaf] = parts[name][0].shape
-                of_states.add(in_blocks[leaf])
-        shapes.setdefault(str(key), next(iter(of_states)) if len(of_states) == 1 else None)
-    for one in named.tensors():
-        tensor = one.tensor
+        shapes = {leaf: shape for _, leaf, shape in shapes_shown(states)}
+        shown.update(shapes)
+        distinct = set(shapes.values())
+        param_shapes.setdefault(str(key), distinct.pop() if len(distinct) == 1 else None)
+    for placed in named.tensors():
+        tensor = placed.tensor
         if not tensor.shape or tensor.sharded is False:
             continue
-        if one.section is not Section.OPTIM or one.state is None:
-            if (one.section is Section.MODEL and one.state is None) or tensor.sharded:
-                yield one.key, one
-        elif in_blocks.get(tensor, tensor.shape) == shapes[one.param]:
-            yield one.param, one
+        if placed.section is not Section.OPTIM or placed.state is None:
+            if (placed.section is Section.MODEL and placed.state is None) or tensor.sharded:
+                yield placed.key, placed
+        elif shown.get(tensor, tensor.shape) == param_shapes[placed.param]:
+            yield placed.param, placed
         elif tensor.sharded:
             raise UsageError(
-                f"{one.key} has another shape than its parameter, {shape_text(tensor.shape)}, and nothing says how it "
-                "lies on the mesh",
-                key=one.key,
+                f"{placed.key} has a different shape than its parameter, {shape_text(tensor.shape)}, and nothing says "
+                "how it lies on the mesh",
+                key=placed.key,
                 next_step="drop --placements and --like, which keeps the source's placements",
             )
 
@@ -389,10 +384,9 @@ def _require_dimensions(sharding: Sharding | None, named: NamedTensor, where: st
 
 def _require_matched(names: list[str], what: str, instead: str) -> None:
     if names:
-        more = [f"... and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
         raise UsageError(
             f"{what} {plural(len(names), 'parameter')}",
-            details=[*names[:_SHOWN], *more],
+            details=first_lines(names, _SHOWN),
             key=names[0],
             why="how a tensor is cut is never guessed",
             next_step=f"add the names, or {instead}",

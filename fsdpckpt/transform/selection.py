@@ -27,7 +27,7 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.names import WRAPPERS
 from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor, first_equal
 from fsdpckpt.ir.values import with_tensors
-from fsdpckpt.text import plural
+from fsdpckpt.text import plural, some_of
 
 SHOWN = 5  # keys in a note; its ``keys``, in --json, has them all
 
@@ -109,7 +109,8 @@ def select_keys(
             f"--include and --exclude leave none of the {plural(len(names), 'key')} of {checkpoint.source}",
             next_step=_list_keys(checkpoint.source),
         )
-    message = f"--include/--exclude: {len(dropped):,} of {plural(len(names), 'key')} left out: {_some_keys(dropped)}"
+    count = f"{len(dropped):,} of {plural(len(names), 'key')}"
+    message = f"--include/--exclude: {count} left out: {some_of(dropped, SHOWN)}"
     note = Note("dropped", message, keys=tuple(dropped))
     return _rekey(checkpoint, {name: name for name in names if wanted(name)}, note)
 
@@ -137,7 +138,7 @@ def rename(
         }
     _refuse_collisions(names)
     changed = [f"{source} -> {name}" for source, name in names.items() if source != name]
-    some = f": {_some_keys(changed)}" if changed else ""
+    some = f": {some_of(changed, SHOWN)}" if changed else ""
     note = Note("renamed", f"{len(changed):,} of {plural(len(names), 'key')} renamed{some}", keys=tuple(changed))
     return _rekey(checkpoint, names, note)
 
@@ -165,10 +166,6 @@ def _closest(given: str, names: Sequence[str]) -> list[str]:
 
 def _list_keys(source: str) -> str:
     return to_copy("list the keys", f"fsdpckpt inspect {shlex.quote(source)} --names-only")
-
-
-def _some_keys(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:SHOWN]) + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else "")
 
 
 def parameter_names(checkpoint: Checkpoint) -> list[str]:

@@ -10,7 +10,7 @@ Optimizer states quantized in blocks are never quantized again: they are refused
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,20 +20,19 @@ from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, Par
 from fsdpckpt.ir.quantized import (
     BITSANDBYTES,
     CODES,
-    QMAP,
     SCALE,
     TORCHAO,
     Blocks,
     blocks_of,
     part_name,
-    parts_in,
     scales_in,
+    shapes_shown,
     unwrapped,
 )
 from fsdpckpt.ir.tensors import Shard, Sharding, Tensor
 from fsdpckpt.ir.values import Key, Value, with_tensors
 from fsdpckpt.layouts import mesh_box, on_one_dimension
-from fsdpckpt.text import listed, plural
+from fsdpckpt.text import first_lines, listed, plural
 from fsdpckpt.transform.parameter_order import NO_BUFFERS
 
 SHOWN = 12  # keys listed in one message: enough to recognise the model, short enough to read
@@ -71,7 +70,7 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
         raise NeedsInformationError(
             f"{checkpoint.source} does not tell parameters (sharded) from buffers (whole on every rank): "
             f"{plural(len(unsettled), 'model key')}",
-            details=_shown(unsettled),
+            details=first_lines(unsettled, SHOWN),
             why="the source stores both the same way, and it has no optimizer that lists the parameters"
             if checkpoint.optim is None
             else "the source stores both the same way, and the optimizer does not list these keys",
@@ -82,7 +81,7 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
     if ambiguous and strict:
         raise NeedsInformationError(
             f"{checkpoint.source} does not say which states of {plural(len(ambiguous), 'parameter')} are sharded",
-            details=_shown(ambiguous),
+            details=first_lines(ambiguous, SHOWN),
             why="their states have several shapes, and no model key of the same name says which one is the parameter's",
             next_step="write a DCP directory (--container dcp), which loads either way, or add --only model",
         )
@@ -92,8 +91,8 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
         notes.append(Note("inferred", f"{what}: the optimizer lists {'it' if inferred == 1 else 'them'}"))
     if unsettled:
         many = len(unsettled) > 1
-        what = f"{len(unsettled)} model key{'s' * many} may be parameter{'s' * many} or buffer{'s' * many}, and "
-        what += f"{'are' if many else 'is'} cut like parameters: {', '.join(_shown(unsettled, 5))}"
+        what = f"{plural(len(unsettled), 'model key')} may be parameter{'s' * many} or buffer{'s' * many}, and "
+        what += f"{'are' if many else 'is'} cut like parameters: {', '.join(first_lines(unsettled, 5))}"
         notes.append(Note("undetermined", what, keys=tuple(unsettled)))
     _require_buffers(checkpoint, hints)
     decided = replace(checkpoint, model=model, optim=optim, notes=tuple(notes))
@@ -123,11 +122,6 @@ def _require_buffers(checkpoint: Checkpoint, hints: ShardingHints) -> None:
                     "see the names", f"fsdpckpt inspect {shlex.quote(checkpoint.source)} --names-only --section model"
                 ),
             )
-
-
-def _shown(keys: Sequence[str], most: int = SHOWN) -> list[str]:
-    more = [f"... and {len(keys) - most} more"] if len(keys) > most else []
-    return [*keys[:most], *more]
 
 
 def _decide_model(checkpoint: Checkpoint, hints: ShardingHints) -> tuple[ModelState | None, list[str], int]:
@@ -205,24 +199,17 @@ def _decide_entry(
 ) -> dict[str, Tensor | Value]:
     """One parameter's states: those in the parameter's shape are sharded if it is, all others are replicated."""
     param = model.params.get(key) if model is not None and isinstance(key, str) else None
-    parts = parts_in(entry)
-    shapes = {
-        leaf.shape for name, leaf in entry.items() if isinstance(leaf, Tensor) and leaf.ndim and name not in parts
-    }
-    shapes |= {blocks.shape for blocks, _ in parts.values()}
-    like = param.shape if isinstance(param, Tensor) else next(iter(shapes), None) if len(shapes) == 1 else None
-    follows = param.sharded if isinstance(param, Tensor) else True
-    if like is None and any(isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is None for leaf in entry.values()):
+    shapes = {name: shape for name, _, shape in shapes_shown(entry)}
+    distinct = set(shapes.values())
+    param_shape = param.shape if isinstance(param, Tensor) else distinct.pop() if len(distinct) == 1 else None
+    param_sharded = bool(param.sharded) if isinstance(param, Tensor) else True
+    tensors = {name: leaf for name, leaf in entry.items() if isinstance(leaf, Tensor)}
+    if param_shape is None and any(leaf.ndim and leaf.sharded is None for leaf in tensors.values()):
         ambiguous.append(str(key))
-    decided: dict[str, Tensor | Value] = {}
-    for name, leaf in entry.items():
-        if isinstance(leaf, Tensor):
-            blocks, part = parts.get(name, (None, ""))
-            shape = leaf.shape if blocks is None else blocks.shape if part != QMAP else None
-            sharded = leaf.sharded if leaf.sharded is not None else shape == like and bool(follows)
-            decided[name] = leaf.with_sharded(sharded and leaf.ndim > 0)
-        else:
-            decided[name] = leaf
+    decided = dict(entry)
+    for name, leaf in tensors.items():
+        inferred = name in shapes and shapes[name] == param_shape and param_sharded
+        decided[name] = leaf.with_sharded(leaf.ndim > 0 and (inferred if leaf.sharded is None else leaf.sharded))
     return decided
 
 
