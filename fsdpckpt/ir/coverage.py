@@ -63,7 +63,7 @@ def flaws(tensor: Tensor) -> list[Flaw]:
             return []
     elif _is_grid(shape, chunks.start, chunks.size):
         return []
-    return _examine(shape, chunks.start, chunks.size, chunks.rank)
+    return _find_flaws(shape, chunks.start, chunks.size, chunks.rank)
 
 
 def _is_small_grid(shape: tuple[int, ...], starts: list[list[int]], sizes: list[list[int]]) -> bool:
@@ -113,7 +113,7 @@ def _is_grid(shape: tuple[int, ...], start: Int64Array, size: Int64Array) -> boo
     return len(np.unique(cell)) == cells
 
 
-def _examine(shape: tuple[int, ...], start: Int64Array, size: Int64Array, rank: Int64Array) -> list[Flaw]:
+def _find_flaws(shape: tuple[int, ...], start: Int64Array, size: Int64Array, rank: Int64Array) -> list[Flaw]:
     """Find exactly what is wrong, if anything is: chunks may cover a tensor without forming a grid."""
     flaws: list[Flaw] = []
     limit = np.asarray(shape, np.int64).reshape(1, len(shape))
@@ -121,28 +121,29 @@ def _examine(shape: tuple[int, ...], start: Int64Array, size: Int64Array, rank: 
     inside = ((start >= 0) & (size >= 0) & (start + size <= limit)).all(axis=1)
     for row in np.flatnonzero(filled & ~inside).tolist():
         begin, count = tuple(start[row].tolist()), tuple(size[row].tolist())
-        flaws.append(Flaw("outside", _outside_flaw(shape, begin, count), begin, count, (int(rank[row]),)))
+        flaws.append(Flaw("outside", _elements_outside(shape, begin, count), begin, count, (int(rank[row]),)))
     good = filled & inside
     boxes = np.concatenate([start[good], size[good]], axis=1)
     if len(boxes):
-        boxes, _ = np.unique(boxes, axis=0, return_index=True)
-    start_, size_ = boxes[:, : len(shape)], boxes[:, len(shape) :]
+        boxes = np.unique(boxes, axis=0)
+    box_start, box_size = boxes[:, : len(shape)], boxes[:, len(shape) :]
     holders = (start[good], size[good], rank[good])
     edges = [
-        np.unique(np.concatenate([[0, length], start_[:, k], start_[:, k] + size_[:, k]]))
+        np.unique(np.concatenate([[0, length], box_start[:, k], box_start[:, k] + box_size[:, k]]))
         for k, length in enumerate(shape)
     ]
     cut = [k for k, edge in enumerate(edges) if len(edge) > 2]
     if 0 in shape:
         return flaws
     if len(cut) > MAX_CUT_DIMENSIONS or prod(len(edges[k]) for k in cut) > MAX_CELLS:
-        return flaws + _compare_pairwise(shape, start_, size_, holders)
-    return flaws + _count_boxes(shape, start_, size_, holders, edges)
+        return flaws + _compare_pairwise(shape, box_start, box_size, holders)
+    return flaws + _count_boxes(shape, box_start, box_size, holders, edges)
 
 
-def _outside_flaw(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> int:
-    kept = prod(max(min(b + n, e) - max(b, 0), 0) for b, n, e in zip(start, size, shape, strict=True))
-    return abs(prod(size)) - kept
+def _elements_outside(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> int:
+    """The number of elements of the box that are outside of the tensor."""
+    inside = prod(max(min(b + n, e) - max(b, 0), 0) for b, n, e in zip(start, size, shape, strict=True))
+    return abs(prod(size)) - inside
 
 
 def _count_boxes(

@@ -52,11 +52,11 @@ class TargetData:
         return number
 
     def box(self, start: Sequence[int], size: Sequence[int]) -> int:
-        """The place of a box in ``boxes``."""
-        place = len(self.boxes)
+        """Append a box to ``boxes``; returns its index there."""
+        index = len(self.boxes)
         self.boxes.extend(start)
         self.boxes.extend(size)
-        return place
+        return index
 
 
 class WriteItem(NamedTuple):
@@ -91,7 +91,7 @@ class TargetFile:
     make: Callable[[TargetFile], TargetFile] | None = None
 
     def made(self) -> TargetFile:
-        """The file with its columns: itself, or what ``make`` makes when it is wanted and nobody keeps longer."""
+        """The file with its columns: itself, or a new one that ``make`` builds and the caller discards."""
         return self if self.make is None else self.make(self)
 
     def literal(self, data: bytes | bytearray) -> int:

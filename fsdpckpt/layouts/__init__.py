@@ -5,7 +5,7 @@ Rules, from PyTorch: ``torch.chunk`` (pieces of ``ceil(n / parts)``, the last on
 On a mesh, ``torch.distributed.tensor.placement_types`` applies one placement per mesh dimension: in the order of the
 mesh dimensions, or in the order that ``DTensorSpec.shard_order`` or the split factors of ``_StridedShard`` say.
 
-What torch 2.13 holds and saves on meshes of two and three dimensions (seen, and tested against it):
+What torch 2.13 holds and saves on meshes of two and three dimensions (observed, and covered by tests):
 
 - ``fully_shard`` on a mesh (replicate, shard) gives ``[Replicate(), Shard(0)]``; with ``shard_placement_fn``
   ``Shard(1)``, which has to divide evenly (``_fsdp_param.py``, ``_init_sharded_param``).
@@ -193,7 +193,9 @@ def mesh_chunks(shape: tuple[int, ...], sharding: Sharding) -> HeldChunks:
 
 
 def source_chunks(tensor: Tensor) -> HeldChunks:
-    """Each distinct box of the source with the rank of its first chunk; an empty box only if there is no other."""
+    """Each distinct box of the source, on the rank of its first chunk alone, even if more ranks hold it; an empty box
+    only if there is no other.
+    """
     chunks = tensor.chunks
     full = np.flatnonzero((chunks.size > 0).all(axis=1))
     if not len(full):

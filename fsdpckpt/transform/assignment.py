@@ -23,15 +23,8 @@ _EFFORT_PER_NAME = 16
 _PAIRS = 4_000_000  # (id, name) pairs: a model with more surely has parameters of equal shape, so a search is futile
 
 
-class _Path:
-    """The decisions so far, last first."""
-
-    __slots__ = ("before", "name", "number")
-
-    def __init__(self, before: _Path | None, number: int, name: int) -> None:
-        self.before = before
-        self.number = number
-        self.name = name
+_Path: TypeAlias = tuple["_Path | None", int, int]
+"""The decisions so far, last first: those before, then the id's index and the name's index of the last one."""
 
 
 def in_order(groups: Sequence[int], names: int, fits: Fits, *, effort: int | None = None) -> list[Answer] | None:
@@ -81,7 +74,7 @@ def _several_groups(groups: Sequence[int], names: int, fits: Fits, effort: int) 
             for group, done in enumerate(state):
                 if done < groups[group] and fits(first[group] + done, name):
                     after = (*state[:group], done + 1, *state[group + 1 :])
-                    _extend(following, after, [_Path(path, first[group] + done, name) for path in paths])
+                    _extend(following, after, [(path, first[group] + done, name) for path in paths])
             if total - sum(state) < names - name:
                 _extend(following, state, paths)
         frontier = following
@@ -98,8 +91,8 @@ def _extend(
 def _answer(path: _Path | None, total: int) -> Answer:
     names = [0] * total
     while path is not None:
-        names[path.number] = path.name
-        path = path.before
+        path, number, name = path
+        names[number] = name
     return tuple(names)
 
 
