@@ -15,7 +15,7 @@ from fsdpckpt.errors import SourceMissingError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.producers import Flavor, Form, Place, Step
+from fsdpckpt.producers import Flavor, Form, PathKey, Place
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings, side_files
 from fsdpckpt.storage.sources import Sources
@@ -121,7 +121,7 @@ def _extras_implying_both(checkpoint: Checkpoint, flavor: Flavor, form: Form) ->
     return tuple(name for name in names if _extras_imply_both(flavor, form) or name in flavor.training_keys)
 
 
-def _unplaced_extras(checkpoint: Checkpoint, copied: SideFiles, placed: tuple[Step, ...]) -> tuple[str, ...]:
+def _unplaced_extras(checkpoint: Checkpoint, copied: SideFiles, placed: tuple[PathKey, ...]) -> tuple[str, ...]:
     """The extras that are neither in ``placed``, nor in a side file, nor already reported as left out."""
     files = [*copied.files, *(name for note in copied.notes for name in note.keys)]
     settled = {*map(str, placed), *_extra_names_in_files(files)}
@@ -161,7 +161,7 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
     """
     foreign = [
         key
-        for key, keys in form.opened
+        for key, keys in form.loader_opens
         if checkpoint.extra.get(key) is not None and not _has(checkpoint.extra[key], keys)
     ]
     why = f"left out, because flavor {flavor.name} keeps something else under that name"
@@ -219,7 +219,7 @@ def _source_schedule(checkpoint: Checkpoint, required: frozenset[str]) -> dict[K
     return value if isinstance(value, dict) and _has(value, required) else None
 
 
-def _schedule_path(checkpoint: Checkpoint) -> tuple[Step, ...]:
+def _schedule_path(checkpoint: Checkpoint) -> tuple[PathKey, ...]:
     source = flavor_named(checkpoint.flavor)
     paths = source.schedules if source is not None else ()
     return next((path for path in paths if path[0] in checkpoint.extra), ())

@@ -11,7 +11,7 @@ from fsdpckpt.ir import Container, Layout, Section
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.values import Key
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.producers import Flavor, Form, Step
+from fsdpckpt.producers import Flavor, Form, PathKey
 from fsdpckpt.producers.table import HUGGINGFACE, WRITABLE, flavor_named
 
 _PLAIN = "the target is plain"
@@ -93,13 +93,13 @@ def _matches_request(form: Form, options: ConvertOptions, source: Checkpoint) ->
 def _with_source_keys(form: Form, source: Checkpoint) -> Form:
     """``form`` with the source's own keys, if the framework lets the user choose them."""
     model, optim = (source.nesting.get(section) for section in (Section.MODEL, Section.OPTIM))
-    if not form.own_keys or model is None:
+    if not form.keeps_source_keys or model is None:
         return form
     place = form.optim if form.optim is None or optim is None else replace(form.optim, at=_steps(optim))
     return replace(form, model=replace(form.model, at=_steps(model)), optim=place)
 
 
-def _steps(path: tuple[Key, ...]) -> tuple[Step, ...]:
+def _steps(path: tuple[Key, ...]) -> tuple[PathKey, ...]:
     return tuple(key for key in path if isinstance(key, (str, int)))
 
 

@@ -136,7 +136,7 @@ def _lay_out_form(
         files += target.files
         links += target.links
         notes += [note for note in target.notes if note not in notes]
-    for name, text in form.texts:
+    for name, text in form.small_files:
         file = TargetFile(name)
         file.literal(text.replace("{world_size}", str(spec.world_size or checkpoint.world_size)).encode())
         files.append(file)

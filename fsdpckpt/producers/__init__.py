@@ -14,7 +14,7 @@ from fsdpckpt.ir.checkpoint import Container, KeyType, Layout, Section
 
 PLAIN = "plain"
 EXTRA_STEM = "extra_state"  # the stem of files, verl's and this program's, that hold only extras
-Step: TypeAlias = str | int  # a key of a dict, or an index of a list
+PathKey: TypeAlias = str | int  # a key of a dict, or an index of a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Place:
     """
 
     file: str
-    at: tuple[Step, ...] = ()
+    at: tuple[PathKey, ...] = ()
     container: Container | None = None
     layout: Layout | None = None
 
@@ -63,15 +63,15 @@ class Form:
     ``key_type``: what its loader takes, None where the form fixes the keys. ``flattened``: the optimizer's keys are
     ``state.<name>.<state>`` and ``param_groups.<name>.<setting>``, as
     ``StateDictOptions(flatten_optimizer_state_dict=True)`` makes them.
-    ``mesh``: that of its DTensors. ``weights``: tensors only, tied ones once. ``texts``: small files it needs, (name,
-    content with ``{world_size}``). ``defaults``: extras without which its loader stops; () is an empty list.
-    ``opened``: extras that its loader opens, with keys that each must have: other frameworks' extras of that name are
-    left out.
+    ``mesh``: that of its DTensors. ``weights``: tensors only, tied ones once. ``small_files``: further files that it
+    needs, (name, content with ``{world_size}``). ``defaults``: extras without which its loader stops; () is an empty
+    list. ``loader_opens``: extras that its loader opens, with the keys that each must have: other frameworks' extras of
+    that name are left out.
     ``schedule``: the extra that takes the state dict of another producer's LR scheduler, and the keys it must have.
     ``directory``: whether DST is one; ``suffix``: what a DST that is one file ends in, "" for no custom.
     ``counter``: the extra that counts the steps of the optimizer; without one the optimizer's own step goes there.
     ``by_parameter``: each weight and state has a file of its own.
-    ``own_keys``: the keys of the sections are the user's, so that the source's are kept.
+    ``keeps_source_keys``: the keys of the sections are the user's, so that the source's are kept.
     """
 
     layout: Layout
@@ -83,19 +83,19 @@ class Form:
     flattened: bool = False
     mesh: MeshForm = PLAIN_MESH
     weights: bool = False
-    texts: tuple[tuple[str, str], ...] = ()
+    small_files: tuple[tuple[str, str], ...] = ()
     defaults: tuple[tuple[str, str | int | tuple[()] | None], ...] = ()
-    opened: tuple[tuple[str, frozenset[str]], ...] = ()
+    loader_opens: tuple[tuple[str, frozenset[str]], ...] = ()
     schedule: tuple[str, frozenset[str]] | None = None
     directory: bool = True
     suffix: str = ""
-    own_keys: bool = False
+    keeps_source_keys: bool = False
     counter: str = ""
     by_parameter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class RankFile:
+class RankFileName:
     """A file that each rank has, named with ``{rank}``; ``single`` is its name in a world of one."""
 
     name: str
@@ -112,7 +112,7 @@ class RankFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Signature:
     """How to recognise a framework: every pattern of ``files`` matches a name in the directory, and all ``keys`` are
     top-level keys beside model and optimizer.
 
@@ -122,7 +122,7 @@ class Sign:
 
     files: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
-    model: tuple[Step, ...] | None = None
+    model: tuple[PathKey, ...] | None = None
     flattened: bool | None = None
 
 
@@ -138,33 +138,33 @@ class Flavor:
     ``schedules``: the paths at which the LR scheduler's state dict may be among its extras, the usual one first; ()
     when it keeps none in torch's form. ``counts_processes``: whether that counts one step for each process, as
     ``AcceleratedScheduler.step`` does unless it is told ``split_batches``; others count one.
-    ``within``: frameworks that keep its checkpoints among files of their own, which then go along.
+    ``contained_in``: frameworks that keep its checkpoints among files of their own, which are then copied too.
     ``training_files``, ``training_keys``: patterns of files, and extras that are not empty, which it saves only with
     both the model and the optimizer; a save of the model alone has none of them.
     ``needed``: files that it saves with the optimizer, and what it does where one is absent.
     ``schedule_file``: the one with the LR scheduler's state dict.
     ``two_groups``: whether its optimizer has two param groups and loads no other, as the Trainer's has.
-    ``bare_groups``: whether its param groups list no parameters.
+    ``groups_without_params``: whether its param groups list no parameters.
     ``universal_directory``: where it loads DeepSpeed's universal checkpoints from, "" where ``latest_universal`` says.
     """
 
     name: str
     title: str
-    signs: tuple[Sign, ...]
+    signs: tuple[Signature, ...]
     forms: tuple[Form, ...] = ()
     state: str = r"^(\.metadata|.*\.distcp)$"
-    rank_files: tuple[RankFile, ...] = ()
+    rank_files: tuple[RankFileName, ...] = ()
     side_files: str = r"^$"
     exports: tuple[str, ...] = ()
     export_directories: tuple[str, ...] = ()
     model_files: str | None = None
-    schedules: tuple[tuple[Step, ...], ...] = ()
+    schedules: tuple[tuple[PathKey, ...], ...] = ()
     counts_processes: bool = False
-    within: tuple[str, ...] = ()
+    contained_in: tuple[str, ...] = ()
     training_files: tuple[str, ...] = ()
     training_keys: tuple[str, ...] = ()
     needed: tuple[tuple[str, str], ...] = ()
     schedule_file: str = ""
     two_groups: bool = False
     universal_directory: str = ""
-    bare_groups: bool = False
+    groups_without_params: bool = False

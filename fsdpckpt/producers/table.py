@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import Container, Layout, Section
-from fsdpckpt.producers import PLAIN, PLAIN_PLACES, Flavor, Form, MeshForm, Place, RankFile, Sign
+from fsdpckpt.producers import PLAIN, PLAIN_PLACES, Flavor, Form, MeshForm, Place, RankFileName, Signature
 
 # accelerate, the Trainer of transformers, Hugging Face
 
@@ -58,13 +58,13 @@ ACCELERATE = Flavor(
     name="accelerate",
     title="accelerate's save_state",
     signs=(
-        Sign((_STATE,)),
-        Sign((_OPTIM_STATE, r"^random_states_\d+\.pkl$")),
-        Sign((_BY_DEEPSPEED, r"^random_states_\d+\.pkl$")),
+        Signature((_STATE,)),
+        Signature((_OPTIM_STATE, r"^random_states_\d+\.pkl$")),
+        Signature((_BY_DEEPSPEED, r"^random_states_\d+\.pkl$")),
     ),
     forms=(_SHARDED, _FULL, _RANKS, _LOCAL),
     state=rf"^({_MODEL}|{_OPTIM})(_\d+)?(_rank\d+)?(\.bin)?$|{_OF_DEEPSPEED}|^pytorch_model$",
-    rank_files=(RankFile("random_states_{rank}.pkl"),),
+    rank_files=(RankFileName("random_states_{rank}.pkl"),),
     side_files=rf"{_SCHEDULING}|^(sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin$|^custom_checkpoint_\d+\.pkl$",
     model_files="",
     schedules=(("scheduler",), _DEEPSPEED_SCHEDULE),
@@ -78,9 +78,9 @@ TRAINER = replace(
     ACCELERATE,
     name="trainer",
     title="a checkpoint of the Trainer of transformers",
-    signs=(Sign((_STATE, _TRAINED)), Sign((_OPTIM_STATE, _TRAINED)), Sign((_TRAINED, _BY_DEEPSPEED))),
+    signs=(Signature((_STATE, _TRAINED)), Signature((_OPTIM_STATE, _TRAINED)), Signature((_TRAINED, _BY_DEEPSPEED))),
     state=rf"{ACCELERATE.state}|{_STEP_DIRECTORY}",
-    rank_files=(RankFile("rng_state_{rank}.pth", single="rng_state.pth"),),
+    rank_files=(RankFileName("rng_state_{rank}.pth", single="rng_state.pth"),),
     side_files=rf"{_SCHEDULING}|^(trainer_state\.json|training_args\.bin)$",
     exports=(WEIGHTS,),
     training_files=(r"^scheduler\.pt$", r"^rng_state(_\d+)?\.pth$", r"^scaler\.pt$"),  # none with save_only_model
@@ -101,7 +101,7 @@ TRAINER = replace(
 HUGGINGFACE = Flavor(
     name="huggingface",
     title="Hugging Face weights",
-    signs=(Sign((r"^model([-.].*)?\.safetensors(\.index\.json)?$", r"^config\.json$")),),
+    signs=(Signature((r"^model([-.].*)?\.safetensors(\.index\.json)?$", r"^config\.json$")),),
     forms=(Form(Layout.FULL, Container.SAFETENSORS, Place("model"), None, weights=True),),
     state=r"\.safetensors(\.index\.json)?$",
     model_files="",
@@ -144,7 +144,7 @@ _LIGHTNING_FULL = replace(
 LIGHTNING = Flavor(
     name="lightning",
     title="Lightning's Trainer",
-    signs=(Sign(keys=(_VERSION,)), Sign(_META_FILES, ("loops",))),
+    signs=(Signature(keys=(_VERSION,)), Signature(_META_FILES, ("loops",))),
     forms=(_lightning_sharded("model", "optimizer_0", _DEFAULTS), _LIGHTNING_FULL),
     state=r"^(meta\.pt|\.metadata|.*\.distcp)$",
     schedules=(("lr_schedulers", 0),),
@@ -155,16 +155,16 @@ LIGHTNING_MODEL_PARALLEL = replace(  # ModelParallelStrategy: FSDP2
     LIGHTNING,
     name="lightning-model-parallel",
     title="Lightning's Trainer with ModelParallelStrategy",
-    signs=(Sign(_META_FILES, ("loops",), model=("state_dict",)),),
+    signs=(Signature(_META_FILES, ("loops",), model=("state_dict",)),),
     forms=(_lightning_sharded("state_dict", "optimizer_0", _DEFAULTS), _LIGHTNING_FULL),
 )
 
 FABRIC = Flavor(
     name="fabric",
     title="Lightning Fabric",
-    signs=(Sign(_META_FILES),),
+    signs=(Signature(_META_FILES),),
     state=LIGHTNING.state,
-    forms=(replace(_lightning_sharded("model", "optimizer"), own_keys=True), _FABRIC_FULL),
+    forms=(replace(_lightning_sharded("model", "optimizer"), keeps_source_keys=True), _FABRIC_FULL),
 )
 
 
@@ -185,7 +185,7 @@ _TORCHTITAN_FORM = Form(
 TORCHTITAN = Flavor(
     name="torchtitan",
     title="torchtitan, the model's names at the top",
-    signs=(Sign((_DCP, _STEP), model=()), Sign((_DCP,), ("train_state",), model=())),
+    signs=(Signature((_DCP, _STEP), model=()), Signature((_DCP,), ("train_state",), model=())),
     forms=(_TORCHTITAN_FORM,),
     training_keys=("lr_scheduler", "train_state"),  # absent with last_save_model_only
 )
@@ -195,8 +195,8 @@ TORCHTITAN_OLD = replace(
     name="torchtitan-old",
     title="torchtitan, names below model",
     signs=(
-        Sign((_DCP, _STEP), model=("model",), flattened=True),
-        Sign((_DCP,), ("train_state",), model=("model",)),
+        Signature((_DCP, _STEP), model=("model",), flattened=True),
+        Signature((_DCP,), ("train_state",), model=("model",)),
     ),
     forms=(replace(_TORCHTITAN_FORM, model=Place("", ("model",))),),
 )
@@ -215,9 +215,9 @@ _VERL_SHARDED = Form(
     _VERL_PLACES[Section.EXTRA],
     key_type="id",
     mesh=MeshForm("cuda", ("fsdp",), hybrid=("ddp", "fsdp")),
-    texts=(("fsdp_config.json", _CONFIG.format(version=2)),),
+    small_files=(("fsdp_config.json", _CONFIG.format(version=2)),),
     defaults=((_SCHEDULE, None),),
-    opened=((_SCHEDULE, frozenset({"last_epoch", "_last_lr"})), ("rng", frozenset({"cpu", "numpy", "random"}))),
+    loader_opens=((_SCHEDULE, frozenset({"last_epoch", "_last_lr"})), ("rng", frozenset({"cpu", "numpy", "random"}))),
     schedule=(_SCHEDULE, frozenset({"last_epoch", "_last_lr", "lr_lambdas"})),  # all of verl's are LambdaLR
 )
 _VERL_FLATTENED = replace(  # FSDP1: DTensors in the model's files, flat parameters in the optimizer's
@@ -225,16 +225,16 @@ _VERL_FLATTENED = replace(  # FSDP1: DTensors in the model's files, flat paramet
     layout=Layout.FLATTENED,
     model=replace(_VERL_PLACES[Section.MODEL], layout=Layout.SHARDED),
     extra=replace(_VERL_PLACES[Section.EXTRA], layout=Layout.SHARDED),
-    texts=(("fsdp_config.json", _CONFIG.format(version=1)),),
+    small_files=(("fsdp_config.json", _CONFIG.format(version=1)),),
 )
 
 VERL = Flavor(
     name="verl",
     title="verl's FSDP checkpoint manager",
-    signs=(Sign((r"^(model|optim)_world_size_\d+_rank_\d+\.pt$", r"^(fsdp_config\.json|huggingface)$")),),
+    signs=(Signature((r"^(model|optim)_world_size_\d+_rank_\d+\.pt$", r"^(fsdp_config\.json|huggingface)$")),),
     forms=(_VERL_SHARDED, _VERL_FLATTENED),
     state=r"^((model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|fsdp_config\.json)$",
-    rank_files=(RankFile("data_{rank}.pt"),),  # its supervised training's data loaders
+    rank_files=(RankFileName("data_{rank}.pt"),),  # its supervised training's data loaders
     side_files=r"^data\.pt$|^lora_(train_meta\.json|adapter/adapter_(config\.json|model\.safetensors))$",
     export_directories=("huggingface",),
     model_files="huggingface/",
@@ -248,13 +248,13 @@ VERL = Flavor(
 COMPOSER = Flavor(
     name="composer",
     title="Composer",
-    signs=(Sign((r"^\.metadata$", r"^\.\./ep\d+-ba\d+$")), Sign(keys=("state", "rng"))),
+    signs=(Signature((r"^\.metadata$", r"^\.\./ep\d+-ba\d+$")), Signature(keys=("state", "rng"))),
 )
 
 TORCHTUNE = Flavor(
     name="torchtune",
     title="torchtune",
-    signs=(Sign((r"^recipe_state\.pt$",)), Sign((r"^\.metadata$", r"^\.\./(dist_)?epoch_\d+$"))),
+    signs=(Signature((r"^recipe_state\.pt$",)), Signature((r"^\.metadata$", r"^\.\./(dist_)?epoch_\d+$"))),
 )
 
 
@@ -264,7 +264,7 @@ _OTHER = r"[_-]rank-\d{8}-of-\d{8}\.pth?$"
 TORCH_XLA = Flavor(
     name="torch_xla",
     title="torch_xla's FSDP",
-    signs=(Sign((_RANK,)), Sign((_OTHER,))),
+    signs=(Signature((_RANK,)), Signature((_OTHER,))),
     state=rf"{_RANK}|{_OTHER}",
     model_files="",
     exports=(WEIGHTS, r"_consolidated\.pth$"),
@@ -273,7 +273,7 @@ TORCH_XLA = Flavor(
 DEEPSPEED = Flavor(
     name="deepspeed",
     title="DeepSpeed's save_checkpoint",
-    signs=(Sign((r"_optim_states\.pt$",)), Sign((r"^latest$", _STEP_DIRECTORY))),
+    signs=(Signature((r"_optim_states\.pt$",)), Signature((r"^latest$", _STEP_DIRECTORY))),
     state=rf"_(optim|model)_states\.pt$|{_OF_DEEPSPEED}|{_STEP_DIRECTORY}",
     model_files="",
     schedules=(_DEEPSPEED_SCHEDULE,),
@@ -282,7 +282,7 @@ DEEPSPEED = Flavor(
 DEEPSPEED_UNIVERSAL = Flavor(
     name="deepspeed-universal",
     title="DeepSpeed's universal checkpoint",
-    signs=(Sign((r"^latest_universal$",)), Sign((r"mp_rank_\d+_model_states\.pt$", r"^zero$"))),
+    signs=(Signature((r"^latest_universal$",)), Signature((r"mp_rank_\d+_model_states\.pt$", r"^zero$"))),
     forms=(
         Form(
             Layout.FULL,
@@ -298,7 +298,7 @@ DEEPSPEED_UNIVERSAL = Flavor(
         ),
     ),
     state=rf"{DEEPSPEED.state}|^zero$",
-    within=("trainer", "accelerate"),
+    contained_in=("trainer", "accelerate"),
     model_files="",
     schedules=(_DEEPSPEED_SCHEDULE,),
 )
@@ -306,9 +306,9 @@ DEEPSPEED_UNIVERSAL = Flavor(
 MEGATRON = Flavor(
     name="megatron",
     title="Megatron-core's distributed checkpoints",
-    signs=(Sign((r"^common\.pt$", r"^\.metadata$")),),
+    signs=(Signature((r"^common\.pt$", r"^\.metadata$")),),
     state=r"^(metadata\.json|common\.pt|\.metadata|.*\.distcp|latest_checkpointed_iteration\.txt)$",
-    bare_groups=True,
+    groups_without_params=True,
 )
 
 FAIRSCALE = Flavor(
@@ -341,12 +341,12 @@ def recognise(
 ) -> Flavor | None:
     """The framework that matches the file ``names`` of ``directory`` and the top-level ``keys``, or None.
 
-    ``model`` and ``flattened``: of a DCP checkpoint's keys, as in ``Sign``.
+    ``model`` and ``flattened``: of a DCP checkpoint's keys, as in ``Signature``.
     """
     base = directory.rstrip("/").rpartition("/")[2]
     entries, top = [*names, f"../{base}"], set(keys)
 
-    def shown(sign: Sign) -> bool:
+    def shown(sign: Signature) -> bool:
         return (
             all(any(re.search(pattern, name) for name in entries) for pattern in sign.files)
             and top.issuperset(sign.keys)

@@ -11,7 +11,7 @@ from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, NoteKind, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.producers import EXTRA_STEM, PLAIN, Flavor, RankFile
+from fsdpckpt.producers import EXTRA_STEM, PLAIN, Flavor, RankFileName
 from fsdpckpt.producers.table import export_files, flavor_named, recognise
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage import Entry, is_url
@@ -125,7 +125,7 @@ def side_files(
                 below = sources.files_below(entries[name].path)
                 files.update({f"{name}/{path}": entry for path, entry in below})
     same = source is not None and (
-        source.name in (target.name, *target.within) or target.name in (source.name, *source.within)
+        source.name in (target.name, *target.contained_in) or target.name in (source.name, *source.contained_in)
     )
     exports = export_files(entries)  # they hold another copy of the model, unchanged
     chosen = {name: name for name in files if name not in exports} if same else _of_the_model(files, source, target)
@@ -166,7 +166,7 @@ def _of_the_model(files: Iterable[str], source: Flavor | None, target: Flavor) -
 
 
 def _by_rank(
-    chosen: dict[str, str], rank_files: tuple[RankFile, ...], world_size: int | None, copied: SideFiles
+    chosen: dict[str, str], rank_files: tuple[RankFileName, ...], world_size: int | None, copied: SideFiles
 ) -> dict[str, str]:
     """``chosen`` with the rank files for ``world_size`` ranks."""
     for kind in rank_files:

@@ -43,7 +43,7 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
         without = _without_decay(checkpoint, [str(name) for name in group_params(groups[0]) or ()], patterns)
         return _with_groups(checkpoint, optim, _split_group(groups[0], without), without)
     source = flavor_named(checkpoint.flavor)
-    if optim is None or listed or source is None or not source.bare_groups:
+    if optim is None or listed or source is None or not source.groups_without_params:
         if patterns:
             raise UsageError(
                 "--no-weight-decay is for Megatron's param groups, which list no parameters, and for an optimizer with "

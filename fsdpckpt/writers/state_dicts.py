@@ -25,7 +25,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import Blockwise, joined_states
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, equal, like
-from fsdpckpt.producers import PLAIN_PLACES, Place, Step
+from fsdpckpt.producers import PLAIN_PLACES, PathKey, Place
 from fsdpckpt.text import plural
 
 
@@ -62,7 +62,7 @@ def _merge(common: dict[Key, Value], of_rank: dict[Key, Value]) -> dict[Key, Val
     return merged
 
 
-def nested(sections: Sequence[tuple[tuple[Step, ...], Value]]) -> Value:
+def nested(sections: Sequence[tuple[tuple[PathKey, ...], Value]]) -> Value:
     """One dict of ``sections``, each under its path; a position in a path makes a list with one section."""
     root: dict[Key, Value] = {}
     for path, section in sections:

@@ -25,7 +25,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride, spans_of
 from fsdpckpt.ir.values import Global, Object, Value, leaf_tensors, walk
-from fsdpckpt.producers import Step
+from fsdpckpt.producers import PathKey
 from fsdpckpt.text import first_of
 from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one, model_dict, nested, optim_dict
@@ -38,7 +38,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     """
     casts, notes = spec.dtypes.casts(checkpoint)
     extra, dropped = extras_of_one(checkpoint)
-    sections: list[tuple[tuple[Step, ...], Value]] = []
+    sections: list[tuple[tuple[PathKey, ...], Value]] = []
     if checkpoint.model is not None:
         sections.append((spec.places[Section.MODEL].at, model_dict(checkpoint.model)))
     if checkpoint.optim is not None:

@@ -8,7 +8,7 @@ from fsdpckpt.converters.target_spec import make_target_spec
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.producers import Form, RankFile
+from fsdpckpt.producers import Form, RankFileName
 from fsdpckpt.producers.table import FLAVORS, WRITABLE, export_files, flavor_named, recognise
 from tests.flat.flat_synthetic import checkpoint
 
@@ -118,7 +118,7 @@ def test_what_a_producer_does_not_save_is_refused(target: str, options: dict[str
 
 
 def test_a_world_of_one_has_the_trainers_single_name() -> None:
-    kind = RankFile("rng_state_{rank}.pth", single="rng_state.pth")
+    kind = RankFileName("rng_state_{rank}.pth", single="rng_state.pth")
     assert (kind.of(0, 1), kind.of(3, 8)) == ("rng_state.pth", "rng_state_3.pth")
 
 
