@@ -81,7 +81,7 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
 
 def _summary(description: Description, columns: int | None) -> Iterator[Line]:
     """``columns``: of the terminal. In a pipe, lines are not cut, and everything is listed."""
-    from fsdpckpt.transform.placements import source_meshes
+    from fsdpckpt.transform.meshes import source_meshes
 
     checkpoint = description.checkpoint
     ranks = plural(checkpoint.world_size, "rank")

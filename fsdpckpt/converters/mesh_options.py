@@ -12,7 +12,8 @@ from fsdpckpt.ir.tensors import MeshShape, Placement, Replicate, Shard, Sharding
 from fsdpckpt.layouts import strided
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
-from fsdpckpt.transform.placements import Rule, Rules, mesh_options
+from fsdpckpt.transform.meshes import mesh_options
+from fsdpckpt.transform.placements import Rule, Rules
 
 EXAMPLE_MESH = "--mesh dp_replicate=2,dp_shard=4,tp=2"
 _SIZE = re.compile(r"0*[1-9]\d{0,8}", re.ASCII)

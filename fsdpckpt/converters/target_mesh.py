@@ -19,16 +19,8 @@ from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import first_of, plural
-from fsdpckpt.transform.placements import (
-    AsSource,
-    LikeCheckpoint,
-    TargetMesh,
-    mesh_options,
-    replaced_on,
-    resized,
-    source_meshes,
-    whole_of,
-)
+from fsdpckpt.transform.meshes import mesh_options, resized, source_meshes, whole_of
+from fsdpckpt.transform.placements import AsSource, LikeCheckpoint, TargetMesh, replaced_on
 
 
 def check_mesh(options: ConvertOptions) -> tuple[MeshShape, ...]:

@@ -7,7 +7,7 @@ import pytest
 from fsdpckpt.converters.mesh_options import parse_mesh
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Shard, Sharding
-from fsdpckpt.transform.placements import resized
+from fsdpckpt.transform.meshes import resized
 
 MESH = MeshShape((2, 4, 2), ("dp_replicate", "dp_shard", "tp"))
 

@@ -1,0 +1,151 @@
+"""Resizes the meshes of a source for another number of ranks, and writes meshes as options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice, product
+from math import lcm, prod
+
+from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding
+from fsdpckpt.text import plural
+
+_SHOWN = 12  # meshes listed in one message
+
+
+def mesh_options(meshes: Iterable[MeshShape]) -> str:
+    """As the user would type them."""
+    return " ".join(f"--mesh {mesh}" for mesh in meshes)
+
+
+def source_meshes(checkpoint: Checkpoint) -> list[MeshShape]:
+    """The meshes of the source's DTensors in the order of the tensors, without those that are submeshes of another.
+    Expert parallelism has two meshes of all ranks.
+    """
+    shardings = (tensor.sharding for tensor in checkpoint.leaves())
+    meshes = dict.fromkeys(sharding.mesh for sharding in shardings if sharding is not None)
+    return [mesh for mesh in meshes if not any(mesh != other and is_submesh(mesh, other) for other in meshes)]
+
+
+def whole_of(mesh: MeshShape, meshes: Iterable[MeshShape]) -> MeshShape | None:
+    """The first of ``meshes`` that equals ``mesh`` or contains it as a submesh."""
+    return next((whole for whole in meshes if is_submesh(mesh, whole)), None)
+
+
+def is_submesh(mesh: MeshShape, whole: MeshShape) -> bool:
+    if mesh == whole:
+        return True
+    if mesh.names is None or whole.names is None:
+        return False
+    sizes = dict(zip(whole.names, whole.sizes, strict=True))
+    part = dict(zip(mesh.names, mesh.sizes, strict=True))
+    return [name for name in whole.names if name in part] == list(mesh.names) and part.items() <= sizes.items()
+
+
+def resized(
+    meshes: Mapping[MeshShape, Sequence[Sharding]], world_size: int, *, source: str, keep_replicas: bool = True
+) -> dict[MeshShape, MeshShape]:
+    """Resize the dimension that FSDP shards over in each of ``meshes``, so that the mesh has ``world_size`` ranks.
+    ``meshes``: those of ``source``, all of the same size, and the shardings of the tensors on each.
+
+    FSDP's dimension is the first that cuts every tensor: HSDP's replicas come before it and cut none, other parallelism
+    comes after it. ``keep_replicas=False`` (DCP, which stores replicas once) drops replicas that do not divide
+    ``world_size``. Raises NeedsInformationError, with the possible meshes, if the other dimensions do not divide
+    ``world_size`` or no dimension cuts every tensor.
+    """
+    if all(mesh.world_size == world_size for mesh in meshes):
+        return {mesh: mesh for mesh in meshes}
+    shard_dims = {mesh: _shard_dimension(mesh, shardings) for mesh, shardings in meshes.items()}
+    kept = {mesh: mesh for mesh in meshes}
+    if not keep_replicas and any(
+        world_size % _other_ranks(mesh, dim) for mesh, dim in shard_dims.items() if dim is not None
+    ):
+        kept = {mesh: _with_sizes(mesh, dict.fromkeys(range(dim or 0), 1)) for mesh, dim in shard_dims.items()}
+    others = {mesh: _other_ranks(kept[mesh], dim) for mesh, dim in shard_dims.items() if dim is not None}
+    undetermined = [mesh for mesh in meshes if mesh not in others]
+    misfits = [(mesh, dim) for mesh, dim in shard_dims.items() if dim is not None and world_size % others[mesh]]
+    fitting = {
+        mesh: _fitting_meshes(kept[mesh], dim, world_size) if dim is not None else _with_one_changed(mesh, world_size)
+        for mesh, dim in shard_dims.items()
+    }
+    if not undetermined and not misfits:
+        return {mesh: first for mesh, (first, *_) in fitting.items()}
+    choices = [mesh_options(chosen) for chosen in islice(_consistent_meshes(fitting), _SHOWN)]
+    next_step = f"add {mesh_options(meshes)} with sizes for {plural(world_size, 'rank')}"
+    if choices:
+        next_step = f"add {choices[0]}" + (", or another of those above" if len(choices) > 1 else "")
+    if undetermined:
+        raise NeedsInformationError(
+            f"{source} is on the mesh {undetermined[0]}, and nothing says which of its dimensions changes for "
+            f"{plural(world_size, 'rank')}",
+            details=choices,
+            why="FSDP's changes, and no dimension of this mesh cuts every tensor, as FSDP's does",
+            next_step=next_step,
+        )
+    mesh, dim = misfits[0]
+    sizes = " x ".join(str(size) for number, size in enumerate(kept[mesh].sizes) if number != dim)
+    name = mesh.names[dim] if mesh.names is not None else f"dimension {dim}"
+    raise NeedsInformationError(
+        f"--world-size {world_size} does not fit the mesh of {source}, {mesh}",
+        details=choices,
+        why=f"only {name} changes, which FSDP shards over: {world_size} is not divisible by the {sizes} ranks of "
+        "the other dimensions",
+        next_step=next_step,
+        expected=f"a multiple of {lcm(*others.values())}",
+        found=str(world_size),
+    )
+
+
+def _other_ranks(mesh: MeshShape, dim: int) -> int:
+    """The number of ranks in all dimensions but ``dim``."""
+    return mesh.world_size // mesh.sizes[dim]
+
+
+def _with_sizes(mesh: MeshShape, sizes: Mapping[int, int]) -> MeshShape:
+    """``mesh`` with other sizes of some dimensions."""
+    return replace(mesh, sizes=tuple(sizes.get(dim, size) for dim, size in enumerate(mesh.sizes)))
+
+
+def _with_one_changed(mesh: MeshShape, world_size: int) -> list[MeshShape]:
+    """``mesh`` resized to ``world_size`` ranks, in every way that changes one dimension alone."""
+    others = [_other_ranks(mesh, dim) for dim in range(len(mesh.sizes))]
+    return [
+        _with_sizes(mesh, {dim: world_size // ranks}) for dim, ranks in enumerate(others) if world_size % ranks == 0
+    ]
+
+
+def _consistent_meshes(fitting: Mapping[MeshShape, Sequence[MeshShape]]) -> Iterator[tuple[MeshShape, ...]]:
+    """One mesh for each of the source's, in which dimensions that two of them share (replicas) stay equal."""
+    for chosen in product(*fitting.values()):
+        sizes: dict[tuple[str, int], set[int]] = {}
+        for before, after in zip(fitting, chosen, strict=True):
+            for name, size, new in zip(before.dimension_names, before.sizes, after.sizes, strict=True):
+                sizes.setdefault((name, size), set()).add(new)
+        if all(len(new) == 1 for new in sizes.values()):
+            yield chosen
+
+
+def _shard_dimension(mesh: MeshShape, shardings: Sequence[Sharding]) -> int | None:
+    """The first dimension of ``mesh`` that cuts every tensor; if there is only one dimension, that one."""
+    if len(mesh.sizes) == 1:
+        return 0
+    for dim in range(len(mesh.sizes)):
+        placements = [sharding.placements[dim] for sharding in shardings]
+        if placements and all(not isinstance(placement, Replicate | None) for placement in placements):
+            return dim
+    return None
+
+
+def _fitting_meshes(mesh: MeshShape, over: int, world_size: int) -> list[MeshShape]:
+    """Meshes of ``world_size`` ranks whose other dimensions have divisors of their sizes. First those that keep most of
+    the parallelism after FSDP's dimension, then those that keep most replicas.
+    """
+    others = [*range(over + 1, len(mesh.sizes)), *range(over)]
+    divisors = [[size for size in range(mesh.sizes[dim], 0, -1) if mesh.sizes[dim] % size == 0] for dim in others]
+    return [
+        _with_sizes(mesh, {**dict(zip(others, sizes, strict=True)), over: world_size // prod(sizes)})
+        for sizes in product(*divisors)
+        if world_size % prod(sizes) == 0
+    ]
