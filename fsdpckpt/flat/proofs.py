@@ -13,7 +13,7 @@ With the units of a different model, these elements would be values of parameter
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.match import FlatMatch
-from fsdpckpt.ir.checkpoint import Checkpoint, ChunkChecksums, Note, Problem, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import scales_in
@@ -145,7 +145,7 @@ def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Pro
     if checkpoint.world_size // match.shard_size < 2 and all(count > 1 for count in shards):
         return [], []
     most = max(shards)
-    checksums = ChunkChecksums(checkpoint.checksums)
+    checksums = checkpoint.checksums.by_place()
     problems: list[Problem] = []
     compared = unknown = 0
     for section, key, tensor in _slice_tensors(checkpoint):
@@ -173,20 +173,29 @@ def _slice_tensors(checkpoint: Checkpoint) -> Iterator[tuple[Section, str, Tenso
             yield named.section, named.key, named.tensor
 
 
-def _differing_replicas(tensor: Tensor, shards: int, checksums: ChunkChecksums) -> Iterator[tuple[int, int]]:
-    """For each replica (rank, first rank with other bytes or -1 if equal); (-1, -1) if it has no checksum."""
+def _differing_replicas(
+    tensor: Tensor, shards: int, checksums: Mapping[tuple[int, int], tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """For each replica (rank, first rank with other bytes or -1 if equal); (-1, -1) if it has no checksum.
+
+    Compares the records that begin with the slices. One may be longer than its slice: it then holds the slices of
+    several parameters, which are replicas too.
+    """
     chunks = tensor.chunks
-    rows = zip(chunks.rank.tolist(), chunks.size[:, 0].tolist(), checksums.of(tensor).tolist(), strict=True)
-    first: dict[tuple[int, int], tuple[int, int]] = {}  # rank and CRC-32 by shard and length
-    for rank, size, crc in sorted(rows):
+    rows = zip(
+        chunks.rank.tolist(), chunks.size[:, 0].tolist(), chunks.file.tolist(), chunks.offset.tolist(), strict=True
+    )
+    first: dict[tuple[int, int], tuple[int, int | None]] = {}  # rank and CRC-32 by shard and length
+    for rank, size, file, offset in sorted(rows):
         if not size:
             continue
         shard = (rank % shards, size)
+        _, crc = checksums.get((file, offset), (0, None))
         if shard not in first:
             first[shard] = (rank, crc)
             continue
         first_rank, expected = first[shard]
-        if crc < 0 or expected < 0:
+        if crc is None or expected is None:
             yield -1, -1
         else:
             yield rank, first_rank if crc != expected else -1
