@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.formats.pickle.expansion import check_expansion
+from fsdpckpt.formats.pickle.check import check_expansion
 from fsdpckpt.formats.torch import read_archive
 from fsdpckpt.storage.local import LocalFile
 

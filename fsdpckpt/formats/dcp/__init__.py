@@ -27,7 +27,7 @@ from fsdpckpt.formats.dcp.fields import UnusualError
 from fsdpckpt.formats.dcp.reduce import Reduced, Run, reduce_pickle
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX
 from fsdpckpt.formats.pickle import ARGUMENTS, StubInstance, instance_class, load, stub_for
-from fsdpckpt.formats.pickle.expansion import MAX_DEPTH
+from fsdpckpt.formats.pickle.check import MAX_DEPTH
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import plural, truncate

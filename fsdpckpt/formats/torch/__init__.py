@@ -18,8 +18,7 @@ import numpy as np
 
 from fsdpckpt.errors import COPY_AGAIN, SourceUnrecognisedError, SourceUnsupportedError, damaged
 from fsdpckpt.formats.pickle import StubInstance, as_object, load
-from fsdpckpt.formats.pickle.check import check_size
-from fsdpckpt.formats.pickle.expansion import MAX_DEPTH, check_expansion, too_deep
+from fsdpckpt.formats.pickle.check import MAX_DEPTH, check_expansion, check_size, too_deep
 from fsdpckpt.formats.torch.distributed import Distributed, DistributedBlocks, DistributedParser
 from fsdpckpt.formats.torch.loadable import array_object, decode_stand_in, is_stand_in
 from fsdpckpt.formats.torch.tensors import Refused, StoredBlocks, StoredTensor, TensorBuilder, Wrapped
