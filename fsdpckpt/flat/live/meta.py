@@ -105,6 +105,8 @@ def _units_as_wrapped(
             )
         except ValueError as error:
             _refuse([str(error)])
+        except AssertionError as error:
+            _refuse([f"FSDP1 fails an assertion, as it does for a unit without elements: {error}"])
         if not fsdp_modules(wrapped):
             _refuse(["no parameter is left for any unit"])
         units = units_of(wrapped)

@@ -137,6 +137,8 @@ def test_what_fsdp_would_refuse_is_refused() -> None:
         units_from_model(lambda: scalar, [], use_orig_params=True)
     with pytest.raises(SourceUnsupportedError, match="no parameter is left"):
         units_from_model(nn.Tanh, [], use_orig_params=True)
+    with pytest.raises(SourceUnsupportedError, match="a unit without elements"):
+        units_from_model(lambda: nn.Sequential(nn.Linear(0, 4, bias=False)), [], use_orig_params=True)
 
 
 def test_a_model_of_integers_is_refused() -> None:
