@@ -78,6 +78,7 @@ def test_numbers_that_are_no_ranks_may_come_twice() -> None:
     [
         (["lora_rank16.pt", "model.pt"], []),
         (["lora_rank16.pt", "m_rank0.pt", "m_rank1.pt"], ["m"]),
+        (["lora_rank16.pt", "m_rank3.pt", "o_rank3.pt"], ["m", "o"]),
         (["frank5.pt", "frank6.pt", "model.pt"], []),
         (["rank0.pt"], ["rank"]),
     ],

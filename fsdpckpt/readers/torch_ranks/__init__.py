@@ -8,6 +8,7 @@ Patterns: ``model_world_size_4_rank_0.pt`` (verl, and what this program writes),
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -216,6 +217,7 @@ class RankSet:
 
         Bare numbers are if there are several that count from 0 with few gaps. 0, 1, 3 are; 0, 1000, 2000 are steps. A
         single file after ``rank`` without the number of ranks is not if no other set has so many: ``lora_rank16.pt``.
+        Two single files of one rank are: ``model_rank3.pt`` beside ``optim_rank3.pt``.
         """
         if self.bare:
             return len(self.files) > 1 and 0 in self.files and self.absent < len(self.files)
@@ -241,7 +243,9 @@ def group_ranks(names: Iterable[str], directory: str) -> tuple[list[RankSet], li
         if first != name:
             rank_set.again[name] = first
     unstated = [rank_set for rank_set in sets.values() if rank_set.world is None and not rank_set.bare]
-    ranks = max((rank_set.world_size for rank_set in unstated if len(rank_set.files) > 1), default=0)
+    several = {rank_set.world_size for rank_set in unstated if len(rank_set.files) > 1}
+    sizes = Counter(rank_set.world_size for rank_set in unstated)
+    ranks = max((size for size in sizes if sizes[size] > 1 or size in several), default=0)
     plausible = [rank_set for rank_set in sets.values() if rank_set.plausible(ranks)]
     for rank_set in sets.values():
         if rank_set not in plausible:
