@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeAlias, cast
 
 from fsdpckpt.ir.checkpoint import ModelState, Note, OptimState, stored_entry
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, like, replaced, value_at, without
-from fsdpckpt.readers.optimizer_forms import containers, is_flattened, optimizer_of
+from fsdpckpt.readers.optimizer_forms import containers, is_flattened, is_nested, optimizer_of
 from fsdpckpt.readers.protocol import KeyPath, dotted
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
@@ -66,10 +66,11 @@ def split(root: Value) -> Sections:
         root = _repair_several_optimizers(root, optimizers, sections.notes)
     elif optimizers:
         ((path, (optim, notes)),) = optimizers.items()
-        if path and path not in {("optim",), ("optimizer",)}:
-            notes.insert(0, Note("optimizer-found", f"the optimizer was found under {dotted(path)}"))
-        sections.optim, sections.optim_path, sections.flattened = optim, path, is_flattened(value_at(root, path))
-        sections.notes += notes
+        if optim is not None:
+            if path and path not in {("optim",), ("optimizer",)}:
+                notes.insert(0, Note("optimizer-found", f"the optimizer was found under {dotted(path)}"))
+            sections.optim, sections.optim_path, sections.flattened = optim, path, is_flattened(value_at(root, path))
+            sections.notes += notes
     _find_model(root, sections)
     sections.extra = _remainder(root, sections)
     return sections
@@ -101,33 +102,35 @@ def _regroup(root: dict[Key, Value]) -> dict[Key, Value]:
     return regrouped
 
 
+_Optimizers: TypeAlias = dict[KeyPath, tuple[OptimState | None, list[Note]]]
+"""Optimizers by path, with notes on how each was read; None for one whose states cannot be addressed by name."""
+
+
 def _named_optimizer(path: KeyPath) -> bool:
     return any(isinstance(key, str) and (key in _OPTIM_NAMES or "optim" in key.lower()) for key in path[-2:])
 
 
-def _find_optimizers(root: dict[Key, Value]) -> dict[KeyPath, tuple[OptimState, list[Note]]]:
-    """By path: every optimizer in ``root`` that is not inside another one, and notes on how it was read."""
-    optimizers: dict[KeyPath, tuple[OptimState, list[Note]]] = {}
+def _find_optimizers(root: dict[Key, Value]) -> _Optimizers:
+    """Every optimizer in ``root`` that is not inside another one."""
+    optimizers: _Optimizers = {}
     for path, value in containers(root):
         if any(path[: len(outer)] == outer for outer in optimizers):
             continue
         notes: list[Note] = []
         named = _named_optimizer(path) or (not path and is_flattened(value))
         optim = optimizer_of(value, notes, named=named)
-        if optim is not None:
+        if optim is not None or is_nested(value):
             optimizers[path] = optim, notes
     return optimizers
 
 
-def _repair_several_optimizers(
-    root: dict[Key, Value], optimizers: Mapping[KeyPath, tuple[OptimState, list[Note]]], notes: list[Note]
-) -> dict[Key, Value]:
+def _repair_several_optimizers(root: dict[Key, Value], optimizers: _Optimizers, notes: list[Note]) -> dict[Key, Value]:
     """``root`` with the ids in all of its optimizers repaired; they stay extras."""
     message = f"{len(optimizers)} optimizers found ({', '.join(map(dotted, optimizers))}): all are kept as extras"
     notes.append(Note("several-optimizers", message))
     for path, (optim, read_notes) in optimizers.items():
         repairs = [note for note in read_notes if note.kind == "ids-repaired"]
-        if repairs:
+        if repairs and optim is not None:
             state = {key: stored_entry(states) for key, states in optim.state.items()}
             root = cast("dict[Key, Value]", replaced(root, (*path, "state"), cast(Value, state)))
             notes += repairs

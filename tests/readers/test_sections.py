@@ -96,6 +96,13 @@ def test_several_optimizers_all_stay_extra_with_a_note() -> None:
     assert "optimizer_states.0" in found.notes[0].message and "optimizer_states.1" in found.notes[0].message
 
 
+def test_an_optimizer_with_a_state_that_has_no_name_is_one_of_several() -> None:
+    unnamed = {"state": {0: {0: M}}, "param_groups": [{"params": [0]}]}
+    found = check({"gen": unnamed, "disc": BY_ID}, None, None, {"gen": unnamed, "disc": BY_ID})
+    assert [note.kind for note in found.notes] == ["several-optimizers"]
+    check({"model": MODEL, "gen": unnamed}, MODEL, None, {"gen": unnamed})
+
+
 def test_ids_of_several_optimizers_are_repaired_and_a_users_own_value_stays() -> None:
     def optimizer(key: int | str) -> dict[str, Any]:
         return {"state": {key: {"exp_avg": M}, "tables": 7.5}, "param_groups": [{"params": [0]}]}
