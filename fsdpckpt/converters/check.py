@@ -176,10 +176,13 @@ def _match(
         written = _unflatten(written, units, path)
     wrong = [problem.message for problem in written.problems if problem.fatal]
     empty = frozenset(name for name, param in units.params().items() if not param.numel) if units else frozenset()
-    unmatched = {(named.section, named.key): named for named in _comparable(written, empty)}
+    unmatched: dict[tuple[Section, str], list[NamedTensor]] = {}  # several where 0 and "0" are both keys, in order
+    for named in _comparable(written, empty):
+        unmatched.setdefault((named.section, named.key), []).append(named)
     pairs = []
     for named in _comparable(expected, empty):
-        other = unmatched.pop((named.section, named.key), None)
+        others = unmatched.get((named.section, named.key))
+        other = others.pop(0) if others else None
         dtype = dtypes.of(named.section, named.state, named.tensor)
         if other is None:
             wrong.append(f"{named.section} {named.key} was not written")
@@ -188,7 +191,8 @@ def _match(
             wrong.append(f"{named.section} {named.key} was written as {forms}")
         elif compares:
             pairs.append(Pair(f"{named.section} {named.key}", named.tensor, other.tensor))
-    wrong.extend(f"{named.section} {named.key} was written and should not be there" for named in unmatched.values())
+    stray = (named for others in unmatched.values() for named in others)
+    wrong.extend(f"{named.section} {named.key} was written and should not be there" for named in stray)
     if wrong:
         raise _not_as_planned(path, wrong)
     return pairs, written.files

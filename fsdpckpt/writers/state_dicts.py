@@ -5,8 +5,8 @@ Also flattens a checkpoint into the entries of a DCP directory, under the keys t
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -130,10 +130,14 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """Collects the leaves of one section. ``ids``: the dict whose keys may be parameter ids, which readers restore."""
+    """Collects the leaves of one section, and in ``double`` the keys that equal another one of their dict as text.
+
+    ``ids``: the dict whose keys may be parameter ids, which readers restore.
+    """
 
     leaves: list[Leaf]
     notes: list[Note]
+    double: list[str]
     ids: Path = ()
 
     def enter(self, path: Path, prefix: str, value: Value) -> None:
@@ -150,18 +154,21 @@ class _Walk:
             message = f"{prefix} is an empty dict: a DCP directory has no place for it"
             self.notes.append(Note("dropped", message, prefix))
         for key, item in joined_states(value):
-            part = key if type(key) is str else self.renamed(prefix, key)
+            part = key if type(key) is str else self.renamed(prefix, key, value)
             inner = f"{prefix}.{part}" if prefix else part
             if type(item) is Tensor or isinstance(item, Blockwise):
                 self.leaves.append(Leaf(inner, (*path, part), item))
             else:
                 self.enter((*path, part), inner, item)
 
-    def renamed(self, prefix: str, key: Key) -> str:
+    def renamed(self, prefix: str, key: Key, siblings: Collection[Key]) -> str:
+        text = str(key)
+        if text in siblings:
+            self.double.append(f"{prefix}.{text}" if prefix else text)
         if not (self.ids and prefix == _dotted(self.ids)):
             where = prefix or "the extras"
-            self.notes.append(Note("renamed", f"key {key!r} of {where} becomes the text {str(key)!r}", str(key)))
-        return str(key)
+            self.notes.append(Note("renamed", f"key {key!r} of {where} becomes the text {text!r}", text))
+        return text
 
 
 def _dotted(path: Path) -> str:
@@ -188,7 +195,8 @@ def flatten(
     """
     leaves: list[Leaf] = []
     notes: list[Note] = []
-    walk = _Walk(leaves, notes)
+    double: list[str] = []
+    walk = _Walk(leaves, notes, double)
     if checkpoint.model is not None:
         path = places[Section.MODEL].at
         walk.mapping(path, _dotted(path), dict(checkpoint.model.params.items()))
@@ -201,13 +209,13 @@ def flatten(
             leaves.extend(_flat_optimizer(checkpoint.optim, path, notes))
         else:
             root, state = optim_dict(checkpoint.optim), (*path, "state")
-            _Walk(leaves, notes, ids=state).enter(state, _dotted(state), root.pop("state"))
+            _Walk(leaves, notes, double, ids=state).enter(state, _dotted(state), root.pop("state"))
             if root:
                 walk.mapping(path, _dotted(path), root)
     extra, dropped = extras_of_one(checkpoint)
     if extra:
         walk.mapping((), "", extra)
-    _refuse_duplicates(leaves)
+    _refuse_duplicates(leaves, double)
     return leaves, notes + dropped
 
 
@@ -245,15 +253,14 @@ def settings_by_parameter(optim: OptimState, at: Path) -> Iterator[Leaf]:
                     yield Leaf(_dotted((*at, key)), (*at, key), value)
 
 
-def _refuse_duplicates(leaves: list[Leaf]) -> None:
-    if len({leaf.key for leaf in leaves}) == len(leaves):
-        return
-    seen: set[str] = set()
-    double = [leaf.key for leaf in leaves if leaf.key in seen or seen.add(leaf.key)]  # type: ignore[func-returns-value]
-    raise SourceUnsupportedError(
-        "several entries would get the same key in a DCP directory",
-        details=double,
-        why="DCP joins nested keys with dots, and two of them become equal",
-        next_step="leave one of them out with --exclude, or rename it with --rename OLD=NEW",
-        key=double[0],
-    )
+def _refuse_duplicates(leaves: list[Leaf], double: list[str]) -> None:
+    times = Counter(leaf.key for leaf in leaves)
+    same = list(dict.fromkeys([*(key for key in times if times[key] > 1), *double]))
+    if same:
+        raise SourceUnsupportedError(
+            "several entries would get the same key in a DCP directory",
+            details=same,
+            why="DCP makes keys text and joins nested ones with dots, and two of them become equal",
+            next_step="leave one of them out with --exclude, or rename it with --rename OLD=NEW",
+            key=same[0],
+        )
