@@ -122,6 +122,16 @@ def test_a_small_pickle_of_much_data_is_refused(first: bytes, again: bytes) -> N
         load(b"\x80\x02](" + first + again * 4000 + b"e.", file="it.pkl")
 
 
+def test_many_different_keys_of_equal_hash_are_refused() -> None:
+    def keyed(count: int) -> bytes:
+        each = (b"h\x00)\x81}X\x01\x00\x00\x00aM%bsbN" % number.to_bytes(2, "little") for number in range(count))
+        return b"\x80\x02cargparse\nNamespace\nq\x000}(" + b"".join(each) + b"u."
+
+    assert len(load(keyed(100), file="it.pkl")) == 100
+    with pytest.raises(SourceCorruptError, match="the same data is copied again and again"):
+        load(keyed(2000), file="it.pkl")
+
+
 def test_a_set_of_one_long_tuple_many_times_is_refused() -> None:
     long = b"(" + b"K\x01" * 1000 + b"tq\x00"
     with pytest.raises(SourceCorruptError, match="the same data is copied again and again"):

@@ -45,7 +45,7 @@ class _Loading(threading.local):
     names: list[Global]
     dicts: list[OrderedDict[object, object]]
     refused: dict[str, None]
-    copied: int  # items and bytes that calls took over from their arguments
+    copied: int  # items and bytes that calls took over from their arguments, and keys compared
     most_copied: int
     tensors: TensorResolver | None
     stub_for: Callable[[str, str], object | None]
@@ -53,6 +53,7 @@ class _Loading(threading.local):
 
 LOADING = _Loading()
 _FREE_COPIES = 1_000_000  # items and bytes that calls may copy or hash in any pickle; this takes no noticeable time
+_COMPARED = 16  # what comparing two keys counts as: keys whose hashes are equal are compared in pairs
 
 
 class _OpenObject(Object):
@@ -72,6 +73,10 @@ class _OpenObject(Object):
 
     def __setitem__(self, key: Value, value: Value) -> None:
         self.entries.append((key, value))  # type: ignore[arg-type]
+
+    def __eq__(self, other: object) -> bool:
+        _charge(_COMPARED)
+        return Object.__eq__(self, other)
 
     def __hash__(self) -> int:
         made = Object.__hash__(self)
