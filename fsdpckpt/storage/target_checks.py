@@ -80,10 +80,10 @@ def is_empty_directory(path: str) -> bool:
 def existing_and_missing(directory: str) -> tuple[str, list[str]]:
     """``directory`` or the first one above it that exists, and the ones below that which do not, deepest first."""
     missing = []
-    while not os.path.lexists(directory):
+    while directory and not os.path.lexists(directory):
         missing.append(directory)
         directory = os.path.dirname(directory)
-    return directory, missing
+    return directory or os.curdir, missing
 
 
 def check_target(target: str, source: str, *, overwrite: bool, compare: bool = False) -> None:

@@ -16,6 +16,7 @@ from fsdpckpt.converters.staging import UploadDirectory, is_sent
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.storage.target_checks import existing_and_missing
 
 
 def tensor(rng: random.Random, *, files: int) -> Tensor:
@@ -155,6 +156,17 @@ def test_a_lock_on_a_directory_that_another_run_removed_meanwhile_is_taken_again
         with pytest.raises(TargetExistsError), stage.locked(resume=True):
             pass
         assert len(calls) == 3
+
+
+def test_a_relative_staging_directory_that_does_not_exist_is_made_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stage = UploadDirectory.of("s3://runs/step-1", "scratch")
+    with stage.locked(resume=True):
+        assert (tmp_path / stage.root).is_dir()
+    assert list(tmp_path.iterdir()) == []
+    assert existing_and_missing("scratch/uploads") == (".", ["scratch/uploads", "scratch"])
 
 
 def test_the_directories_that_were_made_for_staging_are_removed_with_it(tmp_path: Path) -> None:
