@@ -20,7 +20,7 @@ import io
 import json
 import struct
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,7 +139,10 @@ StateDict: TypeAlias = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A split state dict: ``skeleton`` has ``Slot(i)`` for ``tensors[i]``, whose dotted key is ``keys[i]``."""
+    """A split state dict: ``skeleton`` has ``Slot(i)`` for ``tensors[i]``, whose dotted key is ``keys[i]``.
+
+    Where two tensors have one dotted key, as in ``{"a.b": x, "a": {"b": y}}``, their keys show the types of all parts.
+    """
 
     skeleton: object
     keys: tuple[str, ...]
@@ -148,41 +151,50 @@ class Tree:
 
 def split_tensors(state: object) -> Tree:
     """Split ``state``; the tensors are in the order of the dicts."""
-    keys: list[str] = []
+    paths: list[_Path] = []
     tensors: list[torch.Tensor] = []
 
-    def visit(value: object, key: str) -> object:
+    def visit(value: object, path: _Path) -> object:
         if isinstance(value, torch.Tensor):
-            keys.append(key)
+            paths.append(path)
             tensors.append(value)
             return Slot(len(tensors) - 1)
         return value
 
-    skeleton = _map_leaves(state, visit, "")
-    return Tree(skeleton, tuple(keys), tuple(tensors))
+    skeleton = _map_leaves(state, visit, ())
+    keys = [_dotted(path, str) for path in paths]
+    counts = Counter(keys)
+    unique = [key if counts[key] == 1 else _dotted(path, repr) for key, path in zip(keys, paths, strict=True)]
+    return Tree(skeleton, tuple(unique), tuple(tensors))
 
 
 def join_tensors(skeleton: object, tensors: Sequence[torch.Tensor]) -> StateDict:
     """The inverse of ``split_tensors``: the state dict with ``tensors`` in the slots of ``skeleton``."""
-    joined = _map_leaves(skeleton, lambda value, _: tensors[value.index] if isinstance(value, Slot) else value, "")
+    joined = _map_leaves(skeleton, lambda value, _: tensors[value.index] if isinstance(value, Slot) else value, ())
     return cast("StateDict", joined)
 
 
-def _map_leaves(value: object, visit: Callable[[object, str], object], key: str) -> object:
+_Path: TypeAlias = tuple[object, ...]
+"""Keys of dicts, and a ``Slot`` for each index of a list or tuple."""
+
+
+def _dotted(path: _Path, text: Callable[[object], str]) -> str:
+    return "".join(f"[{part.index}]" if isinstance(part, Slot) else f".{text(part)}" for part in path).removeprefix(".")
+
+
+def _map_leaves(value: object, visit: Callable[[object, _Path], object], path: _Path) -> object:
     if type(value) in {dict, OrderedDict}:
         mapping: dict[object, object] = value  # type: ignore[assignment]  # by the exact type
-        items = [
-            (name, _map_leaves(child, visit, f"{key}.{name}" if key else str(name))) for name, child in mapping.items()
-        ]
+        items = [(name, _map_leaves(child, visit, (*path, name))) for name, child in mapping.items()]
         if not isinstance(mapping, OrderedDict):
             return dict(items)
         ordered = OrderedDict(items)
         vars(ordered).update(vars(mapping))  # torch's _metadata
         return ordered
     if type(value) in {list, tuple}:
-        children = [_map_leaves(child, visit, f"{key}[{i}]") for i, child in enumerate(value)]  # type: ignore[arg-type,var-annotated]
+        children = [_map_leaves(child, visit, (*path, Slot(i))) for i, child in enumerate(value)]  # type: ignore[arg-type,var-annotated]
         return children if type(value) is list else tuple(children)
-    return visit(value, key)
+    return visit(value, path)
 
 
 Description: TypeAlias = dict[str, str]
@@ -200,6 +212,8 @@ def describe(state: object, *, plain_shapes: bool = True, layouts: bool = False)
     description: Description = {}
 
     def visit(value: object, key: str) -> None:
+        while key in description:  # {"a.b": x, "a": {"b": y}}
+            key += "'"
         if isinstance(value, torch.Tensor):
             kind = kind_of(value)
             full = f"{kind} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"

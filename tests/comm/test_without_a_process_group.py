@@ -89,6 +89,25 @@ def test_a_plain_tensor_is_filled_in_place(alone: comm.Group) -> None:
         same(like, {"w": random(3)})
 
 
+def test_tensors_whose_dotted_keys_are_equal_are_told_apart(alone: comm.Group) -> None:
+    def make(first: float) -> dict[str, object]:
+        tensors = [torch.full((2,), first + number) for number in range(4)]
+        return {"a.b": tensors[0], "a": {"b": tensors[1]}, "states": {0: tensors[2], "0": tensors[3]}}
+
+    state = make(1.0)
+    for fill in (comm.shard, comm.scatter):
+        like = make(9.0)
+        same(fill(alone, state, like=like), state)
+        same(like, state)
+    target = make(9.0)
+    same(comm.copy_state_dict(state, target), state)
+    same(target, state)
+    same(comm.offload_to_cpu(state), state)
+    other = {**make(9.0), "a.b": 5}
+    with pytest.raises(StateDictMismatchError):
+        comm.copy_state_dict(state, other)
+
+
 class Driver:
     """Stands in for CUDA's runtime: notes what is locked, or refuses."""
 
