@@ -68,15 +68,16 @@ def journal_paths(root: str) -> list[str]:
     return [os.path.join(root, name) for name in _names(root, _JOURNAL)]
 
 
-def lock_path(path: str, flags: int, *, wait: bool = False) -> int:
+def lock_path(path: str, flags: int, *, wait: bool = False, shared: bool = False) -> int:
     """Open ``path`` with ``flags``, and lock it until the returned descriptor is closed.
 
-    Raises BlockingIOError if another process holds the lock, unless this process is to ``wait`` for it.
+    ``shared``: others may share the lock. Raises BlockingIOError if another process holds the lock, unless this process
+    is to ``wait`` for it.
     """
     while True:
         lock = os.open(path, flags | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
             # The previous owner may have removed it between our open and our lock: then the lock guards nothing.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(path), os.fstat(lock)):
@@ -101,7 +102,7 @@ def _has_writers(root: str) -> bool:
 
 def _is_free(path: str) -> bool:
     try:
-        os.close(lock_path(path, os.O_RDWR))
+        os.close(lock_path(path, os.O_RDWR, shared=True))  # all workers of a run look at once
     except FileNotFoundError:
         return True
     except BlockingIOError:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import random
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ from fsdpckpt.storage.staging import (
     lock_as_writer,
     staging_root,
     swap_names,
+    was_interrupted,
 )
 from fsdpckpt.storage.target_checks import check_target, contents_of
 
@@ -30,6 +33,26 @@ def _write(path: str, data: bytes) -> None:
     file = WritableFile(path, len(data))
     file.write(0, data)
     file.commit()
+
+
+def test_workers_that_look_at_once_all_see_that_a_run_was_interrupted(tmp_path) -> None:
+    target = tmp_path / "out"
+    lock = tmp_path / ".out.fsdpckpt-lock"
+    lock.touch()
+    with open(lock) as other_worker:
+        fcntl.flock(other_worker, fcntl.LOCK_SH)
+        assert was_interrupted(str(target))
+    with open(lock) as other_run:
+        fcntl.flock(other_run, fcntl.LOCK_EX)
+        assert not was_interrupted(str(target))
+    rounds, together = 200, threading.Barrier(4)
+
+    def look(_: int) -> bool:
+        together.wait()
+        return was_interrupted(str(target))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(look, range(4 * rounds)))
 
 
 def test_a_directory_appears_under_its_name_only_after_commit(tmp_path) -> None:
