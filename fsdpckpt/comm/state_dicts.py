@@ -176,7 +176,7 @@ def shard(
     every difference, if ``state`` does not match ``like``.
     """
     tree = split_tensors(state)
-    destinations, problems = _destinations(tree, like, mesh, placements, device)
+    destinations, problems = _destinations(tree, like, mesh, placements, device, has_values=True)
     raise_on_all_ranks(group, problems)
     _fill(destinations, tree.tensors)
     return join_tensors(tree.skeleton, [destination.tensor for destination in destinations])
@@ -202,7 +202,8 @@ def scatter(
     """
     with group.step("scatter"):
         tree = _broadcast_structure(group, state if group.rank == source else None, source)
-        destinations, problems = _destinations(tree, like, mesh, placements, device or torch.device(group.device))
+        target, has_values = device or torch.device(group.device), group.rank == source
+        destinations, problems = _destinations(tree, like, mesh, placements, target, has_values=has_values)
     raise_on_all_ranks(group, problems)
     needed_boxes = [[held.box for held in destination.boxes] for destination in destinations]
     needed_by_rank = all_boxes(group, needed_boxes, [tensor.dim() for tensor in tree.tensors])
@@ -249,8 +250,13 @@ def _destinations(
     mesh: DeviceMesh | None,
     placements: Placements | None,
     device: torch.device | None,
+    *,
+    has_values: bool,
 ) -> tuple[list[Destination], list[str]]:
-    """A destination for each tensor of ``tree``, and what does not match or cannot be sent."""
+    """A destination for each tensor of ``tree``, and what does not match or cannot be sent.
+
+    ``has_values``: the tensors are those to send, not another rank's on the meta device.
+    """
     if (mesh is None) != (placements is None) or (like is not None and mesh is not None):
         raise UsageError("pass like, or mesh and placements: they say where tensors go")
     problems: list[str] = []
@@ -266,6 +272,8 @@ def _destinations(
             kind = kind_of(tensor)
             if kind != "Tensor":
                 raise UsageError(f"a {kind} where a whole tensor is needed", next_step="gather the state dict first")
+            if has_values and tensor.is_meta:
+                raise UsageError("a tensor on the meta device has no values", next_step="load or initialize it first")
             target = (device or tensor.device) if shape else torch.device("cpu")
             chosen = (placements(key, shape) if callable(placements) else placements) if shape else None
             if key in templates:

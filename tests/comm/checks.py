@@ -345,6 +345,11 @@ def check_a_tensor_that_cannot_be_sent_is_an_error_on_every_rank(group: comm.Gro
     cases: list[tuple[str, Callable[[], Any]]] = [
         ("x: a DTensor where a whole", lambda: comm.shard(group, {"x": dtensor if last else x}, like={"x": x})),
         ("x: a DTensor where a whole", lambda: comm.scatter(group, {"x": dtensor}, like={"x": x})),
+        ("x: a tensor on the meta device", lambda: comm.scatter(group, {"x": x.to("meta") if group.rank == 0 else x})),
+        (
+            "x: a tensor on the meta device",
+            lambda: comm.shard(group, {"x": x.to("meta") if last else x}, like={"x": x}),
+        ),
         ("x: a tensor of layout", lambda: comm.gather(group, {"x": x.to_sparse() if last else x})),
         ("x: a tensor of layout", lambda: comm.scatter(group, {"x": x}, like={"x": x.to_sparse() if last else x})),
         (
