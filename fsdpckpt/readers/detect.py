@@ -383,6 +383,11 @@ def missing(source: str) -> SourceMissingError:
             above = above or ("/" if source.startswith("/") else ".")
             next_step = to_copy("see what is there", f"ls {shlex.quote(above)}")
             names = os.listdir(above) if os.access(above, os.R_OK) else []
-            meant = get_close_matches(source.removeprefix(above).strip("/").partition("/")[0], names, n=1)
-            why += f"; {os.path.normpath(os.path.join(above, meant[0]))} is there" if meant else ""
+            name = source.removeprefix(above).strip("/").partition("/")[0]
+            wanted = os.path.normpath(os.path.join(above, name))
+            if os.path.islink(wanted):
+                why = f"{wanted} is a link to {os.readlink(wanted)}, which does not exist"
+                next_step = to_copy("see where it leads", f"ls -l {shlex.quote(wanted)}")
+            elif meant := get_close_matches(name, names, n=1):
+                why += f"; {os.path.normpath(os.path.join(above, meant[0]))} is there"
     return SourceMissingError(f"{source} does not exist", file=source, why=why, next_step=next_step)
