@@ -125,8 +125,13 @@ def _text(flag: str, value: object) -> str:
     if not isinstance(value, str):
         raise UsageError(f"{flag} takes text", found=repr(value))
     if not value:
-        raise UsageError(f"{flag} is empty", why=EMPTY, next_step=f"give it a value, or drop {flag}")
+        raise empty(flag)
     return value
+
+
+def empty(flag: str) -> UsageError:
+    """The error for an option whose value is an empty text."""
+    return UsageError(f"{flag} is empty", why=EMPTY, next_step=f"give it a value, or drop {flag}")
 
 
 def _texts(flag: str, value: object) -> tuple[str, ...]:
@@ -271,6 +276,8 @@ class Option:
         if value is None:
             return self.default
         plain = value.value if isinstance(value, Enum) else value
+        if plain == "" and self.kind is not FLAG:
+            raise empty(self.flag)
         if self.choices and plain not in self.choices:
             expected = ", ".join(self.choices)
             raise UsageError(f"{self.flag} cannot be {value!r}", expected=expected, found=str(value))
@@ -346,9 +353,12 @@ def _with_field(declared: Option, name: str, annotation: object) -> Option:
 
 
 def _option_taking(record: type[OptionRecord], name: str, value: object) -> str | None:
-    """The option of ``record`` that takes ``value``, which the option ``name`` does not: ``--container dcp``."""
+    """The option of ``record`` that takes ``value``, which the option ``name`` does not: ``--container dcp``.
+
+    ``none`` was meant for ``name``, whatever other options call their least value so.
+    """
     for other in options_of(record):
-        if other.name != name and value in (*other.choices, *other.completion):
+        if other.name != name and value != "none" and value in (*other.choices, *other.completion):
             return f"{other.flag} {value}"
     return None
 

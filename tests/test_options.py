@@ -182,6 +182,12 @@ def test_a_record_holds_the_types_of_its_fields_whatever_it_is_made_from() -> No
         ({"dtype": "int8"}, "--dtype int8 is not a floating-point dtype"),
         ({"param_dtype": "int8"}, "--param-dtype int8 is not a floating-point dtype"),
         ({"mesh_device": "gpu"}, "--mesh-device gpu is not a device type of PyTorch"),
+        ({"mesh_device": ""}, "--mesh-device is empty"),
+        ({"dtype": ""}, "--dtype is empty"),
+        ({"to": ""}, "--to is empty"),
+        ({"world_size": ""}, "--world-size is empty"),
+        ({"max_memory": ""}, "--max-memory is empty"),
+        ({"rename": ""}, "--rename is empty"),
         ({"torch_version": "9" * 5000 + ".1"}, "--torch-version takes a version"),
     ],
 )
@@ -207,6 +213,7 @@ def test_a_number_of_workers_with_thousands_of_digits_is_refused() -> None:
         ({"mesh_device": "cudaa"}, "--mesh-device cuda"),
         ({"to": "dcp"}, "--container dcp"),
         ({"dtype": "full"}, "--to full"),
+        ({"dtype": "none"}, "--dtype bfloat16"),
         ({"to": "shardd"}, "did you mean --to sharded?"),
     ],
 )
