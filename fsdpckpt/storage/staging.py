@@ -159,8 +159,12 @@ class Staging:
         self.committed = False
         _, self._created = existing_and_missing(parent)
         with target_errors(self._target):
-            os.makedirs(parent, exist_ok=True)
-            self._lock = self._acquire()
+            try:
+                os.makedirs(parent, exist_ok=True)
+                self._lock = self._acquire()
+            except BaseException:
+                self._remove_created()
+                raise
         try:
             self._prepare(resume=resume)
         except BaseException:
@@ -356,6 +360,10 @@ class Staging:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._lock_path)
         os.close(self._lock)
+        self._remove_created()
+
+    def _remove_created(self) -> None:
+        """Remove the directories that were created for DST and are still empty."""
         for directory in self._created:
             with contextlib.suppress(OSError):  # not empty: the output is in it
                 os.rmdir(directory)

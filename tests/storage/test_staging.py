@@ -158,6 +158,12 @@ def test_a_discarded_run_leaves_nothing(tmp_path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_path_that_no_disk_takes_leaves_no_directories(tmp_path) -> None:
+    with pytest.raises(TargetUnwritableError):
+        Staging(str(tmp_path / "/".join(["new", *["y" * 200] * 30])), directory=False, replaces={})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_an_interrupted_run_left_is_cleared_and_said(tmp_path) -> None:
     first = Staging(str(tmp_path / "out"), directory=True)
     _write(first.locate("half"), random.Random(1).randbytes(40))
