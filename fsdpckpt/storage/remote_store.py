@@ -51,12 +51,15 @@ _PACKAGES = {
 }
 
 
+EXAMPLES = "s3://, gs://, https://, ..."  # of URLs that can be read
+
+
 def is_http(url: str) -> bool:
     """Whether ``url`` is on a web server, which has neither directories nor a list of its files, only pages."""
     return url.startswith(("http://", "https://"))
 
 
-def filesystem_of(url: str, *, examples: str = "s3://, gs://, https://, ...") -> tuple[AbstractFileSystem, str]:
+def filesystem_of(url: str, *, examples: str = EXAMPLES) -> tuple[AbstractFileSystem, str]:
     """fsspec's file system for ``url``, and the name of the object in it.
 
     Raises SourceError, in which ``examples`` are suggested for an unknown kind of URL.
@@ -122,7 +125,10 @@ class RemoteStore:
 
     def stat(self, url: str) -> Entry | None:
         """The entry at ``url``, or None if there is none."""
-        name = _last_component(url)
+        try:
+            name = _last_component(url)
+        except ValueError as error:  # of a URL with unpaired brackets
+            raise _open_error(url, error, EXAMPLES) from None
         answer = self._identities.get(url) or self._look_up(url)
         if isinstance(answer, FileIdentity):
             return Entry(name, url, self._remember(answer).nbytes, directory=False)

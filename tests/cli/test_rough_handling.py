@@ -103,6 +103,9 @@ def test_every_error_has_a_next_step(run: Run, saved: Path, tmp_path: Path) -> N
         tmp_path / "nothing.pt",
         tmp_path / "list.pt",
         "nosuch://store/x",
+        "https://[host/x",
+        "https://host]/x",
+        "s3://[bucket/x",
         "/dev/null",
     ):
         done = run("inspect", source)
@@ -112,6 +115,15 @@ def test_every_error_has_a_next_step(run: Run, saved: Path, tmp_path: Path) -> N
 
 def test_a_trailing_slash_after_a_file_is_explained(run: Run, saved: Path) -> None:
     assert f"give {saved} itself" in run("inspect", f"{saved}/").err
+
+
+@pytest.mark.parametrize("below", ["", "/", "/step-1"])
+def test_a_link_to_nothing_is_not_called_misspelt(run: Run, tmp_path: Path, below: str) -> None:
+    (tmp_path / "latest").symlink_to("step-9")
+    done = run("inspect", f"{tmp_path / 'latest'}{below}")
+    assert done.code == 3
+    assert f"why:  {tmp_path / 'latest'} is a link to step-9, which does not exist\n" in done.err
+    assert f"ls -l {tmp_path / 'latest'}\n" in done.err
 
 
 def test_a_pipe_is_refused_and_never_waited_for(tmp_path: Path) -> None:
