@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -20,30 +22,22 @@ from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.remote_file import prefetch
 from fsdpckpt.text import bytes_text, plural
 
-_LOCAL_LENGTHS = struct.Struct("<26xHH")  # name length, extra length
-_CENTRAL_LENGTHS = struct.Struct("<4s24xHHH")  # signature; lengths of the name, the extra field and the comment
-_LOCAL_COLUMNS = np.dtype(
-    {
-        "names": ["signature", "n_name", "n_extra"],
-        "formats": ["S4", "<u2", "<u2"],
-        "offsets": [0, 26, 28],
-        "itemsize": 30,
-    }
+LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
+CENTRAL_HEADER = struct.Struct("<4sHHHHHHIIIHHHHHII")  # one entry of the directory
+END_RECORD = struct.Struct("<4sHHHHIIH")
+END64_RECORD = struct.Struct("<4sQHHIIQQQQ")
+LOCATOR64 = struct.Struct("<4sIQI")
+_FIELDS = [
+    *((name, "<u2") for name in ("needed", "flags", "method", "time", "date")),
+    *((name, "<u4") for name in ("crc", "packed", "nbytes")),
+    *((name, "<u2") for name in ("n_name", "n_extra")),
+]
+LOCAL_COLUMNS = np.dtype([("signature", "S4"), *_FIELDS])
+CENTRAL_COLUMNS = np.dtype(
+    [("signature", "S4"), ("made_by", "<u2"), *_FIELDS, ("n_comment", "<u2"), ("rest", "V8"), ("header", "<u4")]
 )
-_CENTRAL_COLUMNS = np.dtype(
-    {
-        "names": ["flags", "method", "crc", "packed", "nbytes", "n_name", "n_extra", "header"],
-        "formats": ["<u2", "<u2", "<u4", "<u4", "<u4", "<u2", "<u2", "<u4"],
-        "offsets": [8, 10, 16, 20, 24, 28, 30, 42],
-        "itemsize": 46,
-    }
-)
-_END_FIELDS = struct.Struct("<4sHHHHIIH")
-_LOCATOR64_FIELDS = struct.Struct("<4sIQI")
-_END64_FIELDS = struct.Struct("<4sQHHIIQQQQ")
-_LOCAL_SIZE, _CENTRAL_SIZE = 30, 46
-_CRC_AT, _HEADER_AT = 16, 42  # of the checksum and of the local header's offset in an entry of the directory
-_LOCAL_CRC_AT = 14  # of the checksum in a local header
+LOCAL_CRC_AT, CENTRAL_CRC_AT = 14, 16  # of the checksum in a local header, and in an entry of the directory
+_LENGTHS = struct.Struct("<4s24xHHH")  # of an entry: signature; lengths of the name, the extra field and the comment
 LIMIT_32 = 0xFFFFFFFF  # in place of a number in a 64-bit field
 _ENCRYPTED = 0x1
 _MAX_COMMENT = 65535
@@ -57,7 +51,7 @@ _NEAR = 1 << 14  # ... when the next one is nearer than this: reading on is then
 _TOO_LARGE = 1 << 60  # larger than any file: numbers up to here can be added without overflow
 _PREFETCHED = 1024  # local headers of a remote file that are requested at a time
 
-SERIALIZATION_ID = "/.data/serialization_id"  # torch computes this record from the checksums of the others
+SERIALIZATION_ID = ".data/serialization_id"  # torch computes this record from the checksums of the others
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 _RESAVE = "in Python, with a torch that reads it: torch.save(torch.load(path), new_path)"
@@ -72,27 +66,43 @@ class ZipRecord(NamedTuple):
     crc: int
 
 
-class ZipColumns(NamedTuple):
-    """The records of one archive in the order of its directory: names without the archive's own folder, and the fields
-    of ``ZipRecord`` in columns.
+@dataclass(frozen=True, slots=True, eq=False)
+class ZipDirectory(Mapping[str, ZipRecord]):
+    """The records of one archive by name, without the archive's own folder, in the order of its directory.
+
+    ``numbers``: the row of each name in the columns (n,), which have the fields of ``ZipRecord``; ``entry``: where the
+    record's entry of the directory begins, ``header``: its local header; both count from the begin of the archive.
     """
 
-    names: list[str]
+    numbers: Mapping[str, int]
     offset: Int64Array
     nbytes: Int64Array
     crc: Int64Array
+    entry: Int64Array
+    header: Int64Array
 
-    def record(self, number: int) -> ZipRecord:
-        name, *columns = self
-        return ZipRecord(name[number], *(int(column[number]) for column in columns))
+    def __getitem__(self, name: str) -> ZipRecord:
+        row = self.numbers[name]
+        return ZipRecord(name, int(self.offset[row]), int(self.nbytes[row]), int(self.crc[row]))
 
-    def records(self) -> dict[str, ZipRecord]:
-        """The records by name."""
-        columns = (self.offset.tolist(), self.nbytes.tolist(), self.crc.tolist())
-        return {row[0]: ZipRecord._make(row) for row in zip(self.names, *columns, strict=True)}
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
 
 
-def read_columns(source: ByteSource, *, begin: int = 0, end: int | None = None) -> ZipColumns:
+class _Entries(NamedTuple):
+    """What the directory says of the records, whose names include the archive's own folder."""
+
+    names: list[str]
+    nbytes: Int64Array
+    crc: Int64Array
+    entry: Int64Array
+    header: Int64Array
+
+
+def read_directory(source: ByteSource, *, begin: int = 0, end: int | None = None) -> ZipDirectory:
     """The records of the zip in bytes [begin, end) of ``source``.
 
     Raises SourceCorruptError (truncated, overlapping, contradicting), SourceUnsupportedError (compressed or encrypted
@@ -102,20 +112,16 @@ def read_columns(source: ByteSource, *, begin: int = 0, end: int | None = None) 
     if not 0 <= begin <= stop <= source.nbytes:
         what, found = "the end record places the archive outside the file", bytes_text(source.nbytes)
         _corrupt(source, what, f"[{begin}, {stop})", found)
-    directory, count, start = find_directory(source, begin, stop)
-    entries = _parse_directory(source, directory, count)
+    directory, count, start = _find_directory(source, begin, stop)
+    entries = _parse_directory(source, directory, count, start)
     offsets = _data_offsets(source, entries, begin, begin + start)
-    stem = entries.names[0].partition("/")[0] + "/" if entries.names else ""
-    names = [name.removeprefix(stem) for name in entries.names]
-    if len(set(names)) < len(names):
+    folder = entries.names[0].partition("/")[0] + "/" if entries.names else ""
+    names = [name.removeprefix(folder) for name in entries.names]
+    numbers = {name: number for number, name in enumerate(names)}
+    if len(numbers) < len(names):
         repeated = next(name for name, count in Counter(names).items() if count > 1)
         _corrupt(source, f"two records are named {repeated!r}", "one", "two")
-    return entries._replace(names=names, offset=offsets)
-
-
-def read_directory(source: ByteSource, *, begin: int = 0, end: int | None = None) -> dict[str, ZipRecord]:
-    """The records by name. Raises what ``read_columns`` raises."""
-    return read_columns(source, begin=begin, end=end).records()
+    return ZipDirectory(numbers, offsets, *entries[1:])
 
 
 def top_folder(source: ByteSource) -> str:
@@ -123,11 +129,11 @@ def top_folder(source: ByteSource) -> str:
 
     "archive" if it was saved to a file object; "" if the zip does not begin with a record.
     """
-    head = source.read(0, min(source.nbytes, _LOCAL_SIZE + _MAX_NAME))
-    if len(head) < _LOCAL_SIZE or not head.startswith(b"PK\3\4"):
+    head = source.read(0, min(source.nbytes, LOCAL_HEADER.size + _MAX_NAME))
+    if len(head) < LOCAL_HEADER.size or not head.startswith(b"PK\3\4"):
         return ""
-    n_name, _ = _LOCAL_LENGTHS.unpack_from(head)
-    return head[_LOCAL_SIZE : _LOCAL_SIZE + n_name].decode(errors="replace").partition("/")[0]
+    *_, n_name, _ = LOCAL_HEADER.unpack_from(head)
+    return head[LOCAL_HEADER.size : LOCAL_HEADER.size + n_name].decode(errors="replace").partition("/")[0]
 
 
 def _corrupt(source: ByteSource, what: str, expected: str, found: str) -> NoReturn:
@@ -135,33 +141,33 @@ def _corrupt(source: ByteSource, what: str, expected: str, found: str) -> NoRetu
     raise damaged(source.path, what, expected, found, why=why, next_step=COPY_AGAIN, run_again=True)
 
 
-def find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, int, int]:
+def _find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, int, int]:
     """The central directory of the zip in bytes [begin, stop): its bytes, its number of entries, and its offset from
     ``begin``.
     """
-    tail_size = min(stop - begin, _END_FIELDS.size + _LOCATOR64_FIELDS.size + _END64_FIELDS.size + 1024)
+    tail_size = min(stop - begin, END_RECORD.size + LOCATOR64.size + END64_RECORD.size + 1024)
     tail = source.read(stop - tail_size, tail_size)
     at = tail.rfind(b"PK\5\6")
     if at < 0 and stop - begin > tail_size:
-        tail_size = min(stop - begin, _MAX_COMMENT + _END_FIELDS.size + _LOCATOR64_FIELDS.size + _END64_FIELDS.size)
+        tail_size = min(stop - begin, _MAX_COMMENT + END_RECORD.size + LOCATOR64.size + END64_RECORD.size)
         tail = source.read(stop - tail_size, tail_size)
         at = tail.rfind(b"PK\5\6")
-    if at < 0 or len(tail) - at < _END_FIELDS.size:
+    if at < 0 or len(tail) - at < END_RECORD.size:
         _explain_no_zip(source, begin, stop)
-    _, _, _, _, count, size, start, comment = _END_FIELDS.unpack_from(tail, at)
-    if len(tail) - at - _END_FIELDS.size < comment:
+    _, _, _, _, count, size, start, comment = END_RECORD.unpack_from(tail, at)
+    if len(tail) - at - END_RECORD.size < comment:
         _corrupt(source, "the zip's end record is cut off", f"a comment of {bytes_text(comment)}", "fewer")
     base = stop - tail_size
-    locator = at - _LOCATOR64_FIELDS.size
+    locator = at - LOCATOR64.size
     if locator >= 0 and tail[locator : locator + 4] == b"PK\6\7":
-        _, _, where, _ = _LOCATOR64_FIELDS.unpack_from(tail, locator)
-        if begin + where + _END64_FIELDS.size > stop:
+        _, _, where, _ = LOCATOR64.unpack_from(tail, locator)
+        if begin + where + END64_RECORD.size > stop:
             _corrupt(source, "the zip64 end record is outside the archive", f"below {stop - begin:,}", f"{where:,}")
         inside = begin + where - base
-        at_hand = tail[inside : inside + _END64_FIELDS.size] if inside >= 0 else None
-        raw = source.read(begin + where, _END64_FIELDS.size) if at_hand is None else at_hand
-        signature, _, _, _, _, _, _, count, size, start = _END64_FIELDS.unpack(raw)
-        if signature != b"PK\6\6":
+        at_hand = tail[inside : inside + END64_RECORD.size] if inside >= 0 else None
+        raw = source.read(begin + where, END64_RECORD.size) if at_hand is None else at_hand
+        signature, _, _, _, _, _, _, count, size, start = END64_RECORD.unpack(raw)
+        if signature != b"PK\6\6" or where < start + size:
             _corrupt(source, "the zip64 end record is not where it should be", "PK\\6\\6", repr(signature))
     if size > _MAX_DIRECTORY_BYTES:
         most = f"up to {bytes_text(_MAX_DIRECTORY_BYTES)}"
@@ -174,30 +180,30 @@ def find_directory(source: ByteSource, begin: int, stop: int) -> tuple[bytes, in
     return directory, count, start
 
 
-def _parse_directory(source: ByteSource, directory: bytes, count: int) -> ZipColumns:
-    """The entries of the directory; the offsets are those of local headers from the begin of the archive."""
+def _parse_directory(source: ByteSource, directory: bytes, count: int, start: int) -> _Entries:
+    """The entries of the directory, which is at ``start`` of the archive."""
     begins: list[int] = []
     names: list[str] = []
-    at, limit, unpack = 0, len(directory), _CENTRAL_LENGTHS.unpack_from
+    at, limit, unpack = 0, len(directory), _LENGTHS.unpack_from
     for _ in range(count):
-        if at + _CENTRAL_SIZE > limit:
+        if at + CENTRAL_HEADER.size > limit:
             _corrupt(source, "the zip's directory is cut off", plural(count, "record"), f"{len(begins):,}")
         signature, n_name, n_extra, n_comment = unpack(directory, at)
         if signature != b"PK\1\2":
             _corrupt(source, f"record {len(begins)} of the zip's directory is damaged", "PK\\1\\2", repr(signature))
         begins.append(at)
-        name = directory[at + _CENTRAL_SIZE : at + _CENTRAL_SIZE + n_name]
+        name = directory[at + CENTRAL_HEADER.size : at + CENTRAL_HEADER.size + n_name]
         try:
             names.append(name.decode())
         except UnicodeDecodeError:
             _corrupt(source, "a record's name is not UTF-8", "text", repr(name))
-        at += _CENTRAL_SIZE + n_name + n_extra + n_comment
+        at += CENTRAL_HEADER.size + n_name + n_extra + n_comment
     if at != limit:
         _corrupt(source, "the zip's directory does not end where it should", bytes_text(limit), bytes_text(at))
-    fields = np.frombuffer(b"".join([directory[at : at + _CENTRAL_SIZE] for at in begins]), _CENTRAL_COLUMNS)
+    fields = np.frombuffer(b"".join([directory[at : at + CENTRAL_HEADER.size] for at in begins]), CENTRAL_COLUMNS)
     nbytes, packed, header = (fields[name].astype(np.int64) for name in ("nbytes", "packed", "header"))
     for i in np.flatnonzero((nbytes == LIMIT_32) | (packed == LIMIT_32) | (header == LIMIT_32)).tolist():
-        at = begins[i] + _CENTRAL_SIZE + int(fields["n_name"][i])
+        at = begins[i] + CENTRAL_HEADER.size + int(fields["n_name"][i])
         extra = directory[at : at + int(fields["n_extra"][i])]
         wide = _zip64(source, extra, [int(nbytes[i]), int(packed[i]), int(header[i])])
         nbytes[i], packed[i], header[i] = (min(number, _TOO_LARGE) for number in wide)
@@ -220,7 +226,7 @@ def _parse_directory(source: ByteSource, directory: bytes, count: int) -> ZipCol
             why="torch.save stores records as they are; another program packed this file",
             next_step=_RESAVE,
         )
-    return ZipColumns(names, header, nbytes, fields["crc"].astype(np.int64))
+    return _Entries(names, nbytes, fields["crc"].astype(np.int64), start + np.array(begins, np.int64), header)
 
 
 def _zip64(source: ByteSource, extra: bytes, short: list[int]) -> list[int]:
@@ -238,22 +244,22 @@ def _zip64(source: ByteSource, extra: bytes, short: list[int]) -> list[int]:
     _corrupt(source, "a record larger than 4 GiB has no zip64 sizes", "an extra field", "none")
 
 
-def _data_offsets(source: ByteSource, entries: ZipColumns, begin: int, directory: int) -> Int64Array:
+def _data_offsets(source: ByteSource, entries: _Entries, begin: int, directory: int) -> Int64Array:
     """The absolute offset of each record's data, read from the local headers, which must not overlap."""
-    order = np.argsort(entries.offset, kind="stable")
-    headers = begin + entries.offset[order]
+    order = np.argsort(entries.header, kind="stable")
+    headers = begin + entries.header[order]
     limits = np.minimum(np.append(headers[1:], directory), directory)
-    overlapping = np.flatnonzero(headers + _LOCAL_SIZE > limits)
+    overlapping = np.flatnonzero(headers + LOCAL_HEADER.size > limits)
     if len(overlapping):
         name, limit, header = entries.names[order[overlapping[0]]], limits[overlapping[0]], headers[overlapping[0]]
         _corrupt(source, f"record {name!r} overlaps the next", f"room before {limit}", str(header))
     heads = _local_headers(source, headers.tolist(), limits.tolist(), directory)
-    fields = np.frombuffer(b"".join(heads), _LOCAL_COLUMNS)
+    fields = np.frombuffer(b"".join(heads), LOCAL_COLUMNS)
     damaged_at = np.flatnonzero(fields["signature"] != b"PK\3\4")
     if len(damaged_at):
         name, found = entries.names[order[damaged_at[0]]], heads[damaged_at[0]][:4]
         _corrupt(source, f"record {name!r} has no header where it should be", "PK\\3\\4", repr(found))
-    starts = headers + _LOCAL_SIZE + fields["n_name"] + fields["n_extra"]
+    starts = headers + LOCAL_HEADER.size + fields["n_name"] + fields["n_extra"]
     oversized = np.flatnonzero(starts + entries.nbytes[order] > limits)
     if len(oversized):
         i, room = order[oversized[0]], limits[oversized[0]] - starts[oversized[0]]
@@ -272,36 +278,17 @@ def _local_headers(source: ByteSource, headers: list[int], limits: list[int], di
     prefetched = False
     for position, header in enumerate(headers):
         if position % _PREFETCHED == 0:
-            prefetched = prefetch(source, [(at, _LOCAL_SIZE) for at in headers[position : position + _PREFETCHED]])
+            prefetched = prefetch(
+                source, [(at, LOCAL_HEADER.size) for at in headers[position : position + _PREFETCHED]]
+            )
         inside = header - block_at
-        if inside + _LOCAL_SIZE > len(block):
-            wanted = grown if limits[position] - header < _NEAR and not prefetched else _LOCAL_SIZE
+        if inside + LOCAL_HEADER.size > len(block):
+            wanted = grown if limits[position] - header < _NEAR and not prefetched else LOCAL_HEADER.size
             grown = min(max(grown, 2 * wanted), _BLOCK)
             block, block_at = source.read(header, min(wanted, directory - header)), header
             inside = 0
-        heads.append(block[inside : inside + _LOCAL_SIZE])
+        heads.append(block[inside : inside + LOCAL_HEADER.size])
     return heads
-
-
-class ChecksumPlaces(NamedTuple):
-    """The two places of a record's CRC-32: at ``entry`` of the directory, and at ``local`` of the archive."""
-
-    name: str
-    entry: int
-    local: int
-
-
-def checksum_places(directory: bytes) -> list[ChecksumPlaces] | None:
-    """The places for each record in the bytes of a ``directory``; None if they are not a directory."""
-    places: list[ChecksumPlaces] = []
-    at = 0
-    while at + _CENTRAL_SIZE <= len(directory):
-        _, n_name, n_extra, n_comment = _CENTRAL_LENGTHS.unpack_from(directory, at)
-        name = directory[at + _CENTRAL_SIZE : at + _CENTRAL_SIZE + n_name].decode(errors="replace")
-        header = int.from_bytes(directory[at + _HEADER_AT : at + _HEADER_AT + 4], "little")
-        places.append(ChecksumPlaces(name, at + _CRC_AT, header + _LOCAL_CRC_AT))
-        at += _CENTRAL_SIZE + n_name + n_extra + n_comment
-    return places if at == len(directory) else None
 
 
 def _explain_no_zip(source: ByteSource, begin: int, stop: int) -> NoReturn:

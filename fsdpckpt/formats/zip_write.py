@@ -20,7 +20,19 @@ import numpy.typing as npt
 from isal import isal_zlib
 
 from fsdpckpt.errors import InternalError
-from fsdpckpt.formats.zip import LIMIT_32
+from fsdpckpt.formats.zip import (
+    CENTRAL_COLUMNS,
+    CENTRAL_CRC_AT,
+    CENTRAL_HEADER,
+    END64_RECORD,
+    END_RECORD,
+    LIMIT_32,
+    LOCAL_COLUMNS,
+    LOCAL_CRC_AT,
+    LOCAL_HEADER,
+    LOCATOR64,
+    SERIALIZATION_ID,
+)
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Box, Int64Array, Tensor
@@ -29,16 +41,8 @@ ALIGNMENT = 64  # bytes; torch.serialization's storage alignment, what mmap=True
 _UTF8 = 0x0800
 _DATE = 0x0021  # 1980-01-01, the earliest date of a zip: output does not depend on the clock
 _LIMIT_16 = 0xFFFF
-_LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
-_CENTRAL_HEADER = struct.Struct("<IHHHHHHIIIHHHHHII")
-_END_RECORD = struct.Struct("<IHHHHIIH")
-_END64_RECORD = struct.Struct("<IQHHIIQQQQ")
-_LOCATOR64_RECORD = struct.Struct("<IIQI")
+_VERSION, _VERSION_64 = 20, 45  # of the format: 2.0, and 4.5 for zip64
 _PADDING = b"Z" * (ALIGNMENT + 4)
-_LOCAL_COLUMNS = np.dtype([("fixed", "V14"), ("crc", "<u4"), ("nbytes", "<u4", 2), ("name", "<u2"), ("extra", "<u2")])
-_CENTRAL_COLUMNS = np.dtype(
-    [("fixed", "V16"), ("crc", "<u4"), ("nbytes", "<u4", 2), ("name", "<u2"), ("rest", "V12"), ("header", "<u4")]
-)
 _HEADERS_AT_ONCE = 1 << 13
 _LONG_RUN = 16  # records: fewer are faster one by one
 
@@ -102,8 +106,18 @@ class TorchZip:
         padding = -(header - self._begin + 34 + len(name) + len(extra)) % ALIGNMENT
         extra += b"FB%b%b" % (padding.to_bytes(2, "little"), _PADDING[:padding])
         size = LIMIT_32 if big else nbytes
-        packed = _LOCAL_HEADER.pack(
-            0x04034B50, 45 if big else 20, _UTF8, 0, 0, _DATE, crc or 0, size, size, len(name), len(extra)
+        packed = LOCAL_HEADER.pack(
+            b"PK\3\4",
+            _VERSION_64 if big else _VERSION,
+            _UTF8,
+            0,
+            0,
+            _DATE,
+            crc or 0,
+            size,
+            size,
+            len(name),
+            len(extra),
         )
         file.literal(b"%b%b%b" % (packed, name, extra))
         self._records.append(_Record(name, header, file.nbytes, nbytes, crc))
@@ -115,7 +129,7 @@ class TorchZip:
         file, begin = self._file, self._begin
         names = [b"%b/data/%d" % (self._stem, key) for key in range(first, first + len(nbytes))]
         length = np.array([len(name) for name in names], np.int64)
-        needed = np.append(file.nbytes - begin, nbytes[:-1]) + _LOCAL_HEADER.size + 4 + length
+        needed = np.append(file.nbytes - begin, nbytes[:-1]) + LOCAL_HEADER.size + 4 + length
         data = begin + np.cumsum(-(-needed // ALIGNMENT) * ALIGNMENT)
         header = np.append(file.nbytes, (data + nbytes)[:-1])
         at = len(file.blob)
@@ -131,7 +145,7 @@ class TorchZip:
     def finish(self) -> int:
         """Write the last records and the directory; return the archive's length in bytes."""
         self.record("version", b"3\n")
-        self.record(".data/serialization_id", self._serialization_id)
+        self.record(SERIALIZATION_ID, self._serialization_id)
         file, begin = self._file, self._begin
         directory = bytearray()
         at = file.nbytes
@@ -139,7 +153,7 @@ class TorchZip:
         for each in self._records:
             if isinstance(each, _RecordColumns) and each.header[-1] - begin < LIMIT_32:
                 entries, inside = _directory_entries(each, begin)
-                places = np.stack([each.header + 14, at + len(directory) + inside + 16], axis=1)
+                places = np.stack([each.header + LOCAL_CRC_AT, at + len(directory) + inside + CENTRAL_CRC_AT], axis=1)
                 rows = np.column_stack([each.data, each.data + each.nbytes, places])[each.nbytes > 0]
                 file.checksum_columns.frombytes(rows.tobytes())
                 directory += entries
@@ -147,7 +161,7 @@ class TorchZip:
                 count += len(places)
                 continue
             for record in each.records() if isinstance(each, _RecordColumns) else [each]:
-                pair = (record.header + 14, at + len(directory) + 16)
+                pair = (record.header + LOCAL_CRC_AT, at + len(directory) + CENTRAL_CRC_AT)
                 self._crc_places.append(np.array([pair], np.int64))
                 if record.crc is None:
                     file.checksum(record.data, record.data + record.nbytes, pair)
@@ -267,10 +281,10 @@ def _central(record: _Record, header: int) -> bytes:
     nbytes = record.nbytes
     wide = [value for value in (nbytes, nbytes, header) if value >= LIMIT_32]
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-    version = 45 if wide else 20
+    version = _VERSION_64 if wide else _VERSION
     size = min(nbytes, LIMIT_32)
-    packed = _CENTRAL_HEADER.pack(
-        0x02014B50, version, version, _UTF8, 0, 0, _DATE, record.crc or 0, size, size,
+    packed = CENTRAL_HEADER.pack(
+        b"PK\1\2", version, version, _UTF8, 0, 0, _DATE, record.crc or 0, size, size,
         len(record.name), len(extra), 0, 0, 0, 0, min(header, LIMIT_32),
     )  # fmt: skip
     return b"%b%b%b" % (packed, record.name, extra)
@@ -278,14 +292,14 @@ def _central(record: _Record, header: int) -> bytes:
 
 def _local_headers(names: list[bytes], length: Int64Array, nbytes: Int64Array, size: Int64Array) -> bytes:
     """The headers before the data of records, of ``size`` bytes with the padding."""
-    fixed = np.zeros(len(names), _LOCAL_COLUMNS)
-    fixed["fixed"] = _LOCAL_HEADER.pack(0x04034B50, 20, _UTF8, 0, 0, _DATE, 0, 0, 0, 0, 0)[:14]
-    fixed["nbytes"] = nbytes[:, None]
-    fixed["name"], fixed["extra"] = length, size - length - _LOCAL_HEADER.size
+    fixed = np.zeros(len(names), LOCAL_COLUMNS)
+    fixed["signature"] = b"PK\3\4"
+    _fill(fixed, length, nbytes)
+    fixed["n_extra"] = size - length - LOCAL_HEADER.size
     out = np.full(int(size.sum()), _PADDING[0], np.uint8)
     end = _put_rows(out, np.cumsum(size) - size, fixed, names, length)
     extra = np.zeros(len(names), np.dtype([("id", "S2"), ("nbytes", "<u2")]))
-    extra["id"], extra["nbytes"] = b"FB", fixed["extra"] - 4
+    extra["id"], extra["nbytes"] = b"FB", fixed["n_extra"] - 4
     out[end[:, None] + np.arange(4)] = extra.view(np.uint8).reshape(-1, 4)
     return out.tobytes()
 
@@ -293,17 +307,24 @@ def _local_headers(names: list[bytes], length: Int64Array, nbytes: Int64Array, s
 def _directory_entries(run: _RecordColumns, begin: int) -> tuple[bytes, Int64Array]:
     """The entries of the directory, and where each of them begins; ``begin``: of the archive in its file."""
     length = np.array([len(name) for name in run.name], np.int64)
-    fixed = np.zeros(len(length), _CENTRAL_COLUMNS)
-    fixed["fixed"] = _CENTRAL_HEADER.pack(0x02014B50, 20, 20, _UTF8, 0, 0, _DATE, *[0] * 10)[:16]
-    fixed["nbytes"] = run.nbytes[:, None]
-    fixed["name"], fixed["header"] = length, run.header - begin
-    size = length + _CENTRAL_HEADER.size
+    fixed = np.zeros(len(length), CENTRAL_COLUMNS)
+    fixed["signature"], fixed["made_by"] = b"PK\1\2", _VERSION
+    _fill(fixed, length, run.nbytes)
+    fixed["header"] = run.header - begin
+    size = length + CENTRAL_HEADER.size
     places = np.cumsum(size) - size
     out = np.empty(int(size.sum()), np.uint8)
     for low in range(0, len(length), _HEADERS_AT_ONCE):
         rows = slice(low, low + _HEADERS_AT_ONCE)
         _put_rows(out, places[rows], fixed[rows], run.name[rows], length[rows])
     return out.tobytes(), places
+
+
+def _fill(rows: npt.NDArray[np.void], length: Int64Array, nbytes: Int64Array) -> None:
+    """Fill the fields that local headers and entries of the directory share. ``length``: of the names."""
+    rows["needed"], rows["flags"], rows["date"] = _VERSION, _UTF8, _DATE
+    rows["packed"] = rows["nbytes"] = nbytes
+    rows["n_name"] = length
 
 
 def _put_rows(
@@ -326,7 +347,7 @@ def _end_records(records: int, nbytes: int, offset: int) -> bytes:
     """The end of the directory, including its 64-bit form if a number needs it."""
     wide = b""
     if records >= _LIMIT_16 or nbytes >= LIMIT_32 or offset >= LIMIT_32:
-        wide = _END64_RECORD.pack(0x06064B50, 44, 45, 45, 0, 0, records, records, nbytes, offset)
-        wide += _LOCATOR64_RECORD.pack(0x07064B50, 0, offset + nbytes, 1)
+        wide = END64_RECORD.pack(b"PK\6\6", 44, _VERSION_64, _VERSION_64, 0, 0, records, records, nbytes, offset)
+        wide += LOCATOR64.pack(b"PK\6\7", 0, offset + nbytes, 1)
     records, nbytes, offset = min(records, _LIMIT_16), min(nbytes, LIMIT_32), min(offset, LIMIT_32)
-    return wide + _END_RECORD.pack(0x06054B50, 0, 0, records, records, nbytes, offset, 0)
+    return wide + END_RECORD.pack(b"PK\5\6", 0, 0, records, records, nbytes, offset, 0)

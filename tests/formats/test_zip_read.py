@@ -23,7 +23,7 @@ VALUE = {"a": any_values((5, 7), torch.float32), "b": any_values((3,), torch.int
 
 
 def agrees_with_zipfile(data: bytes) -> None:
-    records = read_directory(MemoryFile(data))
+    records = dict(read_directory(MemoryFile(data)))
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         for info in archive.infolist():
             record = records.pop(info.filename.partition("/")[2])

@@ -7,34 +7,37 @@ of one is parsed once and all others are only compared with it, eight bytes at a
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceUnsupportedError
+from fsdpckpt.errors import COPY_AGAIN, SourceUnsupportedError, damaged
 from fsdpckpt.formats.dcp.fields import MASK
 from fsdpckpt.formats.pickle import load
 from fsdpckpt.formats.torch import check_byteorder, read_pickle
 from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder
-from fsdpckpt.formats.zip import SERIALIZATION_ID, ZipRecord, checksum_places, read_directory
+from fsdpckpt.formats.zip import (
+    CENTRAL_CRC_AT,
+    LOCAL_CRC_AT,
+    SERIALIZATION_ID,
+    ZipDirectory,
+    ZipRecord,
+    read_directory,
+)
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage import ByteSource
-from fsdpckpt.storage.local import MemoryFile
 from fsdpckpt.storage.remote_file import prefetch
 from fsdpckpt.text import bytes_text
 
-_SMALL = 1 << 15  # items up to this many bytes are read whole
-_END = 1 << 12  # bytes read at each end of a larger item: all its structure, unless its names are very long
+_END = 1 << 12  # bytes read at each end of an item: all its structure, unless its names are very long
 _NEAR = 1 << 14  # bytes between two ranges: a smaller gap is read rather than making two requests
 _BATCH = 2 << 20  # bytes read before they are compared
 _MAX_TEMPLATES = 1 << 14  # different item structures remembered; a model has far fewer different shapes
 _MAX_SAME_LENGTH = 16  # structures of one length remembered: comparing with more costs as much as parsing
-_END_RECORD = struct.Struct("<4s6xHIIH")  # signature, entries, bytes and offset of the central directory, comment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,17 +85,17 @@ class _Described(NamedTuple):
     tensor: StoredTensor
 
 
-_Runs: TypeAlias = list[tuple[int, bytes]]
+_Segments: TypeAlias = list[tuple[int, bytes]]
 
 
 class _Template(NamedTuple):
-    """The structure of one item: the ``words`` at ``places``, offsets from its begin, under their ``masks``.
+    """The structure of one item: the ``words`` at ``offsets`` from its begin, under their ``masks``.
 
     These are the bytes before the data and, from number ``head`` on, the central directory, both without the checksums
     that differ from item to item. ``crc_at``: the offset of the data's checksum.
     """
 
-    places: Int64Array
+    offsets: Int64Array
     words: npt.NDArray[np.uint64]
     masks: npt.NDArray[np.uint64]
     head: int
@@ -127,12 +130,12 @@ class Structures:
 
 
 class ItemReader:
-    """Reads the items of one DCP file. ``reading``: the number of the item that could not be read, after an error."""
+    """Reads the items of one DCP file. ``failed_item``: after an error, the number of the item that cannot be read."""
 
     def __init__(self, source: ByteSource, structures: Structures) -> None:
         self._source = source
-        self._known = structures
-        self.reading = 0
+        self._structures = structures
+        self.failed_item = 0
 
     def tensors(self, begin: Int64Array, length: Int64Array) -> ItemTensors:
         """The tensors in the items of ``length`` bytes at ``begin``; fastest in the order of the file.
@@ -143,11 +146,18 @@ class ItemReader:
         nbytes = self._source.nbytes
         inside = (begin >= 0) & (length > 0) & (length <= nbytes) & (begin <= nbytes - np.minimum(length, nbytes))
         if not inside.all():
-            self.reading = first = int(np.argmin(inside))
-            raise self._outside_error(int(begin[first]), int(begin[first] + length[first]))
+            self.failed_item = first = int(np.argmin(inside))
+            raise damaged(
+                self._source.path,
+                "the file is too short for the items that the metadata places in it",
+                f"an item at bytes {begin[first]} to {begin[first] + length[first]}",
+                bytes_text(nbytes),
+                why="the file is truncated, or belongs to another checkpoint",
+                next_step=COPY_AGAIN,
+            )
         tensors = ItemTensors(*np.full((5, len(begin)), -1, np.int64))
         gaps = np.clip(begin - np.concatenate([begin[:1], begin[:-1] + length[:-1]]), 0, _NEAR)
-        needed = np.cumsum(np.where(length > _SMALL, 2 * _END, length) + gaps)
+        needed = np.cumsum(2 * np.minimum(length, _END) + gaps)
         first = 0
         while first < len(begin):
             end = max(int(np.searchsorted(needed, (needed[first - 1] if first else 0) + _BATCH, "right")), first + 1)
@@ -161,13 +171,13 @@ class ItemReader:
         order = np.argsort(length[rows], kind="stable")
         of_length = length[rows][order]
         for same in np.split(order, np.flatnonzero(np.diff(of_length)) + 1):
-            templates = self._known.templates.setdefault(int(length[rows.start + same[0]]), [])
+            templates = self._structures.templates.setdefault(int(length[rows.start + same[0]]), [])
             left, tried = same, 0
             while len(left):
                 if tried == len(templates):
                     number = int(left[0])
-                    self.reading = rows.start + number
-                    tensor = self._parse(int(begin[self.reading]), int(length[self.reading]), ends.of(number))
+                    self.failed_item = rows.start + number
+                    tensor = self._parse(int(begin[self.failed_item]), int(length[self.failed_item]), ends.of(number))
                     self._put(tensors, tensor, begin, left[:1] + rows.start, tensor.crc)
                     left = left[1:]
                 for template in templates[tried:]:
@@ -195,37 +205,28 @@ class ItemReader:
 
     def _parse(self, begin: int, length: int, ends: _Ends) -> _ItemTensor:
         """Parse the item's zip directory and pickle: the slow path."""
-        records = self._records(begin, length, ends)
+        records = read_directory(self._source, begin=begin, end=begin + length)
+        if "byteorder" in records:
+            check_byteorder(self._source, records["byteorder"])
         pickled = records.get("data.pkl")
         if pickled is None:
-            raise self._no_tensor(begin, "no data.pkl")
-        has_checksums = any(entry.crc for entry in records.values())
+            self._refuse(begin, "no data.pkl")
+        has_checksums = bool(records.crc.any())
         data = read_pickle(self._source, pickled, verify_checksum=has_checksums)
-        pickles = self._known.pickles
+        pickles = self._structures.pickles
         described = pickles.get(data)
         if described is None or described.record not in records or records[described.record].nbytes < described.last:
             described = pickles[data] = self._describe(data, records, begin)
-        record, held = records[described.record], described.tensor
-        kind = self._known.kind(held.dtype, held.shape, held.stride)
+        record, stored = records[described.record], described.tensor
+        kind = self._structures.kind(stored.dtype, stored.shape, stored.stride)
         data_at = record.offset - begin
         tensor = _ItemTensor(
             kind, data_at + described.first, data_at, record.nbytes, record.crc if has_checksums else -1
         )
-        template = _make_template(tensor, f"/{described.record}", length, ends)
+        template = _make_template(tensor, described.record, records, length, ends)
         if template is not None:
-            self._known.remember(length, template)
+            self._structures.remember(length, template)
         return tensor
-
-    def _records(self, begin: int, length: int, ends: _Ends) -> Mapping[str, ZipRecord]:
-        if length > _SMALL:
-            records = read_directory(self._source, begin=begin, end=begin + length)
-        else:
-            # A small item is read whole, and its structure is spread over all of it.
-            entries = read_directory(MemoryFile(ends.head, self._source.path)).items()
-            records = {name: record._replace(offset=record.offset + begin) for name, record in entries}
-        if "byteorder" in records:
-            check_byteorder(self._source, records["byteorder"])
-        return records
 
     def _describe(self, data: bytes, records: Mapping[str, ZipRecord], begin: int) -> _Described:
         tensor: object = load(data, file=self._source.path, tensors=TensorBuilder(records, self._source.path))
@@ -235,32 +236,24 @@ class ItemReader:
                 file=self._source.path,
             )
         if not isinstance(tensor, StoredTensor):
-            raise self._no_tensor(begin, f"a {type(tensor).__name__}")
+            self._refuse(begin, f"a {type(tensor).__name__}")
         for name, record in records.items():
             first = tensor.offset - record.offset
             if name.startswith("data/") and 0 <= first <= record.nbytes:
-                steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
-                reach = 0 if 0 in tensor.shape else (1 + steps) * tensor.dtype.itemsize
-                return _Described(name, first, first + reach, tensor)
-        raise self._no_tensor(begin, "a tensor without data")
+                break
+        else:
+            self._refuse(begin, "a tensor without data")
+        steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+        nbytes = 0 if 0 in tensor.shape else (1 + steps) * tensor.dtype.itemsize
+        return _Described(name, first, first + nbytes, tensor)
 
-    def _no_tensor(self, begin: int, found: str) -> SourceCorruptError:
-        return SourceCorruptError(
-            f"{self._source.path} holds no tensor at byte {begin}, where the metadata says one is",
-            file=self._source.path,
-            expected="what torch.save writes for one tensor",
-            found=found,
+    def _refuse(self, begin: int, found: str) -> NoReturn:
+        raise damaged(
+            self._source.path,
+            f"it holds no tensor at byte {begin}, where the metadata says one is",
+            "what torch.save writes for one tensor",
+            found,
             why="the data file belongs to another checkpoint, or is damaged",
-        )
-
-    def _outside_error(self, begin: int, end: int) -> SourceCorruptError:
-        return SourceCorruptError(
-            f"{self._source.path} is too short for the items that the metadata places in it",
-            file=self._source.path,
-            expected=f"an item at bytes {begin} to {end}",
-            found=bytes_text(self._source.nbytes),
-            why="the file is truncated, or belongs to another checkpoint",
-            next_step=COPY_AGAIN,
         )
 
 
@@ -268,19 +261,19 @@ class _BatchEnds:
     """The bytes of some items that contain their structures, read in few requests."""
 
     def __init__(self, source: ByteSource, begin: Int64Array, length: Int64Array) -> None:
-        large = length > _SMALL
-        first = np.stack([begin, np.where(large, begin + length - _END, begin)], axis=1)
-        end = np.stack([np.where(large, begin + _END, begin + length), begin + length], axis=1)
+        self._nbytes = np.minimum(length, _END)
+        first = np.stack([begin, begin + length - self._nbytes], axis=1)
+        end = first + self._nbytes[:, None]
         ranges = first.ravel(), end.ravel()
         fetched = prefetch(source, zip(ranges[0].tolist(), (ranges[1] - ranges[0]).tolist(), strict=True))
-        at, parts, size = _plan_reads(*ranges, near=-1 if fetched else _NEAR)
+        at, reads, size = _plan_reads(*ranges, near=-1 if fetched else _NEAR)
         self._buffer = bytearray(size + 8)
         view = memoryview(self._buffer)
-        for place, offset, nbytes in parts:
+        for position, offset, nbytes in reads:
             if fetched:
-                view[place : place + nbytes] = source.read(offset, nbytes)
+                view[position : position + nbytes] = source.read(offset, nbytes)
             else:
-                source.read_into(offset, view[place : place + nbytes])
+                source.read_into(offset, view[position : position + nbytes])
         # Where each item would begin in the buffer if it were there entirely: by its head, and by its tail.
         self._head = at[0::2]
         self._tail = at[1::2] - (first[:, 1] - begin)
@@ -288,17 +281,16 @@ class _BatchEnds:
         self._masked_words: npt.NDArray[np.uint64] = np.ndarray((size + 1,), "<u8", self._buffer, strides=(1,))
 
     def of(self, number: int) -> _Ends:
-        head, tail, length = int(self._head[number]), int(self._tail[number]), int(self._length[number])
-        if length <= _SMALL:
-            item = bytes(self._buffer[head : head + length])
-            return _Ends(item, item, 0)
-        end = bytes(self._buffer[tail + length - _END : tail + length])
-        return _Ends(bytes(self._buffer[head : head + _END]), end, _END - length)
+        head, nbytes, length = int(self._head[number]), int(self._nbytes[number]), int(self._length[number])
+        end = int(self._tail[number]) + length
+        return _Ends(
+            bytes(self._buffer[head : head + nbytes]), bytes(self._buffer[end - nbytes : end]), nbytes - length
+        )
 
     def match(self, template: _Template, numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
         """Which of the items have this structure."""
-        head = self._head[numbers, None] + template.places[: template.head]
-        tail = self._tail[numbers, None] + template.places[template.head :]
+        head = self._head[numbers, None] + template.offsets[: template.head]
+        tail = self._tail[numbers, None] + template.offsets[template.head :]
         words = self._masked_words[np.concatenate([head, tail], axis=1)] & template.masks
         fits: npt.NDArray[np.bool_] = np.all(words == template.words, axis=1)
         return fits
@@ -311,55 +303,48 @@ class _BatchEnds:
 def _plan_reads(
     begin: Int64Array, end: Int64Array, *, near: int
 ) -> tuple[Int64Array, Iterator[tuple[int, int, int]], int]:
-    """The place of each range in a buffer; the reads that fill it (place, offset, bytes); its size.
+    """The position of each range in a buffer; the reads that fill it (position, offset, bytes); its size.
 
     Consecutive ranges with at most ``near`` bytes between them are read together.
     """
     apart = np.concatenate([[True], (begin[1:] > end[:-1] + near) | (begin[1:] < begin[:-1])])
     first = np.flatnonzero(apart)
     offset, last = begin[first], np.maximum.reduceat(end, first)
-    place = np.concatenate([[0], np.cumsum(last - offset)])
+    position = np.concatenate([[0], np.cumsum(last - offset)])
     request = np.cumsum(apart) - 1
-    at = place[request] + begin - offset[request]
-    return at, zip(place.tolist(), offset.tolist(), (last - offset).tolist(), strict=False), int(place[-1])
+    at = position[request] + begin - offset[request]
+    return at, zip(position.tolist(), offset.tolist(), (last - offset).tolist(), strict=False), int(position[-1])
 
 
-def _make_template(tensor: _ItemTensor, record: str, length: int, ends: _Ends) -> _Template | None:
+def _make_template(
+    tensor: _ItemTensor, record: str, directory: ZipDirectory, length: int, ends: _Ends
+) -> _Template | None:
     """The structure to compare the next item of this length with; None if the bytes that were read do not
     contain it.
     """
-    data_at = tensor.record_offset
+    data_at, directory_at = tensor.record_offset, int(directory.entry[0])
     head = ends.head[:data_at]
-    end_record = ends.tail_at + length - _END_RECORD.size
-    signature, _, size, start, comment = _END_RECORD.unpack_from(ends.tail, end_record)
-    if len(head) < data_at or signature != b"PK\5\6" or comment or ends.tail_at + start < 0:
+    if len(head) < data_at or ends.tail_at + directory_at < 0:
         return None
-    if start + size > length - _END_RECORD.size:  # these are the 32-bit fields, and the zip64 ones were used
-        return None
+    row = directory.numbers[record]
+    crc_at = int(directory.entry[row]) + CENTRAL_CRC_AT
     # Two checksums depend on the data: its own, and that of the id which torch computes from the checksums.
-    listed = checksum_places(ends.tail[ends.tail_at + start : ends.tail_at + start + size])
-    runs: _Runs = []
-    kept, crc_at, local = start, -1, -1
-    for name, entry, in_header in listed or ():
-        if name.endswith((record, SERIALIZATION_ID)):
-            runs.append((kept, ends.tail[ends.tail_at + kept : ends.tail_at + start + entry]))
-            kept = start + entry + 4
-            if name.endswith(record):
-                crc_at, local = start + entry, in_header
-    runs.append((kept, ends.tail[ends.tail_at + kept : ends.tail_at + length]))
-    if crc_at < 0 or local + 4 > data_at:
-        return None
+    id_row = directory.numbers.get(SERIALIZATION_ID, row)
+    cuts = sorted({crc_at, int(directory.entry[id_row]) + CENTRAL_CRC_AT})
+    limits = zip([directory_at, *(cut + 4 for cut in cuts)], [*cuts, length], strict=True)
+    tail = [(begin, ends.tail[ends.tail_at + begin : ends.tail_at + end]) for begin, end in limits]
     # torch leaves the checksum in the local header 0, other writers fill it in.
-    opening = _masked_words([(0, head[:local]), (local + 4, head[local + 4 :])])
-    rows = [*opening, *_masked_words(runs)]
-    places, words, masks = (np.array(column) for column in zip(*rows, strict=True))
-    return _Template(places, words, masks, len(opening), crc_at, tensor)
+    local_crc_at = int(directory.header[row]) + LOCAL_CRC_AT
+    before_data = _masked_words([(0, head[:local_crc_at]), (local_crc_at + 4, head[local_crc_at + 4 :])])
+    offsets, words, masks = map(np.array, zip(*before_data, *_masked_words(tail), strict=True))
+    return _Template(offsets, words, masks, len(before_data), crc_at, tensor)
 
 
-def _masked_words(runs: _Runs) -> list[tuple[np.int64, np.uint64, np.uint64]]:
-    """``runs`` of bytes (offset, bytes) as words: offset, value, and a mask of the bytes that count."""
+def _masked_words(segments: _Segments) -> list[tuple[np.int64, np.uint64, np.uint64]]:
+    """``segments`` (offset, bytes) as words: offset, value, and a mask of the bytes that count."""
     return [
-        (np.int64(offset + at), np.uint64(int.from_bytes(run[at : at + 8], "little")), MASK[len(run[at : at + 8])])
-        for offset, run in runs
-        for at in range(0, len(run), 8)
+        (np.int64(offset + at), np.uint64(int.from_bytes(word, "little")), MASK[len(word)])
+        for offset, segment in segments
+        for at in range(0, len(segment), 8)
+        if (word := segment[at : at + 8])
     ]

@@ -22,7 +22,7 @@ from fsdpckpt.formats.pickle.check import MAX_DEPTH, check_expansion, check_size
 from fsdpckpt.formats.torch.distributed import Distributed, DistributedBlocks, DistributedParser
 from fsdpckpt.formats.torch.loadable import array_object, decode_stand_in, is_stand_in
 from fsdpckpt.formats.torch.tensors import Refused, StoredBlocks, StoredTensor, TensorBuilder, Wrapped
-from fsdpckpt.formats.zip import ZipColumns, ZipRecord, read_columns
+from fsdpckpt.formats.zip import ZipDirectory, ZipRecord, read_directory
 from fsdpckpt.ir.checkpoint import Checksums, Note
 from fsdpckpt.ir.quantized import split_state
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
@@ -280,15 +280,15 @@ class OpenedArchive:
     """One archive of which only the pickle's bytes were read: ``pickle``. ``source``: the file that contains it."""
 
     source: ByteSource
-    columns: ZipColumns
+    records: ZipDirectory
     pickle: bytes
 
     def checksums(self, file_id: int) -> Checksums:
         """The CRC-32 of every record; empty if it was saved with ``set_crc32_options(False)``, which leaves all 0."""
-        names, offset, nbytes, crc = self.columns
-        if not crc.any():
+        records = self.records
+        if not records.crc.any():
             return Checksums.of([])
-        return Checksums(np.full(len(names), file_id, np.int64), offset, nbytes, crc)
+        return Checksums(np.full(len(records), file_id, np.int64), records.offset, records.nbytes, records.crc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,21 +356,20 @@ def open_archive(source: ByteSource, *, begin: int = 0, end: int | None = None) 
     Raises SourceUnrecognisedError (a zip of something else), SourceUnsupportedError (big-endian) and
     SourceCorruptError.
     """
-    columns = read_columns(source, begin=begin, end=end)
-    places = {name: number for number, name in enumerate(columns.names)}
-    if "data.pkl" not in places or "constants.pkl" in places:
+    records = read_directory(source, begin=begin, end=end)
+    if "data.pkl" not in records or "constants.pkl" in records:
         raise SourceUnrecognisedError(
             f"{source.path} is a zip file, but not one that torch.save writes",
             file=source.path,
             expected="a record data.pkl and no constants.pkl",
-            found=", ".join(sorted(places)[:8]) or "an empty zip",
+            found=", ".join(sorted(records)[:8]) or "an empty zip",
             why="it may be a TorchScript module, or an archive that holds a checkpoint",
             next_step="give the checkpoint itself: unpack the archive, or torch.save(module.state_dict(), new_path)",
         )
-    if "byteorder" in places:
-        check_byteorder(source, columns.record(places["byteorder"]))
-    pickled = columns.record(places["data.pkl"])
-    return OpenedArchive(source, columns, read_pickle(source, pickled, verify_checksum=bool(columns.crc.any())))
+    if "byteorder" in records:
+        check_byteorder(source, records["byteorder"])
+    pickle = read_pickle(source, records["data.pkl"], verify_checksum=bool(records.crc.any()))
+    return OpenedArchive(source, records, pickle)
 
 
 def parse_archive(
@@ -388,7 +387,7 @@ def parse_archive(
     """
     source = opened.source
     if builder is None:
-        builder = TensorBuilder(opened.columns.records(), source.path)
+        builder = TensorBuilder(opened.records, source.path)
     walk = _TreeWalk(source, builder, leaf, parser or DistributedParser(source))
     root = walk.value(load(opened.pickle, file=source.path, tensors=builder))
     walk.finish()

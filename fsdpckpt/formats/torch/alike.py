@@ -106,7 +106,7 @@ class _WithHoles(TensorBuilder):
     """Resolves a pickle in which a text as a persistent id stands for a number."""
 
     def __init__(self, opened: OpenedArchive, holes: Mapping[str, Hole]) -> None:
-        super().__init__(opened.columns.records(), opened.source.path)
+        super().__init__(opened.records, opened.source.path)
         self._holes = holes
 
     def storage(self, persistent_id: object) -> object:
@@ -181,8 +181,8 @@ class RankTemplate:
 
     def differences(self, opened: OpenedArchive) -> Changes | None:
         """The numbers in which the pickle of another rank differs; None if it is not like this one."""
-        ours, theirs = self._opened.columns, opened.columns
-        if len(opened.pickle) != len(self._bytes) or ours.names != theirs.names:
+        ours, theirs = self._opened.records, opened.records
+        if len(opened.pickle) != len(self._bytes) or ours.numbers != theirs.numbers:
             return None
         if not np.array_equal(ours.nbytes, theirs.nbytes):
             return None
@@ -228,15 +228,15 @@ class RankTemplate:
         builder = _WithHoles(self._opened, holes)
         meshes = MeshParser(source, self._values(numbers, {}))
         parser = _CutParser(source, meshes)
-        holed = OpenedArchive(_Sealed(source.path), self._opened.columns, b"".join([*parts, data[at:]]))
+        holed = OpenedArchive(_Sealed(source.path), self._opened.records, b"".join([*parts, data[at:]]))
         try:
             archive = parse_archive(holed, 0, builder=builder, parser=parser)
         except (FsdpckptError, TypeError):  # a hole in a place that needs a number
             return None
         if not _same_tree(archive.root, self._root):
             return None
-        order = np.argsort(holed.columns.offset)
-        starts = holed.columns.offset[order].tolist()
+        order = np.argsort(holed.records.offset)
+        starts = holed.records.offset[order].tolist()
         return Shared(archive, starts, order, meshes.parsed, parser.cuts, parser.cut_of, parser.others)
 
     def _values(self, numbers: Sequence[_Operand], changes: Changes) -> list[int | None]:

@@ -12,7 +12,6 @@ error of any kind) is left to the general reader.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import compress, count
@@ -25,7 +24,7 @@ import numpy as np
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.formats.torch import TorchArchive, local_tensor, open_archive, parse_archive
 from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder
-from fsdpckpt.formats.zip import ZipColumns, ZipRecord
+from fsdpckpt.formats.zip import ZipDirectory
 from fsdpckpt.ir.dtypes import STORAGE_DTYPES, DType
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 from fsdpckpt.storage import ByteSource
@@ -96,7 +95,7 @@ def read_tensors(source: ByteSource, file_id: int) -> TorchArchive:
         return parse_archive(opened, file_id, leaf)
     try:
         scanned = _scan(opened.pickle)
-        builder = _Tensors(_Records(opened.columns), source.path, scanned, file_id)
+        builder = _Tensors(opened.records, source.path, scanned, file_id)
         return parse_archive(replace(opened, pickle=b"".join(scanned.out)), file_id, leaf, builder)
     except FsdpckptError:  # the general reader reads it, or reports the error
         return parse_archive(opened, file_id, leaf)
@@ -184,23 +183,6 @@ def _numbers(opcodes: bytes) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-class _Records(Mapping[str, ZipRecord]):
-    """The records by name: makes a ``ZipRecord`` only for those that are used."""
-
-    def __init__(self, columns: ZipColumns) -> None:
-        self.columns = columns
-        self.numbers = {name: number for number, name in enumerate(columns.names)}
-
-    def __getitem__(self, name: str) -> ZipRecord:
-        return self.columns.record(self.numbers[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.numbers)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-
 class _Form(NamedTuple):
     """Tensors of one storage type and shape. ``nbytes``: of the storage, in which the tensor begins at ``first``."""
 
@@ -215,7 +197,7 @@ class _Form(NamedTuple):
 class _Tensors(TensorBuilder):
     """Resolves a pickle whose tensors were taken out: their numbers are its persistent ids."""
 
-    def __init__(self, records: _Records, file: str, scanned: _Scanned, file_id: int) -> None:
+    def __init__(self, records: ZipDirectory, file: str, scanned: _Scanned, file_id: int) -> None:
         super().__init__(records, file)
         memo = _Memo(scanned)
         forms = [
@@ -224,12 +206,11 @@ class _Tensors(TensorBuilder):
         ]
         if any(key[0] != len(key) - 4 for key in scanned.key):
             raise _UnusualError("a key of another length")
-        numbers, columns = records.numbers, records.columns
-        record = np.array([numbers.get(f"data/{key[4:].decode()}", -1) for key in scanned.key], np.int64)
+        record = np.array([records.numbers.get(f"data/{key[4:].decode()}", -1) for key in scanned.key], np.int64)
         needed = np.array([(form.nbytes, form.first) for form in forms], np.int64)[scanned.form]
-        if (record < 0).any() or (needed[:, 0] > columns.nbytes[record]).any():
+        if (record < 0).any() or (needed[:, 0] > records.nbytes[record]).any():
             raise _UnusualError("a storage without a record of its own")
-        offsets = (columns.offset[record] + needed[:, 1]).reshape(-1, 1)
+        offsets = (records.offset[record] + needed[:, 1]).reshape(-1, 1)
         self._made: list[Tensor] = []
         for number, offset in zip(scanned.form, offsets, strict=True):
             dtype, shape, _, _, whole, sharded = forms[number]

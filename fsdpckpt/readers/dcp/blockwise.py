@@ -80,7 +80,7 @@ def _item(
         archive = open_archive(source, begin=begin, end=begin + nbytes)
     except SourceUnrecognisedError:
         return None
-    builder = TensorBuilder(archive.columns.records(), source.path)
+    builder = TensorBuilder(archive.records, source.path)
     content: object = load(archive.pickle, file=source.path, tensors=builder)
     if not isinstance(content, Wrapped) or not is_blockwise(content.kind):
         return None

@@ -144,7 +144,7 @@ class _Contents:
             try:
                 located = reader.tensors(*self.item[rows].T)
             except SourceUnrecognisedError as error:
-                error.key = self.tensor(int(rows[reader.reading]))[0].key
+                error.key = self.tensor(int(rows[reader.failed_item]))[0].key
                 raise
             self.set_location(rows, located.offset, located.kind)
             has = located.crc >= 0

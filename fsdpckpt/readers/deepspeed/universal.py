@@ -53,10 +53,10 @@ class ArchiveCache:
     def read(self, source: ByteSource, file_id: int) -> TorchArchive:
         """The result of ``read_archive``. Files with the same pickle are parsed once."""
         opened = open_archive(source)
-        names, offset, nbytes, _ = opened.columns
-        data = [int(offset[record]) for record, name in enumerate(names) if name.startswith("data/")]
+        records = opened.records
+        data = [int(records.offset[row]) for name, row in records.numbers.items() if name.startswith("data/")]
         first = data[0] if data else 0
-        key = opened.pickle, tuple(names), nbytes.tobytes()
+        key = opened.pickle, tuple(records), records.nbytes.tobytes()
         if key not in self._parsed:
             archive = parse_archive(opened, file_id)
             values = archive.root.values() if isinstance(archive.root, dict) else [archive.root]

@@ -61,7 +61,7 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
         for candidate in candidates:
             changes = candidate.differences(archive)
             if changes is not None:
-                pending.append((index, number, candidate, changes, archive.columns.offset, archive.checksums(number)))
+                pending.append((index, number, candidate, changes, archive.records.offset, archive.checksums(number)))
                 opened.append(None)
                 break
         else:
@@ -69,7 +69,7 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
             opened.append(RankFile(rank, number, parsed))
             if alike and len(candidates) < _MAX_ALIKE and not any(candidate.unlike for candidate in candidates):
                 candidates.append(RankTemplate(archive, parsed.root))
-                pending.append((index, number, candidates[-1], {}, archive.columns.offset, parsed.checksums))
+                pending.append((index, number, candidates[-1], {}, archive.records.offset, parsed.checksums))
     for index, number, model, changes, offsets, checksums in pending:
         path = paths[ranks[index]]
         places = model.places_of(sources.open(path), offsets, changes)
