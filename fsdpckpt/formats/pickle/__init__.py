@@ -14,12 +14,13 @@ import io
 import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol, cast
 
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.formats.pickle.allowlist import NESTED_CLASSES, Kind, canonical, kind_of, unsafe_error
+from fsdpckpt.formats.pickle.allowlist import ALLOWED, NESTED_CLASSES, Kind, canonical, kind_of, unsafe_error
 from fsdpckpt.formats.pickle.check import check_pickle
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.text import truncate
@@ -37,21 +38,41 @@ class TensorResolver(Protocol):
         ...
 
 
-class _Loading(threading.local):
-    """What the current load in this thread has made; records are finished when it ends."""
+@dataclass(slots=True, eq=False)
+class _Load:
+    """One call of ``load``, and what it has made so far: ``finish`` makes ir values of that.
 
-    objects: list[Object]
-    hashed: list[tuple[Object, int]]  # keys and items of sets
-    names: list[Global]
-    dicts: list[OrderedDict[object, object]]
-    refused: dict[str, None]
-    copied: int  # items and bytes that calls took over from their arguments, and keys compared
-    most_copied: int
+    ``hashed``: keys of dicts and items of sets, with the hash that was used. ``copied``: items and bytes that calls
+    took over from their arguments, and keys compared.
+    """
+
     tensors: TensorResolver | None
-    stub_for: Callable[[str, str], object | None]
+    stubs: Callable[[str, str], object | None]
+    max_copied: int
+    copied: int = 0
+    objects: list[Object] = field(default_factory=list)
+    hashed: list[tuple[Object, int]] = field(default_factory=list)
+    names: list[Global] = field(default_factory=list)
+    dicts: list[OrderedDict[object, object]] = field(default_factory=list)
+    refused: dict[str, None] = field(default_factory=dict)
+
+    def finish(self) -> None:
+        """Turn what was made into plain ir values.
+
+        Raises UnpicklingError for a key that was changed after hashing, or a dict that hides its own methods.
+        """
+        for made in self.objects:
+            made.__class__ = Object
+        if any(hash(key) != used for key, used in self.hashed):
+            raise pickle.UnpicklingError("a key was changed after it was used")
+        for name in self.names:
+            object.__setattr__(name, "__class__", Global)
+        for mapping in self.dicts:
+            attributes = vars(mapping)
+            if attributes and any(hasattr(OrderedDict, attribute) for attribute in attributes):
+                raise pickle.UnpicklingError("an attribute hides a method of a dictionary")
 
 
-LOADING = _Loading()
 _FREE_COPIES = 1_000_000  # items and bytes that calls may copy or hash in any pickle; this takes no noticeable time
 _COMPARED = 16  # what comparing two keys counts as: keys whose hashes are equal are compared in pairs
 
@@ -79,9 +100,9 @@ class _OpenObject(Object):
         return Object.__eq__(self, other)
 
     def __hash__(self) -> int:
-        made = Object.__hash__(self)
-        LOADING.hashed.append((self, made))
-        return made
+        used = Object.__hash__(self)
+        _THREAD.load.hashed.append((self, used))
+        return used
 
 
 _NEW = object.__new__
@@ -96,7 +117,7 @@ def _open_object(function: Global, arguments: tuple[object, ...], new: bool) -> 
     made.has_state = False
     made.items = []
     made.entries = []
-    LOADING.objects.append(made)
+    _THREAD.load.objects.append(made)
     return made
 
 
@@ -106,7 +127,7 @@ class _Name(Global):
     __slots__ = ()
 
     def __call__(self, *arguments: object) -> object:
-        return _refuse(f"{self.module}.{self.name} (called)")
+        return _CALLS[ALLOWED[self.module, self.name]](self, arguments)
 
     def __setstate__(self, _state: object) -> None:
         raise pickle.UnpicklingError("a name cannot have a state")
@@ -118,53 +139,42 @@ class _Name(Global):
         return hash((self.module, self.name))
 
 
-class _Call(_Name):
-    __slots__ = ()
-
-    def __call__(self, *arguments: object) -> object:
-        return _open_object(self, arguments, new=False)
+def _call_value(name: Global, _arguments: tuple[object, ...]) -> object:
+    return _refuse(f"{name} (called)")
 
 
-class _Rebuild(_Name):
-    __slots__ = ()
-
-    def __call__(self, *arguments: object) -> object:
-        tensors = LOADING.tensors
-        if any(argument is Swallow for argument in arguments):
-            return Swallow()  # a tensor of a class that is refused
-        if tensors is None:
-            return _open_object(self, arguments, new=False)
-        return tensors.rebuild(self.name, arguments)
+def _call(name: Global, arguments: tuple[object, ...]) -> object:
+    return _open_object(name, arguments, new=False)
 
 
-class _Getattr(_Name):
-    __slots__ = ()
-
-    def __call__(self, *arguments: object) -> object:
-        owner, attribute = arguments if len(arguments) == 2 else (None, None)
-        if isinstance(attribute, str):
-            if isinstance(owner, Global):
-                nested = NESTED_CLASSES.get((owner.module, owner.name, attribute))
-                if nested is not None:
-                    return _stub_class(*nested) if LOADING.tensors is None else instance_class(*nested)
-            # Python 3.11.0 to 3.11.3 wrote an enum member as getattr(class, name).
-            if isinstance(owner, _StubClass) and owner.function.name.endswith("MEM_FORMAT_ENCODING"):
-                return _open_object(self, (owner.function, attribute), new=False)
-        return _refuse(f"builtins.getattr({', '.join(map(_named, arguments))})")
+def _rebuild(name: Global, arguments: tuple[object, ...]) -> object:
+    tensors = _THREAD.load.tensors
+    if any(argument is Swallow for argument in arguments):
+        return Swallow()  # a tensor of a class that is refused
+    return _call(name, arguments) if tensors is None else tensors.rebuild(name.name, arguments)
 
 
-class _Python(_Name):
-    """A type whose value is plain data: made at once, with its one harmless kind of call."""
+def _getattr(name: Global, arguments: tuple[object, ...]) -> object:
+    owner, attribute = arguments if len(arguments) == 2 else (None, None)
+    if isinstance(attribute, str):
+        if isinstance(owner, Global):
+            nested = NESTED_CLASSES.get((owner.module, owner.name, attribute))
+            if nested is not None:
+                return _stub_class(*nested) if _THREAD.load.tensors is None else instance_class(*nested)
+        # Python 3.11.0 to 3.11.3 wrote an enum member as getattr(class, name).
+        if isinstance(owner, _StubClass) and owner.function.name.endswith("MEM_FORMAT_ENCODING"):
+            return _call(name, (owner.function, attribute))
+    return _refuse(f"builtins.getattr({', '.join(map(_named, arguments))})")
 
-    __slots__ = ()
 
-    def __call__(self, *arguments: object) -> object:
-        for argument in arguments:
-            _charge(len(argument) if isinstance(argument, Sized) else 0)
-        made = _PYTHON[self.name](*arguments)
-        if isinstance(made, OrderedDict):
-            LOADING.dicts.append(made)
-        return made
+def _python(name: Global, arguments: tuple[object, ...]) -> object:
+    """The value of a type that is plain data, made at once."""
+    for argument in arguments:
+        _charge(len(argument) if isinstance(argument, Sized) else 0)
+    value = _PYTHON[name.name](*arguments)
+    if isinstance(value, OrderedDict):
+        _THREAD.load.dicts.append(value)
+    return value
 
 
 def _named(argument: object) -> str:
@@ -207,8 +217,9 @@ def _charge_hashing(items: Sequence[object]) -> None:
 
 
 def _charge(items: int) -> None:
-    LOADING.copied += items
-    if LOADING.copied > LOADING.most_copied:
+    load = _THREAD.load
+    load.copied += items
+    if load.copied > load.max_copied:
         raise pickle.UnpicklingError("the same data is copied again and again")
 
 
@@ -288,7 +299,6 @@ _INSTANCE_BASES = {
     "ShardOrderEntry": _StubWithArguments,
     "_MeshLayout": _StubWithArguments,
     "_FlatLayout": _StubWithArguments,
-    "TensorMeta": StubInstance,
     "TensorProperties": _StubWithState,
     "MEM_FORMAT_ENCODING": _StubWithArguments,
 }
@@ -333,17 +343,16 @@ class Swallow:
 
 
 def _refuse(name: str) -> object:
-    LOADING.refused[name] = None
+    _THREAD.load.refused[name] = None
     return Swallow()
 
 
-_NAMES: dict[Kind, type[_Name]] = {
-    Kind.VALUE: _Name,
-    Kind.STORAGE: _Name,
-    Kind.CALL: _Call,
-    Kind.PYTHON: _Python,
-    Kind.REBUILD: _Rebuild,
-    Kind.GETATTR: _Getattr,
+_CALLS: Mapping[Kind, Callable[[Global, tuple[object, ...]], object]] = {
+    Kind.VALUE: _call_value,
+    Kind.CALL: _call,
+    Kind.PYTHON: _python,
+    Kind.REBUILD: _rebuild,
+    Kind.GETATTR: _getattr,
 }
 
 
@@ -353,43 +362,36 @@ def stub_for(module: str, name: str) -> object | None:
     if kind is None:
         return None
     if kind is Kind.CLASS:
-        parts = LOADING.tensors is not None and module.startswith(_INSTANCE_MODULES)
-        return instance_class(module, name) if parts else _stub_class(module, name)
-    made = _NAMES[kind](module, name)
-    LOADING.names.append(made)
-    return made
+        of_tensors = _THREAD.load.tensors is not None and module.startswith(_INSTANCE_MODULES)
+        return instance_class(module, name) if of_tensors else _stub_class(module, name)
+    stub = _Name(module, name)
+    _THREAD.load.names.append(stub)
+    return stub
 
 
-def _finish() -> None:
-    """Turn what the current load has made into plain ir values.
+class _Thread(threading.local):
+    """``load``: the call of ``load`` that runs in this thread, the innermost if several do."""
 
-    Raises UnpicklingError for a key that was changed after hashing, or a dict that hides its own methods.
-    """
-    for made in LOADING.objects:
-        made.__class__ = Object
-    if any(hash(made) != known for made, known in LOADING.hashed):
-        raise pickle.UnpicklingError("a key was changed after it was used")
-    for name in LOADING.names:
-        object.__setattr__(name, "__class__", Global)
-    for mapping in LOADING.dicts:
-        attributes = vars(mapping)
-        if attributes and any(hasattr(OrderedDict, attribute) for attribute in attributes):
-            raise pickle.UnpicklingError("an attribute hides a method of a dictionary")
+    load = _Load(None, stub_for, 0)
+
+
+_THREAD = _Thread()
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> object:
         module, name = canonical(module_name, global_name)
-        stub = LOADING.stub_for(module, name)
+        stub = _THREAD.load.stubs(module, name)
         if stub is None:
-            LOADING.refused[f"{module}.{name}"] = None
+            _THREAD.load.refused[f"{module}.{name}"] = None
             return Swallow
         return stub
 
     def persistent_load(self, persistent_id: object) -> object:
-        if LOADING.tensors is None:
+        tensors = _THREAD.load.tensors
+        if tensors is None:
             raise pickle.UnpicklingError("unexpected persistent id")
-        return LOADING.tensors.storage(persistent_id)
+        return tensors.storage(persistent_id)
 
 
 # Everything the C unpickler raises on bytes that are not a pickle; nothing in the file runs, so there are no others.
@@ -422,20 +424,18 @@ def load(
     SourceUnsafeError that lists every such name, SourceCorruptError for bytes that are not a whole pickle.
     """
     check_pickle(data, file, what)
-    outer = dict(vars(LOADING))
-    LOADING.objects, LOADING.names, LOADING.dicts, LOADING.refused, LOADING.tensors = [], [], [], {}, tensors
-    LOADING.copied, LOADING.most_copied, LOADING.hashed = 0, _FREE_COPIES + 16 * len(data), []
-    LOADING.stub_for = stubs
+    outer = _THREAD.load
+    current = _THREAD.load = _Load(tensors, stubs, _FREE_COPIES + 16 * len(data))
     # The C unpickler reads a buffered stream fastest: it asks a plain BytesIO for every few bytes.
     stream = io.BufferedReader(cast(io.RawIOBase, io.BytesIO(data)), min(len(data) + 1, 1 << 17))
     try:
         value = cast(Value, _Unpickler(stream, encoding="utf-8").load())
-        if LOADING.refused:
-            raise unsafe_error(file, LOADING.refused)
-        _finish()
+        if current.refused:
+            raise unsafe_error(file, current.refused)
+        current.finish()
     except _DAMAGE as error:
-        if LOADING.refused:
-            raise unsafe_error(file, LOADING.refused) from None
+        if current.refused:
+            raise unsafe_error(file, current.refused) from None
         raise SourceCorruptError(
             f"{file} {what}",
             file=file,
@@ -444,6 +444,5 @@ def load(
             next_step="save or copy the checkpoint again",
         ) from None
     finally:
-        vars(LOADING).clear()
-        vars(LOADING).update(outer)
+        _THREAD.load = outer
     return value

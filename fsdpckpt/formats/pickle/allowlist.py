@@ -24,8 +24,7 @@ from fsdpckpt.ir.values import Global, Json, Value, decode
 class Kind(Enum):
     """What a name may do: be a value, be called, be the class of a new object, or build a tensor."""
 
-    VALUE = "value"  # a value that is only stored, e.g. torch.float32
-    STORAGE = "storage"  # the type in a persistent id
+    VALUE = "value"  # a value that is only stored: torch.float32, or the type of a storage
     CALL = "call"  # REDUCE gives an ir Object
     CLASS = "class"  # NEWOBJ (or REDUCE) gives an ir Object
     PYTHON = "python"  # REDUCE gives the plain Python value itself
@@ -97,9 +96,9 @@ _ROWS: tuple[tuple[str, str, Kind], ...] = (
     ("torch", "per_channel_affine_float_qparams", Kind.VALUE),
     ("torch", "Tensor", Kind.VALUE),
     ("torch", "quint8 qint8 qint32 quint4x2 quint2x4", Kind.VALUE),
-    ("torch", "QInt8Storage QUInt8Storage QInt32Storage QUInt4x2Storage QUInt2x4Storage", Kind.STORAGE),
-    ("torch", "UntypedStorage", Kind.STORAGE),
-    ("torch.storage", "UntypedStorage TypedStorage", Kind.STORAGE),
+    ("torch", "QInt8Storage QUInt8Storage QInt32Storage QUInt4x2Storage QUInt2x4Storage", Kind.VALUE),
+    ("torch", "UntypedStorage", Kind.VALUE),
+    ("torch.storage", "UntypedStorage TypedStorage", Kind.VALUE),
     ("torch.nn.parameter", "Parameter Buffer UninitializedParameter UninitializedBuffer", Kind.VALUE),
     ("torch.serialization", "_get_layout", Kind.CALL),
     (
@@ -173,7 +172,7 @@ _MODULE_ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 def _table() -> dict[tuple[str, str], Kind]:
     table = {(module, name): kind for module, names, kind in _ROWS for name in names.split()}
     table.update({("torch", name): Kind.VALUE for name in DTYPES})
-    table.update({("torch", name): Kind.STORAGE for name in STORAGE_DTYPES})
+    table.update({("torch", name): Kind.VALUE for name in STORAGE_DTYPES})
     numpy_scalars = "Bool Int8 Int16 Int32 Int64 UInt8 UInt16 UInt32 UInt64 Float16 Float32 Float64 LongDouble"
     numpy_scalars += " Complex64 Complex128 CLongDouble Object Bytes Str Void DateTime64 TimeDelta64"
     numpy_scalars += " LongLong ULongLong Long ULong Int UInt Short UShort Byte UByte"

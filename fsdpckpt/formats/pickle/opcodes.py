@@ -10,10 +10,12 @@ import pickletools
 import struct
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pickle import encode_long
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import contiguous_stride
+
+_Opcodes = TypeVar("_Opcodes", bytes, tuple[bytes, bytes, bytes])
 
 _UP_TO_NEWLINE = -1
 _WIDTHS = {
@@ -122,9 +124,8 @@ class PickleOpcodes:
         self._texts: dict[str, bytes] = {}
         self._names: dict[tuple[str, str], bytes] = {}
         self._once: dict[Hashable, bytes] = {}
-        self._constants: dict[Hashable, bytes] = {}
+        self._constants: dict[Hashable, Any] = {}
         self._memo = 0
-        self._heads: dict[str, tuple[bytes, bytes, bytes]] = {}
         self._extents: dict[tuple[int, ...], bytes] = {}
 
     def finish(self) -> bytes:
@@ -172,13 +173,13 @@ class PickleOpcodes:
         put, self._once[key] = self.put()
         return opcodes + put
 
-    def constant(self, key: Hashable, build: Callable[[], bytes]) -> bytes:
+    def constant(self, key: Hashable, build: Callable[[], _Opcodes]) -> _Opcodes:
         """The opcodes that ``build`` returns, made of texts and names; from the second time on these are memo
         references.
 
         Unlike ``once`` this makes the value anew each time: for values that must not be shared.
         """
-        known = self._constants.get(key)
+        known: _Opcodes | None = self._constants.get(key)
         if known is not None:
             return known
         opcodes = build()
@@ -188,11 +189,7 @@ class PickleOpcodes:
     def view(self, view: StorageView, *, requires_grad: bool = False) -> None:
         """A tensor, as ``torch._utils._rebuild_tensor_v2`` (or ``_v3`` for dtypes without a typed storage)."""
         dtype = view.dtype
-        head = self._heads.get(dtype.name)
-        if head is None:
-            head = self._head(dtype)
-            self._heads[dtype.name] = self._head(dtype)  # now every part of it is a memo reference
-        start, location, end = head
+        start, location, end = self.constant(("tensor", dtype.name), lambda: self._head(dtype))
         key = view.key.encode()
         extents = self._extents
         shape = extents.get(view.shape)
