@@ -21,8 +21,11 @@ from fsdpckpt.errors import (
     SourceUnsupportedError,
 )
 from fsdpckpt.formats.torch import load_torch
+from fsdpckpt.formats.torch.distributed import Cut, DistributedParser
+from fsdpckpt.formats.torch.mesh import Mesh
+from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Shard, Tensor
 from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.storage.local import MemoryFile
 from tests.formats.torch_saves import any_values, loaded, rewritten, same, saved
@@ -301,3 +304,14 @@ def test_random_damage_of_the_pickle_is_never_another_kind_of_error() -> None:
             loaded(rewritten(data, {"data.pkl": bytes(damaged)}))
         except SourceError:
             continue
+
+
+def test_meshes_of_one_shape_in_another_order_have_no_sharding() -> None:
+    parser = DistributedParser(MemoryFile(b"", "rank0.pt"))
+    local = StoredTensor(DTYPES["float32"], (2,), (1,), 0)
+    cuts = [
+        Cut((4,), Mesh((2,), ranks, (0,), 0, (0, 1, 2), "cpu", None, ascending), placements, None, local)
+        for placements in [(Shard(0),)]
+        for ranks, ascending in [((0, 1), True), ((2, 1), False)]
+    ]
+    assert [parser.boxes_of(cut, "w")[2] is None for cut in cuts] == [False, True]

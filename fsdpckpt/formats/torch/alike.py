@@ -23,7 +23,7 @@ import numpy as np
 
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.formats.torch import OpenedArchive, TorchArchive, parse_archive
-from fsdpckpt.formats.torch.distributed import BoxInFile, Cut, Distributed, DistributedParser, Place, Placed
+from fsdpckpt.formats.torch.distributed import BoxInFile, BoxInLocal, Cut, CutBoxes, Distributed, DistributedParser
 from fsdpckpt.formats.torch.mesh import Hole, Mesh, MeshParser
 from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder, Wrapped
 from fsdpckpt.ir.checkpoint import Checksums
@@ -31,13 +31,13 @@ from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.ir.values import Value
 from fsdpckpt.storage import ByteSource
 
-_MOST_DIFFERENT = 64  # bytes in which pickles may differ: the rank's place in a mesh and the number of a GPU take a few
-_SCANNED = 1 << 20  # bytes from the begin on that are searched: a mesh is where it is used first
+_MAX_DIFFERENT = 64  # bytes in which pickles may differ: its coordinate and the number of a GPU take few
+_MAX_OFFSET = 1 << 20  # bytes from the begin on that are searched: a mesh is where it is used first
 _INTEGERS = frozenset("KMJ")
 _TEXTS = {"X": 4, "\x8c": 1}  # opcodes of texts, and the bytes of the count before them
 
-Changes = Mapping[int, int]
-"""The bytes in which a pickle differs from that of the rank that was parsed, by their place."""
+Differences = Mapping[int, int]
+"""The bytes in which a pickle differs from that of the rank that was parsed, by their offset."""
 
 
 class _Operand(NamedTuple):
@@ -62,7 +62,7 @@ class Shared:
     starts: list[int]
     order: Int64Array
     meshes: list[tuple[object, Mesh]]
-    cuts: list[tuple[Cut, Placed]]
+    cuts: list[tuple[Cut, CutBoxes]]
     cut_of: Mapping[int, tuple[int, StoredTensor]]
     others: list[Distributed]
 
@@ -72,12 +72,12 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RankPlaces:
-    """Where one rank has what is its own: ``starts`` of its records as in ``Shared``, its boxes and its mesh by cut."""
+class RankLocations:
+    """Where one rank's file differs: ``starts`` of its records as in ``Shared``, its boxes and mesh for each cut."""
 
     shared: Shared
     starts: Int64Array
-    by_cut: list[tuple[Place, ...]]
+    boxes_by_cut: list[tuple[BoxInLocal, ...]]
     meshes: list[Mesh]
 
     def offset(self, offset: int) -> int:
@@ -91,14 +91,14 @@ class RankPlaces:
             return [box._replace(offset=self.offset(box.offset)) for box in distributed.boxes]
         first = self.offset(local.offset)
         itemsize, stride = local.dtype.itemsize, local.stride
-        return [BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in self.by_cut[number]]
+        return [BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in self.boxes_by_cut[number]]
 
     def holders(self, distributed: Distributed) -> tuple[int, ...]:
         number, _ = self.shared.cut_of.get(id(distributed), (-1, None))
         return distributed.holders if number < 0 else self.meshes[number].ranks
 
 
-class _NotAlikeError(FsdpckptError):
+class _MustBeParsedError(FsdpckptError):
     """The archive may be fine, but its content depends on more than numbers in a mesh."""
 
 
@@ -116,7 +116,7 @@ class _WithHoles(TensorBuilder):
     def _tensor(self, arguments: tuple[object, ...], named: object, flags: object) -> object:
         made, storage = super()._tensor(arguments, named, flags), cast(Any, arguments[0])
         if isinstance(made, StoredTensor) and made.offset - storage.offset > storage.nbytes:
-            raise _NotAlikeError(f"{self._file}: an empty tensor lies behind its record")
+            raise _MustBeParsedError(f"{self._file}: an empty tensor lies behind its record")
         return made
 
 
@@ -127,7 +127,7 @@ class _Sealed(ByteSource):
         self.path, self.nbytes = path, 0
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        raise _NotAlikeError(f"{self.path}: {nbytes} bytes at {offset} are part of a value")
+        raise _MustBeParsedError(f"{self.path}: {nbytes} bytes at {offset} are part of a value")
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self.read(offset, len(buffer))
@@ -140,7 +140,7 @@ class _CutParser(DistributedParser):
         super().__init__(source, meshes)
         self._numbers: dict[object, int] = {}
         self._last: tuple[int, StoredTensor] | None = None
-        self.cuts: list[tuple[Cut, Placed]] = []
+        self.cuts: list[tuple[Cut, CutBoxes]] = []
         self.cut_of: dict[int, tuple[int, StoredTensor]] = {}
         self.others: list[Distributed] = []
 
@@ -148,22 +148,20 @@ class _CutParser(DistributedParser):
         self._last = None
         made = super().parse(wrapped, key)
         if not isinstance(made, Distributed):
-            raise _NotAlikeError(f"{key} is {made.blocks}, whose parts do not follow the mesh")
+            raise _MustBeParsedError(f"{key} is {made.blocks}, whose parts do not follow the mesh")
         if self._last is None:
             self.others.append(made)
         else:
             self.cut_of[id(made)] = self._last
         return made
 
-    def places(self, cut: Cut, key: str) -> Placed:
-        placed = super().places(cut, key)
-        shape, mesh, placements, order, local = cut
-        alike = (id(mesh), shape, id(placements), order and tuple(order.items()), local.shape, local.stride)
-        number = self._numbers.setdefault(alike, len(self.cuts))
+    def boxes_of(self, cut: Cut, key: str) -> CutBoxes:
+        boxes = super().boxes_of(cut, key)
+        number = self._numbers.setdefault((id(cut.mesh), id(boxes)), len(self.cuts))
         if number == len(self.cuts):
-            self.cuts.append((cut, placed))
-        self._last = number, local
-        return placed
+            self.cuts.append((cut, boxes))
+        self._last = number, cut.local
+        return boxes
 
 
 class RankTemplate:
@@ -174,12 +172,12 @@ class RankTemplate:
     def __init__(self, opened: OpenedArchive, root: Value) -> None:
         self._opened, self._root = opened, root
         self._bytes = np.frombuffer(opened.pickle, np.uint8)
-        self._places: set[int] = set()  # all that differed in any rank
+        self._offsets: set[int] = set()  # of all bytes that differed in any rank
         self._numbers: list[_Operand] = []
         self.unlike = False
         self.shared: Shared | None = None
 
-    def differences(self, opened: OpenedArchive) -> Changes | None:
+    def differences_of(self, opened: OpenedArchive) -> Differences | None:
         """The numbers in which the pickle of another rank differs; None if it is not like this one."""
         ours, theirs = self._opened.records, opened.records
         if len(opened.pickle) != len(self._bytes) or ours.numbers != theirs.numbers:
@@ -187,37 +185,37 @@ class RankTemplate:
         if not np.array_equal(ours.nbytes, theirs.nbytes):
             return None
         other = np.frombuffer(opened.pickle, np.uint8)
-        places = np.flatnonzero(other != self._bytes)
-        if len(places) > _MOST_DIFFERENT:
+        offsets = np.flatnonzero(other != self._bytes)
+        if len(offsets) > _MAX_DIFFERENT:
             return None
-        changes = dict(zip(places.tolist(), other[places].tolist(), strict=True))
-        return changes if self._only_known_numbers(changes) or self._learn_numbers(changes) else None
+        differences = dict(zip(offsets.tolist(), other[offsets].tolist(), strict=True))
+        return differences if self._only_known_numbers(differences) or self._learn_numbers(differences) else None
 
-    def _only_known_numbers(self, changes: Changes) -> bool:
-        """Whether each change is in a number that is known to be a rank's own, and leaves a number there."""
+    def _only_known_numbers(self, differences: Differences) -> bool:
+        """Whether each difference is in a number that may differ between ranks, and leaves a number there."""
         if self.shared is None:
             return False
-        for place, byte in changes.items():
-            number = next((one for one in self._numbers if one.begin <= place < one.end), None)
-            if number is None or (number.text and not (_is_digit(byte) and _is_digit(self._opened.pickle[place]))):
+        for offset, byte in differences.items():
+            number = next((number for number in self._numbers if number.begin <= offset < number.end), None)
+            if number is None or (number.text and not (_is_digit(byte) and _is_digit(self._opened.pickle[offset]))):
                 return False
         return True
 
-    def _learn_numbers(self, changes: Changes) -> bool:
+    def _learn_numbers(self, differences: Differences) -> bool:
         """Parse once more, with holes in place of these numbers and of those found before."""
         if self.unlike:
             return False
-        places = self._places | set(changes)
-        numbers = _operands_at(self._opened.pickle, sorted(places))
+        offsets = self._offsets | set(differences)
+        numbers = _operands_at(self._opened.pickle, sorted(offsets))
         shared = self._with_holes(numbers) if numbers is not None else None
         if numbers is None or shared is None:
             self.unlike = True
             return False
-        self._places, self._numbers, self.shared = places, numbers, shared
-        return self._only_known_numbers(changes)
+        self._offsets, self._numbers, self.shared = offsets, numbers, shared
+        return self._only_known_numbers(differences)
 
     def _with_holes(self, numbers: Sequence[_Operand]) -> Shared | None:
-        """The result if ``numbers`` are not known; None unless it is the tree that was parsed."""
+        """What is shared if ranks differ in ``numbers``; None unless the tree is the same without them."""
         data, source = self._opened.pickle, self._opened.source
         holes = {f"hole {number}": Hole(number) for number in range(len(numbers))}
         parts: list[bytes] = []
@@ -239,42 +237,42 @@ class RankTemplate:
         starts = holed.records.offset[order].tolist()
         return Shared(archive, starts, order, meshes.parsed, parser.cuts, parser.cut_of, parser.others)
 
-    def _values(self, numbers: Sequence[_Operand], changes: Changes) -> list[int | None]:
-        """The numbers of a rank with these ``changes``; None for a text, in which no number is read."""
+    def _values(self, numbers: Sequence[_Operand], differences: Differences) -> list[int | None]:
+        """The numbers of a rank with these ``differences``; None for a text, in which no number is read."""
         values: list[int | None] = []
         for number in numbers:
-            content = bytes(changes.get(at, self._opened.pickle[at]) for at in range(number.begin, number.end))
+            content = bytes(differences.get(at, self._opened.pickle[at]) for at in range(number.begin, number.end))
             signed = len(content) == 4
             values.append(None if number.text else int.from_bytes(content, "little", signed=signed))
         return values
 
-    def places_of(self, source: ByteSource, offsets: Int64Array, changes: Changes) -> RankPlaces | None:
-        """The places of the rank whose archive, with records at ``offsets``, has these ``changes``.
+    def locations_of(self, source: ByteSource, offsets: Int64Array, differences: Differences) -> RankLocations | None:
+        """The locations of the rank whose archive, with records at ``offsets``, has these ``differences``.
 
-        None if its tensors do not follow from its place in the mesh: the archive must then be parsed.
+        None if its tensors do not follow from its coordinate in the mesh: the archive must then be parsed.
         """
         shared = self.shared
         if shared is None:
             return None
-        moved = RankPlaces(shared, offsets[shared.order], [], [])
-        meshes = MeshParser(source, self._values(self._numbers, changes), moved.offset)
+        locations = RankLocations(shared, offsets[shared.order], [], [])
+        meshes = MeshParser(source, self._values(self._numbers, differences), locations.offset)
         parser = DistributedParser(source, meshes)
         try:
             of_rank = {id(mesh): meshes.mesh(pickled, "") for pickled, mesh in shared.meshes}
             cuts = [cut._replace(mesh=of_rank[id(cut.mesh)]) for cut, _ in shared.cuts]
-            placed = [parser.places(cut, "") for cut in cuts]
+            cut_boxes = [parser.boxes_of(cut, "") for cut in cuts]
         except FsdpckptError:
             return None
-        if any(one[1:] != parsed[1:] for one, (_, parsed) in zip(placed, shared.cuts, strict=True)):
+        if any(boxes[1:] != parsed[1:] for boxes, (_, parsed) in zip(cut_boxes, shared.cuts, strict=True)):
             return None
-        return replace(moved, by_cut=[one[0] for one in placed], meshes=[cut.mesh for cut in cuts])
+        return replace(locations, boxes_by_cut=[boxes[0] for boxes in cut_boxes], meshes=[cut.mesh for cut in cuts])
 
 
-def archive_of(places: RankPlaces, checksums: Checksums, path: str) -> TorchArchive:
+def archive_of(locations: RankLocations, checksums: Checksums, path: str) -> TorchArchive:
     """The archive at ``path`` of a rank like the parsed one. Its root's leaves still have the parsed rank's offsets."""
-    shared = places.shared
-    ranks = {mesh.rank for mesh in places.meshes} | {other.rank for other in shared.others}
-    worlds = [*(mesh.world for mesh in places.meshes), *(other.world for other in shared.others)]
+    shared = locations.shared
+    ranks = {mesh.rank for mesh in locations.meshes} | {other.rank for other in shared.others}
+    worlds = [*(mesh.world for mesh in locations.meshes), *(other.world for other in shared.others)]
     return replace(
         shared.archive,
         checksums=checksums,
@@ -288,23 +286,23 @@ def _is_digit(byte: int) -> bool:
     return 0x30 <= byte <= 0x39
 
 
-def _operands_at(pickle: bytes, places: Sequence[int]) -> list[_Operand] | None:
-    """The numbers and texts that contain ``places`` (ascending); None if one of these is in anything else."""
+def _operands_at(pickle: bytes, offsets: Sequence[int]) -> list[_Operand] | None:
+    """The numbers and texts that contain ``offsets`` (ascending); None if one of these is in anything else."""
     operands: list[_Operand] = []
-    if places and places[-1] > _SCANNED:
+    if offsets and offsets[-1] > _MAX_OFFSET:
         return None
-    known = 0  # of places
+    done = 0  # of offsets
     name, begin = "", 0
     for opcode, _, at in genops(pickle):
-        inside = bisect_left(places, at or 0, known) - known
+        inside = bisect_left(offsets, at or 0, done) - done
         if inside:
             counted = _TEXTS.get(name, 0)
             operand = _Operand(begin, begin + 1 + counted, at or 0, bool(counted))
-            if not (counted or name in _INTEGERS) or places[known] < operand.begin:
+            if not (counted or name in _INTEGERS) or offsets[done] < operand.begin:
                 return None
             operands.append(operand)
-            known += inside
-        if known == len(places):
+            done += inside
+        if done == len(offsets):
             return operands
         name, begin = opcode.code, at or 0
     return None

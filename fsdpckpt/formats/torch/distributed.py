@@ -15,8 +15,16 @@ from operator import mul
 from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.formats.pickle import StubInstance
-from fsdpckpt.formats.torch.mesh import MAX_RANKS, FileParser, Mesh, MeshParser, fields, integers, merged
+from fsdpckpt.formats.pickle import ARGUMENTS, StubInstance
+from fsdpckpt.formats.torch.mesh import (
+    MAX_RANKS,
+    FileParser,
+    Mesh,
+    MeshParser,
+    as_int_tuple,
+    attributes_of,
+    merge_states,
+)
 from fsdpckpt.formats.torch.tensors import StoredBlocks, StoredTensor, Wrapped, size_of, stored_blocks
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks, is_blockwise
@@ -35,10 +43,10 @@ from fsdpckpt.layouts import LocalBox, decoded_order, in_placement_order, local_
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import truncate
 
-Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+BoxInLocal: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 """What a rank holds of a tensor: start and size of the box, and how many elements into the local tensor it begins."""
 
-Placed: TypeAlias = tuple[tuple[Place, ...], str, Sharding | None]
+CutBoxes: TypeAlias = tuple[tuple[BoxInLocal, ...], str, Sharding | None]
 """The boxes that a local tensor holds, its placements in words, and its sharding."""
 
 
@@ -105,8 +113,8 @@ class DistributedParser(FileParser):
     def __init__(self, source: ByteSource, meshes: MeshParser | None = None) -> None:
         super().__init__(source)
         self._meshes = MeshParser(source) if meshes is None else meshes
-        self._placed: dict[object, tuple[Placement, ...]] = {}
-        self._known: dict[object, Placed] = {}
+        self._placements_by_form: dict[object, tuple[Placement, ...]] = {}
+        self._boxes_by_cut: dict[object, CutBoxes] = {}
 
     def parse(self, wrapped: Wrapped, key: str) -> Distributed | DistributedBlocks | StoredBlocks:
         """Parse ``wrapped``; ``key``: its name in messages.
@@ -129,40 +137,40 @@ class DistributedParser(FileParser):
     # DTensor
 
     def _dtensor(self, wrapped: Wrapped, key: str) -> Distributed | DistributedBlocks:
-        attributes = merged(wrapped.state)
+        attributes = merge_states(wrapped.state)
         local = attributes.get("_local_tensor")
         if isinstance(local, Wrapped) and is_blockwise(local.kind):
-            held = stored_blocks(local, self._source.path, key)
-            codes = replace(held.parts[CODES], shape=local.shape, stride=contiguous_stride(local.shape))
-            return self._in_blocks(held, self._of_local(wrapped, attributes, codes, key), key)
+            stored = stored_blocks(local, self._source.path, key)
+            codes = replace(stored.parts[CODES], shape=local.shape, stride=contiguous_stride(local.shape))
+            return self._in_blocks(stored, self._of_local(wrapped, attributes, codes, key), key)
         return self._of_local(wrapped, attributes, local, key)
 
-    def _in_blocks(self, held: StoredBlocks, placed: Distributed, key: str) -> DistributedBlocks:
-        """The parts of a state in blocks. ``placed``: where its codes would be if there were one for each element."""
-        blocks = replace(held.blocks, shape=placed.shape)
+    def _in_blocks(self, local: StoredBlocks, codes: Distributed, key: str) -> DistributedBlocks:
+        """The parts of a state in blocks. ``codes``: where its codes would be if there were one for each element."""
+        blocks = replace(local.blocks, shape=codes.shape)
         parts: dict[str, Distributed | StoredTensor] = {}
         for part in (CODES, SCALE):
-            stored = held.parts[part]
-            boxes = [blocks.box_of(part, Box(box.start, box.size)) for box in placed.boxes]
+            stored = local.parts[part]
+            boxes = [blocks.box_of(part, Box(box.start, box.size)) for box in codes.boxes]
             if len(boxes) > 1 or None in boxes:
                 raise SourceUnsupportedError(
-                    f"{key} is {blocks}, which {placed.placement} on this mesh cuts apart",
+                    f"{key} is {blocks}, which {codes.placement} on this mesh cuts apart",
                     key=key,
                     file=self._source.path,
                     expected=f"shards of whole rows, {blocks.group} or a multiple of it",
-                    found=", ".join(f"{box.size} from {box.start}" for box in placed.boxes),
+                    found=", ".join(f"{box.size} from {box.start}" for box in codes.boxes),
                     why="only whole blocks have a place in the whole tensor",
                 )
             at = [
                 BoxInFile(box.offsets, box.sizes, stored.offset, contiguous_stride(box.sizes)) for box in boxes if box
             ]
-            parts[part] = replace(placed, dtype=stored.dtype, shape=blocks.shape_of(part), boxes=tuple(at))
-        if QMAP in held.parts:
-            parts[QMAP] = held.parts[QMAP]
+            parts[part] = replace(codes, dtype=stored.dtype, shape=blocks.shape_of(part), boxes=tuple(at))
+        if QMAP in local.parts:
+            parts[QMAP] = local.parts[QMAP]
         return DistributedBlocks(blocks, parts)
 
     def _of_local(self, wrapped: Wrapped, attributes: Mapping[object, object], local: object, key: str) -> Distributed:
-        spec = fields(attributes.get("_spec"))
+        spec = attributes_of(attributes.get("_spec"))
         if not isinstance(local, StoredTensor) or not spec:
             self._corrupt(key, "a DTensor without local tensor or spec", "both", type(local).__name__)
         mesh = self._meshes.mesh(spec.get("mesh"), key)
@@ -172,23 +180,28 @@ class DistributedParser(FileParser):
         if any(not isinstance(p, Replicate) and not 0 <= p.dim < len(wrapped.shape) for p in placements):
             self._corrupt(key, f"placements do not fit shape {wrapped.shape}", "dimensions", str(placements))
         order = self._shard_order(spec.get("shard_order"), placements, key) if len(placements) > 1 else None
-        places, text, sharding = self.places(Cut(wrapped.shape, mesh, placements, order, local), key)
+        held, text, sharding = self.boxes_of(Cut(wrapped.shape, mesh, placements, order, local), key)
         first, itemsize, stride = local.offset, local.dtype.itemsize, local.stride
-        boxes = tuple([BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in places])
+        boxes = tuple([BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in held])
         return Distributed(
             "DTensor", local.dtype, wrapped.shape, text, mesh.rank, mesh.ranks, mesh.world, boxes, mesh.device, sharding
         )
 
-    def places(self, cut: Cut, key: str) -> Placed:
+    def boxes_of(self, cut: Cut, key: str) -> CutBoxes:
         """The boxes of ``cut.local``; ``key``: the tensor's name in messages."""
+        shape, mesh, placements, order, local = cut
+        # Placements are one object for equal ones (see _placements): their id stands for them.
+        cut_order = id(placements), order and tuple(order.items())
+        form = shape, mesh.shape, mesh.names, mesh.coordinate, mesh.ascending, cut_order, local.shape, local.stride
+        known = self._boxes_by_cut.get(form)
+        if known is None:
+            known = self._boxes_by_cut[form] = self._cut(cut, key)
+        return known
+
+    def _cut(self, cut: Cut, key: str) -> CutBoxes:
         shape, mesh, placements, order, local = cut
         if mesh.coordinate is None:
             return (), placements_text(placements), None
-        # Placements are one object for equal ones (see _placements): their id stands for them.
-        on_mesh = mesh.shape, mesh.names, mesh.coordinate, id(placements), order and tuple(order.items())
-        known = self._known.get((shape, on_mesh, local.shape, local.stride))
-        if known is not None:
-            return known
         decoded = decoded_order(mesh.shape, placements)
         sharding = None
         if decoded is not None and order in (None, decoded) and mesh.ascending:
@@ -206,10 +219,8 @@ class DistributedParser(FileParser):
                 f"{local_shape(boxes, shape) or 'no elements'}",
                 f"{local.shape}",
             )
-        places = [(held.box.offsets, held.box.sizes, sum(map(mul, held.local_offsets, local.stride))) for held in boxes]
-        known = tuple(places), placements_text(placements), sharding
-        self._known[shape, on_mesh, local.shape, local.stride] = known
-        return known
+        held = [(part.box.offsets, part.box.sizes, sum(map(mul, part.local_offsets, local.stride))) for part in boxes]
+        return tuple(held), placements_text(placements), sharding
 
     def _placements(self, pickled: object, key: str) -> tuple[Placement, ...]:
         if not isinstance(pickled, (tuple, list)):
@@ -217,12 +228,12 @@ class DistributedParser(FileParser):
         written: list[tuple[str, object, object]] = []
         for item in pickled:
             name = type(item).__name__
-            attributes = fields(item)
+            attributes = attributes_of(item)
             dim, factor = attributes.get("dim"), attributes.get("split_factor")
             written.append((name, dim if type(dim) is int else None, factor if type(factor) is int else None))
-        known = self._placed.get(tuple(written))
+        known = self._placements_by_form.get(tuple(written))
         if known is None:
-            known = self._placed[tuple(written)] = self._parse_placements(written, key)
+            known = self._placements_by_form[tuple(written)] = self._parse_placements(written, key)
         return known
 
     def _parse_placements(self, written: Sequence[tuple[str, object, object]], key: str) -> tuple[Placement, ...]:
@@ -252,9 +263,9 @@ class DistributedParser(FileParser):
             return None
         order: dict[int, tuple[int, ...]] = {}
         for entry in pickled:
-            values = fields(entry).get("") if isinstance(entry, StubInstance) else entry
+            values = attributes_of(entry).get(ARGUMENTS) if isinstance(entry, StubInstance) else entry
             dim, written = values if isinstance(values, tuple) and len(values) == 2 else (None, None)
-            mesh_dims = integers(written)
+            mesh_dims = as_int_tuple(written)
             if type(dim) is not int or mesh_dims is None:
                 self._corrupt(key, "an unknown shard order", "(dimension, mesh dimensions)", truncate(entry))
             order[dim] = mesh_dims
@@ -270,20 +281,20 @@ class DistributedParser(FileParser):
         state = wrapped.state
         if not (isinstance(state, tuple) and len(state) >= 3 and isinstance(state[0], list)):
             self._corrupt(key, "an unknown form of ShardedTensor", "shards, metadata, group", type(state).__name__)
-        metadata, group = fields(state[1]), fields(state[2])
+        metadata, group = attributes_of(state[1]), attributes_of(state[2])
         shape = size_of(metadata.get("size"))
         rank, world_size = group.get("global_rank"), group.get("global_world_size")
         if shape is None or type(rank) is not int or type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
             self._corrupt(key, "an unknown form of ShardedTensor", "a size and a group", truncate(group))
         boxes = tuple(self._shard(shard, shape, key) for shard in state[0])
         world = all_ranks(world_size)
-        dim = fields(state[3]).get("dim") if len(state) > 3 else None
+        dim = attributes_of(state[3]).get("dim") if len(state) > 3 else None
         text = f"Shard({dim})" if type(dim) is int else "shards"
         return Distributed("ShardedTensor", wrapped.dtype, shape, f"ShardedTensor({text})", rank, world, world, boxes)
 
     def _shard(self, pickled: object, shape: tuple[int, ...], key: str) -> BoxInFile:
-        attributes = fields(pickled)
-        local, metadata = attributes.get("tensor"), fields(attributes.get("metadata"))
+        attributes = attributes_of(pickled)
+        local, metadata = attributes.get("tensor"), attributes_of(attributes.get("metadata"))
         start, size = size_of(metadata.get("shard_offsets")), size_of(metadata.get("shard_sizes"))
         if not isinstance(local, StoredTensor) or start is None or size is None or len(start) != len(size):
             self._corrupt(key, "a shard without tensor or place", "both", truncate(metadata))

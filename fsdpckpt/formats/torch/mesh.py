@@ -1,4 +1,4 @@
-"""Parses the device meshes in a rank's file: which ranks a mesh has, and the place of the saving rank.
+"""Parses the device meshes in a rank's file: which ranks a mesh has, and the coordinate of the saving rank.
 
 Follows ``torch.distributed.device_mesh.DeviceMesh`` as torch 2.4 to 2.14 pickle it: up to 2.9 with a tensor of ranks,
 later with a rank map and a layout of strides into it.
@@ -16,7 +16,7 @@ from typing import NoReturn, cast
 import numpy as np
 
 from fsdpckpt.errors import damaged
-from fsdpckpt.formats.pickle import StubInstance
+from fsdpckpt.formats.pickle import ARGUMENTS, StubInstance
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import truncate
@@ -28,7 +28,7 @@ MAX_RANKS = 1 << 20  # more than any job has: a larger mesh is damaged, and not 
 class Mesh:
     """A device mesh from one rank's file. ``ranks``: all of its ranks, row-major, empty if not recorded.
 
-    ``coordinate``: the saving rank's place, None if it was outside. ``rank``: the saving rank, None if not recorded.
+    ``coordinate``: that of the saving rank, None if it was outside. ``rank``: the saving rank, None if not recorded.
     ``world``: the ranks of the mesh that this one was cut from (of itself if it was not). ``device``: the type of its
     devices, "" if not recorded. ``names``: its ``mesh_dim_names``, None without any. ``ascending``: its ranks are in
     the order of ``init_device_mesh``; False if not recorded.
@@ -44,24 +44,24 @@ class Mesh:
     ascending: bool
 
 
-def fields(value: object) -> Mapping[object, object]:
+def attributes_of(value: object) -> Mapping[object, object]:
     """The attributes of an object that is part of a distributed tensor."""
     return cast("Mapping[object, object]", vars(value)) if isinstance(value, StubInstance) else {}
 
 
-def merged(pickled: object) -> Mapping[object, object]:
+def merge_states(pickled: object) -> Mapping[object, object]:
     """A pickled state: a dict, or a tuple of the dict of attributes and the dict of slots."""
     if isinstance(pickled, dict):
         return pickled
     states = pickled if isinstance(pickled, tuple) else ()
-    merged: dict[object, object] = {}
+    attributes: dict[object, object] = {}
     for state in states:
         if isinstance(state, dict):
-            merged.update(state)
-    return merged
+            attributes.update(state)
+    return attributes
 
 
-def integers(value: object) -> tuple[int, ...] | None:
+def as_int_tuple(value: object) -> tuple[int, ...] | None:
     """A list or tuple of ints as a tuple, an int as a tuple of one; None for anything else."""
     if type(value) is int:
         return (value,)
@@ -127,9 +127,8 @@ class MeshParser(FileParser):
         return known[1]
 
     def _parse(self, pickled: object, key: str) -> Mesh:
-        attributes = fields(pickled)
-        coordinate = self._fill_holes(attributes.get("_coordinate_on_dim"))
-        place = integers(coordinate) if coordinate is not None else None
+        attributes = attributes_of(pickled)
+        coordinate = as_int_tuple(self._fill_holes(attributes.get("_coordinate_on_dim")))
         pickled_root = attributes.get("_root_mesh", attributes.get("_parent_mesh"))
         root = self.mesh(pickled_root, key) if isinstance(pickled_root, StubInstance) else None
         rank = attributes.get("_rank", root.rank if root is not None else None)  # torch 2.10 does not have it
@@ -139,13 +138,14 @@ class MeshParser(FileParser):
             shape, ranks = self._tensor_ranks(attributes["mesh"], key)
             world = ranks
         else:
-            shape, ranks, world = self._layout_ranks(attributes, place, rank, key)
-        self._check_place(place, shape, key)
-        if place is not None and ranks:
-            placed = ranks[_position(place, shape)]
-            if rank is not None and rank != placed:
-                self._corrupt(key, f"the mesh has a different rank at {place}", f"rank {rank}", f"rank {placed}")
-            rank = placed
+            shape, ranks, world = self._layout_ranks(attributes, coordinate, rank, key)
+        self._check_coordinate(coordinate, shape, key)
+        if coordinate is not None and ranks:
+            rank_there = ranks[_position(coordinate, shape)]
+            if rank is not None and rank != rank_there:
+                what = f"the mesh has a different rank at {coordinate}"
+                self._corrupt(key, what, f"rank {rank}", f"rank {rank_there}")
+            rank = rank_there
         if root is not None:
             world = root.world
         device = attributes.get("_device_type", attributes.get("device_type"))
@@ -154,7 +154,7 @@ class MeshParser(FileParser):
         return Mesh(
             shape,
             ranks,
-            place,
+            coordinate,
             rank,
             world,
             device if isinstance(device, str) else "",
@@ -163,10 +163,10 @@ class MeshParser(FileParser):
         )
 
     def _layout_ranks(
-        self, attributes: Mapping[object, object], place: tuple[int, ...] | None, rank: int | None, key: str
+        self, attributes: Mapping[object, object], coordinate: tuple[int, ...] | None, rank: int | None, key: str
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """(shape, ranks, world) of a mesh of torch 2.10+: a rank map, and axes with strides into it."""
-        world = integers(attributes.get("_flatten_rank_map"))
+        world = as_int_tuple(attributes.get("_flatten_rank_map"))
         if world is None:
             world = self._tensor_ranks(attributes.get("_rank_map"), key)[1]
         axes = self._axes(attributes.get("_layout"), key)
@@ -174,32 +174,32 @@ class MeshParser(FileParser):
         whole = prod(shape) == len(world)
         base = 0
         if not whole:
-            if rank not in world or place is None:
+            if rank not in world or coordinate is None:
                 return shape, (), world
-            self._check_place(place, shape, key)
-            base = world.index(rank) - sum(axis[c] for axis, c in zip(axes, place, strict=True))
+            self._check_coordinate(coordinate, shape, key)
+            base = world.index(rank) - sum(axis[c] for axis, c in zip(axes, coordinate, strict=True))
         positions = [base + sum(steps) for steps in product(*axes)]
         if any(not 0 <= p < len(world) for p in positions):
             self._corrupt(key, "a mesh reaches outside its rank map", f"below {len(world)}", str(max(positions)))
         return shape, tuple(world[p] for p in positions), world
 
-    def _check_place(self, place: tuple[int, ...] | None, shape: tuple[int, ...], key: str) -> None:
-        inside = place is None or (
-            len(place) == len(shape) and all(0 <= c < n for c, n in zip(place, shape, strict=True))
+    def _check_coordinate(self, coordinate: tuple[int, ...] | None, shape: tuple[int, ...], key: str) -> None:
+        inside = coordinate is None or (
+            len(coordinate) == len(shape) and all(0 <= c < n for c, n in zip(coordinate, shape, strict=True))
         )
         if not inside:
-            self._corrupt(key, "a coordinate outside its mesh", f"a place in {shape}", f"{place}")
+            self._corrupt(key, "a coordinate outside its mesh", f"a coordinate in {shape}", f"{coordinate}")
 
     def _axes(self, layout: object, key: str) -> list[list[int]]:
         """For each mesh dimension the steps into the rank map for its indexes."""
-        attributes = fields(layout)
-        made_of = attributes.get("")
-        if isinstance(made_of, tuple) and len(made_of) == 2:
-            attributes = {"shape": made_of[0], "stride": made_of[1]}
+        attributes = attributes_of(layout)
+        arguments = attributes.get(ARGUMENTS)
+        if isinstance(arguments, tuple) and len(arguments) == 2:
+            attributes = {"shape": arguments[0], "stride": arguments[1]}
         pairs: list[tuple[object, object]] = []
         flat = attributes.get("axes")
         if isinstance(flat, (tuple, list)):
-            pairs = [(fields(axis).get("shape"), fields(axis).get("stride")) for axis in flat]
+            pairs = [(attributes_of(axis).get("shape"), attributes_of(axis).get("stride")) for axis in flat]
         else:
             sizes, steps = attributes.get("shape"), attributes.get("stride")
             if isinstance(sizes, (tuple, list)) and isinstance(steps, (tuple, list)):
@@ -209,7 +209,7 @@ class MeshParser(FileParser):
         axes: list[list[int]] = []
         total = 1
         for size, step in pairs:
-            counts, strides = integers(size), integers(step)
+            counts, strides = as_int_tuple(size), as_int_tuple(step)
             if counts is None or strides is None or len(counts) != len(strides):
                 self._corrupt(key, "an unknown mesh layout", "sizes and strides", f"{truncate(size)}, {truncate(step)}")
             total *= prod(counts)
@@ -236,9 +236,9 @@ class MeshParser(FileParser):
         return pickled.shape, tuple(int(n) for n in values.reshape(-1))
 
 
-def _position(place: Sequence[int], shape: Sequence[int]) -> int:
-    """The row-major index of ``place`` in ``shape``."""
-    at = 0
-    for c, n in zip(place, shape, strict=True):
-        at = at * n + c
-    return at
+def _position(coordinate: Sequence[int], shape: Sequence[int]) -> int:
+    """The row-major index of ``coordinate`` in ``shape``."""
+    position = 0
+    for c, n in zip(coordinate, shape, strict=True):
+        position = position * n + c
+    return position

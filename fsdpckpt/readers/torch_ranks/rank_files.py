@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdpckpt.formats.torch import TorchArchive, open_archive, parse_archive
-from fsdpckpt.formats.torch.alike import Changes, RankPlaces, RankTemplate, archive_of
+from fsdpckpt.formats.torch.alike import Differences, RankLocations, RankTemplate, archive_of
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Checksums
@@ -21,27 +21,27 @@ _MAX_ALIKE = 8  # archives with pickles of the same length with which others are
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFile:
-    """One rank's file, ``file`` in the table. ``places``: where an archive that was not parsed itself has its data;
+    """One rank's file, ``file`` in the table. ``locations``: where an archive that was not parsed itself has its data;
     else None.
     """
 
     rank: int
     file: int
     archive: TorchArchive
-    places: RankPlaces | None = None
+    locations: RankLocations | None = None
 
     def offset(self, stored: StoredTensor) -> int:
         """The byte offset in this rank's file of the first element of ``stored``, a leaf of its archive."""
-        return stored.offset if self.places is None else self.places.offset(stored.offset)
+        return stored.offset if self.locations is None else self.locations.offset(stored.offset)
 
     def rows(self, distributed: Distributed) -> list[tuple[int, ...]]:
         """This rank's boxes of ``distributed``, a leaf of its archive: (rank, file, offset, start, size, stride)."""
-        boxes = distributed.boxes if self.places is None else self.places.boxes(distributed)
+        boxes = distributed.boxes if self.locations is None else self.locations.boxes(distributed)
         return [(self.rank, self.file, box.offset, *box.start, *box.size, *box.stride) for box in boxes]
 
     def holders(self, distributed: Distributed) -> tuple[int, ...]:
         """The ranks that hold ``distributed``, as far as this file shows."""
-        return distributed.holders if self.places is None else self.places.holders(distributed)
+        return distributed.holders if self.locations is None else self.locations.holders(distributed)
 
 
 def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, alike: bool) -> list[RankFile]:
@@ -51,7 +51,7 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
     """
     opened: list[RankFile | None] = []
     parsed_by_length: dict[int, list[RankTemplate]] = {}
-    pending: list[tuple[int, int, RankTemplate, Changes, Int64Array, Checksums]] = []
+    pending: list[tuple[int, int, RankTemplate, Differences, Int64Array, Checksums]] = []
     ranks = sorted(paths)
     for index, rank in enumerate(ranks):
         source = sources.open(paths[rank])
@@ -59,9 +59,11 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
         archive = open_archive(source)
         candidates = parsed_by_length.setdefault(len(archive.pickle), [])
         for candidate in candidates:
-            changes = candidate.differences(archive)
-            if changes is not None:
-                pending.append((index, number, candidate, changes, archive.records.offset, archive.checksums(number)))
+            differences = candidate.differences_of(archive)
+            if differences is not None:
+                pending.append(
+                    (index, number, candidate, differences, archive.records.offset, archive.checksums(number))
+                )
                 opened.append(None)
                 break
         else:
@@ -70,11 +72,11 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
             if alike and len(candidates) < _MAX_ALIKE and not any(candidate.unlike for candidate in candidates):
                 candidates.append(RankTemplate(archive, parsed.root))
                 pending.append((index, number, candidates[-1], {}, archive.records.offset, parsed.checksums))
-    for index, number, model, changes, offsets, checksums in pending:
+    for index, number, model, differences, offsets, checksums in pending:
         path = paths[ranks[index]]
-        places = model.places_of(sources.open(path), offsets, changes)
-        if places is not None:
-            opened[index] = RankFile(ranks[index], number, archive_of(places, checksums, path), places)
+        locations = model.locations_of(sources.open(path), offsets, differences)
+        if locations is not None:
+            opened[index] = RankFile(ranks[index], number, archive_of(locations, checksums, path), locations)
         elif opened[index] is None:
             opened[index] = RankFile(ranks[index], number, parse_archive(open_archive(sources.open(path)), number))
     return [file for file in opened if file is not None]
@@ -94,8 +96,8 @@ class Group:
 
     def distributed(self, leaf: Distributed) -> Chunks | list[tuple[int, ...]]:
         """All ranks' boxes of ``leaf``, as chunks or as rows, rank after rank."""
-        places = self.files[0].places
-        number, local = places.shared.cut_of.get(id(leaf), (-1, None)) if places is not None else (-1, None)
+        locations = self.files[0].locations
+        number, local = locations.shared.cut_of.get(id(leaf), (-1, None)) if locations is not None else (-1, None)
         if local is None or len(self.files) == 1:
             return [row for file in self.files for row in file.rows(leaf)]
         table = self._cuts.get(number)
@@ -109,7 +111,7 @@ class Group:
     def plain(self, leaf: StoredTensor) -> Chunks | list[tuple[int, ...]]:
         """The ranks' replicas of ``leaf``, in the form of ``distributed``."""
         ndim = len(leaf.shape)
-        if len(self.files) == 1 or self.files[0].places is None:
+        if len(self.files) == 1 or self.files[0].locations is None:
             zeros = (0,) * ndim
             return [(file.rank, file.file, file.offset(leaf), *zeros, *leaf.shape, *leaf.stride) for file in self.files]
         table = self._cuts.get(-1)
@@ -124,16 +126,16 @@ class Group:
         rows = [
             (index, file.rank, file.file, at, *start, *size)
             for index, file in enumerate(self.files)
-            if file.places is not None
-            for start, size, at in file.places.by_cut[number]
+            if file.locations is not None
+            for start, size, at in file.locations.boxes_by_cut[number]
         ]
         return np.array(rows, np.int64).reshape(len(rows), 4 + 2 * ndim)
 
     def _offsets(self, offset: int) -> Int64Array:
         """The byte offset in each rank's file of what is at ``offset`` of the archive that was parsed."""
-        owns = [file.places for file in self.files if file.places is not None]
+        owns = [file.locations for file in self.files if file.locations is not None]
         if self._starts is None:
-            self._starts = np.stack([places.starts for places in owns], axis=1)
+            self._starts = np.stack([locations.starts for locations in owns], axis=1)
         record = owns[0].shared.record(offset)
         moved: Int64Array = self._starts[record] + (offset - owns[0].shared.starts[record])
         return moved
