@@ -172,8 +172,8 @@ def with_info(info: Any) -> Metadata:
         (with_info(_StorageInfo("a\0b", 0, 1)), "outside the checkpoint directory"),
         (with_info(_StorageInfo("", 0, 1)), "outside the checkpoint directory"),
         (with_info(_StorageInfo(b"x", 0, 1)), "outside the checkpoint directory"),  # type: ignore[arg-type]
-        (with_info(_StorageInfo("x", -1, 1)), "impossible place"),
-        (with_info(_StorageInfo("x", 0, 1.5)), "impossible place"),  # type: ignore[arg-type]
+        (with_info(_StorageInfo("x", -1, 1)), "impossible offset"),
+        (with_info(_StorageInfo("x", 0, 1.5)), "impossible offset"),  # type: ignore[arg-type]
         (with_info("x"), "does not have the form"),
         (metadata(storage_data=None), "no table of stored items"),
         (metadata(state_dict_metadata=[]), "no table of entries"),

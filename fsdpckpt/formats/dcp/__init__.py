@@ -22,8 +22,8 @@ from typing import Final, NamedTuple, NoReturn, TypeGuard
 import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsafeError, damaged
-from fsdpckpt.formats.dcp.chunk_table import ChunkTable, Indexes, Stored, StoredChunks, is_inside
-from fsdpckpt.formats.dcp.fields import UnusualError
+from fsdpckpt.formats.dcp.chunk_table import ChunkTable, Indexes, ItemLocation, StoredChunks, is_inside
+from fsdpckpt.formats.dcp.fields import NeedsGeneralReaderError
 from fsdpckpt.formats.dcp.reduce import Reduced, Run, reduce_pickle
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX
 from fsdpckpt.formats.pickle import ARGUMENTS, StubInstance, instance_class, load, stub_for
@@ -76,7 +76,7 @@ class DcpMetadata:
     """
 
     tensors: dict[str, DcpTensor]
-    items: dict[str, Stored]
+    items: dict[str, ItemLocation]
     paths: dict[str, tuple[PathElement, ...]] | None
     version: str | None = None
     order: list[str] = field(default_factory=list)
@@ -139,7 +139,7 @@ def parse_metadata(source: ByteSource) -> DcpMetadata:
     reduced = reduce_pickle(source)
     if reduced is not None:
         # The general reader accepts or reports anything unexpected: it sees each record.
-        with suppress(UnusualError, SourceCorruptError, SourceUnsafeError):
+        with suppress(NeedsGeneralReaderError, SourceCorruptError, SourceUnsafeError):
             return _Parser(source.path, reduced).parse(_load(reduced.pickle, source.path, reduced.runs))
     return _Parser(source.path, None).parse(_load(source.read(0, source.nbytes), source.path))
 
@@ -178,11 +178,11 @@ class _Parser:
         table = self._table
         self._read_storage_data(fields.get("storage_data"))
         heads: dict[str, tuple[DType, Indexes]] = {}
-        items: dict[str, Stored] = {}
+        items: dict[str, ItemLocation] = {}
         missing: list[tuple[float, str]] = []  # number of tensors before it, what
         for key, entry in entries.items():
             if type(entry) is Run and type(key) is str:
-                heads[key] = self._add_again(key, entry)
+                heads[key] = self._add_copy(key, entry)
                 continue
             if type(key) is not str or not isinstance(entry, StubInstance):
                 self._refuse("an entry is neither a tensor nor a value", found=key)
@@ -242,12 +242,12 @@ class _Parser:
         checked: set[str] = set()
         for index, info in data.items():
             if isinstance(index, Run) and info is index:
-                self._table.use(index, INDEX)
+                self._table.mark_used(index, INDEX)
                 continue
             try:
-                where, what = index.__dict__, info.__dict__
-                path, offset, length = what["relative_path"], what["offset"], what["length"]
-                fqn, start = where["fqn"], where.get("offset")  # no offset: of a pickled value
+                chunk, stored = index.__dict__, info.__dict__
+                path, offset, length = stored["relative_path"], stored["offset"], stored["length"]
+                fqn, start = chunk["fqn"], chunk.get("offset")  # no offset: of a pickled value
             except (AttributeError, KeyError, TypeError):
                 self._refuse("an entry of storage_data does not have the form that torch writes", found=index)
             if type(path) is not str or not (path in checked or is_inside(path)):
@@ -263,24 +263,24 @@ class _Parser:
                 or not (0 <= offset < _MAX_FILE_BYTES and 0 <= length < _MAX_FILE_BYTES)
             ):
                 found = f"{truncate(offset)}, {truncate(length)} bytes"
-                self._refuse("an item is at an impossible place", key=fqn, found=found)
+                self._refuse("an item is at an impossible offset", key=fqn, found=found)
             names: tuple[str, ...] = ()
-            if transforms := what.get("transform_descriptors"):
+            if transforms := stored.get("transform_descriptors"):
                 if not isinstance(transforms, (list, tuple)):
                     self._refuse("an item's transforms are not a list", found=transforms)
                 names = tuple(name if isinstance(name, str) else truncate(name) for name in transforms)
-            self._table.single[fqn, start] = Stored(path, offset, length, names)
+            self._table.single[fqn, start] = ItemLocation(path, offset, length, names)
 
-    def _add_again(self, key: str, entry: Run) -> tuple[DType, Indexes]:
+    def _add_copy(self, key: str, entry: Run) -> tuple[DType, Indexes]:
         """Add the chunks of a tensor that is described like an earlier one; return its dtype and shape."""
-        run = self._table.run_of(entry)
+        run = self._table.chunks_run(entry)
         if run not in self._parsed:
-            raise UnusualError("a repeated entry refers to an unknown tensor")
+            raise NeedsGeneralReaderError("a repeated entry refers to an unknown tensor")
         head, number, boxes = self._parsed[run]
         if boxes is not None:
             self._table.add(key, len(head[1]), boxes)
         else:
-            self._table.add_again(key, number)
+            self._table.add_copy(key, number)
         return head
 
     def _tensor(self, key: str, entry: StubInstance) -> tuple[DType, Indexes]:
@@ -295,14 +295,14 @@ class _Parser:
             self._refuse("a tensor is larger than any can be", key=key, found=f"{key}: {truncate(shape)}")
         runs = [record for record in entries if isinstance(record, Run)]
         for run in runs:
-            self._table.use(run, CHUNK)
-        alike = len(runs) == len(entries) == 1
+            self._table.mark_used(run, CHUNK)
+        is_one_run = len(runs) == len(entries) == 1
         boxes = None
         if not runs or len(runs) < len(entries) or not self._table.add_runs(key, shape, runs):
-            each = self._boxes(key, shape, entries)
-            boxes = list(each) if alike else None
-            self._table.add(key, len(shape), each if boxes is None else boxes)
-        if alike:
+            checked = self._boxes(key, shape, entries)
+            boxes = list(checked) if is_one_run else None
+            self._table.add(key, len(shape), checked if boxes is None else boxes)
+        if is_one_run:
             self._parsed[runs[0]] = _ParsedTensor((dtype, shape), len(self._table) - 1, boxes)
         return dtype, shape
 
@@ -310,7 +310,7 @@ class _Parser:
         """Start and size of each chunk."""
         for record in entries:
             if isinstance(record, Run):
-                start, size = self._table.of_run(record)
+                start, size = self._table.boxes_of(record)
                 yield from zip(map(tuple, start.tolist()), map(tuple, size.tolist()), strict=True)
             else:
                 fields = getattr(record, "__dict__", {})
@@ -379,7 +379,7 @@ def merge_metadata(parts: Iterable[tuple[str, DcpMetadata]]) -> DcpMetadata:
         for key, tensor in part.tensors.items():
             known = merged.tensors.setdefault(key, tensor)
             if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
-                expected, found = (f"{one.dtype.name} {one.shape}" for one in (known, tensor))
+                expected, found = (f"{each.dtype.name} {each.shape}" for each in (known, tensor))
                 raise damaged(file, "two ranks disagree on a tensor", expected, found[:200], key=key, why=_WHY)
             chunks.setdefault(key, []).append(replace(tensor.chunks, file=renumbered[tensor.chunks.file]))
         for key, item in part.items.items():

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.formats.dcp.fields import UnusualError
+from fsdpckpt.formats.dcp.fields import NeedsGeneralReaderError
 from fsdpckpt.formats.dcp.reduce import Columns, Reduced, Run
 from fsdpckpt.formats.dcp.repeats import ENTRY
 from fsdpckpt.ir.tensors import Int64Array
@@ -22,11 +22,11 @@ from fsdpckpt.ir.tensors import Int64Array
 Indexes: TypeAlias = tuple[int, ...]
 _Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
-_AT_ONCE = 1 << 20  # rows that are processed at a time
+_BATCH_ROWS = 1 << 20  # rows that are processed at a time
 
 
-class Stored(NamedTuple):
-    """The place of one item: ``length`` bytes from ``offset`` of ``relative_path``, encoded by ``transforms``."""
+class ItemLocation(NamedTuple):
+    """Where one item is: ``length`` bytes from ``offset`` of ``relative_path``, encoded by ``transforms``."""
 
     relative_path: str
     offset: int
@@ -92,54 +92,56 @@ class _Boxes:
             self._single = []
 
 
-class _Place(NamedTuple):
-    """The chunks of one tensor: the first row of all, their number, and the first row among its ``ndim``."""
+class _TensorRows(NamedTuple):
+    """The chunks of one tensor: their first row among all chunks, their number, and the first row of their boxes among
+    those of ``ndim`` dimensions.
+    """
 
     key: str
     first: int
     rows: int
     ndim: int
-    at: int
+    box: int
 
 
 class ChunkTable:
     """Takes tensors one by one, and is then joined with the stored items.
 
     ``single``: the items that the pickle has one by one, by key and start. Those in ``reduced`` are columns. Raises
-    UnusualError for runs that are neither the chunks of a tensor nor the stored items.
+    NeedsGeneralReaderError for runs that are neither the chunks of a tensor nor the stored items.
     """
 
     def __init__(self, reduced: Reduced | None) -> None:
-        self.single: dict[tuple[str, Indexes | None], Stored] = {}
+        self.single: dict[tuple[str, Indexes | None], ItemLocation] = {}
         self.transforms: set[str] = set()
         self.files: list[str] = []
         self._numbers: dict[str, int] = {}
         self._reduced = reduced
         self._unused = {run for run in reduced.runs if run.kind != ENTRY} if reduced is not None else set()
         self._boxes: dict[int, _Boxes] = {}
-        self._places: list[_Place] = []
-        self._in_rows: dict[str, int] = {}  # tensors that were added in columns
+        self._tensors: list[_TensorRows] = []
+        self._in_columns: dict[str, int] = {}  # tensors whose chunks were added as runs: their numbers
         self._fitting: set[tuple[Indexes, _Ranges]] = set()  # lists of chunks that are inside a tensor of this shape
         self._starts: dict[int, dict[Indexes, int]] = {}
         self._count = 0
         self._stored: list[tuple[int, int, int, int]] = []  # row, file, offset, length
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._tensors)
 
-    def use(self, run: Run, kind: tuple[bytes, bytes]) -> None:
+    def mark_used(self, run: Run, kind: tuple[bytes, bytes]) -> None:
         """Note that ``run`` is used where records of ``kind`` belong."""
         if run.kind != kind or run not in self._unused:
-            raise UnusualError("a run in two places, or in a wrong one")
+            raise NeedsGeneralReaderError("a run that is used twice, or in the wrong table")
         self._unused.discard(run)
 
-    def run_of(self, entry: Run) -> Run:
+    def chunks_run(self, entry: Run) -> Run:
         """The chunks of the first tensor that is described as ``entry``, which many tensors may be."""
         if entry.kind != ENTRY or self._reduced is None:
-            raise UnusualError("a run of chunks or items in the place of a tensor")
+            raise NeedsGeneralReaderError("a run of chunks or items where a tensor belongs")
         return self._reduced.runs[entry.begin]
 
-    def of_run(self, run: Run) -> tuple[Int64Array, Int64Array]:
+    def boxes_of(self, run: Run) -> tuple[Int64Array, Int64Array]:
         """The starts and sizes of the chunks in ``run``."""
         chunks = self._reduced.chunks if self._reduced is not None else {}
         rows = slice(run.begin, run.end)
@@ -149,14 +151,14 @@ class ChunkTable:
     def add(self, key: str, ndim: int, boxes: Iterable[tuple[Indexes, Indexes]]) -> None:
         """Add a tensor with these boxes."""
         columns = self._boxes.setdefault(ndim, _Boxes(ndim))
-        at, first = columns.count, self._count
+        first_box, first = columns.count, self._count
         for start, size in boxes:
             item = self.single.get((key, start))
             if item is not None:
                 self._store(self._count, item)
             columns.add(start, size)
             self._count += 1
-        self._places.append(_Place(key, first, self._count - first, ndim, at))
+        self._tensors.append(_TensorRows(key, first, self._count - first, ndim, first_box))
 
     def add_runs(self, key: str, shape: Indexes, runs: Sequence[Run]) -> bool:
         """Add a tensor with the chunks in ``runs``. Adds nothing and returns False unless they are disjoint and inside
@@ -165,7 +167,7 @@ class ChunkTable:
         ranges = tuple([(run.begin, run.end) for run in runs])
         boxes = self._boxes.setdefault(len(shape), _Boxes(len(shape)))
         if (shape, ranges) not in self._fitting:
-            start, size = map(np.concatenate, zip(*map(self.of_run, runs), strict=True))
+            start, size = map(np.concatenate, zip(*map(self.boxes_of, runs), strict=True))
             if not disjoint_and_inside(shape, start, size):
                 return False
             self._fitting.add((shape, ranges))
@@ -173,33 +175,33 @@ class ChunkTable:
                 boxes.rows_of[ranges] = boxes.count
                 boxes.add_rows(start, size)
         n = sum(end - begin for begin, end in ranges)
-        self._in_rows[key] = len(self._places)
-        self._places.append(_Place(key, self._count, n, len(shape), boxes.rows_of[ranges]))
+        self._in_columns[key] = len(self._tensors)
+        self._tensors.append(_TensorRows(key, self._count, n, len(shape), boxes.rows_of[ranges]))
         self._count += n
         return True
 
-    def add_again(self, key: str, number: int) -> None:
+    def add_copy(self, key: str, number: int) -> None:
         """Add a tensor with the chunks of the tensor ``number``, which were added as runs."""
-        _, _, rows, ndim, at = self._places[number]
-        self._in_rows[key] = len(self._places)
-        self._places.append(_Place(key, self._count, rows, ndim, at))
-        self._count += rows
+        original = self._tensors[number]
+        self._in_columns[key] = len(self._tensors)
+        self._tensors.append(original._replace(key=key, first=self._count))
+        self._count += original.rows
 
-    def _store(self, row: int, item: Stored) -> None:
+    def _store(self, row: int, item: ItemLocation) -> None:
         self.transforms.update(item.transforms)
         self._stored.append((row, self._file(item.relative_path), item.offset, item.length))
 
     def finish(self) -> tuple[list[StoredChunks], list[tuple[int, str]]]:
         """The chunks of each tensor, and those that no item holds: the tensor's number, and a name for messages."""
         if self._unused:
-            raise UnusualError("a run that is nowhere")
+            raise NeedsGeneralReaderError("an unused run")
         for boxes in self._boxes.values():
             boxes.finish()
         if self._reduced is not None:
             self._reduced.chunks.clear()
         where = np.full((self._count, 3), -1, np.int64)  # file, offset, length
         for (key, start), stored in self.single.items():
-            row = self._chunk_row(self._in_rows[key], start) if start is not None and key in self._in_rows else -1
+            row = self._chunk_row(self._in_columns[key], start) if start is not None and key in self._in_columns else -1
             if row >= 0:
                 self._store(row, stored)
         if self._stored:
@@ -212,17 +214,17 @@ class ChunkTable:
             return [], list(self._name_of(missing))
         self._sort_files(where[:, 0])
         cuts: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]] = {}
-        return [self._chunks_of(place, where, cuts) for place in self._places], []
+        return [self._chunks_of(tensor, where, cuts) for tensor in self._tensors], []
 
     def _chunks_of(
-        self, place: _Place, where: Int64Array, cuts: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]]
+        self, tensor: _TensorRows, where: Int64Array, cuts: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]]
     ) -> StoredChunks:
-        """The chunks of one tensor. ``cuts``: starts and sizes by place, which tensors that are cut alike share."""
-        _, first, rows, ndim, at = place
-        cut = cuts.get((ndim, at, rows))
+        """The chunks of one tensor. ``cuts``: starts and sizes, which tensors that are cut alike share."""
+        _, first, rows, ndim, box = tensor
+        cut = cuts.get((ndim, box, rows))
         if cut is None:
             boxes = self._boxes[ndim]
-            cut = cuts[ndim, at, rows] = boxes.start[at : at + rows], boxes.size[at : at + rows]
+            cut = cuts[ndim, box, rows] = boxes.start[box : box + rows], boxes.size[box : box + rows]
         here = where[first : first + rows]
         return StoredChunks(*cut, here[:, 0], here[:, 1:])
 
@@ -236,10 +238,10 @@ class ChunkTable:
     def _sort_files(self, file: Int64Array) -> None:
         """Number the files in the order of their first chunk, without those that hold none."""
         first = np.full(len(self.files), len(file), np.int64)
-        parts = [slice(begin, begin + _AT_ONCE) for begin in range(0, len(file), _AT_ONCE)]
+        parts = [slice(begin, begin + _BATCH_ROWS) for begin in range(0, len(file), _BATCH_ROWS)]
         for part in reversed(parts):
-            held = file[part]
-            first[held[::-1]] = np.arange(part.start, part.start + len(held))[::-1]
+            numbers = file[part]
+            first[numbers[::-1]] = np.arange(part.start, part.start + len(numbers))[::-1]
         order = [number for number in np.argsort(first, kind="stable").tolist() if first[number] < len(file)]
         if order != list(range(len(self.files))):
             numbers = np.zeros(len(self.files), np.int64)
@@ -251,19 +253,19 @@ class ChunkTable:
     def _assign_items(self, reduced: Reduced, where: Int64Array) -> None:
         """Assign each item in a run to its chunk. Leaves two items for one chunk to the general reader."""
         texts = reduced.texts
-        known = {place.key: number for number, place in enumerate(self._places)}
-        tensor = np.array([known.get(text, -1) for text in texts], np.int32)
-        places = np.array([(place.first, place.rows, place.ndim, place.at) for place in self._places], np.int64)
-        columns = tuple(np.ascontiguousarray(column) for column in places.reshape(len(self._places), 4).T)
+        by_key = {tensor.key: number for number, tensor in enumerate(self._tensors)}
+        number_of = np.array([by_key.get(text, -1) for text in texts], np.int32)
+        table = np.array([tensor[1:] for tensor in self._tensors], np.int64).reshape(len(self._tensors), 4)
+        columns = tuple(np.ascontiguousarray(column) for column in table.T)
         paths = np.full(len(texts), -1, np.int64)
         assigned = len(self._stored)
         while reduced.items:
             part = reduced.items.pop()
             for number in np.flatnonzero(np.bincount(part["path"])).tolist():
                 if not is_inside(texts[number]):
-                    raise UnusualError("a path that leaves the directory")
+                    raise NeedsGeneralReaderError("a path that leaves the directory")
                 paths[number] = self._file(texts[number])
-            holder = tensor[part["name"]]
+            holder = number_of[part["name"]]
             if (holder < 0).any():  # items of no tensor
                 inner = holder >= 0
                 part, holder = {name: column[inner] for name, column in part.items()}, holder[inner]
@@ -276,16 +278,16 @@ class ChunkTable:
             where[rows] = np.stack([paths[part["path"]], part["offset"], part["length"]], axis=1)
             assigned += len(rows)
         if np.count_nonzero(where[:, 0] >= 0) != assigned:
-            raise UnusualError("two items of one chunk")
+            raise NeedsGeneralReaderError("two items of one chunk")
 
-    def _chunk_rows(self, part: Columns, holder: npt.NDArray[np.int32], places: tuple[Int64Array, ...]) -> Int64Array:
+    def _chunk_rows(self, part: Columns, holder: npt.NDArray[np.int32], tensors: tuple[Int64Array, ...]) -> Int64Array:
         """The rows of the chunks that the items name, -1 if that chunk starts somewhere else."""
-        first, count, ndim, at = (column[holder] for column in places)
+        first, count, ndim, box = (column[holder] for column in tensors)
         index = part["index"]
         fits = (index < count) & (part["ndim"] == ndim)
         for dimensions, boxes in self._boxes.items():
             some = np.flatnonzero(fits & (ndim == dimensions))
-            chunk = at[some] + index[some]
+            chunk = box[some] + index[some]
             for dimension in range(dimensions if len(some) else 0):
                 fits[some] &= boxes.start[chunk, dimension] == part["start"][some, dimension]
         return np.where(fits, first + index, -1)
@@ -294,19 +296,19 @@ class ChunkTable:
         """The chunk of a tensor that begins at ``start``; -1 if there is none."""
         starts = self._starts.get(number)
         if starts is None:
-            place = self._places[number]
-            table = self._boxes[place.ndim].start[place.at : place.at + place.rows].tolist()
-            starts = {tuple(each): place.first + index for index, each in enumerate(table)}
+            _, first, rows, ndim, box = self._tensors[number]
+            table = self._boxes[ndim].start[box : box + rows].tolist()
+            starts = {tuple(chunk_start): first + index for index, chunk_start in enumerate(table)}
             self._starts[number] = starts
         return starts.get(start, -1)
 
     def _name_of(self, missing: list[int]) -> Iterator[tuple[int, str]]:
-        first = [place.first for place in self._places]
+        firsts = [tensor.first for tensor in self._tensors]
         for row in missing:
-            number = bisect_right(first, row) - 1
-            place = self._places[number]
-            start = self._boxes[place.ndim].start[place.at + row - place.first]
-            yield number, f"{place.key} at {tuple(start.tolist())}"
+            number = bisect_right(firsts, row) - 1
+            key, first, _, ndim, box = self._tensors[number]
+            start = self._boxes[ndim].start[box + row - first]
+            yield number, f"{key} at {tuple(start.tolist())}"
 
 
 def disjoint_and_inside(shape: Indexes, start: Int64Array, size: Int64Array) -> bool:

@@ -17,22 +17,21 @@ import re
 import numpy as np
 import numpy.typing as npt
 
+from fsdpckpt.formats.pickle.opcodes import opcode_end
 from fsdpckpt.ir.tensors import Int64Array
 
 BoolArray = npt.NDArray[np.bool_]
 UInt64Array = npt.NDArray[np.uint64]
 
-_MOST_DIMENSIONS = 8  # dimensions of a size that are read in bulk: more are rare
+_MAX_DIMENSIONS = 8  # dimensions of a size that are read in bulk: more are rare
 _PADDING = bytes(1024)  # more than the bytes of one record, valid or not
 _LONG = 0x8A
 _WIDTH = np.zeros(256, np.int64)  # bytes of an unsigned operand by opcode
 _WIDTH[list(b"KMJ")] = (1, 2, 4)
 MASK = np.array([(1 << (8 * width)) - 1 for width in range(9)], np.uint64)
-_AT_ONCE = 1 << 16  # texts compared at once
-_WEIGHTS = np.array([pow(0x9E3779B97F4A7C15, word, 1 << 64) for word in range(1, 33)], np.uint64)  # words of a hash
 
 
-class UnusualError(Exception):
+class NeedsGeneralReaderError(Exception):
     """The pickle does not have the form that is read in bulk. The file may be fine: the general reader decides."""
 
 
@@ -113,7 +112,7 @@ class Block:
         marked = first == ord("(")  # more than three: from a mark to TUPLE, not TUPLE1 to TUPLE3
         end[marked] += 1
         rows = np.flatnonzero(ndim < 0)
-        for count in range(_MOST_DIMENSIONS + 1):
+        for count in range(_MAX_DIMENSIONS + 1):
             if count:
                 opcode = self.opcodes(end[rows])
                 several, few = (opcode == ord("t")) & (count > 3), (opcode == 0x84 + count) & (count < 4)
@@ -123,7 +122,7 @@ class Block:
                 end[done] += 1 + len(size_end)
                 ndim[done] = count
                 rows = rows[~closed]
-            if not len(rows) or count == _MOST_DIMENSIONS:
+            if not len(rows) or count == _MAX_DIMENSIONS:
                 break
             value, after, fine = self.integers(end[rows])
             column = np.zeros(n, np.int64)
@@ -142,13 +141,11 @@ class Block:
 
 
 class Texts:
-    """Numbers texts in the order of their first appearance, many at a time."""
+    """Numbers texts in the order of their first appearance."""
 
     def __init__(self) -> None:
         self.all: list[bytes] = []
         self._numbers: dict[bytes, int] = {}
-        # by length: hashes in order, and for each the number and the bytes of the text that has it
-        self._hashed: dict[int, tuple[UInt64Array, Int64Array, UInt64Array]] = {}
 
     def known(self, text: bytes | None) -> int:
         """The number of ``text``; -1 if it has none yet."""
@@ -161,45 +158,12 @@ class Texts:
             self.all.append(text)
         return number
 
-    def numbers(
-        self, block: Block, at: npt.NDArray[np.signedinteger], nbytes: npt.NDArray[np.signedinteger]
-    ) -> npt.NDArray[np.int32]:
-        """The numbers of the texts of ``nbytes`` at ``at``."""
-        numbers = np.empty(len(at), np.int32)
-        for length in np.flatnonzero(np.bincount(nbytes)).tolist():
-            rows = np.flatnonzero(nbytes == length)
-            for begin in range(0, len(rows), _AT_ONCE):
-                part = rows[begin : begin + _AT_ONCE]
-                numbers[part] = self._of_length(block, at[part], length)
-        return numbers
-
-    def _of_length(self, block: Block, at: npt.NDArray[np.signedinteger], length: int) -> Int64Array:
-        """Numbers texts of one length by a hash; then compares each text with the one of this hash, byte for byte."""
-        words = -(-length // 8)
-        table = np.empty((len(at), words), np.uint64)
-        for word in range(words):
-            table[:, word] = block.words(at + 8 * word)
-        if length % 8:
-            table[:, -1] &= MASK[length % 8]
-        hashes = (table * _WEIGHTS[:words]).sum(axis=1, dtype=np.uint64)
-        none = np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros((0, words), np.uint64)
-        known, numbers, content = self._hashed.get(length, none)
-        place = np.searchsorted(known, hashes)
-        place[place == len(known)] = 0
-        new = known[place] != hashes if len(known) else np.ones(len(hashes), np.bool_)
-        if new.any():
-            _, first = np.unique(hashes[new], return_index=True)
-            added, rows = hashes[new][first], table[new][first]
-            fresh = np.array([self.number(row.tobytes()[:length]) for row in rows], np.int64)
-            order = np.argsort(known := np.concatenate([known, added]))
-            known, numbers = known[order], np.concatenate([numbers, fresh])[order]
-            content = np.concatenate([content, rows])[order]
-            self._hashed[length] = known, numbers, content
-            place = np.searchsorted(known, hashes)
-        if not np.array_equal(content[place], table):
-            raise UnusualError("two texts with one hash")
-        result: Int64Array = numbers[place]
-        return result
+    def numbers(self, data: bytes, at: Int64Array, nbytes: Int64Array) -> npt.NDArray[np.int32]:
+        """The numbers of the texts of ``nbytes`` at ``at`` of ``data``."""
+        texts = [data[begin:end] for begin, end in zip(at.tolist(), (at + nbytes).tolist(), strict=True)]
+        for text in dict.fromkeys(texts):
+            self.number(text)
+        return np.array(list(map(self._numbers.__getitem__, texts)), np.int32)
 
 
 PLANS = b"all_local_plans"
@@ -207,7 +171,7 @@ END = b"ub."  # the ends of the attributes, of the object and of the pickle
 
 # Opcodes of one length that neither open nor close a mark, many at a time.
 _PLAIN = re.compile(rb"(?:[\x94)\x81}\]NbaR\x93\x85-\x89s0]|[hK].|j.{4}|M..|J.{4}|G.{8}){1,64}", re.DOTALL)
-_MARK, _CLOSING, _TEXT, _LONG_TEXT, _LONG = ord("("), b"uet", 0x8C, ord("X"), 0x8A
+_MARK, _CLOSING, _COUNTED = ord("("), b"uet", b"\x8cX\x8a"
 
 
 class Plans:
@@ -218,15 +182,16 @@ class Plans:
         self._depth = 1  # open marks; 0 between batches of the list, and after it
 
     def past(self, data: bytes, at: int, limit: int) -> int:
-        """Skip from ``at`` at least to ``limit``; return where an opcode begins. Raises UnusualError for anything but a
-        list of plans in the last place.
+        """Skip from ``at`` at least to ``limit``; return where an opcode begins.
+
+        Raises NeedsGeneralReaderError for anything but a list of plans in the last place.
         """
         while at < limit and not self.ended:
             opcode = data[at]
             if self._depth == 0:
                 self.ended = data.startswith(END, at)
                 if not self.ended and opcode != _MARK:
-                    raise UnusualError("an attribute behind the plans")
+                    raise NeedsGeneralReaderError("an attribute behind the plans")
                 at += len(END) if self.ended else 1
                 self._depth = 1
                 continue
@@ -236,14 +201,10 @@ class Plans:
             elif opcode == _MARK or opcode in _CLOSING:
                 self._depth += 1 if opcode == _MARK else -1
                 at += 1
-            elif opcode == _TEXT:
-                at += 2 + data[at + 1]
-            elif opcode == _LONG_TEXT:
-                at += 5 + int.from_bytes(data[at + 1 : at + 5], "little")
-            elif opcode == _LONG:
-                at += 2 + data[at + 1]
+            elif opcode in _COUNTED:
+                at = opcode_end(data, at)
             else:
-                raise UnusualError(f"opcode {opcode:#x}")
+                raise NeedsGeneralReaderError(f"opcode {opcode:#x}")
         if at > len(data):
-            raise UnusualError("a long text")
+            raise NeedsGeneralReaderError("a long text")
         return at

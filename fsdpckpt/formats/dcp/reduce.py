@@ -19,34 +19,33 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.formats.dcp.fields import END, PLANS, Block, Plans, Texts, UnusualError
+from fsdpckpt.formats.dcp.fields import END, PLANS, Block, NeedsGeneralReaderError, Plans, Texts
 from fsdpckpt.formats.dcp.repeats import ENTRY, Begins, Entries, Items, Lists, Records
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, PUTS, Form, ItemForm, Matches, Memo, ReferenceIntoRunError, learn
+from fsdpckpt.formats.pickle.opcodes import FIXED, opcode_end
 from fsdpckpt.storage import ByteSource
 
 _BLOCK = 4 << 20  # bytes processed at a time: the results take several times as much memory
-_LONGEST_COPY = 16 << 20  # bytes that may be kept before most must turn out to be in runs
+_MAX_COPY = 16 << 20  # bytes that may be kept before most must turn out to be in runs
 _WINDOW = 64 << 10  # bytes that are searched for records at first
-_MOST_WINDOW = 1 << 20  # ... and in the end
+_MAX_WINDOW = 1 << 20  # ... and in the end
 _ROOM = 4096  # bytes at the end of a block in which no opcode or record begins that might not end there
 _PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _FRAME = 0x95
 _WIDTH = bytearray(256)  # patterns of opcodes that are copied unchanged
-for _opcode in b")]}(teausbR\x81\x85\x86\x87\x88\x89N":
-    _WIDTH[_opcode] = 1
-for _opcode, _width in ((ord("K"), 2), (ord("M"), 3), (ord("J"), 5), (ord("G"), 9)):
-    _WIDTH[_opcode] = _width
+for _opcode in b")]}(teausbR\x81\x85\x86\x87\x88\x89NKMJG":
+    _WIDTH[_opcode] = FIXED[_opcode]
 _ALONE = re.escape(bytes(opcode for opcode, width in enumerate(_WIDTH) if width == 1))
 _PLAIN = b"|".join(
     [b"[%b]" % _ALONE, *(b"%c.{%d}" % (opcode, width - 1) for opcode, width in enumerate(_WIDTH) if width > 1)]
 )
+_RUN_OF_PLAIN = re.compile(rb"(?:" + _PLAIN + rb")++", re.DOTALL)
 _MEMOIZE, _STACK_GLOBAL, _SHORT_TEXT, _TEXT, _LONG, _STOP = 0x94, 0x93, 0x8C, ord("X"), 0x8A, ord(".")
 _GET = ord("h")
 _GETS = {_GET: 1, ord("j"): 4}
 _MEMOISES = {_MEMOIZE: 1, ord("q"): 2, ord("r"): 5}
 _GLOBAL = ord("c")
-_MOST_PLAIN_GETS = 48  # each is learned at the cost of a new pattern
-_MOST_UNLIKE = 1 << 10  # records of a kind that are read one by one: trying to learn their form costs more
+_MAX_UNLIKE = 1 << 10  # records of a kind that are read one by one: trying to learn their form costs more
 _LIST = b"]\x94("  # memoised, then several elements
 
 Columns: TypeAlias = dict[str, npt.NDArray[np.signedinteger]]
@@ -85,11 +84,11 @@ def reduce_pickle(source: ByteSource) -> Reduced | None:
         return _reduce(source, shared_names=False)
     except ReferenceIntoRunError:
         pass
-    except (UnusualError, IndexError, ValueError):
+    except (NeedsGeneralReaderError, IndexError, ValueError):
         return None
     try:  # a run contains the first use of a name that others refer to: keep these out of runs
         return _reduce(source, shared_names=True)
-    except (UnusualError, IndexError, ValueError):
+    except (NeedsGeneralReaderError, IndexError, ValueError):
         return None
 
 
@@ -119,7 +118,7 @@ def _concatenate(parts: list[npt.NDArray[np.signedinteger]]) -> npt.NDArray[np.s
 def _unframed(source: ByteSource) -> Iterator[tuple[bytes, list[int]]]:
     """The opcodes of a pickle without its frames, in blocks, and where frames end in each block."""
     if source.nbytes < 2 or source.read(0, 2) not in _PROTOCOLS:
-        raise UnusualError("another protocol")
+        raise NeedsGeneralReaderError("another protocol")
     if source.nbytes > 2 and source.read(2, 1)[0] != _FRAME:
         for at in range(2, source.nbytes, _BLOCK):
             yield source.read(at, min(_BLOCK, source.nbytes - at)), []
@@ -134,7 +133,7 @@ def _unframed(source: ByteSource) -> Iterator[tuple[bytes, list[int]]]:
         inner = at - begin
         nbytes = int.from_bytes(block[inner + 1 : inner + 9], "little")
         if block[inner] != _FRAME or nbytes > min(_BLOCK - 9, source.nbytes - at - 9):
-            raise UnusualError("bytes in no frame, or in a large one")
+            raise NeedsGeneralReaderError("bytes in no frame, or in a large one")
         if inner + 9 + nbytes > len(block):
             block, begin, inner = source.read(at, min(_BLOCK, source.nbytes - at)), at, 0
         parts.append(block[inner + 9 : inner + 9 + nbytes])
@@ -153,15 +152,6 @@ def _run_of_numbered(kinds: Collection[bytes]) -> re.Pattern[bytes]:
     """
     other = b"".join(b"(?!%b)" % re.escape(kind) for kind in kinds)
     return re.compile(rb"(?:" + _PLAIN + rb"|" + other + rb"(?:h.|j.{4}))++", re.DOTALL)
-
-
-def _run_of_plain(numbers: Collection[int]) -> re.Pattern[bytes]:
-    """A pattern for opcodes that are copied unchanged, including the short GETs of ``numbers``. A GET that may be part
-    of a name is not among them, because the parts of a name must be known.
-    """
-    gets = b"".join(b"\\x%02x" % number for number in sorted(numbers))
-    short = rb"|(?:h[" + gets + rb"])++(?![\x93\x8cX])" if gets else b""
-    return re.compile(rb"(?:" + _PLAIN + short + rb")++", re.DOTALL)
 
 
 class _Walk:
@@ -185,8 +175,7 @@ class _Walk:
         self._memo = Memo()
         self._gets: dict[bytes, bytes] = {}  # what a GET becomes
         self._kinds: list[bytes] = []  # the GETs of the classes of records, where memo numbers are written
-        self._plain_gets: set[int] = set()  # numbers whose short GETs are copied unchanged
-        self._run = _run_of_plain(())
+        self._run = _RUN_OF_PLAIN
         self._rest, self._ends = b"", [0]  # bytes that were not walked yet, and where frames end in them
         self._read = 0
         self._stopped = False
@@ -199,14 +188,14 @@ class _Walk:
         self._ends += [end + len(self._rest) for end in ends]
         block = Block(self._rest + data)
         self._step(block, len(block.data) - _ROOM)
-        if len(self.out) > _LONGEST_COPY + 3 * self._read // 4:
-            raise UnusualError("little of it is in runs")
+        if len(self.out) > _MAX_COPY + 3 * self._read // 4:
+            raise NeedsGeneralReaderError("little of it is in runs")
 
     def finish(self) -> None:
         """Walk the rest."""
         self._step(Block(self._rest), len(self._rest))
         if not self._stopped or self._rest or (self._memo.numbers and self._memo.count):
-            raise UnusualError("no end, or memo numbers of both kinds")
+            raise NeedsGeneralReaderError("no end, or memo numbers of both kinds")
 
     def _step(self, block: Block, limit: int) -> None:
         """Walk from the begin of ``block`` at least to ``limit``."""
@@ -230,17 +219,17 @@ class _Walk:
         frames = iter([end for end in self._ends if end <= len(data)])
         frame = next(frames, -1)
         if data and self._stopped:
-            raise UnusualError("bytes after the end")
+            raise NeedsGeneralReaderError("bytes after the end")
         at = kept = 0
         earlier = later = (0, 0, b"")  # the last two texts: begin, end, content
         while at < limit:
             if frame >= 0 and at >= frame:
                 if at > frame:
-                    raise UnusualError("an opcode in two frames")
+                    raise NeedsGeneralReaderError("an opcode in two frames")
                 frame = next(frames, -1)
                 continue
             opcode = data[at]
-            if width_of[opcode] or opcode == _GET:
+            if width_of[opcode] or (opcode == _GET and memo.numbers):
                 match = self._run.match(data, at, limit if frame < 0 else min(limit, frame))
                 if match is not None:
                     at = match.end()
@@ -274,9 +263,6 @@ class _Walk:
                     out += data[kept:at]
                     out += new
                     kept = end
-                elif opcode == _GET and name not in self._counts and self._may_add(old):
-                    self._plain_gets.add(old)
-                    self._run = _run_of_plain(self._plain_gets)
                 at = end
             elif opcode in (_SHORT_TEXT, _TEXT):
                 begin = at + (2 if opcode == _SHORT_TEXT else 5)
@@ -329,7 +315,7 @@ class _Walk:
                 at += 1
                 break
             else:
-                raise UnusualError(f"opcode {opcode:#x}")
+                raise NeedsGeneralReaderError(f"opcode {opcode:#x}")
         out += data[kept:at]
         return at
 
@@ -344,11 +330,6 @@ class _Walk:
             self._run = _run_of_numbered(self._kinds)
         memo.put(number)
         return number
-
-    def _may_add(self, number: int) -> bool:
-        """Whether a GET of ``number`` may be added to those that are copied unchanged."""
-        few = not self._memo.numbers and len(self._plain_gets) < _MOST_PLAIN_GETS
-        return few and number not in self._plain_gets
 
     def _learn_entry(self, data: bytes, at: int, chunks: Records) -> None:
         """Remember the bytes of this tensor, whose chunks begin at ``at``, to recognise tensors described by the same
@@ -388,7 +369,7 @@ class _Walk:
         )
 
     def _learn_form(self, kind: tuple[bytes, bytes], at: int) -> Form | None:
-        if self._unlike[kind] == _MOST_UNLIKE:
+        if self._unlike[kind] == _MAX_UNLIKE:
             return None
         form = learn(kind, self._block.data, at, self._memo)
         if form is None:
@@ -403,7 +384,7 @@ class _Walk:
         """Search for records from ``at`` on: first for one after those that were known, then for more and more."""
         self._close_window(kind)
         end = min(at + self._sizes[kind], max(self._limit, at + 1))
-        self._sizes[kind] = min(max(2 * self._sizes[kind], _WINDOW), _MOST_WINDOW)
+        self._sizes[kind] = min(max(2 * self._sizes[kind], _WINDOW), _MAX_WINDOW)
         window = self._windows[kind] = _Window(at, end, form.find(self._block, at, end), [])
         return window
 
@@ -428,7 +409,7 @@ class _Walk:
         self._memo.remove(taken.memoised)
         alone = taken.rows.stop - taken.rows.start == 1 and data[end] == form.append[1]
         if data[end] != form.append[0] and not alone and not data.startswith(form.prefix, end):
-            raise UnusualError("records that are not appended")
+            raise NeedsGeneralReaderError("records that are not appended")
         self.runs.append(Run(kind, taken.rows.start, taken.rows.stop))
         return _persistent(len(self.runs) - 1) * form.objects
 
@@ -443,7 +424,7 @@ class _Walk:
         if kind == INDEX:
             text, nbytes = columns.pop("text"), columns.pop("nbytes")
             shared = isinstance(form := self._forms[kind], ItemForm) and form.shared_names
-            columns["name"] = self._shared_numbers(text) if shared else self.texts.numbers(block, text, nbytes)
+            columns["name"] = self._shared_numbers(text) if shared else self.texts.numbers(block.data, text, nbytes)
             self._items.add(block, matches, rows, columns)
         self.columns[kind].append(self._compact(columns))
 
@@ -464,7 +445,7 @@ class _Walk:
         for row in np.argsort(first).tolist():
             text = self._memo.texts.get(int(different[row]))
             if text is None:
-                raise UnusualError("a name that is no text")
+                raise NeedsGeneralReaderError("a name that is no text")
             numbers[row] = self.texts.number(text)
         return np.repeat(numbers[place], np.diff(changes, append=len(references)))
 
@@ -492,13 +473,9 @@ def _last_before(stretches: list[Begins], place: int) -> int:
 def _require_boundary(data: bytes, at: int, boundary: int) -> None:
     """Raises unless a frame begins between two opcodes, as the unpickler needs it."""
     while at < boundary:
-        opcode = data[at]
-        if opcode in (_SHORT_TEXT, _LONG):
-            at += 2 + data[at + 1]
-        else:
-            at += 1 + _GETS[opcode] if opcode in _GETS else _WIDTH[opcode] or 1
+        at = opcode_end(data, at)
     if at != boundary:
-        raise UnusualError("an opcode in two frames")
+        raise NeedsGeneralReaderError("an opcode in two frames")
 
 
 def _persistent(number: int) -> bytes:

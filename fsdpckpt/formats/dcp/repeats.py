@@ -21,14 +21,13 @@ import numpy.typing as npt
 
 from fsdpckpt.formats.dcp.fields import MASK, Block
 from fsdpckpt.formats.dcp.runs import METADATA, ItemForm, Matches, Memo
+from fsdpckpt.formats.pickle.opcodes import opcode_end
 from fsdpckpt.ir.tensors import Int64Array
 
-__all__ = ["Items", "Lists", "Begins", "Records"]
-
-_MOST_ALIKE = 8  # lists that begin with the same bytes
-_MOST_KEY = 512  # bytes that distinguish them
-_MOST_BYTES = 32 << 20  # bytes of lists that are remembered
-_MOST_OF_ITEMS = 8 << 20  # bytes of items, which take three times as much memory
+_MAX_ALIKE = 8  # lists that begin with the same bytes
+_MAX_KEY = 512  # bytes that distinguish them
+_MAX_BYTES = 32 << 20  # bytes of lists that are remembered
+_MAX_OF_ITEMS = 8 << 20  # bytes of items, which take three times as much memory
 _WORTH = 16  # items in a row from which comparing is faster than parsing
 _SHORT = 128  # items in a row, on average, below which they are joined with those around them
 _AT_ONCE = 1024  # items compared at once: a batch of the pickler has a thousand
@@ -62,13 +61,13 @@ class Lists:
 
     def __init__(self) -> None:
         self._known: dict[bytes, list[_List]] = {}
-        self._left = _MOST_BYTES
+        self._left = _MAX_BYTES
 
     def add(self, data: bytes, begins: Int64Array, end: int, rows: slice, memoised: int) -> bool:
         """Remember the chunks of ``rows``, which begin at ``begins`` of ``data``. False if there are too many."""
         at = int(begins[0])
         alike = self._known.setdefault(_first_chunk_key(data, at), [])
-        room = len(alike) < _MOST_ALIKE and self._left >= end - at
+        room = len(alike) < _MAX_ALIKE and self._left >= end - at
         if room:
             alike.append(_List(data[at:end], rows, memoised, begins - at))
             alike.sort(key=lambda known: -len(known.content))
@@ -86,7 +85,7 @@ class Lists:
 
 def _first_chunk_key(data: bytes, at: int) -> bytes:
     """The bytes at ``at`` up to the end of the first chunk, or its begin: a chunk ends with these opcodes."""
-    return data[at : data.find(b"ub", at, at + _MOST_KEY) + 2]
+    return data[at : data.find(b"ub", at, at + _MAX_KEY) + 2]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,7 +169,7 @@ class Items:
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[_Stretch, int]] = {}  # by name: the last item that has it
-        self._left = _MOST_OF_ITEMS
+        self._left = _MAX_OF_ITEMS
         self.scattered = False  # those that were taken last did not follow each other before: parsing more joins them
         self._taken: list[tuple[_Stretch, int, int, int]] = []  # first item, end, where the first begins in the block
 
@@ -217,7 +216,7 @@ class Items:
     def _remember(self, stretch: _Stretch) -> None:
         if len(stretch.content) > self._left:
             self._last.clear()
-            self._left = _MOST_OF_ITEMS
+            self._left = _MAX_OF_ITEMS
         self._left -= len(stretch.content)
         last = dict(zip(stretch.names.tolist(), range(len(stretch)), strict=True))
         self._last.update((name, (stretch, row)) for name, row in last.items())
@@ -284,7 +283,7 @@ ENTRY = (METADATA.encode(), b"TensorStorageMetadata")
 _GET = rb"(?:h(.)|j(.{4}))"
 _BEGIN = re.compile(_GET + rb"\)\x81\x94?\}\x94?\(", re.DOTALL)
 _END = re.compile(_GET + rb"\]\x94?\(?", re.DOTALL)
-_OPCODE = re.compile(rb"[hK].|M..|[jJ].{4}|G.{8}|[)\]}(teausbR\x81\x85-\x89N\x94]", re.DOTALL)
+_OPCODES = b"hKMjJG)]}(teausbR\x81\x85\x86\x87\x88\x89N\x94"
 _FOLLOWS = b"X\x8cus"  # the next key, or the end of the dict or of a part of it
 
 
@@ -318,14 +317,14 @@ def _count_marks(head: bytes, memo: Memo) -> int:
         return 0
     at, open_marks = match.end(), 1
     while open_marks:
-        match = _OPCODE.match(head, at)
-        if match is None:
+        opcode = head[at : at + 1]
+        if not opcode or opcode not in _OPCODES:
             return 0
         last = _END.fullmatch(head, at)
         if last is not None and memo.texts.get(_number(last)) == b"chunks":
             return open_marks + head.endswith(b"(")
-        open_marks += {b"(": 1, b"t": -1, b"e": -1, b"u": -1}.get(match[0], 0)
-        at = match.end()
+        open_marks += {b"(": 1, b"t": -1, b"e": -1, b"u": -1}.get(opcode, 0)
+        at = opcode_end(head, at)
     return 0
 
 

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fsdpckpt.formats.dcp.fields import Block, BoolArray, UnusualError
+from fsdpckpt.formats.dcp.fields import Block, BoolArray, NeedsGeneralReaderError
 from fsdpckpt.ir.tensors import Int64Array
 
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -33,7 +33,7 @@ _HINT = rb"(?:N|K.|M..|J.{4}|\x8a.{1,9})"
 _Parse = Callable[[Int64Array], tuple[Int64Array, Int64Array, BoolArray]]  # places to values, ends, whether it fits
 
 
-class ReferenceIntoRunError(UnusualError):
+class ReferenceIntoRunError(NeedsGeneralReaderError):
     """An opcode refers to a value that a run holds."""
 
 
@@ -62,7 +62,7 @@ class Memo:
     def put(self, number: int) -> None:
         """Give a value this number, as protocols before 4 do. No number may appear twice."""
         if number in self.numbers:
-            raise UnusualError("a memo number twice")
+            raise NeedsGeneralReaderError("a memo number twice")
         self.numbers.add(number)
 
     def next(self, data: bytes, at: int) -> int | None:
@@ -234,11 +234,11 @@ def learn(kind: tuple[bytes, bytes], data: bytes, at: int, memo: Memo) -> Form |
     cursor = _Cursor(data, at, memo)
     try:
         return _learn_chunk(cursor) if kind == CHUNK else _learn_item(cursor)
-    except (_AnotherFormError, IndexError):
+    except (_FormMismatchError, IndexError):
         return None
 
 
-class _AnotherFormError(Exception):
+class _FormMismatchError(Exception):
     pass
 
 
@@ -293,7 +293,7 @@ class _Cursor:
 
     def _require(self, ok: bool) -> None:  # noqa: FBT001 (what is required)
         if not ok:
-            raise _AnotherFormError
+            raise _FormMismatchError
 
 
 def _learn_chunk(cursor: _Cursor) -> ChunkForm:

@@ -80,7 +80,7 @@ class _Scanned:
     dropped: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
 
 
-class _UnusualError(FsdpckptError):
+class _NeedsGeneralReaderError(FsdpckptError):
     """The archive may be fine, but must be read tensor by tensor."""
 
 
@@ -102,7 +102,7 @@ def read_tensors(source: ByteSource, file_id: int) -> TorchArchive:
 
 
 def _scan(data: bytes) -> _Scanned:
-    """Take the plain tensors out of the pickle. Raises _UnusualError if it has none."""
+    """Take the plain tensors out of the pickle. Raises _NeedsGeneralReaderError if it has none."""
     scanned = _Scanned()
     out, forms, form_of, key_of = scanned.out, scanned.forms, scanned.form, scanned.key
     dropped = bytearray()
@@ -135,17 +135,17 @@ def _scan(data: bytes) -> _Scanned:
                 at = _long_text(data, at, scanned)
                 break
     if not scanned.key:
-        raise _UnusualError("no tensors in bulk")
+        raise _NeedsGeneralReaderError("no tensors in bulk")
     scanned.dropped = _memo_numbers(dropped)
     if len(dropped) and scanned.dropped.max() >= len(data):
-        raise _UnusualError("a memo number that is too large")
+        raise _NeedsGeneralReaderError("a memo number that is too large")
     return scanned
 
 
 def _long_text(data: bytes, at: int, scanned: _Scanned) -> int:
     """Skip the long text at ``at``, and the opcode that memoises it."""
     if data[at : at + 1] != b"X" or at + _TEXT_HEAD.size > len(data):
-        raise _UnusualError("another opcode")
+        raise _NeedsGeneralReaderError("another opcode")
     end = at + _TEXT_HEAD.size + int(_TEXT_HEAD.unpack_from(data, at)[0])
     put = _PUTS.match(data, end)
     scanned.out.append(data[at:end])
@@ -205,11 +205,11 @@ class _Tensors(TensorBuilder):
             for form, before in zip(scanned.forms, scanned.first_use, strict=True)
         ]
         if any(key[0] != len(key) - 4 for key in scanned.key):
-            raise _UnusualError("a key of another length")
+            raise _NeedsGeneralReaderError("a key of another length")
         record = np.array([records.numbers.get(f"data/{key[4:].decode()}", -1) for key in scanned.key], np.int64)
         needed = np.array([(form.nbytes, form.first) for form in forms], np.int64)[scanned.form]
         if (record < 0).any() or (needed[:, 0] > records.nbytes[record]).any():
-            raise _UnusualError("a storage without a record of its own")
+            raise _NeedsGeneralReaderError("a storage without a record of its own")
         offsets = (records.offset[record] + needed[:, 1]).reshape(-1, 1)
         self._made: list[Tensor] = []
         for number, offset in zip(scanned.form, offsets, strict=True):
@@ -224,13 +224,13 @@ class _Tensors(TensorBuilder):
         dtype = _CLASSES.get(memo.at(kind, before))
         expected = ((function, _REBUILD), (word, _STORAGE), (after, _DICT))
         if dtype is None or any(memo.at(get, before) != opcode for get, opcode in expected):
-            raise _UnusualError("another function or class")
+            raise _NeedsGeneralReaderError("another function or class")
         if not memo.at(location, before).startswith(b"X"):
-            raise _UnusualError("another location")
+            raise _NeedsGeneralReaderError("another location")
         (numel,), (begin,) = _numbers(storage[len(location) :]), _numbers(first)
         shape, strides, extent = self._shape(_numbers(size), _numbers(stride))
         if numel < 0 or begin < 0 or (extent and begin + extent > numel):
-            raise _UnusualError("a tensor that does not fit its storage")
+            raise _NeedsGeneralReaderError("a tensor that does not fit its storage")
         at = begin * dtype.itemsize
         whole = Chunks.whole(file=file_id, offset=at, shape=shape, stride=strides)
         return _Form(dtype, shape, numel * dtype.itemsize, at, whole, None if shape else False)
@@ -243,9 +243,9 @@ class _Tensors(TensorBuilder):
 class _Memo:
     """What the memo holds at the numbers that tensors which were taken out refer to.
 
-    Raises _UnusualError where opcodes refer to a number that such a tensor writes, where a number that tensors refer to
-    is written twice, and where the opcodes that are left make a tensor otherwise, or a persistent id that is
-    no tuple.
+    Raises _NeedsGeneralReaderError where opcodes refer to a number that such a tensor writes, where a number that
+    tensors refer to is written twice, and where the opcodes that are left make a tensor otherwise, or a persistent id
+    that is no tuple.
     """
 
     def __init__(self, scanned: _Scanned) -> None:
@@ -254,7 +254,7 @@ class _Memo:
         gets = used.union(filter(methodcaller("startswith", (b"h", b"j")), out))
         numbers = _memo_numbers(b"".join(gets))
         if np.isin(scanned.dropped, numbers).any():
-            raise _UnusualError("a part of a tensor is referred to")
+            raise _NeedsGeneralReaderError("a part of a tensor is referred to")
         looked_at = {b"Q", *(put for get in used for put in _puts(_memo_number(get)))}
         self._written: dict[
             int, tuple[int, bytes]
@@ -263,17 +263,17 @@ class _Memo:
             opcode = out[number]
             if opcode == b"Q":
                 if b"t" not in (out[number - 1], out[number - 2]):
-                    raise _UnusualError("a persistent id that is not a tuple")
+                    raise _NeedsGeneralReaderError("a persistent id that is not a tuple")
             elif self._written.setdefault(_memo_number(opcode), (number, out[number - 1]))[0] != number:
-                raise _UnusualError("a memo number that is written twice")
+                raise _NeedsGeneralReaderError("a memo number that is written twice")
         if any(b"_rebuild" in name and name != _REBUILD for name in filter(methodcaller("startswith", b"c"), out)):
-            raise _UnusualError("tensors of another kind")
+            raise _NeedsGeneralReaderError("tensors of another kind")
 
     def at(self, get: bytes, before: int) -> bytes:
         """The opcode of what ``get`` refers to, which must be written before that many opcodes."""
         number, opcode = self._written.get(_memo_number(get), (before, b""))
         if number >= before:
-            raise _UnusualError("a memo number that is written later")
+            raise _NeedsGeneralReaderError("a memo number that is written later")
         return opcode
 
 
