@@ -53,7 +53,7 @@ def _distributed(name: str) -> bool:
 
 def keeps_order(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
     """Whether the model section of ``checkpoint``, whose parameters are ``names``, is in the order of a state dict."""
-    if any(one.kind is EvidenceKind.ORDER for one in checkpoint.evidence):
+    if any(evidence.kind is EvidenceKind.ORDER for evidence in checkpoint.evidence):
         return False
     return checkpoint.container is not Container.SAFETENSORS and not sorted_by_a_tool(names)
 
@@ -81,8 +81,8 @@ def sorted_by_a_tool(names: Sequence[str]) -> bool:
     ``weight``, or number 10 before number 2."""
     if list(names) != sorted(names):
         return False
-    place = set(names)
-    if any(name.endswith(".bias") and name[:-4] + "weight" in place for name in names):
+    all_names = set(names)
+    if any(name.endswith(".bias") and name[:-4] + "weight" in all_names for name in names):
         return True
     natural = [[(len(word), word) if word.isdigit() else (0, word) for word in name.split(".")] for name in names]
     numbered = any(word.isdigit() and len(word) > 1 for name in names for word in name.split("."))

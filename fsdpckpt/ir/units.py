@@ -161,9 +161,9 @@ class Units:
         if self.groups is None or self.use_orig_params:
             return self.groups
         names_of = {unit.key: tuple(param.name for param in unit.params) for unit in self.units}
-        place = {name: index for index, name in enumerate(self.parameters)}
+        position = {name: index for index, name in enumerate(self.parameters)}
         listed = ([name for key in group for name in names_of.get(key, (key,))] for group in self.groups)
-        return tuple(tuple(sorted(names, key=lambda name: place.get(name, -1))) for names in listed)
+        return tuple(tuple(sorted(names, key=lambda name: position.get(name, -1))) for names in listed)
 
     def groups_of(self, rank: int) -> Groups | None:
         """The groups of the optimizer on ``rank``; None as for ``groups``."""
@@ -290,12 +290,12 @@ def _unit_flaws(unit: Unit, *, use_orig_params: bool) -> Iterator[str]:
     """What ``FlatParamHandle._validate_tensors_to_flatten`` refuses."""
     if not unit.params:
         yield f"{unit} has no parameters"
-    for one, other in pairwise(unit.params):
-        if one.dtype != other.dtype:
-            dtypes = f"{one.name} is {one.dtype.name} and {other.name} {other.dtype.name}"
+    for param, following in pairwise(unit.params):
+        if param.dtype != following.dtype:
+            dtypes = f"{param.name} is {param.dtype.name} and {following.name} {following.dtype.name}"
             yield f"{unit}: {dtypes}; all parameters of a unit must share one dtype"
-        if not use_orig_params and one.requires_grad != other.requires_grad:
-            yield f"{unit}: only one of {one.name} and {other.name} requires gradients"
+        if not use_orig_params and param.requires_grad != following.requires_grad:
+            yield f"{unit}: only one of {param.name} and {following.name} requires gradients"
     inside = f"{unit.prefix}." if unit.prefix else ""
     outside = [p.name for p in unit.params if not p.name.startswith(inside) or p.name == inside]
     yield from (f"{unit}: {name} is outside of it" for name in outside)

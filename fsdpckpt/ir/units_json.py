@@ -129,7 +129,7 @@ def decode(document: object, *, source: str) -> Units:
 
     def complain(where: str, text: str) -> None:
         wrong.append((where, f"{where}: {text}"))
-        if len(wrong) >= _MOST_WRONG:
+        if len(wrong) >= _MAX_WRONG:
             raise _TooManyWrongError
 
     units: Units | None = None
@@ -138,9 +138,9 @@ def decode(document: object, *, source: str) -> Units:
     texts = [text for _, text in wrong] or (flaws(units) if units is not None else [])
     if not texts and units is not None:
         return units
-    several = f"{len(texts)} of its fields are wrong" + (", and more" if units is None else "")
+    count = f"{len(texts)} of its fields are wrong" + (", and more" if units is None else "")
     raise SourceCorruptError(
-        f"{source}: not a valid units file: {several if len(texts) > 1 else texts[0]}",
+        f"{source}: not a valid units file: {count if len(texts) > 1 else texts[0]}",
         details=texts if len(texts) > 1 else (),
         file=source,
         key=wrong[0][0] if wrong else None,
@@ -176,10 +176,10 @@ def _recognise(document: Mapping[str, object], source: str) -> None:
         )
 
 
-_MOST_ELEMENTS = 2**62
+_MAX_ELEMENTS = 2**62
 """More than any tensor has; sums of byte counts still fit in int64."""
 
-_MOST_WRONG = 1000
+_MAX_WRONG = 1000
 """Checking stops after this many errors, so that a wrong file does not fill memory."""
 
 
@@ -237,7 +237,7 @@ def _record(
 
 
 def _is_numbers(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < _MOST_ELEMENTS for item in value)
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < _MAX_ELEMENTS for item in value)
 
 
 def _is_names(value: object) -> bool:
@@ -254,14 +254,14 @@ _STRING = _one("a string", lambda value: isinstance(value, str))
 _FLAG = _one("true or false", lambda value: isinstance(value, bool))
 _RANKS_OR_NULL = _one(
     "a number of ranks or null",
-    lambda value: value is None or (type(value) is int and 1 <= value < _MOST_ELEMENTS),
+    lambda value: value is None or (type(value) is int and 1 <= value < _MAX_ELEMENTS),
 )
 _NAMES = _one("a list of names", _is_names, tuple)
 _PAIR = _one(
     "the later and the first name of a shared parameter", lambda value: _is_names(value) and len(value) == 2, tuple
 )
 _RANKS = _one("a list of ranks", _is_numbers, tuple)
-_SIZES = _one("a list of numbers of elements", lambda value: _is_numbers(value) and prod(value) < _MOST_ELEMENTS, tuple)
+_SIZES = _one("a list of numbers of elements", lambda value: _is_numbers(value) and prod(value) < _MAX_ELEMENTS, tuple)
 _DTYPE = _one("the name of a dtype, as float32", _is_name_of(DTYPES), DTYPES.__getitem__)
 _STRATEGY = _one(" or ".join(Strategy), _is_name_of(frozenset(Strategy)), Strategy)
 

@@ -1,6 +1,6 @@
 """Which box of a tensor each rank holds when it is cut along its dimensions; ``flattened`` has FSDP1's other layout.
 
-Rules, from PyTorch: ``torch.chunk`` (pieces of ``ceil(n / parts)``, the last ones shorter or empty) is what FSDP1's
+Rules, from PyTorch: ``torch.chunk`` (parts of ``ceil(n / parts)``, the last ones shorter or empty) is what FSDP1's
 ``_ext_chunk_tensor`` and ``_ext_chunk_dtensor``, FSDP2's ``_chunk_with_empty`` and DTensor's ``Shard`` cut with.
 On a mesh, ``torch.distributed.tensor.placement_types`` applies one placement per mesh dimension: in the order of the
 mesh dimensions, or in the order that ``DTensorSpec.shard_order`` or the split factors of ``_StridedShard`` say.
@@ -104,8 +104,8 @@ def _in_order(mesh: MeshShape, placements: Sequence[Placement | None], order: Ma
     """As ``DTensorSpec._convert_shard_order_to_StridedShard``: see ``decoded_order``, the inverse."""
     decoded = list(placements)
     for dim, mesh_dims in order.items():
-        for place, mesh_dim in enumerate(mesh_dims):
-            factor = prod(mesh.sizes[before] for before in mesh_dims[:place] if before > mesh_dim)
+        for number, mesh_dim in enumerate(mesh_dims):
+            factor = prod(mesh.sizes[before] for before in mesh_dims[:number] if before > mesh_dim)
             decoded[mesh_dim] = StridedShard(dim, factor) if factor > 1 else Shard(dim)
     return Sharding(mesh, tuple(decoded))
 
@@ -266,10 +266,10 @@ def in_placement_order(
         if isinstance(placement, Replicate):
             continue
         factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-        now = runs[placement.dim]
-        split = (_cut(now, factor, i) for i in range(factor))
-        parts = (_cut(one, mesh[mesh_dim], coordinate[mesh_dim]) for one in split)
-        runs[placement.dim] = _join_runs([run for part in parts for run in part])
+        whole = runs[placement.dim]
+        parts = (_cut(whole, factor, index) for index in range(factor))
+        shards = (_cut(part, mesh[mesh_dim], coordinate[mesh_dim]) for part in parts)
+        runs[placement.dim] = _join_runs([run for shard in shards for run in shard])
     return _boxes(runs)
 
 
@@ -277,7 +277,7 @@ def local_shape(boxes: Sequence[LocalBox], shape: Sequence[int]) -> tuple[int, .
     """The shape of the local tensor that ``boxes`` fill; None if there is no box (one dimension is 0 then)."""
     if not boxes:
         return None
-    return tuple(max(held.local_offsets[d] + held.box.sizes[d] for held in boxes) for d in range(len(shape)))
+    return tuple(max(part.local_offsets[d] + part.box.sizes[d] for part in boxes) for d in range(len(shape)))
 
 
 def _cut(runs: _Runs, parts: int, index: int) -> _Runs:

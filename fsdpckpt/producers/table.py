@@ -346,7 +346,7 @@ def recognise(
     base = directory.rstrip("/").rpartition("/")[2]
     entries, top = [*names, f"../{base}"], set(keys)
 
-    def shown(sign: Signature) -> bool:
+    def matches(sign: Signature) -> bool:
         return (
             all(any(re.search(pattern, name) for name in entries) for pattern in sign.files)
             and top.issuperset(sign.keys)
@@ -354,7 +354,7 @@ def recognise(
             and sign.flattened in (None, flattened)
         )
 
-    return next((flavor for flavor in FLAVORS if any(map(shown, flavor.signs))), None)
+    return next((flavor for flavor in FLAVORS if any(map(matches, flavor.signs))), None)
 
 
 def belongs(flavor: Flavor | None, path: str) -> bool:
@@ -364,19 +364,19 @@ def belongs(flavor: Flavor | None, path: str) -> bool:
         return True
     if flavor is None:
         return False
-    names = {kind.single for kind in flavor.rank_files}
+    names = {file.single for file in flavor.rank_files}
     patterns = (flavor.state, flavor.side_files, *flavor.exports)
     return path in names or copied_by_rank(path) or any(re.search(pattern, path) for pattern in patterns)
 
 
 def copied_by_rank(name: str) -> bool:
     """Whether each rank has a side file of this name in some framework: new ranks get copies of it."""
-    return any(kind.rank_of(name) is not None for flavor in FLAVORS for kind in flavor.rank_files)
+    return any(file.rank_of(name) is not None for flavor in FLAVORS for file in flavor.rank_files)
 
 
 def export_files(names: Iterable[str]) -> set[str]:
     """The files of one directory that hold a second copy of the model, for other programs."""
-    known = list(names)
-    flavor = recognise(known)
+    listed = list(names)
+    flavor = recognise(listed)
     patterns = flavor.exports if flavor is not None else ()
-    return {name for name in known if any(re.search(pattern, name) for pattern in patterns)}
+    return {name for name in listed if any(re.search(pattern, name) for pattern in patterns)}

@@ -85,13 +85,9 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
     _require_agreement(checkpoint, full, others, [str(name) for name in names.values()])
     _require_param_names(optim, names, order, checkpoint)
     count, shaped = len(ids.numbers), sum(1 for number in ids.numbers if ids.state_shapes[number])
-    note = Note(
-        "rekeyed",
-        f"{plural(count, 'optimizer id')} became {plural(count, 'name')}, from {order.source}; the "
-        f"states of {plural(shaped, 'parameter')} have the shapes that this needs",
-    )
-    renamed = _rekeyed(optim, names, checkpoint.source)
-    return replace(checkpoint, optim=renamed, notes=(*checkpoint.notes, note))
+    message = f"{plural(count, 'optimizer id')} became {plural(count, 'name')}, from {order.source}; the "
+    message += f"states of {plural(shaped, 'parameter')} have the shapes that this needs"
+    return _with_keys(checkpoint, optim, names, message)
 
 
 def to_ids(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[ParameterOrder] = ()) -> Checkpoint:
@@ -108,12 +104,8 @@ def to_ids(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Param
     _require_agreement(checkpoint, full, others, [clean(name) for name in chain(*listed)])
     numbered = [_sorted_group(group, index, full, checkpoint) for index, group in enumerate(listed)]
     ids: dict[ParamKey, ParamKey] = {name: number for number, name in enumerate(chain(*numbered))}
-    note = Note(
-        "rekeyed",
-        f"{plural(len(ids), 'optimizer key')} became {plural(len(ids), 'id')}, in the order of {order.source}",
-    )
-    renamed = _rekeyed(optim, ids, checkpoint.source)
-    return replace(checkpoint, optim=renamed, notes=(*checkpoint.notes, note))
+    message = f"{plural(len(ids), 'optimizer key')} became {plural(len(ids), 'id')}, in the order of {order.source}"
+    return _with_keys(checkpoint, optim, ids, message)
 
 
 def _require_agreement(
@@ -206,18 +198,22 @@ def _sorted_group(names: Sequence[str], index: int, order: ParameterOrder, check
     return ordered
 
 
-def _rekeyed(optim: OptimState, keys: Mapping[ParamKey, ParamKey], source: str) -> OptimState:
-    """``keys``: old to new, in the order in which groups list the new ones. The user's own entries stay."""
+def _with_keys(
+    checkpoint: Checkpoint, optim: OptimState, keys: Mapping[ParamKey, ParamKey], message: str
+) -> Checkpoint:
+    """``checkpoint`` with new keys in its optimizer, and a note. Entries that a user added stay.
+
+    ``keys``: old to new, in the order in which groups list the new ones.
+    """
     state = {keys.get(key, key): states for key, states in optim.state.items()}
     if len(state) != len(optim.state):
         new = set(keys.values())
         both = [str(key) for key in optim.state if key not in keys and key in new]
-        raise _contradicted(f"the optimizer of {source} has states under both kinds of key", both)
-    groups = optim.param_groups
+        raise _contradicted(f"the optimizer of {checkpoint.source} has states under both kinds of key", both)
     position = {key: number for number, key in enumerate(keys)}
-    return OptimState(
-        state, None if groups is None else [_rekeyed_group(group, keys, position) for group in groups], optim.extra
-    )
+    groups = optim.param_groups and [_rekeyed_group(group, keys, position) for group in optim.param_groups]
+    notes = (*checkpoint.notes, Note("rekeyed", message))
+    return replace(checkpoint, optim=OptimState(state, groups, optim.extra), notes=notes)
 
 
 def _rekeyed_group(
@@ -419,9 +415,9 @@ def _distribute(
 
 def _differences(ids: _Ids, names: Sequence[str], answers: Sequence[Answer]) -> list[str]:
     return [
-        f"id {number} may be {names[one]} or {names[other]}"
-        for number, one, other in zip(ids.numbers, *answers[:2], strict=True)
-        if one != other
+        f"id {number} may be {names[first]} or {names[second]}"
+        for number, first, second in zip(ids.numbers, *answers[:2], strict=True)
+        if first != second
     ]
 
 

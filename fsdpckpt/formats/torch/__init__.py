@@ -79,8 +79,7 @@ class _TreeWalk:
 
     def _mapping(self, mapping: dict[Key, Value]) -> Value:
         if id(mapping) in self._seen:
-            known = self._replaced.get(id(mapping))
-            return mapping if known is None else known[1]
+            return self._replaced.get(id(mapping), (None, cast(Value, mapping)))[1]
         self._seen.add(id(mapping))
         tensors: list[tuple[Key, StoredTensor]] = []
         split_states: dict[Key, dict[Key, Value]] = {}
@@ -99,11 +98,11 @@ class _TreeWalk:
                     self._path.pop()
             elif kind not in _PLAIN and (kind is not Tensor or self._enclosing_class is not None):
                 self._enter(key)
-                made = self._wrapped(value) if isinstance(value, Wrapped) else self.value(value)
-                if isinstance(made, DistributedBlocks | StoredBlocks):
-                    split_states[key] = self._parts(key, made)
+                parsed = self._wrapped(value) if isinstance(value, Wrapped) else self.value(value)
+                if isinstance(parsed, DistributedBlocks | StoredBlocks):
+                    split_states[key] = self._parts(key, parsed)
                 else:
-                    mapping[key] = made
+                    mapping[key] = parsed
                 self._path.pop()
         if split_states:
             items = [item for key, value in mapping.items() for item in split_states.get(key, {key: value}).items()]
@@ -172,10 +171,10 @@ class _TreeWalk:
 
     def _other(self, value: object) -> Value:
         if isinstance(value, Wrapped):
-            made = self._wrapped(value)
-            if isinstance(made, DistributedBlocks | StoredBlocks):
-                return self._refuse(f"{made.blocks}, outside of a dict")
-            return cast(Value, made)
+            parsed = self._wrapped(value)
+            if isinstance(parsed, DistributedBlocks | StoredBlocks):
+                return self._refuse(f"{parsed.blocks}, outside of a dict")
+            return cast(Value, parsed)
         if isinstance(value, StubInstance):
             value = as_object(value)
         if isinstance(value, Object):
@@ -190,20 +189,17 @@ class _TreeWalk:
         if self._enclosing_class is not None:
             self._refuse(f"a tensor inside a {self._enclosing_class}")
             return None
-        made = self._parser.parse(value, self._key())
-        if isinstance(made, Distributed):
-            self._note(made)
-        elif isinstance(made, DistributedBlocks):
-            for part in made.parts.values():
-                if isinstance(part, Distributed):
-                    self._note(part)
-        return made
+        parsed = self._parser.parse(value, self._key())
+        for part in parsed.parts.values() if isinstance(parsed, DistributedBlocks) else [parsed]:
+            if isinstance(part, Distributed):
+                self._note(part)
+        return parsed
 
     def _parts(self, key: Key, state: DistributedBlocks | StoredBlocks) -> dict[Key, Value]:
         """The entries for ``state`` under the name ``key``."""
         parts = state.whole() if isinstance(state, StoredBlocks) else state.parts
-        made = {n: self._stored(one) if isinstance(one, StoredTensor) else one for n, one in parts.items()}
-        return cast("dict[Key, Value]", split_state(key, state.blocks, made))
+        leaves = {name: self._stored(part) if isinstance(part, StoredTensor) else part for name, part in parts.items()}
+        return cast("dict[Key, Value]", split_state(key, state.blocks, leaves))
 
     def _note(self, distributed: Distributed) -> None:
         if distributed.rank is not None:
@@ -257,8 +253,7 @@ class _TreeWalk:
         """Raises SourceUnsupportedError that lists everything that was refused."""
         if self._refused:
             raise SourceUnsupportedError(
-                f"{self._source.path} holds {len(self._refused)} value{'s' * (len(self._refused) != 1)} that fsdpckpt "
-                "does not convert",
+                f"{self._source.path} holds {plural(len(self._refused), 'value')} that fsdpckpt does not convert",
                 details=self._refused,
                 file=self._source.path,
                 key=self._refused[0].partition(":")[0],
