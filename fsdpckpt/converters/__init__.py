@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import TransformedCheckpoint
+from fsdpckpt.execute.output import target_differs
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Note
 from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.ir.units_json import encode
@@ -204,3 +205,12 @@ def put_manifest(staging: Staging, data: bytes) -> None:
     file = WritableFile(path, len(data))
     file.write(0, data)
     file.commit()
+
+
+def existing_manifest(target: str) -> bytes:
+    """The ``fsdpckpt.json`` of a DST that exists. Raises TargetExistsError if it has none."""
+    path = os.path.join(os.path.realpath(target), MANIFEST)
+    if not os.path.isfile(path):
+        raise target_differs(target)
+    with open(path, "rb") as file:
+        return file.read()

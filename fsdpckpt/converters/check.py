@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.lay_out import dtype_rule
@@ -30,6 +29,7 @@ from fsdpckpt.ir.names import normalise
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.options import ConvertOptions, VerifyLevel
+from fsdpckpt.plan.transfer import Visible
 from fsdpckpt.process import without_collection
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
@@ -40,9 +40,6 @@ from fsdpckpt.verify.elements import first_difference
 
 Compared: TypeAlias = "dict[str, tuple[str, int | None]]"
 """By ``Pair.name``: the SHA-256 of a tensor, and the number of its first element that differs; None if it is equal."""
-
-Visible: TypeAlias = "npt.NDArray[np.bool_]"
-"""``[file, rank]``: who sees which file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ communicated and torch is never imported.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -20,19 +19,18 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identity
 from fsdpckpt.comm.protocol import Group, Solo, original_error
-from fsdpckpt.converters import Report, encode_manifest, put_manifest, replaced_files
+from fsdpckpt.converters import Report, encode_manifest, existing_manifest, put_manifest, replaced_files
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.converters.linking import check_linked, make_links, require_linked, without_links
 from fsdpckpt.converters.overwrite import explain_why_overwrite_is_refused, find_replaceable, still_replaceable
 from fsdpckpt.converters.prepare import Prepared, make_report, prepare
 from fsdpckpt.converters.publish import Upload
 from fsdpckpt.converters.resume import (
-    claim_rows,
-    is_resumable,
+    StagedOutput,
+    dry_run_note,
     journaled_windows,
     journals_of,
     other_upload,
@@ -40,52 +38,23 @@ from fsdpckpt.converters.resume import (
     run_identity,
     source_copies,
 )
-from fsdpckpt.converters.shared_sources import UnionSources, content_identity, find_visible, serve_sources
-from fsdpckpt.converters.staging import StagingDirectories, assign_segments, files_at, holders_of, open_staging
+from fsdpckpt.converters.shared_sources import UnionSources, serve_sources, visible_sources
+from fsdpckpt.converters.staging import StagingDirectories, divide_work, files_at, holders_of, open_staging
 from fsdpckpt.converters.target_mesh import check_mesh
 from fsdpckpt.converters.target_spec import check_flavor
 from fsdpckpt.errors import InternalError, TargetExistsError, WorkerError
 from fsdpckpt.execute import execute
-from fsdpckpt.execute.job import (
-    MOST_THREADS,
-    Budget,
-    Job,
-    choose_settings,
-    for_worker,
-    make_budget,
-    pack_job,
-    threads_for,
-    unpack_job,
-)
-from fsdpckpt.execute.journal import (
-    JournaledWindows,
-    Record,
-    Recorder,
-    RunIdentity,
-    first_record,
-    identity_of,
-    joined,
-    read_records,
-)
+from fsdpckpt.execute.job import MAX_THREADS, Budget, Job, for_worker, make_budget, pack_job, threads_for, unpack_job
+from fsdpckpt.execute.journal import JournaledWindows, Record, RunIdentity, first_record, identity_of, joined
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.ir.checkpoint import Note, SourceFile
-from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
-from fsdpckpt.plan import make_plan
+from fsdpckpt.plan.transfer import Visible
 from fsdpckpt.process import set_aside, without_collection
 from fsdpckpt.progress import NoProgress, Progress
-from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import FileIdentity, is_url
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import (
-    InterruptedRun,
-    Staging,
-    clear_leftover,
-    journal_path,
-    journal_paths,
-    lock_as_writer,
-    was_interrupted,
-)
+from fsdpckpt.storage.staging import clear_leftover, was_interrupted
 from fsdpckpt.storage.target_checks import Contents, check_target
 
 
@@ -145,10 +114,7 @@ class _Conversion:
     _prepared: Prepared | None = None  # on rank 0
     _sources: list[Sources] = field(default_factory=list)  # with each file's identity when it was first opened
     _opened: list[str] = field(default_factory=list)  # every file that rank 0 has read
-    _staging: list[Staging] = field(default_factory=list)  # of the place that this rank leads: one or none
-    _staged_now: bool = False  # the staged files are this run's, not an earlier run's
-    _locks: list[int] = field(default_factory=list)
-    _recorder: Recorder | None = None
+    _staged: StagedOutput = field(default_factory=StagedOutput)
     _note: Note | None = None
     _replaces: Contents = field(default_factory=dict)  # on rank 0: what was at DST
     _manifest: bytes = b""  # fsdpckpt.json as it was written
@@ -172,34 +138,25 @@ class _Conversion:
                 if not self.options.dry_run:
                     with set_aside():
                         self._write(budget)
-                elif self._prepared is not None and self._single_rank:
-                    self._note_interrupted(self._prepared, budget)
+                elif self._prepared is not None and self._single_rank and not (self._compares and self._exists()):
+                    sources = self._sources[-1]
+                    self._note = dry_run_note(self.group, self._prepared, self.target, self.options, budget, sources)
                 return self._report(budget, begun)
         except BaseException as error:
             self._undo(error)
             raise
 
-    def _note_interrupted(self, prepared: Prepared, budget: Budget) -> None:
-        """Set the note on what a run would do with what an interrupted one left. Raises what that run would raise."""
-        if self._compares and os.path.lexists(os.path.realpath(self.target)):
-            return
-        options, files = self.options, prepared.transformed.checkpoint.files
-        interrupted = InterruptedRun.of(self.target, resume=options.resume is not False)
-        places = StagingDirectories((0,), (0,), (0,), ((os.path.join(interrupted.root, ""), ""),), (False,))
-        copies = source_copies(self.group, files, self._sources[-1], [True] * len(files))
-        journals = [read_records(path) for path in journal_paths(interrupted.root)] if interrupted.resumed else []
-        windows, changed_sources = journaled_windows(
-            [journals], places, lambda: run_identity(make_plan(prepared.output), options, copies), options
-        )
-        job = _job(prepared, places, np.ones((len(files), 1), bool), budget, windows)
-        self._note = resume_note(job, self.target, interrupted, options, changed_sources)
+    def _exists(self) -> bool:
+        return os.path.lexists(os.path.realpath(self.target))
 
     def _write(self, budget: Budget) -> None:
-        """Execute, verify, publish."""
+        """Write what is planned: every step from the visible sources to the visible DST."""
         files, directory = self._share_files()
         visible = self._find_visible_sources(files)
-        places, job, identity, journaled = self._divide(files, visible, budget, directory=directory)
-        self._prepare_staging(job, places, identity, journaled)
+        copies = source_copies(self.group, files, self._sources[-1], visible[:, self.group.rank].tolist())
+        places = self._open_staging(directory=directory)
+        job, identity, journaled = self._divide(places, copies, visible, budget)
+        self._staged.prepare(self.group, job, places, identity, journaled, links=len(self._linked))
         self._link(places)
         self.holders = holders_of(job, places, directory=directory) | dict.fromkeys(self._linked, places.workers(0))
         crcs = self._execute(job, places, visible, budget, journaled)
@@ -225,7 +182,7 @@ class _Conversion:
                     self._replaces = find_replaceable(self.target)
             threads = options.threads
             if threads is None and self._single_rank and is_url(self.source):
-                threads = MOST_THREADS  # a store answers slowly, and many requests at once: the threads mostly wait
+                threads = MAX_THREADS  # a store answers slowly, and many requests at once: the threads mostly wait
             budget = make_budget(max_memory=options.max_memory, threads=threads)
             return for_worker(budget, workers_here, max_memory=options.max_memory, chosen=threads is not None)
 
@@ -263,88 +220,53 @@ class _Conversion:
         self._opened, lengths, directory, self._linked = cast("tuple[list[str], list[int], bool, list[str]]", shared)
         return [SourceFile(*each) for each in zip(self._opened, lengths, strict=False)], directory
 
-    def _find_visible_sources(self, files: list[SourceFile]) -> npt.NDArray[np.bool_]:
+    def _find_visible_sources(self, files: list[SourceFile]) -> Visible:
         """Which rank sees which of ``files``: ``[file, rank]``."""
         if self._single_rank:
             return np.ones((len(files), 1), bool)
-        rows: list[bytes] = []
-        with Sources() as sources, self.group.step("find visible sources"), self.group.heartbeat():
+        with Sources() as sources:
             self._sources.append(sources)
-            for path in self._opened:
-                rows.append(content_identity(path, sources))
-                self.group.beat()
-        everyone = cast("list[list[bytes]]", self.group.all_gather_objects(rows, name="who sees what"))
-        with self.group.step("compare the sources"):
-            if self.group.rank == 0:  # all would find the same errors; one rank reports them
-                find_visible(self._opened, everyone)
-        return find_visible(self._opened, everyone)[: len(files)]
+            return visible_sources(self.group, self._opened, sources)[: len(files)]
 
-    def _divide(
-        self, files: list[SourceFile], visible: npt.NDArray[np.bool_], budget: Budget, *, directory: bool
-    ) -> tuple[StagingDirectories, Job, Callable[[], RunIdentity], JournaledWindows]:
-        """Decide which rank writes what, and where. Also returns this run's identity and, on rank 0, what an
-        interrupted run has written.
-        """
-        group, options, prepared = self.group, self.options, self._prepared
-        copies = source_copies(group, files, self._sources[-1], visible[:, group.rank].tolist())
-        places, staging = open_staging(
-            *(group, self.target, options, self.visibility),
+    def _open_staging(self, *, directory: bool) -> StagingDirectories:
+        places, self._staged.staging = open_staging(
+            *(self.group, self.target, self.options, self.visibility),
             directory=directory,
             replaces=self._replaces,
             compare=self._compares,
         )
-        if staging is not None:
-            self._staging.append(staging)
+        return places
+
+    def _divide(
+        self, places: StagingDirectories, copies: Sequence[Sequence[FileIdentity]], visible: Visible, budget: Budget
+    ) -> tuple[Job, Callable[[], RunIdentity], JournaledWindows]:
+        """Decide which rank writes what. Also returns this run's identity and, on rank 0, what an interrupted run has
+        written. ``copies``: those of each source file.
+        """
+        group, options, prepared, staging = self.group, self.options, self._prepared, self._staged.staging
         journals = journals_of(group, staging)
         message: object = None
+        journaled = JournaledWindows()
         with group.step("divide the work"), group.heartbeat():
             if prepared is not None:
                 identity = functools.cache(functools.partial(self._identity, copies))
                 windows, changed_sources = journaled_windows(journals, places, identity, options)
-                job = _job(prepared, places, visible, budget, windows)
+                job = divide_work(prepared, places, visible, budget, windows)
                 interrupted = None if staging is None else staging.interrupted
                 self._note = resume_note(job, self.target, interrupted, options, changed_sources)
                 journaled = joined(list(windows.values()))
                 if self._single_rank:
-                    return places, job, identity, journaled
+                    return job, identity, journaled
                 message = [pack_job(job), first_record(identity())]
-        plan, first = cast("tuple[object, Record]", group.broadcast_object(message, name="the plan"))
-        now = identity_of(first)
-        return places, unpack_job(plan), lambda: now, journaled if prepared is not None else JournaledWindows()
+        packed, first = cast("tuple[object, Record]", group.broadcast_object(message, name="the plan"))
+        shared_identity = identity_of(first)
+        return unpack_job(packed), lambda: shared_identity, journaled
 
     def _identity(self, copies: Sequence[Sequence[FileIdentity]]) -> RunIdentity:
         """This run's identity. Only on rank 0, and before ``_drop_columns``."""
         if self._prepared is None:
             raise InternalError("only the first rank knows the plan")
         return run_identity(self._prepared.plan, self.options, copies)
-
-    def _prepare_staging(
-        self, job: Job, places: StagingDirectories, identity: Callable[[], RunIdentity], journaled: JournaledWindows
-    ) -> None:
-        """Remove what is not resumed from staging, check the free space, and open the journal of a rank that writes."""
-        group = self.group
-        place = places.place[group.rank]
-        with group.step("prepare staging"):
-            for staging in self._staging:
-                files, nbytes = files_at(job, place)  # without what an earlier run has linked: links are made again
-                if staging.interrupted.resumed and not any(
-                    job.segments[number].place == place for number in job.claims[:, 0].tolist()
-                ):
-                    staging.restart()
-                elif staging.interrupted.resumed:
-                    staging.keep_only(files)
-                self._staged_now = True
-                staging.require_space(nbytes, files=len(files) + len(self._linked))
-        with group.step("lock staging"):
-            if place is None or places.existing[place]:
-                return
-            root = places.roots[place]
-            writer = None if self._single_rank else group.rank
-            if writer is not None:
-                self._locks.append(lock_as_writer(root, writer))
-            self._recorder = Recorder(
-                journal_path(root, writer), identity, journaled if self._single_rank else JournaledWindows()
-            )
 
     def _link(self, places: StagingDirectories) -> None:
         """Make the links before anything is copied, so that a file system that refuses them does so at once."""
@@ -354,16 +276,11 @@ class _Conversion:
             output, files = self._prepared.output, self._prepared.transformed.checkpoint.files
             if places.existing[0]:
                 require_linked(output, files, os.path.realpath(self.target))
-            for staging in self._staging:
-                make_links(output, self._prepared.linking, files, staging, self._sources[-1])
+            if self._staged.staging is not None:
+                make_links(output, self._prepared.linking, files, self._staged.staging, self._sources[-1])
 
     def _execute(
-        self,
-        job: Job,
-        places: StagingDirectories,
-        visible: npt.NDArray[np.bool_],
-        budget: Budget,
-        journaled: JournaledWindows,
+        self, job: Job, places: StagingDirectories, visible: Visible, budget: Budget, journaled: JournaledWindows
     ) -> dict[str, int]:
         """Write the target files; return the CRC-32 of each."""
         rank = self.group.rank
@@ -378,7 +295,7 @@ class _Conversion:
                     locate=lambda path: places.locate(rank, path),
                     threads=threads_for(job.settings, budget),
                     progress=self.progress,
-                    recorder=self._recorder,
+                    recorder=self._staged.recorder,
                     journaled=journaled,
                     compare=places.existing[place or 0],
                 )
@@ -389,17 +306,14 @@ class _Conversion:
                     raise target_differs(self.target) from None  # the user knows DST as a whole, not its single files
                 raise
         with self.group.step("look for the output"):
-            for staging in self._staging:
-                staging.require_files([*files_at(job, place)[0], *self._linked])
+            if self._staged.staging is not None:
+                self._staged.staging.require_files([*files_at(job, place)[0], *self._linked])
         return crcs
 
     def _drop_columns(self, job: Job) -> Job:
         """Free the memory of literals, write items and copies, which the check does not need."""
         if self._prepared is not None:
-            output = self._prepared.output
-            files = [TargetFile(file.path, nbytes=file.nbytes) for file in output.files]
-            output = Target(files, output.notes, output.links)
-            self._prepared = replace(self._prepared, output=output, plan=self._prepared.plan.outline())
+            self._prepared = self._prepared.outline()
         return replace(job, plan=job.plan.outline())
 
     def _write_manifest(self, crcs: Mapping[str, int], digests: Mapping[str, str], *, directory: bool) -> None:
@@ -408,7 +322,7 @@ class _Conversion:
             return
         prepared, data = self._prepared, b""
         with self.group.step("write fsdpckpt.json"):
-            if prepared is not None and self._staging:
+            if prepared is not None and self._staged.staging is not None:
                 data = encode_manifest(
                     *(prepared.output, prepared.transformed, prepared.spec),
                     link=prepared.linking.mode,
@@ -416,14 +330,15 @@ class _Conversion:
                     digests=digests,
                 )
             elif prepared is not None:
-                data = _existing_manifest(self.target)
+                data = existing_manifest(self.target)
         self._manifest = data = cast("bytes", self.group.broadcast_object(data, name="fsdpckpt.json"))
         with self.group.step("copy fsdpckpt.json"):
-            for staging in self._staging:
-                put_manifest(staging, data)
+            if self._staged.staging is not None:
+                put_manifest(self._staged.staging, data)
 
-    def _verify(self, job: Job, places: StagingDirectories, visible: npt.NDArray[np.bool_]) -> dict[str, str]:
+    def _verify(self, job: Job, places: StagingDirectories, visible: Visible) -> dict[str, str]:
         """Read the output back. Returns, on rank 0, the digests of its tensors."""
+        staging = self._staged.staging
         check = OutputCheck(
             self.group,
             self._prepared.transformed if self._prepared is not None else None,
@@ -433,21 +348,17 @@ class _Conversion:
             files=job.files,
             visible=visible,
             holders=self.holders,
-            path=self._staging[0].visible if self._staging else os.path.realpath(self.target),
+            path=staging.visible if staging is not None else os.path.realpath(self.target),
             require_unchanged=self._require_unchanged,
         )
         digests = check.run()
         if self.options.verify is VerifyLevel.FULL:
-            self._read_linked()
+            with self.group.step("read the linked files"):
+                if self._prepared is not None:  # they are compared with the checksums they carry, as copying would do
+                    checkpoint = self._prepared.transformed.checkpoint
+                    with self.group.heartbeat(), Sources() as sources:
+                        check_linked(self._prepared.output, checkpoint, sources)
         return digests
-
-    def _read_linked(self) -> None:
-        """Compare linked files with the checksums they carry, as copying would."""
-        with self.group.step("read the linked files"):
-            if self._prepared is not None:
-                checkpoint = self._prepared.transformed.checkpoint
-                with self.group.heartbeat(), Sources() as sources:
-                    check_linked(self._prepared.output, checkpoint, sources)
 
     def _require_unchanged(self) -> None:
         for sources in self._sources:
@@ -458,43 +369,27 @@ class _Conversion:
         with self.group.step("check that the sources did not change"), self.group.heartbeat():
             self._require_unchanged()
         with self.group.step("commit"):
-            for staging in self._staging:
-                if files_at(job, places.place[self.group.rank])[0] or self._linked:
-                    if staging.replaces is not None:  # files that appeared there meanwhile must not be deleted
-                        staging.replaces = still_replaceable(self.target, staging.replaces)
-                    staging.commit()
-                else:
-                    staging.discard()
-            if self.group.rank in places.leaders and not self._staging:
-                clear_leftover(self.target)
-        self._release()
+            staging = self._staged.staging
+            if staging is None:
+                if self.group.rank in places.leaders:
+                    clear_leftover(self.target)
+            elif files_at(job, places.place[self.group.rank])[0] or self._linked:
+                if staging.replaces is not None:  # files that appeared there meanwhile must not be deleted
+                    staging.replaces = still_replaceable(self.target, staging.replaces)
+                staging.commit()
+            else:
+                staging.discard()
+        self._staged.close()
 
     def _undo(self, error: BaseException) -> None:
-        """Kill ranks that are stopped. Remove the staged output, unless this or another run may resume it."""
+        """Kill ranks that are stopped, and remove the staged output unless it may be resumed."""
         kill_stopped(self.peers)
         original = original_error(error) if isinstance(error, WorkerError) else error
         lost = not self._raises_unchanged and (isinstance(original, WorkerError) or not isinstance(error, WorkerError))
         if not lost:
             self.group.all_stopped()
-        for staging in self._staging:
-            if lost or (staging.interrupted.resumed and not self._staged_now):
-                continue
-            if staging.committed or not is_resumable(original) or not self._is_journaled(staging):
-                with contextlib.suppress(OSError):  # a failing disk may not delete either
-                    staging.discard()
-        self._release()
-
-    def _is_journaled(self, staging: Staging) -> bool:
-        unused = self._raises_unchanged and self._recorder is not None and not self._recorder.nbytes
-        return not unused and bool(journal_paths(staging.root))
-
-    def _release(self) -> None:
-        for staging in self._staging:
-            staging.close()
-        self._staging.clear()
-        for lock in self._locks:
-            os.close(lock)
-        self._locks.clear()
+            self._staged.discard_useless(original, several_journals=not self._raises_unchanged)
+        self._staged.close()
 
     def _report(self, budget: Budget, begun: float) -> Report:
         """Rank 0's report, on every rank. The note is not in ``fsdpckpt.json``, which is the same for a resumed run."""
@@ -510,27 +405,3 @@ class _Conversion:
                 return report
         document = None if report is None else json.loads(json.dumps(report.to_json()))
         return Report.from_json(cast("dict[str, object]", self.group.broadcast_object(document, name="report")))
-
-
-def _job(
-    prepared: Prepared,
-    places: StagingDirectories,
-    visible: npt.NDArray[np.bool_],
-    budget: Budget,
-    windows: Mapping[int, JournaledWindows],
-) -> Job:
-    checkpoint, max_memory = prepared.transformed.checkpoint, prepared.spec.options.max_memory
-    segments = assign_segments(prepared.plan, prepared.spec, places, windows)
-    writers = sorted({segment.owner for segment in segments})
-    exchanging = not bool(visible[:, writers].all())
-    settings = choose_settings(prepared.plan, budget, max_memory, exchanging=exchanging)
-    claims = claim_rows(windows, segments)
-    return Job(prepared.plan, checkpoint.files, checkpoint.checksums, tuple(segments), settings, claims)
-
-
-def _existing_manifest(target: str) -> bytes:
-    path = os.path.join(os.path.realpath(target), MANIFEST)
-    if not os.path.isfile(path):
-        raise target_differs(target)
-    with open(path, "rb") as file:
-        return file.read()

@@ -24,7 +24,7 @@ from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Note
-from fsdpckpt.ir.targets import Target
+from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan import Plan, make_plan
@@ -45,6 +45,11 @@ class Prepared:
     output: Target
     plan: Plan
     linking: Linking
+
+    def outline(self) -> Prepared:
+        """What is needed after the plan has run: without literals, write items and copies."""
+        files = [TargetFile(file.path, nbytes=file.nbytes) for file in self.output.files]
+        return replace(self, output=replace(self.output, files=files), plan=self.plan.outline())
 
 
 _Selected: TypeAlias = "tuple[TransformedCheckpoint, TargetSpec, Mapping[str, Tensor]]"

@@ -10,15 +10,18 @@ The same command resumes without being asked. What another command or another so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+from contextlib import suppress
+from dataclasses import astuple, dataclass
 from typing import Any, cast
 
 import numpy as np
 
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.converters.staging import StagingDirectories
+from fsdpckpt.converters.prepare import Prepared
+from fsdpckpt.converters.staging import StagingDirectories, divide_work, files_at
 from fsdpckpt.errors import (
     FsdpckptError,
     InterruptedRunError,
@@ -29,17 +32,31 @@ from fsdpckpt.errors import (
     TargetUnwritableError,
     WorkerError,
 )
-from fsdpckpt.execute.job import Job
-from fsdpckpt.execute.journal import JournaledWindows, Record, RunIdentity, joined, read_records, read_run, run_of
+from fsdpckpt.execute.job import Budget, Job
+from fsdpckpt.execute.journal import (
+    JournaledWindows,
+    Record,
+    Recorder,
+    RunIdentity,
+    joined,
+    read_records,
+    read_run,
+    run_of,
+)
 from fsdpckpt.ir.checkpoint import Note, SourceFile
-from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.option_fields import output_options
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.plan import Plan
-from fsdpckpt.plan.transfer import Segment
+from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.storage import FileIdentity, changed_error, is_url
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import InterruptedRun, Staging, journal_paths, staging_root
+from fsdpckpt.storage.staging import (
+    InterruptedRun,
+    Staging,
+    journal_path,
+    journal_paths,
+    lock_as_writer,
+    staging_root,
+)
 from fsdpckpt.text import bytes_text, size_text
 from fsdpckpt.version import __version__
 
@@ -149,21 +166,6 @@ def _other_command(what: str, details: Sequence[str] = (), file: str | None = No
     )
 
 
-def claim_rows(journaled: Mapping[int, JournaledWindows], segments: Sequence[Segment]) -> Int64Array:
-    """The rows of ``Job.claims``: the windows in ``journaled`` that are inside one segment of their place."""
-    numbers: dict[tuple[int, int], list[int]] = {}
-    for number, segment in enumerate(segments):
-        numbers.setdefault((segment.place, segment.file), []).append(number)
-    rows = [
-        (number, begin, end, crc)
-        for place, windows in journaled.items()
-        for file, begin, end, crc, _ in windows.claims().tolist()
-        for number in numbers.get((place, file), ())
-        if segments[number].begin <= begin and end <= segments[number].end
-    ]
-    return np.asarray(sorted(rows), np.int64).reshape(-1, 4)
-
-
 def resume_note(
     job: Job, target: str, interrupted: InterruptedRun | None, options: ConvertOptions, changed_sources: Sequence[str]
 ) -> Note | None:
@@ -194,6 +196,98 @@ def _cleared_note(interrupted: InterruptedRun, options: ConvertOptions, changed_
     if options.resume:
         return Note("cleared", "there was nothing to resume: started from the beginning")
     return None
+
+
+def dry_run_note(
+    group: Group, prepared: Prepared, target: str, options: ConvertOptions, budget: Budget, sources: Sources
+) -> Note | None:
+    """The note on what a run would do with what an interrupted one left. Raises what that run would raise.
+
+    ``sources``: those from which ``prepared`` was read.
+    """
+    files = prepared.transformed.checkpoint.files
+    interrupted = InterruptedRun.of(target, resume=options.resume is not False)
+    places = StagingDirectories.of_one_process(interrupted.root)
+    copies = source_copies(group, files, sources, [True] * len(files))
+    journals = [read_records(path) for path in journal_paths(interrupted.root)] if interrupted.resumed else []
+    windows, changed_sources = journaled_windows(
+        [journals], places, lambda: run_identity(make_plan(prepared.output), options, copies), options
+    )
+    job = divide_work(prepared, places, np.ones((len(files), 1), bool), budget, windows)
+    return resume_note(job, target, interrupted, options, changed_sources)
+
+
+@dataclass(slots=True, eq=False)
+class StagedOutput:
+    """What one rank holds in a staging directory during a run.
+
+    ``staging``: the directory, if this rank leads a place. ``recorder``: its journal, if this rank writes.
+    """
+
+    staging: Staging | None = None
+    recorder: Recorder | None = None
+    _staged_now: bool = False  # the staged files are this run's, not an earlier run's
+    _lock: int | None = None  # of a rank that writes beside others
+
+    def prepare(
+        self,
+        group: Group,
+        job: Job,
+        places: StagingDirectories,
+        identity: Callable[[], RunIdentity],
+        journaled: JournaledWindows,
+        *,
+        links: int,
+    ) -> None:
+        """Remove what is not resumed, check the free space, and open this rank's journal. Collective.
+
+        ``links``: how many links will be made. ``identity``, ``journaled``: as for ``Recorder``; of a run of several
+        ranks, what is journaled stays in the journals of the ranks that wrote it.
+        """
+        place = places.place[group.rank]
+        with group.step("prepare staging"):
+            staging = self.staging
+            if staging is not None:
+                files, nbytes = files_at(job, place)  # without what an earlier run has linked: links are made again
+                if staging.interrupted.resumed:
+                    if any(job.segments[number].place == place for number in job.claims[:, 0].tolist()):
+                        staging.keep_only(files)
+                    else:
+                        staging.restart()
+                self._staged_now = True
+                staging.require_space(nbytes, files=len(files) + links)
+        with group.step("lock staging"):
+            if place is None or places.existing[place]:
+                return
+            root = places.roots[place]
+            if group.world_size == 1:
+                self.recorder = Recorder(journal_path(root), identity, journaled)
+            else:
+                self._lock = lock_as_writer(root, group.rank)
+                self.recorder = Recorder(journal_path(root, group.rank), identity, JournaledWindows())
+
+    def discard_useless(self, error: BaseException, *, several_journals: bool) -> None:
+        """Remove the output after ``error``, unless the same command may finish it, or another one what it began.
+
+        ``several_journals``: other ranks may have one in the directory too.
+        """
+        staging = self.staging
+        if staging is None or (staging.interrupted.resumed and not self._staged_now):
+            return
+        nothing_recorded = not several_journals and self.recorder is not None and not self.recorder.nbytes
+        journaled = not nothing_recorded and bool(journal_paths(staging.root))
+        if staging.committed or not is_resumable(error) or not journaled:
+            with suppress(OSError):  # a failing disk may not delete either
+                staging.discard()
+
+    def close(self) -> None:
+        """Release the locks."""
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def is_resumable(error: BaseException) -> bool:

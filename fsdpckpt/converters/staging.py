@@ -18,20 +18,24 @@ import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
+
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.overwrite import still_replaceable
+from fsdpckpt.converters.prepare import Prepared
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
-from fsdpckpt.execute.job import Job
+from fsdpckpt.execute.job import Budget, Job, choose_settings
 from fsdpckpt.execute.journal import JournaledWindows
 from fsdpckpt.ir.checkpoint import Layout
+from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.options import ConvertOptions, Visibility
 from fsdpckpt.plan import Plan
-from fsdpckpt.plan.transfer import NOTHING_WRITTEN, Segment, partition, target_node
+from fsdpckpt.plan.transfer import NOTHING_WRITTEN, Segment, Visible, partition, target_node
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import remote_identity
 from fsdpckpt.storage.local import target_errors
@@ -55,6 +59,11 @@ class StagingDirectories:
     place: tuple[int | None, ...]
     paths: tuple[tuple[str, str], ...]
     existing: tuple[bool, ...]
+
+    @classmethod
+    def of_one_process(cls, root: str) -> StagingDirectories:
+        """The only place, whose staging directory is ``root``."""
+        return cls((0,), (0,), (0,), ((os.path.join(root, ""), ""),), (False,))
 
     @property
     def roots(self) -> tuple[str, ...]:
@@ -176,6 +185,23 @@ def _read_text(path: str) -> str:
         return ""
 
 
+def divide_work(
+    prepared: Prepared,
+    places: StagingDirectories,
+    visible: Visible,
+    budget: Budget,
+    journaled: Mapping[int, JournaledWindows],
+) -> Job:
+    """Divide the plan among the workers. ``visible[file, worker]``; ``journaled``: as for ``assign_segments``."""
+    plan, checkpoint = prepared.plan, prepared.transformed.checkpoint
+    segments = assign_segments(plan, prepared.spec, places, journaled)
+    writers = sorted({segment.owner for segment in segments})
+    exchanging = not bool(visible[:, writers].all())
+    settings = choose_settings(plan, budget, prepared.spec.options.max_memory, exchanging=exchanging)
+    claims = claim_rows(journaled, segments)
+    return Job(plan, checkpoint.files, checkpoint.checksums, tuple(segments), settings, claims)
+
+
 def assign_segments(
     plan: Plan, spec: TargetSpec, places: StagingDirectories, journaled: Mapping[int, JournaledWindows] | None = None
 ) -> list[Segment]:
@@ -206,6 +232,21 @@ def assign_segments(
             plan, numbers, places.workers(place), place=place, written=written.get(place, NOTHING_WRITTEN)
         )
     ]
+
+
+def claim_rows(journaled: Mapping[int, JournaledWindows], segments: Sequence[Segment]) -> Int64Array:
+    """The rows of ``Job.claims``: the windows in ``journaled`` that are inside one segment of their place."""
+    numbers: dict[tuple[int, int], list[int]] = {}
+    for number, segment in enumerate(segments):
+        numbers.setdefault((segment.place, segment.file), []).append(number)
+    rows = [
+        (number, begin, end, crc)
+        for place, windows in journaled.items()
+        for file, begin, end, crc, _ in windows.claims().tolist()
+        for number in numbers.get((place, file), ())
+        if segments[number].begin <= begin and end <= segments[number].end
+    ]
+    return np.asarray(sorted(rows), np.int64).reshape(-1, 4)
 
 
 def _rank_of(path: str) -> int | None:

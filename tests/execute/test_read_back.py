@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdpckpt.converters.resume import claim_rows
+from fsdpckpt.converters.staging import claim_rows
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.journal import JournaledWindows, joined
