@@ -16,11 +16,11 @@ from functools import partial
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from fsdpckpt.comm.protocol import Group, decode_error, encode_error
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceCorruptError, SourceMissingError
 from fsdpckpt.ir.checkpoint import ZEROS
+from fsdpckpt.plan.transfer import Visible
 from fsdpckpt.storage import ByteSource, Entry, is_url
 from fsdpckpt.storage.remote_file import CachedFile
 from fsdpckpt.storage.sources import Sources
@@ -154,20 +154,34 @@ def content_identity(path: str, sources: Sources) -> bytes:
     return total.digest()
 
 
-def find_visible(paths: Sequence[str], identities: Sequence[Sequence[bytes]]) -> npt.NDArray[np.bool_]:
+def visible_sources(group: Group, paths: Sequence[str], sources: Sources) -> Visible:
+    """``visible[path, rank]``: which rank sees which of ``paths``. Collective. Raises what ``find_visible`` raises."""
+    identities: list[bytes] = []
+    with group.step("find visible sources"), group.heartbeat():
+        for path in paths:
+            identities.append(content_identity(path, sources))
+            group.beat()
+    everyone = cast("list[list[bytes]]", group.all_gather_objects(identities, name="who sees what"))
+    with group.step("compare the sources"):
+        if group.rank == 0:  # all would raise the same errors; one rank reports them
+            find_visible(paths, everyone)
+    return find_visible(paths, everyone)
+
+
+def find_visible(paths: Sequence[str], identities: Sequence[Sequence[bytes]]) -> Visible:
     """``visible[path, worker]``, from ``identities[worker]``: the ``content_identity`` of each path.
 
     Raises SourceCorruptError that lists every path under which workers see different files, or which no worker sees.
     """
     wrong: list[str] = []
     for number, path in enumerate(paths):
-        seen: dict[bytes, list[int]] = {}
+        workers_by_identity: dict[bytes, list[int]] = {}
         for worker, identity in enumerate(column[number] for column in identities):
-            seen.setdefault(identity, []).append(worker)
-        seen.pop(b"", None)
-        if len(seen) != 1:
-            groups = " and ".join(_workers(workers) for workers in seen.values())
-            wrong.append(f"{path}: {groups} see different files" if seen else f"{path}: gone on every worker")
+            workers_by_identity.setdefault(identity, []).append(worker)
+        workers_by_identity.pop(b"", None)
+        if len(workers_by_identity) != 1:
+            groups = " and ".join(map(_workers, workers_by_identity.values()))
+            wrong.append(f"{path}: {groups} see different files" if groups else f"{path}: gone on every worker")
     if wrong:
         raise SourceCorruptError(
             "the workers do not see the same source",

@@ -128,7 +128,7 @@ class _Run:
                 rows[Window(segment, begin, end, -1)] = row, crc
                 self.outputs[segment].windows_left += 1
         longest = max((window.end - window.begin for window in rows), default=0)
-        threads = max(min(self.threads, job.settings.windows // max(longest, 1)), 1)
+        threads = max(min(self.threads, job.settings.window_memory // max(longest, 1)), 1)
         lost: list[int] = []
         with group.step("read back what was written"):
             buffers = [aligned_buffer(longest) for _ in range(threads)]

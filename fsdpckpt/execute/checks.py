@@ -28,7 +28,7 @@ from fsdpckpt.plan import Copies, Plan, rows_of, split_copies
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import bytes_text
 
-_PART = 5  # numbers of each part
+_COLUMNS = 5  # of a part
 _RECORD_BITS = 40  # of a number that includes the file
 _RECORDS_AT_ONCE = 4096
 
@@ -123,7 +123,7 @@ class SourceCheck:
 
     def _rows(self) -> Int64Array:
         """All parts."""
-        rows = np.frombuffer(self._parts, np.int64).reshape(-1, _PART)
+        rows = np.frombuffer(self._parts, np.int64).reshape(-1, _COLUMNS)
         return np.concatenate([rows, *self._absorbed]) if self._absorbed else rows
 
     def _by_record(self) -> Iterator[tuple[int, int, list[Part]]]:
@@ -189,16 +189,16 @@ class SourceCheck:
             if at < begin + length:
                 gaps.append((at, begin + length - at))
             missing += [(file, index, *gap) for gap in ([(begin, length)] if overlap else gaps)]
-        known = self._rows() if spans else None
+        parts_read = self._rows() if spans else None
         for file, (begins, ends) in sorted(spans.items()):
-            if known is None or file not in self._records:
+            if parts_read is None or file not in self._records:
                 continue
             offsets, lengths, _ = self._records[file]
             change = np.zeros(len(offsets) + 1, np.int64)
             np.add.at(change, np.searchsorted(offsets + lengths, begins, side="right"), 1)
             np.add.at(change, np.searchsorted(offsets, ends, side="left"), -1)
             touched = np.cumsum(change[:-1]) > 0
-            touched[known[known[:, 0] == file, 1]] = False
+            touched[parts_read[parts_read[:, 0] == file, 1]] = False
             missing += [(file, index, *self._record(file, index)[:2]) for index in np.flatnonzero(touched).tolist()]
         return missing
 
@@ -236,7 +236,7 @@ def _begins(values: Int64Array) -> Int64Array:
 
 
 def _table(parts: array[int]) -> Int64Array:
-    return np.array(parts, np.int64).reshape(-1, _PART)
+    return np.array(parts, np.int64).reshape(-1, _COLUMNS)
 
 
 def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums, order: Int64Array) -> None:
@@ -248,13 +248,13 @@ def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums, ord
     for column in (checksums.file, checksums.offset, checksums.nbytes):
         differ &= np.diff(column[order]) == 0
     for at in np.flatnonzero(differ)[:1].tolist():
-        one, other = order[at : at + 2].tolist()
-        file, offset, nbytes = (int(each[one]) for each in (checksums.file, checksums.offset, checksums.nbytes))
+        first, second = order[at : at + 2].tolist()
+        file, offset, nbytes = (int(column[first]) for column in (checksums.file, checksums.offset, checksums.nbytes))
         raise SourceCorruptError(
             f"{files[file].path} contradicts itself: two checksums for {bytes_text(nbytes)} at offset {offset:,}",
             file=files[file].path,
-            expected=f"CRC-32 {int(checksums.crc[one]):08x}",
-            found=f"{int(checksums.crc[other]):08x}",
+            expected=f"CRC-32 {int(checksums.crc[first]):08x}",
+            found=f"{int(checksums.crc[second]):08x}",
             why="its directory of records was damaged, or written by a faulty program",
             next_step="save or fetch the checkpoint again",
         )
@@ -279,7 +279,7 @@ def require_checksum(path: str, offset: int, nbytes: int, expected: int, found: 
 
 def _read_differently(path: str, offset: int, nbytes: int, first: int, second: int) -> SourceCorruptError:
     return SourceCorruptError(
-        f"{path} is damaged, or changed: {bytes_text(nbytes)} at offset {offset:,} were not the same each time",
+        f"{path} is damaged, or changed: {bytes_text(nbytes)} at offset {offset:,} differed between two reads",
         file=path,
         expected=f"CRC-32 {first:08x}",
         found=f"{second:08x}",

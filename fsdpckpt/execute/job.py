@@ -21,10 +21,9 @@ from fsdpckpt.plan import Copies, FilePlan, Plan
 from fsdpckpt.plan.transfer import Segment
 from fsdpckpt.text import size_text
 
-LARGEST_WINDOW = (
-    8 * 1024 * 1024
-)  # bytes: above this the cost of a request is negligible beside its transfer, on every disk measured
-MOST_THREADS = 8  # by default: a disk is busy long before
+# Bytes: above this the cost of a request is negligible beside its transfer, on every disk measured.
+LARGEST_WINDOW = 8 * 1024 * 1024
+MAX_THREADS = 8  # by default: fewer keep a disk busy
 SMALLEST_WINDOW = 64 * 1024  # bytes: below this the work per request dominates
 BUFFERS_PER_THREAD = 2  # the window being assembled, and scratch for what must be cast or gathered
 
@@ -43,40 +42,40 @@ class Budget:
 
 def make_budget(*, max_memory: int, threads: int | None) -> Budget:
     """The largest windows that fit in ``max_memory`` bytes. Raises UsageError if not even the smallest fit."""
-    wanted = threads if threads is not None else min(MOST_THREADS, max(2, os.cpu_count() or 1))
+    wanted = threads if threads is not None else min(MAX_THREADS, max(2, os.cpu_count() or 1))
     if wanted < 1:
         raise UsageError("--threads must be at least 1", expected="1 or more", found=str(wanted))
-    most = max_memory // (BUFFERS_PER_THREAD * SMALLEST_WINDOW)
-    if most < 1:
+    affordable = max_memory // (BUFFERS_PER_THREAD * SMALLEST_WINDOW)
+    if affordable < 1:
         raise UsageError(
             "--max-memory is too small for a single copy buffer",
             expected=f"at least {size_text(BUFFERS_PER_THREAD * SMALLEST_WINDOW)}",
             found=size_text(max_memory),
             next_step=f"--max-memory {BUFFERS_PER_THREAD * SMALLEST_WINDOW >> 10}KiB",
         )
-    count = min(wanted, most)
+    count = min(wanted, affordable)
     window = min(LARGEST_WINDOW, max_memory // (BUFFERS_PER_THREAD * count))
     return Budget(count, window // SMALLEST_WINDOW * SMALLEST_WINDOW)
 
 
 PAGE = 4096
-WINDOWS_A_ROUND = 4  # the needs of several small windows are sent together
-WINDOWS_HELD = 2 * WINDOWS_A_ROUND  # at least: two rounds
+WINDOWS_PER_ROUND = 4  # the needs of several small windows are sent together
+WINDOWS_HELD = 2 * WINDOWS_PER_ROUND  # at least: two rounds
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes in bytes, the same on all ranks. ``window``: assembled and written at once; ``windows``: of all threads
-    together. ``round_bytes``: received in one round; ``rounds`` of these are held at once. ``exchange_bytes``: buffers
-    of the process group.
+    """Sizes in bytes, the same on all ranks. ``window``: assembled and written at once; ``window_memory``: buffers of
+    all threads together. ``round_bytes``: received in one round; ``rounds_held``: how many rounds are held at once.
+    ``exchange_bytes``: buffers of the process group.
 
     The last three are 0 if every rank sees all of its sources.
     """
 
     window: int
-    windows: int
+    window_memory: int
     round_bytes: int
-    rounds: int
+    rounds_held: int
     exchange_bytes: int
 
 
@@ -90,18 +89,18 @@ def choose_settings(plan: Plan, budget: Budget, max_memory: int, *, exchanging: 
     if not exchanging:
         return Settings(budget.window, max_memory, 0, 0, 0)
     growth = max(1.0, max((source.itemsize / target.itemsize for source, target in plan.casts), default=1.0))
-    most = make_budget(max_memory=max_memory // 2, threads=budget.threads)
-    window = max(min(most.window, max_memory // 32) // PAGE, 1) * PAGE
-    windows = most.threads * BUFFERS_PER_THREAD * window
-    left = max_memory - max_memory // 8 - max_memory // 16 - windows
+    largest = make_budget(max_memory=max_memory // 2, threads=budget.threads)
+    window = max(min(largest.window, max_memory // 32) // PAGE, 1) * PAGE
+    window_memory = largest.threads * BUFFERS_PER_THREAD * window
+    left = max_memory - max_memory // 8 - max_memory // 16 - window_memory
     window = min(window, max(int(left / WINDOWS_HELD / growth) // PAGE, 1) * PAGE)
-    round_bytes = int(WINDOWS_A_ROUND * window * growth)
-    return Settings(window, windows, round_bytes, max(left // round_bytes, 2), max_memory // 8)
+    round_bytes = int(WINDOWS_PER_ROUND * window * growth)
+    return Settings(window, window_memory, round_bytes, max(left // round_bytes, 2), max_memory // 8)
 
 
 def threads_for(settings: Settings, budget: Budget) -> int:
     """How many of the threads of ``budget`` this rank has memory for."""
-    return max(min(budget.threads, settings.windows // (BUFFERS_PER_THREAD * settings.window)), 1)
+    return max(min(budget.threads, settings.window_memory // (BUFFERS_PER_THREAD * settings.window)), 1)
 
 
 def for_worker(budget: Budget, local_workers: int, *, max_memory: int, chosen: bool) -> Budget:

@@ -149,7 +149,7 @@ class RunIdentity:
         """What else changed: the program version, options, or a plan that differs although these are equal."""
         changes = []
         if self.version != now.version:
-            changes.append(f"fsdpckpt {self.version} began it, this is fsdpckpt {now.version}")
+            changes.append(f"it was begun by fsdpckpt {self.version}, and this is fsdpckpt {now.version}")
         if self.plan != now.plan:
             names = sorted(self.options.keys() | now.options.keys())
             texts = [(name, self.options.get(name, "-"), now.options.get(name, "-")) for name in names]
@@ -158,13 +158,15 @@ class RunIdentity:
                 for name, before, after in texts
                 if before != after
             ]
-            changes.extend(changed or ["what would be written is not what was begun (its units or reference changed)"])
+            changes.extend(
+                changed or ["the output would differ from the one begun: the units or the reference changed"]
+            )
         return changes
 
 
 def _change(before: FileIdentity, now: FileIdentity) -> str | None:
     if not (now.tag or now.inode):
-        return "may be another file: its server says neither ETag nor Last-Modified"
+        return "may have changed: its server sends neither ETag nor Last-Modified"
     return change_between(before, now)
 
 

@@ -42,7 +42,7 @@ class TransferRun:
         self._transfers = transfers
         self._check = check
         windows_of_round = Counter(window.round for window in transfers.windows if window.round >= 0)
-        self.buffers = ReceiveBuffers(transfers.receives, windows_of_round, transfers.rounds, job.settings.rounds)
+        self.buffers = ReceiveBuffers(transfers.receives, windows_of_round, transfers.rounds, job.settings.rounds_held)
         self.reader = StreamReader(job.files, sources, self.buffers, group.world_size)
         self.sent: dict[int, int] = {}
         self._begins = {peer: np.cumsum(column) - column for peer, column in transfers.sends.items()}
@@ -66,9 +66,9 @@ class TransferRun:
     ) -> Iterator[SendRecv]:
         """The ``pairs`` of ranks (to whom, from whom) that exchange bytes, round by round."""
         sends, receives = self._transfers.sends, self._transfers.receives
-        near = [(to, source) for to, source in pairs if to in sends or source in receives]
+        used_pairs = [(to, source) for to, source in pairs if to in sends or source in receives]
         for number in range(self._transfers.rounds):
-            counts = [(to, _at(sends, to, number), source, _at(receives, source, number)) for to, source in near]
+            counts = [(to, _at(sends, to, number), source, _at(receives, source, number)) for to, source in used_pairs]
             send_recvs = [send_recv for send_recv in counts if send_recv[1] or send_recv[3]]
             claim = partial(self.buffers.claim, number)
             for index, (to, send_bytes, source, receive_bytes) in enumerate(send_recvs):
@@ -83,7 +83,7 @@ class TransferRun:
                     receive_into=partial(self._receive_into, number) if self._on_host else None,
                     has_room=claim if first else None,
                     wait_for_room=partial(pool.wait, watch, claim) if first else None,
-                    on_received=partial(pool.arrived, number) if last else None,
+                    on_received=partial(pool.received, number) if last else None,
                 )
 
     def _read(self, assembler: Assembler, number: int, peer: int, offset: int, buffer: torch.Tensor) -> None:
@@ -93,13 +93,13 @@ class TransferRun:
         self.sent[peer] = crc32(view, self.sent.get(peer, 0))  # each stream is sent in order
 
     def _receive_into(self, number: int, peer: int, offset: int, count: int) -> torch.Tensor:
-        return torch.from_numpy(self.buffers.place(peer, number, offset, count))
+        return torch.from_numpy(self.buffers.part(peer, number, offset, count))
 
     def _write(self, number: int, peer: int, offset: int, buffer: torch.Tensor) -> None:
-        self.buffers.place(peer, number, offset, len(buffer))[:] = buffer.numpy()
+        self.buffers.part(peer, number, offset, len(buffer))[:] = buffer.numpy()
 
     def require_what_was_sent(self, sums: Sequence[Mapping[int, int]]) -> None:
-        """Raises WorkerError if this rank received other bytes than were sent. ``sums[s]``: ``sent`` of rank s."""
+        """Raises WorkerError if this rank did not receive what was sent to it. ``sums[s]``: ``sent`` of rank s."""
         rank = self._group.rank
         self.reader.require_what_was_sent({s: theirs[rank] for s, theirs in enumerate(sums) if rank in theirs})
 
@@ -113,24 +113,26 @@ def _totals(counts: Mapping[int, Int64Array]) -> dict[int, int]:
 
 
 class ReceiveBuffers:
-    """``receives[s]``: bytes of each round from worker s. ``held``: how many rounds there is room for at once.
+    """``receives[s]``: bytes of each of the ``rounds`` from worker s. ``capacity``: how many rounds are held at once.
 
     ``windows[n]``: how many windows need the bytes of round n.
     """
 
-    def __init__(self, receives: Mapping[int, Int64Array], windows: Mapping[int, int], rounds: int, held: int) -> None:
+    def __init__(
+        self, receives: Mapping[int, Int64Array], windows: Mapping[int, int], rounds: int, capacity: int
+    ) -> None:
         totals = np.zeros(rounds, np.int64)
-        self._place: dict[int, Int64Array] = {}  # where in the buffer of its round the part of a sender begins
+        self._position: dict[int, Int64Array] = {}  # where in the buffer of each round the part of a sender begins
         self._begin: dict[int, Int64Array] = {}  # the offset in the stream of a sender at which a round begins
         for sender, counts in sorted(receives.items()):
-            self._place[sender] = totals.copy()
+            self._position[sender] = totals.copy()
             self._begin[sender] = np.cumsum(counts) - counts
             totals += counts
         size = int(totals.max()) if rounds else 0
-        self._left = dict(windows)
+        self._windows_left = dict(windows)
         self._buffers: dict[int, npt.NDArray[np.uint8]] = {}
         # numpy copies without blocking other threads, unlike memoryviews.
-        self._free = [np.empty(size, np.uint8) for _ in range(min(held, rounds))]
+        self._free = [np.empty(size, np.uint8) for _ in range(min(capacity, rounds))]
         self._lock = threading.Lock()
 
     def claim(self, number: int) -> bool:
@@ -139,7 +141,7 @@ class ReceiveBuffers:
         Reuses the buffer that was freed last: it is still in the processor's cache.
         """
         with self._lock:
-            if number in self._left and number not in self._buffers:
+            if number in self._windows_left and number not in self._buffers:
                 if not self._free:
                     return False
                 self._buffers[number] = self._free.pop()
@@ -148,20 +150,20 @@ class ReceiveBuffers:
     def written(self, number: int) -> None:
         """One window of round ``number`` is written; the last one frees the round's buffer."""
         with self._lock:
-            self._left[number] -= 1
-            if not self._left[number]:
+            self._windows_left[number] -= 1
+            if not self._windows_left[number]:
                 self._free.append(self._buffers.pop(number))
 
-    def place(self, sender: int, number: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    def part(self, sender: int, number: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """The buffer for ``nbytes`` from ``sender`` that begin ``offset`` bytes into its part of round ``number``."""
-        begin = int(self._place[sender][number]) + offset
+        begin = int(self._position[sender][number]) + offset
         return self._buffers[number][begin : begin + nbytes]
 
     def read_into(self, sender: int, offset: int, buffer: memoryview) -> None:
         """Read bytes of the stream of ``sender``, from a round that is held."""
         number = int(np.searchsorted(self._begin[sender], offset, side="right")) - 1
-        place = int(self._place[sender][number] + offset - self._begin[sender][number])
-        np.frombuffer(buffer, np.uint8)[:] = self._buffers[number][place : place + len(buffer)]
+        position = int(self._position[sender][number] + offset - self._begin[sender][number])
+        np.frombuffer(buffer, np.uint8)[:] = self._buffers[number][position : position + len(buffer)]
 
     def close(self) -> None:
         """Free the memory. Nothing is read afterwards."""

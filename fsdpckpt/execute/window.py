@@ -30,7 +30,7 @@ DIRECT = 128 * 1024  # bytes: ranges of this size or more are read straight into
 GAP = 32 * 1024  # bytes: a gap of this size between two small ranges is cheaper to read than to skip
 WIDE_ROW = 16 * 1024  # bytes: rows of this width or more are read one by one from a disk, narrower ones in one span
 
-_FEW = 16  # copies in a window
+_FEW_COPIES = 16  # in a window
 CACHED = 512 * 1024  # bytes: small enough for the second-level cache of one core, beside other data
 CAST_AT_ONCE = 1 << 16  # elements: their temporary copies fit into the processor's cache
 
@@ -60,7 +60,7 @@ class Assembler:
         self._plan = plan
         self._reader = reader
         self._check = check
-        self._few_copies = 1 if reader.remote else _FEW
+        self._few_copies = 1 if reader.remote else _FEW_COPIES
         self._window = aligned_buffer(window + BLOCK)
         self._scratch = aligned_buffer(window)
 
@@ -128,31 +128,34 @@ class Assembler:
         table = table[:, np.lexsort((table[1], table[0]))]
         widest_gap = self._reader.widest_gap[table[0]]
         large = table[3] >= np.maximum(DIRECT, widest_gap)
-        for number, offset, place, length in table[:, large].T.tolist():
-            self._read_summed(number, offset, view[place : place + length])
+        for number, offset, position, length in table[:, large].T.tolist():
+            self._read_summed(number, offset, view[position : position + length])
         table, widest_gap = table[:, ~large], widest_gap[~large]
         file_of, begins, ends = table[0], table[1], table[1] + table[3]
         gap = begins[1:] - ends[:-1]
-        linked = (file_of[1:] == file_of[:-1]) & (gap >= 0) & (gap <= widest_gap[1:])
-        chains = [0, *(np.flatnonzero(~linked) + 1).tolist(), table.shape[1]]
-        for low, high in pairwise(chains):
+        near = (file_of[1:] == file_of[:-1]) & (gap >= 0) & (gap <= widest_gap[1:])
+        bounds = [0, *(np.flatnonzero(~near) + 1).tolist(), table.shape[1]]
+        for low, high in pairwise(bounds):
             while low < high:
                 fits = int(np.searchsorted(ends[low:high], begins[low] + len(self._scratch), side="right"))
                 self._read_group(table[:, low : low + max(fits, 1)], view)
                 low += max(fits, 1)  # noqa: PLW2901
 
     def _read_group(self, group: Int64Array, view: memoryview) -> None:
-        """Read the ranges of ``group`` at once and copy them to their places."""
-        number, origin, place, length = group[:, 0].tolist()
+        """Read the ranges of ``group`` at once and copy each to its position in ``view``.
+
+        Its rows: source file, offset, position, length.
+        """
+        number, first, position, length = group[:, 0].tolist()
         if group.shape[1] == 1:
-            self._read_summed(number, origin, view[place : place + length])
+            self._read_summed(number, first, view[position : position + length])
             return
-        span = self._scratch[: int(group[1, -1] + group[3, -1]) - origin]
-        self._reader.read_into(number, origin, span)
+        span = self._scratch[: int(group[1, -1] + group[3, -1]) - first]
+        self._reader.read_into(number, first, span)
         crcs: list[int] = []
-        for at, place, length in zip((group[1] - origin).tolist(), group[2].tolist(), group[3].tolist(), strict=True):
+        for at, position, length in zip((group[1] - first).tolist(), group[2].tolist(), group[3].tolist(), strict=True):
             part = span[at : at + length]
-            view[place : place + length] = part
+            view[position : position + length] = part
             crcs.append(crc32(part))
         self._check.add_sums(number, group[1], group[3], np.array(crcs, np.int64))
 
@@ -170,59 +173,59 @@ class Assembler:
         One read takes the copies of ``batch`` from every row: ``stretch`` bytes of each.
         """
         number, _, source_pitch, _, pitch, _, _, cast = copy
-        have, want = _item_types(self._plan.casts[cast] if cast >= 0 else None, width)
-        source_width = width // want.itemsize * have.itemsize
+        source_type, target_type = _item_types(self._plan.casts[cast] if cast >= 0 else None, width)
+        source_width = width // target_type.itemsize * source_type.itemsize
         stretch = (batch.count - 1) * batch.source_step + source_width
         limit = len(self._scratch)
         if source_width > limit:
-            most = limit // have.itemsize * want.itemsize
-            for row, at in product(range(rows), range(0, width, most)):
-                place = source + row * source_pitch + at // want.itemsize * have.itemsize
-                self._copy_rows(copy, place, view[row * pitch + at :], min(most, width - at), 1, batch)
+            part = limit // source_type.itemsize * target_type.itemsize
+            for row, at in product(range(rows), range(0, width, part)):
+                offset = source + row * source_pitch + at // target_type.itemsize * source_type.itemsize
+                self._copy_rows(copy, offset, view[row * pitch + at :], min(part, width - at), 1, batch)
             return
         widest_gap = int(self._reader.widest_gap[number])
         apart = source_pitch - stretch > (0 if stretch >= WIDE_ROW and widest_gap <= GAP else widest_gap)
         # rows may overlap in the source; the last one of a span then ends beyond its pitch
-        most = 1 if apart else (limit - stretch) // max(source_pitch, 1) + 1
-        for done in range(0, rows, most):
-            count = min(rows - done, most)
+        rows_at_once = 1 if apart else (limit - stretch) // max(source_pitch, 1) + 1
+        for done in range(0, rows, rows_at_once):
+            count = min(rows - done, rows_at_once)
             span = self._scratch[: (count - 1) * source_pitch + stretch]
             at = source + done * source_pitch
             self._reader.read_into(number, at, span)
             if count == 1 or source_pitch == stretch:
                 self._check.add_bytes(number, at, span)
-            shape = (batch.count, count, source_width // have.itemsize)
-            taken: npt.NDArray[np.generic] = np.ndarray(
-                shape, have, span, 0, (batch.source_step, source_pitch, have.itemsize)
+            shape = (batch.count, count, source_width // source_type.itemsize)
+            source_rows: npt.NDArray[np.generic] = np.ndarray(
+                shape, source_type, span, 0, (batch.source_step, source_pitch, source_type.itemsize)
             )
-            placed: npt.NDArray[np.generic] = np.ndarray(
-                shape, want, view, done * pitch, (batch.target_step, pitch, want.itemsize)
+            target_rows: npt.NDArray[np.generic] = np.ndarray(
+                shape, target_type, view, done * pitch, (batch.target_step, pitch, target_type.itemsize)
             )
-            _cast_rows(taken, placed)
+            _cast_rows(source_rows, target_rows)
 
 
 def _item_types(casting: tuple[DType, DType] | None, width: int) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:
     if casting is None:
-        whole = np.dtype(f"u{width if width in (1, 2, 4, 8) else 1}")  # rows of one element move as one
-        return whole, whole
+        unit = np.dtype(f"u{width if width in (1, 2, 4, 8) else 1}")  # a narrow row moves as one integer
+        return unit, unit
     return numpy_dtype(casting[0]), numpy_dtype(casting[1])
 
 
-def _cast_rows(taken: npt.NDArray[np.generic], placed: npt.NDArray[np.generic]) -> None:
-    """Cast elements from ``taken`` to ``placed``, a few rows at a time: numpy's temporary copies are not in the memory
+def _cast_rows(source: npt.NDArray[np.generic], target: npt.NDArray[np.generic]) -> None:
+    """Cast elements from ``source`` to ``target``, a few rows at a time: numpy's temporary copies are not in the memory
     budget.
     """
-    if taken.dtype == placed.dtype:
-        placed[...] = taken
+    if source.dtype == target.dtype:
+        target[...] = source
         return
-    shorter = 0 if taken.shape[0] < taken.shape[1] else 1
-    for source, target in zip(np.moveaxis(taken, shorter, 0), np.moveaxis(placed, shorter, 0), strict=True):
-        rows, width = source.shape
+    shorter = 0 if source.shape[0] < source.shape[1] else 1
+    for source_rows, target_rows in zip(np.moveaxis(source, shorter, 0), np.moveaxis(target, shorter, 0), strict=True):
+        rows, width = source_rows.shape
         step = max(CAST_AT_ONCE // max(width, 1), 1)
         for row in range(0, rows, step):
             for column in range(0, width, CAST_AT_ONCE):
                 box = (slice(row, row + step), slice(column, column + CAST_AT_ONCE))
-                target[box] = cast(source[box], target.dtype)
+                target_rows[box] = cast(source_rows[box], target.dtype)
 
 
 SLOWEST_DISK = 20e6  # bytes a second: a disk that makes files durable more slowly counts as hung
@@ -241,7 +244,7 @@ class CopyPool:
         self._lock = threading.RLock()  # entered by itself: a signal in Condition.__enter__ would leave it locked
         self._changed = threading.Condition(self._lock)
         self._ready = deque(window for window in windows if window.round < 0)
-        self._arrived: deque[Window] = deque()
+        self._received: deque[Window] = deque()
         self._waiting: dict[int, list[Window]] = {}
         for window in windows:
             if window.round >= 0:
@@ -249,9 +252,9 @@ class CopyPool:
         self._left = len(windows)
         self._error: BaseException | None = None
         self._stopped = False
-        self._asked = False  # whether ``wait`` has an ``until``
-        self._moves = self._seen = 0
-        self._quiet_until = 0.0
+        self._has_condition = False  # whether ``wait`` has an ``until``
+        self._windows_done = self._windows_reported = 0
+        self._silent_until = 0.0
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"fsdpckpt-copy-{number}", daemon=True)
             for number in range(threads)
@@ -264,20 +267,20 @@ class CopyPool:
         for thread in self._threads:
             thread.start()
 
-    def arrived(self, number: int) -> None:
+    def received(self, number: int) -> None:
         """All bytes for the windows of round ``number`` have been received."""
         with self._lock:
-            self._arrived.extend(self._waiting.pop(number, ()))
+            self._received.extend(self._waiting.pop(number, ()))
             self._changed.notify_all()
 
     def expect_silence(self, nbytes: int) -> None:
         """A thread is about to sync ``nbytes`` to the disk: a lack of progress does not mean that it hangs."""
-        self._quiet_until = max(self._quiet_until, time.monotonic() + nbytes / SLOWEST_DISK)
+        self._silent_until = max(self._silent_until, time.monotonic() + nbytes / SLOWEST_DISK)
 
     def moved(self) -> bool:
         """Whether the threads made progress since the last call, or ``expect_silence`` still applies."""
-        before, self._seen = self._seen, self._moves
-        return before != self._seen or time.monotonic() < self._quiet_until
+        before, self._windows_reported = self._windows_reported, self._windows_done
+        return before != self._windows_reported or time.monotonic() < self._silent_until
 
     def wait(self, watch: Callable[[], None], until: Callable[[], bool] | None = None) -> None:
         """Wait until all windows are written, or ``until()`` is true; call ``watch`` while waiting.
@@ -286,7 +289,7 @@ class CopyPool:
         """
         while True:
             with self._lock:
-                self._asked = until is not None
+                self._has_condition = until is not None
                 if self._error is not None:
                     raise self._error
                 if not self._left if until is None else until():
@@ -309,8 +312,8 @@ class CopyPool:
     def _next(self) -> Window | None:
         with self._lock:
             while not self._stopped:
-                if self._arrived:  # these first: their bytes take up memory
-                    return self._arrived.popleft()
+                if self._received:  # these first: their bytes take up memory
+                    return self._received.popleft()
                 if self._ready:
                     return self._ready.popleft()
                 if not self._waiting:
@@ -323,9 +326,9 @@ class CopyPool:
             while (window := self._next()) is not None:
                 self._copy(number, window)
                 with self._lock:
-                    self._moves += 1
+                    self._windows_done += 1
                     self._left -= 1
-                    if self._asked or not self._left:  # otherwise waking the main thread costs more than a small window
+                    if self._has_condition or not self._left:  # else waking the main thread costs more than a window
                         self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001  # raised by the main thread, in ``wait``
             with self._lock:

@@ -57,8 +57,7 @@ class FilePlan:
 
     ``literals`` (n, 3): file offset, start in ``blob``, bytes. ``write_items`` (m, 2): file offset, bytes.
     ``first_copy`` (m + 1,): write item i is filled by rows ``first_copy[i]`` to ``first_copy[i + 1]`` of ``copies``.
-    ``checksums`` (k, 4), sorted by begin: begin and end of each range, and where its CRC-32 goes, one place or two (-1:
-    none).
+    ``checksums`` (k, 4), sorted by begin: begin and end of each range, and one or two offsets of its CRC-32 (-1: none).
     """
 
     path: str
@@ -156,7 +155,7 @@ def make_plan(target: Target, *, totals_only: bool = False) -> Plan:
     return Plan(tuple(files), tuple(casts), bytes_read)
 
 
-_AT_ONCE = 1 << 12  # small files are planned together: this divides the cost of each numpy call among them
+_ITEMS_AT_ONCE = 1 << 12  # small files are planned together: this divides the cost of each numpy call among them
 
 
 def _batches(files: Sequence[TargetFile]) -> Iterator[list[TargetFile]]:
@@ -164,7 +163,7 @@ def _batches(files: Sequence[TargetFile]) -> Iterator[list[TargetFile]]:
     batch: list[TargetFile] = []
     items = 0
     for file in files:
-        if batch and (file.make or batch[0].make or file.data is not batch[0].data or items > _AT_ONCE):
+        if batch and (file.make or batch[0].make or file.data is not batch[0].data or items > _ITEMS_AT_ONCE):
             yield batch
             batch, items = [], 0
         batch.append(file)
@@ -316,7 +315,7 @@ def split_copies(
     plain = _split_plain(table, np.flatnonzero(wanted & (file.copies.rows == 1)), plan, begins, ends)
     pitched = _split_pitched(table, np.flatnonzero(wanted & (file.copies.rows > 1)), plan, begins, ends)
     rows = np.concatenate([plain, pitched], axis=1)
-    rows = rows[:, np.lexsort((rows[2], rows[1], rows[0]))]  # by window, copy, and place in the target
+    rows = rows[:, np.lexsort((rows[2], rows[1], rows[0]))]  # by window, copy, and offset in the target
     copies = Copies(*np.ascontiguousarray(rows[3:]))
     return CopyParts(copies, rows[0], rows[1], plan.source_bytes(copies.width * copies.rows, copies.cast))
 
@@ -351,8 +350,8 @@ def _split_pitched(
         window = int(np.searchsorted(ends, target, side="right"))
         last_window = int(np.searchsorted(begins, target + (rows - 1) * pitch + width, side="left"))
         for index in range(window, last_window):
-            for place, low, nbytes, count in rows_within(plan, copy, int(begins[index]), int(ends[index])):
-                split.append((index, number, low, file, place, source_pitch, low, pitch, nbytes, count, cast))
+            for at, low, nbytes, count in rows_within(plan, copy, int(begins[index]), int(ends[index])):
+                split.append((index, number, low, file, at, source_pitch, low, pitch, nbytes, count, cast))
     return np.asarray(split, np.int64).reshape(len(split), 3 + len(Copies._fields)).T
 
 
@@ -363,14 +362,15 @@ def rows_within(plan: Plan, copy: Sequence[int], begin: int, end: int) -> Iterat
     Each as its offsets in source and target, its bytes of one row, and its number of rows.
     """
     _, source, source_pitch, target, pitch, width, rows, cast = copy
-    have, want = (dtype.itemsize for dtype in plan.casts[cast]) if cast >= 0 else (1, 1)
+    source_itemsize, target_itemsize = (dtype.itemsize for dtype in plan.casts[cast]) if cast >= 0 else (1, 1)
     row = max(0, (begin - target - width) // pitch + 1)
     last = min(rows, -((target - end) // pitch))
     while row < last:
         at = target + row * pitch
         low, high = max(at, begin), min(at + width, end)
         whole = min(last - row, (end - at - width) // pitch + 1) if high - low == width else 1
-        yield source + row * source_pitch + (low - at) // want * have, low, high - low, whole
+        skipped = (low - at) // target_itemsize * source_itemsize
+        yield source + row * source_pitch + skipped, low, high - low, whole
         row += whole
 
 
@@ -399,12 +399,12 @@ def strided_batches(
     steps, target_steps = np.diff(source), np.diff(target)
     inside = (target >= begin) & (target + (rows - 1) * target_pitch + width <= end)
     most = np.minimum(source_pitch, limit) - source_width
-    linked = inside[:-1] & inside[1:] & (np.diff(numbers) == 1) & (steps > 0) & (steps <= most[:-1]) & (rows[:-1] > 1)
+    joined = inside[:-1] & inside[1:] & (np.diff(numbers) == 1) & (steps > 0) & (steps <= most[:-1]) & (rows[:-1] > 1)
     for column in (file, source_pitch, target_pitch, width, rows, cast):
-        linked &= column[:-1] == column[1:]
+        joined &= column[:-1] == column[1:]
     other = (steps[1:] != steps[:-1]) | (target_steps[1:] != target_steps[:-1])
-    broken = ~linked
-    broken[1:] |= linked[:-1] & other
+    broken = ~joined
+    broken[1:] |= joined[:-1] & other
     starts = [0, *(np.flatnonzero(broken) + 1).tolist()]
     for first, last in zip(starts, [*starts[1:], len(numbers)], strict=True):
         if last - first == 1:

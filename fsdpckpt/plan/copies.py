@@ -22,7 +22,7 @@ CopyTable = tuple[Int64Array, ...]
 Casts = dict[tuple[DType, DType], int]
 """The number of each (source, target) pair of dtypes of one plan."""
 
-_AT_ONCE = 1 << 17  # pairs of a write item and a chunk: bounds the memory of computing with them
+_PAIRS_AT_ONCE = 1 << 17  # pairs of a write item and a chunk: bounds the memory of computing with them
 
 
 class SourceChunks:
@@ -32,7 +32,7 @@ class SourceChunks:
         numbers: dict[tuple[int, tuple[int, ...] | None], int] = {}
         members: list[list[int]] = []
         self._group = np.empty(len(tensors), np.int64)
-        self._index = np.empty(len(tensors), np.int64)  # place in its group
+        self._index = np.empty(len(tensors), np.int64)  # position in its group
         for number, (tensor, _, order) in enumerate(tensors):
             group = numbers.setdefault((tensor.ndim, order), len(numbers))
             if group == len(members):
@@ -45,7 +45,7 @@ class SourceChunks:
         ]
 
     def copies(self, items: Int64Array, boxes: Int64Array) -> CopyTable:
-        """The copies that fill ``items`` (rows of offset, bytes, tensor, box as a place in ``boxes``), in target order.
+        """The copies that fill ``items`` (rows of offset, bytes, tensor, position in ``boxes``), in target order.
 
         Items ascend by offset. An item that the chunks do not fill gets too few copies.
         """
@@ -92,7 +92,7 @@ class _Group:
         self._order = tuple(range(self._ndim)) if order is None else order or (0,)
         length = np.array([tensor.shape[0] if ndim else 1 for tensor, _, _ in tensors], np.int64)
         dtypes = [(tensor.dtype, dtype) for tensor, dtype, _ in tensors]
-        numbers = [-1 if have is want else casts.setdefault((have, want), len(casts)) for have, want in dtypes]
+        numbers = [-1 if pair[0] is pair[1] else casts.setdefault(pair, len(casts)) for pair in dtypes]
         self._cast = np.array(numbers, np.int64)
         self._source_item, self._target_item = np.array([(a.itemsize, b.itemsize) for a, b in dtypes], np.int64).T
         self._base = np.cumsum(length) - length  # where each tensor begins on the line
@@ -115,7 +115,7 @@ class _Group:
         first = 0
         while first < len(rows):
             before = int(ends[first - 1]) if first else 0
-            last = max(int(np.searchsorted(ends, before + _AT_ONCE, side="right")), first + 1)
+            last = max(int(np.searchsorted(ends, before + _PAIRS_AT_ONCE, side="right")), first + 1)
             item = np.repeat(np.arange(first, last), count[first:last])
             chunk = np.arange(len(item)) + np.repeat(
                 low[first:last] - (ends - count)[first:last] + before, count[first:last]
@@ -132,24 +132,26 @@ class _Group:
         box = chunks.box[chunk]
         low = np.maximum(start[item], chunks.start[box])
         extent = np.minimum(start[item] + size[item], chunks.start[box] + chunks.size[box]) - low
-        meets = (extent > 0).all(axis=1)
-        if not meets.all():
-            item, chunk, box, low, extent = item[meets], chunk[meets], box[meets], low[meets], extent[meets]
+        overlap = (extent > 0).all(axis=1)
+        if not overlap.all():
+            item, chunk, box = item[overlap], chunk[overlap], box[overlap]
+            low, extent = low[overlap], extent[overlap]
         stride, target_stride = chunks.stride[box], np.ones((len(item), ndim), np.int64)
         for slow, fast in zip(self._order[-2::-1], self._order[:0:-1], strict=True):
             target_stride[:, slow] = target_stride[:, fast] * size[item, fast]
-        have, want = self._source_item[tensor[item]], self._target_item[tensor[item]]
+        source_item, target_item = self._source_item[tensor[item]], self._target_item[tensor[item]]
         source_at = ((low - chunks.start[box]) * stride).sum(axis=1)
         target_at = ((low - start[item]) * target_stride).sum(axis=1)
         pair, source_more, target_more, source_pitch, target_pitch, count, run = _pitched_copies(
             extent, stride, target_stride, self._order
         )
         if pair is not None:
-            item, chunk, have, want = item[pair], chunk[pair], have[pair], want[pair]
+            item, chunk, source_item, target_item = item[pair], chunk[pair], source_item[pair], target_item[pair]
             source_at, target_at = source_at[pair] + source_more, target_at[pair] + target_more
-        source = np.where(chunks.offset[chunk] < 0, -1, chunks.offset[chunk] + source_at * have)
-        target = offset[item] + target_at * want
-        columns = (chunks.file[chunk], source, source_pitch * have, target, target_pitch * want, run * want, count)
+        source = np.where(chunks.offset[chunk] < 0, -1, chunks.offset[chunk] + source_at * source_item)
+        target = offset[item] + target_at * target_item
+        source_pitch, target_pitch, width = source_pitch * source_item, target_pitch * target_item, run * target_item
+        columns = (chunks.file[chunk], source, source_pitch, target, target_pitch, width, count)
         return (rows[item], *columns, self._cast[tensor[item]])
 
 
@@ -170,10 +172,10 @@ def _line_of_chunks(tensors: Sequence[Tensor], ndim: int, base: Int64Array) -> _
     if (begin[1:] == begin[:-1]).any():
         order = np.arange(len(begin)) if order is None else order
         number, rank = np.repeat(np.arange(len(each)), count), np.concatenate([chunks.rank for chunks in each])
-        place = box[order]
-        order = order[np.lexsort([rank[order], *size[place].T, *start[place].T, number[order]])]
-        place = box[order]
-        boxes = np.column_stack([number[order], start[place], size[place]])
+        of_chunk = box[order]
+        order = order[np.lexsort([rank[order], *size[of_chunk].T, *start[of_chunk].T, number[order]])]
+        of_chunk = box[order]
+        boxes = np.column_stack([number[order], start[of_chunk], size[of_chunk]])
         new = np.ones(len(order), np.bool_)
         new[1:] = (boxes[1:] != boxes[:-1]).any(axis=1)
         order = order[new]
@@ -193,11 +195,11 @@ def _unique_boxes(
     """Starts, sizes and strides of all boxes, and the box of each chunk. Tensors that are cut alike share boxes."""
     first: dict[tuple[int, int, int], int] = {}  # keyed by the arrays that tensors share
     parts: list[Chunks] = []
-    places = np.empty(len(each), np.int64)
+    begins = np.empty(len(each), np.int64)
     total = 0
     for number, chunks in enumerate(each):
-        places[number] = first.setdefault((id(chunks.start), id(chunks.size), id(chunks.stride)), total)
-        if places[number] == total:
+        begins[number] = first.setdefault((id(chunks.start), id(chunks.size), id(chunks.stride)), total)
+        if begins[number] == total:
             parts.append(chunks)
             total += len(chunks.file)
     start, size, stride = (
@@ -206,7 +208,7 @@ def _unique_boxes(
     if not start.shape[1]:
         start, size = np.zeros((total, ndim), np.int64), np.ones((total, ndim), np.int64)
         stride = size
-    return start, size, stride, np.arange(count.sum()) + np.repeat(places - (np.cumsum(count) - count), count)
+    return start, size, stride, np.arange(count.sum()) + np.repeat(begins - (np.cumsum(count) - count), count)
 
 
 _Pitched = tuple["npt.NDArray[np.intp] | None", Int64Array, Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]
@@ -225,19 +227,19 @@ def _pitched_copies(
     depth = np.zeros(boxes, np.int64)  # how many dimensions are left besides the run
     left = np.ones((3, ndim + 1, boxes), np.int64)  # extent, source stride, target stride; fastest first
     for dim in reversed(order):
-        n, source, target = size[:, dim], source_stride[:, dim], target_stride[:, dim]
-        several = n > 1
+        extent, source, target = size[:, dim], source_stride[:, dim], target_stride[:, dim]
+        several = extent > 1
         plain = several & (depth == 0) & (source == run) & (target == run)
         rest = np.flatnonzero(several & ~plain)
-        run = np.where(plain, run * n, run)
+        run = np.where(plain, run * extent, run)
         if not len(rest):
             continue
         top = np.maximum(depth[rest] - 1, 0)
         before, source_before, target_before = left[:, top, rest]
-        melts = (source[rest] == before * source_before) & (target[rest] == before * target_before) & (depth[rest] > 0)
-        left[0, top[melts], rest[melts]] *= n[rest[melts]]
-        new = rest[~melts]
-        left[:, depth[new], new] = n[new], source[new], target[new]
+        merges = (source[rest] == before * source_before) & (target[rest] == before * target_before) & (depth[rest] > 0)
+        left[0, top[merges], rest[merges]] *= extent[rest[merges]]
+        new = rest[~merges]
+        left[:, depth[new], new] = extent[new], source[new], target[new]
         depth[new] += 1
     flat = depth == 0
     rows = left[0, 0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -104,7 +105,8 @@ def target_node(target_rank: int, world_size: int, nodes: Mapping[int, int]) -> 
     return nodes[target_rank * len(nodes) // world_size]
 
 
-Visible = npt.NDArray[np.bool_]
+Visible: TypeAlias = npt.NDArray[np.bool_]
+"""``[file, rank]``: which rank sees which source file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,36 +213,34 @@ def _find_need(
 ) -> _Need:
     bounds: list[tuple[int, int, int]] = []
     parts: list[tuple[int, CopyParts]] = []
-    needing: list[Int64Array] = []
+    windows_of_parts: list[Int64Array] = []
     for number in numbers:
         segment = segments[number]
         file = plan.files[segment.file]
-        windows = open_windows(
-            file, plan, window, segment.begin, segment.end, rows_of(written, number)[:, 1:3].tolist()
-        )
+        ranges = open_windows(file, plan, window, segment.begin, segment.end, rows_of(written, number)[:, 1:3].tolist())
         first = len(bounds)
-        bounds += [(number, begin, end) for begin, end in windows] or [(number, segment.end, segment.end)]
-        begins, ends = np.asarray(windows, np.int64).reshape(-1, 2).T
-        foreign = ~visible[file.copies.file, owner]
-        if foreign.any():
-            needed = split_copies(file, plan, foreign, begins, ends)
+        bounds += [(number, begin, end) for begin, end in ranges] or [(number, segment.end, segment.end)]
+        begins, ends = np.asarray(ranges, np.int64).reshape(-1, 2).T
+        unreadable = ~visible[file.copies.file, owner]
+        if unreadable.any():
+            needed = split_copies(file, plan, unreadable, begins, ends)
             if len(needed.nbytes):
                 parts.append((number, needed))
-                needing.append(needed.window + first)
-    window_of = np.concatenate(needing) if needing else np.zeros(0, np.int64)
+                windows_of_parts.append(needed.window + first)
+    window_of = np.concatenate(windows_of_parts) if windows_of_parts else np.zeros(0, np.int64)
     nbytes = np.concatenate([needed.nbytes for _, needed in parts]) if parts else np.zeros(0, np.int64)
     sender = np.concatenate([senders[needed.copies.file, owner] for _, needed in parts]) if parts else nbytes
     per_window = np.bincount(window_of, weights=nbytes, minlength=len(bounds)).astype(np.int64)
-    # Windows that begin within the same stretch take at most that and one window's bytes more.
-    stretch = max(round_bytes - int(per_window.max(initial=0)), 1)
-    round_of = (np.cumsum(per_window) - per_window) // stretch
-    if needing:
+    # A round has the windows whose bytes begin in the same ``step``: at most as many bytes and one window's more.
+    step = max(round_bytes - int(per_window.max(initial=0)), 1)
+    round_of = (np.cumsum(per_window) - per_window) // step
+    if windows_of_parts:
         _, round_of = np.unique(np.where(per_window > 0, round_of, -1), return_inverse=True)  # without empty rounds
         round_of = round_of - (1 if (per_window == 0).any() else 0)
     else:  # nothing is sent, as in a run of one process: skip np.unique, whose import takes time
         round_of = np.full(len(bounds), -1, np.int64)
-    found_windows = [Window(*bound, int(when)) for bound, when in zip(bounds, round_of, strict=True)]
-    return _Need(owner, found_windows, parts, sender, round_of[window_of], nbytes)
+    windows = [Window(*bound, int(number)) for bound, number in zip(bounds, round_of, strict=True)]
+    return _Need(owner, windows, parts, sender, round_of[window_of], nbytes)
 
 
 def _by_round(need: _Need, sender: int, rounds: int) -> Int64Array:

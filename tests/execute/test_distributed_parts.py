@@ -72,7 +72,7 @@ def test_all_buffers_of_a_worker_fit_its_memory(mebibytes: int, threads: int, ca
         settings = choose_settings(plan, budget, memory, exchanging=exchanging)
         count = threads_for(settings, budget)
         chunk = settings.exchange_bytes // SEND_BUFFERS
-        rounds = settings.rounds * settings.round_bytes
+        rounds = settings.rounds_held * settings.round_bytes
         used = count * 2 * settings.window + rounds + settings.exchange_bytes + 2 * chunk
         assert used <= memory
         growth = 8 if casts else 1
@@ -146,10 +146,10 @@ def test_windows_of_a_round_wait_until_it_has_arrived() -> None:
     pool.start()
     pool.wait(lambda: None, lambda: len(done) == 10)
     assert set(done) == {-1}
-    pool.arrived(0)
+    pool.received(0)
     pool.wait(lambda: None, lambda: len(done) == 20)
     assert set(done) == {-1, 0}
-    pool.arrived(1)
+    pool.received(1)
     pool.wait(lambda: None)
     assert len(done) == 30
     pool.stop()

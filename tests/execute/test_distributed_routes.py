@@ -56,7 +56,7 @@ class Worker:
         )
         windows_of_round = Counter(window.round for window in self.transfers.windows if window.round >= 0)
         self.buffers = ReceiveBuffers(
-            self.transfers.receives, windows_of_round, self.transfers.rounds, job.settings.rounds
+            self.transfers.receives, windows_of_round, self.transfers.rounds, job.settings.rounds_held
         )
         workers = visible.shape[1]
         seen = {file.path for number, file in enumerate(job.files) if visible[number, rank]}
@@ -101,7 +101,7 @@ def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) 
         worker.copy(-1)
     rounds = max(worker.transfers.rounds for worker in workers)
     sent: Counter[tuple[int, int]] = Counter()
-    held = job.settings.rounds
+    held = job.settings.rounds_held
     for number in range(rounds + held):
         for worker in workers if number < rounds else ():
             assert worker.buffers.claim(number), "no room, though rounds are written as late as they may be"
@@ -117,7 +117,7 @@ def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) 
                     end = sent[rank, peer] + min(offset + 64, int(counts[number]))
                     data = worker.sender.assemble(worker.transfers.streams[peer], begin, end)
                     worker.sent[peer] = zlib.crc32(data, worker.sent.get(peer, 0))
-                    place = workers[peer].buffers.place(rank, number, offset, len(data))
+                    place = workers[peer].buffers.part(rank, number, offset, len(data))
                     place[:] = np.frombuffer(data, np.uint8)
                     if flip is not None and crossed <= flip < crossed + len(data):
                         place[flip - crossed] ^= 1

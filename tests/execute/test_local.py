@@ -33,7 +33,7 @@ def test_any_boxes_strides_casts_and_windows_give_the_bytes_numpy_gives(seed: in
     with tempfile.TemporaryDirectory() as folder:
         disk = Disk(folder, [bytearray() for _ in range(3)], rng)
         files, wanted = random_files(rng, disk, 2, 1)
-        with patch.object(copies, "_AT_ONCE", rng.choice([1, 3, copies._AT_ONCE])):  # pairs
+        with patch.object(copies, "_PAIRS_AT_ONCE", rng.choice([1, 3, copies._PAIRS_AT_ONCE])):  # pairs
             plan = make_plan(Target(files))
         with Sources() as sources:
             run_plan(

@@ -429,12 +429,12 @@ def test_changes_are_told_one_by_one() -> None:
     now = RunIdentity("2", "other", {"to": "full", "dtype": "bfloat16"}, [[a], [FileIdentity("b", 5, 6, 8)]])
     assert before.source_changes(now) == ["b was replaced by another file"]
     assert before.other_changes(now) == [
-        "fsdpckpt 1 began it, this is fsdpckpt 2",
+        "it was begun by fsdpckpt 1, and this is fsdpckpt 2",
         "--dtype was - and is bfloat16",
     ]
     assert before.source_changes(RunIdentity("1", "plan", {}, [[a]])) == ["the source had 2 files and has 1 now"]
     same_options = RunIdentity("1", "other", {"to": "full"}, [[a], [b]])
     assert before.other_changes(same_options) == [
-        "what would be written is not what was begun (its units or reference changed)"
+        "the output would differ from the one begun: the units or the reference changed"
     ]
     assert before.other_changes(RunIdentity("1", "plan", {"threads": "3"}, [a, b])) == []

@@ -235,7 +235,7 @@ def test_another_program_version_is_not_resumed(source: Path, tmp_path: Path) ->
     assert convert(source, target, *FULL, hook=(1, f"{older}; {later}")).code == -signal.SIGKILL
     done = convert(source, target, *FULL)
     assert done.code == 5
-    assert "fsdpckpt 0.0.9 began it" in done.err
+    assert "begun by fsdpckpt 0.0.9" in done.err
 
 
 def test_nothing_to_resume_is_said_and_the_run_begins(source: Path, tmp_path: Path, whole: Whole) -> None:
