@@ -79,8 +79,8 @@ def dtypes_text(dtypes: Mapping[str, int]) -> str:
 
 
 _SCALARS = (str, int, float, complex, bytes, bytearray, type(None))
-_SHOWN = 80  # characters
-_MOST_DIGITS = 1 << 12  # bits of an int that Python writes as text
+_MAX_LENGTH = 80  # characters
+_MAX_BITS = 1 << 12  # of an int that Python writes as text
 
 
 def first_of(values: Sequence[object], most: int) -> str:
@@ -112,13 +112,13 @@ def truncate(value: object) -> str:
 
 
 def _scalar(value: object) -> str:
-    if isinstance(value, int) and value.bit_length() > _MOST_DIGITS:
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         return "a huge number"
-    return repr(value[:_SHOWN]) if isinstance(value, (str, bytes, bytearray)) else repr(value)
+    return repr(value[:_MAX_LENGTH]) if isinstance(value, (str, bytes, bytearray)) else repr(value)
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    return text if len(text) <= _MAX_LENGTH else text[: _MAX_LENGTH - 3] + "..."
 
 
 # A whole segment of a key: rank0 is how the extras of ranks begin. Python makes no number of thousands of digits.
@@ -174,11 +174,11 @@ def _joined(template: _Template, box: _Box) -> str:
 def _merged(boxes: dict[_Box, list[int]]) -> dict[_Box, list[int]]:
     """Join boxes that differ in only one segment, segment by segment, the last one first."""
     for segment in reversed(range(len(next(iter(boxes))))):
-        alike: dict[_Box, list[_Box]] = {}
+        by_rest: dict[_Box, list[_Box]] = {}
         for box in boxes:
-            alike.setdefault(box[:segment] + box[segment + 1 :], []).append(box)
+            by_rest.setdefault(box[:segment] + box[segment + 1 :], []).append(box)
         merged = {}
-        for rest, parts in alike.items():
+        for rest, parts in by_rest.items():
             numbers = tuple(sorted({number for box in parts for number in box[segment]}))
             members = sorted(at for box in parts for at in boxes[box])
             merged[(*rest[:segment], numbers, *rest[segment:])] = members

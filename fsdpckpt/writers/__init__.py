@@ -114,13 +114,13 @@ class WriteSpec:
         if not self.meshes:
             return on_one_dimension(self.ranks(), self.mesh.names)
         if tensor.sharding is None or tensor.sharding.mesh.world_size != self.ranks():
-            raise InternalError(f"a tensor of shape {tensor.shape} has no place on a mesh of {self.ranks()} ranks")
+            raise InternalError(f"a tensor of shape {tensor.shape} has no sharding on a mesh of {self.ranks()} ranks")
         return tensor.sharding
 
     def ranks(self) -> int:
         """``world_size``, for a target of rank files. Raises InternalError if it is None."""
         if self.world_size is None:
-            raise InternalError("files by rank without a number of ranks")
+            raise InternalError("one file per rank needs a world size")
         return self.world_size
 
 

@@ -4,7 +4,7 @@ Sharded tensors are cut by their mesh (by default along dimension 0), and rank r
 that each of N loading ranks reads only its own file. What several ranks hold is stored once, in the file of the rank
 that ``torch.distributed.checkpoint._dedup_save_plans`` chooses. Each item is a ``torch.save`` archive.
 
-An item of a data file has neither a name nor the place of its box: ``.metadata`` has both. If a target needs the same
+An item of a data file has neither a name nor the offsets of its box: ``.metadata`` has both. If a target needs the same
 boxes as a DCP source, in the same dtypes, its ``.metadata`` can refer to the source's items: the files are linked.
 """
 
@@ -52,9 +52,10 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     casts, notes = spec.dtypes.casts(checkpoint)
     leaves, flattening = flatten(checkpoint, spec.places, flattened_keys=spec.flattened_keys)
     notes += flattening
-    held = [_held_chunks(leaf.value, spec) for leaf in leaves]
-    ranks = world_size or max((rank + 1 for chunks in held if chunks for rank in chunks.unshared_ranks), default=1)
-    assigned = _dedup(leaves, held, casts, ranks)
+    held_chunks = [_held_chunks(leaf.value, spec) for leaf in leaves]
+    source_ranks = (rank + 1 for chunks in held_chunks if chunks for rank in chunks.unshared_ranks)
+    ranks = world_size or max(source_ranks, default=1)
+    assigned = _dedup(leaves, held_chunks, casts, ranks)
     links = _Links([(leaf.tensor, boxes) for leaf, boxes in zip(leaves, assigned, strict=True)], casts, spec.linkable)
     names = [links.free_name(rank) for rank in range(ranks)]
     files, entries = _Items(casts, names, links).lay_out(leaves, assigned)
@@ -95,7 +96,7 @@ def _of_elements(chunks: HeldChunks, blocks: Blocks) -> HeldChunks:
 
 
 def _dedup(
-    leaves: list[Leaf], held: list[HeldChunks | None], casts: Mapping[Tensor, DType], ranks: int
+    leaves: list[Leaf], held_chunks: list[HeldChunks | None], casts: Mapping[Tensor, DType], ranks: int
 ) -> list[RankBoxes]:
     """For each leaf its (rank, box)es, in the order of the ranks that write them.
 
@@ -110,7 +111,7 @@ def _dedup(
     assigned: list[RankBoxes] = []
     shared_assigned: dict[int, list[tuple[int, Box]]] = {}  # by leaf: its boxes that several ranks hold
     by_first_holder: dict[int, list[tuple[int, SharedChunk]]] = {}  # without rank 0: leaf and chunk
-    for number, chunks in enumerate(held):
+    for number, chunks in enumerate(held_chunks):
         rank = 0
         if chunks is None:
             rank = int(loads.argmin())  # the first of equals
@@ -121,13 +122,13 @@ def _dedup(
             for chunk in chunks.shared[1:] if first is not None else chunks.shared:
                 by_first_holder.setdefault(chunk.ranks[0], []).append((number, chunk))
             if first is not None:
-                rank = _smallest(first, loads)
+                rank = _least_loaded(first, loads)
                 shared_assigned.setdefault(number, []).append((rank, first.box))
             elif 0 not in chunks.unshared_ranks:
                 continue
         loads[rank] += nbytes[number]
     with_unshared = [
-        (number, chunks.unshared_ranks) for number, chunks in enumerate(held) if chunks and chunks.unshared_ranks
+        (number, chunks.unshared_ranks) for number, chunks in enumerate(held_chunks) if chunks and chunks.unshared_ranks
     ]
     for holder in sorted(by_first_holder):
         unshared = iter([number for number, unshared_ranks in with_unshared if holder in unshared_ranks])
@@ -136,7 +137,7 @@ def _dedup(
             while next_unshared < number:
                 loads[holder] += nbytes[next_unshared]
                 next_unshared = next(unshared, len(leaves))
-            rank = _smallest(chunk, loads)
+            rank = _least_loaded(chunk, loads)
             shared_assigned.setdefault(number, []).append((rank, chunk.box))
             loads[rank] += nbytes[number]
     for number, boxes in shared_assigned.items():
@@ -149,8 +150,8 @@ def _whole_boxes(rank: int, shape: tuple[int, ...]) -> RankBoxes:
     return RankBoxes.of([(rank, Box.whole(shape))], len(shape))
 
 
-def _smallest(chunk: SharedChunk, loads: Int64Array) -> int:
-    return min(set(chunk.ranks), key=loads.__getitem__)  # a set, as there: in its order the first of equals is met
+def _least_loaded(chunk: SharedChunk, loads: Int64Array) -> int:
+    return min(set(chunk.ranks), key=loads.__getitem__)  # a set as in PyTorch, whose order decides between equals
 
 
 def _nbytes(value: Value | Blockwise, casts: Mapping[Tensor, DType]) -> int:
@@ -198,20 +199,20 @@ class _Links:
                 if tensor not in casts:
                     links[number] = (rows, np.where(rows < 0, -1, chunks.file[rows]), item[rows])
         linked = [file for file in sorted(linkable) if linked_bytes[file] > copied_bytes[file]]
-        self._named: Counter[int] = Counter()
+        self._files_of_rank: Counter[int] = Counter()
         self.names = {file: self.free_name(int(rank[file])) for file in linked}
         self.used = np.zeros(files, np.int64)
         self.items: dict[int, _Linked] = {}
         for number, (_, file, item) in links.items():
-            taken = np.isin(file, linked)
-            if taken.any():
-                self.items[number] = _Linked(taken, file[taken], item[taken, 0], item[taken, 1])
-                np.add.at(self.used, file[taken], item[taken, 1])
+            in_linked = np.isin(file, linked)
+            if in_linked.any():
+                self.items[number] = _Linked(in_linked, file[in_linked], item[in_linked, 0], item[in_linked, 1])
+                np.add.at(self.used, file[in_linked], item[in_linked, 1])
 
     def free_name(self, rank: int) -> str:
         """The next name for a data file of ``rank``, as ``FileSystemWriter`` numbers them."""
-        self._named[rank] += 1
-        return f"__{rank}_{self._named[rank] - 1}.distcp"
+        self._files_of_rank[rank] += 1
+        return f"__{rank}_{self._files_of_rank[rank] - 1}.distcp"
 
 
 def _stored_boxes(tensor: Tensor, item: Int64Array, wanted: RankBoxes) -> tuple[Int64Array, Int64Array]:
@@ -286,7 +287,7 @@ class _Items:
         for low, high in pairwise([*starts, len(rank)]):
             rows, at = slice(low, high), int(begin[low])
             begin[rows] -= at
-            # Not of the file itself: of two that hold each other nothing would be freed before the collector comes.
+            # Not a method of the file: two objects that refer to each other wait for the garbage collector.
             make = partial(kinds.put, kind=kind[rows], begin=begin[rows], tensor=tensor[rows], box=box[rows])
             files.append(TargetFile(self.names[rank[low]], self.data, int(ends[high - 1]) - at, self.blob, make=make))
         offset = np.empty(len(rank), np.int64)

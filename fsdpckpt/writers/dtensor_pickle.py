@@ -37,7 +37,7 @@ from fsdpckpt.writers.rank_pickle import BUILD, NEW, RankPickle
 
 TorchVersion: TypeAlias = tuple[int, int]
 
-_NEWEST: TorchVersion = (2, 15)  # whose form was checked; later ones are taken to have the same
+_NEWEST: TorchVersion = (2, 15)  # whose form was checked; later ones are assumed to have the same
 _OLDEST: TorchVersion = (2, 4)
 
 _LAYOUT = "torch.distributed._mesh_layout"
@@ -78,7 +78,7 @@ class DTensorPickle(RankPickle):
         def local() -> None:
             if prod(size):
                 self.whole_blocks(value, self._part)
-            else:  # as torchao has it: too few elements to be quantized
+            else:  # as in torchao, which does not quantize so few elements
                 self.view(self.literal(blocks.dtype, b"")._replace(shape=size, stride=contiguous_stride(size)))
 
         self._dtensor(blocks.shape, blocks.dtype, sharding, local)
@@ -95,7 +95,7 @@ class DTensorPickle(RankPickle):
         placements = tuple(placement for placement in sharding.placements if placement is not None)
         raw(
             text("placements")
-            + self.once(placements, lambda: tuple_of([self._placement_of(one) for one in placements]))
+            + self.once(placements, lambda: tuple_of([self._placement_of(each) for each in placements]))
         )
         raw(text("tensor_meta") + name(self._specs, "TensorMeta") + self.size(shape))
         raw(integers(contiguous_stride(shape)) + name("torch", dtype.name) + b"\x87\x81")
@@ -136,7 +136,7 @@ class DTensorPickle(RankPickle):
 
     def _order_entries(self, placements: Sequence[Placement], sizes: Sequence[int]) -> bytes:
         """Each cut tensor dimension with its mesh dimensions, in the order in which they cut it."""
-        order = decoded_order(sizes, placements, first_of_equals=True) or {}  # {}: one that PyTorch has no words for
+        order = decoded_order(sizes, placements, first_of_equals=True) or {}  # {}: an order that PyTorch cannot express
         return tuple_of(
             [
                 self.name(self._specs, "ShardOrderEntry") + integer(dim) + integers(mesh_dims) + b"\x86\x81"
@@ -147,9 +147,9 @@ class DTensorPickle(RankPickle):
     def _mesh(self, mesh: MeshShape, dims: tuple[int, ...]) -> None:
         """The mesh that ``init_device_mesh(device, sizes)`` makes, or its submesh of ``dims``."""
         key = ("mesh", mesh, dims)
-        known = self._once.get(key)
-        if known is not None:
-            self.raw(known)
+        reference = self._once.get(key)
+        if reference is not None:
+            self.raw(reference)
             return
         self.raw(self.name("torch.distributed.device_mesh", "DeviceMesh") + NEW)
         if self._torch < (2, 10):
@@ -187,11 +187,11 @@ class DTensorPickle(RankPickle):
         raw(text("_dim_group_names") + list_of([text(groups[dim]) for dim in dims]))
         raw(text("_coordinate_on_dim"))
         if self._torch > (2, 10):
-            self.of_rank(lambda rank: integers(_coordinate(mesh, dims, rank)))
+            self.write_rank_specific(lambda rank: integers(_coordinate(mesh, dims, rank)))
             raw(text("_rank"))
-            self.of_rank(integer)
+            self.write_rank_specific(integer)
         else:
-            self.of_rank(lambda rank: list_of(map(integer, _coordinate(mesh, dims, rank))))
+            self.write_rank_specific(lambda rank: list_of(map(integer, _coordinate(mesh, dims, rank))))
         if self._torch >= (2, 15):
             raw(text("_preserve_rank_order") + b"\x89")
 
@@ -218,7 +218,7 @@ class DTensorPickle(RankPickle):
         else:
             raw(text("_dim_group_names") + list_of([text(groups[dim]) for dim in dims]))
         raw(text("_coordinate_on_dim"))
-        self.of_rank(lambda rank: list_of(map(integer, _coordinate(mesh, dims, rank))))
+        self.write_rank_specific(lambda rank: list_of(map(integer, _coordinate(mesh, dims, rank))))
 
     def _group_names(self, mesh: MeshShape) -> list[str]:
         """The names of this rank's process group along each dimension of ``mesh``.
@@ -227,21 +227,21 @@ class DTensorPickle(RankPickle):
         continues the numbers from mesh to mesh. A dimension of all ranks has the default group; before 2.10 only if it
         is the only one.
         """
-        made = 1
-        for one in self._meshes:
-            names, coordinate = [], one.coordinate(self.rank)
-            for dim, size in enumerate(one.sizes):
-                if size == one.world_size and (self._torch >= (2, 10) or len(one.sizes) == 1):
+        groups_before = 1
+        for each in self._meshes:
+            names, coordinate = [], each.coordinate(self.rank)
+            for dim, size in enumerate(each.sizes):
+                if size == each.world_size and (self._torch >= (2, 10) or len(each.sizes) == 1):
                     names.append(_WORLD_GROUP)
                     continue
                 number = 0
-                for other, extent in enumerate(one.sizes):
+                for other, extent in enumerate(each.sizes):
                     number = number * extent + coordinate[other] if other != dim else number
-                names.append(str(made + number))
-                made += one.world_size // size
-            if one == mesh:
+                names.append(str(groups_before + number))
+                groups_before += each.world_size // size
+            if each == mesh:
                 return names
-        raise InternalError(f"{mesh} is none of the target's meshes, {' and '.join(map(str, self._meshes))}")
+        raise InternalError(f"{mesh} is not among the target's meshes, {' and '.join(map(str, self._meshes))}")
 
     def _group_info(self, mesh: MeshShape, dim: int, name: str) -> bytes:
         """Tag, ranks and name of this rank's process group along ``dim``."""
@@ -267,7 +267,7 @@ def target_version(given: str | None) -> tuple[TorchVersion, list[Note]]:
     version = int(major), int(minor)
     if version < _OLDEST:
         raise UsageError(
-            f"DTensors are not written for PyTorch {text}",
+            f"DTensors cannot be written for PyTorch {text}",
             expected=f"{'.'.join(map(str, _OLDEST))} or newer",
             found=text,
             next_step="give --torch-version a newer one, or add --container dcp, which every version loads",
@@ -278,8 +278,8 @@ def target_version(given: str | None) -> tuple[TorchVersion, list[Note]]:
 
 def _ranks_along(mesh: MeshShape, dims: tuple[int, ...], rank: int) -> tuple[int, ...]:
     """The ranks of the submesh of ``dims`` that ``rank`` is in, row-major."""
-    strides, place = contiguous_stride(mesh.sizes), mesh.coordinate(rank)
-    first = rank - sum(place[dim] * strides[dim] for dim in dims)
+    strides, coordinate = contiguous_stride(mesh.sizes), mesh.coordinate(rank)
+    first = rank - sum(coordinate[dim] * strides[dim] for dim in dims)
     steps = [range(0, mesh.sizes[dim] * strides[dim], strides[dim]) for dim in dims]
     return tuple(first + sum(offsets) for offsets in product(*steps))
 

@@ -41,8 +41,9 @@ class ShardList(NamedTuple):
 class RankPickle(PickleWriter, ABC):
     """Writes a section's dict for ``rank`` of ``world_size``; the tensors of ``shardings`` are cut by these.
 
-    ``canonical`` maps a tied tensor to the tensor whose record it shares. ``of_ranks``: the places where another rank
-    with boxes of the same sizes has other opcodes, and what makes them. Subclasses decide what wraps the local rows.
+    ``canonical`` maps a tied tensor to the tensor whose record it shares. ``rank_patches``: the
+    positions in the pickle where another rank with boxes of the same sizes has other opcodes, and what makes them.
+    Subclasses decide what wraps the local rows.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class RankPickle(PickleWriter, ABC):
         self._canonical = canonical
         self._keys: dict[Hashable, str] = {}
         self.records = Records()
-        self.of_ranks: list[tuple[int, Callable[[int], bytes]]] = []
+        self.rank_patches: list[tuple[int, Callable[[int], bytes]]] = []
 
     def tensor(self, value: Tensor) -> None:
         dtype = self._casts.get(value, value.dtype)
@@ -105,9 +106,11 @@ class RankPickle(PickleWriter, ABC):
         """A 1-D tensor of values that are known already."""
         return StorageView(self.records.add(data), dtype, 0, (len(data) // dtype.itemsize,), (1,), len(data))
 
-    def of_rank(self, make: Callable[[int], bytes]) -> None:
-        """Write what ``make`` makes for this rank, apart from texts and names."""
-        self.of_ranks.append((len(self.out), make))
+    def write_rank_specific(self, make: Callable[[int], bytes]) -> None:
+        """Write what ``make`` returns for this rank: opcodes of equal length on similar ranks, without texts and
+        names.
+        """
+        self.rank_patches.append((len(self.out), make))
         self.raw(make(self.rank))
 
     def write(self, file: TargetFile, *, stem: str) -> TorchZip:
@@ -119,17 +122,17 @@ class ShardedTensorPickle(RankPickle):
     """Sharded tensors as ShardedTensors, as FSDP1's ``_create_chunk_sharded_tensor`` makes them.
 
     Ranks without rows have no shards: they hold an empty list. On a mesh of two dimensions (HYBRID_SHARD) each row of
-    ranks holds the whole: metadata and specification name the ranks of this row, the rank's own shard its place in it.
+    ranks holds the whole: metadata and specification name the ranks of this row, the shard the rank in the row's group.
     """
 
     def sharded(self, tensor: Tensor, dtype: DType, sharding: Sharding) -> None:
         shape = tensor.shape
-        place, ranks = self.group()
-        shards = _shards(shape, ranks, self.rank - place)
+        group_rank, ranks = self.group()
+        shards = _shards(shape, ranks, self.rank - group_rank)
         shard = None
-        if place < len(shards.ranks):
-            shard = (place, self.stored(tensor, dtype, mesh_box(shape, sharding, self.rank)))
-        self.sharded_tensor(shape, dtype, shards, shard, placed=place)
+        if group_rank < len(shards.ranks):
+            shard = (group_rank, self.stored(tensor, dtype, mesh_box(shape, sharding, self.rank)))
+        self.sharded_tensor(shape, dtype, shards, shard, recorded_rank=group_rank)
 
     def sharded_tensor(
         self,
@@ -138,12 +141,12 @@ class ShardedTensorPickle(RankPickle):
         shards: ShardList,
         local: tuple[int, StorageView] | None,
         *,
-        placed: int | None = None,
+        recorded_rank: int | None = None,
         requires_grad: bool = False,
     ) -> None:
         """Write a ShardedTensor of which this rank holds the shard ``local`` (index in ``shards``, view), or none.
 
-        ``placed``: the rank recorded in the shard, None for that of ``shards``.
+        ``recorded_rank``: the rank in the shard's metadata, None for that of ``shards``.
         """
         name, raw = self.name, self.raw
         self.wrapper((f"{_SHARD}.sharded_tensor.api", "ShardedTensor"), shape, dtype, requires_grad=requires_grad)
@@ -152,8 +155,8 @@ class ShardedTensorPickle(RankPickle):
             index, view = local
             raw(name(f"{_SHARD}.sharded_tensor.shard", "Shard") + b")\x81N}(" + self.text("tensor"))
             self.view(view, requires_grad=requires_grad)
-            on = shards.ranks[index] if placed is None else placed
-            raw(self.text("metadata") + self._shard_metadata(on, shards.boxes[index]) + b"u\x86ba")
+            rank = shards.ranks[index] if recorded_rank is None else recorded_rank
+            raw(self.text("metadata") + self._shard_metadata(rank, shards.boxes[index]) + b"u\x86ba")
         metadata = f"{_SHARD}.sharded_tensor.metadata"
         raw(name(metadata, "ShardedTensorMetadata") + NEW + self.text("shards_metadata"))
         raw(self.once(("shards", shards.key), lambda: self._shard_list(shards)) + self.text("size") + self.size(shape))
@@ -162,7 +165,7 @@ class ShardedTensorPickle(RankPickle):
         raw(self.once("group", self._process_group) + self._spec(shards) + b"\x89ttR")
 
     def group(self) -> tuple[int, int]:
-        """This rank's place in the process group that shards, and how many ranks that has."""
+        """This rank's rank in the process group that shards, and the size of that group."""
         mesh = next((sharding.mesh for sharding in self._shardings.values()), None)
         ranks = mesh.sizes[-1] if mesh is not None else self.world_size
         return self.rank % ranks, ranks
@@ -173,9 +176,9 @@ class ShardedTensorPickle(RankPickle):
         head = self.name(f"{_SHARD}.metadata", "ShardMetadata") + b")\x81N}(" + self.text("shard_offsets")
         sizes, placement = self.text("shard_sizes"), self.text("placement")
         for rank, box in zip(shards.ranks[1:], shards.boxes[1:], strict=True):
-            where = self._placement(rank)
+            device = self._placement(rank)
             metadata.append(
-                b"%b%b%b%b%b%bu\x86b" % (head, _list(box.offsets), sizes, _list(box.sizes), placement, where)
+                b"%b%b%b%b%b%bu\x86b" % (head, _list(box.offsets), sizes, _list(box.sizes), placement, device)
             )
         return list_of(metadata)
 
@@ -201,8 +204,8 @@ class ShardedTensorPickle(RankPickle):
         text = self.text
         head = self.name("builtins", "getattr") + self.name(f"{_SHARD}.sharded_tensor.api", "ShardedTensor")
         head += text("ProcessGroupState") + b"\x86R" + NEW
-        place, ranks = self.group()
-        for scope, number in (("local", place), ("global", self.rank)):
+        group_rank, ranks = self.group()
+        for scope, number in (("local", group_rank), ("global", self.rank)):
             head += text(f"{scope}_rank") + integer(number)
         for scope, number in (("local", ranks), ("global", self.world_size)):
             head += text(f"{scope}_world_size") + integer(number)
@@ -226,7 +229,7 @@ def _shards(shape: tuple[int, ...], ranks: int, first: int) -> ShardList:
     """The shards with rows among ``ranks`` ranks from rank ``first`` on; that rank's if there are none."""
     rows = -(-shape[0] // ranks)
     filled = -(-shape[0] // rows) if rows else 1
-    boxes = [rank_box(shape, ranks, place) for place in range(filled)]
+    boxes = [rank_box(shape, ranks, group_rank) for group_rank in range(filled)]
     return ShardList(shape, tuple(range(first, first + filled)), boxes)
 
 

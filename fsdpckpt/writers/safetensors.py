@@ -33,11 +33,11 @@ class _Group:
     stem: str
     tensors: dict[str, tuple[Tensor, DType]] = field(default_factory=dict)
     document: dict[str, Json] = field(default_factory=dict)
-    double: list[str] = field(default_factory=list)
+    duplicates: list[str] = field(default_factory=list)
 
     def add(self, key: str, tensor: Tensor, dtype: DType) -> None:
         if key in self.tensors:
-            self.double.append(key)
+            self.duplicates.append(key)
         self.tensors[key] = (tensor, dtype)
 
 
@@ -182,14 +182,14 @@ def _refuse(groups: list[_Group]) -> None:
             next_step="write another container (--container torch or dcp), or leave them out with --exclude",
             key=unknown[0].split(" ")[0],
         )
-    double = [key for group in groups for key in group.double]
-    if double:
+    duplicates = [key for group in groups for key in group.duplicates]
+    if duplicates:
         raise SourceUnsupportedError(
             "several tensors would get the same key in a safetensors file",
-            details=double,
+            details=duplicates,
             why="parameter and state names joined with dots become equal",
             next_step="leave one of them out with --exclude, or rename it with --rename OLD=NEW",
-            key=double[0],
+            key=duplicates[0],
         )
 
 

@@ -55,9 +55,9 @@ def _merge(common: dict[Key, Value], of_rank: dict[Key, Value]) -> dict[Key, Val
     """Both together, the rank's first: their order is that of the file."""
     merged = like(of_rank, of_rank)
     for key, value in of_rank.items():
-        known = common.get(key)
-        if isinstance(known, dict) and isinstance(value, dict):
-            merged[key] = _merge(known, value)
+        shared = common.get(key)
+        if isinstance(shared, dict) and isinstance(value, dict):
+            merged[key] = _merge(shared, value)
     merged.update({key: value for key, value in common.items() if key not in merged})
     return merged
 
@@ -100,10 +100,11 @@ def extra_notes(checkpoint: Checkpoint, world_size: int) -> list[Note]:
     if ranks in (0, world_size):
         return []
     if ranks > world_size:
-        gone = f"rank {world_size} have" if ranks == world_size + 1 else f"ranks {world_size} to {ranks - 1} have"
-        return [Note("dropped", f"the extras of {gone} no place in a target of {plural(world_size, 'rank')}")]
+        dropped = f"rank {world_size}" if ranks == world_size + 1 else f"ranks {world_size} to {ranks - 1}"
+        what = f"the extras of {dropped} are left out: the target has {plural(world_size, 'rank')}"
+        return [Note("dropped", what)]
     new = f"rank {ranks} gets" if world_size == ranks + 1 else f"ranks {ranks} to {world_size - 1} get"
-    return [Note("inferred", f"{new} the extras of rank r modulo {ranks}: the source has no others")]
+    return [Note("inferred", f"{new} the extras of source rank r modulo {ranks}: the source has no others")]
 
 
 Path: TypeAlias = tuple[str | int, ...]
@@ -151,7 +152,7 @@ class _Walk:
 
     def mapping(self, path: Path, prefix: str, value: dict[Key, Value]) -> None:
         if not value and path != self.ids:
-            message = f"{prefix} is an empty dict: a DCP directory has no place for it"
+            message = f"{prefix} is an empty dict, which a DCP directory cannot store"
             self.notes.append(Note("dropped", message, prefix))
         for key, item in joined_states(value):
             part = key if type(key) is str else self.renamed(prefix, key, value)
@@ -201,7 +202,7 @@ def flatten(
         path = places[Section.MODEL].at
         walk.mapping(path, _dotted(path), dict(checkpoint.model.params.items()))
         if checkpoint.model.metadata is not None:
-            message = "the model state dict's _metadata (module versions) has no place in a DCP directory"
+            message = "the model state dict's _metadata (module versions) cannot be stored in a DCP directory"
             notes.append(Note("dropped", message))
     if checkpoint.optim is not None:
         path = places[Section.OPTIM].at
@@ -240,7 +241,7 @@ def _flat_optimizer(optim: OptimState, at: Path, notes: list[Note]) -> Iterator[
         message = "each parameter has its own settings: the order of the groups is not kept"
         notes.append(Note("groups-flattened", message))
     for extra in optim.extra:
-        notes.append(Note("dropped", f"{extra!s} of the optimizer has no place among flattened keys", str(extra)))
+        notes.append(Note("dropped", f"{extra!s} of the optimizer cannot be stored among flattened keys", str(extra)))
 
 
 def settings_by_parameter(optim: OptimState, at: Path) -> Iterator[Leaf]:

@@ -90,7 +90,7 @@ def lay_out_file(
 
 def _numbers_note(value: Value) -> Note:
     paths = [(path, [at for at, step in enumerate((*path, leaf)) if _has_number(step)]) for path, leaf in walk(value)]
-    keys = list(dict.fromkeys(".".join(map(str, path[: places[0]])) for path, places in paths if places))
+    keys = list(dict.fromkeys(".".join(map(str, path[: numbers[0]])) for path, numbers in paths if numbers))
     message = (
         "NumPy numbers are written as Python numbers of the same value, which optimizers and torch.load take: "
         f"{first_of(keys, 8)}. A float16 or float32 computes with more digits from then on"
@@ -157,10 +157,10 @@ class Storages:
         if shared is not None:
             return self._view(tensor, shared)
         alike = (id(tensor.chunks.stride), tensor.shape)  # tensors of one shape share the array, and keep it
-        known = self._orders.get(alike)
-        if known is None:
-            known = self._orders[alike] = order_of(tensor)
-        order, stride = known
+        order_and_stride = self._orders.get(alike)
+        if order_and_stride is None:
+            order_and_stride = self._orders[alike] = order_of(tensor)
+        order, stride = order_and_stride
         dtype = self._casts.get(tensor, tensor.dtype)
         key = self._keys.get(tensor)
         if key is None:
@@ -205,7 +205,7 @@ def ties(tensors: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
     for group in _groups(tensors):
         firsts: list[Tensor] = []
         for tensor in group:
-            first = next((one for one in firsts if _same_memory(tensor, one)), None)
+            first = next((each for each in firsts if _same_memory(tensor, each)), None)
             if first is None:
                 firsts.append(tensor)
             else:
@@ -298,7 +298,7 @@ class LoadablePickle(PickleWriter):
         super().__init__(tensors)
         self._record = record
         self.numbers = False  # whether NumPy numbers were written as Python numbers
-        self._stand_ins: dict[int, tuple[Value, Value]] = {}  # what is said otherwise, kept: ids stay theirs
+        self._stand_ins: dict[int, tuple[Value, Value]] = {}  # by id; the value is kept, so that its id is not reused
         for kind in (dict, OrderedDict, set):
             self._writers[kind] = partial(self._container, self._writers[kind])
 
@@ -333,10 +333,9 @@ class LoadablePickle(PickleWriter):
             self.out += self.name("_codecs", "encode") + self.text("") + self.text("latin1") + b"\x86R"
 
     def _encoded(self, value: Value) -> None:
-        known = self._stand_ins.get(id(value))
-        if known is None:
-            known = self._stand_ins[id(value)] = value, encode_stand_in(value)
-        self.value(known[1])
+        if id(value) not in self._stand_ins:
+            self._stand_ins[id(value)] = value, encode_stand_in(value)
+        self.value(self._stand_ins[id(value)][1])
 
     def _array(self, value: Object, array: Array) -> None:
         """A tensor with an attribute: ``_rebuild_from_type_v2(_rebuild_tensor_v2, Tensor, (storage, ...), {...})``."""

@@ -87,7 +87,7 @@ class RankFiles:
         return file, pickle, pickle.write(file, stem=_stem(path))
 
     def _kind(self, rank: int, path: str) -> tuple[object, ...]:
-        """Equal for ranks whose files differ only in bytes, of the same number at the same places."""
+        """Equal for ranks whose files differ only in the values of some bytes: one is the template of the others."""
         sizes = [mesh_box(shape, sharding, rank).sizes for shape, sharding in self._cuts]
         return len(_stem(path)), len(integer(rank)), *sizes
 
@@ -106,21 +106,21 @@ class RankFiles:
         blob = bytearray(template.file.blob)
         begin = int(_in_blob(template.file, np.array([template.archive.pickle_at], np.int64))[0])
         pickle = bytearray(blob[begin : begin + template.archive.pickle_nbytes])
-        for at, make in template.pickle.of_ranks:
+        for at, make in template.pickle.rank_patches:
             number = make(rank)
             if len(number) != len(make(template.pickle.rank)):
-                raise InternalError(f"{file.path} is not like the file of rank {template.pickle.rank}")
+                raise InternalError(f"{file.path} has other lengths than the file of rank {template.pickle.rank}")
             pickle[at : at + len(number)] = number
         offsets, contents = zip(*template.archive.with_pickle(pickle), strict=True)
-        for place, content in zip(_in_blob(template.file, np.array(offsets)), contents, strict=True):
-            blob[place : place + len(content)] = content
+        for start, content in zip(_in_blob(template.file, np.array(offsets)), contents, strict=True):
+            blob[start : start + len(content)] = content
         stem = np.frombuffer(_stem(file.path).encode(), np.uint8)
         np.frombuffer(blob, np.uint8)[template.names[:, None] + np.arange(len(stem))] = stem
         items = as_table(template.file.item_columns, 4).copy()
         boxes = [mesh_box(shape, sharding, rank) for shape, sharding in self._cuts]
-        places = np.array([self.data.box(box.offsets, box.sizes) for box in boxes], np.int64)
+        positions = np.array([self.data.box(box.offsets, box.sizes) for box in boxes], np.int64)
         cut = template.cut >= 0
-        items[cut, 3] = places[template.cut[cut]]
+        items[cut, 3] = positions[template.cut[cut]]
         return replace(template.file, path=file.path, blob=blob, item_columns=array("q", items.tobytes()))
 
 
@@ -163,8 +163,8 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         notes += inferred
 
     # A ShardedTensor names its own rank before all others, a mesh of several dimensions names the groups of each rank:
-    # then the memo of each rank's pickle is another one.
-    alike = spec.tensor is TensorForm.DTENSOR and all(len(sharding.mesh.sizes) == 1 for sharding in cut.values())
+    # then the pickles of two ranks differ in their memos too.
+    use_template = spec.tensor is TensorForm.DTENSOR and all(len(sharding.mesh.sizes) == 1 for sharding in cut.values())
 
     def files_of(
         section: Section, values: list[Value], tied: Mapping[Tensor, Tensor] | None = None
@@ -176,12 +176,12 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
 
         paths = [spec.places[section].file.format(rank=rank, world_size=world_size) for rank in range(world_size)]
         laid_out = RankFiles(pickle, cut)
-        if len(values) == 1 and alike:
-            made = laid_out.of_value(values[0], paths)
+        if len(values) == 1 and use_template:
+            rank_files = laid_out.of_value(values[0], paths)
         else:
-            made = laid_out.of_values(values if len(values) > 1 else values * world_size, paths)
+            rank_files = laid_out.of_values(values if len(values) > 1 else values * world_size, paths)
         files = []
-        for file in made:
+        for file in rank_files:
             files.append(file)
             require_memory(len(files[0].blob), world_size)
         return files
@@ -199,7 +199,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         files += files_of(Section.EXTRA, extras)
         notes += extra_notes(checkpoint, world_size)
     if device is None and spec.tensor is TensorForm.DTENSOR:
-        what = f"a mesh of {mesh.device} devices, which the source does not say (--mesh-device changes it)"
+        what = f"a mesh of {mesh.device} devices, which the source does not record (--mesh-device changes it)"
         notes.append(Note("inferred", f"DTensors record {what}"))
     return Target(files, notes=notes)
 
@@ -213,7 +213,7 @@ def _require_rows(checkpoint: Checkpoint, spec: WriteSpec) -> None:
         sharding = named.tensor.sharding
         if sharding is not None and sharding.placements != wanted[-len(sharding.placements) :]:
             raise UsageError(
-                f"{named.key} is {sharding} on the mesh {sharding.mesh}, which a ShardedTensor does not hold",
+                f"{named.key} is {sharding} on the mesh {sharding.mesh}, which a ShardedTensor cannot hold",
                 key=named.key,
                 expected="[Shard(0)], or [Replicate(), Shard(0)]",
                 found=str(sharding),

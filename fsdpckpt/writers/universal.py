@@ -31,15 +31,15 @@ _WEIGHT = "fp32"
 _TENSOR = 2  # the column of an item that says which tensor it is
 _STEPS = "global_steps"
 _OPTIMIZER_FILE = "optimizer_state.pt"
-_OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")  # what its loader takes from optimizer_state.pt, and:
+_OPTIMIZER_KEYS = ("dynamic_loss_scale", "overflow", "clip_grad")  # what its loader takes from optimizer_state.pt, and:
 _SCALER = "loss_scaler"
 _ADAM = frozenset({_STEP, "exp_avg", "exp_avg_sq"})  # the states that ZeRO 3 loads
-_OWN_KEYS = frozenset({
+_DEEPSPEED_KEYS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", "mp_world_size",
 })  # fmt: skip
-_MOST_NAME_BYTES = 255
-_SHOWN = 4
+_MAX_NAME_BYTES = 255
+_LISTED = 4  # names in an error
 
 
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
@@ -66,13 +66,13 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         if name not in weights and isinstance(leaf, Tensor) and first_of_tie.get(leaf) in name_of
     }
     files = _module_states(directory, params, weights, shared, groups, extra, casts)
-    alike: dict[tuple[object, ...], TargetFile] = {}
+    templates: dict[tuple[object, ...], TargetFile] = {}
     for name, tensor in weights.items():
         states = checkpoint.optim.state[name] if checkpoint.optim is not None else {}
         for state, leaf in {_WEIGHT: tensor, **states}.items():
             path = f"{directory}/zero/{name}/{state}.pt"
             if isinstance(leaf, Tensor):
-                files.append(_file_of(leaf, state, TargetFile(path, files[0].data), casts, alike))
+                files.append(_file_of(leaf, state, TargetFile(path, files[0].data), casts, templates))
             else:
                 _add(files, path, leaf if state == _STEP else {"param": leaf, "cat_dim": 0}, casts)
     if checkpoint.optim is not None:
@@ -80,10 +80,10 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         notes += _notes_on_groups(checkpoint.optim)
     latest = TargetFile("latest_universal")
     latest.literal(directory.encode())
-    left = tuple(str(key) for key in extra if key in _OWN_KEYS and key != "mp_world_size")
-    if left:
-        message = f"left out, because DeepSpeed keeps something else under that name: {', '.join(left)}"
-        notes.append(Note("dropped", message, keys=left))
+    left_out = tuple(str(key) for key in extra if key in _DEEPSPEED_KEYS and key != "mp_world_size")
+    if left_out:
+        message = f"left out, because DeepSpeed keeps something else under that name: {', '.join(left_out)}"
+        notes.append(Note("dropped", message, keys=left_out))
     return Target([*files, latest], [*notes, *dropped])
 
 
@@ -97,14 +97,14 @@ def _file_of(
     state: str,
     file: TargetFile,
     casts: Mapping[Tensor, DType],
-    alike: dict[tuple[object, ...], TargetFile],
+    templates: dict[tuple[object, ...], TargetFile],
 ) -> TargetFile:
-    """``file`` with one tensor in it. ``alike``: the earlier files, which differ only in the content of their
-    tensor.
+    """``file`` with one tensor in it. ``templates``: the first file of each kind, from which the others differ only in
+    their tensor.
     """
     dtype, (order, stride) = casts.get(tensor, tensor.dtype), order_of(tensor)
     key = (state, tensor.shape, dtype.name, stride)
-    first = alike.setdefault(key, file)
+    first = templates.setdefault(key, file)
     if first is file:
         lay_out_file(file, tensor if state == _STEP else {"param": tensor, "cat_dim": 0}, casts=casts)
         return file
@@ -140,7 +140,7 @@ def _weights(
     unlisted = [name for group in groups for name in group if name not in weights]
     if unlisted:
         raise NeedsInformationError(
-            f"{plural(len(unlisted), 'parameter')} of the optimizer, not in the model: {first_of(unlisted, _SHOWN)}",
+            f"the model lacks {plural(len(unlisted), 'parameter')} of the optimizer: {first_of(unlisted, _LISTED)}",
             details=unlisted,
             why="DeepSpeed restores the weights of every parameter together with its states",
             next_step="convert the model and the optimizer together",
@@ -148,7 +148,7 @@ def _weights(
     unfit = [name for name in weights if name == _OPTIMIZER_FILE or not _is_file_name(name)]
     if unfit:
         raise SourceUnsupportedError(
-            f"{plural(len(unfit), 'parameter', 'have')} a name that no directory can have: {first_of(unfit, _SHOWN)}",
+            f"{plural(len(unfit), 'parameter', 'have')} a name that no directory can have: {first_of(unfit, _LISTED)}",
             details=unfit,
             key=unfit[0],
             why="a universal checkpoint has a directory for each parameter",
@@ -164,15 +164,15 @@ def _is_file_name(name: str) -> bool:
         nbytes = len(name.encode("utf-8", "surrogateescape"))
     except UnicodeEncodeError:
         return False
-    return nbytes <= _MOST_NAME_BYTES and "/" not in name and "\0" not in name and name not in ("", ".", "..")
+    return nbytes <= _MAX_NAME_BYTES and "/" not in name and "\0" not in name and name not in ("", ".", "..")
 
 
 def _require_states(weights: Mapping[str, Tensor], states: Mapping[int | str, Mapping[str, Tensor | Value]]) -> None:
-    bare = [name for name in weights if not states.get(name)]
-    if bare:
+    stateless = [name for name in weights if not states.get(name)]
+    if stateless:
         raise NeedsInformationError(
-            f"{plural(len(bare), 'parameter', 'have')} no optimizer state: {first_of(bare, _SHOWN)}",
-            details=bare,
+            f"{plural(len(stateless), 'parameter', 'have')} no optimizer state: {first_of(stateless, _LISTED)}",
+            details=stateless,
             why="DeepSpeed opens the states of every parameter that it trains",
             next_step="add --missing-state zeros",
         )
@@ -184,7 +184,7 @@ def _require_states(weights: Mapping[str, Tensor], states: Mapping[int | str, Ma
     ]
     if unfit:
         raise SourceUnsupportedError(
-            f"{plural(len(unfit), 'optimizer state', 'have')} an unusable name: {first_of(unfit, _SHOWN)}",
+            f"{plural(len(unfit), 'optimizer state', 'have')} an unusable name: {first_of(unfit, _LISTED)}",
             details=unfit,
             key=unfit[0],
             why=f"a universal checkpoint has a file named after each state, beside {_WEIGHT}.pt, the weight",
@@ -198,7 +198,7 @@ def _require_states(weights: Mapping[str, Tensor], states: Mapping[int | str, Ma
     ]
     if uncut:
         raise SourceUnsupportedError(
-            f"{plural(len(uncut), 'optimizer state', 'do')} not have its parameter's shape: {first_of(uncut, _SHOWN)}",
+            f"{plural(len(uncut), 'optimizer state', 'do')} not have its parameter's shape: {first_of(uncut, _LISTED)}",
             details=uncut,
             key=uncut[0],
             why="DeepSpeed cuts every state but the step as it cuts the parameter",
@@ -224,9 +224,10 @@ def _module_states(
             leaf = Tensor(leaf.dtype, (0,), Chunks.whole(file=0, offset=0, shape=(0,)))  # noqa: PLW2901  # a placeholder
         module[name] = leaf
     shapes = [OrderedDict((name, weights[name].shape) for name in group) for group in groups]
-    beside = {key: value for key, value in extra.items() if key not in _OWN_KEYS and key not in _OF_OPTIMIZER}
+    elsewhere = {*_DEEPSPEED_KEYS, *_OPTIMIZER_KEYS}
+    other_extras = {key: value for key, value in extra.items() if key not in elsewhere}
     if _scaler(extra) is not None:
-        del beside[_SCALER]
+        del other_extras[_SCALER]
     state: dict[Key, Value] = {
         "buffer_names": [],
         "optimizer": None,
@@ -238,16 +239,16 @@ def _module_states(
         "skipped_steps": 0,
         _STEPS: 0,
         "dp_world_size": 1,
-        **beside,
+        **other_extras,
         "mp_world_size": 1,
     }
     data = TargetData()  # of all files, which are planned together
     names = (f"{directory}/{head}mp_rank_00_model_states.pt" for head in ("", "zero_pp_rank_0_"))
-    file, of_rank = (TargetFile(name, data) for name in names)
+    file, zero3_file = (TargetFile(name, data) for name in names)
     may_share = [leaf for leaf in module.values() if isinstance(leaf, Tensor)]
     lay_out_file(file, {"module": module, **state}, casts=casts, may_share=may_share)
-    lay_out_file(of_rank, {"module": {}, **state}, casts=casts)
-    return [file, of_rank]
+    lay_out_file(zero3_file, {"module": {}, **state}, casts=casts)
+    return [file, zero3_file]
 
 
 def _optimizer_state(
@@ -258,7 +259,7 @@ def _optimizer_state(
     steps = [optim.state[group[0]].get(_STEP) if group else None for group in groups]
     states: dict[Key, Value] = {number: {_STEP: step} for number, step in enumerate(steps) if step is not None}
     version = extra.get("ds_version")
-    root: dict[Key, Value] = {key: extra[key] for key in _OF_OPTIMIZER if key in extra}
+    root: dict[Key, Value] = {key: extra[key] for key in _OPTIMIZER_KEYS if key in extra}
     scaler = _scaler(extra)
     if scaler is not None:
         root[_SCALER] = scaler
@@ -285,7 +286,7 @@ def _notes_on_groups(optim: OptimState) -> list[Note]:
     states = {state for entry in optim.state.values() for state in entry}
     notes: list[Note] = []
     uneven = sorted(
-        str(key) for key in groups[0] if key != "params" and any(one.get(key) != groups[0][key] for one in groups)
+        str(key) for key in groups[0] if key != "params" and any(group.get(key) != groups[0][key] for group in groups)
     )
     if uneven:
         message = (
