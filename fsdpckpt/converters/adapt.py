@@ -41,8 +41,8 @@ def adapt_to_form(
     """
     _require_section_of_form(checkpoint, flavor, form, only)
     copied = side_files(checkpoint, flavor, world_size, sources, only=only)
-    below = f"{checkpoint.directory.rstrip('/')}/"  # its direct entries are all listed again
-    notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(below)]
+    directory = f"{checkpoint.directory.rstrip('/')}/"  # ``copied`` lists its files again
+    notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(directory)]
     checkpoint = replace(checkpoint, notes=tuple(notes), files=(*checkpoint.files, *copied.sources))
     if checkpoint.optim is not None and form.optim is None:
         note = Note("not-carried", f"the optimizer is left out: flavor {flavor.name} has no place for it")
@@ -65,12 +65,12 @@ def adapt_to_form(
             tensors = [str(key) for key, value in checkpoint.extra.items() if isinstance(value, Tensor)]
             why = f"left out: flavor {flavor.name} takes tensors at the top as the model's"
             checkpoint = _without_extras(checkpoint, tensors, why)
-    both = checkpoint.model is not None and checkpoint.optim is not None
-    if not both:
+    has_both = checkpoint.model is not None and checkpoint.optim is not None
+    if not has_both:
         why = f"left out, because flavor {flavor.name} saves them only with both the model and the optimizer"
         checkpoint = _without_extras(checkpoint, _extras_implying_both(checkpoint, flavor, form), why)
     checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *copied.notes))
-    if only is None and (both or not _extras_imply_both(flavor, form)):
+    if only is None and (has_both or not _extras_imply_both(flavor, form)):
         checkpoint = _adapt_extras(checkpoint, flavor, form, sources)
     return checkpoint, form, copied.files
 
@@ -124,8 +124,8 @@ def _extras_implying_both(checkpoint: Checkpoint, flavor: Flavor, form: Form) ->
 def _unplaced_extras(checkpoint: Checkpoint, copied: SideFiles, placed: tuple[PathKey, ...]) -> tuple[str, ...]:
     """The extras that are neither in ``placed``, nor in a side file, nor already reported as left out."""
     files = [*copied.files, *(name for note in copied.notes for name in note.keys)]
-    settled = {*map(str, placed), *_extra_names_in_files(files)}
-    return tuple(str(key) for key in checkpoint.extra if key not in settled)
+    accounted_for = {*map(str, placed), *_extra_names_in_files(files)}
+    return tuple(str(key) for key in checkpoint.extra if key not in accounted_for)
 
 
 def _extra_names_in_files(files: Iterable[str]) -> set[str]:
@@ -156,16 +156,16 @@ def _place_schedule(
 def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: Sources) -> Checkpoint:
     """Keep the extras that ``form``'s loader opens, in the shape it expects; the notes say what changed.
 
-    An extra with a name the loader opens but another content is left out. The source's LR scheduler moves to where this
-    producer keeps it. What the loader cannot do without is added.
+    An extra that the loader opens, but with different content, is left out. The source's LR scheduler moves to where
+    this producer keeps it. What the loader cannot do without is added.
     """
-    foreign = [
+    different = [
         key
         for key, keys in form.loader_opens
         if checkpoint.extra.get(key) is not None and not _has(checkpoint.extra[key], keys)
     ]
     why = f"left out, because flavor {flavor.name} keeps something else under that name"
-    checkpoint = _without_extras(checkpoint, foreign, why)
+    checkpoint = _without_extras(checkpoint, different, why)
     notes, extra = list(checkpoint.notes), dict(checkpoint.extra)
     if form.schedule is not None and form.schedule[0] not in extra:
         place, keys = form.schedule
@@ -173,16 +173,16 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
         if schedule is not None:
             extra[place] = schedule
             notes.append(_schedule_note(place, schedule, checkpoint, flavor, sources))
-    absent: list[tuple[str, Value]] = [
+    defaults: list[tuple[str, Value]] = [
         (key, [] if value == () else value) for key, value in form.defaults if key not in extra
     ]
     if form.counter and type(extra.get(form.counter)) is not int:
-        absent.append((form.counter, _optimizer_steps(checkpoint, sources)))
-    if absent:
-        added = ", ".join(f"{key} = {value!r}" for key, value in absent)
+        defaults.append((form.counter, _optimizer_steps(checkpoint, sources)))
+    if defaults:
+        added = ", ".join(f"{key} = {value!r}" for key, value in defaults)
         message = f"what flavor {flavor.name} needs and the source does not have was added: {added}"
         notes.append(Note("inferred", message))
-        extra.update(absent)
+        extra.update(defaults)
     return replace(checkpoint, extra=extra, notes=tuple(notes))
 
 
@@ -193,12 +193,12 @@ def _schedule_note(
     message = f"{place} is the state of the source's LR scheduler, unchanged"
     if flavor.schedule_file and _LAMBDAS not in schedule:
         message += ", which is not a LambdaLR: resume with a scheduler of the same class"
-    counted, steps = schedule.get("last_epoch"), _optimizer_steps(checkpoint, sources)
+    epochs, steps = schedule.get("last_epoch"), _optimizer_steps(checkpoint, sources)
     source = flavor_named(checkpoint.flavor)
     by_process = source is not None and source.counts_processes
-    if by_process and not flavor.counts_processes and isinstance(counted, int) and counted != steps:
+    if by_process and not flavor.counts_processes and isinstance(epochs, int) and epochs != steps:
         message += (
-            f"; it counts {counted} steps, and the optimizer {steps}: {checkpoint.flavor} counts one for each process"
+            f"; it counts {epochs} steps, and the optimizer {steps}: {checkpoint.flavor} counts one for each process"
         )
     elif flavor.counts_processes and not by_process:
         message += f"; {flavor.name} will count one step for each process, unless split_batches is set"

@@ -15,7 +15,7 @@ from fsdpckpt.producers import Flavor, Form, PathKey
 from fsdpckpt.producers.table import HUGGINGFACE, WRITABLE, flavor_named
 
 _PLAIN = "the target is plain"
-_UNSETTLED = frozenset({"several-models", "several-optimizers"})  # notes on extras that may be sections
+_AMBIGUOUS = frozenset({"several-models", "several-optimizers"})  # notes on extras that may be sections
 
 
 _ALIASES = {"hf": HUGGINGFACE.name, "transformers": HUGGINGFACE.name}
@@ -43,8 +43,8 @@ def is_per_rank(layout: Layout, container: Container) -> bool:
 
 def ranks_of(flavor: Flavor, form: Form, options: ConvertOptions, source: Checkpoint) -> int | None:
     """The target's world size: ``--world-size``, else the source's if its rank files are kept."""
-    kept = _is_source_form(flavor, form, source) and is_per_rank(form.layout, form.container)
-    return source.world_size if options.world_size is None and kept else options.world_size
+    keeps_ranks = _is_source_form(flavor, form, source) and is_per_rank(form.layout, form.container)
+    return source.world_size if options.world_size is None and keeps_ranks else options.world_size
 
 
 def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tuple[Flavor, Form] | Note | None:
@@ -64,12 +64,12 @@ def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tu
         for form in _fitting(flavor, suffix, options, source)
         if form.layout is layout and (not suffix or suffix == form.suffix) and _matches_request(form, options, source)
     ]
-    unsettled = any(note.kind in _UNSETTLED for note in source.notes)
-    if fitting and not unsettled:
+    ambiguous = any(note.kind in _AMBIGUOUS for note in source.notes)
+    if fitting and not ambiguous:
         return flavor, _with_source_keys(_preferred(flavor, fitting, source), source)
     form = _preferred(flavor, list(flavor.forms), source)
     requested = _request_text(suffix, options) or "all that is taken from this source"
-    why = "it is unclear which sections it has" if unsettled else f"flavor {flavor.name} does not save {requested}"
+    why = "it is unclear which sections it has" if ambiguous else f"flavor {flavor.name} does not save {requested}"
     resumes = "resumes" if form.optim is not None else "loads"
     return Note("plain", f"{_PLAIN}: {why}. What {resumes} with it: --flavor {flavor.name} {_describe_change(form)}")
 
@@ -84,8 +84,8 @@ def _matches_request(form: Form, options: ConvertOptions, source: Checkpoint) ->
         return False
     if source.optim is None or options.only is Section.MODEL:
         return True
-    same = form.container == source.container == Container.DCP
-    if form.optim is None or (same and form.flattened != source.flattened_keys):
+    both_dcp = form.container == source.container == Container.DCP
+    if form.optim is None or (both_dcp and form.flattened != source.flattened_keys):
         return False
     return options.key_type in (None, form.key_type)
 
@@ -115,7 +115,7 @@ def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source:
         )
     form = _preferred(flavor, fitting, source)
     if form.optim is not None and options.key_type not in (None, form.key_type):
-        keys = f"keys its optimizer by {form.key_type}" if form.key_type else "has keys of its own in this form"
+        keys = f"keys its optimizer by {form.key_type}" if form.key_type else "has its own kind of keys in this form"
         raise UsageError(
             f"--key-type {options.key_type} does not go with --flavor {flavor.name}, which {keys}",
             next_step="drop --key-type",
@@ -152,8 +152,8 @@ def _preferred(flavor: Flavor, forms: list[Form], source: Checkpoint) -> Form:
 
 def _layout(flavor: Flavor, source: Checkpoint) -> Layout:
     """The source's layout. A DCP directory that one rank saved counts as sharded, although its tensors are whole."""
-    same_flavor = source.flavor == flavor.name and source.container == Container.DCP
-    return Layout.SHARDED if same_flavor and source.layout is Layout.FULL else source.layout
+    framework_dcp = source.flavor == flavor.name and source.container == Container.DCP
+    return Layout.SHARDED if framework_dcp and source.layout is Layout.FULL else source.layout
 
 
 def _what_to_change(flavor: Flavor, suffix: str, options: ConvertOptions, source: Checkpoint) -> str:
@@ -181,9 +181,9 @@ def _describe_change(form: Form) -> str:
 
 
 def _request_text(suffix: str, options: ConvertOptions, between: str = ", ") -> str:
-    given = [f"--to {options.to}"] if options.to is not None else []
-    given += [f"--container {options.container}"] if options.container is not None else []
-    given += [f"--world-size {options.world_size}"] if options.world_size is not None else []
-    given += [f"--key-type {options.key_type}"] if options.key_type is not None else []
-    given += [f"--only {options.only}"] if options.only is not None else []
-    return between.join([*given, *([f"one {suffix} file"] if suffix else [])])
+    flags = [f"--to {options.to}"] if options.to is not None else []
+    flags += [f"--container {options.container}"] if options.container is not None else []
+    flags += [f"--world-size {options.world_size}"] if options.world_size is not None else []
+    flags += [f"--key-type {options.key_type}"] if options.key_type is not None else []
+    flags += [f"--only {options.only}"] if options.only is not None else []
+    return between.join([*flags, *([f"one {suffix} file"] if suffix else [])])

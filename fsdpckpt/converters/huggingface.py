@@ -46,11 +46,13 @@ def finish_export(
     files = dict(side_files)
     folders = [checkpoint.directory, f"{checkpoint.directory.rstrip('/')}/huggingface"] if checkpoint.directory else []
     if reference is not None:
-        of_model = files_of_model(reference, checkpoint.files, sources)
-        files.update(of_model.files)
+        reference_files = files_of_model(reference, checkpoint.files, sources)
+        files.update(reference_files.files)
         folders = [reference]
         checkpoint = replace(
-            checkpoint, files=(*checkpoint.files, *of_model.sources), notes=(*checkpoint.notes, *of_model.notes)
+            checkpoint,
+            files=(*checkpoint.files, *reference_files.sources),
+            notes=(*checkpoint.notes, *reference_files.notes),
         )
         _check_against(reference, checkpoint, sources)
         _check_configuration(reference, checkpoint, sources)
@@ -87,7 +89,8 @@ def _check_configuration(reference: str, checkpoint: Checkpoint, sources: Source
     for match in filter(None, map(_LAYER.match, shapes)):
         stacks.setdefault(match[1], set()).add(int(match[2]))
     for field in _DEPTH:
-        stated, more = document.get(field), document.get("num_nextn_predict_layers")  # of DeepSeek, behind the others
+        stated = document.get(field)
+        more = document.get("num_nextn_predict_layers")  # of DeepSeek: they are numbered after the others
         if type(stated) is int and len(stacks) == 1:
             ((stack, numbers),) = stacks.items()
             if len(numbers) not in (stated, stated + (more if type(more) is int else 0)):
@@ -102,7 +105,7 @@ def _check_configuration(reference: str, checkpoint: Checkpoint, sources: Source
     if wrong:
         path = f"{reference.rstrip('/')}/{_CONFIG}"
         raise SourceUnsupportedError(
-            f"{path} is not that of the model in {checkpoint.source}",
+            f"{path} does not describe the model in {checkpoint.source}",
             details=wrong,
             file=path,
             why="--reference names another model, or training has resized the model or its vocabulary",
@@ -138,7 +141,7 @@ def _without_tied_copies(
     left_out |= _tied_by_configuration(checkpoint, model, set(left_out), folders, sources, notes, reference)
     values = [name for name, leaf in model.params.items() if not isinstance(leaf, Tensor)]
     notes += [Note("tied", f"{name} is left out: it is tied to {first}", name) for name, first in left_out.items()]
-    notes += [Note("dropped", f"{name} is not a tensor, and has no place among weights", name) for name in values]
+    notes += [Note("dropped", f"{name} is left out: it is not a tensor", name) for name in values]
     params = {name: leaf for name, leaf in model.params.items() if name not in left_out and name not in values}
     return replace(checkpoint, model=ModelState(params), notes=(*checkpoint.notes, *notes))
 
@@ -166,10 +169,11 @@ def _tied_by_configuration(
         if first_difference((head, *files), (embedding, *files), None) is None:
             return {heads[0]: embeddings[0]}
     if reference is not None:
+        path = f"{reference.rstrip('/')}/{_CONFIG}"
         raise SourceUnsupportedError(
-            f"{reference.rstrip('/')}/{_CONFIG} is not that of the model in {checkpoint.source}: it ties {heads[0]} to "
-            f"{embeddings[0]}, and their values differ",
-            file=f"{reference.rstrip('/')}/{_CONFIG}",
+            f"{path} does not describe the model in {checkpoint.source}: it ties {heads[0]} to {embeddings[0]}, and "
+            "their values differ",
+            file=path,
             key=heads[0],
             expected="tie_word_embeddings: false",
             found="true",
@@ -208,7 +212,7 @@ def _require_fitting(checkpoint: Checkpoint, reference: Checkpoint) -> None:
     shapes, expected = _shapes(checkpoint), _shapes(reference)
     wrong = [f"{name}: not in {reference.source}" for name in shapes if name not in expected]
     wrong += [f"{name}: not in {checkpoint.source}" for name in expected if name not in shapes]
-    # One may have an output layer that the other ties.
+    # Tied weights: only one of the two may have the output layer.
     wrong = [each for each in wrong if not _OUTPUT_LAYER.search(each.partition(":")[0])]
     wrong += [
         f"{name}: expected {list(expected[name])}, found {list(shape)}"

@@ -117,7 +117,7 @@ class Linking:
             if self.requested in (LinkMode.HARDLINK, LinkMode.REFLINK):
                 raise UsageError(
                     f"--link {self.requested}: no file of DST would be the same as a file of SRC",
-                    why="this conversion cuts the tensors in another way, casts them, or writes them into other files",
+                    why="this conversion cuts the tensors differently, casts them, or writes them to other files",
                     next_step="drop --link: the bytes have to be copied",
                 )
             if self.requested is LinkMode.AUTO and self.mode is LinkMode.COPY:
@@ -158,11 +158,11 @@ def choose_linking(requested: LinkMode, files: Sequence[SourceFile], target: str
     parent, _ = existing_and_missing(os.path.dirname(os.path.realpath(target)))
     mode = LinkMode.HARDLINK if requested is LinkMode.HARDLINK else LinkMode.REFLINK
     if mode is LinkMode.HARDLINK:
-        able = {os.stat(parent).st_dev}
+        linkable_devices = {os.stat(parent).st_dev}
     else:
         first = {device: local[number] for number, device in reversed(devices.items())}
-        able = {device for device, path in first.items() if can_reflink(path, parent)}
-    linkable = frozenset(number for number, device in devices.items() if device in able)
+        linkable_devices = {device for device, path in first.items() if can_reflink(path, parent)}
+    linkable = frozenset(number for number, device in devices.items() if device in linkable_devices)
     if linkable:
         return Linking(requested, mode, linkable)
     if requested is LinkMode.AUTO:
@@ -213,7 +213,7 @@ def link_equal_files(
 def _equal_file(file: FilePlan, linking: Linking, files: Sequence[SourceFile], sources: Sources) -> int | None:
     """The number of the linkable file with the bytes of ``file``; None if there is none.
 
-    All tensor bytes must come from the same places of that file, and the bytes between them are compared. Checksums of
+    All tensor bytes must come from the same offsets of that file, and the bytes between them are compared. Checksums of
     tensor bytes are taken from the source: a copy would have compared the bytes with them.
     """
     copies = file.copies
@@ -228,11 +228,12 @@ def _equal_file(file: FilePlan, linking: Linking, files: Sequence[SourceFile], s
 
 def _same_literals(file: FilePlan, sources: Sources, path: str) -> bool:
     source = sources.open(path)
-    places = np.sort(file.checksums[:, 2:].ravel()).tolist()
+    checksum_offsets = np.sort(file.checksums[:, 2:].ravel()).tolist()
     for at, start, nbytes in file.literals.tolist():
         content = bytearray(source.read(at, nbytes))
-        for place in places[bisect_left(places, at) : bisect_left(places, at + nbytes)]:
-            content[place - at : place - at + 4] = bytes(min(4, at + nbytes - place))
+        rows = slice(bisect_left(checksum_offsets, at), bisect_left(checksum_offsets, at + nbytes))
+        for offset in checksum_offsets[rows]:
+            content[offset - at : offset - at + 4] = bytes(min(4, at + nbytes - offset))
         if content != file.blob[start : start + nbytes]:
             return False
     return True
@@ -252,7 +253,7 @@ def make_links(
             os.makedirs(os.path.dirname(path), exist_ok=True)
         (hardlink if linking.mode is LinkMode.HARDLINK else reflink)(os.path.realpath(source), path)
         linked, before = identity_of_status(source, os.stat(path)), sources.identity(source)
-        if linking.mode is LinkMode.REFLINK:  # a file of its own
+        if linking.mode is LinkMode.REFLINK:  # a new inode, with its own times
             linked = replace(before, nbytes=linked.nbytes)
         change = change_between(before, linked)
         if change is not None:

@@ -26,7 +26,7 @@ from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.target_checks import LINK, Contents, added_since, contents_of, is_system_file
 
-_SHOWN = 10  # files that are named in a refusal
+_MAX_LISTED = 10  # files in an error
 # Files that describe a checkpoint's data and are read, but hold none. Or data of an older save.
 _DESCRIBING = re.compile(r"fsdpckpt\.json|units\.json|\.metadata|.*\.(safetensors|bin)\.index\.json|__\d+_\d+\.distcp")
 # torch files beside a model and an optimizer that frameworks and training scripts keep there. Any other one may be a
@@ -81,12 +81,10 @@ def explain_why_overwrite_is_refused(target: str) -> Iterator[None]:
 
 def foreign_files_error(target: str, names: Iterable[str]) -> TargetExistsError:
     """The error for files at ``target`` that do not belong to a checkpoint. ``names``: their paths below it."""
-    foreign = sorted(names)
-    more = [f"and {len(foreign) - _SHOWN} more"] if len(foreign) > _SHOWN else []
     return _refused_error(
         f"{target} holds files that do not belong to a checkpoint, and --overwrite would delete them",
         target,
-        [*foreign[:_SHOWN], *more],
+        _listed(names),
         why="--overwrite replaces a checkpoint, and nothing else",
     )
 
@@ -124,20 +122,26 @@ def _is_training_state(name: str) -> bool:
 
 def _open(where: str, target: str, sources: Sources, contents: Contents) -> Checkpoint:
     """Open the checkpoint at ``where``, reading only its metadata."""
-    shown = [name or posixpath.basename(where) for name in sorted(contents)]
-    shown = [*shown[:_SHOWN], *([f"and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else [])]
+    files = _listed(name or posixpath.basename(where) for name in contents)
     try:
         checkpoint = open_checkpoint(where, sources=sources, locate=False)
     except NeedsInformationError as error:
         raise _refused_error(
-            f"{target} is not one checkpoint", target, error.details or shown, why=_ONLY_ONE
+            f"{target} is not one checkpoint", target, error.details or files, why=_ONLY_ONE
         ) from error
     except FsdpckptError as error:
-        raise _refused_error(f"{target} does not read as a checkpoint", target, shown, why=error.what) from error
+        raise _refused_error(f"{target} does not read as a checkpoint", target, files, why=error.what) from error
     if checkpoint.directory and checkpoint.directory.rstrip("/") != where:
         what = f"{target} is not a checkpoint, it contains one"
         raise _refused_error(what, target, [checkpoint.directory], why=_ONLY_ONE)
     return checkpoint
+
+
+def _listed(names: Iterable[str]) -> list[str]:
+    """The first of ``names``, and how many more there are."""
+    ordered = sorted(names)
+    more = len(ordered) - _MAX_LISTED
+    return [*ordered[:_MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
 
 
 _ONLY_ONE = "--overwrite replaces one checkpoint, and everything at DST would be deleted"

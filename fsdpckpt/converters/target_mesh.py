@@ -146,8 +146,8 @@ def on_mesh(spec: TargetSpec, source: Checkpoint, meshes: SourceMeshes, mesh: Ta
 
 
 def _resized(spec: TargetSpec, source: Checkpoint, meshes: SourceMeshes, world_size: int) -> dict[MeshShape, MeshShape]:
-    keep = spec.container is not Container.DCP  # where replicas are stored once
-    return resized(meshes, world_size, source=source.source, keep_replicas=keep)
+    keep_replicas = spec.container is not Container.DCP  # which stores replicas once
+    return resized(meshes, world_size, source=source.source, keep_replicas=keep_replicas)
 
 
 def _of_framework(
@@ -227,8 +227,8 @@ def _as_source(targets: Mapping[MeshShape, MeshShape], meshes: SourceMeshes, not
 
 def _has_hybrid(flavor: str) -> bool:
     """Whether the framework has a mesh of two dimensions that can describe the tensors."""
-    forms = known.forms if (known := flavor_named(flavor)) is not None else ()
-    return any(form.mesh.hybrid is not None for form in forms)
+    framework = flavor_named(flavor)
+    return framework is not None and any(form.mesh.hybrid is not None for form in framework.forms)
 
 
 def _fsdp_default(mesh: MeshShape) -> Sharding:
