@@ -16,6 +16,7 @@ from fsdpckpt.command_options import (
     InspectOptions,
     UnitsOptions,
     VerifyOptions,
+    keywords_of,
     takes_options,
     with_keywords,
 )
@@ -23,7 +24,7 @@ from fsdpckpt.errors import UsageError, require_torch
 from fsdpckpt.ir import Layout, Strategy
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.invariants import problems
-from fsdpckpt.option_fields import Scope, options_of, refuse_unused
+from fsdpckpt.option_fields import Scope, refuse_unused
 from fsdpckpt.options import ConvertOptions, LaunchOptions
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.storage.sources import Sources
@@ -392,7 +393,4 @@ def model_units(model: str, options: UnitsOptions) -> ResolvedUnits:
 def _units_request(options: UnitsOptions) -> UnitsRequest:
     from fsdpckpt.converters.transform import units_request
 
-    shared = {option.name for option in options_of(ConvertOptions)} & {
-        option.name for option in options_of(UnitsOptions)
-    }
-    return units_request(ConvertOptions(**{name: getattr(options, name) for name in shared}))
+    return units_request(ConvertOptions(**keywords_of(ConvertOptions, options)))

@@ -259,10 +259,10 @@ def divide_pairs(pairs: Sequence[Pair], source: Visible, written: Visible, worke
     load = np.zeros(workers, np.int64)
     for pair in pairs:
         sees = source[pair.source.chunks.file].all(axis=0) & written[pair.written.chunks.file].all(axis=0)
-        able = np.flatnonzero(sees)
-        worker = int(able[np.argmin(load[able])]) if len(able) else workers
+        able_workers = np.flatnonzero(sees)
+        worker = int(able_workers[np.argmin(load[able_workers])]) if len(able_workers) else workers
         divided[worker].append(pair)
-        if len(able):
+        if len(able_workers):
             load[worker] += pair.written.nbytes
     return divided
 

@@ -6,6 +6,8 @@ because the staged data would be wrong or no command could finish it.
 
 The same command resumes without being asked. What another command or another source has left is removed only with
 ``--no-resume``: that command could still finish it. If its source has changed since, no command can.
+
+``StagedOutput`` is what one rank holds in a staging directory during a run, and removes or keeps after an error.
 """
 
 from __future__ import annotations
@@ -131,18 +133,18 @@ def journaled_windows(
     return windows, changed_sources
 
 
-def _require_same_run(before: RunIdentity, now: RunIdentity, held: str) -> None:
-    """Raises the error for the first difference. ``held``: the beginning of its sentence, which names what is there."""
+def _require_same_run(before: RunIdentity, now: RunIdentity, content: str) -> None:
+    """Raises the error for the first difference. ``content``: what the directory holds, the start of a sentence."""
     if changes := before.source_changes(now):
         raise SourceError(
-            f"{held} of an interrupted run, and the source is not what that run read",
+            f"{content} of an interrupted run, and the source is not what that run read",
             details=changes,
             why="the rest would come from another checkpoint than the beginning",
             next_step=_START_OVER.format("source"),
             resumable=False,
         )
     if changes := before.other_changes(now):
-        raise _other_command(f"{held} of an interrupted run of another command", changes)
+        raise _other_command(f"{content} of an interrupted run of another command", changes)
 
 
 def other_upload(path: str) -> TargetError:

@@ -398,8 +398,8 @@ def strided_batches(
     file, source, source_pitch, target, target_pitch, width, rows, cast = (column[numbers] for column in copies)
     steps, target_steps = np.diff(source), np.diff(target)
     inside = (target >= begin) & (target + (rows - 1) * target_pitch + width <= end)
-    most = np.minimum(source_pitch, limit) - source_width
-    joined = inside[:-1] & inside[1:] & (np.diff(numbers) == 1) & (steps > 0) & (steps <= most[:-1]) & (rows[:-1] > 1)
+    reach = np.minimum(source_pitch, limit) - source_width  # how far the last copy may begin after the first
+    joined = inside[:-1] & inside[1:] & (np.diff(numbers) == 1) & (steps > 0) & (steps <= reach[:-1]) & (rows[:-1] > 1)
     for column in (file, source_pitch, target_pitch, width, rows, cast):
         joined &= column[:-1] == column[1:]
     other = (steps[1:] != steps[:-1]) | (target_steps[1:] != target_steps[:-1])
@@ -411,6 +411,6 @@ def strided_batches(
             yield StridedBatch(int(numbers[first]))
             continue
         step, target_step = int(steps[first]), int(target_steps[first])
-        count = int(most[first]) // step + 1
+        count = int(reach[first]) // step + 1
         for at in range(first, last, count):
             yield StridedBatch(int(numbers[at]), min(count, last - at), step, target_step)

@@ -70,9 +70,9 @@ def partition(
 def _snap_to_end(mark: int, ends: Int64Array, share: int) -> int:
     """``mark``, or the end of a file near it."""
     index = int(np.searchsorted(ends, mark))
-    near = [int(end) for end in ends[max(index - 1, 0) : index + 1]]
-    best = min([0, *near], key=lambda end: abs(end - mark))
-    return best if abs(best - mark) <= share * NEAR else mark
+    neighbours = [int(end) for end in ends[max(index - 1, 0) : index + 1]]
+    nearest = min([0, *neighbours], key=lambda end: abs(end - mark))
+    return nearest if abs(nearest - mark) <= share * NEAR else mark
 
 
 def _last_allowed_cut(file: FilePlan, plan: Plan, at: int) -> int:
@@ -289,14 +289,14 @@ def _files_with_streams(
 def _with_streams(
     file: FilePlan, needed: CopyParts, visible: Visible, rank: int, sender: Int64Array, position: Int64Array
 ) -> FilePlan:
-    seen = np.flatnonzero(visible[file.copies.file, rank])
+    readable = np.flatnonzero(visible[file.copies.file, rank])
     parts = np.stack(needed.copies)
     parts[0] = len(visible) + sender
     parts[1] = position
     parts[2] = needed.nbytes // needed.copies.rows  # rows lie end to end in a stream
-    copy = np.concatenate([seen, needed.copy])
+    copy = np.concatenate([readable, needed.copy])
     order = np.argsort(copy, kind="stable")
-    table = np.concatenate([np.stack(file.copies)[:, seen], parts], axis=1)[:, order]
+    table = np.concatenate([np.stack(file.copies)[:, readable], parts], axis=1)[:, order]
     return replace(
         file,
         first_copy=np.searchsorted(copy[order], file.first_copy).astype(np.int64),

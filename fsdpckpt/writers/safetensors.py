@@ -218,9 +218,9 @@ def _shards(group: _Group, limit: int) -> list[TargetFile]:
         return [_file(f"{group.stem}.safetensors", shards[0], group, first=True)]
     names = [f"{group.stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
     files = [_file(name, keys, group, first=name is names[0]) for name, keys in zip(names, shards, strict=True)]
-    where = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+    weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
     index = TargetFile(f"{group.stem}.safetensors.index.json")
-    index.literal(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2).encode() + b"\n")
+    index.literal(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode() + b"\n")
     return [*files, index]
 
 
