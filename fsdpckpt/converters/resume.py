@@ -269,9 +269,10 @@ class StagedOutput:
                 self.recorder = Recorder(journal_path(root, group.rank), identity, JournaledWindows())
 
     def discard_useless(self, error: BaseException, *, several_journals: bool) -> None:
-        """Remove the output after ``error``, unless the same command may finish it, or another one what it began.
+        """Remove the staged output after ``error``, unless the same command may finish it.
 
-        ``several_journals``: other ranks may have one in the directory too.
+        What an interrupted run left stays if this run has not begun to write there. ``several_journals``: other ranks
+        may have journals in the directory too.
         """
         staging = self.staging
         if staging is None or (staging.interrupted.resumed and not self._staged_now):
@@ -296,8 +297,8 @@ def is_resumable(error: BaseException) -> bool:
     """Whether, after ``error``, the same command may finish what was staged."""
     if not isinstance(error, FsdpckptError):
         return isinstance(error, (OSError, MemoryError)) or not isinstance(error, Exception)
-    passing = type(error) is SourceError or isinstance(error, (SourceMissingError, TargetUnwritableError))
-    return error.resumable and (passing or isinstance(error, (WorkerError, InterruptedRunError)))
+    temporary = type(error) is SourceError or isinstance(error, (SourceMissingError, TargetUnwritableError))
+    return error.resumable and (temporary or isinstance(error, (WorkerError, InterruptedRunError)))
 
 
 def staged_leftover(target: str, options: ConvertOptions) -> Leftover | None:
