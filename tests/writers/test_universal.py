@@ -140,7 +140,7 @@ def with_scalar(checkpoint: Checkpoint) -> OptimState:
     [
         ({"optim": without_first_state}, NeedsInformationError, "1 parameter has no optimizer state: emb.weight"),
         ({"optim": with_scalar}, SourceUnsupportedError, "not have its parameter's shape: emb.weight.d"),
-        ({"model": lambda _: None}, NeedsInformationError, "not in the model: emb.weight"),
+        ({"model": lambda _: None}, NeedsInformationError, "lacks 5 parameters of the optimizer: emb.weight"),
         ({"optim": lambda one: replace(one.optim, param_groups=None)}, NeedsInformationError, "which param group"),
     ],
 )
