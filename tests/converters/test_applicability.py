@@ -60,5 +60,5 @@ def test_a_key_type_for_a_framework_without_an_optimizer_is_refused_for_that_rea
 def test_a_form_with_keys_of_its_own_refuses_key_type(tmp_path: Path, key_type: str) -> None:
     source = saved(tmp_path / "source.pt", "model", "optimizer")
     options = {"flavor": "accelerate", "to": "flattened", "world_size": 2, "unit": ["none"], "use_orig_params": True}
-    with pytest.raises(UsageError, match=r"--key-type .* keys of its own in this form"):
+    with pytest.raises(UsageError, match=r"--key-type .* its own kind of keys in this form"):
         fsdpckpt.convert(source, tmp_path / "out", key_type=key_type, **options)

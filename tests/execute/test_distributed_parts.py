@@ -111,12 +111,12 @@ def test_the_room_that_was_given_back_last_is_taken_first() -> None:
     found = buffers(9, 4)
     for number in range(3):
         assert found.claim(number)
-    rooms = [found.place(0, number, 0, 1).ctypes.data for number in range(3)]
+    rooms = [found.part(0, number, 0, 1).ctypes.data for number in range(3)]
     for number in (0, 0, 2, 2):
         found.written(number)
     assert found.claim(3)
     assert found.claim(4)
-    assert [found.place(0, number, 0, 1).ctypes.data for number in (3, 4)] == [rooms[2], rooms[0]]
+    assert [found.part(0, number, 0, 1).ctypes.data for number in (3, 4)] == [rooms[2], rooms[0]]
 
 
 def test_a_stream_is_read_from_the_round_it_came_in(tmp_path) -> None:
@@ -128,7 +128,7 @@ def test_a_stream_is_read_from_the_round_it_came_in(tmp_path) -> None:
             begin = begins[sender][number]
             for part in range(2):  # in two chunks
                 at, end = (count * each // 2 for each in (part, part + 1))
-                place = found.place(sender, number, at, end - at)
+                place = found.part(sender, number, at, end - at)
                 place[:] = np.frombuffer(data[sender][begin + at : begin + end], np.uint8)
     for sender, offset, nbytes in ((0, 3, 90), (0, 100, 101), (0, 250, 53), (3, 0, 7), (3, 15, 6)):
         into = bytearray(nbytes)
