@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 AHEAD = 128 << 10  # bytes: a small read fetches this many, since metadata lies close together
 SMALL = 64 << 10  # bytes: reads up to this size go through the cache
-NEAR = 16 << 10  # bytes: announced ranges with a gap up to this size are fetched in one request
+NEAR = 24 << 10  # bytes: announced ranges with a gap up to this size are fetched in one request
 REQUEST_COST = 256 << 10  # bytes a store sends in the time that another request takes (some 5 ms at 50 MB/s a stream)
 REQUESTS = 16  # at a time: a store answers in tens of milliseconds
 CACHE_BYTES = 16 << 20  # headers and metadata of many files; tensor data is never cached

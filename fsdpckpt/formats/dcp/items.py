@@ -34,7 +34,7 @@ from fsdpckpt.storage.remote_file import prefetch
 from fsdpckpt.text import bytes_text
 
 _END = 1 << 12  # bytes read at each end of an item: all its structure, unless its names are very long
-_NEAR = 1 << 14  # bytes between two ranges: a smaller gap is read rather than making two requests
+_NEAR = 24 << 10  # bytes between two ranges: a smaller gap is read rather than making two requests
 _BATCH = 2 << 20  # bytes read before they are compared
 _MAX_TEMPLATES = 1 << 14  # different item structures remembered; a model has far fewer different shapes
 _MAX_SAME_LENGTH = 16  # structures of one length remembered: comparing with more costs as much as parsing
