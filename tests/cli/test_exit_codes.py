@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -195,7 +194,7 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-def test_help_and_inspect_start_quickly_and_import_nothing_heavy(saved: Path) -> None:
+def test_help_and_inspect_import_nothing_heavy(saved: Path) -> None:
     code = (
         "import sys\n"
         "sys.argv = ['fsdpckpt', *sys.argv[1:]]\n"
@@ -206,15 +205,12 @@ def test_help_and_inspect_start_quickly_and_import_nothing_heavy(saved: Path) ->
         "print([name for name in heavy if name in sys.modules], file=sys.stderr)\n"
     )
 
-    def imported(*arguments: str) -> tuple[str, float]:
-        begun = time.perf_counter()
+    def imported(*arguments: str) -> str:
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
-        return done.stderr.splitlines()[-1], time.perf_counter() - begun
+        return done.stderr.splitlines()[-1]
 
-    loaded, seconds = min((imported("--help") for _ in range(3)), key=lambda pair: pair[1])
-    assert loaded == "[]"
-    assert seconds < 0.75  # 0.25 s on an idle machine
-    assert imported("inspect", str(saved))[0] == "['numpy']"
+    assert imported("--help") == "[]"
+    assert imported("inspect", str(saved)) == "['numpy']"
 
 
 ALL_ERRORS = [
