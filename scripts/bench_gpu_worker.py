@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdpckpt import comm
 from fsdpckpt.comm.transport import TransferBuffers
-from fsdpckpt.converters import pipeline
+from fsdpckpt.converters import pipeline, shared_sources
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.progress import NoProgress
@@ -160,7 +160,7 @@ class Bench:
 
     def conversion(self, source: str, target: str) -> None:
         """A conversion in which every byte is sent: no worker sees what it writes. With the device memory."""
-        content_identity = pipeline.content_identity
+        content_identity = shared_sources.content_identity
         numbers = [int(found[1]) for name in os.listdir(source) if (found := re.search(r"_rank_(\d+)\.", name))]
         world_size, ranks = self.group.world_size, max(numbers) + 1
 
@@ -168,7 +168,7 @@ class Bench:
             """Worker w writes the ranks from w * ranks / world size on, and sees all others."""
             return b"" if self._writes(path, ranks) else content_identity(path, sources)
 
-        pipeline.content_identity = others_only
+        shared_sources.content_identity = others_only
         options = ConvertOptions(
             to=Layout.SHARDED, container=Container.TORCH, world_size=ranks, verify=VerifyLevel.NONE, overwrite=True
         )
@@ -184,7 +184,7 @@ class Bench:
 
         nbytes = sum(os.path.getsize(os.path.join(source, name)) for name in os.listdir(source))
         self.rate("conversion, every byte exchanged", nbytes, convert)
-        pipeline.content_identity = content_identity
+        shared_sources.content_identity = content_identity
         if self.device.type == "cuda":
             used = torch.cuda.max_memory_allocated(self.device) - before
             row = {

@@ -86,7 +86,7 @@ def rows_of(found: reader.DcpMetadata) -> Iterator[tuple[str, Box, str]]:
 def forbidden_for_many(add: Any) -> Any:
     def wrapped(self: Any, key: str, ndim: int, some: Any) -> None:
         listed = list(some)
-        assert len(listed) <= 8 or not self._places, f"{key} is read chunk by chunk"
+        assert len(listed) <= 8 or not self._tensors, f"{key} is read chunk by chunk"
         add(self, key, ndim, listed)
 
     return wrapped
