@@ -199,7 +199,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         files += files_of(Section.EXTRA, extras)
         notes += extra_notes(checkpoint, world_size)
     if device is None and spec.tensor is TensorForm.DTENSOR:
-        what = f"a mesh of {mesh.device} devices, which the source does not record (--mesh-device changes it)"
+        what = f"a mesh of {mesh.device} devices, which the source does not say (--mesh-device changes it)"
         notes.append(Note("inferred", f"DTensors record {what}"))
     return Target(files, notes=notes)
 
