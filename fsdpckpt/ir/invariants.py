@@ -126,9 +126,8 @@ def _overlapping_states(optim: OptimState) -> Iterator[tuple[int, str, str, int]
     if not tensors:
         return
     counts = np.array([len(tensor.chunks) for tensor in tensors], np.int64)
-    state = np.repeat(np.arange(len(states)), counts)
-    chunk = np.arange(len(state)) - np.repeat(np.cumsum(counts) - counts, counts)
-    param = np.array([number for number, _, _ in states], np.int64)[state]
+    first_rows = np.cumsum(counts) - counts
+    param = np.repeat(np.array([number for number, _, _ in states], np.int64), counts)
     file = np.concatenate([tensor.chunks.file for tensor in tensors])
     begin = np.concatenate([tensor.chunks.offset for tensor in tensors])
     end = begin + spans_of(tensors)
@@ -136,13 +135,18 @@ def _overlapping_states(optim: OptimState) -> Iterator[tuple[int, str, str, int]
     order = order[(begin[order] >= 0) & (end[order] > begin[order])]  # located, and not empty
     before, after = order[:-1], order[1:]
     near = (param[before] == param[after]) & (file[before] == file[after]) & (begin[after] < end[before])
+
+    def state_of(row: int) -> int:
+        return int(np.searchsorted(first_rows + counts, row, "right"))
+
     furthest = reported = -1  # the row that reaches furthest into its file; the last parameter with a problem
     for row in order[np.isin(param[order], param[after[near]])].tolist():
         same_file = furthest >= 0 and param[row] == param[furthest] and file[row] == file[furthest]
         overlaps = same_file and begin[row] < end[furthest]
-        if overlaps and state[row] != state[furthest] and param[row] != reported:
-            (_, first, one), (number, second, other) = states[state[furthest]], states[state[row]]
-            if _share_elements(one, int(chunk[furthest]), other, int(chunk[row])):
+        if overlaps and param[row] != reported and state_of(row) != state_of(furthest):
+            at, other_at = state_of(furthest), state_of(row)
+            (_, first, one), (number, second, other) = states[at], states[other_at]
+            if _share_elements(one, int(furthest - first_rows[at]), other, int(row - first_rows[other_at])):
                 reported = number
                 yield number, first, second, int(file[row])
         if not overlaps or end[row] > end[furthest]:
