@@ -120,6 +120,8 @@ def _fill(s3: Proxy, files: Path) -> None:
     wanted = {str(path.relative_to(files)): path.read_bytes() for path in files.rglob("*") if path.is_file()}
     for key in there.keys() - wanted.keys():
         client.delete_object(Bucket="runs", Key=key)
+    for upload in client.list_multipart_uploads(Bucket="runs").get("Uploads", []):
+        client.abort_multipart_upload(Bucket="runs", Key=upload["Key"], UploadId=upload["UploadId"])
     for key, data in wanted.items():
         if there.get(key) != f'"{hashlib.md5(data).hexdigest()}"':
             client.put_object(Bucket="runs", Key=key, Body=data)

@@ -120,6 +120,7 @@ Fault = Callable[[str, str, int | None], str | None]
 class Proxy:
     """``url``: what stands for the server behind. ``fault`` decides what becomes of each request.
 
+    ``seen`` has a request before its answer is sent: a client that has the answer can count on it.
     ``headers`` are added to what is asked, ``answer_headers`` to what is answered, ``query`` to every list of S3.
     """
 
@@ -177,9 +178,9 @@ def proxy(backend: str) -> Iterator[Proxy]:
                     self.send_header("Location", state.backend + self.path)
                 if code == "PermanentRedirect":
                     self.send_header("x-amz-bucket-region", "eu-north-1")
+                state.seen.append(Seen(self.command, path, split.query, begin, nbytes, 0))
                 self.end_headers()
                 self.wfile.write(text if self.command != "HEAD" else b"")
-                state.seen.append(Seen(self.command, path, split.query, begin, nbytes, 0))
                 return
             if kind == "stall":
                 state.released.wait(60)
@@ -207,12 +208,12 @@ def proxy(backend: str) -> Iterator[Proxy]:
             length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
             if answer.status not in (204, 304) and length is not None:
                 self.send_header("Content-Length", length)
-            self.end_headers()
             if kind == "short":
                 data = data[: len(data) // 2]
                 self.close_connection = True
-            self.wfile.write(data)
             state.seen.append(Seen(self.command, path, split.query, begin, nbytes, len(data)))
+            self.end_headers()
+            self.wfile.write(data)
             link.close()
 
         do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _forward  # noqa: N815
