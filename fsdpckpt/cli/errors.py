@@ -37,10 +37,15 @@ _NO_TARGET = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EROFS: "the file system is read-only",
 }
+_LOOK_AT = {  # what to look at, and with which command
+    errno.EACCES: ("look at the owner and the permissions", "ls -ld"),
+    errno.EPERM: ("look at the owner and the permissions", "ls -ld"),
+    errno.ELOOP: ("see where the link leads", "ls -l"),
+}
 # Packages that fsspec opens URLs with: their errors are the store's answers, not bugs of this program.
 _STORES = frozenset(
-    {"aiohttp", "aiobotocore", "azure", "adlfs", "botocore", "fsspec", "gcsfs", "google", "huggingface_hub", "requests"}
-    | {"s3fs", "urllib3"}
+    {"aiohttp", "aiobotocore", "azure", "adlfs", "botocore", "fsspec", "gcsfs", "google", "httpx", "httpx2"}
+    | {"huggingface_hub", "requests", "s3fs", "urllib3"}
 )
 
 
@@ -167,10 +172,11 @@ def _from_system(error: OSError) -> FsdpckptError:
             run_again=True,
         )
     next_step = None
-    if path:
+    if path and error.errno in _LOOK_AT:
         import shlex
 
-        next_step = to_copy("look at the owner and the permissions", f"ls -ld {shlex.quote(path)}")
+        what, command = _LOOK_AT[error.errno]
+        next_step = to_copy(what, f"{command} {shlex.quote(path)}")
     return SourceError(
         f"{where}{error.strerror or error}",
         details=details,

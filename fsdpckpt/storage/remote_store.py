@@ -87,7 +87,7 @@ def _open_error(url: str, error: ImportError | ValueError, examples: str) -> Sou
             f"{url} cannot be opened: {error}",
             file=url,
             why="fsspec opens this kind of URL with a package that is not installed",
-            next_step=to_copy("install it", f"pip install {package or 'the package named above'}"),
+            next_step=to_copy("install it", f"pip install {package}") if package else "install that package",
         )
     if package is not None:
         return SourceError(

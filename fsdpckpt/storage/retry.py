@@ -32,13 +32,15 @@ _ERROR_CLASSES = (
     ("google.api_core.exceptions", "GoogleAPIError"),
     ("google.auth.exceptions", "GoogleAuthError"),
     ("azure.core.exceptions", "AzureError"),
+    ("httpx", "HTTPError"),  # of huggingface_hub, in its newer versions httpx2
+    ("httpx2", "HTTPError"),
 )
 _FINAL_NUMBERS = {errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOENT, errno.ENOSYS}
 _FINAL_NUMBERS |= {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EREMCHG}
 _FINAL_NAMES = ("Credential", "ParamValidation", "Auth", "InvalidURL", "NonHttpUrl", "Certificate")
 _FINAL_STATUS = range(400, 500)
 _TRANSIENT_STATUS = frozenset({408, 425, 429})  # timed out, too early, too many requests
-_STATUS_NAMES = ("status", "status_code", "code")  # as aiohttp, azure and gcsfs name it
+_STATUS_NAMES = ("status", "status_code", "code")  # as aiohttp, azure, httpx and gcsfs name it
 _STATUS_PREFIXES = (("Forbidden: ", 403), ("Bad Request: ", 400))  # gcsfs raises plain OSError for these
 
 
@@ -184,8 +186,9 @@ def _is_missing(error: BaseException) -> bool:
 
 def _status(error: BaseException) -> int | None:
     """The HTTP status of a store's answer, None if its package does not expose it."""
-    for name in _STATUS_NAMES:
-        status = getattr(error, name, None)
-        if isinstance(status, int):
-            return status
+    for of in (error, getattr(error, "response", None)):
+        for name in _STATUS_NAMES:
+            status = getattr(of, name, None)
+            if isinstance(status, int):
+                return status
     return next((status for prefix, status in _STATUS_PREFIXES if str(error).startswith(prefix)), None)

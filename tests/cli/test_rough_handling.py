@@ -262,6 +262,22 @@ def test_sources_and_targets_that_cannot_be_have_the_right_code(
     assert set(tmp_path.iterdir()) == before
 
 
+def test_a_link_to_itself_is_not_a_matter_of_permissions(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    done = run("inspect", tmp_path / "loop")
+    assert done.code == 3
+    assert "Too many levels of symbolic links" in done.err
+    assert f"ls -l {tmp_path / 'loop'}" in done.err
+    assert "permissions" not in done.err
+
+
+def test_a_package_without_a_known_name_is_not_part_of_a_command(run: Run) -> None:
+    done = run("inspect", "oci://bucket/saved")  # fsspec says that it needs ocifs
+    assert done.code == 3
+    assert "ocifs" in done.err
+    assert "pip install" not in done.err
+
+
 def test_the_root_of_the_file_system_is_not_searched(run: Run) -> None:
     done = run("inspect", "/")
     assert done.code == 3

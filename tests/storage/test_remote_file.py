@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import random
+import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -138,6 +141,23 @@ def test_what_stays_is_not_tried_again(error: OSError, kind: type[SourceError]) 
     assert len(asked) == 1
     with pytest.raises(TargetUnwritableError):
         with_retries(work, url="s3://b/k", action="writing", make_error=target_error)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "attempts"),
+    [(None, SourceError, retry.ATTEMPTS), (503, SourceError, retry.ATTEMPTS), (404, SourceMissingError, 1)],
+)
+def test_errors_of_huggingface_hub_are_those_of_a_store(
+    status: int | None, kind: type[SourceError], attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class HTTPError(Exception):
+        response = None if status is None else SimpleNamespace(status_code=status)
+
+    monkeypatch.setitem(sys.modules, "httpx", SimpleNamespace(HTTPError=HTTPError))
+    request = Mock(side_effect=HTTPError("no answer"))
+    with pytest.raises(kind):
+        with_retries(request, url="hf://models/x", action="looking it up")
+    assert request.call_count == attempts
 
 
 def test_trying_ends_after_a_while_however_few_attempts_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
