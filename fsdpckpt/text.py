@@ -83,19 +83,14 @@ _MAX_LENGTH = 80  # characters
 _MAX_BITS = 1 << 12  # of an int that Python writes as text
 
 
-def first_of(values: Sequence[object], most: int) -> str:
-    """The first ``most`` of ``values``, separated by commas, and ``...`` if there are more."""
-    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
-
-
 def first_lines(keys: Sequence[str], most: int) -> list[str]:
     """The first ``most`` of ``keys``, and a last line that says how many more there are."""
     return [*keys[:most], *([f"... and {len(keys) - most} more"] if len(keys) > most else [])]
 
 
-def some_of(names: Sequence[str], most: int = 4) -> str:
-    """The first ``most`` of ``names``, separated by commas, and how many more there are: ``a, b, c, d and 3 more``."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def some_of(values: Sequence[object], most: int = 4) -> str:
+    """The first ``most`` of ``values``, separated by commas, and how many more there are: ``a, b, c, d and 3 more``."""
+    return ", ".join(map(str, values[:most])) + (f" and {len(values) - most} more" if len(values) > most else "")
 
 
 def truncate(value: object) -> str:

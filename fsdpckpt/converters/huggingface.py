@@ -130,12 +130,12 @@ def _without_tied_copies(
     if model is None:
         return checkpoint
     notes: list[Note] = []
-    first_of = ties([leaf for leaf in model.params.values() if isinstance(leaf, Tensor)])
+    some_of = ties([leaf for leaf in model.params.values() if isinstance(leaf, Tensor)])
     stored: dict[Tensor, str] = {}
     left_out: dict[str, str] = {}
     for name, leaf in model.params.items():
         if isinstance(leaf, Tensor):
-            first = stored.setdefault(first_of.get(leaf, leaf), name)
+            first = stored.setdefault(some_of.get(leaf, leaf), name)
             if first != name:
                 left_out[name] = first
     left_out |= _tied_by_configuration(checkpoint, model, set(left_out), folders, sources, notes, reference)

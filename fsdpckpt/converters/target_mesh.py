@@ -18,7 +18,7 @@ from fsdpckpt.producers import MeshForm
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of, plural
+from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.meshes import mesh_options, resized, source_meshes, whole_of
 from fsdpckpt.transform.placements import AsSource, LikeCheckpoint, TargetMesh, replaced_on
 
@@ -192,12 +192,12 @@ def _reason_without_mesh(source: Checkpoint, meshes: Collection[MeshShape]) -> s
             if source.container is Container.DCP
             else "the source has DTensors that are packed (a _StridedShard alone), or on a mesh of another order"
         )
-        causes.append(f"{how}: {first_of(sorted(unknown), 4)}")
+        causes.append(f"{how}: {some_of(sorted(unknown), 4)}")
     stages = [str(mesh) for mesh in meshes if mesh.world_size != source.world_size]
     if stages:
         ranks = plural(source.world_size, "rank")
         causes.append(
-            f"DTensors are on meshes of some of the {ranks}, as pipeline stages have them: {first_of(stages, 4)}"
+            f"DTensors are on meshes of some of the {ranks}, as pipeline stages have them: {some_of(stages, 4)}"
         )
     return "; ".join(causes)
 

@@ -33,7 +33,7 @@ from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import ConvertOptions, MissingState
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of, plural
+from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, require_complete
 from fsdpckpt.transform.placements import LikeCheckpoint, Rules, TargetMesh, apply_placements, place_remaining
 from fsdpckpt.transform.rekey import apply_key_type
@@ -215,7 +215,7 @@ def _with_equal_copies(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     keys = tuple(str(problem.key) for problem in problems)
     count = plural(len(keys), "model key", "differ")
-    message = f"{count} between ranks, and the lowest rank's copy is taken: {first_of(keys, SHOWN)}"
+    message = f"{count} between ranks, and the lowest rank's copy is taken: {some_of(keys, SHOWN)}"
     return replace(checkpoint, notes=(*checkpoint.notes, Note("replicas", message, keys=keys)))
 
 

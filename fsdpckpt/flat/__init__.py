@@ -12,6 +12,7 @@ from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import is_flat_key
+from fsdpckpt.text import some_of
 
 
 def slice_lengths(tensor: Tensor, world_size: int) -> Int64Array | None:
@@ -69,7 +70,7 @@ def lengths_text(lengths: Int64Array) -> str:
     values: list[int] = lengths.tolist()
     if len(set(values)) == 1 and len(values) > 1:
         return f"{values[0]} (each of {len(values)})"
-    return ", ".join(map(str, values[:12])) + (", ..." if len(values) > 12 else "")
+    return some_of(values, 12)
 
 
 def tensor_text(tensor: Tensor, world_size: int) -> str:

@@ -27,7 +27,7 @@ from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.quantized import maps_in, parts_in, scales_in
 from fsdpckpt.ir.tensors import Chunks, Tensor, spans_of
 from fsdpckpt.ir.values import Value
-from fsdpckpt.text import first_of, plural
+from fsdpckpt.text import plural, some_of
 
 INCOMPLETE = frozenset({"incomplete", "missing-rank", "missing-key", "missing-file", "missing-section"})
 UNSUPPORTED = frozenset({"aliased-states", "flattened", "flattened-lost"})
@@ -76,7 +76,7 @@ def _coverage_problem(named: NamedTensor, flaw: Flaw, checkpoint: Checkpoint) ->
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) != 1 else ''} {first_of(ranks, 8)}"
+    return f"rank{'s' if len(ranks) != 1 else ''} {some_of(ranks, 8)}"
 
 
 def _who_holds(chunks: Chunks, world_size: int) -> str:

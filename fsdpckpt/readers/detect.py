@@ -40,7 +40,7 @@ from fsdpckpt.readers.side_files import missing_sections, resuming_producer, wit
 from fsdpckpt.readers.torch_ranks import may_be_torch
 from fsdpckpt.storage import UPLOADING, Entry, is_url
 from fsdpckpt.storage.sources import RemainingSources, Sources
-from fsdpckpt.text import bytes_text, first_of, names_text
+from fsdpckpt.text import bytes_text, names_text, some_of
 
 # Sub-directories named like this are checkpoints of their own, not parts of one.
 _NUMBERED = re.compile(r"(?:^|[_-])(?:checkpoint|ckpt|step|global_step|epoch|ep|iter|iteration)[-_]?\d+", re.IGNORECASE)
@@ -188,7 +188,7 @@ class _Opening:
                 searched.notes.append(Note("not-carried", f"not in .metadata, and left out: {names_text(exports, 6)}"))
         if self.sources.ignored:
             ignored = tuple(self.sources.ignored)
-            searched.notes.append(Note("ignored", f"left out by --ignore-file: {first_of(ignored, 6)}", keys=ignored))
+            searched.notes.append(Note("ignored", f"left out by --ignore-file: {some_of(ignored, 6)}", keys=ignored))
         checkpoint = join(self.source, read, self.files, searched.notes)
         checkpoint = with_flavor(checkpoint, searched.names, searched.path)
         if units is not None:
@@ -339,7 +339,7 @@ class _Opening:
             file=self.source,
             expected=".metadata (DCP), *.safetensors, torch.save files, or one file per rank, here or one to three "
             "directories below",
-            found=first_of(names, 8) or "an empty directory",
+            found=some_of(names, 8) or "an empty directory",
             next_step=to_copy(
                 "see what is there, and name the directory of one checkpoint", f"ls -l {shlex.quote(self.source)}"
             ),

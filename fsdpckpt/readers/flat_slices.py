@@ -34,7 +34,7 @@ from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import KeyPath, Tree, dotted
 from fsdpckpt.readers.sections import Sections
-from fsdpckpt.text import first_of, truncate
+from fsdpckpt.text import some_of, truncate
 
 _MAX_SIZES = 6  # in a message
 
@@ -98,7 +98,7 @@ def _why_not_replicas(
     fit = all(leaf.shape in model_shapes for leaf in vectors)
     if alone and not fit:
         sizes = sorted({leaf.shape[0] for leaf in vectors})
-        text = first_of(sizes, _MAX_SIZES)
+        text = some_of(sizes, _MAX_SIZES)
         return f"all optimizer states are plain one-dimensional tensors (of {text} elements), one on each rank"
     open_case = max(map(len, model_shapes), default=0) > 1 if alone else not fit
     if open_case and _replicas_differ(vectors, checksums):

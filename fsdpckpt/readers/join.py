@@ -32,7 +32,7 @@ from fsdpckpt.readers.protocol import FileTable, KeyPath, Part, Tree, dotted
 from fsdpckpt.readers.sections import Sections, split
 from fsdpckpt.readers.torch_ranks import named_rank
 from fsdpckpt.storage.sources import relative_path
-from fsdpckpt.text import first_of, listed, shape_text, truncate
+from fsdpckpt.text import listed, shape_text, some_of, truncate
 
 # A part of this name is a dict of extras itself; the extras of any other part are under that part's name.
 _EXTRA_STEMS = frozenset({EXTRA_STEM, "extra", "meta"})
@@ -163,7 +163,7 @@ def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
                 raise SourceIncompleteError(
                     f"{source}: what looks like slices of {len(labels)} ranks, without those of rank 0",
                     expected=posixpath.basename(absent),
-                    found=first_of([part.origin.name for part in candidates], 4),
+                    found=some_of([part.origin.name for part in candidates], 4),
                     file=absent,
                     rank=0,
                     why="all optimizer states in these files are one-dimensional, as FSDP1 cuts them, and the files "
@@ -256,13 +256,13 @@ def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) ->
     missing = [name for name in missing if clean(name) not in ends and params.isdisjoint(_suffixes(clean(name)))]
     if not missing:
         return []
-    shown = first_of(missing, _MAX_NAMES)
+    shown = some_of(missing, _MAX_NAMES)
     if len(missing) < len(named):
         keys = "1 optimizer key is" if len(missing) == 1 else f"{len(missing)} optimizer keys are"
         return [Note("unmatched", f"{keys} none of the model's: {shown}", keys=tuple(missing))]
     raise NeedsInformationError(
         f"{source} holds a model and an optimizer that have no parameter name in common",
-        details=[f"{with_model.label}: {first_of(list(model.params), _MAX_NAMES)}", f"{with_optim.label}: {shown}"],
+        details=[f"{with_model.label}: {some_of(list(model.params), _MAX_NAMES)}", f"{with_optim.label}: {shown}"],
         why="they belong to different models, or a tool renamed the parameters of one of them (torchtune saves weights "
         "under Hugging Face's names, and its optimizer under its own)",
         next_step=f"name the one to read, for example {shlex.quote(with_model.label)}",

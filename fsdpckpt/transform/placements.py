@@ -18,7 +18,7 @@ from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import shapes_shown
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
 from fsdpckpt.layouts import on_sizes
-from fsdpckpt.text import first_lines, first_of, plural, shape_text
+from fsdpckpt.text import first_lines, plural, shape_text, some_of
 from fsdpckpt.transform.meshes import mesh_options, whole_of
 
 _SHOWN = 12  # keys listed in one message
@@ -174,7 +174,7 @@ def _note_undetermined(
     many = len(keys) > 1
     what = (
         f"{plural(len(keys), 'model key')} may be {'parameters or buffers' if many else 'a parameter or a buffer'}, "
-        f"and {'are' if many else 'is'} cut as {rules.file} says; write null for buffers: {first_of(keys, _SHOWN)}"
+        f"and {'are' if many else 'is'} cut as {rules.file} says; write null for buffers: {some_of(keys, _SHOWN)}"
     )
     return replace(checkpoint, notes=(*checkpoint.notes, Note("undetermined", what, keys=tuple(keys))))
 

@@ -18,7 +18,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers.table import flavor_named
-from fsdpckpt.text import first_of
+from fsdpckpt.text import some_of
 
 STANDARD = "standard"
 _STACKED = re.compile(r"(?:^|\.)layers\.(?!\d)")  # layers in one tensor: a dimension more
@@ -168,4 +168,4 @@ def _matches(checkpoint: Checkpoint, name: str, pattern: str) -> bool:
 
 def _settings(group: dict[Key, Value]) -> str:
     shown = {key: group[key] for key in ("wd_mult", "weight_decay", "lr", "is_expert_parallel") if key in group}
-    return ", ".join(f"{key} {value!r}" for key, value in shown.items()) or first_of(list(group), _SHOWN)
+    return ", ".join(f"{key} {value!r}" for key, value in shown.items()) or some_of(list(group), _SHOWN)

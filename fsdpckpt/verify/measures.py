@@ -18,7 +18,7 @@ from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Stats, Tensor
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of, plural
+from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.selection import require_globs
 from fsdpckpt.verify.blocks import BlockReader, Bytes, for_each, in_file_order, threads_for
 
@@ -199,7 +199,7 @@ class Finite:
             return ()
         seem = "seems to be a buffer" if len(buffers) == 1 else "seem to be buffers"
         count = f"{plural(len(buffers), 'model tensor')} {seem}"
-        names = first_of(sorted(buffers), 3)
+        names = some_of(sorted(buffers), 3)
         return (f"{count}, not searched for NaN and Inf: {names}; --include GLOB searches what it matches",)
 
 

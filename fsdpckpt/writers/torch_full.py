@@ -26,7 +26,7 @@ from fsdpckpt.ir.targets import Target, TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride, spans_of
 from fsdpckpt.ir.values import Global, Object, Value, leaf_tensors, walk
 from fsdpckpt.producers import PathKey
-from fsdpckpt.text import first_of
+from fsdpckpt.text import some_of
 from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one, model_dict, nested, optim_dict
 
@@ -93,7 +93,7 @@ def _numbers_note(value: Value) -> Note:
     keys = list(dict.fromkeys(".".join(map(str, path[: numbers[0]])) for path, numbers in paths if numbers))
     message = (
         "NumPy numbers are written as Python numbers of the same value, which optimizers and torch.load take: "
-        f"{first_of(keys, 8)}. A float16 or float32 computes with more digits from then on"
+        f"{some_of(keys, 8)}. A float16 or float32 computes with more digits from then on"
     )
     return Note("encoded", message, keys=tuple(keys))
 

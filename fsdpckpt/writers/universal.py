@@ -20,7 +20,7 @@ from fsdpckpt.ir.targets import Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.producers.table import flavor_named
-from fsdpckpt.text import first_of, plural
+from fsdpckpt.text import plural, some_of
 from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one
 from fsdpckpt.writers.torch_full import lay_out_file, order_of, ties
@@ -140,7 +140,7 @@ def _weights(
     unlisted = [name for group in groups for name in group if name not in weights]
     if unlisted:
         raise NeedsInformationError(
-            f"the model lacks {plural(len(unlisted), 'parameter')} of the optimizer: {first_of(unlisted, _LISTED)}",
+            f"the model lacks {plural(len(unlisted), 'parameter')} of the optimizer: {some_of(unlisted, _LISTED)}",
             details=unlisted,
             why="DeepSpeed restores the weights of every parameter together with its states",
             next_step="convert the model and the optimizer together",
@@ -148,7 +148,7 @@ def _weights(
     unfit = [name for name in weights if name == _OPTIMIZER_FILE or not _is_file_name(name)]
     if unfit:
         raise SourceUnsupportedError(
-            f"{plural(len(unfit), 'parameter', 'have')} a name that no directory can have: {first_of(unfit, _LISTED)}",
+            f"{plural(len(unfit), 'parameter', 'have')} a name that no directory can have: {some_of(unfit, _LISTED)}",
             details=unfit,
             key=unfit[0],
             why="a universal checkpoint has a directory for each parameter",
@@ -171,7 +171,7 @@ def _require_states(weights: Mapping[str, Tensor], states: Mapping[int | str, Ma
     stateless = [name for name in weights if not states.get(name)]
     if stateless:
         raise NeedsInformationError(
-            f"{plural(len(stateless), 'parameter', 'have')} no optimizer state: {first_of(stateless, _LISTED)}",
+            f"{plural(len(stateless), 'parameter', 'have')} no optimizer state: {some_of(stateless, _LISTED)}",
             details=stateless,
             why="DeepSpeed opens the states of every parameter that it trains",
             next_step="add --missing-state zeros",
@@ -184,7 +184,7 @@ def _require_states(weights: Mapping[str, Tensor], states: Mapping[int | str, Ma
     ]
     if unfit:
         raise SourceUnsupportedError(
-            f"{plural(len(unfit), 'optimizer state', 'have')} an unusable name: {first_of(unfit, _LISTED)}",
+            f"{plural(len(unfit), 'optimizer state', 'have')} an unusable name: {some_of(unfit, _LISTED)}",
             details=unfit,
             key=unfit[0],
             why=f"a universal checkpoint has a file named after each state, beside {_WEIGHT}.pt, the weight",
@@ -198,7 +198,7 @@ def _require_states(weights: Mapping[str, Tensor], states: Mapping[int | str, Ma
     ]
     if uncut:
         raise SourceUnsupportedError(
-            f"{plural(len(uncut), 'optimizer state', 'do')} not have its parameter's shape: {first_of(uncut, _LISTED)}",
+            f"{plural(len(uncut), 'optimizer state', 'do')} not have its parameter's shape: {some_of(uncut, _LISTED)}",
             details=uncut,
             key=uncut[0],
             why="DeepSpeed cuts every state but the step as it cuts the parameter",

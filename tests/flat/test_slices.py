@@ -99,7 +99,7 @@ def test_parameters_beside_the_units_keep_their_shape() -> None:
     [
         ([3], "3"), ([3, 3], "3 (each of 2)"), ([3, 4], "3, 4"),
         (list(range(12)), "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11"),
-        (list(range(13)), "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ..."),
+        (list(range(13)), "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 1 more"),
     ],
 )  # fmt: skip
 def test_lengths_are_shown_as_short_as_they_are_clear(lengths: list[int], text: str) -> None:

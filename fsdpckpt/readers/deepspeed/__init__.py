@@ -21,7 +21,7 @@ from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, claim_latest
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of, plural
+from fsdpckpt.text import plural, some_of
 
 _OPTIM = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{1,5})_optim_states\.pt$")
 _MODEL = re.compile(r"^(?:zero_pp_rank_(\d{1,5})_)?mp_rank_(\d{1,5})_model_states\.pt$")
@@ -159,7 +159,7 @@ def require_all_ranks(
     if missing:
         raise SourceIncompleteError(
             f"{path}: {plural(len(missing), 'file')} of the DeepSpeed checkpoint "
-            f"{'is' if len(missing) == 1 else 'are'} missing: {first_of(missing, _MAX_NAMES)}",
+            f"{'is' if len(missing) == 1 else 'are'} missing: {some_of(missing, _MAX_NAMES)}",
             details=missing,
             files=[f"{path.rstrip('/')}/{name}" for name in missing],
             file=f"{path.rstrip('/')}/{missing[0]}",

@@ -34,7 +34,7 @@ from fsdpckpt.readers.torch_ranks import NamedRank, check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile, open_ranks
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of, plural
+from fsdpckpt.text import plural, some_of
 
 StateDict: TypeAlias = dict[Key, object]
 FlatGroup: TypeAlias = dict[str, tuple[int, ...]]
@@ -141,7 +141,7 @@ def groups_by_name(groups: Sequence[StateDict], members: Sequence[Iterable[str]]
     all_numbers = list(chain(*numbers))
     if all_numbers != list(range(len(members))):
         count = plural(len(members), "flat tensor")
-        raise contradiction(path, f"its param groups list {first_of(all_numbers, _MAX_NAMES)} for {count}")
+        raise contradiction(path, f"its param groups list {some_of(all_numbers, _MAX_NAMES)} for {count}")
     return [
         {**group, "params": [name for number in of_group for name in members[number]]}
         for group, of_group in zip(groups, numbers, strict=True)

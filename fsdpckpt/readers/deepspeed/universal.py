@@ -41,7 +41,7 @@ from fsdpckpt.readers.deepspeed.step import (
 from fsdpckpt.readers.protocol import FileTable, Tree, file_name
 from fsdpckpt.storage import ByteSource, Entry
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of, plural
+from fsdpckpt.text import plural, some_of
 
 
 class ArchiveCache:
@@ -208,7 +208,7 @@ class _Universal:
     def _incomplete(self, missing: list[str]) -> SourceIncompleteError:
         return SourceIncompleteError(
             f"{self.directory}: {plural(len(missing), 'file')} of the universal checkpoint "
-            f"{'is' if len(missing) == 1 else 'are'} missing: {first_of(missing, _MAX_NAMES)}",
+            f"{'is' if len(missing) == 1 else 'are'} missing: {some_of(missing, _MAX_NAMES)}",
             details=missing,
             files=missing,
             file=missing[0],

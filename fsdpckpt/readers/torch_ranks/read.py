@@ -37,7 +37,7 @@ from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.rank_files import grouped, open_ranks
 from fsdpckpt.readers.xla_fairscale import find_shard_metadata, name_shards, shards_without_metadata
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import first_of, listed, plural
+from fsdpckpt.text import listed, plural, some_of
 
 _Optimizer: TypeAlias = dict[Key, Any]
 _MAX_NAMES = 3
@@ -72,7 +72,7 @@ def read_torch_ranks(
     tree.root = merge.value([group.root for group in groups])
     keys = flat_parameter_keys(tree.root)
     if keys:
-        tree.evidence.append(Evidence(EvidenceKind.LAYOUT, f"keys of flat parameters: {first_of(keys, 3)}"))
+        tree.evidence.append(Evidence(EvidenceKind.LAYOUT, f"keys of flat parameters: {some_of(keys, 3)}"))
     if keys or merge.slices:
         tree.layout = Layout.FLATTENED
     tree.problems.extend(merge.problems)
@@ -323,7 +323,7 @@ def _note(names: Sequence[Groups], ranks: Sequence[int], union: Groups) -> Note:
     incomplete = [rank for rank, groups in zip(ranks, names, strict=True) if sum(map(len, groups)) < total]
     text = "the ranks' optimizers list their parameters in different orders; every id was read as that rank counts it"
     if incomplete:
-        text = f"the optimizers of ranks {first_of(incomplete, 8)} do not have all parameters that those of others have"
+        text = f"the optimizers of ranks {some_of(incomplete, 8)} do not have all parameters that those of others have"
     return Note("orders", text)
 
 
@@ -336,7 +336,7 @@ def _missing_parameters(names: Sequence[Groups], ranks: Sequence[int], units: Un
         missing = [name for name in union if name not in names_here]
         if missing:
             message = (
-                f"the optimizer of rank {rank} has no {first_of(missing, _MAX_NAMES)}, which the optimizers of other "
+                f"the optimizer of rank {rank} has no {some_of(missing, _MAX_NAMES)}, which the optimizers of other "
                 "ranks have. In PyTorch's words: FSDP currently requires each rank to have at least the optimizer "
                 "states needed by rank 0's optimizer but some ranks are missing some of those states"
             )

@@ -27,7 +27,7 @@ from fsdpckpt.readers.xla_fairscale.shard_metadata import (
     is_torch_xla_shard,
     metadata_in,
 )
-from fsdpckpt.text import first_of, plural
+from fsdpckpt.text import plural, some_of
 
 
 @dataclass(slots=True)
@@ -207,6 +207,6 @@ def _describe(shards: RankShards, title: str, report: NamedShards) -> None:
         )
         report.problems.append(Problem("flattened", message, file=shards.file, key=unlisted[0], section=Section.MODEL))
     if retyped:
-        shown = first_of(retyped, MAX_NAMES)
+        shown = some_of(retyped, MAX_NAMES)
         message = f"buffers had a different dtype before they were wrapped, and keep the one saved: {shown}"
         report.notes.append(Note("buffer-type", message, keys=tuple(retyped)))
