@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Index: TypeAlias = SupportsIndex | slice | EllipsisType
 _Default = TypeVar("_Default")
 
-SHOWN = 100  # tensors in a notebook's table
+MAX_ROWS = 100  # tensors in a notebook's table
 
 
 class LazyTensor:
@@ -251,10 +251,10 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
                 shape_text(named.tensor.shape),
                 size_text(named.tensor.nbytes),
             )
-            for key, named in list(self._tensors.items())[:SHOWN]
+            for key, named in list(self._tensors.items())[:MAX_ROWS]
         ]
         cells = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in rows)
-        more = f"<p>and {len(self) - SHOWN} more</p>" if len(self) > SHOWN else ""
+        more = f"<p>and {len(self) - MAX_ROWS} more</p>" if len(self) > MAX_ROWS else ""
         heads = "".join(f"<th>{head}</th>" for head in ("key", "section", "dtype", "shape", "size"))
         return f"<p>{escape(self._heading())}</p><table><tr>{heads}</tr>{cells}</table>{more}"
 

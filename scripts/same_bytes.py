@@ -33,7 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 60  # seconds for one command
-SHOWN = 40  # differences
+MAX_DIFFERENCES = 40  # differences
 VOLATILE = {"seconds", "disk_free"}  # keys of --json documents
 ERROR_WORDS = {"what", "why", "next_step", "details"}  # keys of an error's document
 # What describes the oracle's model; ``PARAMETERS`` is a file of the corpus.
@@ -558,7 +558,7 @@ def main() -> int:
     new = base / "new" / f"{os.getpid()}-{random.getrandbits(32):08x}"
     run_side(options.new.resolve(), new, base, quick=options.quick)
     differences = list(compared(old, new, words=options.words))
-    print("\n".join(differences[:SHOWN]))
+    print("\n".join(differences[:MAX_DIFFERENCES]))
     seconds = time.monotonic() - began
     if differences:
         print(f"\n{len(differences)} differences; {summary(new)}; {seconds:.0f} s\n  first:  {old}\n  second: {new}")

@@ -40,7 +40,7 @@ Examples:
   torchrun --nnodes 2 --nproc-per-node 8 ... \\
       -m fsdpckpt convert runs/step-1000 full.pt
 """
-MOST_FILES = 20  # lines of a plan
+MAX_FILES = 20  # lines of a plan
 PORT = 29500  # torchrun's default
 
 
@@ -163,11 +163,11 @@ def _disk_text(report: Report) -> str:
 
 
 def _file_lines(label: str, files: Sequence[PlannedFile], target: str) -> Iterator[str]:
-    for file in files[:MOST_FILES]:
+    for file in files[:MAX_FILES]:
         same = f"  = {file.source}" if file.source is not None else ""
         yield f"  {label} {file.path or target}  {size_text(file.nbytes)}{same}"
-    if len(files) > MOST_FILES:
-        yield f"  and {len(files) - MOST_FILES} more files: --json lists them all"
+    if len(files) > MAX_FILES:
+        yield f"  and {len(files) - MAX_FILES} more files: --json lists them all"
 
 
 def plan_lines(report: Report) -> Iterator[str]:

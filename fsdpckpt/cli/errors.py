@@ -29,7 +29,7 @@ from fsdpckpt.errors import (
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Line, Output
 
-MOST_DETAILS = 100  # lines on a screen; --json has them all
+MAX_DETAILS = 100  # lines on a screen; --json has them all
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")  # by name: not every system has all of them
 _NO_TARGET = {
@@ -204,9 +204,9 @@ def error_text(error: FsdpckptError) -> str:
         )
         if value is not None and not shown_already:  # once is enough
             lines.append(f"  {label}: {value}")
-    lines.extend("  - " + finding.replace("\n", "\\n") for finding in error.findings[:MOST_DETAILS])
-    if len(error.findings) > MOST_DETAILS:
-        lines.append(f"  - and {len(error.findings) - MOST_DETAILS} more: --json lists them all")
+    lines.extend("  - " + finding.replace("\n", "\\n") for finding in error.findings[:MAX_DETAILS])
+    if len(error.findings) > MAX_DETAILS:
+        lines.append(f"  - and {len(error.findings) - MAX_DETAILS} more: --json lists them all")
     if error.why is not None:
         lines.append(f"why:  {error.why}")
     lines.append(f"next: {error.next_steps or error.usual_next_step}".rstrip(" "))

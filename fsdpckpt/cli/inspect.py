@@ -27,9 +27,9 @@ Examples:
   fsdpckpt inspect runs/step-1000 --stats --report report.html
 """
 
-HYPER_PARAMETERS_SHOWN = 12
-MOST_GROUPS = 3  # on a terminal
-MOST_PROBLEMS = 20
+MAX_HYPER_PARAMETERS = 12
+MAX_GROUPS = 3  # on a terminal
+MAX_PROBLEMS = 20
 
 
 def inspect_command(output: Output, source: str, options: InspectOptions) -> int:
@@ -105,10 +105,10 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
         else:
             yield from wrapped(f"note: {note.message}", columns)
     problems = checkpoint.problems
-    for problem in problems if columns is None else problems[:MOST_PROBLEMS]:
+    for problem in problems if columns is None else problems[:MAX_PROBLEMS]:
         yield from labelled("problem:", problem.message, Colour.BAD, columns)
-    if columns is not None and len(problems) > MOST_PROBLEMS:
-        yield f"  and {len(problems) - MOST_PROBLEMS} more: fsdpckpt verify lists them all"
+    if columns is not None and len(problems) > MAX_PROBLEMS:
+        yield f"  and {len(problems) - MAX_PROBLEMS} more: fsdpckpt verify lists them all"
     yield f"problems: {len(problems)}" if problems else Styled("problems: none", Colour.GOOD, len("problems: "))
 
 
@@ -129,11 +129,11 @@ def _groups(groups: list[dict[Key, Value]] | None, columns: int | None) -> Itera
         return
     if len(groups) != 1 or columns is None:
         yield f"param groups: {len(groups)}"
-    for number, group in enumerate(groups[: None if columns is None else MOST_GROUPS]):
+    for number, group in enumerate(groups[: None if columns is None else MAX_GROUPS]):
         label = "param group" if len(groups) == 1 and columns is not None else " "
         yield cut(f"{label} {number}: {_group_text(group, short=columns is not None)}", columns)
-    if columns is not None and len(groups) > MOST_GROUPS:
-        yield f"  and {len(groups) - MOST_GROUPS} more: --json lists them all"
+    if columns is not None and len(groups) > MAX_GROUPS:
+        yield f"  and {len(groups) - MAX_GROUPS} more: --json lists them all"
 
 
 def _group_text(group: dict[Key, Value], *, short: bool) -> str:
@@ -147,8 +147,8 @@ def _group_text(group: dict[Key, Value], *, short: bool) -> str:
         for key, value in group.items()
         if key not in ("params", "param_names") and not (short and (value is None or value is False))
     ]
-    shown = ", ".join(hyper[:HYPER_PARAMETERS_SHOWN])
-    more = f", and {len(hyper) - HYPER_PARAMETERS_SHOWN} more" if len(hyper) > HYPER_PARAMETERS_SHOWN else ""
+    shown = ", ".join(hyper[:MAX_HYPER_PARAMETERS])
+    more = f", and {len(hyper) - MAX_HYPER_PARAMETERS} more" if len(hyper) > MAX_HYPER_PARAMETERS else ""
     return f"{plural(count, 'parameter')}; {shown}{more}"
 
 

@@ -200,7 +200,7 @@ def _map_leaves(value: object, visit: Callable[[object, _Path], object], path: _
 Description: TypeAlias = dict[str, str]
 """Dotted key to a description of the value: ``DTensor [5, 3] float32``, ``int``, ``dict of 2``."""
 
-MAX_SHOWN = 200  # differences listed in one message, which also gives their total number
+MAX_DIFFERENCES = 200  # differences listed in one message, which also gives their total number
 
 
 def describe(state: object, *, plain_shapes: bool = True, layouts: bool = False) -> Description:
@@ -317,10 +317,10 @@ def _raise_merged(problems_by_rank: Sequence[Sequence[str]]) -> None:
 def _raise_mismatch(problems: list[str]) -> None:
     if not problems:
         return
-    more = [f"and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []
+    more = [f"and {len(problems) - MAX_DIFFERENCES} more"] if len(problems) > MAX_DIFFERENCES else []
     raise StateDictMismatchError(
         f"the state dicts do not match: {len(problems)} difference{'s' if len(problems) > 1 else ''}",
-        details=[*problems[:MAX_SHOWN], *more],
+        details=[*problems[:MAX_DIFFERENCES], *more],
         next_step="build the same model and optimizer on every rank, wrapped the same way",
     )
 

@@ -30,7 +30,7 @@ LETTER = 6.6  # units: the width of one letter, roughly
 DEEPEST = 12  # path segments that become levels; the rest of a key stays one name
 COLUMNS = 600  # columns of the grid: the axis of bytes of a section
 GRID_ROWS = 128  # rows of the grid: more ranks share rows
-MOST_ROWS = 300  # rows of a table; the page says how many more there are
+MAX_ROWS = 300  # rows of a table; the page says how many more there are
 LONGEST = 160  # characters of one text: a key may have a megabyte
 
 
@@ -325,7 +325,7 @@ class Table:
 
 def more_text(rows: int, word: str, hint: str = "") -> str:
     """The note on the rows that a table of this length leaves out."""
-    return f"and {plural(rows - MOST_ROWS, word)} more{hint}" if rows > MOST_ROWS else ""
+    return f"and {plural(rows - MAX_ROWS, word)} more{hint}" if rows > MAX_ROWS else ""
 
 
 def percent(part: int, whole: int) -> str:

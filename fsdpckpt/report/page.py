@@ -16,7 +16,7 @@ from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, NamedTensor, OptimSta
 from fsdpckpt.ir.tensors import Stats, Tensor
 from fsdpckpt.ir.values import value_text
 from fsdpckpt.report.figures import (
-    MOST_ROWS,
+    MAX_ROWS,
     Holdings,
     Module,
     Table,
@@ -32,8 +32,8 @@ from fsdpckpt.text import count_text, fold, plural, size_text
 from fsdpckpt.verify.measures import buffer_keys
 from fsdpckpt.version import __version__
 
-MOST_PROBLEMS = 200
-MOST_FIGURES = 24  # more states than any optimizer has
+MAX_PROBLEMS = 200
+MAX_FIGURES = 24  # more states than any optimizer has
 LONGEST_LINE = 600  # characters of a problem or a note
 
 # No script runs and nothing is fetched, whatever the keys of a checkpoint contain.
@@ -65,8 +65,8 @@ def page(described: Description, created: datetime | None = None) -> str:
     return environment.get_template("page.html.jinja").render(
         policy=POLICY,
         version=__version__,
-        most_rows=MOST_ROWS,
-        most_problems=MOST_PROBLEMS,
+        max_rows=MAX_ROWS,
+        max_problems=MAX_PROBLEMS,
         longest_line=LONGEST_LINE,
         created=(created or datetime.now().astimezone()).strftime("%Y-%m-%d %H:%M %Z"),
         **_content(described),
@@ -84,7 +84,7 @@ def _content(described: Description) -> dict[str, Any]:
     if described.stats is not None:
         lines, buffers = _not_finite(described.tensors, described.stats, buffer_keys(checkpoint))
         problems += lines
-        sizes = _magnitudes(described.tensors, described.stats)[:MOST_FIGURES]
+        sizes = _magnitudes(described.tensors, described.stats)[:MAX_FIGURES]
     problems += optimizer["problems"] if optimizer is not None else ()
     return {
         "name": checkpoint.source,
@@ -95,7 +95,7 @@ def _content(described: Description) -> dict[str, Any]:
         "dtypes": _dtypes(described),
         "optimizer": optimizer,
         "magnitudes": sizes,
-        "buffers": "; ".join(buffers[:MOST_ROWS]),
+        "buffers": "; ".join(buffers[:MAX_ROWS]),
         "statistics": _statistics(described),
         "groups": _groups(checkpoint),
         "recognised": [*map(str, checkpoint.evidence), *(f"{note.kind}: {note.message}" for note in checkpoint.notes)],
@@ -154,9 +154,9 @@ def _rank_table(grid: Holdings, root: Module) -> Table:
     """Every rank; if there are very many, those with the most and the fewest bytes."""
     order = list(range(len(grid.nbytes)))
     more = ""
-    if len(order) > MOST_ROWS:
+    if len(order) > MAX_ROWS:
         by_size = np.argsort(grid.nbytes, kind="stable").tolist()
-        order = sorted(by_size[: MOST_ROWS // 2] + by_size[-MOST_ROWS // 2 :])
+        order = sorted(by_size[: MAX_ROWS // 2] + by_size[-MAX_ROWS // 2 :])
         left = len(grid.nbytes) - len(order)
         more = f"{plural(left, 'rank')} between the largest and the smallest are left out"
     rows = [
@@ -176,9 +176,9 @@ def _module_table(root: Module) -> Table:
     modules = list(_modules(root, 2))
     sized = [(module, module.nbytes, module.elements, module.tensors, _tensor_text(module)) for module in modules]
     folded = fold((module.path, tuple(rest)) for module, *rest in sized)
-    left = len(folded) - MOST_ROWS
+    left = len(folded) - MAX_ROWS
     if left > 0:
-        largest = sorted(folded, key=lambda row: -modules[row.members[0]].nbytes * len(row.members))[:MOST_ROWS]
+        largest = sorted(folded, key=lambda row: -modules[row.members[0]].nbytes * len(row.members))[:MAX_ROWS]
         folded = sorted(largest, key=lambda row: row.members[0])
     rows = []
     for row in folded:

@@ -41,7 +41,7 @@ from fsdpckpt.storage.target_checks import (
 )
 
 _OUTPUT, _JOURNAL, _WRITER = "output", "journal", "writer"
-_SHOWN = 10  # files that are named in an error
+_MAX_NAMES = 10  # files that are named in an error
 
 
 def _hidden_name(name: str, suffix: str) -> str:
@@ -329,7 +329,7 @@ class Staging:
             undo()
             raise TargetExistsError(
                 f"{self._target} changed while it was being replaced",
-                details=[name or self._target for name in added[:_SHOWN]],
+                details=[name or self._target for name in added[:_MAX_NAMES]],
                 file=self._target,
                 why="another program writes there: what it wrote would be deleted",
                 next_step="give another DST, or end that program and run the command again",

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.formats import dcp as reader
 from fsdpckpt.formats.dcp import DcpMetadata, parse_metadata, reduce, repeats
-from fsdpckpt.formats.dcp.repeats import ENTRY, Entries
+from fsdpckpt.formats.dcp.repeats import ENTRY, KnownTensors
 from fsdpckpt.formats.dcp.runs import Memo
 from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_pickle
 from fsdpckpt.ir.dtypes import DTYPES
@@ -175,14 +175,14 @@ def layers(ranks: int, layers: int) -> bytes:
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little is parsed at a time, so that also in small files most is known when it comes, and joined."""
     monkeypatch.setattr(reduce, "_WINDOW", 300)
-    monkeypatch.setattr(repeats, "_WORTH", 2)
+    monkeypatch.setattr(repeats, "_MIN_RUN", 2)
 
 
 @pytest.mark.usefixtures("small_windows")
 def test_what_repeats_is_compared_and_read_as_the_general_reader_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 ranks: numbers of one and of two bytes, and several batches of a thousand."""
     known = []
-    take = repeats.Items.take
+    take = repeats.KnownItems.take
 
     def counted(*arguments: Any) -> repeats.Records | None:
         taken = take(*arguments)
@@ -191,7 +191,7 @@ def test_what_repeats_is_compared_and_read_as_the_general_reader_reads_it(monkey
 
     joined = []
     join = repeats._join
-    monkeypatch.setattr(repeats.Items, "take", counted)
+    monkeypatch.setattr(repeats.KnownItems, "take", counted)
     monkeypatch.setattr(repeats, "_join", lambda parts: joined.append(len(parts)) or join(parts))
     data = layers(300, 4)
     fast, general = both(data, monkeypatch)
@@ -367,7 +367,7 @@ def memo() -> Memo:
 )
 def test_only_a_whole_tensor_is_known_again(head: bytes, end: bytes, whole: bool) -> None:
     data = head + b"h\4ub" + end
-    known = Entries()
+    known = KnownTensors()
     assert known.add(data, 0, len(head), len(head) + 4, 5, 2, memo()) is whole
     taken = known.take(b"--" + data, 2)
     assert (taken is not None and (taken.rows.start, taken.memoised, taken.end) == (5, 2, len(data) + 1)) is whole

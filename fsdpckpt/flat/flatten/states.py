@@ -257,14 +257,17 @@ def _disagreements(unit: Unit, optim: OptimState, checkpoint: Checkpoint, source
                 value = _number(leaf, checkpoint, sources) if per_unit or not leaf.ndim else ("a tensor", None)
             else:
                 text = repr(leaf)
-                value = (text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...", (type(leaf).__name__, text))
+                value = (
+                    text if len(text) <= _MAX_CHARACTERS else f"{text[: _MAX_CHARACTERS - 3]}...",
+                    (type(leaf).__name__, text),
+                )
             names.setdefault(value, []).append(param.name)
         if len(names) > 1:
             values_text = "; ".join(f"{text} for {some_of(of)}" for (text, _), of in names.items())
             yield f"{unit}, state {state}: {values_text}"
 
 
-_SHOWN = 60  # characters of a value in a message
+_MAX_CHARACTERS = 60  # characters of a value in a message
 
 
 def _number(leaf: Tensor, checkpoint: Checkpoint, sources: Sources) -> tuple[str, object]:

@@ -1,6 +1,6 @@
 """Parses one field of many pickled records at once: literal bytes, integers, ``torch.Size``, texts.
 
-All functions take a ``Block`` of opcodes and the places where the field begins, one for each record, and return which
+All functions take a ``Block`` of opcodes and the offsets where the field begins, one for each record, and return which
 records have it in the expected form. If a record extends past the end of the block, zeros follow, which are not
 opcodes.
 
@@ -36,7 +36,7 @@ class NeedsGeneralReaderError(Exception):
 
 
 class Block:
-    """Opcodes, as bytes, and as the number in the 8 bytes at every place."""
+    """Opcodes, as bytes, and as the number in the 8 bytes at every offset."""
 
     def __init__(self, data: bytes) -> None:
         padded = data + _PADDING
@@ -45,7 +45,7 @@ class Block:
         self._words: UInt64Array = np.ndarray((len(padded) - 7,), "<u8", padded, strides=(1,))
 
     def words(self, at: npt.NDArray[np.signedinteger]) -> UInt64Array:
-        """The little-endian number in the 8 bytes at each place."""
+        """The little-endian number in the 8 bytes at each offset."""
         words: UInt64Array = self._words[at]
         return words
 
@@ -53,7 +53,7 @@ class Block:
         return self.bytes[at]
 
     def has(self, at: Int64Array, literal: bytes) -> BoolArray:
-        """Which places have ``literal``."""
+        """Which offsets have ``literal``."""
         ok = np.ones(len(at), np.bool_)
         for begin in range(0, len(literal), 8):
             part = literal[begin : begin + 8]
@@ -65,20 +65,20 @@ class Block:
         sign.
         """
         opcode = self.opcodes(at)
-        place, width = at + 1, _WIDTH[opcode]
+        offset, width = at + 1, _WIDTH[opcode]
         long = np.flatnonzero(opcode == _LONG)
         if len(long):
-            nbytes = self.opcodes(place[long]).astype(np.int64)
+            nbytes = self.opcodes(offset[long]).astype(np.int64)
             width[long] = np.where(nbytes <= 8, nbytes, 0)
-            place[long] += 1
-        return place, width, (opcode == ord("J")) | (opcode == _LONG)
+            offset[long] += 1
+        return offset, width, (opcode == ord("J")) | (opcode == _LONG)
 
     def integers(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
         """The values (0 up to 2^63 - 1) and the ends of the integers at ``at``."""
-        place, width, signed = self.operands(at)
-        value = self.words(place) & MASK[width]
+        offset, width, signed = self.operands(at)
+        value = self.words(offset) & MASK[width]
         ok = (width > 0) & ~(signed & (value > MASK[width] >> np.uint64(1)))
-        return value.astype(np.int64), place + width, ok
+        return value.astype(np.int64), offset + width, ok
 
     def hints(self, at: Int64Array) -> tuple[Int64Array, Int64Array, BoolArray]:
         """``integers``, with 0 for None."""

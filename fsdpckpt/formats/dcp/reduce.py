@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.formats.dcp.fields import END, PLANS, Block, NeedsGeneralReaderError, Plans, Texts
-from fsdpckpt.formats.dcp.repeats import ENTRY, Begins, Entries, Items, Lists, Records
+from fsdpckpt.formats.dcp.repeats import ENTRY, Begins, KnownItems, KnownLists, KnownTensors, Records
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX, PUTS, Form, ItemForm, Matches, Memo, ReferenceIntoRunError, learn
 from fsdpckpt.formats.pickle.opcodes import FIXED, opcode_end
 from fsdpckpt.storage import ByteSource
@@ -167,7 +167,7 @@ class _Walk:
         self.texts = Texts()
         self._counts = {CHUNK: 0, INDEX: 0}
         self._forms: dict[tuple[bytes, bytes], Form] = {}
-        self._entries, self._lists, self._items = Entries(), Lists(), Items()
+        self._entries, self._lists, self._items = KnownTensors(), KnownLists(), KnownItems()
         self._entry = -1, 0  # where the bytes after a text begin that have no other text, and values memoised before
         self._block, self._limit = Block(b""), 0
         self._windows: dict[tuple[bytes, bytes], _Window] = {}  # of this block, by the kind of record
@@ -440,14 +440,14 @@ class _Walk:
     def _shared_numbers(self, references: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int32]:
         """The numbers of the texts that are referred to: there are few different ones, often repeated in a row."""
         changes = np.flatnonzero(np.diff(references, prepend=-1))
-        different, first, place = np.unique(references[changes], return_index=True, return_inverse=True)
+        different, first, inverse = np.unique(references[changes], return_index=True, return_inverse=True)
         numbers = np.empty(len(different), np.int32)
         for row in np.argsort(first).tolist():
             text = self._memo.texts.get(int(different[row]))
             if text is None:
                 raise NeedsGeneralReaderError("a name that is no text")
             numbers[row] = self.texts.number(text)
-        return np.repeat(numbers[place], np.diff(changes, append=len(references)))
+        return np.repeat(numbers[inverse], np.diff(changes, append=len(references)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,10 +464,10 @@ def _smallest_ints(column: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.sign
     return column.astype(np.int32) if column.max(initial=0) <= np.iinfo(np.int32).max else column
 
 
-def _last_before(stretches: list[Begins], place: int) -> int:
-    """Where the last record before ``place`` begins."""
-    shift, begins = next(each for each in reversed(stretches) if each[0] + each[1][0] < place)
-    return shift + int(begins[np.searchsorted(begins, place - shift) - 1])
+def _last_before(runs: list[Begins], offset: int) -> int:
+    """Where the last record before ``offset`` begins."""
+    shift, begins = next(each for each in reversed(runs) if each[0] + each[1][0] < offset)
+    return shift + int(begins[np.searchsorted(begins, offset - shift) - 1])
 
 
 def _require_boundary(data: bytes, at: int, boundary: int) -> None:

@@ -1,10 +1,10 @@
 """Recognises records of a ``.metadata`` pickle that were parsed before: repeats are only compared.
 
 Tensors of one shape have the same list of chunks, byte for byte. Every rank stores the same tensors in the same order,
-so its items differ from another rank's only in numbers. ``Lists`` holds the bytes of lists of chunks; ``Items`` holds
-those of items, with a mask over their numbers, which are read from their places.
+so its items differ from another rank's only in numbers. ``KnownLists`` holds the bytes of lists of chunks;
+``KnownItems`` holds those of items, with a mask over their numbers, which are read anew.
 
-Most of many tensors are described by the same bytes, except for their keys. ``Entries`` recognises those that were
+Most of many tensors are described by the same bytes, except for their keys. ``KnownTensors`` recognises those that were
 walked before, if they are whole values, whatever surrounds them: they begin with the class, then come the attributes,
 and nothing reaches below the mark before them.
 """
@@ -26,18 +26,18 @@ from fsdpckpt.ir.tensors import Int64Array
 
 _MAX_ALIKE = 8  # lists that begin with the same bytes
 _MAX_KEY = 512  # bytes that distinguish them
-_MAX_BYTES = 32 << 20  # bytes of lists that are remembered
-_MAX_OF_ITEMS = 8 << 20  # bytes of items, which take three times as much memory
-_WORTH = 16  # items in a row from which comparing is faster than parsing
-_SHORT = 128  # items in a row, on average, below which they are joined with those around them
-_AT_ONCE = 1024  # items compared at once: a batch of the pickler has a thousand
+_MAX_LIST_BYTES = 32 << 20  # bytes of lists that are remembered
+_MAX_ITEM_BYTES = 8 << 20  # bytes of items, which take three times as much memory
+_MIN_RUN = 16  # items in a row from which comparing is faster than parsing
+_SHORT_RUN = 128  # items in a row, on average, below which they are joined with those around them
+_BATCH = 1024  # items compared at once: a batch of the pickler has a thousand
 _NUMBERS = ("index", "path", "offset", "length")  # the numbers of an item; then its start
 
 Begins: TypeAlias = tuple[int, Int64Array]
-"""Where records begin: a place, and how far from it each is."""
+"""Where records begin: an offset in the data, and how far from it each is."""
 
 NameAt: TypeAlias = Callable[[int], int]
-"""The number of the name of the item at a place; -1 when none is known there."""
+"""The number of the name of the item at an offset; -1 when none is known there."""
 
 
 class Records(NamedTuple):
@@ -56,12 +56,12 @@ class _List(NamedTuple):
     begins: Int64Array
 
 
-class Lists:
+class KnownLists:
     """The lists of chunks, or tensors with their lists, that were parsed."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, list[_List]] = {}
-        self._left = _MAX_BYTES
+        self._left = _MAX_LIST_BYTES
 
     def add(self, data: bytes, begins: Int64Array, end: int, rows: slice, memoised: int) -> bool:
         """Remember the chunks of ``rows``, which begin at ``begins`` of ``data``. False if there are too many."""
@@ -89,17 +89,17 @@ def _first_chunk_key(data: bytes, at: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Stretch:
+class _ItemRun:
     """n items without the separators of batches. ``begins`` (n + 1,): of their bytes; ``mask``: 0 over their numbers.
 
-    ``places``, ``masks`` (numbers, n): where each number's bytes are, and which of the 8 bytes from there on belong to
+    ``offsets``, ``masks`` (numbers, n): where each number's bytes are, and which of the 8 bytes from there on belong to
     it. ``names``, ``ndim`` (n,): as in the columns of items. ``memoised`` (n + 1,): how many values come before each.
     """
 
     content: npt.NDArray[np.uint8]
     mask: npt.NDArray[np.uint8]
     begins: Int64Array
-    places: Int64Array
+    offsets: Int64Array
     masks: npt.NDArray[np.uint64]
     names: npt.NDArray[np.signedinteger]
     ndim: npt.NDArray[np.signedinteger]
@@ -108,27 +108,27 @@ class _Stretch:
     def __len__(self) -> int:
         return len(self.names)
 
-    def part(self, first: int, end: int, numbers: int) -> _Stretch:
+    def part(self, first: int, end: int, numbers: int) -> _ItemRun:
         """The items from ``first`` to ``end`` (exclusive), with ``numbers`` numbers each."""
         rows, low = slice(first, end), self.begins[first]
         begins = self.begins[first : end + 1] - low
-        more = numbers - len(self.places)
-        return _Stretch(
+        more = numbers - len(self.offsets)
+        return _ItemRun(
             self.content[low : self.begins[end]],
             self.mask[low : self.begins[end]],
             begins,
-            np.concatenate([self.places[:, rows] - low, np.tile(begins[:-1], (more, 1))]),
+            np.concatenate([self.offsets[:, rows] - low, np.tile(begins[:-1], (more, 1))]),
             np.concatenate([self.masks[:, rows], np.zeros((more, end - first), np.uint64)]),
             self.names[rows],
             self.ndim[rows],
             self.memoised[first : end + 1] - self.memoised[first],
         )
 
-    def same(self, block: Block, at: int, first: int) -> int:
+    def equal_until(self, block: Block, at: int, first: int) -> int:
         """Whether the items from ``first`` to this one (exclusive) are at ``at`` of ``block``, except for their
         numbers.
         """
-        last = min(first + _AT_ONCE, len(self))
+        last = min(first + _BATCH, len(self))
         for end in (first + 1, last):  # if one is not there, the others need not be compared
             low, high = int(self.begins[first]), int(self.begins[end])
             nbytes = max(min(high - low, len(block.data) - 1 - at), 0)
@@ -140,38 +140,38 @@ class _Stretch:
         return last
 
 
-def _join(parts: list[tuple[_Stretch, int, int]]) -> _Stretch:
+def _join(parts: list[tuple[_ItemRun, int, int]]) -> _ItemRun:
     """The items of several parts (first to end, exclusive) one after the other."""
-    numbers = max(len(stretch.places) for stretch, *_ in parts)
-    stretches = [stretch.part(first, end, numbers) for stretch, first, end in parts]
-    shifts = np.cumsum([0, *(len(each.content) for each in stretches)])
-    counts = np.cumsum([0, *(int(each.memoised[-1]) for each in stretches)])
-    return _Stretch(
-        np.concatenate([each.content for each in stretches]),
-        np.concatenate([each.mask for each in stretches]),
+    numbers = max(len(run.offsets) for run, *_ in parts)
+    runs = [run.part(first, end, numbers) for run, first, end in parts]
+    shifts = np.cumsum([0, *(len(each.content) for each in runs)])
+    counts = np.cumsum([0, *(int(each.memoised[-1]) for each in runs)])
+    return _ItemRun(
+        np.concatenate([each.content for each in runs]),
+        np.concatenate([each.mask for each in runs]),
         np.append(
-            np.concatenate([each.begins[:-1] + shift for each, shift in zip(stretches, shifts[:-1], strict=True)]),
+            np.concatenate([each.begins[:-1] + shift for each, shift in zip(runs, shifts[:-1], strict=True)]),
             shifts[-1],
         ),
-        np.concatenate([each.places + shift for each, shift in zip(stretches, shifts[:-1], strict=True)], axis=1),
-        np.concatenate([each.masks for each in stretches], axis=1),
-        np.concatenate([each.names for each in stretches]),
-        np.concatenate([each.ndim for each in stretches]),
+        np.concatenate([each.offsets + shift for each, shift in zip(runs, shifts[:-1], strict=True)], axis=1),
+        np.concatenate([each.masks for each in runs], axis=1),
+        np.concatenate([each.names for each in runs]),
+        np.concatenate([each.ndim for each in runs]),
         np.append(
-            np.concatenate([each.memoised[:-1] + count for each, count in zip(stretches, counts[:-1], strict=True)]),
+            np.concatenate([each.memoised[:-1] + count for each, count in zip(runs, counts[:-1], strict=True)]),
             counts[-1],
         ),
     )
 
 
-class Items:
+class KnownItems:
     """The items that were parsed, and those of the current block that were recognised."""
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[_Stretch, int]] = {}  # by name: the last item that has it
-        self._left = _MAX_OF_ITEMS
+        self._last: dict[int, tuple[_ItemRun, int]] = {}  # by name: the last item that has it
+        self._left = _MAX_ITEM_BYTES
         self.scattered = False  # those that were taken last did not follow each other before: parsing more joins them
-        self._taken: list[tuple[_Stretch, int, int, int]] = []  # first item, end, where the first begins in the block
+        self._taken: list[tuple[_ItemRun, int, int, int]] = []  # first item, end, where the first begins in the block
 
     def add(self, block: Block, matches: Matches, rows: npt.NDArray[np.intp], columns: dict[str, Int64Array]) -> None:
         """Remember the items in ``rows``; ``columns`` has their names and dimensions."""
@@ -183,98 +183,98 @@ class Items:
         content = np.frombuffer(b"".join([block.data[low:high] for low, high in parts]), np.uint8)
         mask = np.full(len(content), 0xFF, np.uint8)
         shift = begins[:-1] - begin
-        places: list[Int64Array] = []
+        offsets: list[Int64Array] = []
         masks: list[npt.NDArray[np.uint64]] = []
 
         def number(at: Int64Array, width: Int64Array, signed: npt.NDArray[np.bool_]) -> None:
-            places.append(at + shift)
+            offsets.append(at + shift)
             masks.append(MASK[width])
             for byte in range(int(width.max(initial=0))):
                 inside = width > byte
-                mask[places[-1][inside] + byte] = 0
+                mask[offsets[-1][inside] + byte] = 0
                 top = inside & signed & (width == byte + 1)
-                mask[places[-1][top] + byte] = 0x80  # a negative number was not parsed
+                mask[offsets[-1][top] + byte] = 0x80  # a negative number was not parsed
 
         for name in _NUMBERS:
-            at = matches.places[name][rows]
+            at = matches.offsets[name][rows]
             if name == "path":
                 width = block.references(at)[1] - at - 1
                 number(at + 1, width, np.zeros(len(at), np.bool_))
             else:
                 number(*block.operands(at))
-        at = matches.places["start"][rows]
+        at = matches.offsets["start"][rows]
         at = at + (block.opcodes(at) == ord("("))
         for dimension in range(int(columns["ndim"].max(initial=0))):
-            place, width, signed = block.operands(at)
+            offset, width, signed = block.operands(at)
             width = np.where(columns["ndim"] > dimension, width, 0)
-            number(place, width, signed)
-            at = place + width
+            number(offset, width, signed)
+            at = offset + width
         memoised = np.append(0, np.cumsum(matches.memoised[rows]))
         names, ndim = columns["name"], columns["ndim"]
-        self._remember(_Stretch(content, mask, begins, np.stack(places), np.stack(masks), names, ndim, memoised))
+        self._remember(_ItemRun(content, mask, begins, np.stack(offsets), np.stack(masks), names, ndim, memoised))
 
-    def _remember(self, stretch: _Stretch) -> None:
-        if len(stretch.content) > self._left:
+    def _remember(self, run: _ItemRun) -> None:
+        if len(run.content) > self._left:
             self._last.clear()
-            self._left = _MAX_OF_ITEMS
-        self._left -= len(stretch.content)
-        last = dict(zip(stretch.names.tolist(), range(len(stretch)), strict=True))
-        self._last.update((name, (stretch, row)) for name, row in last.items())
+            self._left = _MAX_ITEM_BYTES
+        self._left -= len(run.content)
+        last = dict(zip(run.names.tolist(), range(len(run)), strict=True))
+        self._last.update((name, (run, row)) for name, row in last.items())
 
     def take(self, form: ItemForm, block: Block, at: int, name_at: NameAt) -> Records | None:
-        """The known items at ``at``, one after the other. ``name_at``: returns the name of the item at a place."""
+        """The known items at ``at``, one after the other. ``name_at``: returns the name of the item at an offset."""
         if self.scattered:
             self.scattered = False
             return None
         separator = form.append[:1] + b"("
-        expected: tuple[_Stretch, int] | None = None
-        stretch_begins: list[Begins] = []
+        expected: tuple[_ItemRun, int] | None = None
+        run_begins: list[Begins] = []
         memoised = count = 0
-        while len(stretch_begins) < 4 or count >= _WORTH * len(stretch_begins):
-            begin = at + len(separator) if stretch_begins and block.data.startswith(separator, at) else at
-            stretch, first, end = self._match_items(block, begin, expected, name_at)
-            if stretch is None or end == first:
+        while len(run_begins) < 4 or count >= _MIN_RUN * len(run_begins):
+            begin = at + len(separator) if run_begins and block.data.startswith(separator, at) else at
+            run, first, end = self._match_items(block, begin, expected, name_at)
+            if run is None or end == first:
                 break
-            shift = begin - int(stretch.begins[first])
-            stretch_begins.append((shift, stretch.begins[first:end]))
-            self._taken.append((stretch, first, end, shift))
-            memoised += int(stretch.memoised[end] - stretch.memoised[first])
+            shift = begin - int(run.begins[first])
+            run_begins.append((shift, run.begins[first:end]))
+            self._taken.append((run, first, end, shift))
+            memoised += int(run.memoised[end] - run.memoised[first])
             count += end - first
-            at = shift + int(stretch.begins[end])
-            expected = stretch, end
-        self.scattered = 0 < count < _WORTH * len(stretch_begins)
-        if _WORTH * len(stretch_begins) <= count < _SHORT * len(stretch_begins):
-            self._remember(_join([taken[:3] for taken in self._taken[-len(stretch_begins) :]]))
-        return Records(slice(0, count), memoised, at, stretch_begins) if stretch_begins else None
+            at = shift + int(run.begins[end])
+            expected = run, end
+        self.scattered = 0 < count < _MIN_RUN * len(run_begins)
+        if _MIN_RUN * len(run_begins) <= count < _SHORT_RUN * len(run_begins):
+            self._remember(_join([taken[:3] for taken in self._taken[-len(run_begins) :]]))
+        return Records(slice(0, count), memoised, at, run_begins) if run_begins else None
 
     def _match_items(
-        self, block: Block, at: int, expected: tuple[_Stretch, int] | None, name_at: NameAt
-    ) -> tuple[_Stretch | None, int, int]:
+        self, block: Block, at: int, expected: tuple[_ItemRun, int] | None, name_at: NameAt
+    ) -> tuple[_ItemRun | None, int, int]:
         """The known items at ``at``: the expected ones, else those that follow the same name."""
         if expected is not None and expected[1] < len(expected[0]):
-            end = expected[0].same(block, at, expected[1])
+            end = expected[0].equal_until(block, at, expected[1])
             if end > expected[1]:
                 return (*expected, end)
         named = self._last.get(name_at(at))
-        return (*named, named[0].same(block, at, named[1])) if named is not None else (None, 0, 0)
+        return (*named, named[0].equal_until(block, at, named[1])) if named is not None else (None, 0, 0)
 
     def columns(self, block: Block) -> dict[str, Int64Array] | None:
         """The fields of all items taken from ``block`` since the last call; ``path`` is a memo reference."""
         if not self._taken:
             return None
-        numbers = max(len(stretch.places) for stretch, *_ in self._taken)
+        numbers = max(len(run.offsets) for run, *_ in self._taken)
         count = sum(end - first for _, first, end, _ in self._taken)
-        places, masks = np.zeros((numbers, count), np.int64), np.zeros((numbers, count), np.uint64)
+        offsets, masks = np.zeros((numbers, count), np.int64), np.zeros((numbers, count), np.uint64)
         at = 0
-        for stretch, first, end, shift in self._taken:
-            rows, has = slice(at, at := at + end - first), len(stretch.places)
-            np.add(stretch.places[:, first:end], shift, out=places[:has, rows])
-            masks[:has, rows] = stretch.masks[:, first:end]
-        values = (block.words(places) & masks).view(np.int64)
+        for run, first, end, shift in self._taken:
+            rows, has = slice(at, at := at + end - first), len(run.offsets)
+            np.add(run.offsets[:, first:end], shift, out=offsets[:has, rows])
+            masks[:has, rows] = run.masks[:, first:end]
+        values = (block.words(offsets) & masks).view(np.int64)
         columns = dict(zip(_NUMBERS, values, strict=False))
         columns["start"] = values[len(_NUMBERS) :].T
-        columns["name"] = np.concatenate([stretch.names[first:end] for stretch, first, end, _ in self._taken])
-        columns["ndim"] = np.concatenate([stretch.ndim[first:end] for stretch, first, end, _ in self._taken])
+        columns["name"] = np.concatenate([run.names[first:end] for run, first, end, _ in self._taken])
+        columns["ndim"] = np.concatenate([run.ndim[first:end] for run, first, end, _ in self._taken])
         self._taken = []
         return columns
 
@@ -287,11 +287,11 @@ _OPCODES = b"hKMjJG)]}(teausbR\x81\x85\x86\x87\x88\x89N\x94"
 _FOLLOWS = b"X\x8cus"  # the next key, or the end of the dict or of a part of it
 
 
-class Entries:
+class KnownTensors:
     """The tensors that were walked."""
 
     def __init__(self) -> None:
-        self._known = Lists()
+        self._known = KnownLists()
 
     def add(self, data: bytes, begin: int, at: int, chunks_end: int, number: int, memoised: int, memo: Memo) -> bool:
         """Remember the tensor at ``begin``, whose chunks are one run from ``at`` to ``chunks_end``, as ``number``.

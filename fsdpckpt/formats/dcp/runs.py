@@ -2,8 +2,8 @@
 
 Records of one class have the same bytes in one file, except for numbers and names: names and attributes are memo
 references after their first occurrence. A *form* has these bytes, learned from the first record that consists of
-references; ``find`` returns every place of a block with a whole record of this form. Such a place may be inside a text:
-it counts only if an opcode begins there, which only the walk over the opcodes knows (``reduce``).
+references; ``find`` returns every offset in a block at which a whole record of this form begins. Such an offset may be
+inside a text: it counts only if an opcode begins there, which only the walk over the opcodes knows (``reduce``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BUILD = b"ub"
 _GETS = b"hj"
 PUTS = {ord("q"): 1, ord("r"): 4}  # opcodes that write a memo number, and its bytes
 _HINT = rb"(?:N|K.|M..|J.{4}|\x8a.{1,9})"
-_Parse = Callable[[Int64Array], tuple[Int64Array, Int64Array, BoolArray]]  # places to values, ends, whether it fits
+_Parse = Callable[[Int64Array], tuple[Int64Array, Int64Array, BoolArray]]  # offsets to values, ends, whether it fits
 
 
 class ReferenceIntoRunError(NeedsGeneralReaderError):
@@ -74,21 +74,21 @@ class Memo:
 
     def left(self, number: int) -> int:
         """The number that value ``number`` has without the runs."""
-        place = bisect_right(self._first, number) - 1
-        if place < 0:
+        index = bisect_right(self._first, number) - 1
+        if index < 0:
             return number
-        if number < self._last[place]:
+        if number < self._last[index]:
             raise ReferenceIntoRunError
-        return number - self._removed[place]
+        return number - self._removed[index]
 
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """The records in one block, in the order of their places.
+    """The records in one block, in the order of their offsets.
 
     ``begin``, ``end``: of their bytes. ``memoised``: how many values each memoises. ``last``: for each the number of
     the last record of its run, in which each begins where the one before ends, or after the ``separator`` of batches.
-    ``columns``: the fields. ``places``: where the values of items begin, by field.
+    ``columns``: the fields. ``offsets``: where the values of items begin, by field.
     """
 
     begin: Int64Array
@@ -96,7 +96,7 @@ class Matches:
     memoised: Int64Array
     last: Int64Array
     columns: dict[str, Int64Array]
-    places: dict[str, Int64Array] = field(default_factory=dict)
+    offsets: dict[str, Int64Array] = field(default_factory=dict)
 
 
 def _candidates(block: Block, prefix: bytes, begin: int, end: int) -> Int64Array:
@@ -177,20 +177,20 @@ class ItemForm:
         else:
             text, nbytes, after, ok = block.texts(at + len(self.prefix))
 
-        places: dict[str, Int64Array] = {}
+        offsets: dict[str, Int64Array] = {}
 
         def number(name: str, parse: _Parse, literal: bytes) -> Int64Array:
             nonlocal after, ok
             ok &= block.has(after, literal)
-            places[name] = after + len(literal)
-            value, after, fine = parse(places[name])
+            offsets[name] = after + len(literal)
+            value, after, fine = parse(offsets[name])
             ok &= fine
             return value
 
         index = number("index", block.hints, self.index)
         ok &= block.has(after, self.start)
-        places["start"] = after + len(self.start)
-        start, ndim, after, fine = block.sizes(places["start"], self.memoize)
+        offsets["start"] = after + len(self.start)
+        start, ndim, after, fine = block.sizes(offsets["start"], self.memoize)
         ok &= fine
         path = number("path", block.references, self.path)
         offset = number("offset", block.integers, self.offset)
@@ -203,7 +203,7 @@ class ItemForm:
         last = _runs(block, at[rows], after[rows], self.append, None)
         memoised = len(self.memoize) * (4 + np.where(columns["ndim"] > 0, 3, 2)) + (not self.shared_names)
         return Matches(
-            at[rows], after[rows], memoised, last, columns, {name: each[rows] for name, each in places.items()}
+            at[rows], after[rows], memoised, last, columns, {name: each[rows] for name, each in offsets.items()}
         )
 
     def may_stand(self, data: bytes, at: int) -> bool:
