@@ -35,7 +35,7 @@ from fsdpckpt.comm.boxes import empty_like, kind_of, local_tensors
 from fsdpckpt.comm.dtensor import DTensor
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import InternalError, StateDictMismatchError, UsageError
-from fsdpckpt.ir.values import Decoder, Encoder, Json
+from fsdpckpt.ir.values import Decoder, Encoder, Json, like
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Slot:
 def encode(value: object) -> bytes:
     """``value`` as bytes. Raises UsageError for a type that cannot be sent, with its path in ``value``."""
     encoder = _Encoder()
-    tree = encoder.json(value, "")
+    tree = encoder.encode(value, "")
     header = json.dumps({"tree": tree, "blobs": [len(blob) for blob in encoder.blobs]}).encode()
     return b"".join([struct.pack("<q", len(header)), header, *encoder.blobs])
 
@@ -62,26 +62,27 @@ def decode(data: bytes) -> object:
         for size in header["blobs"]:
             blobs.append(data[offset : offset + size])
             offset += size
-        return _Decoder(blobs).value(header["tree"])
+        return _Decoder(blobs).decode(header["tree"])
     except (KeyError, IndexError, TypeError, ValueError, struct.error) as error:
         raise InternalError(f"another worker sent a value that cannot be read back: {error!r}") from None
 
 
 class _Encoder(Encoder):
     def __init__(self) -> None:
+        super().__init__()
         self.blobs: list[bytes] = []
 
-    def blob(self, data: bytes) -> Json:
+    def encode_bytes(self, data: bytes) -> Json:
         self.blobs.append(data)
         return len(self.blobs) - 1
 
-    def extension(self, value: object, where: str) -> Json:
+    def encode_other(self, value: object, where: str) -> Json:
         encode = _ENCODERS.get(type(value))
         if encode is not None:
             return encode(self, value, where)
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufcSV" and not value.dtype.names:
             tag = "$array" if isinstance(value, np.ndarray) else "$number"
-            return {tag: [value.dtype.str, list(value.shape), self.blob(value.tobytes())]}
+            return {tag: [value.dtype.str, list(value.shape), self.encode_bytes(value.tobytes())]}
         raise UsageError(
             f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be sent between workers",
             key=where.removeprefix(".") or None,
@@ -92,27 +93,28 @@ class _Encoder(Encoder):
 
 _ENCODERS: dict[type, Callable[[_Encoder, Any, str], Json]] = {
     torch.Size: lambda _, value, where: {"$size": list(value)},
-    frozenset: lambda encoder, value, where: {"$frozenset": encoder.items(value, where)},
+    frozenset: lambda encoder, value, where: {"$frozenset": encoder.encode_items(value, where)},
     torch.dtype: lambda _, value, where: {"$dtype": str(value).removeprefix("torch.")},
     torch.device: lambda _, value, where: {"$device": str(value)},
     Slot: lambda _, value, where: {"$slot": value.index},
-    io.BytesIO: lambda encoder, value, where: {"$file": encoder.blob(value.getvalue())},
+    io.BytesIO: lambda encoder, value, where: {"$file": encoder.encode_bytes(value.getvalue())},
 }
 
 
 class _Decoder(Decoder):
     def __init__(self, blobs: list[bytes]) -> None:
+        super().__init__()
         self._blobs = blobs
 
-    def blob(self, data: Json) -> bytes:
+    def decode_bytes(self, data: Json) -> bytes:
         return self._blobs[int(data)]  # type: ignore[arg-type]  # a number, by encode
 
-    def extension(self, tag: str, data: Json) -> object:
+    def decode_other(self, tag: str, data: Json) -> object:
         return _DECODERS[tag](self, data)
 
     def array(self, data: Json) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
         kind, shape, blob = cast("list[Any]", data)
-        return np.frombuffer(bytearray(self.blob(blob)), np.dtype(str(kind))).reshape(shape)
+        return np.frombuffer(bytearray(self.decode_bytes(blob)), np.dtype(str(kind))).reshape(shape)
 
 
 def _dtype(data: Json) -> torch.dtype:
@@ -123,12 +125,12 @@ def _dtype(data: Json) -> torch.dtype:
 
 
 _DECODERS: dict[str, Callable[[_Decoder, Json], object]] = {
-    "$size": lambda decoder, data: torch.Size(decoder.items(data)),  # type: ignore[arg-type]
-    "$frozenset": lambda decoder, data: frozenset(decoder.items(data)),
+    "$size": lambda decoder, data: torch.Size(decoder.decode_items(data)),
+    "$frozenset": lambda decoder, data: frozenset(decoder.decode_items(data)),
     "$dtype": lambda _, data: _dtype(data),
     "$device": lambda _, data: torch.device(str(data)),
     "$slot": lambda _, data: Slot(int(data)),  # type: ignore[arg-type]
-    "$file": lambda decoder, data: io.BytesIO(decoder.blob(data)),
+    "$file": lambda decoder, data: io.BytesIO(decoder.decode_bytes(data)),
     "$array": lambda decoder, data: decoder.array(data),
     "$number": lambda decoder, data: decoder.array(data)[()],
 }
@@ -185,12 +187,8 @@ def _dotted(path: _Path, text: Callable[[object], str]) -> str:
 def _map_leaves(value: object, visit: Callable[[object, _Path], object], path: _Path) -> object:
     if type(value) in {dict, OrderedDict}:
         mapping: dict[object, object] = value  # type: ignore[assignment]  # by the exact type
-        items = [(name, _map_leaves(child, visit, (*path, name))) for name, child in mapping.items()]
-        if not isinstance(mapping, OrderedDict):
-            return dict(items)
-        ordered = OrderedDict(items)
-        vars(ordered).update(vars(mapping))  # torch's _metadata
-        return ordered
+        entries = {name: _map_leaves(child, visit, (*path, name)) for name, child in mapping.items()}
+        return like(mapping, entries)  # with torch's _metadata
     if type(value) in {list, tuple}:
         children = [_map_leaves(child, visit, (*path, Slot(i))) for i, child in enumerate(value)]  # type: ignore[arg-type,var-annotated]
         return children if type(value) is list else tuple(children)

@@ -1,11 +1,11 @@
-"""Defines the inert Python values a checkpoint is made of: what a pickle said, with nothing of it executed.
+"""Defines the inert Python values of a checkpoint: what its pickles say, with nothing executed.
 
-Plain scalars, lists, tuples and dicts stay themselves (``collections.OrderedDict`` too, its attributes such
-as ``_metadata`` kept in ``vars()``). Everything else a checkpoint may hold from the closed set of
-``formats.pickle.allowlist`` is kept as a record of what was written: ``Global`` for a name, ``Object`` for a call.
+Scalars, lists, tuples, sets and dicts are themselves (``collections.OrderedDict`` too; attributes such as ``_metadata``
+are in its ``vars()``). Of everything else only what ``formats.pickle.allowlist`` lists can occur, as a record:
+``Global`` for a name, ``Object`` for a call.
 
-``encode`` and ``decode`` keep values as JSON, exactly: they come back equal, and of the same types. JSON has fewer
-types than a checkpoint, so everything it cannot say is an object with one ``$``-tag:
+``encode`` and ``decode`` turn values into JSON and back: equal, and of the same types. What JSON has no type for is an
+object whose first key is a tag that begins with ``$``:
 
     None, bool, int, str, finite float     themselves (Python writes the shortest digits that read back equal)
     list                                   array
@@ -20,22 +20,20 @@ types than a checkpoint, so everything it cannot say is an object with one ``$``
     Object                                 {"$object": {"function": [...], "args": [...], ...}}
     Tensor                                 {"$tensor": the key it is stored under}
 
-Safetensors files hold values this way (``formats.safetensors``). Workers exchange values through a subclass that adds
-types and sends bytes beside the JSON (``comm.trees``).
+Safetensors files hold values in this form. ``comm.trees`` adds the types that workers exchange, and sends bytes beside
+the JSON.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
 import struct
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar, Union, cast, overload
+from typing import Any, TypeAlias, TypeVar, Union
 
 import numpy as np
 
@@ -47,8 +45,10 @@ Key: TypeAlias = Union[Scalar, "Global", "Object", tuple["Key", ...]]
 Value: TypeAlias = Union[
     Scalar, Tensor, "Global", "Object", list["Value"], tuple["Value", ...], set["Key"], dict["Key", "Value"]
 ]
+Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
-_Key = TypeVar("_Key", bound=Key)
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +90,18 @@ class Object:
         """The NumPy number that the call makes; None for any other call, and for one with no Python equivalent
         (longdouble).
         """
-        if self.function.name != "scalar" or len(self.args) != 2:
-            return None
-        data, code = self.args[1], numpy_code(self.args[0])
-        if code is None or not isinstance(data, bytes) or len(data) != np.dtype(code).itemsize:
-            return None
-        number: np.generic = np.frombuffer(data, code)[0]
-        return number
+        match self.args:
+            case (dtype, bytes() as data) if self.function.name == "scalar" and (code := numpy_code(dtype)) is not None:
+                return np.frombuffer(data, code)[0] if len(data) == np.dtype(code).itemsize else None
+        return None
 
-    def parts(self) -> tuple[Any, ...]:
+    def fields(self) -> tuple[Any, ...]:
         """Everything that makes two objects equal."""
         return self.function, self.args, self.new, self.state, self.has_state, self.items, self.entries
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Object):
-            return self.parts() == other.parts()
+            return self.fields() == other.fields()
         number = self.number if isinstance(other, (bool, int, float, complex)) else None
         return number is not None and bool(number.item() == other)
 
@@ -112,7 +109,7 @@ class Object:
         number = self.number
         if number is not None and number == number:  # noqa: PLR0124 (NaN equals nothing)
             return hash(number.item())
-        return hash((self.function, _outline(self.args)))
+        return hash((self.function, _hashed_part(self.args)))
 
     def __str__(self) -> str:
         return f"{self.function}(...)" if self.number is None else str(self.number)
@@ -121,37 +118,34 @@ class Object:
         return str(self) if self.number is None else repr(self.number.item())
 
 
-def _outline(values: tuple[Value, ...] | list[Value]) -> tuple[object, ...]:
-    """The part of ``values`` that a hash covers: equal for equal values, at a bounded cost."""
-    first = (tuple(value[:_OUTLINED]) if isinstance(value, list) else value for value in values[:_OUTLINED])
-    return tuple(
-        tuple(item for item in value if isinstance(item, _OUTLINES)) if isinstance(value, tuple) else value
-        for value in first
-        if isinstance(value, (tuple, *_OUTLINES))
-    )
-
-
-_OUTLINED = 16
-_OUTLINES = (str, int, float, bytes, type(None))
+_HASHED_ITEMS, _HASHED_BYTES = 16, 64
 _NUMPY_CODES = frozenset(["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"])
+
+
+def _hashed_part(value: Value, depth: int = 2) -> object:
+    """The part of ``value`` that a hash covers: equal for equal values, at a bounded cost."""
+    if isinstance(value, (list, tuple)) and depth:
+        return tuple(_hashed_part(item, depth - 1) for item in value[:_HASHED_ITEMS])
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value[:_HASHED_BYTES])
+    return value if isinstance(value, (str, int, float, complex)) else None
 
 
 def numpy_code(dtype: Value) -> str | None:
     """``f4`` for what NumPy pickles as ``dtype('f4', False, True)``; None if torch has no equal dtype."""
-    if not isinstance(dtype, Object) or dtype.function.name != "dtype" or not dtype.args:
-        return None
-    order = dtype.state[1] if isinstance(dtype.state, tuple) and len(dtype.state) > 1 else None
-    code = dtype.args[0]
-    return code if isinstance(code, str) and code in _NUMPY_CODES and order in ("<", "|") else None
+    match dtype:
+        case Object(Global(_, "dtype"), (str() as code, *_), state=tuple((_, "<" | "|", *_))) if code in _NUMPY_CODES:
+            return code
+    return None
 
 
-def like(mapping: Mapping[Any, object], items: Mapping[Key, Any]) -> dict[Key, Any]:
+def like(mapping: Mapping[Any, object], items: Mapping[_Key, Any]) -> dict[_Key, Any]:
     """``items`` as a dict of the type of ``mapping``: an ``OrderedDict`` with its attributes, or a plain one."""
     if not isinstance(mapping, OrderedDict):
         return dict(items)
-    made = OrderedDict(items)
-    vars(made).update(vars(mapping))
-    return made
+    ordered = OrderedDict(items)
+    vars(ordered).update(vars(mapping))
+    return ordered
 
 
 def walk(value: Value, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], Value]]:
@@ -171,21 +165,16 @@ def leaf_tensors(value: Value) -> Iterator[tuple[tuple[Key, ...], Tensor]]:
     yield from ((path, leaf) for path, leaf in walk(value) if isinstance(leaf, Tensor))
 
 
-@overload
-def with_tensors(value: dict[_Key, Value], change: Callable[[Tensor], Tensor]) -> dict[_Key, Value]: ...
-@overload
-def with_tensors(value: Value, change: Callable[[Tensor], Tensor]) -> Value: ...
-def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``change`` applied to every tensor in it; containers are copied with their types and
-    attributes.
-    """
+def with_tensors(value: _Value, change: Callable[[Tensor], Tensor]) -> _Value:
+    """``value`` with ``change`` applied to every tensor in it. Containers are copied with types and attributes."""
+    changed: Any = value
     if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return like(value, {key: with_tensors(child, change) for key, child in value.items()})
-    if isinstance(value, (list, tuple)):
-        return type(value)(with_tensors(child, change) for child in value)
-    return value
+        changed = change(value)
+    elif isinstance(value, dict):
+        changed = like(value, {key: with_tensors(child, change) for key, child in value.items()})
+    elif isinstance(value, (list, tuple)):
+        changed = type(value)(with_tensors(child, change) for child in value)
+    return changed  # type: ignore[no-any-return]  # of the type of ``value``
 
 
 def value_at(value: Value, path: tuple[Key, ...]) -> Any:
@@ -196,41 +185,33 @@ def value_at(value: Value, path: tuple[Key, ...]) -> Any:
     return inner
 
 
-def _has(value: Value, path: tuple[Key, ...]) -> bool:
-    try:
-        value_at(value, path)
-    except (KeyError, IndexError, TypeError):
-        return False
-    return True
+_ABSENT: Any = object()
 
 
-def replaced(value: Value, path: tuple[Key, ...], new: Value) -> Value:
-    """A copy of ``value`` with ``new`` at ``path``, ``value`` itself if it has nothing there. Only the containers on
-    the way are copied.
+def replaced(value: Any, path: tuple[Key, ...], new: Value, *, prune: bool = False) -> Any:
+    """A copy of ``value`` with ``new`` at ``path``, ``value`` itself if it has nothing there. Only the containers that
+    lead there are copied. ``prune``: without those that become empty.
     """
-    if not path or not _has(value, path):
-        return value if path else new
-    copy = _copy(value)
-    copy[path[0]] = replaced(copy[path[0]], path[1:], new)
+    if not path:
+        return new
+    try:
+        inner = value[path[0]]
+    except (KeyError, IndexError, TypeError):
+        return value
+    changed = replaced(inner, path[1:], new, prune=prune)
+    if changed is inner:
+        return value
+    copy: Any = like(value, value) if isinstance(value, dict) else list(value)
+    if changed is _ABSENT or (prune and not changed):
+        del copy[path[0]]
+    else:
+        copy[path[0]] = changed
     return tuple(copy) if isinstance(value, tuple) else copy
 
 
 def without(value: Value, path: tuple[Key, ...], *, prune: bool = False) -> Value:
-    """A copy of ``value`` without the entry at ``path``, ``value`` itself if it has none. ``prune``: and without
-    containers that become empty.
-    """
-    if not _has(value, path):
-        return value
-    copy = _copy(value)
-    if len(path) > 1:
-        copy[path[0]] = without(copy[path[0]], path[1:], prune=prune)
-    if len(path) == 1 or (prune and not copy[path[0]]):
-        del copy[path[0]]
-    return tuple(copy) if isinstance(value, tuple) else copy
-
-
-def _copy(container: Value) -> Any:
-    return like(container, container) if isinstance(container, dict) else list(cast("list[Value]", container))
+    """A copy of ``value`` without the entry at ``path``, ``value`` itself if there is none. ``prune``: as above."""
+    return replaced(value, path, _ABSENT, prune=prune) if path else value
 
 
 def equal(a: Value, b: Value, *, as_loaded: bool = False) -> bool:
@@ -249,7 +230,7 @@ def equal(a: Value, b: Value, *, as_loaded: bool = False) -> bool:
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(equal(*pair, as_loaded=as_loaded) for pair in zip(a, b, strict=True))
     if isinstance(a, Object) and isinstance(b, Object):
-        return a == b or equal(a.parts(), b.parts(), as_loaded=as_loaded)
+        return equal(a.fields(), b.fields(), as_loaded=as_loaded)
     if isinstance(a, float) and isinstance(b, float):
         return a == b or (math.isnan(a) and math.isnan(b))
     return a.chunks is b.chunks if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
@@ -271,8 +252,7 @@ def value_text(value: object, longest: int = 60) -> str:
     elif isinstance(value, (bytes, bytearray)):
         text = f"{len(value)} bytes"
     elif isinstance(value, (list, tuple)) and len(value) > 8:
-        kind = "a list" if isinstance(value, list) else "a tuple"
-        text = f"{kind} of {len(value)}, beginning {', '.join(map(value_text, value[:2]))}"
+        text = f"a {type(value).__name__} of {len(value)}, beginning {', '.join(map(value_text, value[:2]))}"
     elif isinstance(value, (list, tuple)):
         inner = ", ".join(map(value_text, value))
         text = f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
@@ -281,17 +261,12 @@ def value_text(value: object, longest: int = 60) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
-Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
-
-_PLAIN = frozenset({type(None), bool, int, str})
-
-
 def encode(value: Value, *, tensor_key: Callable[[Tensor], str] | None = None) -> Json:
     """``value`` as JSON. ``tensor_key`` returns the name under which a tensor inside it is stored.
 
     Raises InternalError for a tensor without ``tensor_key``, or a type that is not a checkpoint value.
     """
-    return _ValueEncoder(tensor_key).json(value, "")
+    return Encoder(tensor_key).encode(value, "")
 
 
 def decode(
@@ -306,216 +281,178 @@ def decode(
     Every importable name in the value is added to ``names``: ``formats.pickle.allowlist.decode_allowed`` checks them.
     Raises SourceCorruptError for an unknown tag, a malformed one, or a missing tensor.
     """
+    decoder = Decoder(tensors)
     try:
-        decoder = _ValueDecoder({} if tensors is None else tensors, set() if names is None else names)
-        return decoder.value(data)  # type: ignore[return-value]
-    except (KeyError, TypeError, ValueError, struct.error, binascii.Error, RecursionError) as error:
+        value: Value = decoder.decode(data)
+    except (KeyError, TypeError, ValueError, struct.error, RecursionError) as error:
         raise SourceCorruptError(
             "a value kept as JSON cannot be read back",
             file=file,
             found=f"{type(error).__name__}: {error}",
             why="the text was edited, or a newer fsdpckpt wrote it",
         ) from None
+    if names is not None:
+        names |= decoder.names
+    return value
 
 
-class Encoder(ABC):
-    """Values to JSON. A subclass adds types in ``extension``, and may keep bytes elsewhere with ``blob``.
+_SAME_IN_JSON = frozenset({type(None), bool, int, str})
+
+
+class Encoder:
+    """Values to JSON. A subclass adds types in ``encode_other``, and may keep bytes elsewhere with ``encode_bytes``.
 
     Types are matched exactly: a subclass of ``int`` or ``dict`` could hold more than its value. ``where``: the path of
     a value inside the outermost one, for messages.
     """
 
-    def json(self, value: object, where: str) -> Json:
+    def __init__(self, tensor_key: Callable[[Tensor], str] | None = None) -> None:
+        self._tensor_key = tensor_key
+
+    def encode(self, value: Any, where: str) -> Json:
         kind = type(value)
-        if kind in _PLAIN:
-            return value  # type: ignore[return-value]  # narrowed by the exact type
+        if kind in _SAME_IN_JSON:
+            return value  # type: ignore[no-any-return]  # narrowed by the exact type
         if kind is list:
-            return self.items(value, where)  # type: ignore[arg-type]
-        if kind is dict or kind is OrderedDict:
-            return self._mapping(value, where)  # type: ignore[arg-type]
+            return self.encode_items(value, where)
+        if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(item, f"{where}.{key}") for key, item in value.items()}
         encode = _ENCODERS.get(kind)
-        return self.extension(value, where) if encode is None else encode(self, value, where)
+        return self.encode_other(value, where) if encode is None else encode(self, value, where)
 
-    def blob(self, data: bytes) -> Json:
-        """``data`` as base64."""
-        return base64.b64encode(data).decode("ascii")
-
-    @abstractmethod
-    def extension(self, value: object, where: str) -> Json:
-        """Encode ``value``, whose type is not in the table. Raises what the subclass decides."""
-
-    def items(self, values: Iterable[object], where: str) -> list[Json]:
+    def encode_items(self, values: Iterable[Any], where: str) -> list[Json]:
         return [
-            value if type(value) in _PLAIN else self.json(value, f"{where}[{index}]")  # type: ignore[misc]
+            value if type(value) in _SAME_IN_JSON else self.encode(value, f"{where}[{index}]")
             for index, value in enumerate(values)
         ]
 
-    def _mapping(self, value: dict[object, object], where: str) -> Json:
-        if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
-            return {str(key): self.json(item, f"{where}.{key}") for key, item in value.items()}
-        pairs = self.pairs(value.items(), where)
-        if type(value) is dict:
-            return {"$dict": pairs}
-        attributes = vars(value)
-        if not attributes:
-            return {"$ordered": pairs}
-        return {"$ordered": pairs, "attributes": self.json(dict(attributes), f"{where} attributes")}
+    def encode_pairs(self, pairs: Iterable[tuple[Any, Any]], where: str) -> list[Json]:
+        return [[self.encode(key, where), self.encode(item, f"{where}.{key}")] for key, item in pairs]
 
-    def pairs(self, pairs: Iterable[tuple[object, object]], where: str) -> list[Json]:
-        return [[self.json(key, where), self.json(item, f"{where}.{key}")] for key, item in pairs]
+    def encode_bytes(self, data: bytes) -> Json:
+        return base64.b64encode(data).decode("ascii")
 
-    def object(self, value: Object, where: str) -> Json:
-        record: dict[str, Json] = {
-            "function": [value.function.module, value.function.name],
-            "args": self.items(value.args, where),
-        }
-        if value.new:
-            record["new"] = True
-        if value.has_state:
-            record["state"] = self.json(value.state, where)
-        if value.items:
-            record["items"] = self.items(value.items, where)
-        if value.entries:
-            record["entries"] = self.pairs(value.entries, where)
-        return record
+    def encode_other(self, value: object, where: str) -> Json:
+        """Encode ``value``, whose type is not in the table."""
+        if isinstance(value, Tensor) and self._tensor_key is not None:
+            return {"$tensor": self._tensor_key(value)}
+        raise InternalError(f"a value of type {type(value).__name__} cannot be written as JSON", key=where or None)
 
 
-def _float(value: float) -> Json:
-    return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+def _encode_object(encoder: Encoder, value: Object, where: str) -> Json:
+    return {
+        "function": [value.function.module, value.function.name],
+        "args": encoder.encode_items(value.args, where),
+        **({"new": True} if value.new else {}),
+        **({"state": encoder.encode(value.state, where)} if value.has_state else {}),
+        **({"items": encoder.encode_items(value.items, where)} if value.items else {}),
+        **({"entries": encoder.encode_pairs(value.entries, where)} if value.entries else {}),
+    }
 
 
 _ENCODERS: Mapping[type, Callable[[Encoder, Any, str], Json]] = {
-    float: lambda _, value, where: _float(value),
-    complex: lambda _, value, where: {"$complex": [_float(value.real), _float(value.imag)]},
-    bytes: lambda encoder, value, where: {"$bytes": encoder.blob(value)},
-    bytearray: lambda encoder, value, where: {"$bytearray": encoder.blob(bytes(value))},
-    tuple: lambda encoder, value, where: {"$tuple": encoder.items(value, where)},
+    float: lambda _, value, where: value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()},
+    complex: lambda encoder, value, where: {"$complex": encoder.encode_items((value.real, value.imag), where)},
+    bytes: lambda encoder, value, where: {"$bytes": encoder.encode_bytes(value)},
+    bytearray: lambda encoder, value, where: {"$bytearray": encoder.encode_bytes(bytes(value))},
+    tuple: lambda encoder, value, where: {"$tuple": encoder.encode_items(value, where)},
     set: lambda encoder, value, where: {
         # Sorted, so that the same set gives the same file every time.
-        "$set": sorted(encoder.items(value, where), key=lambda item: json.dumps(item, sort_keys=True))
+        "$set": sorted(encoder.encode_items(value, where), key=lambda item: json.dumps(item, sort_keys=True))
+    },
+    dict: lambda encoder, value, where: {"$dict": encoder.encode_pairs(value.items(), where)},
+    OrderedDict: lambda encoder, value, where: {
+        "$ordered": encoder.encode_pairs(value.items(), where),
+        **({"attributes": encoder.encode(dict(vars(value)), f"{where} attributes")} if vars(value) else {}),
     },
     Global: lambda _, value, where: {"$global": [value.module, value.name]},
-    Object: lambda encoder, value, where: {"$object": encoder.object(value, where)},
+    Object: lambda encoder, value, where: {"$object": _encode_object(encoder, value, where)},
 }
 
 
-class _ValueEncoder(Encoder):
-    def __init__(self, tensor_key: Callable[[Tensor], str] | None) -> None:
-        self._tensor_key = tensor_key
-
-    def extension(self, value: object, where: str) -> Json:
-        if not isinstance(value, Tensor):
-            raise InternalError(f"a value of type {type(value).__name__} cannot be written as JSON", key=where or None)
-        if self._tensor_key is None:
-            raise InternalError("a tensor was to be written as JSON where no tensor can be stored", key=where or None)
-        return {"$tensor": self._tensor_key(value)}
-
-
 class Decoder:
-    """JSON to values. A subclass adds types in ``extension``, and may find bytes elsewhere with ``blob``.
+    """JSON to values. A subclass adds types in ``decode_other``, and may find bytes elsewhere with ``decode_bytes``.
 
-    Raises KeyError, TypeError, ValueError or struct.error for what no encoder wrote.
+    ``names``: every importable name in the values. Raises KeyError, TypeError, ValueError or struct.error for what no
+    encoder wrote.
     """
 
-    def value(self, data: Json) -> object:
+    def __init__(self, tensors: Mapping[str, Tensor] | None = None) -> None:
+        self._tensors = tensors or {}
+        self.names: set[Global] = set()
+
+    def decode(self, data: Json) -> Any:
         if isinstance(data, list):
-            return [self.value(item) for item in data]
+            return [self.decode(item) for item in data]
         if not isinstance(data, dict):
             return data
         tag = next(iter(data), "")
         if not tag.startswith("$"):
-            return {key: self.value(item) for key, item in data.items()}
+            return {key: self.decode(item) for key, item in data.items()}
+        if tag == "$ordered":
+            ordered, attributes = OrderedDict(self.decode_pairs(data[tag])), self.decode(data.get("attributes", {}))
+            if any(hasattr(OrderedDict, name) for name in attributes):
+                raise ValueError("an attribute hides a method of a dictionary")
+            vars(ordered).update(attributes)
+            return ordered
         decode = _DECODERS.get(tag)
-        return self.extension(tag, data[tag]) if decode is None else decode(self, data)
+        return self.decode_other(tag, data[tag]) if decode is None else decode(self, data[tag])
 
-    def blob(self, data: Json) -> bytes:
-        """The inverse of ``Encoder.blob``."""
-        return base64.b64decode(str(data), validate=True)
-
-    def extension(self, tag: str, data: Json) -> object:
-        """Decode a tag that is not in the table."""
-        raise KeyError(tag)
-
-    def items(self, data: Json) -> list[object]:
+    def decode_items(self, data: Json) -> list[Any]:
         if not isinstance(data, list):
             raise TypeError("an array was expected")
-        return [self.value(item) for item in data]
+        return [self.decode(item) for item in data]
 
-    def pairs(self, data: Json) -> list[tuple[Key, Value]]:
-        pairs: list[tuple[Key, Value]] = []
-        for pair in self.items(data):
-            if not isinstance(pair, list) or len(pair) != 2:
-                raise TypeError("a pair was expected")
-            pairs.append((_key(pair[0]), pair[1]))
-        return pairs
+    def decode_pairs(self, data: Json) -> list[tuple[Key, Value]]:
+        return [(_key(key), value) for key, value in map(_pair, self.decode_items(data))]
 
-    def ordered(self, data: dict[str, Json]) -> object:
-        ordered: OrderedDict[Key, Value] = OrderedDict(self.pairs(data["$ordered"]))
-        attributes = self.value(data.get("attributes", {}))
-        if not isinstance(attributes, dict):
-            raise TypeError("attributes must be an object")
-        for name, value in attributes.items():
-            vars(ordered)[str(name)] = value
-        return ordered
+    def decode_bytes(self, data: Json) -> bytes:
+        return base64.b64decode(str(data), validate=True)
 
-    def name(self, data: Json) -> Global:
-        if not isinstance(data, list) or len(data) != 2:
-            raise TypeError("a module and a name were expected")
-        return Global(str(data[0]), str(data[1]))
-
-    def object(self, record: Json) -> Object:
-        if not isinstance(record, dict):
-            raise TypeError("an object record was expected")
-        args, items = self.items(record["args"]), self.items(record.get("items", []))
-        return Object(
-            self.name(record["function"]),
-            tuple(args),  # type: ignore[arg-type]  # values, by this decoder
-            new=record.get("new") is True,
-            state=self.value(record.get("state")),  # type: ignore[arg-type]
-            has_state="state" in record,
-            items=items,  # type: ignore[arg-type]
-            entries=self.pairs(record.get("entries", [])),
-        )
-
-
-class _ValueDecoder(Decoder):
-    def __init__(self, tensors: Mapping[str, Tensor], names: set[Global]) -> None:
-        self._tensors = tensors
-        self._names = names
-
-    def name(self, data: Json) -> Global:
-        name = super().name(data)
-        self._names.add(name)
-        return name
-
-    def extension(self, tag: str, data: Json) -> Tensor:
+    def decode_other(self, tag: str, data: Json) -> Any:
+        """Decode a tag that is not in the table."""
         if tag != "$tensor":
             raise KeyError(tag)
         return self._tensors[str(data)]
 
+    def decode_name(self, data: Json) -> Global:
+        name = Global(*map(str, _pair(data)))
+        self.names.add(name)
+        return name
 
-def _key(value: object) -> Key:
+
+def _pair(data: Json) -> list[Any]:
+    if not isinstance(data, list) or len(data) != 2:
+        raise TypeError("a pair was expected")
+    return data
+
+
+def _key(value: Any) -> Key:
     if isinstance(value, (list, dict, set, Tensor)):
         raise TypeError(f"a {type(value).__name__} cannot be a key")
-    return value  # type: ignore[return-value]  # a tuple of unhashable values raises TypeError when it is used
+    return value  # type: ignore[no-any-return]  # a tuple of unhashable values raises TypeError when it is used
 
 
-def _complex(decoder: Decoder, data: Json) -> complex:
-    parts = decoder.items(data)
-    if len(parts) != 2 or not all(isinstance(part, float) for part in parts):
-        raise TypeError("two floats were expected")
-    return complex(parts[0], parts[1])  # type: ignore[call-overload,no-any-return]
+def _decode_object(decoder: Decoder, record: Any) -> Object:
+    return Object(
+        decoder.decode_name(record["function"]),
+        tuple(decoder.decode_items(record["args"])),
+        new=record.get("new") is True,
+        state=decoder.decode(record.get("state")),
+        has_state="state" in record,
+        items=decoder.decode_items(record.get("items", [])),
+        entries=decoder.decode_pairs(record.get("entries", [])),
+    )
 
 
-_DECODERS: Mapping[str, Callable[[Decoder, dict[str, Json]], object]] = {
-    "$dict": lambda decoder, data: dict(decoder.pairs(data["$dict"])),
-    "$ordered": Decoder.ordered,
-    "$tuple": lambda decoder, data: tuple(decoder.items(data["$tuple"])),
-    "$set": lambda decoder, data: {_key(item) for item in decoder.items(data["$set"])},
-    "$float": lambda _, data: struct.unpack(">d", bytes.fromhex(str(data["$float"])))[0],
-    "$complex": lambda decoder, data: _complex(decoder, data["$complex"]),
-    "$bytes": lambda decoder, data: decoder.blob(data["$bytes"]),
-    "$bytearray": lambda decoder, data: bytearray(decoder.blob(data["$bytearray"])),
-    "$global": lambda decoder, data: decoder.name(data["$global"]),
-    "$object": lambda decoder, data: decoder.object(data["$object"]),
+_DECODERS: Mapping[str, Callable[[Decoder, Json], Any]] = {
+    "$dict": lambda decoder, data: dict(decoder.decode_pairs(data)),
+    "$tuple": lambda decoder, data: tuple(decoder.decode_items(data)),
+    "$set": lambda decoder, data: set(map(_key, decoder.decode_items(data))),
+    "$float": lambda _, data: struct.unpack(">d", bytes.fromhex(str(data)))[0],
+    "$complex": lambda decoder, data: complex(*_pair(decoder.decode_items(data))),
+    "$bytes": lambda decoder, data: decoder.decode_bytes(data),
+    "$bytearray": lambda decoder, data: bytearray(decoder.decode_bytes(data)),
+    "$global": Decoder.decode_name,
+    "$object": _decode_object,
 }

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fsdpckpt.errors import InternalError, SourceCorruptError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.values import UNREAD, Global, Object, decode, encode, equal, value_text
+from fsdpckpt.ir.values import UNREAD, Global, Object, decode, encode, equal, replaced, value_text, without
 
 
 def through_text(value: Any, **how: Any) -> Any:
@@ -125,6 +125,7 @@ def test_a_tensor_is_a_reference_to_where_it_is_stored() -> None:
         '{"$object": 3}',
         '{"$set": [[1]]}',
         '{"$ordered": [], "attributes": 3}',
+        '{"$ordered": [], "attributes": {"items": 3}}',
         '{"$tensor": "gone"}',
     ],
 )
@@ -146,12 +147,34 @@ def test_values_are_equal_in_type_and_value(as_loaded: bool) -> None:
     assert same_value(SIZE, SAME_SIZE)
     assert not same_value(SIZE, OTHER_SIZE)
     assert same_value(Object(UNREAD, (float("nan"),)), Object(UNREAD, (float("nan"),)))
+    assert not same_value(Object(UNREAD, (1,)), Object(UNREAD, (1.0,)))
+    assert not same_value(Object(UNREAD, items=[True]), Object(UNREAD, items=[1]))
     assert not same_value(1, 1.0)
     assert not same_value(True, 1)
     assert not same_value((1,), [1])
     assert not same_value({"a": 1}, {"a": 1, "b": None})
     assert same_value(OrderedDict(b=1, a=2), {"a": 2, "b": 1}) is as_loaded
     assert same_value({"b": 1, "a": 2}, {"a": 2, "b": 1}) is as_loaded
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 1.0), (1, 1 + 0j), (b"a", bytearray(b"a")), ([1], [True]), ((), ())])
+def test_equal_calls_have_equal_hashes(a: Any, b: Any) -> None:
+    first, second = Object(UNREAD, (a,)), Object(UNREAD, (b,))
+    assert first == second
+    assert hash(first) == hash(second)
+
+
+def test_only_what_is_there_is_replaced_or_removed() -> None:
+    value: Any = {"a": [{"b": 1}, 2], "c": (3, {"d": 4})}
+    assert replaced(value, ("a", 0, "b"), 5) == {"a": [{"b": 5}, 2], "c": (3, {"d": 4})}
+    assert replaced(value, ("c", 1, "d"), 5) == {"a": [{"b": 1}, 2], "c": (3, {"d": 5})}
+    assert replaced(value, (), 5) == 5
+    assert without(value, ("a", 1)) == {"a": [{"b": 1}], "c": (3, {"d": 4})}
+    assert without(value, ("a", 0, "b")) == {"a": [{}, 2], "c": (3, {"d": 4})}
+    assert without(value, ("a", 0, "b"), prune=True) == {"a": [2], "c": (3, {"d": 4})}
+    for path in [("x",), ("a", 2), ("a", 0, "x"), ("a", 1, "x"), ("c", "d")]:
+        assert replaced(value, path, 5) is value
+        assert without(value, path, prune=True) is value
 
 
 def test_tensors_are_equal_if_their_chunks_are_the_same() -> None:
