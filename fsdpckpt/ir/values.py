@@ -4,8 +4,8 @@ Scalars, lists, tuples, sets and dicts are themselves (``collections.OrderedDict
 are in its ``vars()``). Of everything else only what ``formats.pickle.allowlist`` lists can occur, as a record:
 ``Global`` for a name, ``Object`` for a call.
 
-``encode`` and ``decode`` turn values into JSON and back: equal, and of the same types. What JSON has no type for is an
-object whose first key is a tag that begins with ``$``:
+``Encoder`` and ``Decoder`` turn values into JSON and back: equal, and of the same types. What JSON has no type for is
+an object whose first key is a tag that begins with ``$``:
 
     None, bool, int, str, finite float     themselves (Python writes the shortest digits that read back equal)
     list                                   array
@@ -37,7 +37,7 @@ from typing import Any, TypeAlias, TypeVar, Union
 
 import numpy as np
 
-from fsdpckpt.errors import InternalError, SourceCorruptError
+from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.tensors import Tensor
 
 Scalar: TypeAlias = bool | int | float | complex | str | bytes | bytearray | None
@@ -269,33 +269,6 @@ def encode(value: Value, *, tensor_key: Callable[[Tensor], str] | None = None) -
     return Encoder(tensor_key).encode(value, "")
 
 
-def decode(
-    data: Json,
-    *,
-    tensors: Mapping[str, Tensor] | None = None,
-    file: str | None = None,
-    names: set[Global] | None = None,
-) -> Value:
-    """The inverse of ``encode``. ``tensors`` resolves ``$tensor``; ``file`` names the source in messages.
-
-    Every importable name in the value is added to ``names``: ``formats.pickle.allowlist.decode_allowed`` checks them.
-    Raises SourceCorruptError for an unknown tag, a malformed one, or a missing tensor.
-    """
-    decoder = Decoder(tensors)
-    try:
-        value: Value = decoder.decode(data)
-    except (KeyError, TypeError, ValueError, struct.error, RecursionError) as error:
-        raise SourceCorruptError(
-            "a value kept as JSON cannot be read back",
-            file=file,
-            found=f"{type(error).__name__}: {error}",
-            why="the text was edited, or a newer fsdpckpt wrote it",
-        ) from None
-    if names is not None:
-        names |= decoder.names
-    return value
-
-
 _SAME_IN_JSON = frozenset({type(None), bool, int, str})
 
 
@@ -313,8 +286,6 @@ class Encoder:
         kind = type(value)
         if kind in _SAME_IN_JSON:
             return value  # type: ignore[no-any-return]  # narrowed by the exact type
-        if kind is list:
-            return self.encode_items(value, where)
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.encode(item, f"{where}.{key}") for key, item in value.items()}
         encode = _ENCODERS.get(kind)
@@ -355,6 +326,7 @@ _ENCODERS: Mapping[type, Callable[[Encoder, Any, str], Json]] = {
     complex: lambda encoder, value, where: {"$complex": encoder.encode_items((value.real, value.imag), where)},
     bytes: lambda encoder, value, where: {"$bytes": encoder.encode_bytes(value)},
     bytearray: lambda encoder, value, where: {"$bytearray": encoder.encode_bytes(bytes(value))},
+    list: Encoder.encode_items,
     tuple: lambda encoder, value, where: {"$tuple": encoder.encode_items(value, where)},
     set: lambda encoder, value, where: {
         # Sorted, so that the same set gives the same file every time.
@@ -373,8 +345,8 @@ _ENCODERS: Mapping[type, Callable[[Encoder, Any, str], Json]] = {
 class Decoder:
     """JSON to values. A subclass adds types in ``decode_other``, and may find bytes elsewhere with ``decode_bytes``.
 
-    ``names``: every importable name in the values. Raises KeyError, TypeError, ValueError or struct.error for what no
-    encoder wrote.
+    ``tensors`` resolves ``$tensor``. ``names``: every importable name so far. Raises KeyError, TypeError, ValueError or
+    struct.error for what no encoder wrote; ``formats.pickle.allowlist.decode_allowed`` decodes what a file says.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor] | None = None) -> None:

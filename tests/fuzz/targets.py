@@ -11,11 +11,11 @@ from fsdpckpt.errors import FsdpckptError, InternalError
 from fsdpckpt.formats.dcp import parse_metadata
 from fsdpckpt.formats.dcp.items import ItemReader, Structures
 from fsdpckpt.formats.pickle import load
+from fsdpckpt.formats.pickle.allowlist import decode_allowed
 from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch.tensors import TensorBuilder
 from fsdpckpt.formats.zip import ZipRecord, read_directory, top_folder
 from fsdpckpt.ir.units_json import loads
-from fsdpckpt.ir.values import decode
 from fsdpckpt.readers.deepspeed.universal import ArchiveCache
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.readers.safetensors import read_safetensors
@@ -61,7 +61,7 @@ def _values(data: bytes) -> object:
         document = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    return decode(document)
+    return decode_allowed(document, file="it.safetensors")
 
 
 TARGETS: dict[str, Target] = {

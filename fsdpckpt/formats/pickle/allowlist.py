@@ -11,14 +11,15 @@ The set: what ``torch.save`` writes for tensors and their containers (``torch._u
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping
 from enum import Enum
 
-from fsdpckpt.errors import SourceUnsafeError
+from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
 from fsdpckpt.ir.dtypes import DTYPES, STORAGE_DTYPES
 from fsdpckpt.ir.quantized import CLASSES
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Global, Json, Value, decode
+from fsdpckpt.ir.values import Decoder, Json, Value
 
 
 class Kind(Enum):
@@ -195,10 +196,21 @@ def kind_of(module: str, name: str) -> Kind | None:
 
 
 def decode_allowed(data: Json, *, tensors: Mapping[str, Tensor] | None = None, file: str) -> Value:
-    """``ir.values.decode`` for text from a file. Raises SourceUnsafeError too, for names outside the closed set."""
-    names: set[Global] = set()
-    value = decode(data, tensors=tensors, file=file, names=names)
-    unknown = [str(name) for name in names if kind_of(name.module, name.name) is None]
+    """The value that ``ir.values.encode`` turned into ``data``, which ``file`` holds. ``tensors``: by their keys.
+
+    Raises SourceCorruptError for what ``encode`` does not write, SourceUnsafeError for names outside the closed set.
+    """
+    decoder = Decoder(tensors)
+    try:
+        value: Value = decoder.decode(data)
+    except (KeyError, TypeError, ValueError, struct.error, RecursionError) as error:
+        raise SourceCorruptError(
+            "a value stored as JSON cannot be decoded",
+            file=file,
+            found=f"{type(error).__name__}: {error}",
+            why="the text was edited, or a newer fsdpckpt wrote it",
+        ) from None
+    unknown = [str(name) for name in decoder.names if kind_of(name.module, name.name) is None]
     if unknown:
         raise unsafe_error(file, unknown)
     return value
