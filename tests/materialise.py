@@ -46,7 +46,7 @@ def write_item_bytes(write_item: WriteItem, files: Sequence[bytes]) -> bytes:
 
 
 def file_bytes(file: TargetFile, files: Sequence[bytes]) -> bytes:
-    file = file.made()
+    file = file.built()
     out = bytearray(file.nbytes)
     written = np.zeros(file.nbytes, np.int8)
     literal = np.zeros(file.nbytes, bool)

@@ -138,13 +138,13 @@ def _lay_out_form(
         notes += [note for note in target.notes if note not in notes]
     for name, text in form.small_files:
         file = TargetFile(name)
-        file.literal(text.replace("{world_size}", str(spec.world_size or checkpoint.world_size)).encode())
+        file.add_literal(text.replace("{world_size}", str(spec.world_size or checkpoint.world_size)).encode())
         files.append(file)
     written = {file.path for file in files}
     for name, tensor in side_files.items():
         if name not in written:
             file = TargetFile(name)
-            file.write_item(tensor)
+            file.add_write_item(tensor)
             files.append(file)
     return Target(sorted(files, key=_is_metadata), notes, links)
 

@@ -91,7 +91,7 @@ class TorchZip:
     def record(self, name: str, data: bytes) -> None:
         """A record whose bytes are known already."""
         self._header(name.encode(), len(data), isal_zlib.crc32(data))
-        self._file.literal(data)
+        self._file.add_literal(data)
 
     def begin_data(self, key: str, nbytes: int) -> None:
         """Write the header of ``data/<key>``: the caller then appends exactly ``nbytes`` to the file."""
@@ -119,7 +119,7 @@ class TorchZip:
             len(name),
             len(extra),
         )
-        file.literal(b"%b%b%b" % (packed, name, extra))
+        file.add_literal(b"%b%b%b" % (packed, name, extra))
         self._records.append(_Record(name, header, file.nbytes, nbytes, crc))
 
     def begin_records(self, first: int, nbytes: Int64Array) -> Int64Array:
@@ -164,11 +164,11 @@ class TorchZip:
                 pair = (record.header + LOCAL_CRC_AT, at + len(directory) + CENTRAL_CRC_AT)
                 self._crc_places.append(np.array([pair], np.int64))
                 if record.crc is None:
-                    file.checksum(record.data, record.data + record.nbytes, pair)
+                    file.add_checksum(record.data, record.data + record.nbytes, pair)
                 directory += _central(record, record.header - begin)
                 count += 1
-        file.literal(directory)
-        file.literal(_end_records(count, len(directory), at - begin))
+        file.add_literal(directory)
+        file.add_literal(_end_records(count, len(directory), at - begin))
         return file.nbytes - begin
 
     @property
@@ -228,7 +228,7 @@ class TensorBox:
         return self.box.numel * self.dtype.itemsize
 
     def fill(self, file: TargetFile) -> None:
-        file.write_item(self.tensor, start=self.box.offsets, size=self.box.sizes, dtype=self.dtype)
+        file.add_write_item(self.tensor, start=self.box.offsets, size=self.box.sizes, dtype=self.dtype)
 
 
 class Records:
@@ -252,7 +252,7 @@ class Records:
             if small and len(run) >= _LONG_RUN:
                 tensors = cast("list[WrittenTensor]", run)
                 nbytes = np.fromiter((tensor.nbytes for tensor in tensors), np.int64, len(tensors))
-                file.write_whole(tensors, archive.begin_records(key, nbytes), nbytes)
+                file.add_whole_tensors(tensors, archive.begin_records(key, nbytes), nbytes)
                 key += len(run)
                 continue
             for content in run:
@@ -261,7 +261,7 @@ class Records:
                 else:
                     archive.begin_data(str(key), content.nbytes)
                     if isinstance(content, WrittenTensor):
-                        file.write_item(content.tensor, dtype=content.dtype, order=content.order)
+                        file.add_write_item(content.tensor, dtype=content.dtype, order=content.order)
                     else:
                         content.fill(file)
                 key += 1

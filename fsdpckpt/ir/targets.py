@@ -1,8 +1,8 @@
 """Describes what a writer lays out: target files of literal bytes, and write items for tensor data. In columns.
 
-A *write item* is one contiguous range of a target file that receives one box of one tensor, row-major (or in the
-memory order ``order`` says). A *checksum* is a range whose CRC-32 the executor computes while copying and
-then writes as 4 little-endian bytes at one or two places.
+A *write item* is one contiguous range of a target file that receives one box of one tensor, row-major or in the memory
+order ``order``. A *checksum* is a range whose CRC-32 the executor computes while it copies, and then writes as 4
+little-endian bytes at one or two offsets.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WrittenTensor(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TargetData:
-    """What write items refer to by number; files of the same tensors share it.
+    """The tensors and boxes that write items refer to by number; files of the same tensors share it.
 
     ``boxes``: the start of each box, then its size, in elements.
     """
@@ -44,14 +44,14 @@ class TargetData:
     boxes: array[int] = field(default_factory=lambda: array("q"))
     _numbers: dict[tuple[str, tuple[int, ...] | None], dict[Tensor, int]] = field(default_factory=dict)
 
-    def tensor(self, tensor: Tensor, dtype: DType, order: tuple[int, ...] | None = None) -> int:
-        """The number of a tensor as it is written."""
+    def add_tensor(self, tensor: Tensor, dtype: DType, order: tuple[int, ...] | None = None) -> int:
+        """Append a tensor as it is written, unless it is there; returns its number."""
         number = self._numbers.setdefault((dtype.name, order), {}).setdefault(tensor, len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(WrittenTensor(tensor, dtype, order))
         return number
 
-    def box(self, start: Sequence[int], size: Sequence[int]) -> int:
+    def add_box(self, start: Sequence[int], size: Sequence[int]) -> int:
         """Append a box to ``boxes``; returns its index there."""
         index = len(self.boxes)
         self.boxes.extend(start)
@@ -75,10 +75,10 @@ class WriteItem(NamedTuple):
 class TargetFile:
     """One file being laid out, front to back. ``path`` is relative to the target directory ("" for a one-file target).
 
-    ``blob``: every literal byte, repeated bytes once; files may share it. In columns, row after row, of which several
-    may be added at once: ``literal_columns``: file offset, begin in ``blob``, bytes. ``item_columns``: file offset,
-    bytes, number of the tensor and of the box in ``data``. ``checksum_columns``: begin, end, and the file offsets of up
-    to two places that receive the CRC-32 of [begin, end), -1 for none. A file with ``make`` has only path and length.
+    ``blob``: all literal bytes; files may share it. The columns hold one row after the other. ``literal_columns``: file
+    offset, begin in ``blob``, bytes. ``item_columns``: file offset, bytes, number of the tensor and of the box in
+    ``data``. ``checksum_columns``: begin, end, and one or two file offsets at which the CRC-32 of [begin, end) is
+    written, -1 for none. A file with ``build`` has only path and length until ``built``.
     """
 
     path: str
@@ -88,13 +88,13 @@ class TargetFile:
     literal_columns: array[int] = field(default_factory=lambda: array("q"))
     item_columns: array[int] = field(default_factory=lambda: array("q"))
     checksum_columns: array[int] = field(default_factory=lambda: array("q"))
-    make: Callable[[TargetFile], TargetFile] | None = None
+    build: Callable[[TargetFile], TargetFile] | None = None
 
-    def made(self) -> TargetFile:
-        """The file with its columns: itself, or a new one that ``make`` builds and the caller discards."""
-        return self if self.make is None else self.make(self)
+    def built(self) -> TargetFile:
+        """The file with its columns: itself, or a new one that the caller discards after use."""
+        return self if self.build is None else self.build(self)
 
-    def literal(self, data: bytes | bytearray) -> int:
+    def add_literal(self, data: bytes | bytearray) -> int:
         """Append ``data``; returns the file offset it starts at."""
         offset, rows, begin = self.nbytes, self.literal_columns, len(self.blob)
         if data:
@@ -106,13 +106,7 @@ class TargetFile:
             self.nbytes = offset + len(data)
         return offset
 
-    def repeat(self, begin: int, nbytes: int) -> None:
-        """Append ``nbytes`` that are already at ``begin`` of ``blob``."""
-        if nbytes:
-            self.literal_columns.extend((self.nbytes, begin, nbytes))
-            self.nbytes += nbytes
-
-    def write_item(
+    def add_write_item(
         self,
         tensor: Tensor,
         *,
@@ -129,55 +123,52 @@ class TargetFile:
         for extent in size:
             nbytes *= extent
         if nbytes:
-            number = data.tensor(tensor, dtype, order)
-            box = data.box((0,) * len(size) if start is None else start, size)
+            number = data.add_tensor(tensor, dtype, order)
+            box = data.add_box((0,) * len(size) if start is None else start, size)
             self.item_columns.extend((offset, nbytes, number, box))
             self.nbytes += nbytes
         return offset
 
-    def write_whole(self, tensors: Sequence[WrittenTensor], offset: Int64Array, nbytes: Int64Array) -> None:
-        """Write items for whole tensors, at offsets that were left free for them."""
+    def add_whole_tensors(self, tensors: Sequence[WrittenTensor], offset: Int64Array, nbytes: Int64Array) -> None:
+        """Append write items for whole tensors, at offsets that the caller left free for them."""
         boxes: dict[tuple[int, ...], int] = {}
         rows = np.empty((len(tensors), 2), np.int64)
         for number, written in enumerate(tensors):
             shape = written.tensor.shape
             box = boxes.get(shape)
             if box is None:
-                box = boxes[shape] = self.data.box((0,) * len(shape), shape)
-            rows[number] = self.data.tensor(*written) if nbytes[number] else -1, box
+                box = boxes[shape] = self.data.add_box((0,) * len(shape), shape)
+            rows[number] = self.data.add_tensor(*written) if nbytes[number] else -1, box
         table = np.column_stack([offset, nbytes, rows])[nbytes > 0]
         self.item_columns.frombytes(np.ascontiguousarray(table).tobytes())
 
-    def checksum(self, begin: int, end: int, places: Sequence[int]) -> None:
-        """Ask for the CRC-32 of [begin, end), to be stored little-endian at every offset of ``places``, one or two.
-
-        The places must lie in literal bytes, and hold zeros there.
-        """
-        if not 0 < len(places) <= 2:
-            raise InternalError(f"a checksum of {self.path or 'the target file'} with {len(places)} places")
-        self.checksum_columns.extend((begin, end, places[0], places[1] if len(places) > 1 else -1))
+    def add_checksum(self, begin: int, end: int, offsets: Sequence[int]) -> None:
+        """Have the CRC-32 of [begin, end) written at each of ``offsets``, one or two: literal zeros, 4 bytes each."""
+        if not 0 < len(offsets) <= 2:
+            raise InternalError(f"a checksum of {self.path or 'the target file'} at {len(offsets)} offsets")
+        self.checksum_columns.extend((begin, end, offsets[0], offsets[1] if len(offsets) > 1 else -1))
 
     @property
     def literals(self) -> list[tuple[int, ...]]:
         """(file offset, begin in ``blob``, bytes) of each literal."""
-        return _rows(self.made().literal_columns, 3)
+        return _rows(self.built().literal_columns, 3)
 
     @property
     def write_items(self) -> list[WriteItem]:
         """Each write item as a value: for a file that has few."""
         items = []
-        for offset, nbytes, number, place in _rows(self.made().item_columns, 4):
+        for offset, nbytes, number, first in _rows(self.built().item_columns, 4):
             tensor, dtype, order = self.data.tensors[number]
-            box = tuple(self.data.boxes[place : place + 2 * tensor.ndim])
+            box = tuple(self.data.boxes[first : first + 2 * tensor.ndim])
             start, size = box[: tensor.ndim], box[tensor.ndim :]
             items.append(WriteItem(offset, nbytes, tensor, start, size, dtype, order))
         return items
 
     @property
     def checksums(self) -> list[tuple[int, int, tuple[int, ...]]]:
-        """(begin, end, places) of each checksum."""
-        rows = _rows(self.made().checksum_columns, 4)
-        return [(begin, end, tuple(place for place in places if place >= 0)) for begin, end, *places in rows]
+        """(begin, end, offsets it is written at) of each checksum."""
+        rows = _rows(self.built().checksum_columns, 4)
+        return [(begin, end, tuple(offset for offset in offsets if offset >= 0)) for begin, end, *offsets in rows]
 
 
 def as_table(columns: array[int], width: int) -> Int64Array:
@@ -189,36 +180,36 @@ def _rows(columns: array[int], width: int) -> list[tuple[int, ...]]:
     return list(zip(*[iter(columns)] * width, strict=True))
 
 
-EACH = -1
-"""In the columns of an item that is put into files at many places: each place says which tensor, and which box."""
+PER_ITEM = -1
+"""The tensor and the box in the columns of a kind of items whose data differs: each item says which they are."""
 
 
 class ItemKinds:
-    """The columns of several items, one after the other. Each is a kind of item that files have many of."""
+    """The columns of several kinds of items, one kind after the other. Each is laid out as a file of one item."""
 
     def __init__(self, kinds: list[TargetFile]) -> None:
         self._literals = _join([as_table(kind.literal_columns, 3) for kind in kinds], 3)
         self._items = _join([as_table(kind.item_columns, 4) for kind in kinds], 4)
         self._checksums = _join([as_table(kind.checksum_columns, 4) for kind in kinds], 4)
 
-    def put(
+    def insert(
         self, file: TargetFile, kind: Int64Array, begin: Int64Array, tensor: Int64Array, box: Int64Array
     ) -> TargetFile:
-        """``file`` with items of these kinds at these offsets, with these tensors and boxes in place of ``EACH``."""
+        """``file`` with items of these kinds from these offsets on, with these tensors and boxes for ``PER_ITEM``."""
         number, literals = _rows_of(self._literals, kind)
         literals[:, 0] += begin[number]
         number, items = _rows_of(self._items, kind)
         items[:, 0] += begin[number]
-        each = items[:, 2] == EACH
-        items[each, 2], items[each, 3] = tensor[number[each]], box[number[each]]
+        differs = items[:, 2] == PER_ITEM
+        items[differs, 2], items[differs, 3] = tensor[number[differs]], box[number[differs]]
         number, checksums = _rows_of(self._checksums, kind)
-        checksums += begin[number, None]  # all checksums have two places
+        checksums += begin[number, None]  # all checksums have two offsets
         return replace(
             file,
             literal_columns=array("q", literals.tobytes()),
             item_columns=array("q", items.tobytes()),
             checksum_columns=array("q", checksums.tobytes()),
-            make=None,
+            build=None,
         )
 
 
@@ -232,12 +223,12 @@ def _join(tables: list[Int64Array], width: int) -> _Joined:
 
 
 def _rows_of(joined: _Joined, tables: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """The rows of ``tables``, one table after the other: to which of them each belongs, and the rows."""
+    """The rows of ``tables``, one table after the other. Also returns, first, the position in ``tables`` of each."""
     rows, first, count = joined
     counts = count[tables]
     number = np.repeat(np.arange(len(tables)), counts)
-    place = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts - first[tables], counts)
-    return number, rows[place]
+    row = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts - first[tables], counts)
+    return number, rows[row]
 
 
 @dataclass(frozen=True, slots=True)

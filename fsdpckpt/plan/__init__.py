@@ -147,7 +147,7 @@ def make_plan(target: Target, *, totals_only: bool = False) -> Plan:
     files: list[FilePlan] = []
     bytes_read = 0
     for batch in _batches(target.files):
-        planned = _plan_files([each.made() for each in batch], sources, casts)
+        planned = _plan_files([each.built() for each in batch], sources, casts)
         for file in planned:
             check_file(file)
             bytes_read += _bytes_read(file, list(casts))
@@ -159,11 +159,11 @@ _ITEMS_AT_ONCE = 1 << 12  # small files are planned together: this divides the c
 
 
 def _batches(files: Sequence[TargetFile]) -> Iterator[list[TargetFile]]:
-    """Groups of neighbouring files that share their data, in order. A file that is made on demand comes alone."""
+    """Groups of neighbouring files that share their data, in order. A file that is built on demand comes alone."""
     batch: list[TargetFile] = []
     items = 0
     for file in files:
-        if batch and (file.make or batch[0].make or file.data is not batch[0].data or items > _ITEMS_AT_ONCE):
+        if batch and (file.build or batch[0].build or file.data is not batch[0].data or items > _ITEMS_AT_ONCE):
             yield batch
             batch, items = [], 0
         batch.append(file)

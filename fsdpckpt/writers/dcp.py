@@ -29,7 +29,7 @@ from fsdpckpt.formats.zip_write import ALIGNMENT, Records, TensorBox
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import CODES, QMAP, Blocks, Blockwise
-from fsdpckpt.ir.targets import EACH, ItemKinds, LinkedFile, Target, TargetData, TargetFile
+from fsdpckpt.ir.targets import PER_ITEM, ItemKinds, LinkedFile, Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Box, Chunks, Int64Array, Tensor, contiguous_stride, first_equal
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.layouts import HeldChunks, RankBoxes, SharedChunk, mesh_chunks, source_chunks
@@ -269,7 +269,7 @@ class _Items:
             for number, (leaf, boxes) in enumerate(zip(leaves, assigned, strict=True))
         ]
         tensors = [
-            self.data.tensor(leaf.value, self._dtype(leaf.value)) if isinstance(leaf.value, Tensor) else -1
+            self.data.add_tensor(leaf.value, self._dtype(leaf.value)) if isinstance(leaf.value, Tensor) else -1
             for leaf in leaves
         ]
         counts = [len(each.kind) for each in item_rows]
@@ -288,8 +288,8 @@ class _Items:
             rows, at = slice(low, high), int(begin[low])
             begin[rows] -= at
             # Not a method of the file: two objects that refer to each other wait for the garbage collector.
-            make = partial(kinds.put, kind=kind[rows], begin=begin[rows], tensor=tensor[rows], box=box[rows])
-            files.append(TargetFile(self.names[rank[low]], self.data, int(ends[high - 1]) - at, self.blob, make=make))
+            build = partial(kinds.insert, kind=kind[rows], begin=begin[rows], tensor=tensor[rows], box=box[rows])
+            files.append(TargetFile(self.names[rank[low]], self.data, int(ends[high - 1]) - at, self.blob, build=build))
         offset = np.empty(len(rank), np.int64)
         offset[order] = begin[:-1]
         lasts = np.cumsum(counts).tolist()
@@ -337,7 +337,9 @@ class _Items:
             rows = self.rows_by_cut.get(key)
             if rows is None:
                 kinds = [self._tensor(dtype, tuple(size)) for size in boxes.size.tolist()]
-                indexes = [self.data.box(*box) for box in zip(boxes.start.tolist(), boxes.size.tolist(), strict=True)]
+                indexes = [
+                    self.data.add_box(*box) for box in zip(boxes.start.tolist(), boxes.size.tolist(), strict=True)
+                ]
                 rows = self.rows_by_cut[key] = self._item_rows(kinds, indexes, boxes)
             return rows
         kind = self._value(value)
@@ -355,7 +357,7 @@ class _Items:
             file = TargetFile("", blob=self.blob)
             lay_out_file(file, Tensor(dtype, size, Chunks.whole(file=0, offset=0, shape=size)), casts={}, stem=_STEM)
             if file.item_columns:
-                file.item_columns[2:] = array("q", (EACH, EACH))
+                file.item_columns[2:] = array("q", (PER_ITEM, PER_ITEM))
             number = self.kind_numbers[dtype.name, size] = self._kind(file)
         return number
 
@@ -392,6 +394,6 @@ class _Items:
 
     def _kind(self, file: TargetFile) -> int:
         self.nbytes.append(file.nbytes)
-        file.literal(bytes(-file.nbytes % ALIGNMENT))
+        file.add_literal(bytes(-file.nbytes % ALIGNMENT))
         self.kinds.append(file)
         return len(self.kinds) - 1

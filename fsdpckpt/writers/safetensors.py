@@ -220,7 +220,9 @@ def _shards(group: _Group, limit: int) -> list[TargetFile]:
     files = [_file(name, keys, group, first=name is names[0]) for name, keys in zip(names, shards, strict=True)]
     weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
     index = TargetFile(f"{group.stem}.safetensors.index.json")
-    index.literal(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode() + b"\n")
+    index.add_literal(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode() + b"\n"
+    )
     return [*files, index]
 
 
@@ -240,8 +242,8 @@ def _file(path: str, keys: list[str], group: _Group, *, first: bool) -> TargetFi
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     file = TargetFile(path)
-    file.literal(len(text).to_bytes(8, "little") + text)
+    file.add_literal(len(text).to_bytes(8, "little") + text)
     for key in in_file:
         tensor, dtype = group.tensors[key]
-        file.write_item(tensor, dtype=dtype)
+        file.add_write_item(tensor, dtype=dtype)
     return file

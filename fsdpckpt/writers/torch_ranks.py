@@ -72,8 +72,8 @@ class RankFiles:
                 template = self._templates[kind] = self._template(rank, path, value)
                 yield template.file
             else:
-                make = partial(self._file, template, rank)
-                yield TargetFile(path, self.data, template.file.nbytes, make=make)
+                build = partial(self._file, template, rank)
+                yield TargetFile(path, self.data, template.file.nbytes, build=build)
 
     def of_values(self, values: Sequence[Value], paths: Sequence[str]) -> Iterator[TargetFile]:
         """The file of each rank, if each holds its own one of ``values``."""
@@ -118,7 +118,7 @@ class RankFiles:
         np.frombuffer(blob, np.uint8)[template.names[:, None] + np.arange(len(stem))] = stem
         items = as_table(template.file.item_columns, 4).copy()
         boxes = [mesh_box(shape, sharding, rank) for shape, sharding in self._cuts]
-        positions = np.array([self.data.box(box.offsets, box.sizes) for box in boxes], np.int64)
+        positions = np.array([self.data.add_box(box.offsets, box.sizes) for box in boxes], np.int64)
         cut = template.cut >= 0
         items[cut, 3] = positions[template.cut[cut]]
         return replace(template.file, path=file.path, blob=blob, item_columns=array("q", items.tobytes()))

@@ -79,7 +79,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         _add(files, f"{directory}/zero/{_OPTIMIZER_FILE}", _optimizer_state(checkpoint.optim, groups, extra), casts)
         notes += _notes_on_groups(checkpoint.optim)
     latest = TargetFile("latest_universal")
-    latest.literal(directory.encode())
+    latest.add_literal(directory.encode())
     left_out = tuple(str(key) for key in extra if key in _DEEPSPEED_KEYS and key != "mp_world_size")
     if left_out:
         message = f"left out, because DeepSpeed keeps something else under that name: {', '.join(left_out)}"
@@ -110,7 +110,7 @@ def _file_of(
         return file
     items = first.item_columns[:]
     if items:
-        items[_TENSOR] = file.data.tensor(tensor, dtype, order)
+        items[_TENSOR] = file.data.add_tensor(tensor, dtype, order)
     return replace(first, path=file.path, item_columns=items)
 
 

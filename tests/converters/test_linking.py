@@ -197,10 +197,10 @@ def test_texts_that_people_edit_and_bytes_in_another_order_are_copied(tmp_path: 
     (tmp_path / "file").write_bytes(b"{}")
     target = Target([TargetFile("config.json"), TargetFile("deeper/rng_state_0.pth")])
     for file in target.files:
-        file.write_item(Tensor(DTYPES["uint8"], (2,), Chunks.whole(file=0, offset=0, shape=(2,))))
+        file.add_write_item(Tensor(DTYPES["uint8"], (2,), Chunks.whole(file=0, offset=0, shape=(2,))))
     swapped = TargetFile("swapped.pth")  # as long, of the same bytes, in another order
     for start in (1, 0):
-        swapped.write_item(target.files[0].write_items[0].tensor, start=(start,), size=(1,))
+        swapped.add_write_item(target.files[0].write_items[0].tensor, start=(start,), size=(1,))
     target.files.append(swapped)
     hard = linking.Linking(LinkMode.HARDLINK, LinkMode.HARDLINK, frozenset({0}))
     with Sources() as sources:

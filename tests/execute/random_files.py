@@ -79,14 +79,14 @@ def random_write_item(rng: random.Random, file: TargetFile, tensor: Tensor, valu
         low, high = [0] * tensor.ndim, list(tensor.shape)
     order = tuple(rng.sample(range(tensor.ndim), tensor.ndim)) if rng.random() < 0.4 else None
     size = [end - start for start, end in zip(low, high, strict=True)]
-    begin = file.write_item(tensor, start=low, size=size, dtype=dtype, order=order)
+    begin = file.add_write_item(tensor, start=low, size=size, dtype=dtype, order=order)
     part = values[tuple(slice(a, b) for a, b in zip(low, high, strict=True))]
     expected = part.transpose(order) if order is not None else part
     if dtype is not tensor.dtype:
         with np.errstate(all="ignore"):
             expected = expected.astype(numpy_dtype(dtype))
     if rng.random() < 0.5 and file.nbytes > begin:
-        file.checksum(begin, file.nbytes, [place]) if (place := _place(rng, file)) is not None else None
+        file.add_checksum(begin, file.nbytes, [place]) if (place := _place(rng, file)) is not None else None
     return expected.tobytes()  # row-major, whatever the strides
 
 
@@ -108,7 +108,7 @@ def random_files(
         file, expected = TargetFile(f"out{number}"), bytearray()
         for _ in range(rng.randrange(fewest_write_items, 8)):
             literal = bytes(4) + rng.randbytes(rng.randrange(20)) if rng.random() < 0.8 else b""
-            file.literal(literal)
+            file.add_literal(literal)
             expected += literal
             tensor, values = rng.choice(tensors)
             dtype = DTYPES["float16"] if tensor.dtype.name == "float32" and rng.random() < 0.5 else tensor.dtype

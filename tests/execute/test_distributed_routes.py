@@ -185,8 +185,8 @@ def test_what_is_cast_is_sent_as_it_was_and_never_cut_within_an_element(tmp_path
     disk = Disk(str(tmp_path), [bytearray(values.tobytes())], random.Random(block))
     tensor = Tensor(DTYPES["float32"], (5003,), Chunks.whole(file=0, offset=0, shape=(5003,)))
     file = TargetFile("out")
-    file.literal(bytes(3))
-    file.write_item(tensor, dtype=DTYPES[name])
+    file.add_literal(bytes(3))
+    file.add_write_item(tensor, dtype=DTYPES[name])
     plan = make_plan(Target([file]))
     with patch.object(partitioning, "BLOCK", block):
         segments = tuple(partition(plan, [0], [0, 1, 2]))
@@ -228,9 +228,9 @@ def _plan_of(sizes: list[int]) -> Plan:
     files = []
     for number, nbytes in enumerate(sizes):
         file = TargetFile(f"f{number}")
-        file.literal(bytes(range(1, 9)))
+        file.add_literal(bytes(range(1, 9)))
         shape = (max(nbytes - 8, 0),)
-        file.write_item(Tensor(DTYPES["uint8"], shape, Chunks.whole(file=0, offset=0, shape=shape)))
+        file.add_write_item(Tensor(DTYPES["uint8"], shape, Chunks.whole(file=0, offset=0, shape=shape)))
         files.append(file)
     return make_plan(Target(files))
 
@@ -282,7 +282,7 @@ def test_those_who_see_a_file_take_turns_in_sending_it() -> None:
     for number in range(12):
         sources.append(SourceFile(f"s{number}", 1000))
         file = TargetFile(f"t{number}")
-        file.write_item(Tensor(DTYPES["uint8"], shape, Chunks.whole(file=number, offset=0, shape=shape)))
+        file.add_write_item(Tensor(DTYPES["uint8"], shape, Chunks.whole(file=number, offset=0, shape=shape)))
         target.append(file)
     plan = make_plan(Target(target))
     segments = partition(plan, range(12), [0])

@@ -55,7 +55,7 @@ def _one_record(folder: str, data: bytes, crc: int, *, cut: int = 0) -> None:
         stream.write(data[: len(data) - cut])
     tensor = Tensor(DTYPES["uint8"], (len(data),), Chunks.whole(file=0, offset=0, shape=(len(data),)))
     file = TargetFile("out")
-    file.write_item(tensor)
+    file.add_write_item(tensor)
     with Sources() as sources:
         run_plan(
             make_plan(Target([file])),
@@ -120,9 +120,11 @@ def test_files_large_enough_for_direct_writes_hold_the_same_bytes(tmp_path, wind
         source, offset = disk.put(values)
         shape = (len(values),)
         literal = bytes(4) + rng.randbytes(rng.randrange(9000))
-        place = file.literal(literal)
-        begin = file.write_item(Tensor(DTYPES["uint8"], shape, Chunks.whole(file=source, offset=offset, shape=shape)))
-        file.checksum(begin, file.nbytes, [place])
+        place = file.add_literal(literal)
+        begin = file.add_write_item(
+            Tensor(DTYPES["uint8"], shape, Chunks.whole(file=source, offset=offset, shape=shape))
+        )
+        file.add_checksum(begin, file.nbytes, [place])
         expected += zlib.crc32(values).to_bytes(4, "little") + literal[4:] + values
     with Sources() as sources:
         run_plan(
@@ -142,8 +144,8 @@ def test_windows_never_cut_an_element_that_is_cast(tmp_path, shift: int) -> None
     disk = Disk(str(tmp_path), [bytearray(values.tobytes())], random.Random(shift))
     tensor = Tensor(DTYPES["float32"], (1000,), Chunks.whole(file=0, offset=0, shape=(1000,)))
     file = TargetFile("out")
-    file.literal(bytes(shift))
-    file.write_item(tensor, dtype=DTYPES["float64"])
+    file.add_literal(bytes(shift))
+    file.add_write_item(tensor, dtype=DTYPES["float64"])
     with Sources() as sources:
         run_plan(
             make_plan(Target([file])),

@@ -99,7 +99,7 @@ def test_more_files_are_read_back_than_a_process_may_open(tmp_path: Path) -> Non
     files = []
     for number in range(120):
         file = TargetFile(f"out{number}")
-        file.literal(b"%d" % number)
+        file.add_literal(b"%d" % number)
         files.append(file)
     plan = make_plan(Target(files))
     rows = [(number, 0, file.nbytes, zlib.crc32(file.blob), 0) for number, file in enumerate(files)]

@@ -129,16 +129,16 @@ def scene(folder: str, seed: int, *, threads: int = 1, damage: bool = False) -> 
         file, data = TargetFile(f"out{number}"), bytearray()
         wanted: list[tuple[int, int, list[int]]] = []
         for index in rng.sample(range(len(tensors)), len(tensors)):
-            before = file.literal(bytes(4) + rng.randbytes(rng.randrange(300)))
+            before = file.add_literal(bytes(4) + rng.randbytes(rng.randrange(300)))
             data += bytes(file.nbytes - len(data))
             data[before:] = file.blob[len(file.blob) - (file.nbytes - before) :]
-            begin = file.write_item(tensors[index])
+            begin = file.add_write_item(tensors[index])
             data += values[index]
             wanted.append((begin, file.nbytes, [before]))
         for begin, end, places in wanted:  # as a zip file's central directory
-            places.append(file.literal(bytes(4)))
+            places.append(file.add_literal(bytes(4)))
             data += bytes(4)
-            file.checksum(begin, end, places)
+            file.add_checksum(begin, end, places)
         for begin, end, places in wanted:
             for place in places:
                 data[place : place + 4] = zlib.crc32(data[begin:end]).to_bytes(4, "little")

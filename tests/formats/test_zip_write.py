@@ -27,13 +27,13 @@ def archive_of(tensors: list[Tensor], *, stem: str = "archive", lead: bytes = b"
     """A torch file that holds a list of 1-D tensors, after ``lead``."""
     keys = {id(tensor): str(key) for key, tensor in enumerate(tensors)}
     file = TargetFile("")
-    file.literal(lead)
+    file.add_literal(lead)
     archive = TorchZip(file, stem=stem)
     hook = lambda t: StorageView(keys[id(t)], FLOAT, 0, t.shape, (1,), t.nbytes)  # noqa: E731
     archive.pickle(dumps(list(tensors), hook))
     for key, tensor in enumerate(tensors):
         archive.begin_data(str(key), tensor.nbytes)
-        file.write_item(tensor)
+        file.add_write_item(tensor)
     assert archive.finish() == file.nbytes - len(lead)
     return file
 
@@ -137,19 +137,19 @@ def test_headers_that_are_made_at_once_are_those_that_are_made_one_by_one(stem):
     tensors = [flat(size) for size in sizes]
     one, many = TargetFile("a"), TargetFile("b")
     for file in (one, many):
-        file.literal(b"lead")
+        file.add_literal(b"lead")
         archive = TorchZip(file, stem=stem)
         archive.pickle(b"pickle")
         archive.record("data/0", b"known")
         nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
         if file is many:
             written = [WrittenTensor(tensor, tensor.dtype) for tensor in tensors]
-            file.write_whole(written[:4000], archive.begin_records(1, nbytes[:4000]), nbytes[:4000])
-            file.write_whole(written[4000:], archive.begin_records(4001, nbytes[4000:]), nbytes[4000:])
+            file.add_whole_tensors(written[:4000], archive.begin_records(1, nbytes[:4000]), nbytes[:4000])
+            file.add_whole_tensors(written[4000:], archive.begin_records(4001, nbytes[4000:]), nbytes[4000:])
         else:
             for key, tensor in enumerate(tensors):
                 archive.begin_data(str(key + 1), tensor.nbytes)
-                file.write_item(tensor)
+                file.add_write_item(tensor)
         archive.finish()
     data = bytes(4 * 300)
     assert file_bytes(many, [data]) == file_bytes(one, [data])
@@ -167,11 +167,11 @@ def test_headers_that_are_made_at_once_beyond_four_gib():
         if file is many:
             nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
             written = [WrittenTensor(tensor, FLOAT) for tensor in tensors]
-            file.write_whole(written, archive.begin_records(0, nbytes), nbytes)
+            file.add_whole_tensors(written, archive.begin_records(0, nbytes), nbytes)
         else:
             for key, tensor in enumerate(tensors):
                 archive.begin_data(str(key), tensor.nbytes)
-                file.write_item(tensor)
+                file.add_write_item(tensor)
         archive.finish()
     assert (many.nbytes, many.blob, many.checksums) == (one.nbytes, one.blob, one.checksums)
     assert many.literals[2:] == one.literals[1:]  # neighbours are not made one

@@ -38,7 +38,7 @@ def test_resharding_reads_each_row_from_the_lowest_rank_that_holds_it(before: in
     for rank in range(after):
         file = TargetFile(f"rank{rank}")
         low = min(rank * step, count)
-        file.write_item(tensor, start=(low, 0), size=(min(step, count - low), 3))
+        file.add_write_item(tensor, start=(low, 0), size=(min(step, count - low), 3))
         files.append(file)
     plan = make_plan(Target(files))
     old = -(-count // before)
@@ -61,7 +61,7 @@ def test_planning_thousands_of_ranks_is_not_quadratic() -> None:
     for rank, file in enumerate(files):
         for tensor in tensors:
             low = min(rank * 3, 5003)
-            file.write_item(tensor, start=(low, 0), size=(min(3, 5003 - low), 3))
+            file.add_write_item(tensor, start=(low, 0), size=(min(3, 5003 - low), 3))
     plan = make_plan(Target(files))
     assert plan.bytes_written == 3 * 5003 * 12
 
@@ -69,7 +69,7 @@ def test_planning_thousands_of_ranks_is_not_quadratic() -> None:
 def test_a_chunk_that_was_never_located_is_an_internal_error() -> None:
     tensor = Tensor(DTYPES["float32"], (3,), Chunks.whole(file=0, offset=-1, shape=(3,)))
     file = TargetFile("out")
-    file.write_item(tensor)
+    file.add_write_item(tensor)
     with pytest.raises(InternalError, match="never located"):
         make_plan(Target([file]))
 
@@ -77,14 +77,14 @@ def test_a_chunk_that_was_never_located_is_an_internal_error() -> None:
 def test_a_write_item_that_no_chunk_fills_is_an_internal_error() -> None:
     tensor = Tensor(DTYPES["float32"], (4,), Chunks.whole(file=0, offset=0, shape=(3,)))
     file = TargetFile("out")
-    file.write_item(tensor)
+    file.add_write_item(tensor)
     with pytest.raises(InternalError, match="does not fill"):
         make_plan(Target([file]))
 
 
 def test_a_gap_between_literals_and_write_items_is_an_internal_error() -> None:
     file = TargetFile("out")
-    file.literal(b"abc")
+    file.add_literal(b"abc")
     plan = make_plan(Target([file]))
     with pytest.raises(InternalError, match="gap"):
         check_file(replace(plan.files[0], nbytes=5))
@@ -103,7 +103,7 @@ def test_chunks_that_tile_a_tensor_without_being_a_grid_all_find_their_place() -
     tensor = Tensor(DTYPES["float32"], (count, 2), Chunks.rows(ndim=2, **columns))
     file = TargetFile("rows")
     for row in range(count):
-        file.write_item(tensor, start=(row, 0), size=(1, 2))
+        file.add_write_item(tensor, start=(row, 0), size=(1, 2))
     copies = make_plan(Target([file])).files[0].copies
     assert copies.source.tolist() == [place for row in range(count) for place in (4 * row, 8 * (row + 1))]
     assert copies.target.tolist() == list(range(0, 8 * count, 4))

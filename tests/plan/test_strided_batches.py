@@ -53,7 +53,7 @@ def copied(
     ranges = [each.indices(length) for each, length in zip(part or EVERYTHING, tensor.shape, strict=False)]
     file = TargetFile("out")
     start, size = [begin for begin, _, _ in ranges], [end - begin for begin, end, _ in ranges]
-    file.write_item(tensor, start=start, size=size, dtype=DTYPES[dtype])
+    file.add_write_item(tensor, start=start, size=size, dtype=DTYPES[dtype])
     with Sources() as sources:
         run_plan(
             make_plan(Target([file])),

@@ -210,9 +210,9 @@ def test_a_file_made_of_another_ranks_is_the_one_laid_out_from_scratch(monkeypat
 
     def contents():
         files = lay_out(checkpoint(model), spec).files
-        made = [file.made() for file in files]
-        rows = [(f.path, f.nbytes, bytes(f.blob), f.literals, f.write_items, f.checksums) for f in made]
-        return rows, sum(file.make is not None for file in files)
+        built = [file.built() for file in files]
+        rows = [(f.path, f.nbytes, bytes(f.blob), f.literals, f.write_items, f.checksums) for f in built]
+        return rows, sum(file.build is not None for file in files)
 
     rows, count = contents()
     assert count > 280

@@ -53,7 +53,7 @@ class WriterContract(ABC):
             ends = [offset + nbytes for offset, nbytes in rows]
             assert [offset for offset, _ in rows] == [0, *ends][: len(rows)], f"{file.path}: a gap, or bytes twice"
             assert (ends or [0])[-1] == file.nbytes
-            assert all(start >= 0 and start + nbytes <= len(file.made().blob) for _, start, nbytes in file.literals)
+            assert all(start >= 0 and start + nbytes <= len(file.built().blob) for _, start, nbytes in file.literals)
 
     def test_write_items_are_boxes_inside_their_tensors(self, spec: WriteSpec) -> None:
         checkpoint, _ = self.source()

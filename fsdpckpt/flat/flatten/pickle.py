@@ -44,7 +44,7 @@ class FlatShard:
         for part in self.parts:
             if part.param is None:
                 # Never large: padding is at most 16 bytes for each parameter and one element for each rank.
-                file.literal(_element(part.filler, self.dtype) * part.count)
+                file.add_literal(_element(part.filler, self.dtype) * part.count)
             else:
                 tensor, param = self.tensors[part.param], self.params[part.param]
                 _write_item(file, tensor, param, part.begin, part.count, self.dtype)
@@ -172,10 +172,10 @@ class FlatPickle(ShardedTensorPickle):
 def _write_item(file: TargetFile, tensor: Tensor, param: UnitParam, begin: int, count: int, dtype: DType) -> None:
     """Write items for a range of a flattened parameter, one box after the other."""
     if count == param.numel:
-        file.write_item(tensor, dtype=dtype, order=param.order)
+        file.add_write_item(tensor, dtype=dtype, order=param.order)
         return
     for box in _boxes(param.shape, begin, count, param.order):
-        file.write_item(tensor, start=box.offsets, size=box.sizes, dtype=dtype, order=param.order)
+        file.add_write_item(tensor, start=box.offsets, size=box.sizes, dtype=dtype, order=param.order)
 
 
 # The states of one parameter are cut alike.
