@@ -18,7 +18,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Value
-from fsdpckpt.text import plural
+from fsdpckpt.text import first_of, plural
 from fsdpckpt.transform.parameter_order import Shape, shaped_states
 
 Choice: TypeAlias = Literal["error", "zeros", "skip"]
@@ -287,7 +287,7 @@ def require_complete(checkpoint: Checkpoint, units: Units) -> None:
         filled = [param.name for param in unit.params if param.numel]
         bare = [name for name in filled if not optim.state.get(name)]
         if bare and len(bare) < len(filled):
-            wrong.append(f"{unit}: {', '.join(bare[:4])}{' ...' if len(bare) > 4 else ''}")
+            wrong.append(f"{unit}: {first_of(bare, 4)}")
     if wrong:
         raise NeedsInformationError(
             # PyTorch's own words for it, which its users know

@@ -127,7 +127,7 @@ def from_param_names(optim: OptimState, names_to_match: Collection[str] = ()) ->
     keys and leaves ``param_names`` in the optimizer's order. A ``module.`` prefix on all names is removed unless
     ``names_to_match`` have it.
     """
-    groups = [_param_names(group) for group in optim.param_groups or ()]
+    groups = [listed_param_names(group) for group in optim.param_groups or ()]
     names = without_module([name for group in groups for name in group or ()], names_to_match)
     if not names or None in groups or len(set(names)) != len(names):
         return None
@@ -140,8 +140,8 @@ def from_param_names(optim: OptimState, names_to_match: Collection[str] = ()) ->
     return ParameterOrder(names=names, source=source, authoritative=True, groups=regrouped, in_model_order=False)
 
 
-def _param_names(group: Mapping[Key, Value]) -> list[str] | None:
-    """The clean ``param_names`` of one group, None unless there is one for each key."""
+def listed_param_names(group: Mapping[Key, Value]) -> list[str] | None:
+    """The clean ``param_names`` of one group; None unless there is one for each key, and none is a flat parameter's."""
     params, listed = group_params(group) or [], group.get("param_names")
     names = [clean(name) for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
     return None if len(names) != len(params) or any(map(is_flat_key, names)) else names

@@ -9,30 +9,29 @@ several maps are possible, the error lists the candidates.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TypeVar
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.layouts.flattened import is_flat_key
-from fsdpckpt.text import plural
+from fsdpckpt.text import first_of, plural
 from fsdpckpt.transform.assignment import Answer, Fits, in_any_order, in_order
 from fsdpckpt.transform.parameter_order import (
     ParameterOrder,
     StateShapes,
     contradictions,
     fits,
+    listed_param_names,
     parameter_orders,
     shaped_states,
     shapes_of_states,
 )
 
-_Key = TypeVar("_Key", int, str)
+_IDS_LISTED = 48  # ids whose candidates a message lists: each is compared with every name
 
 
 def apply_key_type(
@@ -80,13 +79,13 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
     if optim is None or optim.key_type != "id":
         return checkpoint
     ids = _Ids.of(optim, checkpoint.source)
-    full = order.with_shapes_of(others)
-    names = _name_ids(ids, full, checkpoint.source)
-    _require_agreement(checkpoint, full, others, [str(name) for name in names.values()])
-    _require_param_names(optim, names, order, checkpoint)
-    count, shaped = len(ids.numbers), sum(1 for number in ids.numbers if ids.state_shapes[number])
-    message = f"{plural(count, 'optimizer id')} became {plural(count, 'name')}, from {order.source}; the "
-    message += f"states of {plural(shaped, 'parameter')} have the shapes that this needs"
+    order = order.with_shapes_of(others)
+    names = _name_ids(ids, order)
+    _require_agreement(checkpoint.source, order, others, [str(name) for name in names.values()])
+    _require_param_names(checkpoint.source, optim, names, order)
+    message = f"{plural(len(names), 'optimizer id')} became {plural(len(names), 'name')}, from {order.source}; the "
+    with_shapes = sum(map(bool, ids.state_shapes))
+    message += f"states of {plural(with_shapes, 'parameter')} have the shapes that this needs"
     return _with_keys(checkpoint, optim, names, message)
 
 
@@ -98,48 +97,43 @@ def to_ids(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Param
     optim = checkpoint.optim
     if optim is None or optim.key_type != "name":
         return checkpoint
-    full = order.with_shapes_of(others)
-    listed = _listed(optim, full, checkpoint.source)
-    _require_known(optim, checkpoint.source, listed, full)
-    _require_agreement(checkpoint, full, others, [clean(name) for name in chain(*listed)])
-    numbered = [_sorted_group(group, index, full, checkpoint) for index, group in enumerate(listed)]
-    ids: dict[ParamKey, ParamKey] = {name: number for number, name in enumerate(chain(*numbered))}
+    order = order.with_shapes_of(others)
+    groups = _grouped_names(optim, order, checkpoint.source)
+    _require_names_fit(optim, checkpoint.source, groups, order)
+    _require_agreement(checkpoint.source, order, others, [clean(name) for name in chain(*groups)])
+    names = chain(*(_in_id_order(group, index, order, checkpoint) for index, group in enumerate(groups)))
+    ids: dict[ParamKey, ParamKey] = {name: number for number, name in enumerate(names)}
+    if optim.param_groups is not None:
+        optim = replace(optim, param_groups=[_sorted_group(group, ids) for group in optim.param_groups])
     message = f"{plural(len(ids), 'optimizer key')} became {plural(len(ids), 'id')}, in the order of {order.source}"
     return _with_keys(checkpoint, optim, ids, message)
 
 
 def _require_agreement(
-    checkpoint: Checkpoint, used: ParameterOrder, others: Sequence[ParameterOrder], keyed: Collection[str]
+    source: str, used: ParameterOrder, others: Sequence[ParameterOrder], names: Collection[str]
 ) -> None:
-    """Raises SourceCorruptError with everything in which another source contradicts the one in use."""
+    """Raises SourceCorruptError if another order contradicts the one in use. ``names``: the optimizer's parameters."""
     for other in others:
-        wrong = contradictions(used, other, keyed)
+        wrong = contradictions(used, other, names)
         if wrong:
-            raise _contradicted(f"{used.source} and {other.source} of {checkpoint.source} contradict each other", wrong)
+            raise _contradicted(f"{used.source} and {other.source} of {source} contradict each other", wrong)
 
 
 def _require_param_names(
-    optim: OptimState, names: Mapping[ParamKey, ParamKey], order: ParameterOrder, checkpoint: Checkpoint
+    source: str, optim: OptimState, names: Mapping[ParamKey, ParamKey], order: ParameterOrder
 ) -> None:
     """Raises SourceCorruptError when a group has ``param_names`` that differ from ``names``."""
-    wrong = []
-    for group in optim.param_groups or ():
-        param_names, params = group.get("param_names"), group_params(group) or []
-        if (
-            not isinstance(param_names, (list, tuple))
-            or len(param_names) != len(params)
-            or any(is_flat_key(str(name)) for name in param_names)
-        ):
-            continue
-        for key, name in zip(params, param_names, strict=True):
-            expected = str(names.get(key))
-            if clean(str(name)) not in (expected, f"module.{expected}"):
-                wrong.append(f"id {key} is {clean(str(name))} in param_names, {expected} in {order.source}")
+    wrong = [
+        f"id {key} is {name} in param_names, {names[key]} in {order.source}"
+        for group in optim.param_groups or ()
+        for key, name in zip(group_params(group) or (), listed_param_names(group) or (), strict=False)
+        if name not in (names[key], f"module.{names[key]}")
+    ]
     if wrong:
-        raise _contradicted(f"the param_names of {checkpoint.source} contradict {order.source}", wrong)
+        raise _contradicted(f"the param_names of {source} contradict {order.source}", wrong)
 
 
-def _listed(optim: OptimState, order: ParameterOrder, source: str) -> list[list[str]]:
+def _grouped_names(optim: OptimState, order: ParameterOrder, source: str) -> list[list[str]]:
     """The names that each group lists; without groups, those of an authoritative order."""
     if optim.param_groups is not None:
         return [[str(key) for key in group_params(group) or ()] for group in optim.param_groups]
@@ -152,14 +146,12 @@ def _listed(optim: OptimState, order: ParameterOrder, source: str) -> list[list[
     return [list(group) for group in order.groups] if order.groups is not None else [list(order.names)]
 
 
-def _require_known(optim: OptimState, source: str, listed: Sequence[Sequence[str]], order: ParameterOrder) -> None:
-    """Raises SourceCorruptError for names the order does not have, or states of shapes it does not have."""
-    names, in_order, shaped = list(chain(*listed)), set(order.names), shaped_states(optim)
-    in_groups = set(names)
-    wrong = [f"{name} is not in {order.source}" for name in names if clean(name) not in in_order]
-    wrong += [f"{name} is listed {names.count(name)} times" for name in _repeated(names)]
-    unlisted = [key for key in optim.state if isinstance(key, str) and key not in in_groups and clean(key) in in_order]
-    wrong += [f"{key} has states, and no group lists it" for key in unlisted]
+def _require_names_fit(optim: OptimState, source: str, groups: Sequence[Sequence[str]], order: ParameterOrder) -> None:
+    """Raises SourceCorruptError for a name that the order lacks, is grouped twice or never, or has other shapes."""
+    names, in_order, shaped = list(chain(*groups)), set(order.names), shaped_states(optim)
+    keys = dict.fromkeys((*names, *map(str, optim.param_keys())))
+    wrong = [f"{name} is not in {order.source}" for name in keys if clean(name) not in in_order]
+    wrong += _group_flaws(names, [key for key in optim.state if clean(str(key)) in in_order])
     for name in names:
         state_shapes = shapes_of_states(optim.state.get(name, {}), shaped)
         shape = order.shape(clean(name))
@@ -170,85 +162,77 @@ def _require_known(optim: OptimState, source: str, listed: Sequence[Sequence[str
         raise _does_not_fit(source, order, wrong)
 
 
-def _sorted_group(names: Sequence[str], index: int, order: ParameterOrder, checkpoint: Checkpoint) -> list[str]:
-    """One group's names in the order of their ids."""
+def _in_id_order(names: Sequence[str], index: int, order: ParameterOrder, checkpoint: Checkpoint) -> list[str]:
+    """The names of group ``index`` in the order of their ids."""
     groups = order.groups
-    if groups is not None:
-        position = {name: at for at, name in enumerate(groups[index])} if index < len(groups) else {}
-        wrong = [f"{name} is not in group {index} of {order.source}" for name in names if clean(name) not in position]
-        if wrong:
-            raise _contradicted(f"the groups of {checkpoint.source} do not fit {order.source}", wrong)
-        return sorted(names, key=lambda name: position[clean(name)])
-    if not order.ordered and len(names) > 1:
+    in_order = order.names if groups is None else groups[index] if index < len(groups) else ()
+    position = {name: at for at, name in enumerate(in_order)}
+    wrong = [f"{name} is not in group {index} of {order.source}" for name in names if clean(name) not in position]
+    if wrong:
+        raise _contradicted(f"the groups of {checkpoint.source} do not fit {order.source}", wrong)
+    if groups is None and not order.ordered and len(names) > 1:
         raise NeedsInformationError(
             f"the optimizer of {checkpoint.source} cannot get ids in the order of {order.source}",
             why=f"{order.source} does not keep the order of the parameters, and ids count in it",
             next_step="add --parameters FILE (model.parameters(), one name a line), --units FILE, or --reference PATH "
             "of a torch or DCP checkpoint of this model",
         )
-    position = {name: at for at, name in enumerate(order.names)}
-    ordered = sorted(names, key=lambda name: position[clean(name)])
-    if ordered != list(names) and any(note.kind == "groups-rebuilt" for note in checkpoint.notes):
+    result = sorted(names, key=lambda name: position[clean(name)])
+    rebuilt = any(note.kind == "groups-rebuilt" for note in checkpoint.notes)
+    if groups is None and rebuilt and result != list(names):
         raise NeedsInformationError(
             f"the optimizer of {checkpoint.source} lists its parameters in a different order than {order.source}",
             why="its groups were rebuilt from equal hyper-parameters, so there may have been more of them, and ids "
             "count group by group",
             next_step="add --units FILE, which says the parameters of every group",
         )
-    return ordered
+    return result
 
 
 def _with_keys(
     checkpoint: Checkpoint, optim: OptimState, keys: Mapping[ParamKey, ParamKey], message: str
 ) -> Checkpoint:
-    """``checkpoint`` with new keys in its optimizer, and a note. Entries that a user added stay.
+    """``checkpoint`` with new keys in its optimizer, and a note. ``keys``: old to new; entries that a user added stay.
 
-    ``keys``: old to new, in the order in which groups list the new ones.
+    Raises SourceCorruptError if such an entry has the new key of a parameter.
     """
-    state = {keys.get(key, key): states for key, states in optim.state.items()}
-    if len(state) != len(optim.state):
-        new = set(keys.values())
-        both = [str(key) for key in optim.state if key not in keys and key in new]
+    new = set(keys.values())
+    both = [str(key) for key in optim.state if key not in keys and key in new]
+    if both:
         raise _contradicted(f"the optimizer of {checkpoint.source} has states under both kinds of key", both)
-    position = {key: number for number, key in enumerate(keys)}
-    groups = optim.param_groups and [_rekeyed_group(group, keys, position) for group in optim.param_groups]
-    notes = (*checkpoint.notes, Note("rekeyed", message))
-    return replace(checkpoint, optim=OptimState(state, groups, optim.extra), notes=notes)
+    optim = optim.renamed({key: keys.get(key, key) for key in optim.all_keys()})
+    return replace(checkpoint, optim=optim, notes=(*checkpoint.notes, Note("rekeyed", message)))
 
 
-def _rekeyed_group(
-    group: Mapping[Key, Value], keys: Mapping[ParamKey, ParamKey], position: Mapping[ParamKey, int]
-) -> dict[Key, Value]:
-    """Rekey one group. ``param_names`` stay in step with ``params``, unless they were in the order of ids and
-    ``params`` were not.
+def _sorted_group(group: dict[Key, Value], ids: Mapping[ParamKey, ParamKey]) -> dict[Key, Value]:
+    """``group`` with its parameters in the order of their ids.
+
+    ``param_names`` are sorted with ``params``, unless both list the same names in different orders: then ``params``
+    alone had been sorted by name, by ``FSDP.rekey_optim_state_dict``.
     """
-    params = group_params(group)
+    params, names = group_params(group), group.get("param_names")
     if params is None:
-        return dict(group)
-    order = sorted(range(len(params)), key=lambda index: position[params[index]])
-    changed: dict[Key, Value] = {**group, "params": [keys[params[index]] for index in order]}
-    names = group.get("param_names")
-    if isinstance(names, (list, tuple)) and len(names) == len(params) and not _in_different_order(params, names):
-        changed["param_names"] = type(names)(names[index] for index in order)
-    return changed
-
-
-def _in_different_order(params: Sequence[ParamKey], names: Sequence[Value]) -> bool:
-    """Whether both list the same names in different orders, as after ``FSDP.rekey_optim_state_dict``."""
-    keys, param_names = [clean(str(key)) for key in params], [clean(str(name)) for name in names]
-    return keys != param_names and sorted(keys) == sorted(param_names)
-
-
-_CANDIDATES = 48  # ids whose candidates are listed: each is compared with every name
+        return group
+    indices = sorted(range(len(params)), key=lambda index: ids[params[index]])
+    result: dict[Key, Value] = {**group, "params": [params[index] for index in indices]}
+    if isinstance(names, (list, tuple)) and len(names) == len(params):
+        keys, param_names = [clean(str(key)) for key in params], [clean(str(name)) for name in names]
+        if keys == param_names or sorted(keys) != sorted(param_names):
+            result["param_names"] = type(names)(names[index] for index in indices)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
 class _Ids:
-    """The ids of an optimizer. ``groups``: None when it has none. ``state_shapes``: the shapes of each id's states."""
+    """The ids of the optimizer of ``source``, group by group, and the shapes of each one's states.
 
-    groups: tuple[tuple[int, ...], ...] | None
+    ``group_sizes``: None without groups; then ``numbers`` are the ids that have states.
+    """
+
+    source: str
+    group_sizes: tuple[int, ...] | None
     numbers: tuple[int, ...]
-    state_shapes: Mapping[int, StateShapes]
+    state_shapes: tuple[StateShapes, ...]
 
     @classmethod
     def of(cls, optim: OptimState, source: str) -> _Ids:
@@ -256,31 +240,32 @@ class _Ids:
         groups list.
         """
         shaped = shaped_states(optim)
-        state_shapes = {
-            key: shapes_of_states(states, shaped) for key, states in optim.state.items() if isinstance(key, int)
-        }
+        shapes = {key: shapes_of_states(states, shaped) for key, states in optim.state.items() if isinstance(key, int)}
         if optim.param_groups is None:
-            return cls(None, tuple(sorted(state_shapes)), state_shapes)
-        groups = tuple(
-            tuple(key for key in group_params(group) or () if isinstance(key, int)) for group in optim.param_groups
-        )
-        numbers = tuple(chain(*groups))
-        listed = set(numbers)
-        wrong = [f"id {key} has states, and no group lists it" for key in state_shapes if key not in listed]
-        wrong += [f"id {key} is listed {numbers.count(key)} times" for key in _repeated(numbers)]
-        if wrong:
-            raise _contradicted(f"the ids of the optimizer of {source} contradict each other", wrong)
-        return cls(groups, numbers, {key: state_shapes.get(key, frozenset()) for key in numbers})
+            numbers, group_sizes = sorted(shapes), None
+        else:
+            numbers = [key for key in optim.grouped_keys() if isinstance(key, int)]
+            group_sizes = tuple(len(group_params(group) or ()) for group in optim.param_groups)
+            wrong = [f"id {flaw}" for flaw in _group_flaws(numbers, shapes)]
+            if wrong:
+                raise _contradicted(f"the ids of the optimizer of {source} contradict each other", wrong)
+        return cls(source, group_sizes, tuple(numbers), tuple(shapes.get(key, frozenset()) for key in numbers))
+
+    def named(self, names: Iterable[str]) -> dict[ParamKey, ParamKey]:
+        """Each id with its name, from names in the order of the ids."""
+        return dict(zip(self.numbers, names, strict=True))
 
     def may_be(self, names: Sequence[str], order: ParameterOrder) -> Fits:
         """Whether the id at an index of ``numbers`` may be the parameter at an index of ``names``, by their shapes."""
         shapes = [order.shape(name) for name in names]
-        state_shapes = [self.state_shapes[number] for number in self.numbers]
-        return lambda number, name: fits(shapes[name], state_shapes[number])
+        return lambda number, name: fits(shapes[name], self.state_shapes[number])
 
 
-def _repeated(keys: Sequence[_Key]) -> list[_Key]:
-    return [key for key, times in Counter(keys).items() if times > 1]
+def _group_flaws(grouped: Sequence[ParamKey], with_states: Iterable[ParamKey]) -> list[str]:
+    """The keys that have states and are in no group, and those that groups list twice."""
+    times = Counter(grouped)
+    flaws = [f"{key} has states, and no group lists it" for key in with_states if key not in times]
+    return flaws + [f"{key} is listed {count} times" for key, count in times.items() if count > 1]
 
 
 def _shapes_text(shapes: StateShapes) -> str:
@@ -300,117 +285,105 @@ def _does_not_fit(source: str, order: ParameterOrder, details: Sequence[str]) ->
     return _contradicted(f"the optimizer of {source} does not fit {order.source}", details)
 
 
-def _name_ids(ids: _Ids, order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
-    """The name of each id; there must be at least one id. ``source`` names the checkpoint in errors.
+def _name_ids(ids: _Ids, order: ParameterOrder) -> dict[ParamKey, ParamKey]:
+    """The name of each id; there must be at least one id.
 
     Raises SourceCorruptError for an order that does not fit, NeedsInformationError for one that fits in several ways.
     """
-    groups = order.groups
-    if groups is None and ids.groups is None and order.authoritative:
-        groups = (order.names,)  # an id is an index into the names
-    if groups is not None:
-        return _by_groups(ids, order, groups, source)
-    if ids.groups is None or not order.ordered:
-        return _by_shapes(ids, order, source)
-    return _distribute(ids, ids.groups, order, source)
+    if order.groups is not None:
+        return _by_groups(ids, order, order.groups)
+    if ids.group_sizes is None and order.authoritative:
+        return _by_groups(ids, order, (order.names,))  # an id is an index into the names
+    _require_candidates(ids, order)
+    if ids.group_sizes is None or not order.ordered:
+        return _by_shapes(ids, order)
+    return _distribute(ids, ids.group_sizes, order)
+
+
+def _by_groups(ids: _Ids, order: ParameterOrder, groups: Sequence[Sequence[str]]) -> dict[ParamKey, ParamKey]:
+    """If the groups are known, each id's name follows from its position; lengths and shapes must prove it."""
+    names = list(chain(*groups))
+    wrong = []
+    if ids.group_sizes is None:
+        if ids.numbers[-1] >= len(names):
+            wrong = [f"id {ids.numbers[-1]} is beyond the {plural(len(names), 'parameter')} of {order.source}"]
+        else:
+            names = [names[number] for number in ids.numbers]
+    elif ids.group_sizes != (sizes := tuple(map(len, groups))):
+        wrong = [
+            f"groups of {', '.join(map(str, ids.group_sizes))} ids in the optimizer",
+            f"groups of {', '.join(map(str, sizes))} parameters in {order.source}",
+        ]
+    wrong = wrong or _misfits(ids, names, order)
+    if wrong:
+        raise _does_not_fit(ids.source, order, wrong)
+    return ids.named(names)
+
+
+def _by_shapes(ids: _Ids, order: ParameterOrder) -> dict[ParamKey, ParamKey]:
+    """If the names have no order, or the ids no groups, only shapes can decide."""
+    may_be = ids.may_be(order.names, order)
+    answer = in_any_order(len(ids.numbers), len(order.names), may_be)
+    if answer is None:
+        why = "does not say in which groups they are" if order.ordered else "does not keep the order of the parameters"
+        raise _ambiguous(ids, order, f"{order.source} {why}", _candidates(ids, order.names, may_be))
+    return ids.named(order.names[index] for index in answer)
+
+
+def _distribute(ids: _Ids, group_sizes: Sequence[int], order: ParameterOrder) -> dict[ParamKey, ParamKey]:
+    """If some names have no id, or their groups are not known: use the only way to distribute them in order."""
+    certain = tuple(name for name in order.names if name not in order.uncertain)
+    choices = [certain, order.names] if len(certain) == len(ids.numbers) else [order.names]
+    for names in dict.fromkeys(choices):
+        answers = in_order(group_sizes, len(names), ids.may_be(names, order))
+        if answers is None:
+            raise _ambiguous(ids, order, "there are more ways to name them than can be tried")
+        if len(answers) > 1:
+            what = "which of them it has" if len(group_sizes) == 1 else "which group has which of them"
+            why = f"{plural(len(names), 'parameter', 'are')} possible, and their shapes do not decide {what}"
+            raise _ambiguous(ids, order, why, _differences(ids, names, answers))
+        if answers:
+            return ids.named(names[index] for index in answers[0])
+    raise _does_not_fit(ids.source, order, _count_mismatch(ids, order) + _misfits(ids, choices[0], order))
 
 
 def _misfits(ids: _Ids, names: Sequence[str], order: ParameterOrder) -> list[str]:
     """Every id whose states do not match the shape of its name."""
     return [
-        f"id {number} has states of shape {_shapes_text(ids.state_shapes[number])}, "
-        f"{name} is {list(order.shape(name) or ())}"
-        for number, name in zip(ids.numbers, names, strict=False)
-        if not fits(order.shape(name), ids.state_shapes[number])
+        f"id {number} has states of shape {_shapes_text(state_shapes)}, {name} is {list(order.shape(name) or ())}"
+        for number, state_shapes, name in zip(ids.numbers, ids.state_shapes, names, strict=False)
+        if not fits(order.shape(name), state_shapes)
     ]
 
 
-def _by_groups(
-    ids: _Ids, order: ParameterOrder, groups: tuple[tuple[str, ...], ...], source: str
-) -> dict[ParamKey, ParamKey]:
-    """If the groups are known, each id's name follows from its position; lengths and shapes must prove it."""
-    names: Sequence[str] = tuple(chain(*groups))
-    if ids.groups is None:
-        if ids.numbers[-1] >= len(names):
-            beyond = f"id {ids.numbers[-1]} is beyond the {plural(len(names), 'parameter')} of {order.source}"
-            raise _does_not_fit(source, order, [beyond])
-        names = [names[number] for number in ids.numbers]
-    elif [len(group) for group in ids.groups] != [len(group) for group in groups]:
-        wrong = [
-            f"groups of {', '.join(str(len(group)) for group in ids.groups)} ids in the optimizer",
-            f"groups of {', '.join(str(len(group)) for group in groups)} parameters in {order.source}",
-        ]
-        raise _does_not_fit(source, order, wrong)
-    wrong = _misfits(ids, names, order)
-    if wrong:
-        raise _does_not_fit(source, order, wrong)
-    return dict(zip(ids.numbers, names, strict=True))
+def _count_mismatch(ids: _Ids, order: ParameterOrder) -> list[str]:
+    of_ids, of_names = len(ids.numbers), len(order.names)
+    text = f"the optimizer has {plural(of_ids, 'id')}, {order.source} {plural(of_names, 'parameter')}"
+    return [text] if of_ids != of_names else []
 
 
-def _by_shapes(ids: _Ids, order: ParameterOrder, source: str) -> dict[ParamKey, ParamKey]:
-    """If the names have no order, or the ids no groups, only shapes can decide."""
-    names = order.names
-    _require_enough(ids, order, source)
-    may_be = ids.may_be(names, order)
-    answer = in_any_order(len(ids.numbers), len(names), may_be)
-    if answer is None:
-        why = "does not say in which groups they are" if order.ordered else "does not keep the order of the parameters"
-        raise _ambiguous(ids, source, order, f"{order.source} {why}", _possible_names(ids, names, may_be))
-    return {number: names[index] for number, index in zip(ids.numbers, answer, strict=True)}
-
-
-def _require_enough(ids: _Ids, order: ParameterOrder, source: str) -> None:
+def _require_candidates(ids: _Ids, order: ParameterOrder) -> None:
     """Raises SourceCorruptError if ids outnumber names, or an id's states fit no name at all."""
     wrong = []
     if len(order.names) < len(ids.numbers):
-        wrong = [_counts(ids, order), *_misfits(ids, order.names, order)]
+        wrong = _count_mismatch(ids, order) + _misfits(ids, order.names, order)
     shapes = {order.shape(name) for name in order.names}
-    for number in ids.numbers:
-        state_shapes = ids.state_shapes[number]
+    for number, state_shapes in zip(ids.numbers, ids.state_shapes, strict=True):
         if state_shapes and not any(fits(shape, state_shapes) for shape in shapes):
             text = _shapes_text(state_shapes)
             wrong.append(f"id {number} has states of shape {text}, which no parameter of {order.source} has")
     if wrong:
-        raise _does_not_fit(source, order, list(dict.fromkeys(wrong)))
+        raise _does_not_fit(ids.source, order, wrong)
 
 
-def _counts(ids: _Ids, order: ParameterOrder) -> str:
-    return f"the optimizer has {plural(len(ids.numbers), 'id')}, {order.source} {plural(len(order.names), 'parameter')}"
-
-
-def _possible_names(ids: _Ids, names: Sequence[str], may_be: Fits) -> list[str]:
+def _candidates(ids: _Ids, names: Sequence[str], may_be: Fits) -> list[str]:
     """The possible names of each of the first ids, one line each, for messages."""
     lines = []
-    for at, number in enumerate(ids.numbers[:_CANDIDATES]):
-        possible_names = [name for index, name in enumerate(names) if may_be(at, index)]
-        if len(possible_names) > 1:
-            lines.append(
-                f"id {number} may be {', '.join(possible_names[:4])}{' ...' if len(possible_names) > 4 else ''}"
-            )
+    for at, number in enumerate(ids.numbers[:_IDS_LISTED]):
+        candidates = [name for index, name in enumerate(names) if may_be(at, index)]
+        if len(candidates) > 1:
+            lines.append(f"id {number} may be {first_of(candidates, 4)}")
     return lines
-
-
-def _distribute(
-    ids: _Ids, groups: Sequence[Sequence[int]], order: ParameterOrder, source: str
-) -> dict[ParamKey, ParamKey]:
-    """If some names have no id, or their groups are not known: use the only way to distribute them in order."""
-    _require_enough(ids, order, source)
-    certain = tuple(name for name in order.names if name not in order.uncertain)
-    choices = [certain, order.names] if len(certain) == len(ids.numbers) else [order.names]
-    for names in dict.fromkeys(choices):
-        answers = in_order([len(group) for group in groups], len(names), ids.may_be(names, order))
-        if answers is None:
-            raise _ambiguous(ids, source, order, "there are more ways to name them than can be tried", [])
-        if len(answers) > 1:
-            what = "which of them it has" if len(groups) == 1 else "which group has which of them"
-            why = f"{plural(len(names), 'parameter', 'are')} possible, and their shapes do not decide {what}"
-            raise _ambiguous(ids, source, order, why, _differences(ids, names, answers))
-        if answers:
-            return {number: names[index] for number, index in zip(ids.numbers, answers[0], strict=True)}
-    wrong = _misfits(ids, choices[0], order)
-    if len(order.names) != len(ids.numbers):
-        wrong.insert(0, _counts(ids, order))
-    raise _does_not_fit(source, order, wrong)
 
 
 def _differences(ids: _Ids, names: Sequence[str], answers: Sequence[Answer]) -> list[str]:
@@ -421,9 +394,7 @@ def _differences(ids: _Ids, names: Sequence[str], answers: Sequence[Answer]) -> 
     ]
 
 
-def _ambiguous(
-    ids: _Ids, source: str, order: ParameterOrder, why: str, candidates: Sequence[str]
-) -> NeedsInformationError:
+def _ambiguous(ids: _Ids, order: ParameterOrder, why: str, candidates: Sequence[str] = ()) -> NeedsInformationError:
     options = []
     if len(order.names) > len(ids.numbers):
         options.append("--parameters FILE (the names of the optimizer's parameters in the order of model.parameters())")
@@ -433,7 +404,7 @@ def _ambiguous(
         options.append("--reference PATH of a torch or DCP checkpoint of this model")
     options.append("--units FILE, which also says the parameters of every group")
     return NeedsInformationError(
-        f"{order.source} cannot name the {len(ids.numbers)} optimizer ids of {source} for certain",
+        f"{order.source} cannot name the {len(ids.numbers)} optimizer ids of {ids.source} for certain",
         details=candidates,
         why=why,
         next_step=f"add {', or '.join(options)}",

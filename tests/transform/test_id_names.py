@@ -216,7 +216,7 @@ def test_four_candidates_are_shown(count: int) -> None:
     names = "vwxyz"[:count]
     by = ParameterOrder(tuple(names), dict.fromkeys(names, (9,)), "it", ordered=False)
     wrong = refused(source([range(count)], "n" * count), by, error=NeedsInformationError)
-    assert wrong.details[0] == "id 0 may be v, w, x, y" + (" ..." if count == 5 else "")
+    assert wrong.details[0] == "id 0 may be v, w, x, y" + (", ..." if count == 5 else "")
 
 
 def test_shapes_in_no_order_that_nothing_has_are_an_error_and_no_question() -> None:
@@ -293,6 +293,9 @@ def test_states_under_both_kinds_of_key_are_an_error_and_nothing_is_lost() -> No
     both = checkpoint(1, optim=OptimState({**held.optim.state, "h": adam(9)}, held.optim.param_groups))
     wrong = refused(both, order("nh"))
     assert wrong.details == ("h",)
+    first, _ = held.optim.state.values()
+    without_states = checkpoint(1, optim=OptimState({0: first, "h": adam(9)}, held.optim.param_groups))
+    assert refused(without_states, order("nh")).details == ("h",)  # not the states of id 1, which has none
     kept = checkpoint(1, optim=OptimState({**held.optim.state, "user": adam(9)}, held.optim.param_groups))
     assert keys(to_names(kept, order("nh"))) == ["n", "h", "user"]
     back = to_names(held, order("nh")).optim

@@ -215,6 +215,9 @@ def test_names_without_groups_get_ids_by_an_explicit_order_only() -> None:
     with pytest.raises(NeedsInformationError, match="no param_groups"):
         to_ids(named, _order())
     assert list(to_ids(named, _order(authoritative=True)).optim.state) == [1]
+    with pytest.raises(SourceCorruptError) as error:
+        to_ids(_checkpoint(None, {"a": (28, 9), "b": (28,)}), _order("ea", authoritative=True))
+    assert error.value.details == ("b is not in the order",)
 
 
 def test_rebuilt_groups_get_ids_only_where_a_lost_group_would_not_matter() -> None:
