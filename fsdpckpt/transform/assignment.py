@@ -18,10 +18,9 @@ Answer: TypeAlias = tuple[int, ...]
 Fits: TypeAlias = Callable[[int, int], bool]
 """(id, name index): whether the shapes allow it."""
 
-_EFFORT = 200_000  # search steps beside those that one answer takes, about a second; past it nothing is proved
-_EFFORT_PER_NAME = 16
-_PAIRS = 4_000_000  # (id, name) pairs: a model with more surely has parameters of equal shape, so a search is futile
-
+_MAX_STEPS = 200_000  # of a search, about a second: one that needs more proves nothing
+_STEPS_PER_NAME = 16  # in addition, as even a single answer takes some for each name
+_MAX_PAIRS = 4_000_000  # (id, name) pairs: a model with more has parameters of equal shape, so a search is futile
 
 _Path: TypeAlias = tuple["_Path | None", int, int]
 """The decisions so far, last first: those before, then the id's index and the name's index of the last one."""
@@ -30,11 +29,11 @@ _Path: TypeAlias = tuple["_Path | None", int, int]
 def in_order(groups: Sequence[int], names: int, fits: Fits, *, effort: int | None = None) -> list[Answer] | None:
     """At most two ways to distribute ``names`` ordered names to groups of ``groups[i]`` ids; names may be left over.
 
-    None if the search needs more than ``effort`` steps beyond those of a single answer.
+    None if the search needs more than ``effort`` steps beside those that a single answer takes.
     """
     if len(groups) == 1:
         return _one_group(groups[0], names, fits)
-    steps = (_EFFORT if effort is None else effort) + _EFFORT_PER_NAME * names
+    steps = (_MAX_STEPS if effort is None else effort) + _STEPS_PER_NAME * names
     return _several_groups(groups, names, fits, steps)
 
 
@@ -60,15 +59,15 @@ def _one_group(ids: int, names: int, fits: Fits) -> list[Answer]:
     return [tuple(early)] if early == late else [tuple(early), tuple(late)]
 
 
-def _several_groups(groups: Sequence[int], names: int, fits: Fits, effort: int) -> list[Answer] | None:
+def _several_groups(groups: Sequence[int], names: int, fits: Fits, steps: int) -> list[Answer] | None:
     """Breadth-first search, name by name. Its state is how many ids of each group have a name already."""
     total = sum(groups)
     first = [end - size for end, size in zip(accumulate(groups), groups, strict=True)]
     frontier: dict[tuple[int, ...], list[_Path | None]] = {(0,) * len(groups): [None]}
     for name in range(names):
         following: dict[tuple[int, ...], list[_Path | None]] = {}
-        effort -= len(frontier)
-        if effort < 0:
+        steps -= len(frontier)
+        if steps < 0:
             return None
         for state, paths in frontier.items():
             for group, done in enumerate(state):
@@ -84,8 +83,8 @@ def _several_groups(groups: Sequence[int], names: int, fits: Fits, effort: int) 
 def _extend(
     frontier: dict[tuple[int, ...], list[_Path | None]], state: tuple[int, ...], paths: Sequence[_Path | None]
 ) -> None:
-    known = frontier.setdefault(state, [])
-    known.extend(paths[: 2 - len(known)])
+    reached = frontier.setdefault(state, [])
+    reached.extend(paths[: 2 - len(reached)])  # two show that the answer is ambiguous
 
 
 def _answer(path: _Path | None, total: int) -> Answer:
@@ -101,16 +100,16 @@ def in_any_order(ids: int, names: int, fits: Fits) -> Answer | None:
 
     Repeatedly assigns the ids that fit only one of the remaining names.
     """
-    if ids * names > _PAIRS:
+    if ids * names > _MAX_PAIRS:
         return None
     choices = [{name for name in range(names) if fits(number, name)} for number in range(ids)]
     name_of: dict[int, int] = {}
     taken: set[int] = set()
     while len(name_of) < ids:
         forced = {
-            number: next(iter(left))
+            number: next(iter(free))
             for number, choice in enumerate(choices)
-            if number not in name_of and len(left := choice - taken) == 1
+            if number not in name_of and len(free := choice - taken) == 1
         }
         if not forced or len(set(forced.values())) < len(forced):
             return None

@@ -21,6 +21,10 @@ from fsdpckpt.ir.units import Units, first_misplaced
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
 
+Shape: TypeAlias = tuple[int, ...]
+StateShapes: TypeAlias = frozenset[Shape]
+"""The shapes of one parameter's states; empty if none shows the parameter's shape."""
+
 NO_BUFFERS = ("none",)
 """What ``--buffers`` says when every model key that may be a parameter is one."""
 
@@ -54,10 +58,10 @@ class ParameterOrder:
 
     def with_shapes_of(self, others: Sequence[ParameterOrder]) -> ParameterOrder:
         """Add the shapes that this source lacks from the first of ``others`` that has them."""
-        known: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
         for order in (*reversed(others), self):
-            known.update(order.shapes or {})
-        return replace(self, shapes={name: known[name] for name in self.names if name in known})
+            shapes.update(order.shapes or {})
+        return replace(self, shapes={name: shapes[name] for name in self.names if name in shapes})
 
 
 def parameter_orders(
@@ -69,28 +73,27 @@ def parameter_orders(
     buffers: tuple[str, ...] = (),
 ) -> list[ParameterOrder]:
     """Every source that states an order, the best one first; those that do not preserve the order come last."""
-    known_units = units if units is not None else checkpoint.units
-    own_names = _known_names(checkpoint)
+    units = units if units is not None else checkpoint.units
+    names = _names_in(checkpoint)
     orders: list[ParameterOrder | None] = []
-    if known_units is not None:
-        from_checkpoint = known_units is checkpoint.units and checkpoint.units_from
-        label = f"the units of {checkpoint.units_from}" if from_checkpoint else "the units"
-        orders.append(from_units(known_units, label))
+    if units is not None:
+        of_checkpoint = units is checkpoint.units and checkpoint.units_from
+        orders.append(from_units(units, f"the units of {checkpoint.units_from}" if of_checkpoint else "the units"))
     if checkpoint.optim is not None:
-        orders.append(from_param_names(checkpoint.optim, own_names))
+        orders.append(from_param_names(checkpoint.optim, names))
     if parameters is not None:
-        orders.append(from_list(parameters, own_names))
+        orders.append(from_list(parameters, names))
     keyed = _keyed_names(checkpoint).union(*(order.names for order in orders if order is not None))
     scalars = checkpoint.optim is not None and has_scalars(checkpoint.optim)
     if reference is not None:
         label = f"the reference {reference.source}"
-        orders.append(from_model(reference, label, buffers, own_names, keyed, scalars=scalars))
+        orders.append(from_model(reference, label, buffers, names, keyed, scalars=scalars))
     label = "the checkpoint's own model section"
     orders.append(from_model(checkpoint, label, buffers, keyed=keyed, scalars=scalars))
     return sorted((order for order in orders if order is not None), key=lambda order: not order.ordered)
 
 
-def _known_names(checkpoint: Checkpoint) -> list[str]:
+def _names_in(checkpoint: Checkpoint) -> list[str]:
     """The names that the checkpoint itself uses."""
     if checkpoint.model is not None:
         return list(checkpoint.model.params)
@@ -131,8 +134,8 @@ def from_param_names(optim: OptimState, names_to_match: Collection[str] = ()) ->
     names = without_module([name for group in groups for name in group or ()], names_to_match)
     if not names or None in groups or len(set(names)) != len(names):
         return None
-    rest = iter(names)
-    regrouped = tuple(tuple(next(rest) for _ in group or ()) for group in groups)
+    remaining = iter(names)
+    regrouped = tuple(tuple(next(remaining) for _ in group or ()) for group in groups)
     keys = optim.grouped_keys()
     if any(isinstance(key, str) for key in keys) and {clean(str(key)) for key in keys} != set(names):
         return None
@@ -184,24 +187,23 @@ def from_model(
     }
     if not tensors:
         return None
-    same = _repeated(tensors, checkpoint.checksums)
-    names = tuple(name for name in tensors if same.get(name) is not True)
-    unsure = {name for name in names if name in same}
+    shared, uncertain = _repeats(tensors, checkpoint.checksums)
+    names = tuple(name for name in tensors if name not in shared)
     if not no_buffers and any(tensor.sharded for tensor in tensors.values()):
-        unsure.update(name for name in names if tensors[name].sharded is not True)
+        uncertain.update(name for name in names if tensors[name].sharded is not True)
     excludes_buffers = no_buffers or any(tensor.sharded is not None for tensor in tensors.values())
     return ParameterOrder(
         names=names,
         shapes={name: tensors[name].shape for name in names},
         source=source,
         ordered=keeps_order(checkpoint, names),
-        uncertain=frozenset(unsure),
+        uncertain=frozenset(uncertain),
         excludes_buffers=excludes_buffers,
     )
 
 
 def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str]) -> bool:
-    """Whether FSDP accepts it as a parameter: floating or complex."""
+    """Whether FSDP accepts ``tensor`` as a parameter (floating or complex), and no glob of ``buffers`` matches it."""
     if tensor.placement == SLICES or is_flat_key(name):
         return False
     if any(fnmatchcase(name, glob) for glob in buffers if tuple(buffers) != NO_BUFFERS):
@@ -209,27 +211,29 @@ def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str]) -> bool
     return tensor.dtype.kind in ("float", "complex") or tensor.sharded is True
 
 
-def _repeated(tensors: Mapping[str, Tensor], checksums: Checksums) -> dict[str, bool]:
-    """Keys that repeat an earlier one: True when they are the same bytes of a file, False for equal checksums only."""
-    of_chunks = ChunkChecksums(checksums)
-    placed: set[object] = set()
-    summed: set[object] = set()
-    repeats: dict[str, bool] = {}
+def _repeats(tensors: Mapping[str, Tensor], checksums: Checksums) -> tuple[set[str], set[str]]:
+    """The keys that have the bytes of an earlier key, and those that only have the checksums of one."""
+    chunk_checksums = ChunkChecksums(checksums)
+    same_bytes: set[str] = set()
+    same_checksums: set[str] = set()
+    places: set[object] = set()
+    contents: set[object] = set()
     for name, tensor in tensors.items():
-        place, content = tensor.place(), _content(tensor, of_chunks)
-        if place in placed:
-            repeats[name] = True
-        elif content in summed:
-            repeats[name] = False
-        placed.update([place] if place is not None else [])
-        summed.update([content] if content is not None else [])
-    return repeats
+        place = tensor.place()
+        if place in places:
+            same_bytes.add(name)
+        elif place is not None:
+            places.add(place)
+            content = _content(tensor, chunk_checksums)
+            if content in contents:
+                same_checksums.add(name)
+            elif content is not None:
+                contents.add(content)
+    return same_bytes, same_checksums
 
 
 def _content(tensor: Tensor, checksums: ChunkChecksums) -> tuple[object, ...] | None:
-    """The shape, dtype, chunks and checksums of a tensor; None where these are not known."""
-    if tensor.place() is None:
-        return None
+    """The shape, dtype, chunks and checksums of a tensor; None if some checksum is not known."""
     chunks = tensor.chunks
     crcs = np.where(chunks.size.all(axis=1), checksums.of(tensor), 1)
     if (crcs <= 0).any():  # a CRC of 0 may be one that was not computed
@@ -240,21 +244,21 @@ def _content(tensor: Tensor, checksums: ChunkChecksums) -> tuple[object, ...] | 
 
 def contradictions(used: ParameterOrder, other: ParameterOrder, keyed: Collection[str]) -> list[str]:
     """Everything in which ``other`` contradicts the order in use. ``keyed``: the optimizer's names."""
-    known = {*other.names, *(other.shared or ())}
-    result = [f"{name} is not in {other.source}" for name in keyed if name not in known]
-    result += _other_shapes(used, other)
+    other_names = {*other.names, *(other.shared or ())}
+    result = [f"{name} is not in {other.source}" for name in keyed if name not in other_names]
+    result += _differing_shapes(used, other)
     if used.shared is not None and other.excludes_buffers:
-        known_names = {*used.names, *used.shared}
-        missing = [name for name in other.names if name not in known_names and name not in other.uncertain]
+        used_names = {*used.names, *used.shared}
+        missing = [name for name in other.names if name not in used_names and name not in other.uncertain]
         result += [f"{name} of {other.source} is not in {used.source}" for name in missing]
     if used.groups is not None and other.groups is not None:
-        result += _other_groups(used, other)
+        result += _differing_groups(used, other)
     if used.ordered and other.ordered and used.in_model_order and other.in_model_order:
-        result += _other_order(used, other)
+        result += _first_difference_in_order(used, other)
     return result
 
 
-def _other_shapes(used: ParameterOrder, other: ParameterOrder) -> list[str]:
+def _differing_shapes(used: ParameterOrder, other: ParameterOrder) -> list[str]:
     return [
         f"{name} has shape {list(shape)} in {used.source}, {list(other_shape)} in {other.source}"
         for name in used.names
@@ -264,32 +268,30 @@ def _other_shapes(used: ParameterOrder, other: ParameterOrder) -> list[str]:
     ]
 
 
-def _other_groups(used: ParameterOrder, other: ParameterOrder) -> list[str]:
+def _differing_groups(used: ParameterOrder, other: ParameterOrder) -> list[str]:
     groups, other_groups = used.groups or (), other.groups or ()
     if len(groups) != len(other_groups):
         return [f"{used.source} has {len(groups)} groups, {other.source} {len(other_groups)}"]
     return [
         f"group {number}: {used.source} and {other.source} list different parameters, or list them in a different order"
-        for number, (one, two) in enumerate(zip(groups, other_groups, strict=True))
-        if one != two
+        for number, (group, other_group) in enumerate(zip(groups, other_groups, strict=True))
+        if group != other_group
     ]
 
 
-def _other_order(used: ParameterOrder, other: ParameterOrder) -> list[str]:
-    """The first place where two orders differ in names that both are sure of.
+def _first_difference_in_order(used: ParameterOrder, other: ParameterOrder) -> list[str]:
+    """The first place where two orders differ, a list of one line; empty if they do not.
 
-    Skips uncertain names: FSDP1 registers the parameters it manages again, after those it ignores.
+    Skips names that either is uncertain of: FSDP1 registers the parameters it manages again, after those it ignores.
     """
-    unsure = used.uncertain | other.uncertain
-    position = {name: index for index, name in enumerate(other.names) if name not in unsure}
-    wrong = first_misplaced((name for name in used.names if name not in unsure), position)
-    if wrong is None:
+    uncertain = used.uncertain | other.uncertain
+    position = {name: index for index, name in enumerate(other.names) if name not in uncertain}
+    misplaced = first_misplaced((name for name in used.names if name not in uncertain), position)
+    if misplaced is None:
         return []
-    return [f"{used.source} and {other.source} differ in order: one has {wrong[0]} where the other has {wrong[1]}"]
+    name, expected = misplaced
+    return [f"{used.source} and {other.source} differ in order: one has {name} where the other has {expected}"]
 
-
-Shape: TypeAlias = tuple[int, ...]
-StateShapes: TypeAlias = frozenset[Shape]
 
 _FACTORS = frozenset({"row", "col"})  # words in the names of factored states
 
@@ -339,8 +341,8 @@ def fits(shape: Shape | None, state_shapes: StateShapes) -> bool:
 
 
 def _is_factor(part: Shape, whole: Shape) -> bool:
-    """True when ``part`` is ``whole`` with some dimensions dropped or shrunk to 1, and not ``whole`` itself."""
+    """Whether ``part`` is ``whole`` with some dimensions dropped, or with some shrunk to 1."""
     if len(part) == len(whole):
-        return all(have in (1, size) for have, size in zip(part, whole, strict=True))
-    left = iter(whole)
-    return len(part) < len(whole) and all(size in left for size in part)
+        return all(length in (1, size) for length, size in zip(part, whole, strict=True))
+    remaining = iter(whole)
+    return len(part) < len(whole) and all(size in remaining for size in part)  # in the same order

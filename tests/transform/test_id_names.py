@@ -157,7 +157,7 @@ def test_a_name_that_may_be_left_out_is_a_candidate_all_the_same() -> None:
 
 
 def test_more_ways_than_can_be_tried_are_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assignment, "_EFFORT", -(10**6))
+    monkeypatch.setattr(assignment, "_MAX_STEPS", -(10**6))
     wrong = refused(source([[0], [1]], "ea"), order("ea"), error=NeedsInformationError)
     assert wrong.why == "there are more ways to name them than can be tried" and wrong.details == ()
 
