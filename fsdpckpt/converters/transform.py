@@ -38,7 +38,7 @@ from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, req
 from fsdpckpt.transform.placements import LikeCheckpoint, Rules, TargetMesh, apply_placements, place_remaining
 from fsdpckpt.transform.rekey import apply_key_type
 from fsdpckpt.transform.selection import (
-    SHOWN,
+    KEYS_IN_MESSAGE,
     differing_copies,
     parameter_names,
     rename,
@@ -215,7 +215,7 @@ def _with_equal_copies(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     keys = tuple(str(problem.key) for problem in problems)
     count = plural(len(keys), "model key", "differ")
-    message = f"{count} between ranks, and the lowest rank's copy is taken: {some_of(keys, SHOWN)}"
+    message = f"{count} between ranks, and the lowest rank's copy is taken: {some_of(keys, KEYS_IN_MESSAGE)}"
     return replace(checkpoint, notes=(*checkpoint.notes, Note("replicas", message, keys=keys)))
 
 

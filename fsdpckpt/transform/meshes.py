@@ -1,4 +1,4 @@
-"""Resizes the meshes of a source for another number of ranks, and writes meshes as options."""
+"""Resizes the meshes of a source for a different number of ranks, and writes meshes as options."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding
 from fsdpckpt.text import plural
 
-_SHOWN = 12  # meshes listed in one message
+_MAX_CHOICES = 12  # meshes that a message proposes
 
 
 def mesh_options(meshes: Iterable[MeshShape]) -> str:
-    """As the user would type them."""
+    """The options for ``meshes``, as the user would type them."""
     return " ".join(f"--mesh {mesh}" for mesh in meshes)
 
 
 def source_meshes(checkpoint: Checkpoint) -> list[MeshShape]:
     """The meshes of the source's DTensors in the order of the tensors, without those that are submeshes of another.
-    Expert parallelism has two meshes of all ranks.
+
+    There may be several: expert parallelism has two meshes of all ranks.
     """
     shardings = (tensor.sharding for tensor in checkpoint.leaves())
     meshes = dict.fromkeys(sharding.mesh for sharding in shardings if sharding is not None)
@@ -48,7 +49,9 @@ def resized(
     meshes: Mapping[MeshShape, Sequence[Sharding]], world_size: int, *, source: str, keep_replicas: bool = True
 ) -> dict[MeshShape, MeshShape]:
     """Resize the dimension that FSDP shards over in each of ``meshes``, so that the mesh has ``world_size`` ranks.
-    ``meshes``: those of ``source``, all of the same size, and the shardings of the tensors on each.
+
+    ``meshes``: those of ``source``, all of the same size, and the shardings of the tensors on each. Returns the new
+    mesh for each.
 
     FSDP's dimension is the first that cuts every tensor: HSDP's replicas come before it and cut none, other parallelism
     comes after it. ``keep_replicas=False`` (DCP, which stores replicas once) drops replicas that do not divide
@@ -58,21 +61,21 @@ def resized(
     if all(mesh.world_size == world_size for mesh in meshes):
         return {mesh: mesh for mesh in meshes}
     shard_dims = {mesh: _shard_dimension(mesh, shardings) for mesh, shardings in meshes.items()}
-    kept = {mesh: mesh for mesh in meshes}
+    start = {mesh: mesh for mesh in meshes}  # what is resized
     if not keep_replicas and any(
         world_size % _other_ranks(mesh, dim) for mesh, dim in shard_dims.items() if dim is not None
     ):
-        kept = {mesh: _with_sizes(mesh, dict.fromkeys(range(dim or 0), 1)) for mesh, dim in shard_dims.items()}
-    others = {mesh: _other_ranks(kept[mesh], dim) for mesh, dim in shard_dims.items() if dim is not None}
-    undetermined = [mesh for mesh in meshes if mesh not in others]
-    misfits = [(mesh, dim) for mesh, dim in shard_dims.items() if dim is not None and world_size % others[mesh]]
+        start = {mesh: _with_sizes(mesh, dict.fromkeys(range(dim or 0), 1)) for mesh, dim in shard_dims.items()}
+    other_ranks = {mesh: _other_ranks(start[mesh], dim) for mesh, dim in shard_dims.items() if dim is not None}
+    undetermined = [mesh for mesh in meshes if mesh not in other_ranks]
+    misfits = [(mesh, dim) for mesh, dim in shard_dims.items() if dim is not None and world_size % other_ranks[mesh]]
     fitting = {
-        mesh: _fitting_meshes(kept[mesh], dim, world_size) if dim is not None else _with_one_changed(mesh, world_size)
+        mesh: _fitting_meshes(start[mesh], dim, world_size) if dim is not None else _with_one_changed(mesh, world_size)
         for mesh, dim in shard_dims.items()
     }
     if not undetermined and not misfits:
         return {mesh: first for mesh, (first, *_) in fitting.items()}
-    choices = [mesh_options(chosen) for chosen in islice(_consistent_meshes(fitting), _SHOWN)]
+    choices = [mesh_options(chosen) for chosen in islice(_consistent_meshes(fitting), _MAX_CHOICES)]
     next_step = f"add {mesh_options(meshes)} with sizes for {plural(world_size, 'rank')}"
     if choices:
         next_step = f"add {choices[0]}" + (", or another of those above" if len(choices) > 1 else "")
@@ -85,7 +88,7 @@ def resized(
             next_step=next_step,
         )
     mesh, dim = misfits[0]
-    sizes = " x ".join(str(size) for number, size in enumerate(kept[mesh].sizes) if number != dim)
+    sizes = " x ".join(str(size) for number, size in enumerate(start[mesh].sizes) if number != dim)
     name = mesh.names[dim] if mesh.names is not None else f"dimension {dim}"
     raise NeedsInformationError(
         f"--world-size {world_size} does not fit the mesh of {source}, {mesh}",
@@ -93,7 +96,7 @@ def resized(
         why=f"only {name} changes, which FSDP shards over: {world_size} is not divisible by the {sizes} ranks of "
         "the other dimensions",
         next_step=next_step,
-        expected=f"a multiple of {lcm(*others.values())}",
+        expected=f"a multiple of {lcm(*other_ranks.values())}",
         found=str(world_size),
     )
 
@@ -110,9 +113,11 @@ def _with_sizes(mesh: MeshShape, sizes: Mapping[int, int]) -> MeshShape:
 
 def _with_one_changed(mesh: MeshShape, world_size: int) -> list[MeshShape]:
     """``mesh`` resized to ``world_size`` ranks, in every way that changes one dimension alone."""
-    others = [_other_ranks(mesh, dim) for dim in range(len(mesh.sizes))]
+    other_ranks = [_other_ranks(mesh, dim) for dim in range(len(mesh.sizes))]
     return [
-        _with_sizes(mesh, {dim: world_size // ranks}) for dim, ranks in enumerate(others) if world_size % ranks == 0
+        _with_sizes(mesh, {dim: world_size // ranks})
+        for dim, ranks in enumerate(other_ranks)
+        if world_size % ranks == 0
     ]
 
 
@@ -138,14 +143,16 @@ def _shard_dimension(mesh: MeshShape, shardings: Sequence[Sharding]) -> int | No
     return None
 
 
-def _fitting_meshes(mesh: MeshShape, over: int, world_size: int) -> list[MeshShape]:
-    """Meshes of ``world_size`` ranks whose other dimensions have divisors of their sizes. First those that keep most of
-    the parallelism after FSDP's dimension, then those that keep most replicas.
+def _fitting_meshes(mesh: MeshShape, shard_dim: int, world_size: int) -> list[MeshShape]:
+    """Every mesh of ``world_size`` ranks in which the size of each dimension but ``shard_dim``, FSDP's, divides its
+    size in ``mesh``.
+
+    First those that keep most of the parallelism after FSDP's dimension, then those that keep most replicas.
     """
-    others = [*range(over + 1, len(mesh.sizes)), *range(over)]
+    others = [*range(shard_dim + 1, len(mesh.sizes)), *range(shard_dim)]
     divisors = [[size for size in range(mesh.sizes[dim], 0, -1) if mesh.sizes[dim] % size == 0] for dim in others]
     return [
-        _with_sizes(mesh, {**dict(zip(others, sizes, strict=True)), over: world_size // prod(sizes)})
+        _with_sizes(mesh, {**dict(zip(others, sizes, strict=True)), shard_dim: world_size // prod(sizes)})
         for sizes in product(*divisors)
         if world_size % prod(sizes) == 0
     ]

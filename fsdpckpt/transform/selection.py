@@ -1,5 +1,5 @@
-"""Selects and renames what is taken (``--only``, ``--include``, ``--rename``), and finds copies that differ between
-ranks.
+"""Selects sections and keys (``--only``, ``--include``), renames keys (``--rename``), and finds the copies of a tensor
+that differ between ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor, first_equal
 from fsdpckpt.ir.values import with_tensors
 from fsdpckpt.text import plural, some_of
 
-SHOWN = 5  # keys in a note; its ``keys``, in --json, has them all
+KEYS_IN_MESSAGE = 5  # of a note: its ``keys``, in --json, has them all
 
 
 def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
@@ -83,36 +83,33 @@ def select_keys(
     exclude: Sequence[str],
     aliases: Mapping[str, Sequence[str]] | None = None,
 ) -> Checkpoint:
-    """Keep parameters whose name matches a glob of ``include`` (all if empty) and none of ``exclude``.
+    """Keep the parameters that match a glob of ``include`` (all if empty) and none of ``exclude``.
 
-    ``aliases``: other names of a parameter, which globs may match too. Applies to the model and to the optimizer, which
-    is keyed by name. Raises UsageError for a glob that matches nothing.
+    Selects in the model and in the optimizer, which is keyed by name. ``aliases``: other names of a parameter, which
+    globs may match too. Raises UsageError for a glob that matches nothing.
     """
     if not include and not exclude:
         return checkpoint
-    names = parameter_names(checkpoint)
+    names_of_each = {name: (name, *(aliases or {}).get(name, ())) for name in parameter_names(checkpoint)}
+    require_globs("--include", include, list(names_of_each.values()), checkpoint.source)
+    require_globs("--exclude", exclude, list(names_of_each.values()), checkpoint.source)
 
-    def matches(name: str, glob: str) -> bool:
-        return any(fnmatchcase(one, glob) for one in (name, *(aliases or {}).get(name, ())))
+    def matches(name: str, globs: Sequence[str]) -> bool:
+        return any(fnmatchcase(alias, glob) for glob in globs for alias in names_of_each[name])
 
-    names_of_each = [(name, *(aliases or {}).get(name, ())) for name in names]
-    require_globs("--include", include, names_of_each, checkpoint.source)
-    require_globs("--exclude", exclude, names_of_each, checkpoint.source)
-
-    def wanted(name: str) -> bool:
-        taken = not include or any(matches(name, glob) for glob in include)
-        return taken and not any(matches(name, glob) for glob in exclude)
-
-    dropped = [name for name in names if not wanted(name)]
-    if len(dropped) == len(names):
+    kept = {
+        name: name for name in names_of_each if (not include or matches(name, include)) and not matches(name, exclude)
+    }
+    if not kept:
         raise UsageError(
-            f"--include and --exclude leave none of the {plural(len(names), 'key')} of {checkpoint.source}",
+            f"--include and --exclude leave none of the {plural(len(names_of_each), 'key')} of {checkpoint.source}",
             next_step=_list_keys(checkpoint.source),
         )
-    count = f"{len(dropped):,} of {plural(len(names), 'key')}"
-    message = f"--include/--exclude: {count} left out: {some_of(dropped, SHOWN)}"
+    dropped = [name for name in names_of_each if name not in kept]
+    count = f"{len(dropped):,} of {plural(len(names_of_each), 'key')}"
+    message = f"--include/--exclude: {count} left out: {some_of(dropped, KEYS_IN_MESSAGE)}"
     note = Note("dropped", message, keys=tuple(dropped))
-    return _rekey(checkpoint, {name: name for name in names if wanted(name)}, note)
+    return _with_names(checkpoint, kept, note)
 
 
 def rename(
@@ -126,21 +123,20 @@ def rename(
         return checkpoint
     names = {name: name for name in parameter_names(checkpoint)}
     if strip_prefix is not None:
-        _apply(names, "--strip-prefix", strip_prefix, partial(_without, prefix=strip_prefix), checkpoint)
+        _apply(names, "--strip-prefix", strip_prefix, partial(_stripped, prefix=strip_prefix), checkpoint)
     for old, new in pairs:
         _apply(names, "--rename", old, partial(_renamed, old=old, new=new), checkpoint)
     if add_prefix is not None:
-        # A module is compiled once: names that have the prefix already keep it once.
-        there = add_prefix.removesuffix(".") in WRAPPERS
+        once = add_prefix.removesuffix(".") in WRAPPERS  # a module is compiled once
         names = {
-            source: name if there and name.startswith(add_prefix) else add_prefix + name
+            source: name if once and name.startswith(add_prefix) else add_prefix + name
             for source, name in names.items()
         }
     _refuse_collisions(names)
     changed = [f"{source} -> {name}" for source, name in names.items() if source != name]
-    some = f": {some_of(changed, SHOWN)}" if changed else ""
-    note = Note("renamed", f"{len(changed):,} of {plural(len(names), 'key')} renamed{some}", keys=tuple(changed))
-    return _rekey(checkpoint, names, note)
+    examples = f": {some_of(changed, KEYS_IN_MESSAGE)}" if changed else ""
+    note = Note("renamed", f"{len(changed):,} of {plural(len(names), 'key')} renamed{examples}", keys=tuple(changed))
+    return _with_names(checkpoint, names, note)
 
 
 def require_globs(option: str, globs: Iterable[str], names_of_each: Sequence[Sequence[str]], source: str) -> None:
@@ -156,11 +152,12 @@ def unmatched_error(what: str, given: str, source: str, names: Sequence[str]) ->
 
 
 def _closest(given: str, names: Sequence[str]) -> list[str]:
-    """What ``given`` may have been meant to be: names, and the dotted prefixes they share."""
+    """Names, and the dotted prefixes that they share, that look like ``given``."""
     prefixes = (name.rpartition(".")[0] for name in names)
-    known = dict.fromkeys((*(prefix for prefix in prefixes if prefix), *names))
+    existing = dict.fromkeys((*filter(None, prefixes), *names))
     bare = given.strip("*.")
-    closest = get_close_matches(bare, known, n=3, cutoff=0.6) or [name for name in known if bare and bare in name][:3]
+    closest = get_close_matches(bare, existing, n=3, cutoff=0.6)
+    closest = closest or [name for name in existing if bare and bare in name][:3]
     return [f"{name} exists" for name in closest]
 
 
@@ -177,7 +174,7 @@ def parameter_names(checkpoint: Checkpoint) -> list[str]:
     return list(names)
 
 
-def _without(name: str, prefix: str) -> str | None:
+def _stripped(name: str, prefix: str) -> str | None:
     return name[len(prefix) :] if name.startswith(prefix) else None
 
 
@@ -194,26 +191,30 @@ def _renamed(name: str, old: str, new: str) -> str | None:
 def _apply(
     names: dict[str, str], option: str, old: str, change: Callable[[str], str | None], checkpoint: Checkpoint
 ) -> None:
-    hits, before = 0, list(names.values())
-    for source, name in names.items():
-        changed = change(name)
-        if changed is not None:
-            names[source] = changed
-            hits += 1
-    if hits == 0:
-        raise unmatched_error(f"{option} {old} applies to", old, checkpoint.source, before)
+    """Change ``names`` (old to new) in place. ``change``: returns the new name, None if it does not apply.
+
+    Raises UsageError if it applies to none.
+    """
+    changed = {source: result for source, name in names.items() if (result := change(name)) is not None}
+    if not changed:
+        raise unmatched_error(f"{option} {old} applies to", old, checkpoint.source, list(names.values()))
+    names.update(changed)
 
 
 def _refuse_collisions(names: Mapping[str, str]) -> None:
     seen: dict[str, str] = {}
     for source, name in names.items():
         if not name or seen.setdefault(name, source) != source:
-            what = f"{seen[name]} and {source} would both be named {name!r}" if name else f"{source} would have no name"
-            raise UsageError(what, key=source, next_step="give other --rename or prefix options")
+            message = f"{source} would have no name"
+            if name:
+                message = f"{seen[name]} and {source} would both be named {name!r}"
+            raise UsageError(message, key=source, next_step="give other --rename or prefix options")
 
 
-def _rekey(checkpoint: Checkpoint, names: Mapping[str, str], note: Note) -> Checkpoint:
-    """``names`` maps each remaining key to its new name; a name-keyed optimizer follows."""
+def _with_names(checkpoint: Checkpoint, names: Mapping[str, str], note: Note) -> Checkpoint:
+    """Keep the keys of ``names`` (old to new) under their new names: the model's, and those of an optimizer that is
+    keyed by name.
+    """
     model = checkpoint.model
     notes = [*checkpoint.notes, note]
     if model is not None:
@@ -242,15 +243,15 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
         return
     checksums = ChunkChecksums(checkpoint.checksums)
     seen: set[tuple[bytes, bytes]] = set()
-    copies: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]] = {}  # tensors that are cut alike share columns
+    copies: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]] = {}  # of tensors that share these columns
     for named in checkpoint.tensors():
         tensor, chunks = named.tensor, named.tensor.chunks
         if len(chunks) < 2 or named.section is Section.EXTRA or tensor.placement == SLICES:
             continue
-        alike = id(chunks.start), id(chunks.size), id(chunks.stride)
-        if alike not in copies:
-            copies[alike] = _copies_in(tensor)
-        rows, first = copies[alike]
+        columns = id(chunks.start), id(chunks.size), id(chunks.stride)
+        if columns not in copies:
+            copies[columns] = _copies_in(tensor)
+        rows, first = copies[columns]
         stored_at = chunks.file.tobytes(), chunks.offset.tobytes()
         if not len(rows) or stored_at in seen:  # the parameters of one unit share its ``step``
             continue
@@ -259,15 +260,16 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
         differing = np.flatnonzero((crcs >= 0) & (crcs[first] >= 0) & (crcs != crcs[first]))
         if not len(differing):
             continue
-        one, two = (int(chunks.rank[rows[index]]) for index in (first[differing[0]], differing[0]))
+        first_rank, rank = (int(chunks.rank[rows[index]]) for index in (first[differing[0]], differing[0]))
         of_model = named.section is Section.MODEL and named.state is None
-        parts = of_model and checkpoint.layout is Layout.FULL and tensor.ndim > 1
-        fatal = parts or named.section is Section.OPTIM or bool(tensor.sharded)
-        what = "they are replicas" if fatal else "the first is taken"
-        if parts:
-            what = "nothing says whether they are parts (name one of the files to take it)"
-        message = f"{named.section} {named.key}: the copies of rank {one} and of rank {two} differ, and {what}"
-        yield Problem("replica", message, fatal=fatal, key=named.key, rank=two, section=named.section)
+        may_be_parts = of_model and checkpoint.layout is Layout.FULL and tensor.ndim > 1
+        fatal = may_be_parts or named.section is Section.OPTIM or bool(tensor.sharded)
+        consequence = "they are replicas" if fatal else "the first is taken"
+        if may_be_parts:
+            consequence = "nothing says whether they are parts (name one of the files to take it)"
+        ranks = f"the copies of rank {first_rank} and of rank {rank} differ"
+        message = f"{named.section} {named.key}: {ranks}, and {consequence}"
+        yield Problem("replica", message, fatal=fatal, key=named.key, rank=rank, section=named.section)
 
 
 def _copies_in(tensor: Tensor) -> tuple[Int64Array, Int64Array]:
