@@ -1,7 +1,7 @@
 """Places the sharded tensors of a checkpoint on the target's device mesh.
 
-By rules (``--placements``: globs of parameter names to placements), as in another checkpoint (``--like``), or as in the
-source, on a mesh of other sizes. Optimizer states in a parameter's shape are placed like the parameter.
+The placements come from rules (``--placements``: globs of parameter names to placements), from another checkpoint
+(``--like``), or from the source. Optimizer states in a parameter's shape are placed like the parameter.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fsdpckpt.layouts import on_sizes
 from fsdpckpt.text import first_lines, plural, shape_text, some_of
 from fsdpckpt.transform.meshes import mesh_options, whole_of
 
-_SHOWN = 12  # keys listed in one message
+_KEYS_IN_MESSAGE = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of a placements file: the placements of parameters that match ``glob``. None: not a DTensor; every rank
-    holds it whole.
+    """One line of a placements file: the ``sharding`` of parameters that match ``glob``; None if they are no DTensors
+    and every rank holds them whole.
     """
 
     glob: str
@@ -57,11 +57,11 @@ class AsSource:
     meshes: Mapping[MeshShape, MeshShape]
 
     def sharding(self, sharding: Sharding) -> Sharding:
+        """The same placements on the target mesh."""
         whole = whole_of(sharding.mesh, self.meshes)
         if whole is None:
-            raise InternalError(
-                f"{sharding.mesh} is on none of the source's meshes, {' and '.join(map(str, self.meshes))}"
-            )
+            meshes = " and ".join(map(str, self.meshes))
+            raise InternalError(f"{sharding.mesh} is not part of any mesh of the source: {meshes}")
         return replaced_on(sharding, self.meshes[whole])
 
 
@@ -93,8 +93,8 @@ class TargetMesh:
 def apply_placements(checkpoint: Checkpoint, named: Checkpoint, target: TargetMesh) -> Checkpoint:
     """Set the ``sharding`` of every sharded tensor on the mesh of ``target``.
 
-    ``named``: the same tensors under the target's names, the optimizer keyed by name, which rules and another
-    checkpoint refer to. Raises UsageError, with the keys, for rules that do not match them.
+    ``named``: the same tensors under the names that rules and other checkpoints use, the target's, with the optimizer
+    keyed by name. Raises UsageError, with the keys, for rules that do not match them.
     """
     shardings: dict[Tensor, Sharding | None] = {}
     match target.placing:
@@ -138,18 +138,18 @@ def _place_new_states(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding |
 def _by_rules(named: Checkpoint, rules: Rules) -> dict[Tensor, Sharding | None]:
     decisive: dict[str, Rule | None] = {}  # the first rule that matches, by parameter
     shardings: dict[Tensor, Sharding | None] = {}
-    for name, placed in _parameters(named):
+    for name, leaf in _parameters(named):
         if name not in decisive:
             decisive[name] = next((rule for rule in rules.entries if fnmatchcase(name, rule.glob)), None)
         rule = decisive[name]
         if rule is not None:
-            _require_dimensions(rule.sharding, placed, f"{rules.file}: {rule.glob}")
-            shardings[placed.tensor] = rule.sharding
+            _require_dimensions(rule.sharding, leaf, f"{rules.file}: {rule.glob}")
+            shardings[leaf.tensor] = rule.sharding
     used = {rule.glob for rule in decisive.values() if rule is not None}
     whole = _whole_tensors(named)
     for rule in rules.entries:
-        says_whole = rule.sharding is None and any(fnmatchcase(name, rule.glob) for name in whole)
-        if rule.glob not in used and not says_whole:
+        confirms_whole = rule.sharding is None and any(fnmatchcase(name, rule.glob) for name in whole)
+        if rule.glob not in used and not confirms_whole:
             raise _unused_rule_error(rules, rule.glob, list(decisive), whole)
     unmatched = [name for name, rule in decisive.items() if rule is None]
     _require_matched(unmatched, f"{rules.file} says nothing of", '"*": {...} as its last entry')
@@ -160,23 +160,21 @@ def _note_undetermined(
     checkpoint: Checkpoint, named: Checkpoint, rules: Rules, shardings: Mapping[Tensor, Sharding | None]
 ) -> Checkpoint:
     """Add a note on tensors that a glob cuts although nothing shows that they are parameters."""
-    exact = {rule.glob for rule in rules.entries}
+    globs = {rule.glob for rule in rules.entries}  # a rule may also be the name of one parameter
     listed = set(named.optim.all_keys()) if named.optim is not None else set()
     params = named.model.params if named.model is not None else {}
     keys = [
         name
         for name, leaf in params.items()
         if isinstance(leaf, Tensor) and leaf.sharded is None and shardings.get(leaf) is not None
-        if name not in listed and name not in exact
+        if name not in listed and name not in globs
     ]
     if not keys:
         return checkpoint
-    many = len(keys) > 1
-    what = (
-        f"{plural(len(keys), 'model key')} may be {'parameters or buffers' if many else 'a parameter or a buffer'}, "
-        f"and {'are' if many else 'is'} cut as {rules.file} says; write null for buffers: {some_of(keys, _SHOWN)}"
-    )
-    return replace(checkpoint, notes=(*checkpoint.notes, Note("undetermined", what, keys=tuple(keys))))
+    may_be, are = ("parameters or buffers", "are") if len(keys) > 1 else ("a parameter or a buffer", "is")
+    message = f"{plural(len(keys), 'model key')} may be {may_be}, and {are} cut as {rules.file} says; "
+    message += f"write null for buffers: {some_of(keys, _KEYS_IN_MESSAGE)}"
+    return replace(checkpoint, notes=(*checkpoint.notes, Note("undetermined", message, keys=tuple(keys))))
 
 
 def _whole_tensors(named: Checkpoint) -> dict[str, Tensor]:
@@ -189,10 +187,10 @@ def _by_name(named: Checkpoint, other: LikeCheckpoint) -> dict[Tensor, Sharding 
     by_name = {clean(name): sharding for name, sharding in other.shardings.items()}
     shardings: dict[Tensor, Sharding | None] = {}
     unmatched: dict[str, None] = {}
-    for name, placed in _parameters(named):
+    for name, leaf in _parameters(named):
         if name in by_name:
-            _require_dimensions(by_name[name], placed, other.source)
-            shardings[placed.tensor] = by_name[name]
+            _require_dimensions(by_name[name], leaf, other.source)
+            shardings[leaf.tensor] = by_name[name]
         else:
             unmatched[name] = None
     _require_matched(list(unmatched), f"{other.source} does not have", "--placements FILE instead")
@@ -203,43 +201,45 @@ def _parameters(named: Checkpoint) -> Iterator[tuple[str, NamedTensor]]:
     """The tensors to place, with the name of their parameter: in the model all that may be sharded, in the optimizer
     the states in their parameter's shape, in the extras those that the source has sharded.
 
-    Raises UsageError for a sharded state in another shape than its parameter.
+    Raises UsageError for a sharded state in a different shape than its parameter.
     """
     params = named.model.params if named.model is not None else {}
-    param_shapes: dict[str, tuple[int, ...] | None] = {n: p.shape for n, p in params.items() if isinstance(p, Tensor)}
-    shown: dict[Tensor, tuple[int, ...]] = {}  # the shape of its parameter that each state shows
+    param_shapes: dict[str, tuple[int, ...] | None] = {
+        name: param.shape for name, param in params.items() if isinstance(param, Tensor)
+    }
+    shown: dict[Tensor, tuple[int, ...]] = {}  # by state: the shape that it shows for its parameter
     for key, states in named.optim.state.items() if named.optim is not None else ():
-        shapes = {leaf: shape for _, leaf, shape in shapes_shown(states)}
+        shapes = {tensor: shape for _, tensor, shape in shapes_shown(states)}
         shown.update(shapes)
         distinct = set(shapes.values())
         param_shapes.setdefault(str(key), distinct.pop() if len(distinct) == 1 else None)
-    for placed in named.tensors():
-        tensor = placed.tensor
+    for leaf in named.tensors():
+        tensor = leaf.tensor
         if not tensor.shape or tensor.sharded is False:
             continue
-        if placed.section is not Section.OPTIM or placed.state is None:
-            if (placed.section is Section.MODEL and placed.state is None) or tensor.sharded:
-                yield placed.key, placed
-        elif shown.get(tensor, tensor.shape) == param_shapes[placed.param]:
-            yield placed.param, placed
+        if leaf.section is not Section.OPTIM or leaf.state is None:
+            if (leaf.section is Section.MODEL and leaf.state is None) or tensor.sharded:
+                yield leaf.key, leaf
+        elif shown.get(tensor, tensor.shape) == param_shapes[leaf.param]:
+            yield leaf.param, leaf
         elif tensor.sharded:
             raise UsageError(
-                f"{placed.key} has a different shape than its parameter, {shape_text(tensor.shape)}, and nothing says "
-                "how it lies on the mesh",
-                key=placed.key,
+                f"{leaf.key} has the shape {shape_text(tensor.shape)}, a different one than its parameter, and nothing "
+                "says how to cut it",
+                key=leaf.key,
                 next_step="drop --placements and --like, which keeps the source's placements",
             )
 
 
-def _require_dimensions(sharding: Sharding | None, named: NamedTensor, where: str) -> None:
+def _require_dimensions(sharding: Sharding | None, leaf: NamedTensor, where: str) -> None:
     """Raises UsageError for a cut along a dimension that the tensor does not have."""
     for placement in sharding.placements if sharding is not None else ():
-        if placement is not None and not isinstance(placement, Replicate) and placement.dim >= named.tensor.ndim:
+        if placement is not None and not isinstance(placement, Replicate) and placement.dim >= leaf.tensor.ndim:
             raise UsageError(
-                f"{where} cuts {named.key} along dimension {placement.dim}, which its shape "
-                f"{shape_text(named.tensor.shape)} does not have",
-                key=named.key,
-                expected=f"Shard(0) to Shard({named.tensor.ndim - 1})" if named.tensor.ndim > 1 else "Shard(0)",
+                f"{where} cuts {leaf.key} along dimension {placement.dim}, which its shape "
+                f"{shape_text(leaf.tensor.shape)} does not have",
+                key=leaf.key,
+                expected=f"Shard(0) to Shard({leaf.tensor.ndim - 1})" if leaf.tensor.ndim > 1 else "Shard(0)",
                 found=f"Shard({placement.dim})",
                 next_step="write an entry for it before this one",
             )
@@ -249,7 +249,7 @@ def _require_matched(names: list[str], what: str, instead: str) -> None:
     if names:
         raise UsageError(
             f"{what} {plural(len(names), 'parameter')}",
-            details=first_lines(names, _SHOWN),
+            details=first_lines(names, _KEYS_IN_MESSAGE),
             key=names[0],
             why="how a tensor is cut is never guessed",
             next_step=f"add the names, or {instead}",
@@ -286,27 +286,26 @@ def place_remaining(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
     Raises NeedsInformationError, with their keys, if it is None.
     """
     remaining = [
-        named
-        for named in checkpoint.tensors()
-        if named.tensor.sharded and named.tensor.shape and not named.tensor.sharding
+        leaf for leaf in checkpoint.tensors() if leaf.tensor.sharded and leaf.tensor.shape and not leaf.tensor.sharding
     ]
     rest = target.rest
     placements = rest.placements if rest is not None else ()
     cuts = [placement.dim for placement in placements if not isinstance(placement, Replicate | None)]
-    unplaced = [named.key for named in remaining if rest is None or max(cuts, default=0) >= named.tensor.ndim]
+    unplaced = [leaf.key for leaf in remaining if rest is None or max(cuts, default=0) >= leaf.tensor.ndim]
     if unplaced:
         raise NeedsInformationError(
             f"nothing says how to place {plural(len(unplaced), 'sharded tensor')} of {checkpoint.source} on the mesh "
             f"{target}",
-            details=unplaced[:_SHOWN],
+            details=unplaced[:_KEYS_IN_MESSAGE],
             key=unplaced[0],
-            why="in the source they are not DTensors, packed (a _StridedShard alone), or on a mesh of another order",
+            why="in the source they are not DTensors, or are packed (a _StridedShard alone), or are on a mesh whose "
+            "dimensions have a different order",
             next_step=f"add {mesh_options(target.meshes)} --placements FILE",
         )
     if not remaining:
         return checkpoint
     shardings = {tensor: tensor.sharding for tensor in checkpoint.leaves() if tensor.sharding is not None}
-    return _with_shardings(checkpoint, {**shardings, **dict.fromkeys([named.tensor for named in remaining], rest)})
+    return _with_shardings(checkpoint, {**shardings, **dict.fromkeys([leaf.tensor for leaf in remaining], rest)})
 
 
 def _with_shardings(checkpoint: Checkpoint, shardings: Mapping[Tensor, Sharding | None]) -> Checkpoint:

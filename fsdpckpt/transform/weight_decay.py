@@ -1,5 +1,5 @@
-"""Lists the parameters of Megatron's param groups: its checkpoints store only the groups' settings. Also splits the
-single group of an optimizer made by DeepSpeed into the Trainer's two.
+"""Lists the parameters of Megatron's param groups, whose checkpoints store only the groups' settings. Also splits the
+single group of an optimizer that DeepSpeed made into the Trainer's two.
 
 Megatron makes a group for each combination of ``wd_mult`` (1, or 0 for no weight decay), ``is_expert_parallel`` and
 learning rates. By its standard rule vectors and biases have no weight decay (``megatron/core/optimizer/__init__.py``,
@@ -21,10 +21,10 @@ from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.text import some_of
 
 STANDARD = "standard"
-_STACKED = re.compile(r"(?:^|\.)layers\.(?!\d)")  # layers in one tensor: a dimension more
+_STACKED = re.compile(r"(?:^|\.)layers\.(?!\d)")  # all layers in one tensor, which has a dimension more
 _EXPERTS = re.compile(r"\.experts\.")
-_STACKED_EXPERTS = re.compile(r"\.experts\.experts\.")
-_SHOWN = 4
+_STACKED_EXPERTS = re.compile(r"\.experts\.experts\.")  # as above
+_KEYS_IN_MESSAGE = 4
 
 
 def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
@@ -32,8 +32,8 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
 
     ``patterns``: globs of parameters without weight decay, or ``standard``. Raises NeedsInformationError without any,
     and if the groups do not separate expert parameters and those without weight decay; UsageError for patterns that no
-    group needs or that match nothing, and for ids; SourceUnsupportedError for states that do not belong to a
-    parameter's name.
+    group needs or that match nothing, and for ids; SourceUnsupportedError for states that do not belong to one named
+    parameter.
     """
     optim = checkpoint.optim
     groups = (optim.param_groups if optim is not None else None) or []
@@ -55,7 +55,7 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
     if not names and optim.extra:
         raise SourceUnsupportedError(
             f"the optimizer in {checkpoint.source} is saved as Megatron's buffers, which hold many parameters each",
-            details=list(map(str, optim.extra))[:_SHOWN],
+            details=list(map(str, optim.extra))[:_KEYS_IN_MESSAGE],
             why="only the model's code says which elements of them belong to which parameter",
             next_step="load it with Megatron on the same ranks, save it with --dist-ckpt-optim-fully-reshardable (in "
             "Python: distrib_optim_sharding_type=fully_reshardable), and convert that; or --only model, for the "
@@ -70,8 +70,8 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
             "else --no-weight-decay GLOB for the parameters without weight decay; or --only model",
         )
     without = _without_decay(checkpoint, names, patterns)
-    kept = [group for group in _list_in_groups(checkpoint, groups, names, without) if group_params(group)]
-    return _with_groups(checkpoint, optim, kept, without)
+    filled = [group for group in _list_in_groups(checkpoint, groups, names, without) if group_params(group)]
+    return _with_groups(checkpoint, optim, filled, without)
 
 
 def note_one_group(checkpoint: Checkpoint) -> Checkpoint:
@@ -96,11 +96,12 @@ def _require_names(source: str, optim: OptimState) -> None:
 
 
 def _without_decay(checkpoint: Checkpoint, names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    """The ``names`` that match a pattern. Raises UsageError for a pattern that matches none."""
     unused = [pattern for pattern in patterns if not any(_matches(checkpoint, name, pattern) for name in names)]
     if unused:
         raise UsageError(
             f"--no-weight-decay {unused[0]} matches none of the parameters",
-            details=names[:_SHOWN],
+            details=names[:_KEYS_IN_MESSAGE],
             next_step="give globs of names as fsdpckpt inspect --names-only shows them",
         )
     return {name for name in names if any(_matches(checkpoint, name, pattern) for pattern in patterns)}
@@ -109,9 +110,10 @@ def _without_decay(checkpoint: Checkpoint, names: Sequence[str], patterns: Seque
 def _with_groups(
     checkpoint: Checkpoint, optim: OptimState, groups: list[dict[Key, Value]], without: set[str]
 ) -> Checkpoint:
-    count = sum(len(group_params(group) or ()) for group in groups)
-    message = f"param groups by weight decay: {len(without)} of {count} parameters have none"
-    note = Note("groups-rebuilt", message, keys=tuple(without))
+    """``checkpoint`` with ``groups`` in its optimizer, and a note. ``without``: the parameters without weight decay."""
+    names = [str(name) for group in groups for name in group_params(group) or ()]
+    message = f"param groups by weight decay: {len(without)} of {len(names)} parameters have none"
+    note = Note("groups-rebuilt", message, keys=tuple(name for name in names if name in without))
     return replace(checkpoint, optim=OptimState(optim.state, groups, optim.extra), notes=(*checkpoint.notes, note))
 
 
@@ -150,22 +152,24 @@ def _list_in_groups(
 
 
 def _kind(group: dict[Key, Value]) -> tuple[bool, bool]:
-    """Whether it holds experts, and whether it has no weight decay."""
+    """Whether ``group`` holds experts, and whether it has no weight decay."""
     return bool(group.get("is_expert_parallel")), group.get("wd_mult", group.get("weight_decay")) == 0
 
 
 def _matches(checkpoint: Checkpoint, name: str, pattern: str) -> bool:
+    """Whether ``pattern`` says that the parameter has no weight decay; ``standard``: a bias or a vector has none."""
     if pattern != STANDARD:
         return fnmatchcase(name, pattern)
+    if name.endswith(".bias"):
+        return True
     weight = checkpoint.model.params.get(name) if checkpoint.model is not None else None
     states = checkpoint.optim.state.get(name, {}) if checkpoint.optim is not None else {}
     leaves = [leaf for leaf in (weight, *states.values()) if isinstance(leaf, Tensor) and leaf.ndim]
-    if not leaves:
-        return name.endswith(".bias")
     stacked = bool(_STACKED.search(name)) + bool(_STACKED_EXPERTS.search(name))
-    return name.endswith(".bias") or leaves[0].ndim - stacked == 1
+    return bool(leaves) and leaves[0].ndim - stacked == 1
 
 
 def _settings(group: dict[Key, Value]) -> str:
-    shown = {key: group[key] for key in ("wd_mult", "weight_decay", "lr", "is_expert_parallel") if key in group}
-    return ", ".join(f"{key} {value!r}" for key, value in shown.items()) or some_of(list(group), _SHOWN)
+    """What distinguishes ``group`` from others, for messages."""
+    settings = {key: group[key] for key in ("wd_mult", "weight_decay", "lr", "is_expert_parallel") if key in group}
+    return ", ".join(f"{key} {value!r}" for key, value in settings.items()) or some_of(list(group), _KEYS_IN_MESSAGE)
