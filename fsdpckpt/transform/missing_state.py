@@ -26,22 +26,21 @@ Read: TypeAlias = Callable[[Tensor], bytes]
 States: TypeAlias = Mapping[str, Tensor | Value]
 NewStates: TypeAlias = dict[ParamKey, dict[str, Tensor | Value]]
 
-_ALIGNED = 64  # bytes between two zero tensors: each has bytes of its own, or they would be written as one
+_ZEROS_ALIGNMENT = 64  # bytes; every tensor of zeros has its own, or several would be written as one tied tensor
 
 
 def without_state(checkpoint: Checkpoint, units: Units | None = None) -> list[ParamKey]:
-    """The parameters that a group lists and that have no state although others have; without frozen ones if ``units``
-    name them.
+    """The parameters that a group lists and that have no state although others have.
 
-    Empty for an optimizer that keeps no states at all.
+    Leaves out those that are frozen or have no elements, as far as ``units`` say so. Empty for an optimizer that keeps
+    no states at all.
     """
     optim = checkpoint.optim
     if optim is None or not any(optim.state.values()):
         return []
     params = units.params() if units is not None else {}
-    listed = optim.grouped_keys()
     stateless = {name for name, param in params.items() if not (param.requires_grad and param.numel)}
-    return [key for key in listed if not optim.state.get(key) and key not in stateless]
+    return [key for key in optim.grouped_keys() if not optim.state.get(key) and key not in stateless]
 
 
 def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, read: Read | None = None) -> Checkpoint:
@@ -84,8 +83,8 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, 
             why="they are made like the other states of their group, which have to be unambiguous",
             next_step="--missing-state skip leaves them without state; a model section or --units FILE states shapes",
         )
-    what = f"{plural(len(missing), 'parameter')} had no optimizer state, and got zeros"
-    note = Note("filled", what, keys=tuple(map(str, missing)))
+    message = f"{plural(len(missing), 'parameter')} had no optimizer state, and got zeros"
+    note = Note("filled", message, keys=tuple(map(str, missing)))
     return replace(
         checkpoint,
         optim=OptimState(dict(_in_group_order(optim, new)), optim.param_groups, optim.extra),
@@ -115,7 +114,7 @@ class _Zeros:
 
 
 _Form: TypeAlias = Mapping[str, _Zeros | Tensor | Value]
-"""The states of a parameter by name, in order: zeros in its shape, or what all parameters have alike."""
+"""The states of a parameter by name, in order: zeros in its shape, or the value that all parameters have."""
 
 
 @dataclass(slots=True)
@@ -137,10 +136,10 @@ class _StateMaker:
     def states_of_group(
         self, keys: Sequence[ParamKey], state: Mapping[ParamKey, States], missing: Collection[ParamKey]
     ) -> NewStates:
-        """The states for the ``missing`` ones among the ``keys`` of a group, in the form of the group's states.
+        """New states for those ``keys`` of a group that are ``missing``, in the form of the group's other states.
 
-        The parameters in the same flat parameter decide the form, because they share one ``step``; without any, the
-        whole group.
+        A parameter takes the form of those in the same flat parameter, because they share one ``step``; if none of
+        those has states, the form of the whole group.
         """
         present = {key: states for key in keys if (states := state.get(key))}
         in_unit: dict[str, dict[ParamKey, States]] = {}
@@ -153,10 +152,10 @@ class _StateMaker:
             if key in missing:
                 unit = self.unit_of.get(key, "")
                 siblings = in_unit.get(unit)
-                decides = unit if siblings is not None else "the group"
-                if decides not in forms:
-                    forms[decides] = self._form(present if siblings is None else siblings)
-                new[key] = self._states(key, *forms[decides])
+                form_of = unit if siblings is not None else "the group"
+                if form_of not in forms:
+                    forms[form_of] = self._form(present if siblings is None else siblings)
+                new[key] = self._states(key, *forms[form_of])
         return new
 
     def _states(self, key: ParamKey, form: _Form, problems: Sequence[str]) -> dict[str, Tensor | Value]:
@@ -177,7 +176,7 @@ class _StateMaker:
         chunks = Chunks.whole(file=len(self.checkpoint.files), offset=self.zeros_used, shape=param.shape)
         sharded = state.sharded if param.sharded is None else param.sharded
         tensor = Tensor(state.dtype or param.dtype, param.shape, chunks, sharded)
-        self.zeros_used += -(-max(tensor.nbytes, 1) // _ALIGNED) * _ALIGNED
+        self.zeros_used += -(-max(tensor.nbytes, 1) // _ZEROS_ALIGNMENT) * _ZEROS_ALIGNMENT
         return tensor
 
     def _param(self, key: ParamKey) -> _Param | None:
@@ -190,7 +189,7 @@ class _StateMaker:
         return None if param is None else _Param(param.shape, param.dtype, key in self.unit_of)
 
     def _form(self, siblings: Mapping[ParamKey, States]) -> tuple[_Form, Sequence[str]]:
-        """The common form of the states of ``siblings``, and why there is none.
+        """The common form of the states of ``siblings``, and the problems if there is none.
 
         A 0-dim state of a 0-dim parameter does not show whether it has the parameter's shape or is a single value, like
         the step count: ``shaped`` does.
@@ -265,7 +264,7 @@ def _in_group_order(optim: OptimState, new: NewStates) -> Iterator[tuple[ParamKe
 
 
 def note_elementless(checkpoint: Checkpoint, units: Units) -> Checkpoint:
-    """Note the parameters without elements, whose states no rank keeps with ``use_orig_params=True``."""
+    """Add a note on parameters without elements: with ``use_orig_params=True`` no rank keeps their states."""
     states = checkpoint.optim.state if checkpoint.optim is not None else {}
     names = [param.name for unit in units.units for param in unit.params if not param.numel and states.get(param.name)]
     if not names:
@@ -284,13 +283,13 @@ def require_complete(checkpoint: Checkpoint, units: Units) -> None:
         return
     wrong = []
     for unit in units.units:
-        filled = [param.name for param in unit.params if param.numel]
-        bare = [name for name in filled if not optim.state.get(name)]
-        if bare and len(bare) < len(filled):
-            wrong.append(f"{unit}: {first_of(bare, 4)}")
+        names = [param.name for param in unit.params if param.numel]
+        missing = [name for name in names if not optim.state.get(name)]
+        if missing and len(missing) < len(names):
+            wrong.append(f"{unit}: {first_of(missing, 4)}")
     if wrong:
         raise NeedsInformationError(
-            # PyTorch's own words for it, which its users know
+            # PyTorch's own message, which its users know
             "All unflattened parameters comprising a single flat parameter must have scalar state with the same value "
             f"and dtype: in {plural(len(wrong), 'unit')} of {checkpoint.source} only some parameters have states",
             details=wrong,

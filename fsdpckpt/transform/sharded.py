@@ -1,8 +1,8 @@
 """Decides, for a sharded target, which tensors FSDP shards and which it replicates.
 
 FSDP shards parameters and the optimizer states of their shape; buffers, 0-dim states and what FSDP does not manage are
-replicated. A sharded source shows which are which (placements, chunks). A full one may not: then the optimizer's lists,
-a reference or ``--buffers`` decide. What none of them decides is an error; nothing is guessed.
+replicated. A sharded source shows which is which by its placements and chunks. A full one may not: then the optimizer's
+lists, a reference or ``--buffers`` decide. A tensor that none of them decides is an error; nothing is guessed.
 
 Optimizer states quantized in blocks are never quantized again: they are refused if a target would cut a block.
 """
@@ -10,7 +10,7 @@ Optimizer states quantized in blocks are never quantized again: they are refused
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -30,12 +30,15 @@ from fsdpckpt.ir.quantized import (
     unwrapped,
 )
 from fsdpckpt.ir.tensors import Shard, Sharding, Tensor
-from fsdpckpt.ir.values import Key, Value, with_tensors
+from fsdpckpt.ir.values import Value, with_tensors
 from fsdpckpt.layouts import mesh_box, on_one_dimension
 from fsdpckpt.text import first_lines, listed, plural
 from fsdpckpt.transform.parameter_order import NO_BUFFERS
 
-SHOWN = 12  # keys listed in one message: enough to recognise the model, short enough to read
+_KEYS_IN_MESSAGE = 12  # enough to recognise the model, few enough to read
+_KEYS_IN_NOTE = 5
+_MAX_RANKS_TRIED = 256  # when a message proposes world sizes
+_ONLY_MODEL = "--only model converts the model alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class ShardingHints:
     """The user's hints.
 
     ``buffers``: globs of replicated model keys, or ``("none",)``. ``reference``: ``Tensor.sharded`` by model key.
-    ``written``: the name that will be written for each model key; both may use these names too.
+    ``written``: the name that will be written for each model key, which ``buffers`` and ``reference`` may use too.
     """
 
     buffers: tuple[str, ...] = ()
@@ -54,23 +57,23 @@ class ShardingHints:
         return fnmatchcase(name, glob) or fnmatchcase(self.written.get(name, name), glob)
 
     def referenced(self, name: str) -> bool | None:
-        """What the reference says about ``name``, under the name it has there."""
-        known = self.reference or {}
-        return known.get(name, known.get(self.written.get(name, name)))
+        """``Tensor.sharded`` of ``name`` in the reference; None if that does not have it, or does not know either."""
+        reference = self.reference or {}
+        return reference.get(name, reference.get(self.written.get(name, name)))
 
 
 def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool) -> Checkpoint:
-    """Set every ``Tensor.sharded`` to True or False, and add a note on what was inferred.
+    """Set every ``Tensor.sharded`` to True or False, and add notes on what was inferred.
 
     ``strict`` (rank files, where a wrong answer does not load): raises NeedsInformationError for tensors that remain
     undecided. Otherwise (DCP, where any sharding loads) they are sharded like parameters, with a note.
     """
-    model, unsettled, inferred = _decide_model(checkpoint, hints)
-    if unsettled and strict:
+    model, undecided, inferred = _decide_model(checkpoint, hints)
+    if undecided and strict:
         raise NeedsInformationError(
             f"{checkpoint.source} does not tell parameters (sharded) from buffers (whole on every rank): "
-            f"{plural(len(unsettled), 'model key')}",
-            details=first_lines(unsettled, SHOWN),
+            f"{plural(len(undecided), 'model key')}",
+            details=first_lines(undecided, _KEYS_IN_MESSAGE),
             why="the source stores both the same way, and it has no optimizer that lists the parameters"
             if checkpoint.optim is None
             else "the source stores both the same way, and the optimizer does not list these keys",
@@ -81,19 +84,19 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
     if ambiguous and strict:
         raise NeedsInformationError(
             f"{checkpoint.source} does not say which states of {plural(len(ambiguous), 'parameter')} are sharded",
-            details=first_lines(ambiguous, SHOWN),
+            details=first_lines(ambiguous, _KEYS_IN_MESSAGE),
             why="their states have several shapes, and no model key of the same name says which one is the parameter's",
             next_step="write a DCP directory (--container dcp), which loads either way, or add --only model",
         )
     notes = list(checkpoint.notes)
     if inferred:
-        what = f"{inferred} model {'key is a parameter' if inferred == 1 else 'keys are parameters'}"
-        notes.append(Note("inferred", f"{what}: the optimizer lists {'it' if inferred == 1 else 'them'}"))
-    if unsettled:
-        many = len(unsettled) > 1
-        what = f"{plural(len(unsettled), 'model key')} may be parameter{'s' * many} or buffer{'s' * many}, and "
-        what += f"{'are' if many else 'is'} cut like parameters: {', '.join(first_lines(unsettled, 5))}"
-        notes.append(Note("undetermined", what, keys=tuple(unsettled)))
+        are_parameters, them = ("key is a parameter", "it") if inferred == 1 else ("keys are parameters", "them")
+        notes.append(Note("inferred", f"{inferred} model {are_parameters}: the optimizer lists {them}"))
+    if undecided:
+        may_be, are = ("parameters or buffers", "are") if len(undecided) > 1 else ("a parameter or a buffer", "is")
+        message = f"{plural(len(undecided), 'model key')} may be {may_be}, and {are} cut like parameters: "
+        message += ", ".join(first_lines(undecided, _KEYS_IN_NOTE))
+        notes.append(Note("undetermined", message, keys=tuple(undecided)))
     _require_buffers(checkpoint, hints)
     decided = replace(checkpoint, model=model, optim=optim, notes=tuple(notes))
     return decided.with_extras(partial(with_tensors, change=_sharded_only_if_source_says))
@@ -105,7 +108,7 @@ def mark_sharded(checkpoint: Checkpoint, hints: ShardingHints) -> Checkpoint:
         return checkpoint
     params = dict(checkpoint.model.params)
     for name, leaf in checkpoint.model.params.items():
-        sharded = _from_source(leaf, name, hints) if isinstance(leaf, Tensor) else None
+        sharded = _from_source_or_hints(leaf, name, hints) if isinstance(leaf, Tensor) else None
         if isinstance(leaf, Tensor) and sharded is not None:
             params[name] = leaf.with_sharded(sharded)
     return replace(checkpoint, model=replace(checkpoint.model, params=params))
@@ -125,30 +128,33 @@ def _require_buffers(checkpoint: Checkpoint, hints: ShardingHints) -> None:
 
 
 def _decide_model(checkpoint: Checkpoint, hints: ShardingHints) -> tuple[ModelState | None, list[str], int]:
+    """The model with every ``Tensor.sharded`` decided, the keys that nothing decides (they are True), and how many the
+    optimizer decided.
+    """
     model = checkpoint.model
     if model is None:
         return None, [], 0
     tied = _ties(model)
     listed = _listed_by_optimizer(checkpoint.optim, model, tied)
-    unsettled: list[str] = []
+    undecided: list[str] = []
     inferred = 0
     params: dict[str, Tensor | Value] = {}
     for name, leaf in model.params.items():
         if not isinstance(leaf, Tensor):
             params[name] = leaf
             continue
-        sharded = _from_source(leaf, name, hints)
+        sharded = _from_source_or_hints(leaf, name, hints)
         if sharded is None and not listed.isdisjoint(tied.get(name, (name,))):
             sharded = True
             inferred += 1
         if sharded is None:
-            unsettled.append(name)
+            undecided.append(name)
         params[name] = leaf.with_sharded(True if sharded is None else sharded)
-    return ModelState(params, model.metadata), unsettled, inferred
+    return ModelState(params, model.metadata), undecided, inferred
 
 
-def _from_source(tensor: Tensor, name: str, hints: ShardingHints) -> bool | None:
-    """What the tensor itself, the options or the reference say; None if none of them decides."""
+def _from_source_or_hints(tensor: Tensor, name: str, hints: ShardingHints) -> bool | None:
+    """Whether ``tensor`` is sharded, by the source itself, ``--buffers`` or the reference; None if none decides."""
     if tensor.ndim == 0:  # FSDP refuses to shard a 0-dim parameter, so it can only be a buffer
         return False
     if tensor.sharded is not None:
@@ -218,31 +224,26 @@ def _sharded_only_if_source_says(tensor: Tensor) -> Tensor:
     return tensor.with_sharded(tensor.sharded is True)
 
 
-_TRIED = 256  # ranks, of those that a message proposes
-_ONLY_MODEL = "--only model converts the model alone"
-
-
 def states_in_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, Blocks, Tensor | Value]]:
-    """The key and the form of each state quantized in blocks, and its codes."""
-    if checkpoint.optim is not None:
-        yield from _states(checkpoint.optim.state, "")  # type: ignore[arg-type]  # its keys are keys
-    for extras in (checkpoint.extra, *checkpoint.rank_extra):
-        yield from _states(extras, "")
+    """The key of each state quantized in blocks, how it is quantized, and its codes."""
+    states = checkpoint.optim.state if checkpoint.optim is not None else {}
+    for section in (states, checkpoint.extra, *checkpoint.rank_extra):
+        yield from _in_blocks(section, "")
 
 
-def _states(value: Value | Mapping[Key, Value], at: str) -> Iterator[tuple[str, Blocks, Tensor | Value]]:
-    items: Iterator[tuple[object, Value]] = iter(())
+def _in_blocks(value: object, prefix: str) -> Iterator[tuple[str, Blocks, Tensor | Value]]:
+    """The states quantized in blocks inside a nested value. ``prefix``: of their keys."""
+    items: Iterable[tuple[object, object]] = ()
     if isinstance(value, Mapping):
-        items = iter(value.items())
+        items = value.items()
     elif isinstance(value, (list, tuple)):
-        items = iter(enumerate(value))
+        items = enumerate(value)
     for name, item in items:
-        key = f"{at}{name!s}"
         blocks = blocks_of(item)
         if blocks is not None and isinstance(value, Mapping):
-            yield key, blocks, value.get(part_name(name, CODES))
+            yield f"{prefix}{name}", blocks, value.get(part_name(name, CODES))
         elif isinstance(item, (dict, list, tuple)):
-            yield from _states(item, f"{key}.")
+            yield from _in_blocks(item, f"{prefix}{name}.")
 
 
 def refuse_in_blocks(checkpoint: Checkpoint, why: str, next_step: str = _ONLY_MODEL) -> None:
@@ -275,15 +276,16 @@ def require_whole_blocks(checkpoint: Checkpoint, world_size: int, *, placed: boo
 
     ``placed``: tensors have their own sharding; otherwise they are cut along dimension 0 over ``world_size`` ranks.
     """
-    forms: dict[tuple[Blocks, Sharding | None], str] = {}
+    first_keys: dict[tuple[Blocks, Sharding | None], str] = {}
     for key, blocks, codes in states_in_blocks(checkpoint):
         if isinstance(codes, Tensor) and codes.sharded:
-            forms.setdefault((blocks, codes.sharding if placed else on_one_dimension(world_size)), key)
-    for (blocks, sharding), key in forms.items():
+            first_keys.setdefault((blocks, codes.sharding if placed else on_one_dimension(world_size)), key)
+    for (blocks, sharding), key in first_keys.items():
         if sharding is not None and not _has_whole_blocks(blocks, sharding):
-            every = [each for each, _ in forms]
             works = [
-                n for n in range(1, _TRIED + 1) if all(_has_whole_blocks(each, on_one_dimension(n)) for each in every)
+                ranks
+                for ranks in range(1, _MAX_RANKS_TRIED + 1)
+                if all(_has_whole_blocks(other, on_one_dimension(ranks)) for other, _ in first_keys)
             ]
             raise NeedsInformationError(
                 f"{key} of shape {blocks.shape} is {blocks}, and {sharding} over {sharding.mesh.world_size} ranks "
