@@ -18,7 +18,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Value
-from fsdpckpt.text import first_of, plural
+from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.parameter_order import Shape, shaped_states
 
 Choice: TypeAlias = Literal["error", "zeros", "skip"]
@@ -286,7 +286,7 @@ def require_complete(checkpoint: Checkpoint, units: Units) -> None:
         names = [param.name for param in unit.params if param.numel]
         missing = [name for name in names if not optim.state.get(name)]
         if missing and len(missing) < len(names):
-            wrong.append(f"{unit}: {first_of(missing, 4)}")
+            wrong.append(f"{unit}: {some_of(missing, 4)}")
     if wrong:
         raise NeedsInformationError(
             # PyTorch's own message, which its users know

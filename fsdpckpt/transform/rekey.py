@@ -18,7 +18,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, OptimState, ParamK
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.text import first_of, plural
+from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.assignment import Answer, Fits, in_any_order, in_order
 from fsdpckpt.transform.parameter_order import (
     ParameterOrder,
@@ -382,7 +382,7 @@ def _candidates(ids: _Ids, names: Sequence[str], may_be: Fits) -> list[str]:
     for at, number in enumerate(ids.numbers[:_IDS_LISTED]):
         candidates = [name for index, name in enumerate(names) if may_be(at, index)]
         if len(candidates) > 1:
-            lines.append(f"id {number} may be {first_of(candidates, 4)}")
+            lines.append(f"id {number} may be {some_of(candidates, 4)}")
     return lines
 
 

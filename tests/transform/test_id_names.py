@@ -216,7 +216,7 @@ def test_four_candidates_are_shown(count: int) -> None:
     names = "vwxyz"[:count]
     by = ParameterOrder(tuple(names), dict.fromkeys(names, (9,)), "it", ordered=False)
     wrong = refused(source([range(count)], "n" * count), by, error=NeedsInformationError)
-    assert wrong.details[0] == "id 0 may be v, w, x, y" + (", ..." if count == 5 else "")
+    assert wrong.details[0] == "id 0 may be v, w, x, y" + (" and 1 more" if count == 5 else "")
 
 
 def test_shapes_in_no_order_that_nothing_has_are_an_error_and_no_question() -> None:

@@ -219,4 +219,4 @@ def test_the_first_four_of_a_unit_are_named(bare: int) -> None:
     held = source([param.name for param in params], state={f"p{bare}": {"step": 1}})
     with pytest.raises(NeedsInformationError) as error:
         require_complete(held, one)
-    assert error.value.details == ("the root unit: p0, p1, p2, p3" + (", ..." if bare == 5 else ""),)
+    assert error.value.details == ("the root unit: p0, p1, p2, p3" + (" and 1 more" if bare == 5 else ""),)
