@@ -64,7 +64,7 @@ class OutputCheck:
     transformed: TransformedCheckpoint | None
     options: ConvertOptions
     progress: Progress
-    places: StagingDirectories
+    directories: StagingDirectories
     files: Sequence[SourceFile]
     visible: Visible
     holders: Mapping[str, Sequence[int]]
@@ -108,7 +108,9 @@ class OutputCheck:
                 return _match(self.transformed, self.path, self.options, opener)
 
     def _serve(self) -> None:
-        root, local = (self.places.paths[place][0] for place in (0, self.places.place[self.group.rank] or 0))
+        root, local = (
+            self.directories.paths[number][0] for number in (0, self.directories.of_worker[self.group.rank] or 0)
+        )
         serve_sources(self.group, roots={root: local})
 
     def _name(self, path: str) -> str:
@@ -122,7 +124,7 @@ class OutputCheck:
 
     def _compare(self, pairs: Sequence[Pair], names: Sequence[str], lengths: Sequence[int]) -> Compared:
         """Compare this rank's share; return the results of all ranks."""
-        paths = [self.places.locate(self.group.rank, name) for name in names]
+        paths = [self.directories.locate(self.group.rank, name) for name in names]
         written = [SourceFile(*each) for each in zip(paths, lengths, strict=True)]
         with self.group.step("compare the output"), self.group.heartbeat(), Sources() as sources:
             share = self._read(pairs, sources, written)

@@ -1,7 +1,7 @@
 """Converts one checkpoint: read, transform, lay out, plan, execute, verify, publish; on one process or many.
 
 All ranks of the group take part. 1. Rank 0 reads the source and plans; the others serve it the files that only they
-see. 2. Each rank states which of these files it sees. 3. The leader of each place makes its staging directory, or opens
+see. 2. Each rank states which of these files it sees. 3. The leader of each staging directory makes it, or opens
 what an interrupted run left there. 4. Rank 0 divides the work; every rank gets its part and executes it. 5. The output
 is read back (``check``). 6. The leaders publish it by a rename. If DST is in an object store, the output is written to
 a local disk in the same way and then uploaded (``publish``). With ``Solo``, a group of one process, nothing is
@@ -39,7 +39,7 @@ from fsdpckpt.converters.resume import (
     source_copies,
 )
 from fsdpckpt.converters.shared_sources import UnionSources, serve_sources, visible_sources
-from fsdpckpt.converters.staging import StagingDirectories, divide_work, files_at, holders_of, open_staging
+from fsdpckpt.converters.staging import StagingDirectories, divide_work, files_in, holders_of, open_staging
 from fsdpckpt.converters.target_mesh import check_mesh
 from fsdpckpt.converters.target_spec import check_flavor
 from fsdpckpt.errors import InternalError, TargetExistsError, WorkerError
@@ -110,7 +110,7 @@ class _Conversion:
     peers: Sequence[ProcessIdentity]
     for_upload: bool = False
     holders: dict[str, list[int]] = field(default_factory=dict)
-    _linked: list[str] = field(default_factory=list)  # the target files that are links, all at place 0
+    _linked: list[str] = field(default_factory=list)  # the target files that are links, all in directory 0
     _prepared: Prepared | None = None  # on rank 0
     _sources: list[Sources] = field(default_factory=list)  # with each file's identity when it was first opened
     _opened: list[str] = field(default_factory=list)  # every file that rank 0 has read
@@ -154,19 +154,21 @@ class _Conversion:
         files, directory = self._share_files()
         visible = self._find_visible_sources(files)
         copies = source_copies(self.group, files, self._sources[-1], visible[:, self.group.rank].tolist())
-        places = self._open_staging(directory=directory)
-        job, identity, journaled = self._divide(places, copies, visible, budget)
-        self._staged.prepare(self.group, job, places, identity, journaled, links=len(self._linked))
-        self._link(places)
-        self.holders = holders_of(job, places, directory=directory) | dict.fromkeys(self._linked, places.workers(0))
-        crcs = self._execute(job, places, visible, budget, journaled)
+        directories = self._open_staging(directory=directory)
+        job, identity, journaled = self._divide(directories, copies, visible, budget)
+        self._staged.prepare(self.group, job, directories, identity, journaled, links=len(self._linked))
+        self._link(directories)
+        self.holders = holders_of(job, directories, directory=directory) | dict.fromkeys(
+            self._linked, directories.workers(0)
+        )
+        crcs = self._execute(job, directories, visible, budget, journaled)
         job = self._drop_columns(job)
         self._write_manifest(crcs, {}, directory=directory)
-        if self.options.verify is not VerifyLevel.NONE and not all(places.existing):
-            digests = self._verify(job, places, visible)
+        if self.options.verify is not VerifyLevel.NONE and not all(directories.existing):
+            digests = self._verify(job, directories, visible)
             if self.options.verify is VerifyLevel.FULL:
                 self._write_manifest(crcs, digests, directory=directory)
-        self._publish(job, places)
+        self._publish(job, directories)
 
     def _check_request(self, workers_here: int) -> Budget:
         options = self.options
@@ -229,16 +231,20 @@ class _Conversion:
             return visible_sources(self.group, self._opened, sources)[: len(files)]
 
     def _open_staging(self, *, directory: bool) -> StagingDirectories:
-        places, self._staged.staging = open_staging(
+        directories, self._staged.staging = open_staging(
             *(self.group, self.target, self.options, self.visibility),
             directory=directory,
             replaces=self._replaces,
             compare=self._compares,
         )
-        return places
+        return directories
 
     def _divide(
-        self, places: StagingDirectories, copies: Sequence[Sequence[FileIdentity]], visible: Visible, budget: Budget
+        self,
+        directories: StagingDirectories,
+        copies: Sequence[Sequence[FileIdentity]],
+        visible: Visible,
+        budget: Budget,
     ) -> tuple[Job, Callable[[], RunIdentity], JournaledWindows]:
         """Decide which rank writes what. Also returns this run's identity and, on rank 0, what an interrupted run has
         written. ``copies``: those of each source file.
@@ -250,8 +256,8 @@ class _Conversion:
         with group.step("divide the work"), group.heartbeat():
             if prepared is not None:
                 identity = functools.cache(functools.partial(self._identity, copies))
-                windows, changed_sources = journaled_windows(journals, places, identity, options)
-                job = divide_work(prepared, places, visible, budget, windows)
+                windows, changed_sources = journaled_windows(journals, directories, identity, options)
+                job = divide_work(prepared, directories, visible, budget, windows)
                 interrupted = None if staging is None else staging.interrupted
                 self._note = resume_note(job, self.target, interrupted, options, changed_sources)
                 journaled = joined(list(windows.values()))
@@ -268,23 +274,23 @@ class _Conversion:
             raise InternalError("only the first rank knows the plan")
         return run_identity(self._prepared.plan, self.options, copies)
 
-    def _link(self, places: StagingDirectories) -> None:
+    def _link(self, directories: StagingDirectories) -> None:
         """Make the links before anything is copied, so that a file system that refuses them does so at once."""
         with self.group.step("link"):
             if self._prepared is None:
                 return
             output, files = self._prepared.output, self._prepared.transformed.checkpoint.files
-            if places.existing[0]:
+            if directories.existing[0]:
                 require_linked(output, files, os.path.realpath(self.target))
             if self._staged.staging is not None:
                 make_links(output, self._prepared.linking, files, self._staged.staging, self._sources[-1])
 
     def _execute(
-        self, job: Job, places: StagingDirectories, visible: Visible, budget: Budget, journaled: JournaledWindows
+        self, job: Job, directories: StagingDirectories, visible: Visible, budget: Budget, journaled: JournaledWindows
     ) -> dict[str, int]:
         """Write the target files; return the CRC-32 of each."""
         rank = self.group.rank
-        place = places.place[rank]
+        number = directories.of_worker[rank]
         with self._sources[-1] as sources:
             try:
                 crcs = execute(
@@ -292,22 +298,22 @@ class _Conversion:
                     job,
                     visible,
                     sources=sources,
-                    locate=lambda path: places.locate(rank, path),
+                    locate=lambda path: directories.locate(rank, path),
                     threads=threads_for(job.settings, budget),
                     progress=self.progress,
                     recorder=self._staged.recorder,
                     journaled=journaled,
-                    compare=places.existing[place or 0],
+                    compare=directories.existing[number or 0],
                 )
             except TargetExistsError:
                 if self.for_upload and self._single_rank:
                     raise other_upload(self.target) from None
-                if self._single_rank and places.existing[place or 0]:
+                if self._single_rank and directories.existing[number or 0]:
                     raise target_differs(self.target) from None  # the user knows DST as a whole, not its single files
                 raise
         with self.group.step("look for the output"):
             if self._staged.staging is not None:
-                self._staged.staging.require_files([*files_at(job, place)[0], *self._linked])
+                self._staged.staging.require_files([*files_in(job, number)[0], *self._linked])
         return crcs
 
     def _drop_columns(self, job: Job) -> Job:
@@ -317,7 +323,7 @@ class _Conversion:
         return replace(job, plan=job.plan.outline())
 
     def _write_manifest(self, crcs: Mapping[str, int], digests: Mapping[str, str], *, directory: bool) -> None:
-        """Write the same ``fsdpckpt.json`` at every place."""
+        """Write the same ``fsdpckpt.json`` in every staging directory."""
         if not directory:
             return
         prepared, data = self._prepared, b""
@@ -336,7 +342,7 @@ class _Conversion:
             if self._staged.staging is not None:
                 put_manifest(self._staged.staging, data)
 
-    def _verify(self, job: Job, places: StagingDirectories, visible: Visible) -> dict[str, str]:
+    def _verify(self, job: Job, directories: StagingDirectories, visible: Visible) -> dict[str, str]:
         """Read the output back. Returns, on rank 0, the digests of its tensors."""
         staging = self._staged.staging
         check = OutputCheck(
@@ -344,7 +350,7 @@ class _Conversion:
             self._prepared.transformed if self._prepared is not None else None,
             self.options,
             self.progress,
-            places=places,
+            directories=directories,
             files=job.files,
             visible=visible,
             holders=self.holders,
@@ -364,16 +370,16 @@ class _Conversion:
         for sources in self._sources:
             sources.require_unchanged()
 
-    def _publish(self, job: Job, places: StagingDirectories) -> None:
-        """Rename every output to its final name; discard the staging directory of a place without files."""
+    def _publish(self, job: Job, directories: StagingDirectories) -> None:
+        """Rename every output to its final name; discard a staging directory without files."""
         with self.group.step("check that the sources did not change"), self.group.heartbeat():
             self._require_unchanged()
         with self.group.step("commit"):
             staging = self._staged.staging
             if staging is None:
-                if self.group.rank in places.leaders:
+                if self.group.rank in directories.leaders:
                     clear_leftover(self.target)
-            elif files_at(job, places.place[self.group.rank])[0] or self._linked:
+            elif files_in(job, directories.of_worker[self.group.rank])[0] or self._linked:
                 if staging.replaces is not None:  # files that appeared there meanwhile must not be deleted
                     staging.replaces = still_replaceable(self.target, staging.replaces)
                 staging.commit()

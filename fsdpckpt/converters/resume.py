@@ -23,7 +23,7 @@ import numpy as np
 
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.prepare import Prepared
-from fsdpckpt.converters.staging import StagingDirectories, divide_work, files_at
+from fsdpckpt.converters.staging import StagingDirectories, divide_work, files_in
 from fsdpckpt.errors import (
     FsdpckptError,
     InterruptedRunError,
@@ -97,7 +97,7 @@ def _identity_row(file: SourceFile, sources: Sources) -> list[object]:
 def journals_of(group: Group, staging: Staging | None) -> list[list[list[Record]]]:
     """For each rank the records of every journal that an interrupted run left in its staging directory. Collective.
 
-    ``staging``: this rank's, if it leads a place.
+    ``staging``: this rank's, if it leads one.
     """
     resumed = staging is not None and staging.interrupted.resumed
     records = [read_records(path) for path in journal_paths(staging.root)] if staging is not None and resumed else []
@@ -106,20 +106,20 @@ def journals_of(group: Group, staging: Staging | None) -> list[list[list[Record]
 
 def journaled_windows(
     journals: Sequence[Sequence[Sequence[Record]]],
-    places: StagingDirectories,
+    directories: StagingDirectories,
     identity: Callable[[], RunIdentity],
     options: ConvertOptions,
 ) -> tuple[dict[int, JournaledWindows], list[str]]:
-    """For each place the windows that an interrupted run has written, and how the sources of a run that cannot be
+    """For each directory the windows that an interrupted run has written, and how the sources of a run that cannot be
     resumed have changed.
 
-    A place starts over if no journal is readable, a window is longer than ``max_memory`` bytes, or its source has
+    A directory starts over if no journal is readable, a window is longer than ``max_memory`` bytes, or its source has
     changed since (unless ``--resume`` was given). ``identity``: this run's. Raises SourceError or TargetError if a
     journal is another run's.
     """
     windows: dict[int, JournaledWindows] = {}
     changed_sources: list[str] = []
-    for place, leader in enumerate(places.leaders):
+    for number, leader in enumerate(directories.leaders):
         runs = [run for records in journals[leader] if (run := run_of(records)) is not None]
         journaled = joined([each for _, each in runs])
         changes = [change for before, _ in runs for change in before.lost_sources(identity())]
@@ -127,9 +127,9 @@ def journaled_windows(
             changed_sources += changes
             continue
         for before, _ in runs:
-            _require_same_run(before, identity(), f"{places.roots[place]} holds {size_text(journaled.nbytes)}")
+            _require_same_run(before, identity(), f"{directories.roots[number]} holds {size_text(journaled.nbytes)}")
         if 0 < journaled.longest <= options.max_memory:
-            windows[place] = journaled
+            windows[number] = journaled
     return windows, changed_sources
 
 
@@ -209,13 +209,13 @@ def dry_run_note(
     """
     files = prepared.transformed.checkpoint.files
     interrupted = InterruptedRun.of(target, resume=options.resume is not False)
-    places = StagingDirectories.of_one_process(interrupted.root)
+    directories = StagingDirectories.of_one_process(interrupted.root)
     copies = source_copies(group, files, sources, [True] * len(files))
     journals = [read_records(path) for path in journal_paths(interrupted.root)] if interrupted.resumed else []
     windows, changed_sources = journaled_windows(
-        [journals], places, lambda: run_identity(make_plan(prepared.output), options, copies), options
+        [journals], directories, lambda: run_identity(make_plan(prepared.output), options, copies), options
     )
-    job = divide_work(prepared, places, np.ones((len(files), 1), bool), budget, windows)
+    job = divide_work(prepared, directories, np.ones((len(files), 1), bool), budget, windows)
     return resume_note(job, target, interrupted, options, changed_sources)
 
 
@@ -223,7 +223,7 @@ def dry_run_note(
 class StagedOutput:
     """What one rank holds in a staging directory during a run.
 
-    ``staging``: the directory, if this rank leads a place. ``recorder``: its journal, if this rank writes.
+    ``staging``: the directory, if this rank leads one. ``recorder``: its journal, if this rank writes.
     """
 
     staging: Staging | None = None
@@ -235,7 +235,7 @@ class StagedOutput:
         self,
         group: Group,
         job: Job,
-        places: StagingDirectories,
+        directories: StagingDirectories,
         identity: Callable[[], RunIdentity],
         journaled: JournaledWindows,
         *,
@@ -246,22 +246,22 @@ class StagedOutput:
         ``links``: how many links will be made. ``identity``, ``journaled``: as for ``Recorder``; of a run of several
         ranks, what is journaled stays in the journals of the ranks that wrote it.
         """
-        place = places.place[group.rank]
+        number = directories.of_worker[group.rank]
         with group.step("prepare staging"):
             staging = self.staging
             if staging is not None:
-                files, nbytes = files_at(job, place)  # without what an earlier run has linked: links are made again
+                files, nbytes = files_in(job, number)  # without what an earlier run has linked: links are made again
                 if staging.interrupted.resumed:
-                    if any(job.segments[number].place == place for number in job.claims[:, 0].tolist()):
+                    if any(job.segments[segment].directory == number for segment in job.claims[:, 0].tolist()):
                         staging.keep_only(files)
                     else:
                         staging.restart()
                 self._staged_now = True
                 staging.require_space(nbytes, files=len(files) + links)
         with group.step("lock staging"):
-            if place is None or places.existing[place]:
+            if number is None or directories.existing[number]:
                 return
-            root = places.roots[place]
+            root = directories.roots[number]
             if group.world_size == 1:
                 self.recorder = Recorder(journal_path(root), identity, journaled)
             else:

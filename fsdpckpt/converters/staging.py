@@ -1,7 +1,7 @@
 """Divides the output among workers: in one staging directory that all of them see, or in one on each node.
 
-A *place* is one staging directory, made and committed by its *leader*. Workers that do not see it write nothing: they
-send what they see of the source to those that do. A single process is one worker, which leads the only place.
+Staging directories are numbered. Each is made and committed by its *leader*. Workers that do not see one write nothing:
+they send what they see of the source to those that do. A single process is one worker, which leads the only one.
 
 ``UploadDirectory`` holds the output for one DST in an object store, and notes of what is already there.
 """
@@ -48,35 +48,35 @@ _MARKER = "marker"
 
 @dataclass(frozen=True, slots=True)
 class StagingDirectories:
-    """``place[worker]``: where it writes, None if it writes nothing. ``leaders[place]``. ``nodes[worker]``.
+    """``of_worker[rank]``: the number of the directory it writes to, None if it writes nothing. ``nodes[rank]``.
 
-    ``paths[place]``: the directory for its target files, and the path of a target that is one file.
-    ``existing[place]``: DST itself exists there and is compared with the planned output.
+    By number of the directory, ``leaders``: its leader; ``paths``: the directory for its target files, and the path of
+    a target that is one file; ``existing``: whether DST itself exists there and is compared with the planned output.
     """
 
     nodes: tuple[int, ...]
     leaders: tuple[int, ...]
-    place: tuple[int | None, ...]
+    of_worker: tuple[int | None, ...]
     paths: tuple[tuple[str, str], ...]
     existing: tuple[bool, ...]
 
     @classmethod
     def of_one_process(cls, root: str) -> StagingDirectories:
-        """The only place, whose staging directory is ``root``."""
+        """The only staging directory is ``root``."""
         return cls((0,), (0,), (0,), ((os.path.join(root, ""), ""),), (False,))
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """``roots[place]``: the staging directory, which has the journals."""
+        """The staging directories themselves, which have the journals."""
         return tuple(os.path.dirname(directory) for directory, _ in self.paths)
 
-    def workers(self, place: int) -> list[int]:
-        """The workers that write to ``place``."""
-        return [worker for worker, number in enumerate(self.place) if number == place]
+    def workers(self, number: int) -> list[int]:
+        """The workers that write to directory ``number``."""
+        return [worker for worker, directory in enumerate(self.of_worker) if directory == number]
 
     def locate(self, rank: int, path: str) -> str:
         """Where worker ``rank`` finds the target file ``path`` ("": the target is one file)."""
-        directory, file = self.paths[self.place[rank] or 0]
+        directory, file = self.paths[self.of_worker[rank] or 0]
         return os.path.join(directory, path) if path else file
 
 
@@ -106,8 +106,8 @@ def open_staging(
     labels = [str(label) for label in group.all_gather_objects(node_label(), name="nodes")]
     order = list(dict.fromkeys(labels))
     nodes = tuple(order.index(label) for label in labels)
-    places = nodes if visibility is Visibility.NODE else (0,) * group.world_size
-    leaders = tuple(places.index(place) for place in range(max(places) + 1))
+    numbers = nodes if visibility is Visibility.NODE else (0,) * group.world_size
+    leaders = tuple(numbers.index(number) for number in range(max(numbers) + 1))
     real = os.path.realpath(target)
     existing = group.rank in leaders and compare and os.path.lexists(real) and not is_empty_directory(real)
     staging: Staging | None = None
@@ -123,7 +123,7 @@ def open_staging(
                 opened = (staging.path, staging.locate(""), _write_marker(staging.root, group))
         compared = cast("list[bool]", group.all_gather_objects(existing, name="where DST exists"))
         paths = cast("list[tuple[str, str, str]]", group.all_gather_objects(opened, name="staging"))
-        leader = leaders[places[group.rank]]
+        leader = leaders[numbers[group.rank]]
         sees = group.world_size == 1 or _sees_directory(paths[leader], existing=compared[leader])
         access = group.all_gather_objects(sees, name="who sees staging")
         with group.step("check access to staging"):
@@ -146,7 +146,7 @@ def open_staging(
     directories = StagingDirectories(
         nodes,
         leaders,
-        tuple(place if sees else None for place, sees in zip(places, access, strict=True)),
+        tuple(number if sees else None for number, sees in zip(numbers, access, strict=True)),
         tuple(paths[leader][:2] for leader in leaders),
         tuple(compared[leader] for leader in leaders),
     )
@@ -187,14 +187,14 @@ def _read_text(path: str) -> str:
 
 def divide_work(
     prepared: Prepared,
-    places: StagingDirectories,
+    directories: StagingDirectories,
     visible: Visible,
     budget: Budget,
     journaled: Mapping[int, JournaledWindows],
 ) -> Job:
     """Divide the plan among the workers. ``visible[file, worker]``; ``journaled``: as for ``assign_segments``."""
     plan, checkpoint = prepared.plan, prepared.transformed.checkpoint
-    segments = assign_segments(plan, prepared.spec, places, journaled)
+    segments = assign_segments(plan, prepared.spec, directories, journaled)
     writers = sorted({segment.owner for segment in segments})
     exchanging = not bool(visible[:, writers].all())
     settings = choose_settings(plan, budget, prepared.spec.options.max_memory, exchanging=exchanging)
@@ -203,47 +203,54 @@ def divide_work(
 
 
 def assign_segments(
-    plan: Plan, spec: TargetSpec, places: StagingDirectories, journaled: Mapping[int, JournaledWindows] | None = None
+    plan: Plan,
+    spec: TargetSpec,
+    directories: StagingDirectories,
+    journaled: Mapping[int, JournaledWindows] | None = None,
 ) -> list[Segment]:
-    """Assign the bytes of every file to a worker and a place. ``journaled``: for each place what an interrupted run has
-    written.
+    """Assign the bytes of every file to a worker and a directory. ``journaled``: for each directory what an interrupted
+    run has written.
 
-    With one place everything goes there. With one for each node, the files of target rank r go to the node of worker
+    One directory gets everything. With one for each node, the files of target rank r go to the node of worker
     ``r * workers // ranks``, which will load them; files of no rank (metadata) go to every node that has rank files; a
     full checkpoint, which is not loaded by ranks, goes to the first node.
     """
-    files: dict[int, list[int]] = {place: [] for place in range(len(places.leaders))}
+    files: dict[int, list[int]] = {directory: [] for directory in range(len(directories.leaders))}
     ranks = [_rank_of(file.path) for file in plan.files]
     world_size = spec.world_size or max((rank + 1 for rank in ranks if rank is not None), default=1)
-    nodes = dict(enumerate(places.nodes))
+    nodes = dict(enumerate(directories.nodes))
     everywhere = spec.layout is Layout.FULL or len(files) == 1
     for number, rank in enumerate(ranks):
         if rank is not None and not everywhere:
             files[target_node(rank, world_size, nodes)].append(number)
     common = [number for number, rank in enumerate(ranks) if rank is None or everywhere]
-    for place, numbers in files.items():
-        if numbers or place == 0:
+    for directory, numbers in files.items():
+        if numbers or directory == 0:
             numbers[:] = sorted({*numbers, *common})
-    written = {place: windows.claims() for place, windows in (journaled or {}).items()}
+    written = {directory: windows.claims() for directory, windows in (journaled or {}).items()}
     return [
         segment
-        for place, numbers in files.items()
+        for directory, numbers in files.items()
         for segment in partition(
-            plan, numbers, places.workers(place), place=place, written=written.get(place, NOTHING_WRITTEN)
+            plan,
+            numbers,
+            directories.workers(directory),
+            directory=directory,
+            written=written.get(directory, NOTHING_WRITTEN),
         )
     ]
 
 
 def claim_rows(journaled: Mapping[int, JournaledWindows], segments: Sequence[Segment]) -> Int64Array:
-    """The rows of ``Job.claims``: the windows in ``journaled`` that are inside one segment of their place."""
+    """The rows of ``Job.claims``: the windows in ``journaled`` that are inside one segment of their directory."""
     numbers: dict[tuple[int, int], list[int]] = {}
     for number, segment in enumerate(segments):
-        numbers.setdefault((segment.place, segment.file), []).append(number)
+        numbers.setdefault((segment.directory, segment.file), []).append(number)
     rows = [
         (number, begin, end, crc)
-        for place, windows in journaled.items()
+        for directory, windows in journaled.items()
         for file, begin, end, crc, _ in windows.claims().tolist()
-        for number in numbers.get((place, file), ())
+        for number in numbers.get((directory, file), ())
         if segments[number].begin <= begin and end <= segments[number].end
     ]
     return np.asarray(sorted(rows), np.int64).reshape(-1, 4)
@@ -254,18 +261,18 @@ def _rank_of(path: str) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
-def files_at(job: Job, place: int | None) -> tuple[list[str], int]:
-    """The target files that are written at ``place``, and their total size in bytes."""
-    segments = [segment for segment in job.segments if segment.place == place]
+def files_in(job: Job, number: int | None) -> tuple[list[str], int]:
+    """The target files that are written to directory ``number``, and their total size in bytes."""
+    segments = [segment for segment in job.segments if segment.directory == number]
     names = dict.fromkeys(job.plan.files[segment.file].path for segment in segments)
     return list(names), sum(segment.end - segment.begin for segment in segments)
 
 
-def holders_of(job: Job, places: StagingDirectories, *, directory: bool) -> dict[str, list[int]]:
+def holders_of(job: Job, directories: StagingDirectories, *, directory: bool) -> dict[str, list[int]]:
     """For each target file the workers that see it where it was written. ``directory``: include ``fsdpckpt.json``."""
     holders: dict[str, set[int]] = {}
     for segment in job.segments:
-        workers = places.workers(segment.place)
+        workers = directories.workers(segment.directory)
         for path in (job.plan.files[segment.file].path, *([MANIFEST] if directory else [])):
             holders.setdefault(path, set()).update(workers)
     return {path: sorted(workers) for path, workers in holders.items()}

@@ -317,11 +317,11 @@ class _Run:
         segments = self.job.segments
         for number, output in self.outputs.items():
             if output.creates_file and not output.sole_writer:
-                same_file = (segments[number].file, segments[number].place)
+                same_file = (segments[number].file, segments[number].directory)
                 output.finish_shared(
                     [
                         state
                         for other, state in states.items()
-                        if other != number and (segments[other].file, segments[other].place) == same_file
+                        if other != number and (segments[other].file, segments[other].directory) == same_file
                     ]
                 )

@@ -133,7 +133,9 @@ def pack_job(job: Job) -> dict[str, object]:
     """Encode ``job`` as text, bytes, lists and arrays."""
     blobs, numbers = _blobs(job.plan)
     checksums = job.checksums
-    segments = [(segment.file, segment.place, segment.begin, segment.end, segment.owner) for segment in job.segments]
+    segments = [
+        (segment.file, segment.directory, segment.begin, segment.end, segment.owner) for segment in job.segments
+    ]
     return {
         "nbytes": np.asarray([file.nbytes for file in job.files], np.int64),
         "checksums": np.stack([checksums.file, checksums.offset, checksums.nbytes, checksums.crc]),

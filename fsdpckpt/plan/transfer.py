@@ -26,11 +26,11 @@ BLOCK = 1 << 16  # bytes: pages are not larger on any system in use, so no page 
 class Segment:
     """The bytes [begin, end) of target file number ``file``, which rank ``owner`` writes.
 
-    ``place``: the number of the output directory if each node has its own; 0 if all ranks write to the same one.
+    ``directory``: the number of the output directory if each node has its own; 0 if all ranks write to the same one.
     """
 
     file: int
-    place: int
+    directory: int
     begin: int
     end: int
     owner: int
@@ -40,7 +40,12 @@ NOTHING_WRITTEN = np.zeros((0, 5), np.int64)
 
 
 def partition(
-    plan: Plan, files: Sequence[int], workers: Sequence[int], *, place: int = 0, written: Int64Array = NOTHING_WRITTEN
+    plan: Plan,
+    files: Sequence[int],
+    workers: Sequence[int],
+    *,
+    directory: int = 0,
+    written: Int64Array = NOTHING_WRITTEN,
 ) -> list[Segment]:
     """Divide ``files`` (numbers in ``plan``) among ``workers``. Every file has a segment, even an empty one.
 
@@ -58,11 +63,11 @@ def partition(
         while worker < len(marks) and marks[worker] < end:
             stop = _outside_window(_last_allowed_cut(file, plan, marks[worker] - begin), rows_of(written, number))
             if stop > at:
-                segments.append(Segment(number, place, at, stop, workers[worker]))
+                segments.append(Segment(number, directory, at, stop, workers[worker]))
                 at = stop
             worker += 1
         if at < file.nbytes or file.nbytes == 0:
-            segments.append(Segment(number, place, at, file.nbytes, workers[worker]))
+            segments.append(Segment(number, directory, at, file.nbytes, workers[worker]))
         begin = end
     return segments
 
