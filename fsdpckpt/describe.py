@@ -104,7 +104,7 @@ def describe(checkpoint: Checkpoint, keys: Sequence[str] = (), section: Section 
 
 def stored_files(checkpoint: Checkpoint) -> list[SourceFile]:
     """The files of ``checkpoint``, without the values that this program computed."""
-    return [file for file in checkpoint.files if not file.made_up]
+    return [file for file in checkpoint.files if not file.generated]
 
 
 def _summary(tensors: list[NamedTensor]) -> SectionSummary:
@@ -147,7 +147,7 @@ def _rows_with_chunks(description: Description) -> Iterator[JsonText]:
 def _chunk_texts(description: Description) -> Iterator[str]:
     """The chunks of each tensor as one JSON text: an object for each of millions of chunks takes longer."""
     paths = [
-        "null" if file.made_up else json.dumps(file.path, ensure_ascii=False) for file in description.checkpoint.files
+        "null" if file.generated else json.dumps(file.path, ensure_ascii=False) for file in description.checkpoint.files
     ]
     box_texts: dict[tuple[int, int, int], list[str]] = {}  # by the columns that tensors of one layout share
     for named in description.tensors:

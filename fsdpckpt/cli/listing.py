@@ -138,7 +138,7 @@ def _chunk_rows(description: Description, rows: Sequence[Row]) -> Iterator[Row]:
     from fsdpckpt.ir.coverage import box_text
 
     source = description.checkpoint.source.rstrip("/")
-    paths = ["-" if file.made_up else _relative_to_source(file.path, source) for file in description.checkpoint.files]
+    paths = ["-" if file.generated else _relative_to_source(file.path, source) for file in description.checkpoint.files]
     for row, named in zip(rows, description.tensors, strict=True):
         chunks = named.tensor.chunks
         columns = (chunks.rank, chunks.start, chunks.size, chunks.file, chunks.offset)

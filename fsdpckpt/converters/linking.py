@@ -152,7 +152,7 @@ def choose_linking(requested: LinkMode, files: Sequence[SourceFile], target: str
     """
     if requested is LinkMode.COPY:
         return Linking(requested)
-    local = {number: file.path for number, file in enumerate(files) if not file.made_up and not is_url(file.path)}
+    local = {number: file.path for number, file in enumerate(files) if not file.generated and not is_url(file.path)}
     unseen = next((path for path in local.values() if not os.path.isfile(path)), None)
     devices = {number: os.stat(path).st_dev for number, path in local.items()} if unseen is None else {}
     parent, _ = existing_and_missing(os.path.dirname(os.path.realpath(target)))

@@ -78,7 +78,7 @@ def source_copies(
     ``visible[file]``: whether this rank sees it. ``sources`` knows the identity each file had when it was first opened.
     Raises SourceCorruptError if the length of a local file changed since the checkpoint was read.
     """
-    data = [(file, see) for file, see in zip(files, visible, strict=True) if not file.made_up]
+    data = [(file, see) for file, see in zip(files, visible, strict=True) if not file.generated]
     with group.step("identify the sources"), group.heartbeat(), ThreadPoolExecutor(_LOOKUPS) as pool:
         rows = list(pool.map(lambda each: _identity_row(each[0], sources) if each[1] else [], data))
     everyone = cast("list[list[list[Any]]]", group.all_gather_objects(rows, name="copies of the sources"))

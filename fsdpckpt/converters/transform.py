@@ -123,7 +123,7 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     if spec.layout is Layout.SHARDED and spec.world_size is not None:
         require_whole_blocks(checkpoint, spec.world_size, placed=spec.mesh is not None)
     return TransformedCheckpoint(
-        steps.finish(source_names.restored(checkpoint) if keep_names else source_names.cleaned(checkpoint))
+        steps.finish(source_names.restored(checkpoint) if keep_names else source_names.noted(checkpoint))
     )
 
 

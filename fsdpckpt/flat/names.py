@@ -88,7 +88,7 @@ def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
         if not isinstance(leaf, Tensor) or leaf.placement == SLICES:
             continue
         name = clean(key)
-        same = first.setdefault(leaf.place() or (name,), name)
+        same = first.setdefault(leaf.location() or (name,), name)
         if same != name:
             shared.append((name, same))
         else:

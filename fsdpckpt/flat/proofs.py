@@ -145,7 +145,7 @@ def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Pro
     if checkpoint.world_size // match.shard_size < 2 and all(count > 1 for count in shards):
         return [], []
     most = max(shards)
-    checksums = checkpoint.checksums.by_place()
+    checksums = checkpoint.checksums.by_offset()
     problems: list[Problem] = []
     compared = unknown = 0
     for section, key, tensor in _slice_tensors(checkpoint):

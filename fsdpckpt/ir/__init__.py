@@ -1,8 +1,7 @@
-"""The IR: one description of a checkpoint for all readers and writers. This module has the names for a whole
-checkpoint.
+"""The IR: one description of a checkpoint for all readers and writers. This module names what a checkpoint is.
 
-The package imports nothing of fsdpckpt but itself, ``errors`` and ``text``. This module imports neither numpy nor
-anything else that takes time, because the command line offers layouts, containers, sections and strategies as choices.
+The package imports nothing of fsdpckpt but itself, ``errors``, ``text`` and ``version``. This module imports neither
+numpy nor anything else that takes time, as the command line offers layouts, containers, sections and strategies.
 """
 
 from __future__ import annotations

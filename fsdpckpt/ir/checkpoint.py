@@ -44,7 +44,7 @@ NoteKind: TypeAlias = (
     | Literal["groups-flattened", "groups-rebuilt", "plain", "unconfigured"]
     | Literal["carried", "cleared", "linked", "manifest", "not-carried", "resumed", "staged"]
 )
-"""What a note is about, as ``fsdpckpt.json`` and ``--json`` say it: what was found, made of it, and written."""
+"""What a note is about, in ``fsdpckpt.json`` and ``--json``: what was found, how it was read, and what was written."""
 
 ProblemKind: TypeAlias = (
     Literal["checksum", "digest", "length", "missing-file", "missing-rank", "not-finite", "truncated", "unreadable"]
@@ -52,7 +52,7 @@ ProblemKind: TypeAlias = (
     | Literal["flattened", "flattened-lost", "names", "parameter-order", "rank-mismatch", "state", "units"]
     | Literal["manifest", "missing-key", "missing-section", "stray"]
 )
-"""What is wrong, as ``--json`` says it."""
+"""What is wrong, in ``--json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class SourceFile:
     nbytes: int
 
     @property
-    def made_up(self) -> bool:
+    def generated(self) -> bool:
         """Whether it is not a file but bytes that this program makes."""
         return self.path.startswith((ZEROS, LITERAL))
 
@@ -99,9 +99,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checksums:
-    """The CRC-32 records in the source, in columns: ``nbytes`` from ``offset`` in file ``file`` have the CRC-32
-    ``crc``.
-    """
+    """The CRC-32s that the source records, in columns: ``nbytes`` from ``offset`` of file ``file`` have ``crc``."""
 
     file: Int64Array
     offset: Int64Array
@@ -120,7 +118,7 @@ class Checksums:
         columns = [(part.file, part.offset, part.nbytes, part.crc) for part in parts]
         return cls(*map(np.concatenate, zip(*columns, strict=True))) if columns else cls.of([])
 
-    def by_place(self) -> dict[tuple[int, int], tuple[int, int]]:
+    def by_offset(self) -> dict[tuple[int, int], tuple[int, int]]:
         """(nbytes, crc) of each record by its (file, offset)."""
         columns = (self.file.tolist(), self.offset.tolist(), self.nbytes.tolist(), self.crc.tolist())
         return {(file, offset): (nbytes, crc) for file, offset, nbytes, crc in zip(*columns, strict=True)}
@@ -140,12 +138,12 @@ class ChunkChecksums:
         keys = self._key(chunks.file[rows], chunks.offset[rows])
         nbytes = chunks.size[rows].prod(axis=1) * tensor.dtype.itemsize
         crcs = np.full(len(keys), -1, np.int64)
-        at = np.searchsorted(self._keys, keys)
-        inside = np.flatnonzero(at < len(self._keys))
-        inside = inside[self._keys[at[inside]] == keys[inside]]
-        record = self._order[at[inside]]
-        exact = checksums.nbytes[record] == nbytes[inside]
-        crcs[inside[exact]] = checksums.crc[record[exact]]
+        position = np.searchsorted(self._keys, keys)
+        chunk = np.flatnonzero(position < len(self._keys))
+        chunk = chunk[self._keys[position[chunk]] == keys[chunk]]
+        record = self._order[position[chunk]]
+        exact = checksums.nbytes[record] == nbytes[chunk]
+        crcs[chunk[exact]] = checksums.crc[record[exact]]
         return crcs
 
     @staticmethod
@@ -200,7 +198,7 @@ class Evidence:
 
 
 UNORDERED = Evidence(EvidenceKind.ORDER, "keys are not in the order of the state dict they were saved from")
-"""Keeps anyone from taking the order of keys for that of the parameters."""
+"""Marks a checkpoint whose order of keys must not be taken for that of the parameters."""
 
 
 @dataclass(slots=True)
@@ -315,7 +313,7 @@ def problem_of(
     rank: int | None = None,
     fatal: bool = True,
 ) -> Problem:
-    """The problem ``what`` of ``tensors``, under the name of the first; of a file if there are none."""
+    """The problem ``what`` of ``tensors``, with the key of the first; without any, a problem of the file."""
     if not tensors:
         return Problem(kind, what, fatal, file, rank=rank)
     first, more = tensors[0], len(tensors) - 1
@@ -381,7 +379,7 @@ class Checkpoint:
         return changed.with_extras(lambda extra: with_tensors(extra, change))
 
     def leaves(self) -> Iterator[Tensor]:
-        """The tensors of ``tensors``, in its order, four times as fast: names take time to make."""
+        """What ``tensors`` lists, without names, which take time to make: four times as fast."""
         values: list[Iterable[Value]] = []
         if self.model is not None:
             values.append(self.model.params.values())

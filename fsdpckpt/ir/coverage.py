@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 
-SMALL = 48  # chunks: up to this many, plain Python is faster than numpy's cost per call
-MAX_CELLS = 1 << 24  # of the counting grid: 64 MiB of counters; above it, boxes are compared in pairs
-MAX_CUT_DIMENSIONS = 8  # each doubles the corners to count
-PAIRS_AT_ONCE = 1 << 22  # bounds the memory of comparing boxes pairwise
+_FEW_CHUNKS = 48  # up to this many, plain Python is faster than numpy's cost per call
+_MAX_CELLS = 1 << 24  # of the counting grid: 64 MiB of counters; above it, boxes are compared in pairs
+_MAX_CUT_DIMENSIONS = 8  # each doubles the corners to count
+_PAIRS_AT_ONCE = 1 << 22  # bounds the memory of comparing boxes pairwise
 
 
 FlawKind: TypeAlias = Literal["incomplete", "overlap", "outside"]
@@ -58,7 +58,7 @@ def flaws(tensor: Tensor) -> list[Flaw]:
     if count == 1:
         if chunks.size.tolist()[0] == list(shape) and not any(chunks.start.tolist()[0]):
             return []
-    elif count <= SMALL:
+    elif count <= _FEW_CHUNKS:
         if _is_small_grid(shape, chunks.start.tolist(), chunks.size.tolist()):
             return []
     elif _is_grid(shape, chunks.start, chunks.size):
@@ -67,7 +67,7 @@ def flaws(tensor: Tensor) -> list[Flaw]:
 
 
 def _is_small_grid(shape: tuple[int, ...], starts: list[list[int]], sizes: list[list[int]]) -> bool:
-    """True when the boxes are all cells of one grid over ``shape``, each at least once."""
+    """Whether the boxes are all cells of one grid over ``shape``, each at least once."""
     boxes = {(*start, *size) for start, size in zip(starts, sizes, strict=True) if 0 not in size}
     if not boxes:
         return 0 in shape
@@ -77,7 +77,7 @@ def _is_small_grid(shape: tuple[int, ...], starts: list[list[int]], sizes: list[
         intervals = {(box[dimension], box[dimension + dimensions]) for box in boxes}
         end = 0
         for begin, count in sorted(intervals):
-            if begin != end:
+            if begin != end or count < 0:
                 return False
             end += count
         if end != length:
@@ -88,6 +88,8 @@ def _is_small_grid(shape: tuple[int, ...], starts: list[list[int]], sizes: list[
 
 def _is_grid(shape: tuple[int, ...], start: Int64Array, size: Int64Array) -> bool:
     """``_is_small_grid`` in columns: O(n log n) for n chunks."""
+    if (size < 0).any():
+        return False
     filled = size.all(axis=1)
     if not filled.all():
         start, size = start[filled], size[filled]
@@ -122,12 +124,12 @@ def _find_flaws(shape: tuple[int, ...], start: Int64Array, size: Int64Array, ran
     for row in np.flatnonzero(filled & ~inside).tolist():
         begin, count = tuple(start[row].tolist()), tuple(size[row].tolist())
         flaws.append(Flaw("outside", _elements_outside(shape, begin, count), begin, count, (int(rank[row]),)))
-    good = filled & inside
-    boxes = np.concatenate([start[good], size[good]], axis=1)
+    valid = filled & inside
+    boxes = np.concatenate([start[valid], size[valid]], axis=1)
     if len(boxes):
         boxes = np.unique(boxes, axis=0)
     box_start, box_size = boxes[:, : len(shape)], boxes[:, len(shape) :]
-    holders = (start[good], size[good], rank[good])
+    holders = (start[valid], size[valid], rank[valid])
     edges = [
         np.unique(np.concatenate([[0, length], box_start[:, k], box_start[:, k] + box_size[:, k]]))
         for k, length in enumerate(shape)
@@ -135,7 +137,7 @@ def _find_flaws(shape: tuple[int, ...], start: Int64Array, size: Int64Array, ran
     cut = [k for k, edge in enumerate(edges) if len(edge) > 2]
     if 0 in shape:
         return flaws
-    if len(cut) > MAX_CUT_DIMENSIONS or prod(len(edges[k]) for k in cut) > MAX_CELLS:
+    if len(cut) > _MAX_CUT_DIMENSIONS or prod(len(edges[k]) for k in cut) > _MAX_CELLS:
         return flaws + _compare_pairwise(shape, box_start, box_size, holders)
     return flaws + _count_boxes(shape, box_start, box_size, holders, edges)
 
@@ -191,8 +193,8 @@ def _holding_ranks(
 ) -> tuple[int, ...]:
     """The ranks whose boxes contain the cell from ``begin`` to ``end``."""
     start, size, rank = holders
-    held = (start <= np.asarray(begin, np.int64)) & (start + size >= np.asarray(end, np.int64))
-    ranks: list[int] = np.unique(rank[held.all(axis=1)]).tolist()
+    contains = (start <= np.asarray(begin, np.int64)) & (start + size >= np.asarray(end, np.int64))
+    ranks: list[int] = np.unique(rank[contains.all(axis=1)]).tolist()
     return tuple(ranks)
 
 
@@ -201,7 +203,7 @@ def _compare_pairwise(
 ) -> list[Flaw]:
     """For boxes too irregular to count: any two that overlap, else what is missing according to the volumes."""
     end = start + size
-    step = max(PAIRS_AT_ONCE // max(len(start), 1), 1)
+    step = max(_PAIRS_AT_ONCE // max(len(start), 1), 1)
     for begin in range(0, len(start), step):
         rows = slice(begin, begin + step)
         low = np.maximum(start[rows, None], start[None])
@@ -209,11 +211,9 @@ def _compare_pairwise(
         common = (low < high).all(axis=2)
         common[np.arange(common.shape[0]), np.arange(begin, begin + common.shape[0])] = False
         if common.any():
-            one, other = np.unravel_index(int(np.argmax(common)), common.shape)
-            corner, far = low[one, other].tolist(), high[one, other].tolist()
-            box = tuple(e - b for b, e in zip(corner, far, strict=True))
-            return [Flaw("overlap", prod(box), tuple(corner), box, _holding_ranks(holders, corner, far))]
-    held = sum(prod(row) for row in size.tolist())
-    if held == prod(shape):
-        return []
-    return [Flaw("incomplete", prod(shape) - held, (0,) * len(shape), shape, ())]
+            pair = np.unravel_index(int(np.argmax(common)), common.shape)
+            first, last = low[pair].tolist(), high[pair].tolist()
+            box = tuple(e - b for b, e in zip(first, last, strict=True))
+            return [Flaw("overlap", prod(box), tuple(first), box, _holding_ranks(holders, first, last))]
+    missing = prod(shape) - sum(prod(row) for row in size.tolist())
+    return [Flaw("incomplete", missing, (0,) * len(shape), shape, ())] if missing else []

@@ -80,13 +80,13 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _who_holds(chunks: Chunks, world_size: int) -> str:
-    """Which ranks hold some of the tensor, and which do not: a missing file usually belongs to one of the latter."""
+    """Which ranks hold a part of the tensor, and which do not: a missing file usually belongs to one of the latter."""
     holders = sorted(set(chunks.rank.tolist()))
     if not holders:
         return " (no rank holds any of it)"
     absent = sorted(set(range(world_size)).difference(holders))
     nothing = f"; nothing from {_ranks_text(absent)}" if absent else ""
-    return f" (held: {_ranks_text(holders)}{nothing})"
+    return f" (parts from {_ranks_text(holders)}{nothing})"
 
 
 def _file_of(chunks: Chunks, rank: int | None, checkpoint: Checkpoint) -> str | None:
@@ -144,9 +144,10 @@ def _overlapping_states(optim: OptimState) -> Iterator[tuple[int, str, str, int]
         same_file = furthest >= 0 and param[row] == param[furthest] and file[row] == file[furthest]
         overlaps = same_file and begin[row] < end[furthest]
         if overlaps and param[row] != reported and state_of(row) != state_of(furthest):
-            at, other_at = state_of(furthest), state_of(row)
-            (_, first, one), (number, second, other) = states[at], states[other_at]
-            if _share_elements(one, int(furthest - first_rows[at]), other, int(row - first_rows[other_at])):
+            i, j = state_of(furthest), state_of(row)
+            (_, first, first_tensor), (number, second, second_tensor) = states[i], states[j]
+            first_chunk, second_chunk = int(furthest - first_rows[i]), int(row - first_rows[j])
+            if _share_elements(first_tensor, first_chunk, second_tensor, second_chunk):
                 reported = number
                 yield number, first, second, int(file[row])
         if not overlaps or end[row] > end[furthest]:
@@ -176,7 +177,7 @@ def state_completeness(optim: OptimState) -> Iterator[Problem]:
     groups: list[list[ParamKey]] = []
     for group in optim.param_groups:
         params = group_params(group)
-        if params is None:  # undecided
+        if params is None:  # the source does not list them
             return
         groups.append(params)
     seen: set[ParamKey] = set()
@@ -199,22 +200,22 @@ def state_completeness(optim: OptimState) -> Iterator[Problem]:
 def _uneven_states(
     number: int, keys: list[ParamKey], state: Mapping[ParamKey, Mapping[str, Tensor | Value]]
 ) -> Iterator[Problem]:
-    """States absent from one parameter that every other parameter of the group with the same number of dimensions has.
+    """States that a parameter lacks and most parameters of the group with as many dimensions have.
 
-    By dimensions, because factored optimizers (Adafactor) keep other states for vectors than for matrices.
+    By dimensions, because factored optimizers (Adafactor) keep different states for vectors and for matrices.
     """
-    kinds: dict[int, list[ParamKey]] = {}
-    names: dict[tuple[int, str], int] = {}
+    params: dict[int, list[ParamKey]] = {}  # by dimensions
+    counts: dict[tuple[int, str], int] = {}  # of the parameters with a state, by dimensions and name
     for key in keys:
         states = state.get(key)
         if states:
-            kind = max((len(leaf.shape) for leaf in states.values() if isinstance(leaf, Tensor)), default=0)
-            kinds.setdefault(kind, []).append(key)
+            ndim = max((leaf.ndim for leaf in states.values() if isinstance(leaf, Tensor)), default=0)
+            params.setdefault(ndim, []).append(key)
             parts = {*parts_in(states), *scales_in(states), *maps_in(states)}
             for name in [name for name in states if name not in parts]:
-                names[kind, name] = names.get((kind, name), 0) + 1
-    for (kind, name), count in names.items():
-        members = kinds[kind]
+                counts[ndim, name] = counts.get((ndim, name), 0) + 1
+    for (ndim, name), count in counts.items():
+        members = params[ndim]
         if len(members) > 2 and len(members) // 2 < count < len(members):
             for key in members:
                 if name not in state[key]:

@@ -36,18 +36,18 @@ def joined(prefix: str, name: str) -> str:
 
 _COMPILED = "_orig_mod."
 _DISTRIBUTED = "module."  # DistributedDataParallel, DataParallel
-_SHOWN = 5  # keys named in a note's message; ``keys`` lists all
+_MAX_NAMED = 5  # keys in a note's message; its ``keys`` lists all
 
 
 def without_module(names: Iterable[str], like: Collection[str]) -> tuple[str, ...]:
     """``names`` without a leading ``module.`` if all of them have it and none of ``like`` has."""
-    taken = tuple(names)
-    if taken and all(map(_distributed, taken)) and not any(map(_distributed, like)):
-        return tuple(name.removeprefix(_DISTRIBUTED) for name in taken)
-    return taken
+    names = tuple(names)
+    if names and all(map(_in_module, names)) and not any(map(_in_module, like)):
+        return tuple(name.removeprefix(_DISTRIBUTED) for name in names)
+    return names
 
 
-def _distributed(name: str) -> bool:
+def _in_module(name: str) -> bool:
     return name.startswith(_DISTRIBUTED)
 
 
@@ -62,7 +62,7 @@ def revisits_a_module(names: Iterable[str]) -> bool:
     """Whether a module has names in two places, which ``Module.state_dict`` does not do: it lists a module's own
     tensors, then one child after the other."""
     path: list[str] = []
-    left: set[tuple[str, ...]] = set()  # modules whose last name has been seen
+    left: set[tuple[str, ...]] = set()  # modules that the names have left
     for name in names:
         *module, _ = name.split(".")
         shared = next((depth for depth, (a, b) in enumerate(zip(path, module, strict=False)) if a != b), None)
@@ -91,9 +91,10 @@ def sorted_by_a_tool(names: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SourceNames:
-    """A source's own names for its parameters: by the name without wrapper prefixes, for each section.
+    """The names that a source gives its parameters, by the name without wrapper prefixes, for each section.
 
-    ``metadata``: that of the model without such prefixes, and its own. ``leading``: the prefix of all other names.
+    ``metadata``: the model's, without such prefixes and as it is in the source. ``leading``: the prefix of all names
+    that ``model`` does not list.
     """
 
     model: Mapping[str, str] = field(default_factory=dict)
@@ -111,11 +112,11 @@ class SourceNames:
         return self.model.get(name, self.leading + name)
 
     def of_optimizer(self, name: str) -> str:
-        """The optimizer's own name for a parameter; if it is keyed by id, the model's."""
+        """The name that the optimizer gives a parameter; the model's name if the optimizer is keyed by id."""
         return self.optim[name] if name in self.optim else self.of_model(name)
 
     def restored(self, checkpoint: Checkpoint) -> Checkpoint:
-        """``checkpoint`` with the source's own names in place of those without wrapper prefixes."""
+        """``checkpoint`` with the names of the source in place of those without wrapper prefixes."""
         model, optim = checkpoint.model, checkpoint.optim
         if model is not None:
             cleaned, in_source = self.metadata
@@ -125,30 +126,30 @@ class SourceNames:
             optim = _renamed(optim, {name: self.of_optimizer(name) for name in _names(optim)})
         return replace(checkpoint, model=model, optim=optim)
 
-    def cleaned(self, checkpoint: Checkpoint) -> Checkpoint:
+    def noted(self, checkpoint: Checkpoint) -> Checkpoint:
         """``checkpoint`` with a note that lists the names that lost a prefix."""
         pairs = [(wrapped, name) for names in (self.model, self.optim) for name, wrapped in names.items()]
         listed = list(dict.fromkeys(f"{wrapped} -> {name}" for wrapped, name in pairs if wrapped != name))
         if not listed:
             return checkpoint
-        message = f"{plural(len(listed), 'key')} lost the prefixes of wrapper modules: {some_of(listed, _SHOWN)}"
+        message = f"{plural(len(listed), 'key')} lost the prefixes of wrapper modules: {some_of(listed, _MAX_NAMED)}"
         note = Note("normalised", message, keys=tuple(listed))
         return replace(checkpoint, notes=(*checkpoint.notes, note))
 
 
 def leading_wrapper(names: Iterable[str]) -> str:
     """``_orig_mod.`` if all of ``names`` begin with it: those of a compiled model, whose flat parameters do too."""
-    taken = list(names)
-    return _COMPILED if taken and all(name.startswith(_COMPILED) for name in taken) else ""
+    names = list(names)
+    return _COMPILED if names and all(name.startswith(_COMPILED) for name in names) else ""
 
 
 def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] = ()) -> tuple[Checkpoint, SourceNames]:
-    """Remove the prefixes of wrappers from model and optimizer keys. Also returns the source's own names.
+    """Remove the prefixes of wrappers from model and optimizer keys. Also returns the names in the source.
 
-    FSDP1's wrappers are not part of the names in a state dict, and ``FSDP.optim_state_dict`` drops them. An optimizer
-    that is keyed by ``named_parameters()`` loses them for good, unless the model's own names, ``like``, have them.
-    ``param_names`` in groups are not keys and stay as they are; the code that matches them cleans them. ``leading``:
-    see ``SourceNames``. Raises SourceUnsupportedError if two keys of one section would become one.
+    FSDP1's wrappers are not part of the names in a state dict, and ``FSDP.optim_state_dict`` drops them. So the names
+    of an optimizer that is keyed by ``named_parameters()`` lose them for good, unless the names in the model, ``like``,
+    have them. ``param_names`` in groups are not keys and stay as they are. ``leading``: see ``SourceNames``. Raises
+    SourceUnsupportedError if two keys of one section would become one.
     """
     model, optim = checkpoint.model, checkpoint.optim
     in_model = {name: clean(name) for name in model.params} if model is not None else {}
@@ -168,18 +169,17 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
         model = ModelState(params, metadata[0])
     if optim is not None:
         optim = _renamed(optim, in_optim)
-    own_model, own_optim = ({new: old for old, new in names.items()} for names in (in_model, in_optim))
+    of_model, of_optim = ({new: old for old, new in names.items()} for names in (in_model, in_optim))
     notes = checkpoint.notes
-    lost = [] if any(map(_in_fsdp, like)) else [wrapped for wrapped in own_optim.values() if _in_fsdp(wrapped)]
+    lost = [] if any(map(_in_fsdp, like)) else [wrapped for wrapped in of_optim.values() if _in_fsdp(wrapped)]
     if lost:
-        outside = {
-            wrapped: ".".join(word for word in wrapped.split(".") if word != FSDP_WRAPPER)
-            for wrapped in own_optim.values()
+        of_optim = {
+            name: ".".join(word for word in wrapped.split(".") if word != FSDP_WRAPPER)
+            for name, wrapped in of_optim.items()
         }
-        own_optim = {name: outside[wrapped] for name, wrapped in own_optim.items()}
         message = f"{plural(len(lost), 'key')} of the optimizer lost the prefixes of FSDP1's wrappers: {lost[0]}, ..."
         notes = (*notes, Note("normalised", message, keys=tuple(lost)))
-    names = SourceNames(own_model, own_optim, metadata, leading)
+    names = SourceNames(of_model, of_optim, metadata, leading)
     return replace(checkpoint, model=model, optim=optim, notes=notes), names
 
 
@@ -205,25 +205,23 @@ def _without_module(names: Mapping[str, str], like: Iterable[str]) -> dict[str, 
 
 
 def _refuse_collisions(checkpoint: Checkpoint, names: Mapping[str, str], section: str) -> None:
-    holders: dict[str, list[str]] = {}
+    old_names: dict[str, list[str]] = {}
     for old, new in names.items():
-        holders.setdefault(new, []).append(old)
-    double = {new: olds for new, olds in holders.items() if len(olds) > 1}
-    if double:
-        first = next(iter(double.values()))
+        old_names.setdefault(new, []).append(old)
+    collisions = {new: olds for new, olds in old_names.items() if len(olds) > 1}
+    if collisions:
+        first = next(iter(collisions.values()))
         raise SourceUnsupportedError(
             f"{checkpoint.source}: {section} keys that differ only in the prefixes of wrapper modules would become one",
-            details=[f"{' and '.join(olds)} -> {new}" for new, olds in double.items()],
+            details=[f"{' and '.join(olds)} -> {new}" for new, olds in collisions.items()],
             why="the checkpoint holds a model and a compiled or wrapped copy of it",
-            next_step="save one of the two, or give --only the section that is wanted",
+            next_step="save one of the two, or convert only the other section with --only",
             key=first[0],
         )
 
 
 def _metadata(metadata: Value) -> Value:
-    """``_metadata`` with cleaned module paths. If a wrapper and its module get the same path, the module's
-    entry stays.
-    """
+    """``_metadata`` with clean module paths. Of a wrapper and a module that get one path the module's entry stays."""
     if not isinstance(metadata, dict):
         return metadata
     return like(metadata, {clean(key) if isinstance(key, str) else key: value for key, value in metadata.items()})

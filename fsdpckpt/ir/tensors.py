@@ -98,8 +98,8 @@ class MeshShape:
 class Sharding:
     """One tensor's placements on ``mesh``, one for each mesh dimension.
 
-    None: the tensor's own mesh lacks that dimension, as with FSDP2 when tensor parallelism leaves a parameter alone (it
-    is a DTensor on the submesh of FSDP). All ranks along it hold the same.
+    None: the tensor is a DTensor on a submesh without that dimension, as FSDP2 makes of a parameter that tensor
+    parallelism does not cut. All ranks along it hold the same.
     """
 
     mesh: MeshShape
@@ -118,8 +118,8 @@ FLATTENED = "flattened"
 """The ``placement`` of a tensor made of parts of flat parameters (or of other flat tensors), under its name."""
 
 ONE_SLICE = "whole, or one rank's slice"
-"""The ``placement`` of a vector that DCP saved beside flat parameters: all of a buffer, or one
-rank's slice of a parameter, whose data is in the flat parameter. Only units tell which it is."""
+"""The ``placement`` of a vector that DCP saved beside flat parameters: a whole buffer, or one rank's slice of a
+parameter, whose data is in the flat parameter. Only units tell them apart."""
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -291,8 +291,8 @@ class Tensor:
     def ndim(self) -> int:
         return len(self.shape)
 
-    def place(self) -> tuple[object, ...] | None:
-        """Where every element is, and in which form: equal for two names of one stored tensor. None if it has no
+    def location(self) -> tuple[object, ...] | None:
+        """Where every element is, and in which form: equal for two names of one stored tensor. None if there are no
         elements, or the reader has not located them.
         """
         chunks = self.chunks
@@ -326,15 +326,15 @@ class Stats:
 
 def spans_of(tensors: Sequence[Tensor]) -> Int64Array:
     """The bytes from the first element to the end of the last, for each chunk of ``tensors``; 0 for an empty one."""
-    known: dict[tuple[int, int, int], Int64Array] = {}  # by the ids of sizes and strides, which many tensors share
+    by_arrays: dict[tuple[int, int, int], Int64Array] = {}  # by the ids of sizes and strides, which many tensors share
     spans = [np.zeros(0, np.int64)]
     for tensor in tensors:
         size, stride, itemsize = tensor.chunks.size, tensor.chunks.stride, tensor.dtype.itemsize
-        alike = id(size), id(stride), itemsize
-        if alike not in known:
+        key = id(size), id(stride), itemsize
+        if key not in by_arrays:
             elements = ((size - 1) * stride).sum(axis=1) + 1
-            known[alike] = np.where(size.all(axis=1), elements * itemsize, 0)
-        spans.append(known[alike])
+            by_arrays[key] = np.where(size.all(axis=1), elements * itemsize, 0)
+        spans.append(by_arrays[key])
     return np.concatenate(spans)
 
 

@@ -16,23 +16,24 @@ from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceU
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import RankOrder, Strategy, Unit, UnitParam, Units, flaws
 from fsdpckpt.ir.values import Json
+from fsdpckpt.text import truncate
 from fsdpckpt.version import __version__
 
 FORMAT = "fsdpckpt-units"
 VERSION = 2
 UNITS_FILE = "units.json"
-"""What ``save_units`` calls the file in a checkpoint's directory."""
+"""The name that ``save_units`` gives the file in a checkpoint's directory."""
 
-MOST_BYTES = 1 << 26
-"""Of a units file: a parameter takes about 200, and the models of today have fewer than 100,000."""
+MAX_BYTES = 1 << 26
+"""The longest units file: a parameter takes about 200 bytes, and today's models have fewer than 100,000."""
 
-_AGAIN = "write it again with fsdpckpt.save_units in the training script, or with `fsdpckpt units`"
+_WRITE_AGAIN = "write it again with fsdpckpt.save_units in the training script, or with `fsdpckpt units`"
 
 
 def encode(units: Units, *, how: Sequence[str] = ()) -> dict[str, Json]:
     """``units`` as the JSON document of a units file; ``decode`` is the inverse.
 
-    ``how``: how they were found and proved, for people who read the file; the program does not read it back.
+    ``how``: how the units were found and proved, for people who read the file; ``decode`` ignores it.
     """
     return {
         "format": FORMAT,
@@ -92,12 +93,12 @@ def _lines(value: Json, depth: int) -> str:
 
 def loads(data: bytes, *, source: str) -> Units:
     """Parse a units file; ``source`` names the file in errors. Raises SourceError."""
-    if len(data) > MOST_BYTES:
+    if len(data) > MAX_BYTES:
         raise SourceUnrecognisedError(
             f"{source} is larger than a units file can be",
             file=source,
-            expected=f"at most {MOST_BYTES:,} bytes",
-            next_step=_AGAIN,
+            expected=f"at most {MAX_BYTES:,} bytes",
+            next_step=_WRITE_AGAIN,
         )
     try:
         document = json.loads(data, object_pairs_hook=_no_duplicates)
@@ -106,7 +107,7 @@ def loads(data: bytes, *, source: str) -> Units:
             f"{source}: not a JSON document: {error}",
             file=source,
             why="the file was truncated, or is not a units file",
-            next_step=_AGAIN,
+            next_step=_WRITE_AGAIN,
         ) from None
     return decode(document, source=source)
 
@@ -145,7 +146,7 @@ def decode(document: object, *, source: str) -> Units:
         file=source,
         key=wrong[0][0] if wrong else None,
         why="it was edited by hand, or another program wrote it",
-        next_step=_AGAIN,
+        next_step=_WRITE_AGAIN,
     )
 
 
@@ -157,13 +158,13 @@ def _recognise(document: Mapping[str, object], source: str) -> None:
             file=source,
             key="format",
             expected=repr(FORMAT),
-            found=repr(found)[:80],
-            next_step=_AGAIN,
+            found=truncate(found),
+            next_step=_WRITE_AGAIN,
         )
     version = document.get("version")
     if type(version) is not int or version < 1:
         raise SourceCorruptError(
-            f"{source}: the units file's version is not a number", file=source, key="version", next_step=_AGAIN
+            f"{source}: the units file's version is not a number", file=source, key="version", next_step=_WRITE_AGAIN
         )
     if version > VERSION:
         raise SourceUnsupportedError(
@@ -182,33 +183,37 @@ _MAX_ELEMENTS = 2**62
 _MAX_WRONG = 1000
 """Checking stops after this many errors, so that a wrong file does not fill memory."""
 
+_MAX_NAME = 60  # characters of an unknown field's name in a message
+
 
 class _TooManyWrongError(Exception):
     """So many fields are wrong that the rest is not checked."""
 
 
-# A reader takes a value, where it is in the document, and ``complain``, to which it says what is wrong there.
+# A reader takes a value, its path in the document, and ``complain``, which it calls with what is wrong there.
 _Complain: TypeAlias = Callable[[str, str], None]
 _Reader: TypeAlias = Callable[[Any, str, _Complain], Any]
 
 
-def _one(expected: str, accepts: Callable[[Any], bool], convert: Callable[[Any], Any] = lambda value: value) -> _Reader:
+def _value(
+    expected: str, accepts: Callable[[Any], bool], convert: Callable[[Any], Any] = lambda value: value
+) -> _Reader:
     """A value that ``accepts`` takes, converted; ``expected`` describes it. None for any other."""
 
     def read(value: Any, where: str, complain: _Complain) -> Any:
         if accepts(value):
             return convert(value)
-        return complain(where, f"expected {expected}, found {_shortened(value)}")
+        return complain(where, f"expected {expected}, found {'nothing' if value is None else truncate(value)}")
 
     return read
 
 
-def _each(item: _Reader) -> _Reader:
+def _list_of(item: _Reader) -> _Reader:
     """A list; ``item`` reads each of its items."""
 
     def read(value: Any, where: str, complain: _Complain) -> tuple[Any, ...]:
         items = _LIST(value, where, complain) or ()
-        return tuple(item(each, f"{where}[{index}]", complain) for index, each in enumerate(items))
+        return tuple(item(value, f"{where}[{index}]", complain) for index, value in enumerate(items))
 
     return read
 
@@ -218,19 +223,19 @@ def _or_null(reader: _Reader) -> _Reader:
 
 
 def _record(
-    make: Callable[..., Any], fields: Mapping[str, _Reader], absent: Mapping[str, Any] | None = None
+    make: Callable[..., Any], fields: Mapping[str, _Reader], defaults: Mapping[str, Any] | None = None
 ) -> _Reader:
-    """An object with these ``fields``, as keywords of ``make``. ``absent``: what fields that are left out count as.
+    """An object with these ``fields``, as keywords of ``make``. ``defaults``: of the fields that may be left out.
 
     Complains of any other field: a misspelt one would otherwise count as left out.
     """
 
     def read(value: Any, where: str, complain: _Complain) -> Any:
         head = f"{where}." if where else ""
-        record = {**(absent or {}), **(_OBJECT(value, where, complain) or {})}
+        record = {**(defaults or {}), **(_OBJECT(value, where, complain) or {})}
         for name in record:
             if name not in fields:
-                complain(f"{head}{_cut(name)}", f"no such field; the fields are {', '.join(fields)}")
+                complain(f"{head}{name[:_MAX_NAME]}", f"no such field; the fields are {', '.join(fields)}")
         return make(**{name: reader(record.get(name), head + name, complain) for name, reader in fields.items()})
 
     return read
@@ -248,32 +253,34 @@ def _is_name_of(names: Collection[str]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, str) and value in names
 
 
-_OBJECT = _one("an object", lambda value: isinstance(value, dict))
-_LIST = _one("a list", lambda value: isinstance(value, list))
-_STRING = _one("a string", lambda value: isinstance(value, str))
-_FLAG = _one("true or false", lambda value: isinstance(value, bool))
-_RANKS_OR_NULL = _one(
+_OBJECT = _value("an object", lambda value: isinstance(value, dict))
+_LIST = _value("a list", lambda value: isinstance(value, list))
+_STRING = _value("a string", lambda value: isinstance(value, str))
+_FLAG = _value("true or false", lambda value: isinstance(value, bool))
+_RANKS_OR_NULL = _value(
     "a number of ranks or null",
     lambda value: value is None or (type(value) is int and 1 <= value < _MAX_ELEMENTS),
 )
-_NAMES = _one("a list of names", _is_names, tuple)
-_PAIR = _one(
+_NAMES = _value("a list of names", _is_names, tuple)
+_PAIR = _value(
     "the later and the first name of a shared parameter", lambda value: _is_names(value) and len(value) == 2, tuple
 )
-_RANKS = _one("a list of ranks", _is_numbers, tuple)
-_SIZES = _one("a list of numbers of elements", lambda value: _is_numbers(value) and prod(value) < _MAX_ELEMENTS, tuple)
-_DTYPE = _one("the name of a dtype, as float32", _is_name_of(DTYPES), DTYPES.__getitem__)
-_STRATEGY = _one(" or ".join(Strategy), _is_name_of(frozenset(Strategy)), Strategy)
+_RANKS = _value("a list of ranks", _is_numbers, tuple)
+_SIZES = _value(
+    "a list of numbers of elements", lambda value: _is_numbers(value) and prod(value) < _MAX_ELEMENTS, tuple
+)
+_DTYPE = _value("the name of a dtype, as float32", _is_name_of(DTYPES), DTYPES.__getitem__)
+_STRATEGY = _value(" or ".join(Strategy), _is_name_of(frozenset(Strategy)), Strategy)
 
 _PARAM = _record(
     UnitParam,
     {"name": _STRING, "shape": _SIZES, "dtype": _DTYPE, "stride": _or_null(_SIZES), "requires_grad": _FLAG},
-    absent={"requires_grad": True},
+    defaults={"requires_grad": True},
 )
 _UNIT = _record(
-    Unit, {"prefix": _STRING, "params": _each(_PARAM), "strategy": _STRATEGY, "param_dtype": _or_null(_DTYPE)}
+    Unit, {"prefix": _STRING, "params": _list_of(_PARAM), "strategy": _STRATEGY, "param_dtype": _or_null(_DTYPE)}
 )
-_RANK_ORDER = _record(RankOrder, {"ranks": _RANKS, "groups": _each(_NAMES)})
+_RANK_ORDER = _record(RankOrder, {"ranks": _RANKS, "groups": _list_of(_NAMES)})
 _HEAD: Mapping[str, _Reader] = {
     "format": lambda *_: None,  # checked before
     "version": lambda *_: None,
@@ -284,23 +291,15 @@ _UNITS = _record(
     lambda **fields: Units(**{name: value for name, value in fields.items() if name not in _HEAD}),
     {
         **_HEAD,
-        "units": _each(_UNIT),
+        "units": _list_of(_UNIT),
         "use_orig_params": _FLAG,
         "parameters": _NAMES,
-        "unmanaged": _each(_PARAM),
-        "shared": _each(_PAIR),
-        "groups": _or_null(_each(_NAMES)),
+        "unmanaged": _list_of(_PARAM),
+        "shared": _list_of(_PAIR),
+        "groups": _or_null(_list_of(_NAMES)),
         "world_size": _RANKS_OR_NULL,
         "shard_size": _RANKS_OR_NULL,
-        "orders": _each(_RANK_ORDER),
+        "orders": _list_of(_RANK_ORDER),
     },
-    absent={"program": "", "how": [], "orders": []},
+    defaults={"program": "", "how": [], "orders": []},
 )
-
-
-def _shortened(value: object) -> str:
-    return _cut("nothing" if value is None else repr(value))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."

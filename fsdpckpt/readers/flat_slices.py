@@ -120,14 +120,14 @@ def _replicas_differ(tensors: Sequence[Tensor], checksums: Checksums | None) -> 
     """Whether the CRC-32s of some tensor's chunks show that they are not copies of each other. False without
     checksums.
     """
-    records = checksums.by_place() if checksums is not None else {}
+    records = checksums.by_offset() if checksums is not None else {}
     return any(len(crcs_of_chunks(tensor, records) - {None}) > 1 for tensor in tensors)
 
 
 def crcs_of_chunks(tensor: Tensor, records: Mapping[tuple[int, int], tuple[int, int]]) -> set[int | None]:
     """The CRC-32s of the chunks of ``tensor``, which are all whole; None for a chunk that is not exactly one record.
 
-    ``records``: from ``Checksums.by_place``.
+    ``records``: from ``Checksums.by_offset``.
     """
     places = zip(tensor.chunks.file.tolist(), tensor.chunks.offset.tolist(), strict=True)
     recorded = [records.get(place, (-1, 0)) for place in places]

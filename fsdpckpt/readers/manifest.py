@@ -95,9 +95,9 @@ def _may_hold_units(entry: Entry, sources: Sources) -> bool:
 
 def _content(entry: Entry, sources: Sources) -> bytes:
     """The bytes of the file; of a file too large for units, only enough for ``loads`` to report that."""
-    from fsdpckpt.ir.units_json import MOST_BYTES
+    from fsdpckpt.ir.units_json import MAX_BYTES
 
-    return sources.open(entry.path).read(0, min(entry.nbytes, MOST_BYTES + 1))
+    return sources.open(entry.path).read(0, min(entry.nbytes, MAX_BYTES + 1))
 
 
 def with_units(checkpoint: Checkpoint, found: FoundUnits) -> None:

@@ -216,14 +216,14 @@ def _repeats(tensors: Mapping[str, Tensor], checksums: Checksums) -> tuple[set[s
     chunk_checksums = ChunkChecksums(checksums)
     same_bytes: set[str] = set()
     same_checksums: set[str] = set()
-    places: set[object] = set()
+    locations: set[object] = set()
     contents: set[object] = set()
     for name, tensor in tensors.items():
-        place = tensor.place()
-        if place in places:
+        location = tensor.location()
+        if location in locations:
             same_bytes.add(name)
-        elif place is not None:
-            places.add(place)
+        elif location is not None:
+            locations.add(location)
             content = _content(tensor, chunk_checksums)
             if content in contents:
                 same_checksums.add(name)

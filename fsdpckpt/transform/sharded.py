@@ -183,7 +183,7 @@ def _ties(model: ModelState) -> dict[str, tuple[str, ...]]:
     """Each model key that shares its bytes with others, to all keys that share them."""
     places: dict[tuple[object, ...], list[str]] = {}
     for name, leaf in model.params.items():
-        if isinstance(leaf, Tensor) and (place := leaf.place()) is not None:
+        if isinstance(leaf, Tensor) and (place := leaf.location()) is not None:
             places.setdefault(place, []).append(name)
     return {name: tuple(names) for names in places.values() if len(names) > 1 for name in names}
 

@@ -186,6 +186,13 @@ def test_zero_dimensional_and_empty_tensors() -> None:
     assert flaws(tensor((3,), [((0,), (3,)), ((3,), (0,)), ((3,), (0,))])) == []
 
 
+@pytest.mark.parametrize("ones", [0, 60])
+def test_a_box_of_negative_size_is_outside_and_fills_nothing(ones: int) -> None:
+    boxes: list[Box] = [((row,), (1,)) for row in range(ones)]
+    (first, second, *_) = flaws(tensor((ones + 4,), [*boxes, ((ones,), (5,)), ((ones + 5,), (-1,))]))
+    assert (first.kind, first.start, second.kind, second.start) == ("outside", (ones,), "outside", (ones + 5,))
+
+
 def test_two_states_of_one_parameter_on_the_same_bytes_are_fatal() -> None:
     states = {"step": at(0, ()), "exp_avg": at(64, (3, 5)), "exp_avg_sq": at(64, (3, 5))}
     (found,) = problems(checkpoint(optim=OptimState({"a.weight": dict(states)}, None)))

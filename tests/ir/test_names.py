@@ -52,10 +52,10 @@ def test_a_compiled_model_and_its_uncompiled_optimizer_come_together_and_get_the
     assert list(found.model.params) == ["l.w", "b"] == list(found.optim.state)
     assert found.model.metadata == {"l": {"version": 1}} and found.notes == ()
     assert names.restored(found) == source
-    cleaned = names.cleaned(found)
-    assert (cleaned.model, cleaned.optim) == (found.model, found.optim)
-    assert cleaned.notes[-1].kind == "normalised"
-    assert cleaned.notes[-1].keys == ("_orig_mod.l.w -> l.w", "_orig_mod.b -> b")
+    noted = names.noted(found)
+    assert (noted.model, noted.optim) == (found.model, found.optim)
+    assert noted.notes[-1].kind == "normalised"
+    assert noted.notes[-1].keys == ("_orig_mod.l.w -> l.w", "_orig_mod.b -> b")
 
 
 def test_an_optimizer_that_was_keyed_by_id_is_named_like_its_model() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import RankOrder, Strategy, Unit, UnitParam, Units, flaws
-from fsdpckpt.ir.units_json import MOST_BYTES, decode, encode, loads, render
+from fsdpckpt.ir.units_json import MAX_BYTES, decode, encode, loads, render
 from tests.ir.units_strategy import any_units
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
@@ -252,7 +252,7 @@ def test_a_unit_in_another_order_than_its_parameters_is_found() -> None:
 
 def test_a_file_larger_than_units_can_be_is_refused_before_it_is_parsed() -> None:
     with pytest.raises(SourceUnrecognisedError, match="larger than a units file can be"):
-        loads(b"[" * (MOST_BYTES + 1), source="units.json")
+        loads(b"[" * (MAX_BYTES + 1), source="units.json")
 
 
 def test_a_file_in_which_all_is_wrong_is_given_up_soon() -> None:

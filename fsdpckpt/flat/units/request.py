@@ -27,7 +27,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units, unit_text
-from fsdpckpt.ir.units_json import MOST_BYTES, UNITS_FILE, encode, loads, render
+from fsdpckpt.ir.units_json import MAX_BYTES, UNITS_FILE, encode, loads, render
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import replace_file
 from fsdpckpt.storage.sources import Sources
@@ -90,7 +90,7 @@ def load_units(path: str, sources: Sources) -> Units:
     if entry is None or entry.directory:
         raise _no_file(path, directory=entry is not None)
     file = sources.open(path)
-    return loads(file.read(0, min(file.nbytes, MOST_BYTES + 1)), source=path)
+    return loads(file.read(0, min(file.nbytes, MAX_BYTES + 1)), source=path)
 
 
 def _no_file(path: str, *, directory: bool) -> SourceMissingError:

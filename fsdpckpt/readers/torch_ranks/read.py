@@ -157,7 +157,7 @@ def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, only_ext
         if sections is not None and sections.owns(path):
             continue
         if leaf.nbytes > _COMPARED and not records:
-            records = tree.checksums.by_place()
+            records = tree.checksums.by_offset()
         if not _equal_on_all_ranks(leaf, paths, sources, records):
             tree.rank_values[path] = _by_rank(leaf, tree.world_size)
 
