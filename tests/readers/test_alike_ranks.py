@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.formats.torch.loadable import ARRAY, array_of
@@ -77,6 +78,26 @@ def on_mesh(*placements: Any) -> Callable[[int], Any]:
     return state
 
 
+def interleaved(_rank: int) -> dict[str, Any]:
+    """Every rank holds several boxes of each tensor, one behind the other in its file, in rows or in columns."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    tensors = {
+        "w": numbered(24, 3),
+        "half": numbered(24, 3).half(),
+        "turned": numbered(3, 12).T,
+        "cube": numbered(12, 2, 2),
+    }
+    return {
+        name: distribute_tensor(tensor, mesh, [_StridedShard(0, split_factor=2)], src_data_rank=None)
+        for name, tensor in tensors.items()
+    }
+
+
+def interleaved_on_every_second(rank: int) -> dict[str, Any]:
+    """Two groups of ranks that are alike, neither of which is numbered without gaps."""
+    return {**interleaved(rank), "mask": numbered(2, 3).T, **({"more": numbered(2)} if rank % 2 else {})}
+
+
 def lacking_on_the_last(rank: int) -> dict[str, Any]:
     """What only the second row of the mesh says: that the last rank should hold a part of it."""
     state: dict[str, Any] = on_mesh(Shard(0), Shard(1))(rank)
@@ -101,6 +122,8 @@ LAYOUTS: dict[str, tuple[Callable[[int], Any], int]] = {
     "hsdp": (on_mesh(Replicate(), Shard(0)), 2),
     "two-dimensions": (on_mesh(Shard(0), Shard(1)), 1),
     "two-dimensions-a-rank-lacks-one": (lacking_on_the_last, 2),
+    "interleaved": (interleaved, 1),
+    "interleaved-in-two-groups": (interleaved_on_every_second, 2),
     "fsdp2-over-tp": (lambda _: shard_rows_twice({"a": numbered(12, 4), "b": numbered(6, 2)}, 2, 3), 1),
     "flat": (flat, 1),
     "plain": (lambda _: {"w": numbered(3, 4), "b": numbered(0)}, 1),

@@ -139,11 +139,19 @@ def test_the_last_rank_of_one_set_is_missed_because_the_other_set_has_it(tmp_pat
     assert error.value.details == ("o_rank1.bin",)
 
 
-def test_numbered_files_that_are_whole_are_not_taken_for_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [{"model": MODEL}, OPTIM, {"model": MODEL, "optimizer": OPTIM}])
+def test_numbered_files_that_are_whole_are_not_taken_for_ranks(content: Any, tmp_path: Path) -> None:
     for number in (0, 1):
-        save({"model": MODEL}, tmp_path / f"run_{number}.pt")
-    with pytest.raises(NeedsInformationError):
+        save(content, tmp_path / f"run_{number}.pt")
+    with pytest.raises(NeedsInformationError, match="each of these files holds whole tensors"):
         opened(tmp_path)
+
+
+def test_numbered_files_of_slices_are_those_of_ranks(tmp_path: Path) -> None:
+    for number in (0, 1):
+        slices = {"state": {0: {"exp_avg": torch.full((7 - number,), number)}}, "param_groups": [{"params": [0]}]}
+        save(slices, tmp_path / f"run_{number}.pt")
+    assert (opened(tmp_path).layout, opened(tmp_path).world_size) == (Layout.FLATTENED, 2)
 
 
 def test_one_numbered_file_is_a_single_file(tmp_path: Path) -> None:
@@ -225,6 +233,45 @@ def test_extras_that_differ_between_ranks_are_kept_for_each(tmp_path: Path) -> N
     assert [held(extra, found.files) for extra in found.rank_extra] == [held(state, ()) for state in states]
 
 
+def test_a_key_that_two_parts_have_is_under_the_name_of_the_second_on_every_rank(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        save({"model": MODEL, "epoch": 1, "seed": rank}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+        save({"optimizer": OPTIM, "epoch": 2, "seed": rank + 7}, tmp_path / f"optim_world_size_2_rank_{rank}.pt")
+        save({"seed": rank + 9, "optim": "AdamW"}, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
+    found = opened(tmp_path)
+    assert list(found.rank_extra) == [
+        {
+            "seed": rank + 9,
+            "optim": "AdamW",
+            "model": {"epoch": 1, "seed": rank},
+            "optim_": {"epoch": 2, "seed": rank + 7},
+        }
+        for rank in (0, 1)
+    ]
+    assert found.extra == found.rank_extra[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([0.5, 0.25, 0.5], ": 0.5 on ranks 0, 2; 0.25 on rank 1"),
+        (["x" * 100 + end for end in "abc"], ""),
+        ([*range(5)], ": 0 on rank 0; 1 on rank 1; 2 on rank 2; 3 on rank 3; ..."),
+        ([0.5, torch.ones(2, 3)], ": 0.5 on rank 0; a tensor float32 [2, 3] on rank 1"),
+    ],
+)
+def test_a_problem_says_which_ranks_have_which_value(values: list[Any], text: str, tmp_path: Path) -> None:
+    for rank, value in enumerate(values):
+        save(
+            {"model": {"w": torch.ones(2)}, "optimizer": {**OPTIM, "param_groups": [{"lr": value, "params": [0, 1]}]}},
+            tmp_path / f"model_rank{rank}.pt",
+        )
+    problems = [problem for problem in opened(tmp_path).problems if problem.kind == "replica"]
+    assert [problem.message for problem in problems] == [
+        f"optimizer.param_groups.0.lr is not the same on every rank{text}"
+    ]
+
+
 # --- parts side by side -----------------------------------------------------------------------------------------------
 
 
@@ -264,10 +311,12 @@ def test_accelerates_directories_are_one_checkpoint(tmp_path: Path) -> None:
 
 def test_lightnings_meta_file_is_the_rest_of_its_dcp_directory(tmp_path: Path) -> None:
     save_dcp({"model": MODEL, "optimizer_0": OPTIM}, tmp_path)
-    save({"epoch": 2, "loops": {"fit": [1]}}, tmp_path / "meta.pt")
+    own = {"epoch": 2, "loops": {"fit": [1]}, "average": {name: tensor + 1 for name, tensor in MODEL.items()}}
+    save(own, tmp_path / "meta.pt")
     found = opened(tmp_path)
     same_values(found, model=MODEL, optim=OPTIM)
-    assert found.extra == {"epoch": 2, "loops": {"fit": [1]}} and found.flavor == "lightning"
+    assert held(found.extra, found.files) == held(own, ()) and found.flavor == "lightning"
+    assert opened(tmp_path / "meta.pt").model is not None, "alone, it may be read as any file"
 
 
 def test_a_neighbour_that_is_refused_is_not_carried_but_named(tmp_path: Path) -> None:

@@ -85,6 +85,33 @@ def test_a_state_without_groups_is_an_optimizer_when_its_name_or_its_states_say_
     check({"state": {"w": {"exp_avg": M}}}, None, {"state": {"w": {"exp_avg": M}}, "param_groups": None}, {})
 
 
+@pytest.mark.parametrize("path", ["opt", "optim", "myOptimizer", "optimizers.AdamW", "a.optimizer"])
+def test_a_name_says_that_a_state_alone_is_an_optimizer_and_all_but_the_usual_are_noted(path: str) -> None:
+    half: Any = {"state": {"0": {"mine": M}, "w": {"mine": M}}}
+    root = half
+    for key in reversed(path.split(".")):
+        root = {key: root}
+    found = check(root, None, {**half, "param_groups": None}, {})
+    notes = [] if path == "optim" else [f"the optimizer was found under {path}"]
+    assert [note.message for note in found.notes] == notes
+
+
+def test_a_state_alone_is_no_optimizer_if_neither_its_name_nor_its_states_say_so() -> None:
+    half = {"state": {"w": {"mine": M}}}
+    for root in (half, {"table": half}, {"optim": {"a": {"b": half}}}, {"table": {"state.w": 1}}):
+        check(root, None, None, root)
+
+
+def test_the_note_on_where_the_optimizer_was_comes_before_what_was_repaired() -> None:
+    found = split({"a": {"state": {"0": {"exp_avg": M}}, "param_groups": [{"params": [0]}]}})
+    assert [note.kind for note in found.notes] == ["optimizer-found", "ids-repaired"]
+
+
+def test_an_optimizer_inside_a_state_of_another_is_a_part_of_that() -> None:
+    outer = {"state": {"w": {"exp_avg": M, "inner": BY_ID}}}
+    check({"optim": outer}, None, {**outer, "param_groups": None}, {})
+
+
 def test_a_model_under_a_key_called_state_is_no_optimizer() -> None:
     check({"state": {"model": MODEL}, "rng": [1]}, MODEL, None, {"rng": [1]})
 
@@ -216,6 +243,19 @@ def test_flat_keys_without_planner_data_are_grouped_by_their_first_word() -> Non
     flat = {f"optim.{key}": value for key, value in flattened(GROUPS, STATE).items()}
     root = {f"model.{key}": value for key, value in MODEL.items()} | flat
     check(root, MODEL, {"state": STATE, "param_groups": GROUPS}, {})
+    check(
+        {**root, "epoch": 1, "a.b": 2, 3: 4},
+        MODEL,
+        {"state": STATE, "param_groups": GROUPS},
+        {"epoch": 1, "a.b": 2, 3: 4},
+    )
+    check({"model": MODEL, **flat}, MODEL, {"state": STATE, "param_groups": GROUPS}, {})
+
+
+def test_a_models_own_names_may_begin_with_the_word_model() -> None:
+    model = {"model.embed.weight": W, "lm_head.weight": B}
+    check(model, model, None, {})
+    check({**model, "optimizer": BY_NAME}, model, BY_NAME, {})
 
 
 def test_what_is_no_state_dict_at_all_is_extra() -> None:
@@ -232,6 +272,18 @@ def test_owns_tells_whose_a_path_is() -> None:
     found = split({**MODEL, "optimizer": BY_ID, "rng": {"cpu": B}})
     assert found.owns(("l.weight",)) and found.owns(("optimizer", "param_groups", 0, "lr"))
     assert not found.owns(("rng", "cpu")) and not found.owns(("optimizer_2",))
+    found = split({"a": {"model": MODEL}, "rng": {"cpu": B}})
+    assert found.owns(("a", "model", "l.weight")) and not found.owns(("a",)) and not found.owns(("rng", "cpu"))
+    found = split({"rng": {"cpu": B}})
+    assert not found.owns(("rng", "cpu")) and not found.overlaps(("rng", "cpu"))
+
+
+def test_overlaps_is_true_of_what_contains_a_section_too() -> None:
+    found = split({"a": {"model": MODEL, "n": 1}, "b": {"optimizer": BY_ID, "n": 1}})
+    for path in [("a",), ("a", "model"), ("a", "model", "l.weight"), ("b",), ("b", "optimizer", "state", 0, "exp_avg")]:
+        assert found.overlaps(path), path
+    for path in [("a", "n"), ("b", "n"), ("c",), ("model",)]:
+        assert not found.overlaps(path), path
 
 
 def test_a_users_own_value_among_the_states_stays_there_without_being_a_parameters() -> None:
