@@ -149,6 +149,19 @@ def test_of_two_models_the_outer_one_is_taken_and_equals_are_not_chosen_between(
     assert [note.kind for note in found.notes] == ["several-models"]
 
 
+def test_tensors_at_the_top_level_decide_nothing_between_two_models() -> None:
+    root = {"gen": {"model": MODEL}, "disc": {"model": MODEL}, "best": W}
+    assert [note.kind for note in check(root, None, None, root).notes] == ["several-models"]
+
+
+@pytest.mark.parametrize("before", [0, 1, 9])
+def test_sections_in_one_list_leave_the_other_items_in_it(before: int) -> None:
+    """Removing the first of two sections moves the second, and texts of numbers have another order than numbers."""
+    others = [{"n": number} for number in range(before)]
+    check({"parts": [*others, MODEL, BY_ID, {"n": -1}]}, MODEL, BY_ID, {"parts": [*others, {"n": -1}]})
+    check({"parts": [*others, BY_ID, MODEL, {"n": -1}]}, MODEL, BY_ID, {"parts": [*others, {"n": -1}]})
+
+
 def test_a_model_under_a_name_of_its_own_is_found_and_noted() -> None:
     found = check({"student": MODEL, "epoch": 1}, MODEL, None, {"epoch": 1})
     assert [note.kind for note in found.notes] == ["model-found"]
@@ -158,6 +171,45 @@ def test_random_states_are_no_model() -> None:
     rng = {"cpu": tensor(5056), "cuda": [tensor(16)], "numpy": ("MT19937", 1)}
     check({"lr_scheduler": {"last_epoch": 1}, "rng": rng}, None, None, {"lr_scheduler": {"last_epoch": 1}, "rng": rng})
     check({"rng": {"cpu": rng["cpu"]}}, None, None, {"rng": {"cpu": rng["cpu"]}})
+
+
+def test_tensors_of_bytes_are_a_model_only_with_others_or_with_dimensions() -> None:
+    """As ``torch.get_rng_state`` returns them, under whatever names."""
+    state, quantized = (
+        Tensor(DTYPES["uint8"], shape, Chunks.whole(file=0, offset=0, shape=shape)) for shape in [(16,), (4, 4)]
+    )
+    states = {"cpu": state, "cuda.0": state}
+    for root in (states, {"model": states}, {"rng": states}, {**states, "epoch": 1}):
+        check(root, None, None, root)
+    for model in ({**states, "w": W}, {"w": quantized}, {**states, "w": tensor(16)}):
+        check(model, model, None, {})
+        check({"model": model, **states}, model, None, states)
+
+
+def test_a_dict_called_a_model_holds_no_other_dicts_and_one_of_another_name_only_tensors() -> None:
+    check({"model": {**MODEL, "version": 3}}, {**MODEL, "version": 3}, None, {})
+    for root in ({"model": {**MODEL, "config": {"a": 1}}}, {"student": {**MODEL, "version": 3}}, {"student": {"w": W}}):
+        check(root, None, None, root)
+
+
+def test_of_several_dicts_that_may_be_the_model_none_is_taken() -> None:
+    root = {"student": MODEL, "teacher": MODEL}
+    found = check(root, None, None, root)
+    assert [note.kind for note in found.notes] == ["several-models"]
+
+
+def test_a_model_at_the_top_level_is_noted_with_what_is_beside_it() -> None:
+    found = check({**MODEL, "rng": {"cpu": B}}, MODEL, None, {"rng": {"cpu": B}})
+    assert [(note.kind, note.message, note.key) for note in found.notes] == [
+        ("model-found", "the model's names are at the top level, beside rng", "l.weight")
+    ]
+    check({**MODEL, "epoch": 1}, {**MODEL, "epoch": 1}, None, {})
+    check({"model": MODEL, "best": W}, MODEL, None, {"best": W})
+
+
+def test_what_is_called_a_model_inside_an_extra_state_is_a_part_of_that() -> None:
+    model = {**MODEL, "version": 3, "l._extra_state": {"weights": {"amax": W}}}
+    check(model, model, None, {})
 
 
 def test_extra_state_entries_belong_to_the_model() -> None:
