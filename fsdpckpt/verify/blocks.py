@@ -85,7 +85,8 @@ class BlockReader:
     def _blocks(self, tensor: Tensor, rows: list[int]) -> Iterator[Bytes]:
         if not rows:
             return
-        if len(rows) == 1 and _row_major(tensor.chunks, rows[0]):
+        size, stride = tensor.chunks.size[rows[0]].tolist(), tensor.chunks.stride[rows[0]].tolist()
+        if len(rows) == 1 and _is_row_major(size, stride):
             yield from self._contiguous(tensor, rows[0])
             return
         chunks = ChunkReader(self, tensor, rows)
@@ -136,10 +137,10 @@ def require_whole(tensor: Tensor) -> None:
         )
 
 
-def _row_major(chunks: Chunks, row: int) -> bool:
-    size, stride = chunks.size[row].tolist(), chunks.stride[row].tolist()
-    expected = contiguous_stride(size)
-    return all(n == 1 or step == row_major for n, step, row_major in zip(size, stride, expected, strict=True))
+def _is_row_major(size: Sequence[int], stride: Sequence[int], itemsize: int = 1) -> bool:
+    """Whether the elements of a box follow each other in row-major order. ``itemsize``: 1 for strides in elements."""
+    steps = zip(size, stride, contiguous_stride(size), strict=True)
+    return all(length == 1 or step == contiguous * itemsize for length, step, contiguous in steps)
 
 
 def slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
@@ -186,12 +187,6 @@ class ChunkReader:
             _read_box(self._reader, source, offset, stride, whole[tuple(map(slice, begin, end))])
 
 
-def _is_descending(size: tuple[int, ...], stride: list[int]) -> bool:
-    """Whether the dimensions are in the file in their order in the shape, slowest first."""
-    steps = [step for n, step in zip(size, stride, strict=True) if n > 1]
-    return steps == sorted(steps, reverse=True)
-
-
 def _read_box(reader: BlockReader, source: ByteSource, offset: int, stride: list[int], target: Bytes) -> None:
     """Fill ``target`` (a box and a last axis of item bytes) from strided elements that begin at ``offset``.
 
@@ -201,7 +196,7 @@ def _read_box(reader: BlockReader, source: ByteSource, offset: int, stride: list
     itemsize = target.shape[-1]
     span = itemsize + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     useful = target.nbytes
-    if span == useful and target.flags.c_contiguous and _is_descending(size, stride):
+    if target.flags.c_contiguous and _is_row_major(size, stride, itemsize):
         source.read_into(offset, target.reshape(-1).data)
         return
     slowest = max(range(len(size)), key=lambda k: stride[k] if size[k] > 1 else -1) if size else 0

@@ -74,6 +74,29 @@ def test_an_expanded_tensor_of_stride_zero_is_repeated() -> None:
     assert joined(reader(raw, 1024), tensor, 1024) == expected
 
 
+def test_an_expanded_column_is_not_read_as_if_it_were_contiguous() -> None:
+    """``x[:, :1].expand(2, 3)`` of a 2 x 5 matrix: its 6 elements span exactly 6."""
+    raw = Raw(Path(), 1)
+    raw.data[0] += np.arange(10, dtype=np.float32).tobytes()
+    tensor = Tensor(DTYPES["float32"], (2, 3), Chunks.whole(file=0, offset=5, shape=(2, 3), stride=(5, 0)))
+    expected = np.array([[0, 0, 0], [5, 5, 5]], np.float32).tobytes()
+    assert joined(reader(raw, 1024), tensor, 1024) == expected
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_elements_at_any_strides_come_out_row_major(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    stride = tuple(data.draw(st.integers(0, 6)) for _ in shape)
+    values = np.arange(1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)), dtype=np.float32)
+    raw = Raw(Path(), 1)
+    raw.data[0] += values.tobytes()
+    tensor = Tensor(DTYPES["float32"], shape, Chunks.whole(file=0, offset=5, shape=shape, stride=stride))
+    limit = data.draw(st.sampled_from([16, 24, 1024]))
+    expected = np.lib.stride_tricks.as_strided(values, shape, [4 * step for step in stride]).tobytes()
+    assert joined(reader(raw, limit), tensor, limit) == expected
+
+
 def test_of_replicas_the_lowest_rank_is_read_and_the_other_file_is_not_opened() -> None:
     array = random_array(2, (5, 3))
     whole = ((0, 0), (5, 3))
