@@ -3,10 +3,12 @@
 A world of one sees every source and writes every file, by the same steps. All ranks:
 
 1. Read back what an interrupted run has written. A window whose bytes match its journal is kept, any other is copied
-again. 2. The first rank of every file that several ranks write creates it. 3. Copy: threads assemble the windows whose
-sources this rank sees, and those whose bytes have been received, while the main thread communicates. 4. Combine what is
-spread over ranks: the checksums of shared files, and of source records that were read in parts. Finish the files, check
-the records.
+   again.
+2. Create the files that several ranks write; the first of these ranks does it.
+3. Copy: threads assemble the windows whose sources this rank sees, and those whose bytes have been received, while the
+   main thread communicates.
+4. Combine what is spread over ranks: the checksums of shared files, and of source records that were read in parts.
+   Finish the files, check the records.
 """
 
 from __future__ import annotations
@@ -148,8 +150,8 @@ class _Run:
             finally:
                 pool.stop(self._patience)
             self.progress.end()
-        everyone = cast("list[list[int]]", group.all_gather_objects(lost, name="lost windows"))
-        return np.delete(job.claims, [row for theirs in everyone for row in theirs], axis=0)
+        by_rank = cast("list[list[int]]", group.all_gather_objects(lost, name="lost windows"))
+        return np.delete(job.claims, [row for rows_lost in by_rank for row in rows_lost], axis=0)
 
     def bytes_left(self) -> int:
         """How many bytes this rank still has to write."""
@@ -246,18 +248,18 @@ class _Run:
             states = {number: list(output.export()) for number, output in shared.items()}
         sent = self.exchange.sent if self.exchange is not None else {}
         gathered = group.all_gather_objects((states, self.check.parts() if group.rank else None, sent), name="join")
-        everyone = cast("list[tuple[dict[int, list[Any]], Int64Array, dict[int, int]]]", gathered)
-        self._check_streams([sums for _, _, sums in everyone])
+        by_rank = cast("list[tuple[dict[int, list[Any]], Int64Array, dict[int, int]]]", gathered)
+        self._check_streams([sums for _, _, sums in by_rank])
         if group.rank == 0:  # one rank is enough
-            self.check.absorb([self.journaled.parts, *(parts for _, parts, _ in everyone[1:])])
+            self.check.absorb([self.journaled.parts, *(parts for _, parts, _ in by_rank[1:])])
         self._read_missing_parts()
         with group.silent_for(nbytes / SLOWEST_DISK):
             self._finish_shared(
-                {number: OutputState(*state) for theirs, _, _ in everyone for number, state in theirs.items()}
+                {number: OutputState(*state) for exported, _, _ in by_rank for number, state in exported.items()}
             )
         crcs = {output.plan.path: output.crc for output in self.outputs.values() if output.creates_file}
-        for theirs in group.all_gather_objects(crcs, name="checksums"):
-            crcs.update(cast("dict[str, int]", theirs))
+        for crcs_of_rank in group.all_gather_objects(crcs, name="checksums"):
+            crcs.update(cast("dict[str, int]", crcs_of_rank))
         if self.recorder is not None:
             self.recorder.close(complete=True)
         self.outputs.clear()  # each refers to this run: the plan would stay in memory until the collector runs
@@ -291,18 +293,16 @@ class _Run:
         with group.step("read missing parts of records"), group.heartbeat():
             parts = [
                 (file, record, offset, nbytes, sum_of(self._source(file), offset, nbytes))
-                for file, record, offset, nbytes in self._own_part(ranges)
+                for file, record, offset, nbytes in self._own_ranges(ranges)
             ]
-        everyone = group.all_gather_objects(np.array(parts, np.int64).reshape(-1, 5), name="missing parts")
+        by_rank = group.all_gather_objects(np.array(parts, np.int64).reshape(-1, 5), name="missing parts")
         with group.step("compare checksums"):
             if group.rank == 0:
-                self.check.absorb(cast("list[Int64Array]", everyone))
+                self.check.absorb(cast("list[Int64Array]", by_rank))
                 self.check.finish()
 
-    def _own_part(self, ranges: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-        """The ranges that this rank reads. The first value of a range is its source file: the ranks that see it take
-        turns.
-        """
+    def _own_ranges(self, ranges: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+        """The ranges that this rank reads. Each begins with its file: the ranks that see that file take turns."""
         readers = [np.flatnonzero(self.visible[file]) for file, *_ in ranges]
         return [
             row

@@ -63,10 +63,10 @@ class SourceCheck:
 
     def __init__(self, files: Sequence[SourceFile], checksums: Checksums) -> None:
         self._files = files
-        self._records: dict[int, Int64Array] = {}  # offset, nbytes and CRC-32 of those of a file, by offset
-        self._parts = array("q")  # those that were read here
-        self._absorbed: list[Int64Array] = []  # those that were read elsewhere
-        self._reported: int | None = None  # how many numbers of ``_parts`` are not new any more
+        self._records: dict[int, Int64Array] = {}  # by file: offset, nbytes and CRC-32 of its records, by offset
+        self._parts = array("q")  # of records, read here
+        self._absorbed: list[Int64Array] = []  # of records, read elsewhere
+        self._reported: int | None = None  # how many numbers of ``_parts`` ``new_parts`` has returned
         self._lock = threading.Lock()
         order = np.lexsort((checksums.crc, checksums.nbytes, checksums.offset, checksums.file))
         _require_one_checksum(files, checksums, order)
@@ -110,8 +110,8 @@ class SourceCheck:
             return
         index = np.searchsorted(records[0], offset, side="right") - 1
         begin, length, expected = records[:, np.maximum(index, 0)]
-        right = (begin == offset) & (length == nbytes) & (expected == crc)
-        for row in np.flatnonzero(~right).tolist():
+        matches = (begin == offset) & (length == nbytes) & (expected == crc)
+        for row in np.flatnonzero(~matches).tolist():
             self.add_sum(file, int(offset[row]), int(nbytes[row]), int(crc[row]))
 
     def finish(self) -> None:
@@ -128,11 +128,11 @@ class SourceCheck:
 
     def _by_record(self) -> Iterator[tuple[int, int, list[Part]]]:
         """File, record, and its parts in order, each once."""
-        every_row = self._rows()
-        order = np.argsort(_record_of(every_row), kind="stable")
-        batches = _begins(_record_of(every_row)[order])[_RECORDS_AT_ONCE::_RECORDS_AT_ONCE]
+        all_rows = self._rows()
+        order = np.argsort(_record_of(all_rows), kind="stable")
+        batches = _begins(_record_of(all_rows)[order])[_RECORDS_AT_ONCE::_RECORDS_AT_ONCE]
         for batch in np.array_split(order, batches):
-            rows = every_row[batch]  # as Python objects they take ten times the memory
+            rows = all_rows[batch]  # as Python objects they take ten times the memory
             rows = rows[np.lexsort(rows.T[::-1])]
             rows = rows[(np.diff(rows, axis=0, prepend=-1) != 0).any(axis=1)]
             parts = list(map(tuple, rows[:, 2:].tolist()))
@@ -152,26 +152,26 @@ class SourceCheck:
             if offset != at:
                 break
             tiled, at = crc32_combine(tiled, crc, nbytes), at + nbytes
-        else:  # as nearly all are read: once, each part where the one before ends
+        else:  # as nearly all records are read: once, each part beginning where the one before ends
             return tiled if at == begin + length else None
-        sums = {begin: 0}  # offset to the CRC-32 of the record's bytes before it
-        read: dict[tuple[int, int], int] = {}
+        before = {begin: 0}  # offset to the CRC-32 of the record's bytes before it
+        crcs: dict[tuple[int, int], int] = {}
         for offset, nbytes, crc in parts:
-            if read.setdefault((offset, nbytes), crc) != crc:
-                raise _read_differently(self._files[file].path, offset, nbytes, read[offset, nbytes], crc)
-            if offset not in sums:
+            if crcs.setdefault((offset, nbytes), crc) != crc:
+                raise _read_differently(self._files[file].path, offset, nbytes, crcs[offset, nbytes], crc)
+            if offset not in before:
                 continue
-            total, end = combine([(0, 0, sums[offset]), (1, nbytes, crc)]), offset + nbytes
-            if sums.setdefault(end, total) != total:
-                raise _read_differently(self._files[file].path, begin, end - begin, sums[end], total)
-        return sums.get(begin + length)
+            total, end = crc32_combine(before[offset], crc, nbytes), offset + nbytes
+            if before.setdefault(end, total) != total:
+                raise _read_differently(self._files[file].path, begin, end - begin, before[end], total)
+        return before.get(begin + length)
 
     def missing_parts(self, spans: Mapping[int, Int64Array]) -> list[tuple[int, int, int, int]]:
         """What must be read so that every record that was read in parts is complete: (file, record, offset, nbytes).
 
         These are padding of flat parameters, or the part of a storage that no tensor uses; if parts overlap, the whole
-        record. ``spans[file]``: begins and ends of ranges that were read without checksums: the records in them of
-        which no part is known are missing whole.
+        record. ``spans[file]``: begins and ends of ranges that were read without checksums: a record in them is missing
+        whole if no part of it was read with one.
         """
         missing: list[tuple[int, int, int, int]] = []
         for file, index, parts in self._by_record():
@@ -194,7 +194,7 @@ class SourceCheck:
             if parts_read is None or file not in self._records:
                 continue
             offsets, lengths, _ = self._records[file]
-            change = np.zeros(len(offsets) + 1, np.int64)
+            change = np.zeros(len(offsets) + 1, np.int64)  # in the number of spans, from record to record
             np.add.at(change, np.searchsorted(offsets + lengths, begins, side="right"), 1)
             np.add.at(change, np.searchsorted(offsets, ends, side="left"), -1)
             touched = np.cumsum(change[:-1]) > 0
@@ -212,9 +212,9 @@ class SourceCheck:
         """The parts that were read here, of records that were not read whole."""
         return _table(self._parts)
 
-    def absorb(self, several: Iterable[Int64Array]) -> None:
+    def absorb(self, tables: Iterable[Int64Array]) -> None:
         """Add parts of the same records: those of other workers, or from an earlier run's journal."""
-        self._absorbed.extend(several)
+        self._absorbed.extend(tables)
 
     def _record(self, file: int, index: int) -> tuple[int, int, int]:
         """(offset, nbytes, crc) of a record."""
@@ -288,7 +288,7 @@ def _read_differently(path: str, offset: int, nbytes: int, first: int, second: i
     )
 
 
-_STEP = 1 << 20  # bytes
+_READ_BYTES = 1 << 20
 
 
 def unverified_spans(plan: Plan, received: Int64Array) -> dict[int, Int64Array]:
@@ -308,25 +308,25 @@ def unverified_spans(plan: Plan, received: Int64Array) -> dict[int, Int64Array]:
         if (copies.rows > 1).any():
             widths = plan.source_bytes(copies.width, copies.cast)
             _add_spans(spans, copies, widths, (copies.rows > 1) & (copies.source_pitch != widths))
-    return {source: np.concatenate(several, axis=1) for source, several in spans.items()}
+    return {source: np.concatenate(parts_of_spans, axis=1) for source, parts_of_spans in spans.items()}
 
 
 def _add_spans(
-    spans: dict[int, list[Int64Array]], copies: Copies, width: Int64Array, wanted: npt.NDArray[np.bool_]
+    spans: dict[int, list[Int64Array]], copies: Copies, width: Int64Array, selected: npt.NDArray[np.bool_]
 ) -> None:
-    """Add to ``spans``, by source file, where the ``wanted`` copies begin and end. Their rows have ``width`` bytes."""
+    """Add to ``spans``, by source file, where ``selected`` copies begin and end. Their rows have ``width`` bytes."""
     ends = copies.source + (copies.rows - 1) * copies.source_pitch + width
-    for source in np.unique(copies.file[wanted]).tolist():
-        chosen = wanted & (copies.file == source)
-        spans.setdefault(source, []).append(np.stack([copies.source[chosen], ends[chosen]]))
+    for source in np.unique(copies.file[selected]).tolist():
+        of_source = selected & (copies.file == source)
+        spans.setdefault(source, []).append(np.stack([copies.source[of_source], ends[of_source]]))
 
 
 def sum_of(source: ByteSource, offset: int, nbytes: int) -> int:
     """The CRC-32 of ``nbytes`` from ``offset``."""
-    buffer = memoryview(bytearray(min(_STEP, nbytes)))
+    buffer = memoryview(bytearray(min(_READ_BYTES, nbytes)))
     total = 0
-    for at in range(0, nbytes, _STEP):
-        view = buffer[: min(_STEP, nbytes - at)]
+    for at in range(0, nbytes, _READ_BYTES):
+        view = buffer[: min(_READ_BYTES, nbytes - at)]
         source.read_into(offset + at, view)
         total = crc32(view, total)
     return total

@@ -21,10 +21,9 @@ from fsdpckpt.plan import Copies, FilePlan, Plan
 from fsdpckpt.plan.transfer import Segment
 from fsdpckpt.text import size_text
 
-# Bytes: above this the cost of a request is negligible beside its transfer, on every disk measured.
-LARGEST_WINDOW = 8 * 1024 * 1024
-MAX_THREADS = 8  # by default: fewer keep a disk busy
+LARGEST_WINDOW = 8 * 1024 * 1024  # bytes: the cost of a larger request is negligible on every disk measured
 SMALLEST_WINDOW = 64 * 1024  # bytes: below this the work per request dominates
+MAX_THREADS = 8  # by default; fewer already keep a disk busy
 BUFFERS_PER_THREAD = 2  # the window being assembled, and scratch for what must be cast or gathered
 
 
@@ -42,9 +41,9 @@ class Budget:
 
 def make_budget(*, max_memory: int, threads: int | None) -> Budget:
     """The largest windows that fit in ``max_memory`` bytes. Raises UsageError if not even the smallest fit."""
-    wanted = threads if threads is not None else min(MAX_THREADS, max(2, os.cpu_count() or 1))
-    if wanted < 1:
-        raise UsageError("--threads must be at least 1", expected="1 or more", found=str(wanted))
+    requested = threads if threads is not None else min(MAX_THREADS, max(2, os.cpu_count() or 1))
+    if requested < 1:
+        raise UsageError("--threads must be at least 1", expected="1 or more", found=str(requested))
     affordable = max_memory // (BUFFERS_PER_THREAD * SMALLEST_WINDOW)
     if affordable < 1:
         raise UsageError(
@@ -53,14 +52,14 @@ def make_budget(*, max_memory: int, threads: int | None) -> Budget:
             found=size_text(max_memory),
             next_step=f"--max-memory {BUFFERS_PER_THREAD * SMALLEST_WINDOW >> 10}KiB",
         )
-    count = min(wanted, affordable)
+    count = min(requested, affordable)
     window = min(LARGEST_WINDOW, max_memory // (BUFFERS_PER_THREAD * count))
     return Budget(count, window // SMALLEST_WINDOW * SMALLEST_WINDOW)
 
 
-PAGE = 4096
-WINDOWS_PER_ROUND = 4  # the needs of several small windows are sent together
-WINDOWS_HELD = 2 * WINDOWS_PER_ROUND  # at least: two rounds
+PAGE = 4096  # bytes
+WINDOWS_PER_ROUND = 4  # the bytes for several small windows are sent together
+MIN_WINDOWS_HELD = 2 * WINDOWS_PER_ROUND  # two rounds: one is received while the other is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +91,10 @@ def choose_settings(plan: Plan, budget: Budget, max_memory: int, *, exchanging: 
     largest = make_budget(max_memory=max_memory // 2, threads=budget.threads)
     window = max(min(largest.window, max_memory // 32) // PAGE, 1) * PAGE
     window_memory = largest.threads * BUFFERS_PER_THREAD * window
-    left = max_memory - max_memory // 8 - max_memory // 16 - window_memory
-    window = min(window, max(int(left / WINDOWS_HELD / growth) // PAGE, 1) * PAGE)
+    remaining = max_memory - max_memory // 8 - max_memory // 16 - window_memory
+    window = min(window, max(int(remaining / MIN_WINDOWS_HELD / growth) // PAGE, 1) * PAGE)
     round_bytes = int(WINDOWS_PER_ROUND * window * growth)
-    return Settings(window, window_memory, round_bytes, max(left // round_bytes, 2), max_memory // 8)
+    return Settings(window, window_memory, round_bytes, max(remaining // round_bytes, 2), max_memory // 8)
 
 
 def threads_for(settings: Settings, budget: Budget) -> int:
@@ -104,10 +103,10 @@ def threads_for(settings: Settings, budget: Budget) -> int:
 
 
 def for_worker(budget: Budget, local_workers: int, *, max_memory: int, chosen: bool) -> Budget:
-    """The share of ``budget`` for one of ``local_workers`` workers on a machine. ``chosen``: by the user, with
-    --threads.
+    """The share of ``budget`` for one of ``local_workers`` workers on a machine: at least two threads, of which one
+    assembles while the other waits for the disk.
 
-    At least two threads: one assembles while the other waits for the disk.
+    ``chosen``: the user chose the number of threads, with ``--threads``; each worker gets it.
     """
     if chosen or local_workers == 1:
         return budget
@@ -116,7 +115,7 @@ def for_worker(budget: Budget, local_workers: int, *, max_memory: int, chosen: b
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """What all workers do together. ``segments``: which worker writes what.
+    """What all ranks do together. ``segments``: which rank writes what.
 
     ``claims``: rows of (segment, begin, end, crc), the windows that an interrupted run has written, in order.
     """

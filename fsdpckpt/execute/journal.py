@@ -132,17 +132,17 @@ class RunIdentity:
             f"{copy.path} {changes[0]}"
             for before, after in zip(self.sources, now.sources, strict=True)
             for copy in after
-            if None not in (changes := [_change(each, copy) for each in before])
+            if None not in (changes := [_change(copy_before, copy) for copy_before in before])
         ]
 
     def lost_sources(self, now: RunIdentity) -> list[str]:
-        """The files at the same paths that this run did not read: no command can resume it any more."""
-        there = {copy.path: copy for copies in now.sources for copy in copies}
+        """The files of this run that were replaced at their paths: no command can resume it any more."""
+        present = {copy.path: copy for copies in now.sources for copy in copies}
         return [
             f"{copy.path} {change}"
             for copies in self.sources
             for copy in copies
-            if copy.path in there and (change := _change(copy, there[copy.path])) is not None
+            if copy.path in present and (change := _change(copy, present[copy.path])) is not None
         ]
 
     def other_changes(self, now: RunIdentity) -> list[str]:
@@ -208,10 +208,12 @@ class JournaledWindows:
         return int((self.windows[:, 2] - self.windows[:, 1]).max(initial=0))
 
 
-def joined(several: Sequence[JournaledWindows]) -> JournaledWindows:
-    """The union of what the journals of several processes say."""
-    windows = [_NO_ROWS, *(each.windows for each in several)]
-    return JournaledWindows(np.concatenate(windows), np.concatenate([_NO_ROWS, *(each.parts for each in several)]))
+def joined(journals: Sequence[JournaledWindows]) -> JournaledWindows:
+    """The union of the journals of several processes."""
+    windows = [_NO_ROWS, *(journal.windows for journal in journals)]
+    return JournaledWindows(
+        np.concatenate(windows), np.concatenate([_NO_ROWS, *(journal.parts for journal in journals)])
+    )
 
 
 def first_record(identity: RunIdentity) -> Record:
@@ -234,7 +236,7 @@ def run_of(records: Sequence[Record]) -> tuple[RunIdentity, JournaledWindows] | 
             return None
         windows = [JournaledWindows(_table(record["windows"]), _table(record["parts"])) for record in records[1:]]
         return identity_of(records[0]), joined(windows)
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):  # of another program
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):  # another program's journal
         return None
 
 
@@ -341,7 +343,7 @@ class Recorder:
         if self._failure is None and not self._retracted and (not self._complete or self._begun):
             self._attempt()
         self._journal.close()
-        self._pending, self._new_parts = [], _no_parts  # they refer to the run, whose memory is needed for the check
+        self._pending, self._new_parts = [], _no_parts  # they refer to the run, whose memory the next step needs
 
     def _attempt(self) -> None:
         try:

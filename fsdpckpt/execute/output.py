@@ -64,7 +64,7 @@ class Output:
     def read_back(self, begin: int, end: int, crc: int, buffer: memoryview) -> bool:
         """Keep the window [begin, end) that an interrupted run has written, if its CRC-32 is ``crc``. Thread-safe."""
         with self._lock:
-            if self._file is None and self._is_left():
+            if self._file is None and self._is_left_over():
                 self._file = WritableFile(self.path, self.plan.nbytes, existing=True)
                 self._deferred = DeferredChecksums(self.plan)
             file, deferred = self._file, self._deferred
@@ -85,7 +85,7 @@ class Output:
                 self._file = self._deferred = None
         return kept
 
-    def _is_left(self) -> bool:
+    def _is_left_over(self) -> bool:
         """Whether an interrupted run has left the file, with its full length."""
         return self.may_exist and os.path.isfile(self.path) and os.path.getsize(self.path) == self.plan.nbytes
 
@@ -103,7 +103,7 @@ class Output:
         directory = os.path.dirname(self.path)
         if not os.path.isdir(directory):
             os.makedirs(directory, exist_ok=True)
-        existing = self._is_left()
+        existing = self._is_left_over()
         if self.may_exist and not existing and os.path.isfile(self.path):
             os.unlink(self.path)
         return WritableFile(self.path, self.plan.nbytes, existing=existing)
@@ -185,9 +185,9 @@ class TargetChecks:
         deferred: list[tuple[int, bytes]] = []
         for index, (low, high, *stored_at) in enumerate(rows, first):
             if low < begin or high > end:
-                at, until = max(low, begin), min(high, end)
-                if at < until:
-                    parts.append((index, at, until - at, crc32(view[at - begin : until - begin])))
+                start, stop = max(low, begin), min(high, end)
+                if start < stop:
+                    parts.append((index, start, stop - start, crc32(view[start - begin : stop - begin])))
             elif low < high:
                 value = crc32(view[low - begin : high - begin]).to_bytes(4, "little")
                 for offset in stored_at:
@@ -218,8 +218,8 @@ class TargetChecks:
         return patches
 
 
-_NEAR = 4096  # bytes between two patches that are read and written with them
-_PATCH_BYTES = 1 << 20  # of patches, and of the gaps between them, in one write
+_MAX_GAP = 4096  # bytes between two patches: up to so many are read, and written with them
+_MAX_PATCH = 1 << 20  # bytes in one write: patches and the gaps between them
 
 
 def _group_neighbours(
@@ -234,7 +234,7 @@ def _group_neighbours(
     values = np.frombuffer(b"".join([value for _, value in patches]), np.uint8).reshape(len(patches), 4)
     order = np.argsort(offsets, kind="stable")
     offsets, values = offsets[order], values[order]
-    apart = (np.diff(offsets) > _NEAR) | (np.diff(offsets // _PATCH_BYTES) > 0)
+    apart = (np.diff(offsets) > _MAX_GAP) | (np.diff(offsets // _MAX_PATCH) > 0)
     for rows in np.split(np.arange(len(offsets)), np.flatnonzero(apart) + 1):
         begin = int(offsets[rows[0]])
         inside = offsets[rows][:, None] - begin + np.arange(4)

@@ -101,7 +101,7 @@ class TransferRun:
     def require_what_was_sent(self, sums: Sequence[Mapping[int, int]]) -> None:
         """Raises WorkerError if this rank did not receive what was sent to it. ``sums[s]``: ``sent`` of rank s."""
         rank = self._group.rank
-        self.reader.require_what_was_sent({s: theirs[rank] for s, theirs in enumerate(sums) if rank in theirs})
+        self.reader.require_what_was_sent({sender: sent[rank] for sender, sent in enumerate(sums) if rank in sent})
 
 
 def _at(counts: Mapping[int, Int64Array], peer: int, number: int) -> int:
@@ -113,9 +113,10 @@ def _totals(counts: Mapping[int, Int64Array]) -> dict[int, int]:
 
 
 class ReceiveBuffers:
-    """``receives[s]``: bytes of each of the ``rounds`` from worker s. ``capacity``: how many rounds are held at once.
+    """Holds the rounds that were received until all of their windows are written.
 
-    ``windows[n]``: how many windows need the bytes of round n.
+    ``receives[s]``: bytes of each of the ``rounds`` from rank s. ``windows[n]``: how many windows need the bytes of
+    round n. ``capacity``: how many rounds are held at once.
     """
 
     def __init__(

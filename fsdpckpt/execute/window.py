@@ -26,12 +26,13 @@ from fsdpckpt.storage.local import BLOCK, aligned_buffer
 from fsdpckpt.storage.remote_file import REQUEST_COST
 from fsdpckpt.storage.sources import Sources
 
-DIRECT = 128 * 1024  # bytes: ranges of this size or more are read straight into place; smaller neighbours share a read
-GAP = 32 * 1024  # bytes: a gap of this size between two small ranges is cheaper to read than to skip
-WIDE_ROW = 16 * 1024  # bytes: rows of this width or more are read one by one from a disk, narrower ones in one span
+# All in bytes. Larger ranges are read straight into their place in the window; smaller neighbours share a read.
+MIN_IN_PLACE = 128 * 1024
+MAX_GAP = 32 * 1024  # between two small ranges on a disk: cheaper to read than to skip
+WIDE_ROW = 16 * 1024  # rows of this width or more are read one by one from a disk, narrower ones in one span
+CHECKSUM_BLOCK = 512 * 1024  # small enough for the second-level cache of one core, beside other data
 
 _FEW_COPIES = 16  # in a window
-CACHED = 512 * 1024  # bytes: small enough for the second-level cache of one core, beside other data
 CAST_AT_ONCE = 1 << 16  # elements: their temporary copies fit into the processor's cache
 
 
@@ -46,7 +47,7 @@ class SourceReader:
         self._files = files
         self._sources = sources
         self.remote = any(is_url(file.path) for file in files)
-        self.widest_gap = np.array([REQUEST_COST if is_url(file.path) else GAP for file in files], np.int64)
+        self.widest_gap = np.array([REQUEST_COST if is_url(file.path) else MAX_GAP for file in files], np.int64)
 
     def read_into(self, file: int, offset: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes from ``offset``."""
@@ -72,13 +73,13 @@ class Assembler:
         low = int(file.write_items[:, 0].searchsorted(begin, side="right")) - 1
         high = int(file.write_items[:, 0].searchsorted(end, side="left"))
         rows = slice(int(file.first_copy[max(low, 0)]), int(file.first_copy[high]))
-        plain = (file.copies.rows[rows] == 1) & (file.copies.cast[rows] < 0)
-        if rows.stop - rows.start <= self._few_copies and plain.all():
+        contiguous = (file.copies.rows[rows] == 1) & (file.copies.cast[rows] < 0)
+        if rows.stop - rows.start <= self._few_copies and contiguous.all():
             self._copy_each(file.copies, rows, begin, view)
             return view
-        self._copy_contiguous(file.copies, rows, plain, begin, view)
-        if not plain.all():
-            numbers = np.flatnonzero(~plain) + rows.start
+        self._copy_contiguous(file.copies, rows, contiguous, begin, view)
+        if not contiguous.all():
+            numbers = np.flatnonzero(~contiguous) + rows.start
             widths = self._plan.source_bytes(file.copies.width[numbers], file.copies.cast[numbers])
             for batch in strided_batches(file.copies, numbers, widths, begin, end, len(self._scratch)):
                 self._copy_strided(file, batch, begin, view)
@@ -97,7 +98,7 @@ class Assembler:
 
     def _read_summed(self, file: int, offset: int, view: memoryview) -> None:
         """Fill ``view`` and checksum it, block by block while each is in the processor's cache."""
-        step = max(len(view), 1) if self._reader.remote else CACHED
+        step = max(len(view), 1) if self._reader.remote else CHECKSUM_BLOCK
         crc = 0
         for at in range(0, len(view), step):
             block = view[at : at + step]
@@ -116,30 +117,33 @@ class Assembler:
                 self._read_summed(file, source + first - target, view[first - begin : last - begin])
 
     def _copy_contiguous(
-        self, copies: Copies, rows: slice, plain: npt.NDArray[np.bool_], begin: int, view: memoryview
+        self, copies: Copies, rows: slice, contiguous: npt.NDArray[np.bool_], begin: int, view: memoryview
     ) -> None:
-        """Copy contiguous copies: large ones are read in place, small neighbours in one read and then distributed."""
-        target = copies.target[rows][plain]
+        """Copy the ``contiguous`` ones of the copies ``rows``: large ones are read in place, small neighbours in one
+        read and then distributed.
+        """
+        columns = (copies.file, copies.source, copies.target, copies.width)
+        file, source, target, width = (column[rows][contiguous] for column in columns)
         first = np.maximum(target, begin)
-        nbytes = np.minimum(target + copies.width[rows][plain], begin + len(view)) - first
+        nbytes = np.minimum(target + width, begin + len(view)) - first
         inside = nbytes > 0
-        source = copies.source[rows][plain] + first - target
-        table = np.stack([copies.file[rows][plain], source, first - begin, nbytes])[:, inside]
+        source = source + first - target
+        table = np.stack([file, source, first - begin, nbytes])[:, inside]
         table = table[:, np.lexsort((table[1], table[0]))]
         widest_gap = self._reader.widest_gap[table[0]]
-        large = table[3] >= np.maximum(DIRECT, widest_gap)
+        large = table[3] >= np.maximum(MIN_IN_PLACE, widest_gap)
         for number, offset, position, length in table[:, large].T.tolist():
             self._read_summed(number, offset, view[position : position + length])
         table, widest_gap = table[:, ~large], widest_gap[~large]
-        file_of, begins, ends = table[0], table[1], table[1] + table[3]
+        file, begins, ends = table[0], table[1], table[1] + table[3]
         gap = begins[1:] - ends[:-1]
-        near = (file_of[1:] == file_of[:-1]) & (gap >= 0) & (gap <= widest_gap[1:])
+        near = (file[1:] == file[:-1]) & (gap >= 0) & (gap <= widest_gap[1:])
         bounds = [0, *(np.flatnonzero(~near) + 1).tolist(), table.shape[1]]
         for low, high in pairwise(bounds):
             while low < high:
-                fits = int(np.searchsorted(ends[low:high], begins[low] + len(self._scratch), side="right"))
-                self._read_group(table[:, low : low + max(fits, 1)], view)
-                low += max(fits, 1)  # noqa: PLW2901
+                count = int(np.searchsorted(ends[low:high], begins[low] + len(self._scratch), side="right"))
+                self._read_group(table[:, low : low + max(count, 1)], view)
+                low += max(count, 1)  # noqa: PLW2901
 
     def _read_group(self, group: Int64Array, view: memoryview) -> None:
         """Read the ranges of ``group`` at once and copy each to its position in ``view``.
@@ -170,12 +174,12 @@ class Assembler:
     ) -> None:
         """Copy ``rows`` full rows of ``width`` target bytes through scratch, reading as many at once as fit there.
 
-        One read takes the copies of ``batch`` from every row: ``stretch`` bytes of each.
+        One read takes all copies of ``batch`` from every source row: they span ``row_span`` bytes of it.
         """
         number, _, source_pitch, _, pitch, _, _, cast = copy
         source_type, target_type = _item_types(self._plan.casts[cast] if cast >= 0 else None, width)
         source_width = width // target_type.itemsize * source_type.itemsize
-        stretch = (batch.count - 1) * batch.source_step + source_width
+        row_span = (batch.count - 1) * batch.source_step + source_width
         limit = len(self._scratch)
         if source_width > limit:
             part = limit // source_type.itemsize * target_type.itemsize
@@ -184,22 +188,24 @@ class Assembler:
                 self._copy_rows(copy, offset, view[row * pitch + at :], min(part, width - at), 1, batch)
             return
         widest_gap = int(self._reader.widest_gap[number])
-        apart = source_pitch - stretch > (0 if stretch >= WIDE_ROW and widest_gap <= GAP else widest_gap)
-        # rows may overlap in the source; the last one of a span then ends beyond its pitch
-        rows_at_once = 1 if apart else (limit - stretch) // max(source_pitch, 1) + 1
-        for done in range(0, rows, rows_at_once):
-            count = min(rows - done, rows_at_once)
-            span = self._scratch[: (count - 1) * source_pitch + stretch]
-            at = source + done * source_pitch
+        if row_span >= WIDE_ROW and widest_gap <= MAX_GAP:
+            widest_gap = 0
+        one_by_one = source_pitch - row_span > widest_gap
+        # Rows may overlap in the source: the last one of a span then ends beyond its pitch.
+        rows_at_once = 1 if one_by_one else (limit - row_span) // max(source_pitch, 1) + 1
+        for row in range(0, rows, rows_at_once):
+            count = min(rows - row, rows_at_once)
+            span = self._scratch[: (count - 1) * source_pitch + row_span]
+            at = source + row * source_pitch
             self._reader.read_into(number, at, span)
-            if count == 1 or source_pitch == stretch:
+            if count == 1 or source_pitch == row_span:
                 self._check.add_bytes(number, at, span)
             shape = (batch.count, count, source_width // source_type.itemsize)
             source_rows: npt.NDArray[np.generic] = np.ndarray(
                 shape, source_type, span, 0, (batch.source_step, source_pitch, source_type.itemsize)
             )
             target_rows: npt.NDArray[np.generic] = np.ndarray(
-                shape, target_type, view, done * pitch, (batch.target_step, pitch, target_type.itemsize)
+                shape, target_type, view, row * pitch, (batch.target_step, pitch, target_type.itemsize)
             )
             _cast_rows(source_rows, target_rows)
 
@@ -292,7 +298,8 @@ class CopyPool:
                 self._has_condition = until is not None
                 if self._error is not None:
                     raise self._error
-                if not self._left if until is None else until():
+                done = until() if until is not None else not self._left
+                if done:
                     return
                 self._changed.wait(POLL_INTERVAL)
             watch()

@@ -73,7 +73,7 @@ def test_elements_come_in_the_order_of_the_target_whatever_that_of_the_source(
     tmp_path: Path, order: tuple[int, ...], nbytes: int, dtype: str
 ) -> None:
     tensor, expected = source(tmp_path, order)
-    with patch.object(window, "GAP", random.Random(nbytes).choice([0, 100, window.GAP])):
+    with patch.object(window, "MAX_GAP", random.Random(nbytes).choice([0, 100, window.MAX_GAP])):
         assert copied(tmp_path, tensor, dtype=dtype, window=nbytes) == expected.astype(dtype).tobytes()
 
 
