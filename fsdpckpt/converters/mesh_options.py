@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fsdpckpt.errors import SourceUnrecognisedError, UsageError, of_option
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir.tensors import MeshShape, Placement, Replicate, Shard, Sharding
-from fsdpckpt.layouts import strided
+from fsdpckpt.layouts import as_fully_shard
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 from fsdpckpt.transform.meshes import mesh_options
@@ -140,7 +140,7 @@ def _entry(path: str, glob: str, placed: object, meshes: Sequence[MeshShape]) ->
             )
         placements[name] = _placement(path, glob, text)
     mesh = _mesh_with(path, glob, list(placements), meshes)
-    return strided(mesh, [placements.get(name) for name in mesh.dimension_names])
+    return as_fully_shard(mesh, [placements.get(name) for name in mesh.dimension_names])
 
 
 def _mesh_with(path: str, glob: str, names: Sequence[str], meshes: Sequence[MeshShape]) -> MeshShape:

@@ -12,7 +12,7 @@ from fsdpckpt.errors import NeedsInformationError, UsageError, of_option
 from fsdpckpt.ir import Container, Layout, Strategy
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Shard, Sharding, placements_text
-from fsdpckpt.layouts import on_one_dimension
+from fsdpckpt.layouts import row_sharding
 from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers import MeshForm
 from fsdpckpt.producers.table import flavor_named
@@ -164,7 +164,7 @@ def _of_framework(
             return TargetMesh((target,), None, _fsdp_default(target), note)
     if not any(len(mesh.sizes) > 1 for mesh in meshes):
         return None
-    rows = on_one_dimension(world_size, form.names)
+    rows = row_sharding(world_size, form.names)
     before = " and ".join(map(str, meshes))
     note = f"the source's mesh {before} is not kept: {spec.flavor_name} shards over {rows.mesh} alone"
     return TargetMesh((rows.mesh,), None, rows, note)
@@ -211,7 +211,7 @@ def _on_one_dimension(spec: TargetSpec, source: Checkpoint, why: str, world_size
             next_step="add --container dcp, which loads on any mesh and into any pipeline stage; or --mesh "
             f"{world_size} for FSDP alone, --mesh NAME=SIZE,... --placements FILE for more",
         )
-    rows = on_one_dimension(world_size)
+    rows = row_sharding(world_size)
     note = f"all tensors of {source.source} are sharded over one mesh dimension of {world_size} ranks: {why}"
     return TargetMesh((rows.mesh,), None, rows, note)
 

@@ -103,9 +103,9 @@ class Quantized:
             yield _no_block(self.unit)
             return
         yield from _misaligned_slices(self.unit, layout, self.block, self.params, orig=orig)
-        for rank in range(layout.shards) if not orig else ():
-            begin, end = layout.held(rank)
-            if end - begin < layout.shard and (end - begin) % self.block:  # a code of zero is not a value of zero
+        for rank in range(layout.shard_count) if not orig else ():
+            begin, end = layout.shard_range(rank)
+            if end - begin < layout.shard_numel and (end - begin) % self.block:  # a code of zero is not a value of zero
                 yield f"{self.unit}: padding of rank {rank} begins inside a block"
 
 

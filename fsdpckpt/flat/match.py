@@ -147,7 +147,7 @@ class _Matching:
         for rank, start, size in zip(
             leaf.chunks.rank.tolist(), leaf.chunks.start[:, 0].tolist(), leaf.chunks.size[:, 0].tolist(), strict=True
         ):
-            begin, end = layout.held(rank % self.shard_size if layout.shards > 1 else 0)
+            begin, end = layout.shard_range(rank % self.shard_size if layout.shard_count > 1 else 0)
             if size and (start, start + size) != (begin, end):
                 yield f"{unit.key}: rank {rank} holds {start}:{start + size}, the units have {begin}:{end}"
 
@@ -244,7 +244,7 @@ class _Matching:
     def _state(self, name: str, leaf: Tensor) -> str | None:
         """What is wrong with one state's lengths."""
         if name in self.by_key:
-            shard = self.layouts[name].shard
+            shard = self.layouts[name].shard_numel
             lengths = slice_lengths(leaf, self.world_size)
             if lengths is None or (lengths != shard).any():
                 return f"{shard} elements on every rank in the units, found {tensor_text(leaf, self.world_size)}"
@@ -257,7 +257,7 @@ class _Matching:
 
     def _check_slices(self, param: UnitParam, leaf: Tensor) -> str | None:
         layout = self.layouts[self.sharded[param.name].key]
-        if layout.shards == 1 and leaf.shape == param.shape and leaf.placement != SLICES:
+        if layout.shard_count == 1 and leaf.shape == param.shape and leaf.placement != SLICES:
             return None
         lengths = slice_lengths(leaf, self.world_size)
         expected = np.resize(self.counts[param.name], self.world_size)

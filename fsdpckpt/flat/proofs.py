@@ -106,8 +106,8 @@ def _right_padding(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[s
             if layout is None or not isinstance(leaf, Tensor) or leaf.placement != SLICES or leaf.dtype.numpy is None:
                 continue
             for row, rank, size in _rows(leaf):
-                begin, end = layout.held(rank % layout.shards)
-                if size == layout.shard and end - begin < size:
+                begin, end = layout.shard_range(rank % layout.shard_count)
+                if size == layout.shard_numel and end - begin < size:
                     yield state, _Padding(f"optim {param}, rank {rank},", leaf, row, end - begin, size - (end - begin))
 
 
@@ -119,7 +119,7 @@ def _alignment_gaps(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[_Paddi
             continue
         for row, rank, _ in _rows(leaf):
             first = 0
-            for part in layout.parts(rank % layout.shards):
+            for part in layout.parts(rank % layout.shard_count):
                 if part.filler == FILLER:
                     yield _Padding(f"model {key}, rank {rank}", leaf, row, first, part.count)
                 first += part.count
@@ -141,7 +141,7 @@ def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Pro
 
     Compares only records with checksums, without reading data: ``fsdpckpt verify`` reads the others.
     """
-    shards = [layout.shards for layout in match.layouts.values()]
+    shards = [layout.shard_count for layout in match.layouts.values()]
     if checkpoint.world_size // match.shard_size < 2 and all(count > 1 for count in shards):
         return [], []
     most = max(shards)
@@ -150,7 +150,7 @@ def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Pro
     compared = unknown = 0
     for section, key, tensor in _slice_tensors(checkpoint):
         layout = match.layouts.get(key) if section is Section.MODEL else None
-        for rank, first in _differing_replicas(tensor, layout.shards if layout is not None else most, checksums):
+        for rank, first in _differing_replicas(tensor, layout.shard_count if layout is not None else most, checksums):
             if rank < 0:
                 unknown += 1
                 continue

@@ -120,8 +120,8 @@ def _unit_states(
                 by_name[name][item] = tensor
             continue
         cut = isinstance(leaf, Tensor) and leaf.ndim and not is_step(item, leaf) and item not in maps
-        if cut and isinstance(leaf, Tensor) and _fits(leaf, layout.shard, world_size):
-            starts = leaf.chunks.rank % layout.shards * layout.shard
+        if cut and isinstance(leaf, Tensor) and _fits(leaf, layout.shard_numel, world_size):
+            starts = leaf.chunks.rank % layout.shard_count * layout.shard_numel
             for name, tensor in _split_params(unit, leaf.dtype, _sorted_runs(leaf, starts), layout).items():
                 by_name[name][item] = tensor
         else:
@@ -169,7 +169,7 @@ def _read_scales(
     block = require_aligned_blocks(unit, layout, {param.name for param in params}, lengths, orig=orig)
     by_shard: dict[int, list[tuple[int, int, int]]] = {}
     for rank, file, offset in zip(ranks, scales.chunks.file.tolist(), scales.chunks.offset.tolist(), strict=True):
-        by_shard.setdefault(rank % layout.shards, []).append((rank, file, offset))
+        by_shard.setdefault(rank % layout.shard_count, []).append((rank, file, offset))
     slices = layout.slices()
     columns = (slices.param, slices.rank, slices.begin, slices.count, slices.offset)
     runs: dict[str, list[_Run]] = {param.name: [] for param in params}

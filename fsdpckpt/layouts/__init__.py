@@ -1,4 +1,4 @@
-"""Which box of a tensor each rank holds when it is cut along its dimensions; ``flattened`` has FSDP1's other layout.
+"""Computes which box of a tensor each rank holds when it is cut along its dimensions; ``flattened``: FSDP1's layout.
 
 Rules, from PyTorch: ``torch.chunk`` (parts of ``ceil(n / parts)``, the last ones shorter or empty) is what FSDP1's
 ``_ext_chunk_tensor`` and ``_ext_chunk_dtensor``, FSDP2's ``_chunk_with_empty`` and DTensor's ``Shard`` cut with.
@@ -64,24 +64,13 @@ def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(step, length - start)
 
 
-@lru_cache(maxsize=65536)
-def rank_box(shape: tuple[int, ...], world_size: int, rank: int) -> Box:
-    """The box that rank ``rank`` holds of a tensor cut along dimension 0 by ``torch.chunk``'s rule.
-
-    ceil(rows / world_size) rows for each rank, the last ones fewer or none; an empty shard begins at the end, as
-    ``torch.distributed.tensor`` places it.
-    """
-    start, rows = chunk(shape[0], world_size, rank)
-    return Box((start, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
-
-
 @lru_cache(maxsize=64)
-def on_one_dimension(world_size: int, names: tuple[str, ...] | None = None) -> Sharding:
+def row_sharding(world_size: int, names: tuple[str, ...] | None = None) -> Sharding:
     """A mesh of all ranks that cuts rows: FSDP without replicas and without other parallelism."""
     return Sharding(MeshShape((world_size,), names), (Shard(0),))
 
 
-def strided(mesh: MeshShape, placements: Sequence[Placement | None]) -> Sharding:
+def as_fully_shard(mesh: MeshShape, placements: Sequence[Placement | None]) -> Sharding:
     """``placements`` (plain shards) as ``fully_shard`` makes them: of the mesh dimensions that cut the same tensor
     dimension the last one cuts first, so the others are ``_StridedShard``.
     """
@@ -89,25 +78,27 @@ def strided(mesh: MeshShape, placements: Sequence[Placement | None]) -> Sharding
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
             order[placement.dim] = (mesh_dim, *order.get(placement.dim, ()))
-    return _in_order(mesh, placements, order)
+    return _with_order(mesh, placements, order)
 
 
-def on_sizes(sharding: Sharding, mesh: MeshShape) -> Sharding:
+def on_mesh(sharding: Sharding, mesh: MeshShape) -> Sharding:
     """The same cuts in the same order on ``mesh``, which has the same dimensions in other sizes."""
-    order = _cut_order(sharding)
+    order = _shard_order(sharding)
     if order is None:
-        raise InternalError(f"{sharding} on {sharding.mesh} has no order of cuts")
-    return _in_order(mesh, sharding.placements, order)
+        raise InternalError(f"{sharding} on {sharding.mesh} has no shard order")
+    return _with_order(mesh, sharding.placements, order)
 
 
-def _in_order(mesh: MeshShape, placements: Sequence[Placement | None], order: Mapping[int, Sequence[int]]) -> Sharding:
-    """As ``DTensorSpec._convert_shard_order_to_StridedShard``: see ``decoded_order``, the inverse."""
-    decoded = list(placements)
+def _with_order(
+    mesh: MeshShape, placements: Sequence[Placement | None], order: Mapping[int, Sequence[int]]
+) -> Sharding:
+    """As ``DTensorSpec._convert_shard_order_to_StridedShard``; ``shard_order_of`` is the inverse."""
+    ordered = list(placements)
     for dim, mesh_dims in order.items():
         for number, mesh_dim in enumerate(mesh_dims):
             factor = prod(mesh.sizes[before] for before in mesh_dims[:number] if before > mesh_dim)
-            decoded[mesh_dim] = StridedShard(dim, factor) if factor > 1 else Shard(dim)
-    return Sharding(mesh, tuple(decoded))
+            ordered[mesh_dim] = StridedShard(dim, factor) if factor > 1 else Shard(dim)
+    return Sharding(mesh, tuple(ordered))
 
 
 @lru_cache(maxsize=65536)
@@ -117,7 +108,7 @@ def mesh_box(shape: tuple[int, ...], sharding: Sharding, rank: int) -> Box:
     Raises InternalError for split factors that no order explains (packed weights): these ranks hold several boxes.
     """
     mesh = sharding.mesh
-    order = _cut_order(sharding)
+    order = _shard_order(sharding)
     if order is None:
         raise InternalError(f"{sharding} on {mesh} is not a single box")
     coordinate = mesh.coordinate(rank)
@@ -132,8 +123,8 @@ def mesh_box(shape: tuple[int, ...], sharding: Sharding, rank: int) -> Box:
 
 
 @lru_cache(maxsize=4096)
-def _cut_order(sharding: Sharding) -> Mapping[int, tuple[int, ...]] | None:
-    return decoded_order(sharding.mesh.sizes, [placement or Replicate() for placement in sharding.placements])
+def _shard_order(sharding: Sharding) -> Mapping[int, tuple[int, ...]] | None:
+    return shard_order_of(sharding.mesh.sizes, [placement or Replicate() for placement in sharding.placements])
 
 
 class SharedChunk(NamedTuple):
@@ -153,7 +144,7 @@ class RankBoxes:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[int, Box]], ndim: int) -> RankBoxes:
-        """From a few (rank, box)es."""
+        """From a few pairs of rank and box."""
         boxes = np.array([(box.offsets, box.sizes) for _, box in pairs], np.int64).reshape(len(pairs), 2, ndim)
         return cls(np.array([rank for rank, _ in pairs], np.int64), boxes[:, 0], boxes[:, 1])
 
@@ -161,8 +152,8 @@ class RankBoxes:
         """The rows that ``rows`` selects."""
         return RankBoxes(self.rank[rows], self.start[rows], self.size[rows])
 
-    def with_more(self, more: RankBoxes) -> RankBoxes:
-        """Both together, in the order of the ranks."""
+    def merged_with(self, more: RankBoxes) -> RankBoxes:
+        """The rows of both, in the order of the ranks."""
         rank = np.concatenate([self.rank, more.rank])
         order = np.argsort(rank, kind="stable")
         start, size = np.concatenate([self.start, more.start]), np.concatenate([self.size, more.size])
@@ -170,7 +161,7 @@ class RankBoxes:
 
 
 @dataclass(slots=True, eq=False)
-class HeldChunks:
+class DistinctChunks:
     """The distinct boxes of a tensor: those on one rank alone (``unshared``, on the ``unshared_ranks``) and those on
     several (``shared``).
     """
@@ -181,34 +172,34 @@ class HeldChunks:
 
 
 @lru_cache(maxsize=4096)
-def mesh_chunks(shape: tuple[int, ...], sharding: Sharding) -> HeldChunks:
-    """The items that ``dcp.save`` makes of such a tensor, each kind in the order of the first rank that holds it."""
-    held: dict[tuple[int, ...], tuple[Box, list[int]]] = {}
+def mesh_chunks(shape: tuple[int, ...], sharding: Sharding) -> DistinctChunks:
+    """The items that ``dcp.save`` makes of such a tensor, shared or not, in the order of their first ranks."""
+    items: dict[tuple[int, ...], tuple[Box, list[int]]] = {}  # by offset
     for rank in range(sharding.mesh.world_size):
         box = mesh_box(shape, sharding, rank)
-        held.setdefault(box.offsets, (box, []))[1].append(rank)
-    unshared = [(ranks[0], box) for box, ranks in held.values() if len(ranks) == 1]
-    shared = tuple(SharedChunk(box, tuple(ranks)) for box, ranks in held.values() if len(ranks) > 1)
-    return HeldChunks(RankBoxes.of(unshared, len(shape)), frozenset(rank for rank, _ in unshared), shared)
+        items.setdefault(box.offsets, (box, []))[1].append(rank)
+    unshared = [(ranks[0], box) for box, ranks in items.values() if len(ranks) == 1]
+    shared = tuple(SharedChunk(box, tuple(ranks)) for box, ranks in items.values() if len(ranks) > 1)
+    return DistinctChunks(RankBoxes.of(unshared, len(shape)), frozenset(rank for rank, _ in unshared), shared)
 
 
-def source_chunks(tensor: Tensor) -> HeldChunks:
-    """Each distinct box of the source, on the rank of its first chunk alone, even if more ranks hold it; an empty box
-    only if there is no other.
+def source_chunks(tensor: Tensor) -> DistinctChunks:
+    """Each distinct box of the source, on the rank of its first chunk alone, even if several ranks hold it. Empty boxes
+    are left out, unless there is no other: then one whole box on rank 0.
     """
     chunks = tensor.chunks
     full = np.flatnonzero((chunks.size > 0).all(axis=1))
     if not len(full):
         whole = RankBoxes.of([(0, Box.whole(tensor.shape))], tensor.ndim)
-        return HeldChunks(whole, frozenset((0,)))
+        return DistinctChunks(whole, frozenset((0,)))
     equal = first_equal(np.concatenate([chunks.start[full], chunks.size[full]], axis=1))
     first = full[equal == np.arange(len(full))]
-    return HeldChunks(
+    return DistinctChunks(
         RankBoxes(chunks.rank[first], chunks.start[first], chunks.size[first]), frozenset(chunks.rank[first].tolist())
     )
 
 
-def decoded_order(
+def shard_order_of(
     mesh: Sequence[int], placements: Sequence[Placement], *, first_of_equals: bool = False
 ) -> Mapping[int, tuple[int, ...]] | None:
     """Tensor dimension -> mesh dimensions in the order in which they cut it; None if no order explains the split
@@ -241,13 +232,13 @@ def local_boxes(
 ) -> tuple[LocalBox, ...]:
     """The boxes that the rank at ``coordinate`` of a mesh of shape ``mesh`` holds; empty if it holds nothing.
 
-    One box, unless a ``StridedShard`` cuts without a mesh dimension before it (packed weights): its parts are
-    interleaved rows. If several mesh dimensions cut one tensor dimension, they cut in ``shard_order`` or in the order
-    of the split factors, each cutting what the one before left.
+    One box, unless a ``StridedShard`` cuts without a mesh dimension before it (packed weights): then interleaved rows.
+    If several mesh dimensions cut one tensor dimension, they cut in ``shard_order`` or in the order of the split
+    factors, each cutting what the one before left.
     """
-    order = shard_order if shard_order is not None else decoded_order(mesh, placements)
+    order = shard_order if shard_order is not None else shard_order_of(mesh, placements)
     if order is None:
-        return in_placement_order(shape, mesh, placements, coordinate)
+        return distribute_tensor_boxes(shape, mesh, placements, coordinate)
     runs: list[_Runs] = [((0, size),) for size in shape]
     for dim, mesh_dims in order.items():
         for mesh_dim in mesh_dims:
@@ -255,7 +246,7 @@ def local_boxes(
     return _boxes(runs)
 
 
-def in_placement_order(
+def distribute_tensor_boxes(
     shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> tuple[LocalBox, ...]:
     """``local_boxes`` for what ``distribute_tensor`` itself cuts: the placements one after the other, a
@@ -266,8 +257,7 @@ def in_placement_order(
         if isinstance(placement, Replicate):
             continue
         factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-        whole = runs[placement.dim]
-        parts = (_cut(whole, factor, index) for index in range(factor))
+        parts = (_cut(runs[placement.dim], factor, index) for index in range(factor))
         shards = (_cut(part, mesh[mesh_dim], coordinate[mesh_dim]) for part in parts)
         runs[placement.dim] = _join_runs([run for shard in shards for run in shard])
     return _boxes(runs)

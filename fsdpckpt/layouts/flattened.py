@@ -70,16 +70,16 @@ class FlatPart:
 class FlatLayout:
     """One flat parameter over the ranks of its sharding group; everything in elements.
 
-    ``start``, ``numel`` (n,): each parameter's place in the flat parameter. ``total``: its length,
-    ``_unpadded_unsharded_size``, alignment included. ``shard``: the length of every rank's shard, padding included.
-    ``shards``: the number of different shards, 1 for NO_SHARD.
+    ``start``, ``numel`` (n,): the range of each parameter in the flat parameter. ``total``: its length,
+    ``_unpadded_unsharded_size``, alignment included. ``shard_numel``: the length of every rank's shard, padding
+    included. ``shard_count``: the number of different shards, 1 for NO_SHARD.
     """
 
     start: Int64Array
     numel: Int64Array
     total: int
-    shard: int
-    shards: int
+    shard_numel: int
+    shard_count: int
 
     @classmethod
     def of(
@@ -91,29 +91,28 @@ class FlatLayout:
         is False for NO_SHARD, which pads the same way and cuts nothing.
         """
         numel = np.asarray(numels, np.int64).reshape(len(numels))
-        taken = numel if aligned is None else -(-numel // aligned) * aligned
-        start = np.concatenate([[0], np.cumsum(taken)[:-1]]).astype(np.int64) if len(numel) else numel
+        padded = numel if aligned is None else -(-numel // aligned) * aligned
+        start = np.cumsum(padded) - padded
         total = int(start[-1] + numel[-1]) if len(numel) else 0
         if aligned is not None:
             total = -(-total // world_size) * world_size
         shards = world_size if sharded else 1
         return cls(start, numel, total, -(-total // shards), shards)
 
-    def held(self, rank: int) -> tuple[int, int]:
-        """(begin, end) in the flat parameter of the elements ``rank`` holds, without the padding to ``shard``."""
-        begin = min(rank * self.shard, self.total)
-        return begin, min(begin + self.shard, self.total)
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """(begin, end) in the flat parameter of the shard of ``rank``, without the padding to ``shard_numel``."""
+        begin = min(rank * self.shard_numel, self.total)
+        return begin, min(begin + self.shard_numel, self.total)
 
     def slices(self) -> FlatSlices:
         """All slices of all ranks."""
         filled = np.flatnonzero(self.numel)
         start, numel = self.start[filled], self.numel[filled]
-        shard = max(self.shard, 1)
-        first = start // shard
+        shard = max(self.shard_numel, 1)
+        first = start // shard  # the first rank that holds a slice of each parameter
         chunks = (start + numel - 1) // shard - first + 1
         param = np.repeat(np.arange(len(filled)), chunks)
-        begun = np.cumsum(chunks) - chunks
-        rank = first[param] + np.arange(len(param)) - begun[param]
+        rank = first[param] + np.arange(len(param)) - (np.cumsum(chunks) - chunks)[param]
         begin = np.maximum(start[param], rank * shard)
         end = np.minimum(start[param] + numel[param], (rank + 1) * shard)
         return FlatSlices(rank, filled[param], begin - start[param], end - begin, begin - rank * shard)
@@ -121,13 +120,13 @@ class FlatLayout:
     def counts(self) -> Int64Array:
         """The number of elements of each parameter in each shard: (parameters, shards)."""
         slices = self.slices()
-        table = np.zeros((len(self.numel), self.shards), np.int64)
+        table = np.zeros((len(self.numel), self.shard_count), np.int64)
         table[slices.param, slices.rank] = slices.count
         return table
 
     def parts(self, rank: int) -> list[FlatPart]:
         """The whole shard of ``rank``, front to back: slices of parameters, alignment (42), right padding (0)."""
-        begin, end = self.held(rank)
+        begin, end = self.shard_range(rank)
         parts: list[FlatPart] = []
         low = int(np.searchsorted(self.start + self.numel, begin, side="right"))
         at = begin
@@ -145,8 +144,8 @@ class FlatLayout:
             at += count
         if at < end:
             parts.append(FlatPart(None, 0, end - at, FILLER))
-        if self.shard > end - begin:
-            parts.append(FlatPart(None, 0, self.shard - (end - begin)))
+        if self.shard_numel > end - begin:
+            parts.append(FlatPart(None, 0, self.shard_numel - (end - begin)))
         return parts
 
 
@@ -176,19 +175,19 @@ class PlacedUnit:
     @property
     def sharded(self) -> bool:
         """Whether FSDP1 shards it at all: it does not under NO_SHARD or in a group of one rank."""
-        return self.layout.shards > 1
+        return self.layout.shard_count > 1
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
         """The shards that have elements, in order."""
-        ranges = map(self.layout.held, range(self.layout.shards))
+        ranges = map(self.layout.shard_range, range(self.layout.shard_count))
         return tuple(Box((begin,), (end - begin,)) for begin, end in ranges if begin < end)
 
     def parts(self, rank: int) -> list[FlatPart]:
         """The shard that ``rank`` holds, front to back. Computed once for each shard, as sections and states
         share it.
         """
-        index = rank % self.layout.shards
+        index = rank % self.layout.shard_count
         parts = self._parts.get(index)
         if parts is None:
             parts = self._parts[index] = self.layout.parts(index)

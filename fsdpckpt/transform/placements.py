@@ -17,7 +17,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Note, Section
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import shapes_shown
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
-from fsdpckpt.layouts import on_sizes
+from fsdpckpt.layouts import on_mesh
 from fsdpckpt.text import first_lines, plural, shape_text, some_of
 from fsdpckpt.transform.meshes import mesh_options, whole_of
 
@@ -116,12 +116,12 @@ def apply_placements(checkpoint: Checkpoint, named: Checkpoint, target: TargetMe
 def replaced_on(sharding: Sharding, mesh: MeshShape) -> Sharding:
     """The same placements on ``mesh``, which has the same dimensions, and perhaps more, in other sizes."""
     if sharding.mesh.names == mesh.names:
-        return on_sizes(sharding, mesh)
+        return on_mesh(sharding, mesh)
     placements = dict(zip(sharding.mesh.names or (), sharding.placements, strict=False))
     sizes = dict(zip(sharding.mesh.names or (), sharding.mesh.sizes, strict=False))
     names = mesh.names or ()
     before = replace(mesh, sizes=tuple(sizes.get(name, 1) for name in names))
-    return on_sizes(Sharding(before, tuple(placements.get(name) for name in names)), mesh)
+    return on_mesh(Sharding(before, tuple(placements.get(name) for name in names)), mesh)
 
 
 def _place_new_states(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding | None]) -> None:

@@ -31,7 +31,7 @@ from fsdpckpt.ir.quantized import (
 )
 from fsdpckpt.ir.tensors import Shard, Sharding, Tensor
 from fsdpckpt.ir.values import Value, with_tensors
-from fsdpckpt.layouts import mesh_box, on_one_dimension
+from fsdpckpt.layouts import mesh_box, row_sharding
 from fsdpckpt.text import first_lines, listed, plural
 from fsdpckpt.transform.parameter_order import NO_BUFFERS
 
@@ -279,13 +279,13 @@ def require_whole_blocks(checkpoint: Checkpoint, world_size: int, *, placed: boo
     first_keys: dict[tuple[Blocks, Sharding | None], str] = {}
     for key, blocks, codes in states_in_blocks(checkpoint):
         if isinstance(codes, Tensor) and codes.sharded:
-            first_keys.setdefault((blocks, codes.sharding if placed else on_one_dimension(world_size)), key)
+            first_keys.setdefault((blocks, codes.sharding if placed else row_sharding(world_size)), key)
     for (blocks, sharding), key in first_keys.items():
         if sharding is not None and not _has_whole_blocks(blocks, sharding):
             works = [
                 ranks
                 for ranks in range(1, _MAX_RANKS_TRIED + 1)
-                if all(_has_whole_blocks(other, on_one_dimension(ranks)) for other, _ in first_keys)
+                if all(_has_whole_blocks(other, row_sharding(ranks)) for other, _ in first_keys)
             ]
             raise NeedsInformationError(
                 f"{key} of shape {blocks.shape} is {blocks}, and {sharding} over {sharding.mesh.world_size} ranks "

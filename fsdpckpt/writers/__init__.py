@@ -17,7 +17,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import MeshShape, Sharding, Tensor
 from fsdpckpt.ir.units import Units
-from fsdpckpt.layouts import on_one_dimension
+from fsdpckpt.layouts import row_sharding
 from fsdpckpt.options import DEFAULT_MAX_SHARD_SIZE, TensorForm
 from fsdpckpt.producers import PLAIN_MESH, PLAIN_PLACES, MeshForm, Place
 from fsdpckpt.text import plural
@@ -112,7 +112,7 @@ class WriteSpec:
         Raises InternalError for a tensor without a sharding on a mesh of all ranks.
         """
         if not self.meshes:
-            return on_one_dimension(self.ranks(), self.mesh.names)
+            return row_sharding(self.ranks(), self.mesh.names)
         if tensor.sharding is None or tensor.sharding.mesh.world_size != self.ranks():
             raise InternalError(f"a tensor of shape {tensor.shape} has no sharding on a mesh of {self.ranks()} ranks")
         return tensor.sharding

@@ -32,7 +32,7 @@ from fsdpckpt.ir.quantized import CODES, QMAP, Blocks, Blockwise
 from fsdpckpt.ir.targets import PER_ITEM, ItemKinds, LinkedFile, Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Box, Chunks, Int64Array, Tensor, contiguous_stride, first_equal
 from fsdpckpt.ir.values import Value, leaf_tensors
-from fsdpckpt.layouts import HeldChunks, RankBoxes, SharedChunk, mesh_chunks, source_chunks
+from fsdpckpt.layouts import DistinctChunks, RankBoxes, SharedChunk, mesh_chunks, source_chunks
 from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.state_dicts import Leaf, flatten
 from fsdpckpt.writers.torch_full import lay_out_file
@@ -70,7 +70,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     return Target(files, notes, linked)
 
 
-def _held_chunks(value: Value | Blockwise, spec: WriteSpec) -> HeldChunks | None:
+def _held_chunks(value: Value | Blockwise, spec: WriteSpec) -> DistinctChunks | None:
     """The chunks of a tensor with the ranks that hold each, None if all ranks hold it whole."""
     if isinstance(value, Blockwise):
         codes = value.tensors[CODES]
@@ -84,7 +84,7 @@ def _held_chunks(value: Value | Blockwise, spec: WriteSpec) -> HeldChunks | None
     return mesh_chunks(value.shape, spec.sharding(value)) if value.sharded and value.shape else None
 
 
-def _of_elements(chunks: HeldChunks, blocks: Blocks) -> HeldChunks:
+def _of_elements(chunks: DistinctChunks, blocks: Blocks) -> DistinctChunks:
     """The boxes of a parameter whose codes are ``chunks``."""
     if not blocks.packed:
         return chunks
@@ -92,11 +92,11 @@ def _of_elements(chunks: HeldChunks, blocks: Blocks) -> HeldChunks:
     start, size = np.zeros((2, len(rows.rank), len(blocks.shape)), np.int64)
     size[:] = blocks.shape
     start[:, 0], size[:, 0] = rows.start[:, 0] * blocks.group, rows.size[:, 0] * blocks.group
-    return HeldChunks(RankBoxes(rows.rank, start, size), chunks.unshared_ranks)
+    return DistinctChunks(RankBoxes(rows.rank, start, size), chunks.unshared_ranks)
 
 
 def _dedup(
-    leaves: list[Leaf], held_chunks: list[HeldChunks | None], casts: Mapping[Tensor, DType], ranks: int
+    leaves: list[Leaf], held_chunks: list[DistinctChunks | None], casts: Mapping[Tensor, DType], ranks: int
 ) -> list[RankBoxes]:
     """For each leaf its (rank, box)es, in the order of the ranks that write them.
 
@@ -141,7 +141,7 @@ def _dedup(
             shared_assigned.setdefault(number, []).append((rank, chunk.box))
             loads[rank] += nbytes[number]
     for number, boxes in shared_assigned.items():
-        assigned[number] = assigned[number].with_more(RankBoxes.of(boxes, len(boxes[0][1].sizes)))
+        assigned[number] = assigned[number].merged_with(RankBoxes.of(boxes, len(boxes[0][1].sizes)))
     return assigned
 
 

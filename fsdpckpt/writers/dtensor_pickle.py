@@ -31,7 +31,7 @@ from fsdpckpt.ir.tensors import (
     Tensor,
     contiguous_stride,
 )
-from fsdpckpt.layouts import decoded_order, mesh_box
+from fsdpckpt.layouts import mesh_box, shard_order_of
 from fsdpckpt.producers import MeshForm
 from fsdpckpt.writers.rank_pickle import BUILD, NEW, RankPickle
 
@@ -136,7 +136,7 @@ class DTensorPickle(RankPickle):
 
     def _order_entries(self, placements: Sequence[Placement], sizes: Sequence[int]) -> bytes:
         """Each cut tensor dimension with its mesh dimensions, in the order in which they cut it."""
-        order = decoded_order(sizes, placements, first_of_equals=True) or {}  # {}: an order that PyTorch cannot express
+        order = shard_order_of(sizes, placements, first_of_equals=True) or {}  # {}: one that PyTorch cannot express
         return tuple_of(
             [
                 self.name(self._specs, "ShardOrderEntry") + integer(dim) + integers(mesh_dims) + b"\x86\x81"

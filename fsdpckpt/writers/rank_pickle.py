@@ -20,7 +20,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import CODES, TORCHAO, Blockwise
 from fsdpckpt.ir.targets import TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Box, Sharding, Tensor, contiguous_stride
-from fsdpckpt.layouts import mesh_box, rank_box
+from fsdpckpt.layouts import mesh_box, row_sharding
 
 NEW = b")\x81}("  # an empty argument tuple, __new__, and the start of the attributes
 BUILD = b"ub"
@@ -229,7 +229,7 @@ def _shards(shape: tuple[int, ...], ranks: int, first: int) -> ShardList:
     """The shards with rows among ``ranks`` ranks from rank ``first`` on; that rank's if there are none."""
     rows = -(-shape[0] // ranks)
     filled = -(-shape[0] // rows) if rows else 1
-    boxes = [rank_box(shape, ranks, group_rank) for group_rank in range(filled)]
+    boxes = [mesh_box(shape, row_sharding(ranks), group_rank) for group_rank in range(filled)]
     return ShardList(shape, tuple(range(first, first + filled)), boxes)
 
 

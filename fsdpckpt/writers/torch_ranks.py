@@ -26,7 +26,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
 from fsdpckpt.ir.tensors import Int64Array, Replicate, Shard, Sharding, Tensor
 from fsdpckpt.ir.values import Value
-from fsdpckpt.layouts import mesh_box, on_one_dimension
+from fsdpckpt.layouts import mesh_box, row_sharding
 from fsdpckpt.options import TensorForm
 from fsdpckpt.text import size_text
 from fsdpckpt.writers import WriteSpec
@@ -158,7 +158,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         _require_rows(checkpoint, spec)
     else:
         version, inferred = target_version(spec.torch_version)
-        meshes = spec.meshes or (on_one_dimension(world_size, mesh.names).mesh,)
+        meshes = spec.meshes or (row_sharding(world_size, mesh.names).mesh,)
         pickles = partial(DTensorPickle, form=mesh, torch=version, meshes=meshes)
         notes += inferred
 

@@ -97,20 +97,20 @@ def _state(units: Units, world_size: int, key: str) -> Tensor:
             shard_size=units.shard_size or world_size,
         )
         if unit.key == key:
-            return slices([layout.shard] * world_size)
+            return slices([layout.shard_numel] * world_size)
         for index, param in enumerate(unit.params):
             if param.name != key:
                 continue
-            if layout.shards == 1:
+            if layout.shard_count == 1:
                 return replicas(world_size, *param.shape)
-            counts = [0] * layout.shards
+            counts = [0] * layout.shard_count
             found = layout.slices()
             for rank, number, count in zip(
                 found.rank.tolist(), found.param.tolist(), found.count.tolist(), strict=True
             ):
                 if number == index:
                     counts[rank] = count
-            return slices([counts[rank % layout.shards] or None for rank in range(world_size)])
+            return slices([counts[rank % layout.shard_count] or None for rank in range(world_size)])
     param = next(param for param in units.unmanaged if param.name == key)
     return replicas(world_size, *param.shape)
 
@@ -125,7 +125,7 @@ def local_model(units: Units, world_size: int, *, by_name: bool = False) -> Mode
             world_size=world_size,
             shard_size=units.shard_size or world_size,
         )
-        held = [layout.held(rank % layout.shards) for rank in range(world_size)]
+        held = [layout.shard_range(rank % layout.shard_count) for rank in range(world_size)]
         ranks = [rank for rank, (begin, end) in enumerate(held) if end > begin]
         rows = Chunks.rows(
             ndim=1,

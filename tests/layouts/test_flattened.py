@@ -85,9 +85,9 @@ def check_against_fsdp(
         starts = (ends - flat._numels_with_padding)[~np.asarray(flat._is_padding_mask)]
         assert layout.start.tolist() == starts.tolist()
         assert layout.total == flat._unpadded_unsharded_size.numel() == ends[-1]
-        assert layout.shard == flat._sharded_size.numel()
-        own = 0 if layout.shards == 1 else rank % size
-        if layout.shards > 1:
+        assert layout.shard_numel == flat._sharded_size.numel()
+        own = 0 if layout.shard_count == 1 else rank % size
+        if layout.shard_count > 1:
             assert slices_of(layout, own) == [
                 (number, info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard)
                 for number, info in enumerate(flat._shard_param_infos)
@@ -185,9 +185,9 @@ def test_shards_in_rank_order_are_the_flat_parameter(drawn: tuple[list[int], int
     """Flatten, cut, join: each element of each parameter once, in order; only filler in between, zeros at the end."""
     layout, (numels, _, aligned, _) = build(drawn), drawn
     joined: list[tuple[int | None, int]] = []
-    for rank in range(layout.shards):
+    for rank in range(layout.shard_count):
         parts = layout.parts(rank)
-        assert sum(part.count for part in parts) == layout.shard
+        assert sum(part.count for part in parts) == layout.shard_numel
         joined += [(p.param, p.begin + i if p.param is not None else p.filler) for p in parts for i in range(p.count)]
     assert [item for item in joined if item[0] is not None] == [
         (n, i) for n, size in enumerate(numels) for i in range(size)
@@ -206,7 +206,7 @@ def test_shards_in_rank_order_are_the_flat_parameter(drawn: tuple[list[int], int
 def test_slices_are_the_parts_of_all_ranks(drawn: tuple[list[int], int, int | None, bool]) -> None:
     layout = build(drawn)
     expected = []
-    for rank in range(layout.shards):
+    for rank in range(layout.shard_count):
         offset = 0
         for part in layout.parts(rank):
             if part.param is not None:
@@ -215,10 +215,10 @@ def test_slices_are_the_parts_of_all_ranks(drawn: tuple[list[int], int, int | No
     found = layout.slices()
     rows = list(zip(found.rank, found.param, found.begin, found.count, found.offset, strict=True))
     assert sorted(expected, key=lambda row: (row[1], row[0])) == [tuple(map(int, row)) for row in rows]
-    for rank in range(layout.shards):
-        begin, end = layout.held(rank)
+    for rank in range(layout.shard_count):
+        begin, end = layout.shard_range(rank)
         assert 0 <= begin <= end <= layout.total
-        assert end - begin <= layout.shard
+        assert end - begin <= layout.shard_numel
 
 
 @st.composite
@@ -252,7 +252,7 @@ def test_boxes_of_a_range_are_its_elements_in_order(
 def test_a_unit_without_elements_is_a_layout_without_shards() -> None:
     for numels in ([], [0], [0, 0]):
         layout = FlatLayout.of(numels, world_size=3)
-        assert (layout.total, layout.shard, layout.parts(2), len(layout.slices().rank)) == (0, 0, [], 0)
+        assert (layout.total, layout.shard_numel, layout.parts(2), len(layout.slices().rank)) == (0, 0, [], 0)
 
 
 def test_a_thousand_units_on_four_thousand_ranks_are_laid_out_in_moments() -> None:
@@ -273,7 +273,7 @@ def test_units_are_placed_in_sharding_groups_and_shards_without_elements_have_no
     placed = place_units(units, world_size)
     assert [one.unit for one in placed] == [small, large]
     for one, numel in zip(placed, (2, 11), strict=True):
-        assert (one.layout.shards, one.sharded) == (shards, shards > 1)
+        assert (one.layout.shard_count, one.sharded) == (shards, shards > 1)
         starts = range(0, numel, -(-numel // shards))
         assert one.boxes == tuple(Box((at,), (min(-(-numel // shards), numel - at),)) for at in starts)
         assert one.parts(shards + 1) is one.parts(1 % shards)

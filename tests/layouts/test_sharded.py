@@ -19,15 +19,15 @@ from fsdpckpt.ir import tensors as ir
 from fsdpckpt.ir.tensors import Box
 from fsdpckpt.layouts import (
     LocalBox,
+    as_fully_shard,
     chunk,
-    decoded_order,
-    in_placement_order,
+    distribute_tensor_boxes,
     local_boxes,
     local_shape,
     mesh_box,
-    on_sizes,
-    rank_box,
-    strided,
+    on_mesh,
+    row_sharding,
+    shard_order_of,
 )
 from tests.readers.played_ranks import as_rank, shard_rows_twice
 
@@ -81,7 +81,7 @@ def test_a_rank_of_fsdp_holds_its_chunk_of_one_dimension(dim: int) -> None:
             whole.narrow(dim, start, size), chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
         )
         if dim == 0:
-            assert rank_box((7, 10), 4, rank) == Box((start, 0), (size, 10))
+            assert mesh_box((7, 10), row_sharding(4), rank) == Box((start, 0), (size, 10))
 
 
 @pytest.mark.parametrize("mesh_shape", [(5,), (2, 2), (3, 2), (2, 1, 3)])
@@ -99,7 +99,7 @@ def test_what_distribute_tensor_gives_each_rank(mesh_shape: tuple[int, ...]) -> 
             for rows, placements in itertools.product(ROWS[::2], itertools.product(kinds, repeat=len(mesh_shape))):
                 whole = numbered(rows, 5)
                 local = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
-                boxes = in_placement_order(whole.shape, mesh_shape, ours(placements), place)
+                boxes = distribute_tensor_boxes(whole.shape, mesh_shape, ours(placements), place)
                 assert torch.equal(cut_out(whole, boxes, local.shape), local), (rows, placements, place)
                 if boxes:
                     assert local_shape(boxes, whole.shape) == tuple(local.shape)
@@ -146,7 +146,7 @@ def test_split_factors_are_decoded_as_dtensor_encodes_them() -> None:
         for order in itertools.permutations(range(3)):
             entry = (ShardOrderEntry(tensor_dim=0, mesh_dims=order),)
             placements = DTensorSpec._convert_shard_order_to_StridedShard(entry, (Shard(0),) * 3, mesh)
-            decoded = decoded_order((4, 3, 2), ours(placements))
+            decoded = shard_order_of((4, 3, 2), ours(placements))
             assert decoded == {0: order}
 
 
@@ -173,7 +173,7 @@ def test_each_rank_of_a_mesh_has_the_box_that_torch_says_where_that_is_right(siz
     for rows, plan in itertools.product((1, 2, 5, 7, 9, 16), itertools.product(kinds, repeat=len(sizes))):
         if max(map(plan.count, plan)) > 2:
             continue  # of three cuts of one dimension torch's offsets are wrong with right sizes, too
-        placed = strided(mesh, ours(plan))
+        placed = as_fully_shard(mesh, ours(plan))
         theirs = [_theirs(placement) for placement in placed.placements]
         for rank in range(0, mesh.world_size, 1 + mesh.world_size // 20):
             place = mesh.coordinate(rank)
@@ -201,6 +201,6 @@ def test_cuts_keep_their_order_on_a_mesh_of_other_sizes(plan: tuple[str, ...]) -
     small, large = ir.MeshShape((1, 2)), ir.MeshShape((4, 8))
     for one, other in itertools.permutations((small, large, ir.MeshShape((2, 1))), 2):
         placements = [kinds[name] for name in plan]
-        assert on_sizes(strided(one, placements), other) == strided(other, placements)
+        assert on_mesh(as_fully_shard(one, placements), other) == as_fully_shard(other, placements)
     plain = ir.Sharding(large, (ir.Shard(0), ir.Shard(0)))  # as distribute_tensor cuts: the first first
-    assert on_sizes(plain, ir.MeshShape((2, 2))).placements == plain.placements
+    assert on_mesh(plain, ir.MeshShape((2, 2))).placements == plain.placements

@@ -33,7 +33,7 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.layouts import mesh_chunks, on_one_dimension
+from fsdpckpt.layouts import mesh_chunks, row_sharding
 from fsdpckpt.report import MARK, check_report, write_report
 from fsdpckpt.report.figures import COLUMNS, holdings, module_tree
 from fsdpckpt.report.page import page
@@ -53,7 +53,7 @@ HOSTILE = (
 
 def sharded(shape: tuple[int, ...], ranks: int, skip: frozenset[int] = frozenset()) -> Tensor:
     """A tensor of which every rank but those of ``skip`` holds its rows."""
-    own = mesh_chunks(shape, on_one_dimension(ranks)).unshared
+    own = mesh_chunks(shape, row_sharding(ranks)).unshared
     boxes = [row for row in zip(own.rank.tolist(), own.start, own.size, strict=True) if row[0] not in skip]
     chunks = Chunks.rows(
         ndim=len(shape),

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
 from fsdpckpt.ir.tensors import Shard, StridedShard
-from fsdpckpt.layouts import strided
+from fsdpckpt.layouts import as_fully_shard
 from fsdpckpt.options import TensorForm
 from fsdpckpt.writers import WriteSpec, torch_ranks
 from fsdpckpt.writers import dcp as dcp_writer
@@ -184,14 +184,14 @@ def test_a_sharded_tensor_cannot_be_on_a_mesh_of_tensor_parallelism() -> None:
 
 def test_fsdp_over_tensor_parallelism_cuts_last_and_says_so_by_split_factors() -> None:
     mesh = all_three(4, 4, 4).mesh
-    assert strided(mesh, [None] * len(mesh.sizes)).placements == (None,) * len(mesh.sizes)
+    assert as_fully_shard(mesh, [None] * len(mesh.sizes)).placements == (None,) * len(mesh.sizes)
 
-    assert strided(mesh, [Shard(0), Shard(0), Shard(0)]).placements == (
+    assert as_fully_shard(mesh, [Shard(0), Shard(0), Shard(0)]).placements == (
         StridedShard(0, 16),
         StridedShard(0, 4),
         Shard(0),
     )
-    assert strided(mesh, [Shard(1), Shard(0), Shard(1)]).placements == (StridedShard(1, 4), Shard(0), Shard(1))
+    assert as_fully_shard(mesh, [Shard(1), Shard(0), Shard(1)]).placements == (StridedShard(1, 4), Shard(0), Shard(1))
 
 
 def test_dcp_load_fills_a_model_on_that_mesh(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ class FlatPickle(ShardedTensorPickle):
         first = self.rank - index
         local_shard = None if value.shard is None else (index, self._view(value.shard, 0, value.shard.numel))
         boxes = value.placed.boxes
-        shards = ShardList((layout.total, layout.shard), tuple(range(first, first + len(boxes))), boxes)
+        shards = ShardList((layout.total, layout.shard_numel), tuple(range(first, first + len(boxes))), boxes)
         self.sharded_tensor(
             (layout.total,), value.dtype, shards, local_shard, requires_grad=value.placed.unit.requires_grad
         )

@@ -224,7 +224,7 @@ def contradictions(unit: Unit, module: FsdpModule, *, shard_size: int, use_orig_
     layout = layout_of(unit, use_orig_params=use_orig_params, world_size=shard_size, shard_size=shard_size)
     pairs = {
         "elements": (layout.total, _numel(getattr(module.flat_param, "_unpadded_unsharded_size", None))),
-        "elements of a shard": (layout.shard, _numel(getattr(module.flat_param, "_sharded_size", None))),
+        "elements of a shard": (layout.shard_numel, _numel(getattr(module.flat_param, "_sharded_size", None))),
         "offsets of the parameters": (layout.start.tolist(), _offsets(module.flat_param)),
     }
     for what, (computed, live) in pairs.items():

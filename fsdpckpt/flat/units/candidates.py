@@ -311,9 +311,9 @@ def _expected(units: Units, world_size: int) -> dict[str, set[_Token]]:
         tokens[param.name] = {param.shape, *([lengths.tobytes()] if len(param.shape) == 1 else [])}
     for placed in place_units(units, world_size):
         unit, layout = placed.unit, placed.layout
-        tokens[unit.key] = {np.full(world_size, layout.shard, np.int64).tobytes()}
+        tokens[unit.key] = {np.full(world_size, layout.shard_numel, np.int64).tobytes()}
         for param, counts in zip(unit.params, layout.counts(), strict=True):
             tokens[param.name] = {np.resize(counts, world_size).tobytes()} | (
-                {param.shape} if layout.shards == 1 else set()
+                {param.shape} if layout.shard_count == 1 else set()
             )
     return tokens

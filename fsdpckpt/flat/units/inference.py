@@ -231,7 +231,7 @@ def why_order_matters(checkpoint: Checkpoint, match: FlatMatch) -> str | None:
     if optim is None or optim.key_type != "id":
         return None
     if not units.use_orig_params:
-        shards = Counter(layout.shard for layout in match.layouts.values())
+        shards = Counter(layout.shard_numel for layout in match.layouts.values())
         return "several flat parameters are equally long" if max(shards.values()) > 1 else None
     params = units.params()
     times = Counter(param.numel for param in params.values())
@@ -278,7 +278,7 @@ def _flat(unit: Unit, match: FlatMatch) -> tuple[_Row, ...]:
         return (_slice(filled[0], match),)
     starts = layout.start.tolist()
     return tuple(
-        (param.name, param.shape, param.order, start, layout.shard, layout.shards)
+        (param.name, param.shape, param.order, start, layout.shard_numel, layout.shard_count)
         for param, start in zip(unit.params, starts, strict=True)
         if param.numel
     )

@@ -39,7 +39,7 @@ from fsdpckpt.ir.tensors import (
     contiguous_stride,
     placements_text,
 )
-from fsdpckpt.layouts import LocalBox, decoded_order, in_placement_order, local_boxes, local_shape
+from fsdpckpt.layouts import LocalBox, distribute_tensor_boxes, local_boxes, local_shape, shard_order_of
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import truncate
 
@@ -202,14 +202,14 @@ class DistributedParser(FileParser):
         shape, mesh, placements, order, local = cut
         if mesh.coordinate is None:
             return (), placements_text(placements), None
-        decoded = decoded_order(mesh.shape, placements)
+        decoded = shard_order_of(mesh.shape, placements)
         sharding = None
         if decoded is not None and order in (None, decoded) and mesh.ascending:
             sharding = _sharding(MeshShape(mesh.shape, mesh.names), placements)
         boxes = local_boxes(shape, mesh.shape, placements, mesh.coordinate, order)
         # distribute_tensor itself and fully_shard over a cut tensor differ for uneven sizes, with the same placements.
         if not _fits(boxes, shape, local.shape) and any(isinstance(p, StridedShard) for p in placements):
-            boxes = in_placement_order(shape, mesh.shape, placements, mesh.coordinate)
+            boxes = distribute_tensor_boxes(shape, mesh.shape, placements, mesh.coordinate)
             sharding = None
         if not _fits(boxes, shape, local.shape):
             self._corrupt(

@@ -23,7 +23,7 @@ from fsdpckpt.formats.torch import ChecksumRow, load_torch
 from fsdpckpt.ir.checkpoint import Checksums, Note, SourceFile
 from fsdpckpt.ir.tensors import Chunks, Int64Array, MeshShape, Shard, Tensor, contiguous_stride, contiguous_strides
 from fsdpckpt.ir.values import Value, leaf_tensors
-from fsdpckpt.layouts import mesh_box, strided
+from fsdpckpt.layouts import as_fully_shard, mesh_box
 from fsdpckpt.readers.dcp import DcpDirectory
 from fsdpckpt.readers.protocol import ChunkedTensor, Tree
 from fsdpckpt.readers.safetensors import sharding_info
@@ -217,8 +217,8 @@ def _correct_uneven(
     If FSDP2 and tensor parallelism both shard dimension 0 and the rows do not divide evenly,
     ``compute_local_shape_and_global_offset`` (``torch/distributed/tensor/_utils.py``, seen up to torch 2.14) computes
     other boxes than the ranks hold, and DCP stores the computed ones. The items have their true number of rows, and the
-    ranks that wrote them determine which rows these are, by the rule in ``layouts.strided``. One mesh must explain all
-    items.
+    ranks that wrote them determine which rows these are, by the rule in ``layouts.as_fully_shard``. One mesh must
+    explain all items.
     """
     world_size = directory.world_size
     sizes = [size for size in range(2, world_size // 2 + 1) if world_size % size == 0]
@@ -281,7 +281,7 @@ def _starts_on(
 @lru_cache(maxsize=256)  # many tensors have the same rows
 def _rows_on(mesh: MeshShape, rows: int, ranks: tuple[int, ...]) -> tuple[Int64Array, Int64Array]:
     """The first row that each of ``ranks`` holds, and how many, if both dimensions of ``mesh`` shard ``rows``."""
-    sharding = strided(mesh, (Shard(0), Shard(0)))
+    sharding = as_fully_shard(mesh, (Shard(0), Shard(0)))
     boxes = [mesh_box((rows,), sharding, rank) for rank in ranks]
     start = np.array([box.offsets[0] for box in boxes], np.int64)
     return start, np.array([box.sizes[0] for box in boxes], np.int64)
