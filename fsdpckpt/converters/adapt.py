@@ -15,7 +15,7 @@ from fsdpckpt.errors import SourceMissingError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.producers import Flavor, Form, PathKey, Place
+from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings, side_files
 from fsdpckpt.storage.sources import Sources
@@ -61,7 +61,7 @@ def adapt_to_form(
         checkpoint = replace(_without_extras(checkpoint, unplaced, why), extra=extra, rank_extra=())
     else:
         checkpoint = _without_extras(checkpoint, _extra_names_in_files(copied.files))  # they are not written twice
-        if form.model.at == () and form.extra.container is None:  # a tensor there would be one of the model's names
+        if form.model.keys == () and form.extra.container is None:  # a tensor there would be one of the model's names
             tensors = [str(key) for key, value in checkpoint.extra.items() if isinstance(value, Tensor)]
             why = f"left out: flavor {flavor.name} takes tensors at the top as the model's"
             checkpoint = _without_extras(checkpoint, tensors, why)
@@ -111,7 +111,7 @@ def _extras_imply_both(flavor: Flavor, form: Form) -> bool:
     if form.extra is None:
         return False
     name = form.extra.file.format(rank=0, world_size=1)
-    at_top = form.model.at == form.extra.at == () and form.model.file == form.extra.file
+    at_top = form.model.keys == form.extra.keys == () and form.model.file == form.extra.file
     return at_top or any(re.search(pattern, name) for pattern in flavor.training_files)
 
 
@@ -146,7 +146,7 @@ def _place_schedule(
     file = flavor.schedule_file
     schedule = _source_schedule(checkpoint, _ANY_SCHEDULE)
     if file and file not in names and schedule is not None:
-        form, extra = replace(form, extra=Place(file, container=Container.TORCH, layout=Layout.FULL)), schedule
+        form, extra = replace(form, extra=SectionPath(file, container=Container.TORCH, layout=Layout.FULL)), schedule
         copied.notes.append(_schedule_note(file, schedule, checkpoint, flavor, sources))
         names.add(file)
     copied.notes += [Note("unconfigured", message) for message in missing_file_warnings("the target", flavor, names)]

@@ -95,8 +95,8 @@ def _with_source_keys(form: Form, source: Checkpoint) -> Form:
     model, optim = (source.nesting.get(section) for section in (Section.MODEL, Section.OPTIM))
     if not form.keeps_source_keys or model is None:
         return form
-    place = form.optim if form.optim is None or optim is None else replace(form.optim, at=_steps(optim))
-    return replace(form, model=replace(form.model, at=_steps(model)), optim=place)
+    optim_path = form.optim if form.optim is None or optim is None else replace(form.optim, keys=_steps(optim))
+    return replace(form, model=replace(form.model, keys=_steps(model)), optim=optim_path)
 
 
 def _steps(path: tuple[Key, ...]) -> tuple[PathKey, ...]:

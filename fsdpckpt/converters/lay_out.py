@@ -14,7 +14,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.producers import PLAIN_MESH, PLAIN_PLACES, Form, Place
+from fsdpckpt.producers import PLAIN_MESH, PLAIN_PATHS, Form, SectionPath
 from fsdpckpt.writers import DtypeRule, Writer, WriteSpec, dcp, safetensors, torch_full, torch_ranks, universal
 
 WRITERS: Mapping[tuple[Container, Layout], Writer] = {
@@ -50,36 +50,37 @@ def lay_out(
     """
     if spec.form is not None:
         return _lay_out_form(transformed, spec, spec.form, side_files, linkable)
-    places, flattened = _source_places(transformed.checkpoint, spec)
-    document = _Document("", spec.container, spec.layout, transformed.checkpoint, places, flattened_keys=flattened)
+    paths, flattened = _source_paths(transformed.checkpoint, spec)
+    document = _Document("", spec.container, spec.layout, transformed.checkpoint, paths, flattened_keys=flattened)
     return _lay_out_document(document, transformed, spec, linkable)
 
 
-def _source_places(checkpoint: Checkpoint, spec: TargetSpec) -> tuple[Mapping[Section, Place], bool]:
+def _source_paths(checkpoint: Checkpoint, spec: TargetSpec) -> tuple[Mapping[Section, SectionPath], bool]:
     """From DCP to DCP, keep the keys that hold the sections and the form of the optimizer's keys."""
     if checkpoint.container is not Container.DCP or spec.container is not Container.DCP:
-        return PLAIN_PLACES, False
+        return PLAIN_PATHS, False
     paths = {
         section: tuple(key for key in path if isinstance(key, (str, int)))
         for section, path in checkpoint.nesting.items()
     }
-    places = {section: replace(place, at=paths.get(section, place.at)) for section, place in PLAIN_PLACES.items()}
+    moved = {section: replace(path, keys=paths.get(section, path.keys)) for section, path in PLAIN_PATHS.items()}
     by_name = checkpoint.optim is not None and checkpoint.optim.key_type != "id"
-    return places, checkpoint.flattened_keys and by_name
+    return moved, checkpoint.flattened_keys and by_name
 
 
 @dataclass(frozen=True, slots=True)
 class _Document:
     """Sections that share one file, one set of rank files, or one DCP directory.
 
-    ``path``: the file, or what precedes the names in a directory. ``places``, ``flattened_keys``: as in ``WriteSpec``.
+    ``path``: the file, or what precedes the names in a directory. ``section_paths``, ``flattened_keys``: as in
+    ``WriteSpec``.
     """
 
     path: str
     container: Container
     layout: Layout
     checkpoint: Checkpoint
-    places: Mapping[Section, Place]
+    section_paths: Mapping[Section, SectionPath]
     flattened_keys: bool
 
 
@@ -100,7 +101,7 @@ def _lay_out_document(
             dtypes=dtype_rule(options),
             world_size=1 if layout is Layout.FULL and container is Container.DCP else spec.world_size,
             path=document.path,
-            places=document.places,
+            section_paths=document.section_paths,
             flattened_keys=document.flattened_keys,
             unwrap=plain and options.only is not None,
             tensor=options.tensor,
@@ -156,17 +157,17 @@ def _is_metadata(file: TargetFile) -> bool:
 def _documents(checkpoint: Checkpoint, form: Form) -> Iterator[_Document]:
     """The sections of ``checkpoint`` that ``form`` has a place for, grouped by file, container and layout."""
     required = form.extra is not None and form.extra.container is not None  # its loader opens that file in any case
-    places = {
+    section_paths = {
         Section.MODEL: form.model if checkpoint.model is not None else None,
         Section.OPTIM: form.optim if checkpoint.optim is not None else None,
         Section.EXTRA: form.extra if checkpoint.extra or checkpoint.rank_extra or required else None,
     }
-    documents: dict[tuple[str, Container, Layout], dict[Section, Place]] = {}
-    for section, place in places.items():
-        if place is not None:
-            file = "{rank}" if "{rank}" in place.file else place.file
-            key = file, place.container or form.container, place.layout or form.layout
-            documents.setdefault(key, {})[section] = place
+    documents: dict[tuple[str, Container, Layout], dict[Section, SectionPath]] = {}
+    for section, section_path in section_paths.items():
+        if section_path is not None:
+            file = "{rank}" if "{rank}" in section_path.file else section_path.file
+            key = file, section_path.container or form.container, section_path.layout or form.layout
+            documents.setdefault(key, {})[section] = section_path
     for (_, container, layout), shared in documents.items():
         sections = replace(
             checkpoint,

@@ -27,7 +27,7 @@ from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.producers import PLAIN_PLACES, Place
+from fsdpckpt.producers import PLAIN_PATHS, SectionPath
 from fsdpckpt.readers.dcp.items import is_located, locate_rows
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import require_matches
@@ -84,17 +84,17 @@ class Names:
     optimizer: str | None = None
     flattened: bool = False
 
-    def places(self, checkpoint: Checkpoint) -> dict[Section, Place]:
+    def section_paths(self, checkpoint: Checkpoint) -> dict[Section, SectionPath]:
         """Where the sections of ``checkpoint`` are in the state dict."""
 
         def path(section: Section, name: str | None) -> Path:
             if name is not None:
                 return tuple(name.split(".")) if name else ()
-            stored = checkpoint.nesting.get(section, PLAIN_PLACES[section].at)
+            stored = checkpoint.nesting.get(section, PLAIN_PATHS[section].keys)
             return tuple(key if isinstance(key, int) else str(key) for key in stored)
 
         given = {Section.MODEL: self.model, Section.OPTIM: self.optimizer}
-        return {section: Place("", path(section, name)) for section, name in given.items()}
+        return {section: SectionPath("", path(section, name)) for section, name in given.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +117,16 @@ def entries_of(checkpoint: Checkpoint, names: Names, rank: int) -> Entries:
     Raises SourceUnsupportedError if two entries would have one key, or the optimizer has ids and ``names`` flattens it.
     """
     of_rank = replace(checkpoint, extra=extras_of_rank(checkpoint, rank), rank_extra=())
-    places = names.places(checkpoint)
+    paths = names.section_paths(checkpoint)
     try:
-        leaves, _ = flatten(of_rank, places, flattened_keys=names.flattened)
+        leaves, _ = flatten(of_rank, paths, flattened_keys=names.flattened)
     except SourceUnsupportedError as error:
         if error.key is not None:
             error.alternative = "give the sections other names: StorageReader(path, model=..., optimizer=...)"
         raise
     values = _MatchingNames({leaf.key: _loadable(leaf) for leaf in leaves})
     if of_rank.optim is not None and not names.flattened:
-        settings = settings_by_parameter(of_rank.optim, places[Section.OPTIM].at)
+        settings = settings_by_parameter(of_rank.optim, paths[Section.OPTIM].keys)
         values.others = {leaf.key: _loadable(leaf) for leaf in settings}
     return Entries(values, {leaf.key: leaf.path for leaf in leaves})
 

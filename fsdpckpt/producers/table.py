@@ -12,32 +12,32 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import Container, Layout, Section
-from fsdpckpt.producers import PLAIN, PLAIN_PLACES, Flavor, Form, MeshForm, Place, RankFileName, Signature
+from fsdpckpt.producers import PLAIN, PLAIN_PATHS, Flavor, Form, MeshForm, RankFileName, SectionPath, Signature
 
 # accelerate, the Trainer of transformers, Hugging Face
 
 WEIGHTS = r"^(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?$"
-"""Names of the files that ``save_pretrained`` writes weights to."""
+"""The names of the files to which ``save_pretrained`` writes weights."""
 
 _MODEL, _OPTIM = "pytorch_model_fsdp", "optimizer"
 _STATE = rf"^{_MODEL}(_\d+)?(_rank\d+)?(\.bin)?$"
 _OPTIM_STATE = rf"^{_OPTIM}(_\d+(_rank\d+\.bin)?|\.bin)$"
-_TRAINED = r"^(trainer_state\.json|rng_state(_\d+)?\.pth)$"
-_SCHEDULING = r"^(scheduler(_\d+)?|scaler)\.(bin|pt)$"
+_TRAINER_FILE = r"^(trainer_state\.json|rng_state(_\d+)?\.pth)$"
+_SCHEDULER_FILE = r"^(scheduler(_\d+)?|scaler)\.(bin|pt)$"
 
-_FULL = Form(Layout.FULL, Container.TORCH, Place(f"{_MODEL}.bin"), Place(f"{_OPTIM}.bin"), key_type="name")
+_FULL = Form(Layout.FULL, Container.TORCH, SectionPath(f"{_MODEL}.bin"), SectionPath(f"{_OPTIM}.bin"), key_type="name")
 _SHARDED = Form(
     Layout.SHARDED,
     Container.DCP,
-    Place(f"{_MODEL}_0/", ("model",)),
-    Place(f"{_OPTIM}_0/", ("optimizer",)),
+    SectionPath(f"{_MODEL}_0/", ("model",)),
+    SectionPath(f"{_OPTIM}_0/", ("optimizer",)),
     key_type="name",
 )
 _RANKS = Form(  # use_dcp=False
     Layout.SHARDED,
     Container.TORCH,
-    Place(f"{_MODEL}_0_rank{{rank}}.bin"),
-    Place(f"{_OPTIM}_0_rank{{rank}}.bin"),
+    SectionPath(f"{_MODEL}_0_rank{{rank}}.bin"),
+    SectionPath(f"{_OPTIM}_0_rank{{rank}}.bin"),
     key_type="name",
     mesh=MeshForm("cuda"),
 )
@@ -45,8 +45,8 @@ _RANKS = Form(  # use_dcp=False
 _LOCAL = Form(  # the optimizer is saved by name and sharded all the same
     Layout.FLATTENED,
     Container.TORCH,
-    Place(f"{_MODEL}_rank{{rank}}.bin"),
-    Place(f"{_OPTIM}_0/", ("optimizer",), container=Container.DCP, layout=Layout.SHARDED),
+    SectionPath(f"{_MODEL}_rank{{rank}}.bin"),
+    SectionPath(f"{_OPTIM}_0/", ("optimizer",), container=Container.DCP, layout=Layout.SHARDED),
 )
 
 _BY_DEEPSPEED = r"^latest(_universal)?$"  # DeepSpeed's state in place of FSDP's
@@ -65,7 +65,7 @@ ACCELERATE = Flavor(
     forms=(_SHARDED, _FULL, _RANKS, _LOCAL),
     state=rf"^({_MODEL}|{_OPTIM})(_\d+)?(_rank\d+)?(\.bin)?$|{_OF_DEEPSPEED}|^pytorch_model$",
     rank_files=(RankFileName("random_states_{rank}.pkl"),),
-    side_files=rf"{_SCHEDULING}|^(sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin$|^custom_checkpoint_\d+\.pkl$",
+    side_files=rf"{_SCHEDULER_FILE}|^(sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin$|^custom_checkpoint_\d+\.pkl$",
     model_files="",
     schedules=(("scheduler",), _DEEPSPEED_SCHEDULE),
     counts_processes=True,
@@ -78,10 +78,14 @@ TRAINER = replace(
     ACCELERATE,
     name="trainer",
     title="a checkpoint of the Trainer of transformers",
-    signs=(Signature((_STATE, _TRAINED)), Signature((_OPTIM_STATE, _TRAINED)), Signature((_TRAINED, _BY_DEEPSPEED))),
+    signs=(
+        Signature((_STATE, _TRAINER_FILE)),
+        Signature((_OPTIM_STATE, _TRAINER_FILE)),
+        Signature((_TRAINER_FILE, _BY_DEEPSPEED)),
+    ),
     state=rf"{ACCELERATE.state}|{_STEP_DIRECTORY}",
     rank_files=(RankFileName("rng_state_{rank}.pth", single="rng_state.pth"),),
-    side_files=rf"{_SCHEDULING}|^(trainer_state\.json|training_args\.bin)$",
+    side_files=rf"{_SCHEDULER_FILE}|^(trainer_state\.json|training_args\.bin)$",
     exports=(WEIGHTS,),
     training_files=(r"^scheduler\.pt$", r"^rng_state(_\d+)?\.pth$", r"^scaler\.pt$"),  # none with save_only_model
     needed=(  # Trainer._load_optimizer_and_scheduler, Trainer.train
@@ -102,7 +106,7 @@ HUGGINGFACE = Flavor(
     name="huggingface",
     title="Hugging Face weights",
     signs=(Signature((r"^model([-.].*)?\.safetensors(\.index\.json)?$", r"^config\.json$")),),
-    forms=(Form(Layout.FULL, Container.SAFETENSORS, Place("model"), None, weights=True),),
+    forms=(Form(Layout.FULL, Container.SAFETENSORS, SectionPath("model"), None, weights=True),),
     state=r"\.safetensors(\.index\.json)?$",
     model_files="",
 )
@@ -111,7 +115,7 @@ HUGGINGFACE = Flavor(
 # Lightning
 
 _Defaults = tuple[tuple[str, str | int | tuple[()] | None], ...]
-_META = Place("meta.pt", container=Container.TORCH, layout=Layout.FULL)
+_META = SectionPath("meta.pt", container=Container.TORCH, layout=Layout.FULL)
 _META_FILES = (r"^meta\.pt$", r"^\.metadata$")
 _VERSION = "pytorch-lightning_version"
 # The oldest version that saves this form: the Trainer upgrades older ones.
@@ -119,24 +123,24 @@ _DEFAULTS: _Defaults = ((_VERSION, "2.0.0"), ("epoch", 0), ("global_step", 0), (
 
 
 def _lightning_sharded(model: str, optim: str, defaults: _Defaults = ()) -> Form:
-    places = (Place("", (model,)), Place("", (optim,)), _META)
+    places = (SectionPath("", (model,)), SectionPath("", (optim,)), _META)
     return Form(Layout.SHARDED, Container.DCP, *places, key_type="name", defaults=defaults)
 
 
 _FABRIC_FULL = Form(
     Layout.FULL,
     Container.TORCH,
-    Place("", ("model",)),
-    Place("", ("optimizer",)),
-    Place(""),
+    SectionPath("", ("model",)),
+    SectionPath("", ("optimizer",)),
+    SectionPath(""),
     key_type="name",
     directory=False,
     suffix=".ckpt",
 )
 _LIGHTNING_FULL = replace(
     _FABRIC_FULL,
-    model=Place("", ("state_dict",)),
-    optim=Place("", ("optimizer_states", 0)),
+    model=SectionPath("", ("state_dict",)),
+    optim=SectionPath("", ("optimizer_states", 0)),
     key_type="id",
     defaults=_DEFAULTS,
 )
@@ -171,13 +175,13 @@ FABRIC = Flavor(
 # torchtitan
 
 _DCP = r"^\.metadata$"
-_STEP = r"^\.\./step-\d+$"  # anyone may use this name for a directory: the keys in it show whose it is
+_STEP = r"^\.\./step-\d+$"  # others may name a directory so: only with torchtitan's keys in it
 _TORCHTITAN_FORM = Form(
     Layout.SHARDED,
     Container.DCP,
-    Place(""),
-    Place("", ("optimizer",)),
-    Place(""),
+    SectionPath(""),
+    SectionPath("", ("optimizer",)),
+    SectionPath(""),
     key_type="name",
     flattened=True,
 )
@@ -198,15 +202,15 @@ TORCHTITAN_OLD = replace(
         Signature((_DCP, _STEP), model=("model",), flattened=True),
         Signature((_DCP,), ("train_state",), model=("model",)),
     ),
-    forms=(replace(_TORCHTITAN_FORM, model=Place("", ("model",))),),
+    forms=(replace(_TORCHTITAN_FORM, model=SectionPath("", ("model",))),),
 )
 
 
 # verl
 
-_SCHEDULE = "lr_scheduler"  # its loader opens it in any case, and "rng" where it is
+_SCHEDULE = "lr_scheduler"  # its loader always opens it, and "rng" if there is one
 _CONFIG = '{{\n    "FSDP_version": {version},\n    "world_size": {{world_size}}\n}}'
-_VERL_PLACES = {section: replace(place, at=()) for section, place in PLAIN_PLACES.items()}
+_VERL_PLACES = {section: replace(place, keys=()) for section, place in PLAIN_PATHS.items()}
 _VERL_SHARDED = Form(
     Layout.SHARDED,
     Container.TORCH,
@@ -234,7 +238,7 @@ VERL = Flavor(
     signs=(Signature((r"^(model|optim)_world_size_\d+_rank_\d+\.pt$", r"^(fsdp_config\.json|huggingface)$")),),
     forms=(_VERL_SHARDED, _VERL_FLATTENED),
     state=r"^((model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|fsdp_config\.json)$",
-    rank_files=(RankFileName("data_{rank}.pt"),),  # its supervised training's data loaders
+    rank_files=(RankFileName("data_{rank}.pt"),),  # the data loaders of its supervised training
     side_files=r"^data\.pt$|^lora_(train_meta\.json|adapter/adapter_(config\.json|model\.safetensors))$",
     export_directories=("huggingface",),
     model_files="huggingface/",
@@ -259,13 +263,13 @@ TORCHTUNE = Flavor(
 
 
 _RANK = r"^rank\d+-of-\d+-(model|optimizer|optim|pytorch_model|adapter_model)\.(bin|pt|pth)$"
-_OTHER = r"[_-]rank-\d{8}-of-\d{8}\.pth?$"
+_OLD_RANK = r"[_-]rank-\d{8}-of-\d{8}\.pth?$"
 
 TORCH_XLA = Flavor(
     name="torch_xla",
     title="torch_xla's FSDP",
-    signs=(Signature((_RANK,)), Signature((_OTHER,))),
-    state=rf"{_RANK}|{_OTHER}",
+    signs=(Signature((_RANK,)), Signature((_OLD_RANK,))),
+    state=rf"{_RANK}|{_OLD_RANK}",
     model_files="",
     exports=(WEIGHTS, r"_consolidated\.pth$"),
 )
@@ -287,9 +291,9 @@ DEEPSPEED_UNIVERSAL = Flavor(
         Form(
             Layout.FULL,
             Container.TORCH,
-            Place("", ("module",)),
-            Place("", ("optimizer",)),
-            Place(""),
+            SectionPath("", ("module",)),
+            SectionPath("", ("optimizer",)),
+            SectionPath(""),
             key_type="name",
             defaults=(("lr_scheduler", None), ("skipped_steps", 0), ("dp_world_size", 1)),
             schedule=("lr_scheduler", frozenset({"last_epoch", "_last_lr"})),
@@ -315,7 +319,7 @@ FAIRSCALE = Flavor(
     name="fairscale", title="fairscale's FSDP", signs=(), state=r"[_.-]shard[_-]?\d+\.[^.]+$", model_files=""
 )
 
-FLAVORS: tuple[Flavor, ...] = (  # the first whose sign is present wins
+FLAVORS: tuple[Flavor, ...] = (  # the first with a sign that matches wins
     TRAINER, ACCELERATE, VERL, LIGHTNING_MODEL_PARALLEL, LIGHTNING, FABRIC, COMPOSER, TORCHTUNE, TORCHTITAN,
     TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, DEEPSPEED, DEEPSPEED_UNIVERSAL, MEGATRON,
     HUGGINGFACE,
@@ -339,7 +343,7 @@ def recognise(
     model: tuple[object, ...] | None = None,
     flattened: bool = False,
 ) -> Flavor | None:
-    """The framework that matches the file ``names`` of ``directory`` and the top-level ``keys``, or None.
+    """The first framework that matches the file ``names`` of ``directory`` and the top-level ``keys``, or None.
 
     ``model`` and ``flattened``: of a DCP checkpoint's keys, as in ``Signature``.
     """
@@ -358,7 +362,7 @@ def recognise(
 
 
 def belongs(flavor: Flavor | None, path: str) -> bool:
-    """Whether ``flavor``, or the export of any framework, has a file at ``path`` below the checkpoint's directory."""
+    """Whether a file at ``path`` below a checkpoint's directory is ``flavor``'s, or of an export of any framework."""
     folder, _, name = path.rpartition("/")
     if folder in EXPORT_DIRECTORIES and re.search(WEIGHTS, name):
         return True
@@ -370,7 +374,7 @@ def belongs(flavor: Flavor | None, path: str) -> bool:
 
 
 def copied_by_rank(name: str) -> bool:
-    """Whether each rank has a side file of this name in some framework: new ranks get copies of it."""
+    """Whether each rank of some framework has a side file of this name: ranks that are new get copies."""
     return any(file.rank_of(name) is not None for flavor in FLAVORS for file in flavor.rank_files)
 
 

@@ -19,7 +19,7 @@ from fsdpckpt.ir.tensors import MeshShape, Sharding, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.layouts import row_sharding
 from fsdpckpt.options import DEFAULT_MAX_SHARD_SIZE, TensorForm
-from fsdpckpt.producers import PLAIN_MESH, PLAIN_PLACES, MeshForm, Place
+from fsdpckpt.producers import PLAIN_MESH, PLAIN_PATHS, MeshForm, SectionPath
 from fsdpckpt.text import plural
 
 _COUNTER = "step"
@@ -73,7 +73,7 @@ class WriteSpec:
     ``dtypes``: the casts.
     ``world_size``: ranks of the target; None for one file, or to keep the source's own chunks and ranks (DCP).
     ``path``: of the one file ("" when the target itself is the file), or what precedes the names in a DCP directory.
-    ``places``: the path of keys to each section in one state dict, and the name of each section's files by rank.
+    ``section_paths``: the path of keys to each section in one state dict, and the name of each section's files by rank.
     ``flattened_keys``: of the optimizer in one state dict, as in ``Form``.
     ``unwrap``: a torch file of one section without extras holds that section's dict itself.
     ``tensor``, ``mesh``, ``mesh_device``: of files by rank, what a sharded tensor becomes, the form of the mesh that
@@ -90,7 +90,7 @@ class WriteSpec:
     dtypes: DtypeRule = DtypeRule()
     world_size: int | None = None
     path: str = ""
-    places: Mapping[Section, Place] = field(default_factory=lambda: PLAIN_PLACES)
+    section_paths: Mapping[Section, SectionPath] = field(default_factory=lambda: PLAIN_PATHS)
     flattened_keys: bool = False
     unwrap: bool = False
     tensor: TensorForm = TensorForm.DTENSOR

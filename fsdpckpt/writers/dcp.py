@@ -50,7 +50,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     """
     world_size = spec.world_size
     casts, notes = spec.dtypes.casts(checkpoint)
-    leaves, flattening = flatten(checkpoint, spec.places, flattened_keys=spec.flattened_keys)
+    leaves, flattening = flatten(checkpoint, spec.section_paths, flattened_keys=spec.flattened_keys)
     notes += flattening
     held_chunks = [_held_chunks(leaf.value, spec) for leaf in leaves]
     source_ranks = (rank + 1 for chunks in held_chunks if chunks for rank in chunks.unshared_ranks)

@@ -25,7 +25,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import Blockwise, joined_states
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, equal, like
-from fsdpckpt.producers import PLAIN_PLACES, PathKey, Place
+from fsdpckpt.producers import PLAIN_PATHS, PathKey, SectionPath
 from fsdpckpt.text import plural
 
 
@@ -184,7 +184,7 @@ def _stored_whole(values: list[Value]) -> bool:
 
 
 def flatten(
-    checkpoint: Checkpoint, places: Mapping[Section, Place] = PLAIN_PLACES, *, flattened_keys: bool = False
+    checkpoint: Checkpoint, section_paths: Mapping[Section, SectionPath] = PLAIN_PATHS, *, flattened_keys: bool = False
 ) -> tuple[list[Leaf], list[Note]]:
     """All leaves in ``dcp.save``'s order under DCP's flat keys, with notes on what the flat form cannot hold.
 
@@ -199,13 +199,13 @@ def flatten(
     double: list[str] = []
     walk = _Walk(leaves, notes, double)
     if checkpoint.model is not None:
-        path = places[Section.MODEL].at
+        path = section_paths[Section.MODEL].keys
         walk.mapping(path, _dotted(path), dict(checkpoint.model.params.items()))
         if checkpoint.model.metadata is not None:
             message = "the model state dict's _metadata (module versions) cannot be stored in a DCP directory"
             notes.append(Note("dropped", message))
     if checkpoint.optim is not None:
-        path = places[Section.OPTIM].at
+        path = section_paths[Section.OPTIM].keys
         if flattened_keys:
             leaves.extend(_flat_optimizer(checkpoint.optim, path, notes))
         else:

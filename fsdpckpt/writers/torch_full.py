@@ -32,7 +32,7 @@ from fsdpckpt.writers.state_dicts import extras_of_one, model_dict, nested, opti
 
 
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
-    """One file at ``spec.path``: a dict of the sections, each at its place in ``spec.places``, and the extras.
+    """One file at ``spec.path``: a dict of the sections, each at its path in ``spec.section_paths``, and the extras.
 
     Tensors that share memory in the source's model section or extras share it in the target.
     """
@@ -40,9 +40,9 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     extra, dropped = extras_of_one(checkpoint)
     sections: list[tuple[tuple[PathKey, ...], Value]] = []
     if checkpoint.model is not None:
-        sections.append((spec.places[Section.MODEL].at, model_dict(checkpoint.model)))
+        sections.append((spec.section_paths[Section.MODEL].keys, model_dict(checkpoint.model)))
     if checkpoint.optim is not None:
-        sections.append((spec.places[Section.OPTIM].at, optim_dict(checkpoint.optim)))
+        sections.append((spec.section_paths[Section.OPTIM].keys, optim_dict(checkpoint.optim)))
     if len(sections) == 1 and not extra and (spec.unwrap or not sections[0][0]):
         value = sections[0][1]
     else:

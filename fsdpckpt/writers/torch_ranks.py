@@ -174,7 +174,8 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         def pickle(rank: int) -> RankPickle:
             return pickles(rank=rank, world_size=world_size, shardings=cut, casts=casts, canonical=tied or {})
 
-        paths = [spec.places[section].file.format(rank=rank, world_size=world_size) for rank in range(world_size)]
+        name = spec.section_paths[section].file
+        paths = [name.format(rank=rank, world_size=world_size) for rank in range(world_size)]
         laid_out = RankFiles(pickle, cut)
         if len(values) == 1 and use_template:
             rank_files = laid_out.of_value(values[0], paths)

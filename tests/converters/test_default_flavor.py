@@ -139,7 +139,7 @@ def test_keys_that_are_not_the_frameworks_stay_as_they_are() -> None:
     )
     form = spec(own, **SIX).form
     assert form is not None and form.optim is not None
-    assert (form.model.at, form.optim.at) == (("net",), ("training", "adam"))
+    assert (form.model.keys, form.optim.keys) == (("net",), ("training", "adam"))
 
 
 @pytest.mark.parametrize("kind", ["several-models", "several-optimizers"])

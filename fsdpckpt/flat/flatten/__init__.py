@@ -45,7 +45,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     data = TargetData()
 
     def file_of(rank: int, section: Section, value: Any) -> TargetFile:
-        file = TargetFile(spec.places[section].file.format(rank=rank, world_size=world_size), data)
+        file = TargetFile(spec.section_paths[section].file.format(rank=rank, world_size=world_size), data)
         writer = FlatPickle(rank=rank, world_size=world_size, shard_size=units.shard_size or world_size, casts=casts)
         writer.value(value)
         writer.write(file, stem=posixpath.splitext(posixpath.basename(file.path))[0])
