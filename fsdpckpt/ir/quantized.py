@@ -1,10 +1,10 @@
-"""Optimizer states that are quantized in blocks: those of torchao's 8-bit, 4-bit and fp8 optimizers, and bitsandbytes'.
+"""Describes optimizer states that are quantized in blocks: torchao's 8-bit, 4-bit and fp8 ones, and bitsandbytes'.
 
-A state of torchao is a code for each element and a scale for each block: so many consecutive elements of a rank's
-shard, row by row (``torchao.optim.subclass_8bit``, ``subclass_4bit``, ``subclass_fp8``). In the IR it is several
-entries of one dict, so that everything else sees ordinary tensors:
+A state of torchao is a code for each element and a scale for each block: a fixed number of consecutive elements of a
+rank's shard, row by row (``torchao.optim.subclass_8bit``, ``subclass_4bit``, ``subclass_fp8``). In the IR it is several
+entries of one dict, so that all other code sees ordinary tensors:
 
-    exp_avg         ``Blocks.record()``: an ``Object`` that names torchao's class and says the form
+    exp_avg         ``Blocks.record()``: an ``Object`` with torchao's class and the fields of ``Blocks``
     exp_avg.codes   uint8 or float8_e4m3fn, of the parameter's shape; of 4-bit codes, two a byte, (rows / group, bytes)
     exp_avg.scale   float32 (rows / group, blocks of a group)
     exp_avg.qmap    float32 (256,) or (16,), what each code stands for; not of fp8
@@ -12,7 +12,7 @@ entries of one dict, so that everything else sees ordinary tensors:
 A *group* is the fewest rows that are whole blocks. Where every cut lies between two groups, the ranks' codes and scales
 are exact slices of the whole, and cutting their first dimension cuts rows.
 
-Of bitsandbytes (``bitsandbytes/optim/optimizer.py``, 0.50) the states of a parameter are ordinary tensors:
+The states of bitsandbytes (``bitsandbytes/optim/optimizer.py``, 0.50) are ordinary tensors:
 
     state1, state2    one element for each of the parameter: float32, or uint8 codes of 8 bits
     absmax1, absmax2  float32, with 8 bits: the scale of each block of codes, in memory order; the last may be shorter
@@ -54,8 +54,8 @@ _Name = TypeVar("_Name")  # of an entry: a key or a value, as the caller types i
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The form of one state: torchao's class, the dtype it presents, the parameter's shape, the elements in a block,
-    and whether the codes have a sign (None: the class does not say, as fp8).
+    """How one state is quantized: torchao's class, the dtype it shows, the parameter's shape, the elements in a block,
+    and whether the codes have a sign (None for fp8, whose class does not say).
     """
 
     kind: Global
@@ -110,7 +110,7 @@ def is_blockwise(kind: Global) -> bool:
 
 
 def blocks_of(value: object) -> Blocks | None:
-    """The form that ``Blocks.record`` stored."""
+    """What ``Blocks.record`` stored; None for any other value."""
     if type(value) is not Object or not is_blockwise(value.function):
         return None
     match value.args:
@@ -122,7 +122,7 @@ def blocks_of(value: object) -> Blocks | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blockwise:
-    """One state: its form, and its tensors by part."""
+    """One state: how it is quantized, and its tensors by part."""
 
     blocks: Blocks
     tensors: Mapping[str, Tensor]
@@ -138,7 +138,7 @@ def split_state(name: Key, blocks: Blocks, parts: Mapping[str, _Item]) -> dict[K
 
 
 def parts_in(entry: Mapping[_Name, object]) -> dict[str, tuple[Blocks, str]]:
-    """The names in ``entry`` that are parts of a state, with the form of the state and which part each is."""
+    """The names in ``entry`` that are parts of a state, each with the ``Blocks`` of the state and which part it is."""
     return {
         part_name(name, part): (blocks, part)
         for name, value in entry.items()
@@ -147,10 +147,10 @@ def parts_in(entry: Mapping[_Name, object]) -> dict[str, tuple[Blocks, str]]:
     }
 
 
-def shapes_shown(entry: Mapping[_Name, object]) -> Iterator[tuple[_Name, Tensor, tuple[int, ...]]]:
-    """Each tensor in ``entry`` that has dimensions, with its name and the shape that it shows for its parameter.
+def parameter_shapes(entry: Mapping[_Name, object]) -> Iterator[tuple[_Name, Tensor, tuple[int, ...]]]:
+    """Each tensor in ``entry`` that has dimensions, with its name and the shape that its parameter would have.
 
-    Codes and scales show the shape of their state; a ``qmap`` shows none and is left out.
+    For codes and scales that is the shape of their state; a ``qmap`` says nothing and is left out.
     """
     parts = parts_in(entry)
     for name, leaf in entry.items():
@@ -186,7 +186,7 @@ def _tensor(entry: Mapping[_Name, Value], name: _Name, blocks: Blocks, part: str
 
 
 def unwrapped(entry: Any) -> Any:
-    """The states of one parameter without the dict that hides them; anything else as it is."""
+    """The states of one parameter without the dict that hides them from FSDP; anything else unchanged."""
     if not isinstance(entry, dict) or not isinstance(entry.get(_WRAPPER), dict):
         return entry
     return {**{name: item for name, item in entry.items() if name != _WRAPPER}, **entry[_WRAPPER]}

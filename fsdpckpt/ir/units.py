@@ -1,4 +1,4 @@
-"""Units: what FSDP1 never saves. They list the parameters in each flat parameter, in order and with their shapes.
+"""Describes units, which FSDP1 never saves: the parameters in each flat parameter, in order and with their shapes.
 
 A *unit* is one FSDP1-wrapped module; the parameters it manages form one flat parameter. Names are FQNs without the
 prefixes that wrappers add. Order matters everywhere: of units (pre-order of the modules, the root first), of the
@@ -69,7 +69,7 @@ def unit_text(prefix: str) -> str:
 class Unit:
     """One flat parameter. ``prefix``: FQN of the wrapped module, "" for the root.
 
-    ``params``: every parameter it holds, including frozen ones; a shared one once, at its first place. ``param_dtype``:
+    ``params``: every parameter in it, including frozen ones; a shared one once, where it comes first. ``param_dtype``:
     ``MixedPrecision.param_dtype``, which decides the alignment under ``use_orig_params=True``; None if there is none.
     """
 
@@ -108,13 +108,13 @@ class RankOrder:
 class Units:
     """All units of one model, and what else is needed to read or write its flattened checkpoints.
 
-    ``unmanaged``: parameters outside every unit (ignored by FSDP, or beside the wrapped modules), whole on every rank.
-    ``shared``: (later name, first name) of shared parameters. ``parameters``: ``model.parameters()`` order, as original
-    names, a shared parameter once. ``groups``: for each group of the optimizer its parameters in the order of their
-    ids: original names, or with ``use_orig_params=False`` the ``key`` of a unit; None if not known, which means one
-    group in ``model.parameters()`` order. ``world_size``: the number of ranks when it was recorded, None if it is for
+    ``unmanaged``: parameters in no unit (ignored by FSDP, or of modules that are not wrapped), whole on every rank.
+    ``shared``: (later name, first name) of shared parameters. ``parameters``: original names in the order of
+    ``model.parameters()``, a shared parameter once. ``groups``: for each group of the optimizer its parameters in the
+    order of their ids: original names, or with ``use_orig_params=False`` the ``key`` of a unit; None if unknown, which
+    means one group in the order of ``model.parameters()``. ``world_size``: the number of ranks that saved, None for
     any. ``shard_size``: ranks in one sharding group, None for all of them (HYBRID_SHARD has fewer). ``orders``: the
-    ranks whose optimizers list their parameters in another order, or lack some; ``groups`` then lists every parameter
+    ranks whose optimizers list the parameters in a different order, or lack some; ``groups`` then lists every parameter
     that any rank has.
     """
 
@@ -172,7 +172,7 @@ class Units:
 
 @dataclass(slots=True)
 class _Module:
-    """One module: its own parameters and its other own keys, and its children, in the order of ``state_dict``."""
+    """One module: its parameters, its other keys, and its children, in the order of ``state_dict``."""
 
     params: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
@@ -186,14 +186,14 @@ def state_dict_order(names: Iterable[str], units: Units) -> list[str]:
     parameter is a parameter of its module, registered last; with True the state dict hook puts it after everything in
     the module. Otherwise the order of ``names`` stays.
     """
-    known = {*units.params(), *(later for later, _ in units.shared)}
+    parameters = {*units.params(), *(later for later, _ in units.shared)}
     root = _Module()
     for name in names:
         *path, _ = name.split(".")
         module = root
         for word in path:
             module = module.children.setdefault(word, _Module())
-        (module.params if name in known else module.others).append(name)
+        (module.params if name in parameters else module.others).append(name)
     keys: list[str] = []
     _list_module(root, "", {unit.prefix: unit.key for unit in units.units}, keys, last=units.use_orig_params)
     return keys
@@ -212,7 +212,7 @@ def _list_module(module: _Module, path: str, flat: Mapping[str, str], keys: list
 
 
 def flaws(units: Units) -> list[str]:
-    """Every contradiction within ``units``, one sentence each; empty if they describe one model."""
+    """Everything that contradicts itself in ``units``, one sentence each; empty if they describe one model."""
     result = [*_repeated(units), *_orders(units)]
     for unit in units.units:
         result.extend(_unit_flaws(unit, use_orig_params=units.use_orig_params))
@@ -232,7 +232,7 @@ def _repeated(units: Units) -> Iterator[str]:
     )
     yield from (f"parameters: {name} is listed {times} times" for name, times in _repeated_keys(units.parameters))
     listed = [key for group in units.groups or () for key in group]
-    yield from (f"groups: {key} is in {times} places" for key, times in _repeated_keys(listed))
+    yield from (f"groups: {key} is listed {times} times" for key, times in _repeated_keys(listed))
 
 
 def _repeated_keys(names: Iterable[_Item]) -> list[tuple[_Item, int]]:
@@ -241,14 +241,14 @@ def _repeated_keys(names: Iterable[_Item]) -> list[tuple[_Item, int]]:
 
 def _orders(units: Units) -> Iterator[str]:
     """``parameters`` has every parameter; ``groups`` has only what an optimizer of the wrapped model could hold."""
-    known = set(units.params())
+    params = set(units.params())
     listed = set(units.parameters)
-    unknown = [name for name in units.parameters if name not in known]
+    unknown = [name for name in units.parameters if name not in params]
     yield from (f"parameters: {name} is in no unit and not listed as unmanaged" for name in unknown)
     yield from (f"parameters: {name} is missing" for name in units.params() if name not in listed)
     yield from _misplaced(units)
     unmanaged = {param.name for param in units.unmanaged}
-    keys = known if units.use_orig_params else {unit.key for unit in units.units} | unmanaged
+    keys = params if units.use_orig_params else {unit.key for unit in units.units} | unmanaged
     kind = "parameter" if units.use_orig_params else "flat parameter or unmanaged parameter"
     for group in units.groups or ():
         yield from (f"groups: {key} is not a {kind} of these units" for key in group if key not in keys)
@@ -260,10 +260,10 @@ def _order_flaws(order: RankOrder, groups: Groups) -> Iterator[str]:
     if len(order.groups) != len(groups):
         yield f"{len(order.groups)} groups, and groups has {len(groups)}"
         return
-    for index, (members, every) in enumerate(zip(order.groups, groups, strict=True)):
-        known = set(every)
-        yield from (f"{key} is not in group {index} of groups" for key in members if key not in known)
-        yield from (f"{key} is listed {times} times" for key, times in _repeated_keys(members))
+    for index, (of_ranks, of_all) in enumerate(zip(order.groups, groups, strict=True)):
+        keys = set(of_all)
+        yield from (f"{key} is not in group {index} of groups" for key in of_ranks if key not in keys)
+        yield from (f"{key} is listed {times} times" for key, times in _repeated_keys(of_ranks))
 
 
 def _misplaced(units: Units) -> Iterator[str]:
@@ -287,7 +287,7 @@ def first_misplaced(names: Iterable[str], position: Mapping[str, int]) -> tuple[
 
 
 def _unit_flaws(unit: Unit, *, use_orig_params: bool) -> Iterator[str]:
-    """What ``FlatParamHandle._validate_tensors_to_flatten`` refuses."""
+    """What FSDP1 refuses to flatten: see ``FlatParamHandle._validate_tensors_to_flatten``."""
     if not unit.params:
         yield f"{unit} has no parameters"
     for param, following in pairwise(unit.params):
@@ -317,25 +317,25 @@ def _stride_flaws(param: UnitParam) -> Iterator[str]:
 
 
 def _shared_flaws(units: Units) -> Iterator[str]:
-    known = units.params()
+    params = units.params()
     yield from (
         f"shared: {later} is listed {n} times" for later, n in _repeated_keys(later for later, _ in units.shared)
     )
     for later, first in units.shared:
-        if first not in known:
+        if first not in params:
             yield f"shared: {first}, whose other name is {later}, is not a parameter of these units"
-        if later in known:
+        if later in params:
             yield f"shared: {later} is another name of {first}, and a parameter of its own"
 
 
 def _rank_flaws(units: Units) -> Iterator[str]:
-    world, shard = units.world_size, units.shard_size
+    world_size, shard_size = units.world_size, units.shard_size
     ranks = [rank for order in units.orders for rank in order.ranks]
     yield from (f"orders: rank {rank} has {times}" for rank, times in _repeated_keys(ranks))
-    yield from (f"orders: there is no rank {rank}" for rank in ranks if world is None or rank >= world)
-    if world is not None and shard is not None and world % shard:
-        yield f"shard_size: {world} ranks cannot be divided into sharding groups of {shard}"
-    if shard not in (None, world) and any(
+    yield from (f"orders: there is no rank {rank}" for rank in ranks if world_size is None or rank >= world_size)
+    if world_size is not None and shard_size is not None and world_size % shard_size:
+        yield f"shard_size: {world_size} ranks cannot be divided into sharding groups of {shard_size}"
+    if shard_size not in (None, world_size) and any(
         unit.strategy in (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP) for unit in units.units
     ):
-        yield f"shard_size: only hybrid-shard and no-shard have sharding groups of their own, here of {shard} ranks"
+        yield f"shard_size: only hybrid-shard and no-shard may have sharding groups of {shard_size} ranks"

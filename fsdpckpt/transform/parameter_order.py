@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, OptimState, group_params
 from fsdpckpt.ir.names import clean, keeps_order, without_module
-from fsdpckpt.ir.quantized import shapes_shown
+from fsdpckpt.ir.quantized import parameter_shapes
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from fsdpckpt.ir.units import Units, first_misplaced
 from fsdpckpt.ir.values import Key, Value
@@ -313,7 +313,7 @@ def shapes_of_states(states: Mapping[str, Tensor | Value], shaped: Collection[st
     """
     shapes = frozenset(
         shape
-        for name, state, shape in shapes_shown(states)
+        for name, state, shape in parameter_shapes(states)
         if state.placement != SLICES and _FACTORS.isdisjoint(name.split("_"))
     )
     if not shapes and any(

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Note, Section
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.quantized import shapes_shown
+from fsdpckpt.ir.quantized import parameter_shapes
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
 from fsdpckpt.layouts import on_mesh
 from fsdpckpt.text import first_lines, plural, shape_text, some_of
@@ -209,7 +209,7 @@ def _parameters(named: Checkpoint) -> Iterator[tuple[str, NamedTensor]]:
     }
     shown: dict[Tensor, tuple[int, ...]] = {}  # by state: the shape that it shows for its parameter
     for key, states in named.optim.state.items() if named.optim is not None else ():
-        shapes = {tensor: shape for _, tensor, shape in shapes_shown(states)}
+        shapes = {tensor: shape for _, tensor, shape in parameter_shapes(states)}
         shown.update(shapes)
         distinct = set(shapes.values())
         param_shapes.setdefault(str(key), distinct.pop() if len(distinct) == 1 else None)

@@ -24,9 +24,9 @@ from fsdpckpt.ir.quantized import (
     TORCHAO,
     Blocks,
     blocks_of,
+    parameter_shapes,
     part_name,
     scales_in,
-    shapes_shown,
     unwrapped,
 )
 from fsdpckpt.ir.tensors import Shard, Sharding, Tensor
@@ -205,7 +205,7 @@ def _decide_entry(
 ) -> dict[str, Tensor | Value]:
     """One parameter's states: those in the parameter's shape are sharded if it is, all others are replicated."""
     param = model.params.get(key) if model is not None and isinstance(key, str) else None
-    shapes = {name: shape for name, _, shape in shapes_shown(entry)}
+    shapes = {name: shape for name, _, shape in parameter_shapes(entry)}
     distinct = set(shapes.values())
     param_shape = param.shape if isinstance(param, Tensor) else distinct.pop() if len(distinct) == 1 else None
     param_sharded = bool(param.sharded) if isinstance(param, Tensor) else True

@@ -152,7 +152,7 @@ def test_all_wrong_fields_are_listed() -> None:
         (setting("units", 1, "params", to=[]), "unit 'l.0' has no parameters"),
         (setting(*PARAM, "dtype", to="bfloat16"), "one dtype"),
         (setting("groups", 0, 0, to="l.0._flat_param"), "l.0._flat_param is not a parameter"),
-        (setting("groups", 1, 0, to="free"), "free is in 2 places"),
+        (setting("groups", 1, 0, to="free"), "free is listed 2 times"),
         (setting("shared", 0, 1, to="gone"), "gone, whose other name is h.weight"),
         (setting("shared", 0, 0, to="h.bias"), "h.bias is another name of e.weight"),
         (setting("shard_size", to=2), "cannot be divided into sharding groups"),
