@@ -34,7 +34,7 @@ LARGEST_GAP = 64 * 1024  # bytes between two segments that are read through: les
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChecksummedRanges:
-    """Ranges of bytes with their checksums; ``sums.file`` counts in ``paths``.
+    """Ranges of bytes with their checksums; ``sums.file`` is the index of a path.
 
     ``in_manifest`` (ranges,): whether the checksum comes from ``fsdpckpt.json``, and not from the file itself.
     """
@@ -50,7 +50,7 @@ class ChecksummedRanges:
 def ranges_of(
     paths: Sequence[str], sums: Checksums, whole_files: Sequence[tuple[str, int, int]] = ()
 ) -> ChecksummedRanges:
-    """``sums`` of ranges in ``paths``, then those in the manifest: (path, nbytes, crc) of ``whole_files``."""
+    """The ranges of ``sums``, whose files are ``paths``, then ``whole_files`` of the manifest: (path, nbytes, crc)."""
     paths = [*paths, *(path for path, _, _ in whole_files)]
     numbers: dict[str, int] = {}
     for number, path in enumerate(paths):
@@ -61,7 +61,7 @@ def ranges_of(
 
 
 def checksummed_ranges(checkpoint: Checkpoint, sources: Sources) -> ChecksummedRanges:
-    """The ranges that the containers themselves have checksums of, in file order, then the whole files in
+    """The ranges whose checksums are in the containers themselves, in file order, then the whole files in
     ``fsdpckpt.json``.
     """
     sums = checkpoint.checksums
@@ -91,8 +91,8 @@ def _manifest_files(manifest: Manifest, sources: Sources) -> list[tuple[str, int
 class _Segments:
     """The bytes of all ranges, cut where one begins or ends and every ``READ_BYTES``, each once and in file order.
 
-    ``file``, ``begin``, ``end`` (segments,). ``reads``: the first segment of each read, and the number of segments.
-    ``first``, ``stop`` (ranges,): the segments of each range.
+    ``file``, ``begin``, ``end`` (segments,). ``reads``: the first segment of each read, then the number of segments.
+    ``first``, ``stop`` (ranges,): the first segment of each range, and the one after its last.
     """
 
     file: Int64Array
@@ -131,7 +131,7 @@ def _segments(sums: Checksums) -> _Segments:
 
 
 def _reads(file: Int64Array, begin: Int64Array, end: Int64Array) -> list[int]:
-    """Neighbouring segments of one file are read together, at most ``READ_BYTES``."""
+    """Group neighbouring segments of one file into reads of at most ``READ_BYTES``; returns ``_Segments.reads``."""
     separate = (file[1:] != file[:-1]) | (begin[1:] - end[:-1] > LARGEST_GAP)
     reads, first = [0], 0
     for stop in [*(np.flatnonzero(separate) + 1).tolist(), len(file)]:
@@ -149,7 +149,7 @@ def check_ranges(
     threads: int = DEFAULT_THREADS,
     progress: Progress = NO_PROGRESS,
 ) -> list[Problem]:
-    """A problem for each range with a different checksum, and for each that cannot be read.
+    """A problem for each range whose bytes do not have its checksum, and for each read that fails.
 
     ``in_files`` finds the tensors whose bytes are damaged.
     """
@@ -182,14 +182,14 @@ def check_ranges(
     unreadable = [problem for problem in results if problem is not None]
     computed = _range_sums(segments, crcs)
     wrong = np.flatnonzero((computed >= 0) & (computed != sums.crc))
-    with_sums = frozenset(sums.file[~ranges.in_manifest].tolist())  # a tensor in these has a checksum of its own
-    with_wrong_sums = frozenset(sums.file[wrong][~ranges.in_manifest[wrong]].tolist())
+    with_records = frozenset(sums.file[~ranges.in_manifest].tolist())  # files whose tensors have checksums themselves
+    with_wrong_records = frozenset(sums.file[wrong][~ranges.in_manifest[wrong]].tolist())
     problems = []
     for row in wrong.tolist():
         file, in_manifest = int(sums.file[row]), bool(ranges.in_manifest[row])
-        where = ", outside of its tensors" if in_manifest and file in with_sums - with_wrong_sums else ""
-        named = None if in_manifest and file in with_sums else in_files
-        problems.append(_mismatch(ranges, row, int(computed[row]), where, named))
+        where = ", outside of its tensors" if in_manifest and file in with_records - with_wrong_records else ""
+        tensors_in = None if in_manifest and file in with_records else in_files
+        problems.append(_mismatch(ranges, row, int(computed[row]), where, tensors_in))
     return [*unreadable, *problems]
 
 
@@ -212,21 +212,21 @@ def _range_sums(segments: _Segments, crcs: Int64Array) -> Int64Array:
 def _mismatch(
     ranges: ChecksummedRanges, row: int, computed: int, where: str, in_files: TensorsInFiles | None
 ) -> Problem:
-    """``where``: the place in the file, as far as it is known for a whole file."""
+    """The problem of a range with the CRC-32 ``computed``. ``where``: where in the file, if that is known."""
     sums = ranges.sums
     path, offset, nbytes = ranges.paths[sums.file[row]], int(sums.offset[row]), int(sums.nbytes[row])
     expected = f"{int(sums.crc[row]):08x}"
     if ranges.in_manifest[row]:
-        what = f"{path} was changed{where}: it has CRC-32 {computed:08x}; {MANIFEST} recorded {expected}"
+        message = f"{path} was changed{where}: it has CRC-32 {computed:08x}; {MANIFEST} recorded {expected}"
     else:
-        what = f"{bytes_text(nbytes)} at offset {offset:,} of {path} have CRC-32 {computed:08x}, and were written with"
-        what += f" {expected}"
+        message = f"{bytes_text(nbytes)} at offset {offset:,} of {path} have CRC-32 {computed:08x}, "
+        message += f"and were written with {expected}"
     tensors = in_files.overlapping(path, offset, offset + nbytes) if in_files is not None else []
-    return problem_of("checksum", tensors, what, file=path)
+    return problem_of("checksum", tensors, message, file=path)
 
 
 def damaged_files(directory: str, sources: Sources) -> list[Problem]:
-    """What is wrong with the files in ``directory``, which cannot be read as a checkpoint.
+    """The problems of the files in ``directory``, which cannot be read as a checkpoint.
 
     Uses ``fsdpckpt.json`` if there is one, else each file's own headers and checksums.
     """
@@ -241,7 +241,7 @@ def damaged_files(directory: str, sources: Sources) -> list[Problem]:
         for number, entry in enumerate(entries):
             try:
                 sums.append(_stored_checksums(number, entry, sources))
-            except SourceUnrecognisedError:  # a zip file of something else
+            except SourceUnrecognisedError:  # a zip archive that torch did not write
                 continue
             except SourceError as error:
                 problems = (*problems, Problem("unreadable", error.what, file=entry.path))
@@ -255,7 +255,7 @@ def _stored_checksums(number: int, entry: Entry, sources: Sources) -> Checksums:
     head = source.read(0, min(16, entry.nbytes))
     if entry.name.endswith(".safetensors"):
         read_header(source)
-    if not head.startswith(b"PK") or entry.name.endswith(".distcp"):  # many archives, which .metadata finds
+    if not head.startswith(b"PK") or entry.name.endswith(".distcp"):  # .distcp: many archives, listed in .metadata
         return Checksums.of([])
     return open_archive(source).checksums(number)
 
@@ -270,7 +270,7 @@ def chunk_ends(tensor: Tensor) -> Int64Array:
 
 
 class TensorsInFiles:
-    """The tensors of a checkpoint by the bytes that they are stored in. The first question builds the index."""
+    """Finds the tensors of a checkpoint that are stored in given bytes. The first search builds the index."""
 
     def __init__(self, checkpoint: Checkpoint, tensors: Sequence[NamedTensor]) -> None:
         self._numbers = {file.path: number for number, file in enumerate(checkpoint.files)}
@@ -289,15 +289,15 @@ class TensorsInFiles:
         return [self._tensors[number] for number in np.unique(near[2, near[1] > begin]).tolist()]
 
     def _index(self) -> dict[int, Int64Array]:
-        """For each file its chunks as columns sorted by offset: offset, end, number of the tensor, and the farthest end
-        so far.
+        """The chunks of each file, sorted by offset, in rows of offset, end, number of the tensor, and largest end so
+        far.
         """
         parts: list[Int64Array] = []
         for number, named in enumerate(self._tensors):
             chunks = named.tensor.chunks
-            filled = (chunks.size != 0).all(axis=1)
+            stored = (chunks.size != 0).all(axis=1) & (chunks.file >= 0)
             columns = (chunks.file, chunks.offset, chunk_ends(named.tensor), np.full(len(chunks), number))
-            parts.append(np.stack(columns)[:, filled])
+            parts.append(np.stack(columns)[:, stored])
         table = np.concatenate(parts, axis=1) if parts else np.zeros((4, 0), np.int64)
         table = table[:, np.lexsort((table[1], table[0]))]
         files, begins = np.unique(table[0], return_index=True)

@@ -31,8 +31,8 @@ Sigil: TypeAlias = Literal["=", "*", "-", "+"]
 class Entry:
     """One key of either checkpoint. ``sigil``: ``=`` same, ``*`` differs, ``-`` only in A, ``+`` only in B.
 
-    ``detail``: how the values differ, or the value on the only side that has it; "" for ``=``. ``rank``: of the extras
-    of one rank. ``counts``: False if only one side has the key because the other format cannot hold it: extras of a
+    ``detail``: how the values differ, or the value if only one side has it; "" for ``=``. ``rank``: for the extras of
+    one rank. ``counts``: False if only one side has the key because the other one's format cannot hold it: extras of a
     rank that it does not have, extras that B's framework does not keep or adds, and empty containers.
     """
 
@@ -46,7 +46,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Difference:
-    """Every key of both, in A's order first. ``notes``: how keys of different types were matched. ``sources``: A, B."""
+    """Every key of both checkpoints, A's first, in their order. ``notes``: how keys of different types were matched.
+    ``sources``: A and B.
+    """
 
     entries: tuple[Entry, ...]
     notes: tuple[str, ...] = ()
@@ -74,7 +76,7 @@ class Difference:
 
 
 _Path: TypeAlias = tuple[Key, ...]
-_Address: TypeAlias = tuple[Section, _Path, int | None]  # the rank whose extras it is among
+_Address: TypeAlias = tuple[Section, _Path, int | None]  # the last: the rank, for the extras of one rank
 _Leaves: TypeAlias = dict[_Address, Value]
 
 
@@ -95,11 +97,11 @@ def compare(
     """
     matched = _match_optimizers(a, b)
     leaves_a, leaves_b = _leaves(a, {}, matched.positions), _leaves(b, matched.keys, matched.positions)
-    address_b = _match_addresses(leaves_a, leaves_b)
+    in_b = _match_addresses(leaves_a, leaves_b)
     details: dict[_Address, str] = {}
     tensors: list[tuple[_Address, Tensor, Tensor]] = []
-    for address, other in address_b.items():
-        value_a, value_b = leaves_a[address], leaves_b[other]
+    for address, address_b in in_b.items():
+        value_a, value_b = leaves_a[address], leaves_b[address_b]
         if isinstance(value_a, Tensor) and isinstance(value_b, Tensor):
             tensors.append((address, value_a, value_b))
         elif not equal(value_a, value_b, as_loaded=True):
@@ -132,13 +134,13 @@ def compare(
         return section not in not_kept and (rank is None or rank < len(other.rank_extra))
 
     def is_copy(value: Value) -> bool:
-        """Whether B has these bytes under another name: tied weights are kept once."""
+        """Whether B's model has these bytes under a different name: some frameworks store tied weights once."""
         reader_a, reader_b = make_readers()
         return isinstance(value, Tensor) and any(
-            isinstance(other, Tensor)
-            and (other.shape, other.dtype) == (value.shape, value.dtype)
-            and not compare_tensors(reader_a, value, reader_b, other, None)
-            for (section, _, _), other in leaves_b.items()
+            isinstance(candidate, Tensor)
+            and (candidate.shape, candidate.dtype) == (value.shape, value.dtype)
+            and not compare_tensors(reader_a, value, reader_b, candidate, None)
+            for (section, _, _), candidate in leaves_b.items()
             if section is Section.MODEL
         )
 
@@ -147,11 +149,11 @@ def compare(
 
     entries = [
         entry("-", address, value_text(value), count=strict or counts(address, value, b))
-        if address not in address_b
+        if address not in in_b
         else entry("*" if address in details else "=", address, details.get(address, ""))
         for address, value in leaves_a.items()
     ]
-    in_both = set(address_b.values())
+    in_both = set(in_b.values())
     entries += [
         entry("+", address, value_text(value), count=strict or counts(address, value, a))
         for address, value in leaves_b.items()
@@ -161,7 +163,7 @@ def compare(
 
 
 def _dotted(address: _Address) -> str:
-    """The key that people see."""
+    """The key, as users see it."""
     section, path, rank = address
     if section is Section.OPTIM and path[0] == "state":
         path = path[1:]
@@ -171,25 +173,25 @@ def _dotted(address: _Address) -> str:
 def _match_addresses(leaves_a: _Leaves, leaves_b: _Leaves) -> dict[_Address, _Address]:
     """B's address for each of A's that B has too.
 
-    Some containers keep keys as text, or a path as one key. Addresses that only one side has match if their dotted
-    texts do.
+    Some containers store keys as text, or a path as one key. So addresses that only one side has match if their dotted
+    keys are equal.
     """
     matched = {address: address for address in leaves_a if address in leaves_b}
-    rest: dict[tuple[Section, str, int | None], list[_Address]] = {}
+    only_in_b: dict[tuple[Section, str, int | None], list[_Address]] = {}
     for address in leaves_b:
         if address not in matched:
-            rest.setdefault((address[0], _dotted(address), address[2]), []).append(address)
+            only_in_b.setdefault((address[0], _dotted(address), address[2]), []).append(address)
     for address in leaves_a:
-        if address not in matched and (candidates := rest.get((address[0], _dotted(address), address[2]))):
+        if address not in matched and (candidates := only_in_b.get((address[0], _dotted(address), address[2]))):
             matched[address] = candidates.pop(0)
     return matched
 
 
 def _not_kept(a: Checkpoint, b: Checkpoint) -> frozenset[Section]:
-    """The sections in which B's framework keeps only what it needs, if it is another framework than A's.
+    """The sections in which B's framework does not keep everything, if it is a different framework than A's.
 
-    The extras beside a model and its optimizer are each framework's own. Weights without an optimizer have neither, and
-    tied weights once.
+    Each framework has extras of its own beside a model and its optimizer. A format for weights alone has neither
+    optimizer nor extras, and has tied weights once.
     """
     if b.flavor in (PLAIN, a.flavor):
         return frozenset()
@@ -199,7 +201,7 @@ def _not_kept(a: Checkpoint, b: Checkpoint) -> frozenset[Section]:
 
 
 def _missing_lists(checkpoint: Checkpoint) -> set[_Path]:
-    """The paths of the lists of parameters that param groups lack. Megatron does not store who is in which group;
+    """The paths of the ``params`` that param groups lack: Megatron does not store which parameters are in which group;
     ``--no-weight-decay`` says it.
     """
     groups = (checkpoint.optim.param_groups if checkpoint.optim is not None else None) or []
@@ -267,8 +269,8 @@ def _has_dict_or_tensor(value: Value) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """``keys``: A's optimizer key for each of B's if the key types differ. ``positions``: the position of each of A's
-    keys in the model, if the order in which a param group lists names has no meaning.
+    """How the optimizers' keys match. ``keys``: A's key for each of B's if the key types differ. ``positions``: the
+    position of each of A's keys in the model, if the order in which a param group lists names has no meaning.
     """
 
     keys: Mapping[ParamKey, ParamKey] = field(default_factory=dict)
@@ -295,12 +297,12 @@ def _match_optimizers(a: Checkpoint, b: Checkpoint) -> _Match:
         mismatch = _find_mismatch(a.optim, b.optim, pairs)
         if mismatch is None:
             return _Match(pairs, notes=(_note("the param groups", types),))
-        # Names may be listed in any order; ids count in that of the model.
+        # Names may be listed in any order; ids count in the order of the model.
         positions = _model_order(a if types[0] == "id" else b)
-        in_model = (
+        in_model_order = (
             [sorted(keys, key=lambda key: positions.get(key, 0)) for keys in groups] for groups in (groups_a, groups_b)
         )
-        pairs = _pair_keys(*in_model)
+        pairs = _pair_keys(*in_model_order)
         if positions and _find_mismatch(a.optim, b.optim, pairs) is None:
             if types[0] == "id":
                 positions = {key: key for keys in groups_a for key in keys if isinstance(key, int)}
@@ -316,7 +318,7 @@ def _match_optimizers(a: Checkpoint, b: Checkpoint) -> _Match:
 
 
 def _match_order(groups_a: Sequence[Sequence[ParamKey]], groups_b: Sequence[Sequence[ParamKey]]) -> _Match:
-    """Groups of names in any order: a name identifies its parameter, and its position in the list has no meaning."""
+    """Match groups of names, in which a name's position has no meaning: the name alone identifies the parameter."""
     if len(groups_a) != len(groups_b) or groups_a == groups_b:
         return _Match()
     if any(sorted(map(str, a)) != sorted(map(str, b)) for a, b in zip(groups_a, groups_b, strict=True)):
@@ -324,7 +326,7 @@ def _match_order(groups_a: Sequence[Sequence[ParamKey]], groups_b: Sequence[Sequ
     positions = {key: at for at, key in enumerate(key for group in groups_a for key in group)}
     return _Match(
         positions=positions,
-        notes=("the param groups list the same names in another order, which does not count as a difference",),
+        notes=("the param groups list the same names in a different order, which does not count as a difference",),
     )
 
 
@@ -350,7 +352,7 @@ def _model_order(checkpoint: Checkpoint) -> dict[ParamKey, int]:
 
 
 def _next_step(a: Checkpoint, b: Checkpoint, key_type: str | None) -> str:
-    unnamed = [each.source for each in (a, b) if any(note.kind == "unnamed" for note in each.notes)]
+    unnamed = [checkpoint.source for checkpoint in (a, b) if any(note.kind == "unnamed" for note in checkpoint.notes)]
     if unnamed:
         return f"add --units FILE: it says which parameters are in the slices of {unnamed[0]}"
     if a.model is not None and b.model is not None:
@@ -368,8 +370,8 @@ def _listed_keys(optim: OptimState) -> list[list[ParamKey]] | None:
     if optim.param_groups is None:
         return None
     groups = [group_params(group) for group in optim.param_groups]
-    listed = [keys for keys in groups if keys is not None]
-    return listed if len(listed) == len(groups) else None
+    complete = [keys for keys in groups if keys is not None]
+    return complete if len(complete) == len(groups) else None
 
 
 def _find_mismatch(a: OptimState, b: OptimState, pairs: Mapping[ParamKey, ParamKey]) -> str | None:
@@ -383,8 +385,8 @@ def _find_mismatch(a: OptimState, b: OptimState, pairs: Mapping[ParamKey, ParamK
                     f"by that order {key_b} is {key_a}, but their states {name} have the shapes "
                     f"{list(state_b.shape)} and {list(state_a.shape)}"
                 )
-    unlisted = a.state.keys() - pairs.values()  # entries that a user added keep their keys
-    stray = next((key for key in b.state if key not in pairs and key not in unlisted), None)
+    added = a.state.keys() - pairs.values()  # by a user: such entries keep their keys
+    stray = next((key for key in b.state if key not in pairs and key not in added), None)
     return None if stray is None else f"the state of {stray} is in no param group"
 
 

@@ -47,7 +47,9 @@ class Tolerance:
 
 @dataclass(slots=True)
 class _Differences:
-    """Differences so far. ``first``: a row-major index. ``largest``: the greatest |a - b|, None without numbers."""
+    """The differences so far. ``elements``: how many; ``first``: a row-major index; ``largest``: the largest |a - b|,
+    None if there is none that is a number.
+    """
 
     elements: int = 0
     first: int = -1
@@ -85,7 +87,7 @@ def compare_tensors(
 def _add_differences(
     differences: _Differences, block_a: Bytes, block_b: Bytes, dtype: DType, tolerance: Tolerance | None, compared: int
 ) -> None:
-    """Add those of two blocks; ``compared``: the number of elements before them."""
+    """Add the differences of two blocks. ``compared``: the number of elements before them."""
     raw_a, raw_b = block_a.reshape(-1, dtype.itemsize), block_b.reshape(-1, dtype.itemsize)
     unequal: npt.NDArray[np.bool_] = (raw_a != raw_b).any(axis=1)
     where = np.flatnonzero(unequal)
@@ -132,8 +134,8 @@ def _blocks_of_both(blocks_a: Iterator[Bytes], blocks_b: Iterator[Bytes]) -> Ite
         a, b = a[count:], b[count:]
 
 
-_BUFFERS = 8  # on each side a block, its scratch buffer, and a block cast to a wider dtype
-_SMALLEST_LIMIT = 16 * 1024  # bytes: many times the widest element
+_BUFFERS = 8  # at most: on each side a block, its scratch buffer, and a block cast to a wider dtype
+_MIN_BLOCK_BYTES = 16 * 1024  # many times the widest element
 
 Located: TypeAlias = tuple[Tensor, Sequence[SourceFile], Sources]
 """A tensor, the files that its chunks index, and the sources that open them."""
@@ -149,7 +151,7 @@ def first_difference(
     """
     from_dtype, to_dtype = source[0].dtype, written[0].dtype
     compared = 0  # bytes
-    limit = BLOCK_BYTES if max_memory is None else min(max(max_memory // _BUFFERS, _SMALLEST_LIMIT), BLOCK_BYTES)
+    limit = BLOCK_BYTES if max_memory is None else min(max(max_memory // _BUFFERS, _MIN_BLOCK_BYTES), BLOCK_BYTES)
     blocks = _cast(_blocks(source, limit), from_dtype, to_dtype)
     for expected, actual in _blocks_of_both(blocks, _blocks(written, limit)):
         if not np.array_equal(actual, expected):
@@ -208,8 +210,8 @@ def check_replicas(
         differing = [row for row in rows[1:] if not _equal(readers, tensor, rows[0], row, progress)]
         if differing:
             others = f"rank{'s' if len(differing) > 1 else ''} {listed([ranks[row] for row in differing])}"
-            what = f"the copies of rank {ranks[rows[0]]} and of {others} differ, and they should be replicas"
-            problems.append(problem_of("replica", [named], what, rank=ranks[differing[0]]))
+            message = f"the copies of rank {ranks[rows[0]]} and of {others} differ, and they should be replicas"
+            problems.append(problem_of("replica", [named], message, rank=ranks[differing[0]]))
     return problems
 
 
@@ -255,7 +257,7 @@ def without_repeats(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
 
 
 def _distinct_rows(tensor: Tensor, reader: BlockReader) -> list[int] | None:
-    """Chunks of ``tensor`` that do not overlap and together hold what all others hold; None if there are none."""
+    """Rows of chunks that do not overlap and together hold the bytes of all others; None if there are none."""
     starts, sizes = tensor.chunks.start, tensor.chunks.size
     chosen: list[int] = []
     for row in np.argsort(-sizes.prod(axis=1), kind="stable").tolist():

@@ -37,7 +37,7 @@ from fsdpckpt.verify.checksums import TensorsInFiles, check_ranges, checksummed_
 from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
 from fsdpckpt.verify.measures import Finite, buffer_keys, count_not_finite, digest
 
-# Kinds of notes on flat slices without names: nothing says whether they are all of a parameter.
+# Kinds of notes on slices of flat parameters without names: nothing proves that these are complete.
 _UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous"})
 
 
@@ -54,7 +54,9 @@ class TensorDigest:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Verification:
-    """``problems``: all of them. The other fields say what was checked; ``nbytes`` counts tensor data."""
+    """What was checked, and all ``problems``. ``nbytes``: of tensor data; ``records``: ranges with a checksum;
+    ``replicas``: copies compared with the first.
+    """
 
     source: str
     problems: tuple[Problem, ...]
@@ -111,15 +113,19 @@ def verify_checkpoint(
     threads = threads if threads is not None else threads_for(checkpoint)
     tensors = list(checkpoint.tensors())
     in_files = TensorsInFiles(checkpoint, tensors)
-    truncated, unreadable = _truncated(checkpoint, tensors, in_files, sources)
-    unreadable |= {number for number, named in enumerate(tensors) if flaws(named.tensor)}
+    truncated, incomplete = _truncated(checkpoint, tensors, in_files, sources)
+    incomplete |= {number for number, named in enumerate(tensors) if flaws(named.tensor)}
     problems = [*checkpoint.problems, *invariants.problems(checkpoint), *truncated]
     ranges = checksummed_ranges(checkpoint, sources)
     problems += check_ranges(ranges, sources=sources, in_files=in_files, threads=threads, progress=progress)
-    replicas = [replica_sets(named.tensor) if n not in unreadable else [] for n, named in enumerate(tensors)]
+    replicas = [[] if number in incomplete else replica_sets(named.tensor) for number, named in enumerate(tensors)]
     buffers = buffer_keys(checkpoint) if finite is not None else frozenset()
-    searched = {n for n, named in enumerate(tensors) if finite is not None and finite.selects(named, buffers)}
-    to_read = [n for n in range(len(tensors)) if n not in unreadable and (digests or n in searched or replicas[n])]
+    searched = {number for number, named in enumerate(tensors) if finite is not None and finite.selects(named, buffers)}
+    to_read = [
+        number
+        for number, sets in enumerate(replicas)
+        if number not in incomplete and (digests or number in searched or sets)
+    ]
 
     def make_readers() -> tuple[BlockReader, BlockReader]:
         return BlockReader(checkpoint.files, sources), BlockReader(checkpoint.files, sources)
@@ -134,20 +140,22 @@ def verify_checkpoint(
         except SourceError as error:
             return [problem_of("unreadable", [named], error.what, file=error.file)], None
 
-    passes = {n: int(digests) + int(n in searched) for n in to_read}
-    nbytes = sum(tensors[n].tensor.nbytes * passes[n] + replica_bytes(tensors[n].tensor, replicas[n]) for n in to_read)
+    nbytes = 0
+    for number in to_read:
+        tensor, passes = tensors[number].tensor, int(digests) + int(number in searched)
+        nbytes += tensor.nbytes * passes + replica_bytes(tensor, replicas[number])
     progress.begin("tensors", nbytes)
-    order = in_file_order([tensors[n].tensor for n in to_read])
+    order = in_file_order([tensors[number].tensor for number in to_read])
     results = for_each(to_read, read, make_reader=make_readers, threads=threads, order=order)
     progress.end()
     problems += [problem for of_tensor, _ in results for problem in of_tensor]
-    skipped = {tensors[n].key for n in unreadable}
+    skipped = {tensors[number].key for number in incomplete}
     problems += check_steps(checkpoint, skipped, sources=sources, threads=threads, progress=progress)
     problems += _stray_problems(checkpoint)
     sha256 = dict(zip(to_read, (text for _, text in results), strict=True))
     tensor_digests = [
-        TensorDigest(named.section, named.key, named.tensor.dtype.name, named.tensor.shape, sha256.get(n))
-        for n, named in enumerate(tensors if digests else ())
+        TensorDigest(named.section, named.key, named.tensor.dtype.name, named.tensor.shape, sha256.get(number))
+        for number, named in enumerate(tensors if digests else ())
     ]
     problems += _changed_tensors(checkpoint, tensors, tensor_digests)
     return Verification(
@@ -174,7 +182,7 @@ def _notes(checkpoint: Checkpoint, checksums: int) -> tuple[str, ...]:
 def _truncated(
     checkpoint: Checkpoint, tensors: Sequence[NamedTensor], in_files: TensorsInFiles, sources: Sources
 ) -> tuple[list[Problem], set[int]]:
-    """Problems of files that are missing or too short, and the numbers of the tensors in them."""
+    """Problems of files that are missing or too short, and the numbers of the tensors that are not all there."""
     lengths = np.full(len(checkpoint.files), -1, np.int64)
     problems: list[Problem] = []
     for number, file in enumerate(checkpoint.files):
@@ -183,7 +191,7 @@ def _truncated(
         except SourceError as error:
             in_file = in_files.overlapping(file.path, 0, file.nbytes)
             problems.append(problem_of("missing-file", in_file, error.what, file=file.path))
-    unreadable: set[int] = set()
+    incomplete: set[int] = set()
     for number, named in enumerate(tensors):
         chunks, ends = named.tensor.chunks, chunk_ends(named.tensor)
         filled = (chunks.size != 0).all(axis=1)
@@ -191,13 +199,13 @@ def _truncated(
         short = filled & located
         short[short] = ends[short] > lengths[chunks.file[short]]
         if (filled & ~located).any() or short.any():
-            unreadable.add(number)
+            incomplete.add(number)
         for row in np.flatnonzero(short).tolist():
             path, length = checkpoint.files[chunks.file[row]].path, int(lengths[chunks.file[row]])
             if length >= 0:
                 what = f"extends to byte {int(ends[row])} of {path}, which has {length}"
                 problems.append(problem_of("truncated", [named], what, file=path))
-    return problems, unreadable
+    return problems, incomplete
 
 
 def _not_finite(reader: BlockReader, named: NamedTensor, progress: Progress) -> list[Problem]:
@@ -209,7 +217,7 @@ def _not_finite(reader: BlockReader, named: NamedTensor, progress: Progress) -> 
 
 
 def _stray_problems(checkpoint: Checkpoint) -> list[Problem]:
-    """Files of another save in the directory: conversions ignore them, but the checkpoint is not in order."""
+    """Files of a different save in the directory: conversions ignore them, but the directory is not in order."""
     return [Problem("stray", note.message, fatal=False) for note in checkpoint.notes if note.kind == STRAY]
 
 
@@ -234,23 +242,23 @@ def listing_all_damage(source: str, sources: Sources) -> Iterator[None]:
         yield
     except (SourceIncompleteError, SourceCorruptError) as error:
         top = sources.stat(source)
-        if top is not None and top.directory:  # the files beside a single file are none of its own
+        if top is not None and top.directory:  # the files beside a single file do not belong to it
             _add_damage(error, source, sources)
         raise
 
 
 def _add_damage(error: SourceError, source: str, sources: Sources) -> None:
     """Add to ``error``, the first problem of ``source``, all other damage in the directory."""
-    place = error.file or source
-    entry = sources.stat(place)
+    directory = error.file or source
+    entry = sources.stat(directory)
     if entry is None or not entry.directory:
-        place = os.path.dirname(place) or "."
-    damages = damaged_files(place, sources)
-    damaged = {os.path.normpath(problem.file) for problem in damages if problem.file is not None}
+        directory = os.path.dirname(directory) or "."
+    problems = damaged_files(directory, sources)
+    damaged = {os.path.normpath(problem.file) for problem in problems if problem.file is not None}
     findings = list(zip_longest(error.details, error.files)) or [(error.what, error.file)]
-    rest = [(text, file) for text, file in findings if os.path.normpath(file or "") not in damaged]
+    in_no_damaged_file = [(text, file) for text, file in findings if os.path.normpath(file or "") not in damaged]
     others = damaged - {os.path.normpath(file or "") for file in (error.file, *(file for _, file in findings))}
-    all_findings = dict.fromkeys((*rest, *((problem.message, problem.file) for problem in damages)))
+    all_findings = dict.fromkeys((*in_no_damaged_file, *((problem.message, problem.file) for problem in problems)))
     if list(all_findings) != [(error.what, error.file)]:
         error.details, error.files = zip(*all_findings, strict=True)
     if others:
@@ -261,7 +269,7 @@ def _add_damage(error: SourceError, source: str, sources: Sources) -> None:
 def check_steps(
     checkpoint: Checkpoint, unreadable: set[str], *, sources: Sources, threads: int, progress: Progress = NO_PROGRESS
 ) -> list[Problem]:
-    """A problem for each param group whose parameters have different steps: the sign of two mixed saves.
+    """A problem for each param group whose parameters have different steps, which shows that two saves were mixed.
 
     ``unreadable``: keys (``<param>.step``) to leave out, because they have a problem already.
     """
@@ -317,7 +325,7 @@ def _number(reader: BlockReader, value: Tensor | Value, progress: Progress) -> f
 
 
 def _disagreement(group: int, keys_by_step: dict[float, list[ParamKey]]) -> Problem:
-    """The problem's key is that of a parameter in the minority."""
+    """The problem of a group with several steps. Its key is that of a parameter in the minority."""
     by_count = sorted(keys_by_step.items(), key=lambda item: -len(item[1]))
     parts = [f"{step:g} for {len(keys)} ({some_of(keys, 3)})" for step, keys in by_count]
     message = f"optim param group {group}: the steps disagree: {'; '.join(parts)}"

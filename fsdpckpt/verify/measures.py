@@ -22,8 +22,9 @@ from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.selection import require_globs
 from fsdpckpt.verify.blocks import BlockReader, Bytes, for_each, in_file_order, threads_for
 
-VERY_LARGE, DOWN = 2.0**480, 2.0**-560  # of an element, and the factor that keeps the sum of any squares finite
-AT_ONCE = 1 << 16  # elements processed together: half a MiB as float64, which stays in the processor's cache
+VERY_LARGE = 2.0**480  # an element from which on the sum of squares may be infinite
+DOWNSCALE = 2.0**-560  # the factor that keeps it finite
+PART_LENGTH = 1 << 16  # elements processed together: half a MiB as float64, which stays in the processor's cache
 
 
 def _values(block: Bytes, dtype: DType) -> npt.NDArray[np.generic]:
@@ -40,14 +41,16 @@ def _cache_sized(block: Bytes, dtype: DType) -> Iterator[npt.NDArray[np.generic]
     """``block`` in parts that stay in the cache; 8- and 16-bit floats as float32, which numpy computes with faster."""
     values = _values(block, dtype)
     widen = dtype.kind == "float" and dtype.itemsize < 4
-    for begin in range(0, len(values), AT_ONCE):
-        part = values[begin : begin + AT_ONCE]
+    for begin in range(0, len(values), PART_LENGTH):
+        part = values[begin : begin + PART_LENGTH]
         yield part.astype(np.float32) if widen else part
 
 
 class _RunningStats:
-    """Statistics of the finite elements seen so far. From the first very large one on, all are scaled down: the square
-    of a float64 may be too large for one.
+    """Statistics of the finite elements so far. From the first very large one on, all are scaled down: the square of a
+    float64 may be too large for a float64.
+
+    ``_squares``: the sum of squared deviations from the mean; ``_norm``: the sum of squares.
     """
 
     def __init__(self) -> None:
@@ -57,6 +60,7 @@ class _RunningStats:
         self._scale = 1.0
 
     def add(self, part: npt.NDArray[np.generic]) -> None:
+        """Take in the elements of ``part``, of which there is at least one."""
         low, high = float(part.min()), float(part.max())
         if not (math.isfinite(low) and math.isfinite(high)):  # a NaN is the minimum and the maximum
             part = self._finite(part)
@@ -66,9 +70,10 @@ class _RunningStats:
         self._low, self._high = min(self._low, low), max(self._high, high)
         wide = part.astype(np.float64)
         if self._scale == 1.0 and max(-low, high) > VERY_LARGE:
-            self._scale = DOWN
-            self._mean *= DOWN
-            self._squares, self._norm = self._squares * DOWN * DOWN, self._norm * DOWN * DOWN  # DOWN**2 is 0
+            self._scale = DOWNSCALE
+            self._mean *= DOWNSCALE
+            self._squares = self._squares * DOWNSCALE * DOWNSCALE  # not by DOWNSCALE**2, which is 0
+            self._norm = self._norm * DOWNSCALE * DOWNSCALE
         if self._scale != 1.0:
             wide *= self._scale
         count, mean = len(wide), float(wide.mean())
@@ -76,13 +81,14 @@ class _RunningStats:
         # Not np.dot: BLAS starts threads of its own, which compete with ours over parts this small.
         squares = float(np.square(wide, out=wide).sum())
         # Chan's update of mean and squared deviations: exact where summing squares would cancel.
-        apart, both = mean - self._mean, self._count + count
-        self._squares += squares + apart * apart * self._count * count / both
-        self._mean += apart * count / both
+        delta, total = mean - self._mean, self._count + count
+        self._squares += squares + delta * delta * self._count * count / total
+        self._mean += delta * count / total
         self._norm += squares + count * mean * mean
-        self._count = both
+        self._count = total
 
     def _finite(self, part: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        """The finite elements of ``part``; counts the others."""
         nan, inf = _not_finite(part)
         self.nan += nan
         self.inf += inf
@@ -172,9 +178,9 @@ def digest(reader: BlockReader, tensor: Tensor, progress: Progress = NO_PROGRESS
 
 @dataclass(frozen=True, slots=True)
 class Finite:
-    """Which tensors are searched. Globs match keys and parameter names.
+    """Which tensors are searched for NaN and Inf, by globs that match keys and parameter names.
 
-    ``include``: only what matches, including buffers; ``exclude``: not what matches.
+    ``include``: only what matches is searched, also buffers; ``exclude``: what matches is not.
     """
 
     include: tuple[str, ...] = ()
@@ -194,7 +200,7 @@ class Finite:
         return named.section is not Section.MODEL or (named.state is None and named.key not in buffers)
 
     def note(self, buffers: frozenset[str]) -> tuple[str, ...]:
-        """What is left out because it seems to be a buffer."""
+        """A note on what is left out because it seems to be a buffer."""
         if self.include or not buffers:
             return ()
         seem = "seems to be a buffer" if len(buffers) == 1 else "seem to be buffers"

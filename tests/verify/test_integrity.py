@@ -18,7 +18,8 @@ import torch
 import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState, Section
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.checksums import TensorsInFiles
@@ -103,7 +104,7 @@ def test_bytes_between_tensors_name_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_tensors_of_a_stretch_of_bytes_are_those_that_lie_in_it(tmp_path: Path, seed: int) -> None:
+def test_the_tensors_of_a_range_of_bytes_are_those_that_lie_in_it(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     raw = Raw(tmp_path, 3)
     model = {
@@ -111,6 +112,7 @@ def test_the_tensors_of_a_stretch_of_bytes_are_those_that_lie_in_it(tmp_path: Pa
         for n in range(40)
     }
     model["strided"] = raw.put(numbers(7, (4, 5)), order=(1, 0))
+    model["in no file"] = Tensor(DTYPES["float32"], (3,), Chunks.whole(file=-1, offset=-1, shape=(3,)))
     checkpoint = raw.checkpoint(model)
     index = TensorsInFiles(checkpoint, list(checkpoint.tensors()))
     for _ in range(100):
