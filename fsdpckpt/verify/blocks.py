@@ -1,8 +1,8 @@
-"""Reads a tensor in row-major blocks of bounded size, whatever chunks hold it.
+"""Reads a tensor in row-major blocks of bounded size, however it is divided into chunks.
 
-It takes two buffers of at most ``limit`` bytes, however large the tensor or a chunk is. Every element is read once per
-pass; of replicas, the one on the lowest rank is read. ``for_each`` works on many items in several threads, each with
-its own reader: one thread reads, which releases the interpreter's lock, while another computes.
+A reader has two buffers of at most ``limit`` bytes, however large the tensor or a chunk is. It reads every element
+once; of replicas, it reads the one on the lowest rank. ``for_each`` works on many items in several threads, each with
+its own reader: while one thread reads, which releases the interpreter's lock, another computes.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def rows_to_read(chunks: Chunks) -> list[int]:
     sizes = chunks.size.tolist()
     if len(sizes) == 1:
         return [] if 0 in sizes[0] else [0]
-    best: dict[tuple[int, ...], tuple[int, int]] = {}
+    lowest: dict[tuple[int, ...], tuple[int, int]] = {}  # by box: rank and row
     rows = zip(chunks.start.tolist(), sizes, chunks.rank.tolist(), strict=True)
     for row, (start, size, rank) in enumerate(rows):
         if 0 in size:
             continue
         box = (*start, *size)
-        if box not in best or (rank, row) < best[box]:
-            best[box] = (rank, row)
-    return sorted(row for _, row in best.values())
+        if box not in lowest or (rank, row) < lowest[box]:
+            lowest[box] = (rank, row)
+    return sorted(row for _, row in lowest.values())
 
 
 class BlockReader:
@@ -69,7 +69,7 @@ class BlockReader:
         return self._blocks(tensor, rows_to_read(tensor.chunks))
 
     def chunk(self, tensor: Tensor, row: int) -> Iterator[Bytes]:
-        """``blocks`` for the box of the chunk in ``row`` alone (row-major within the box)."""
+        """``blocks`` for the chunk in ``row`` alone, row-major within its box."""
         chunks = tensor.chunks
         size = tuple(chunks.size[row].tolist())
         alone = Chunks(
@@ -110,6 +110,7 @@ class BlockReader:
             left -= len(block)
 
     def source(self, number: int) -> ByteSource:
+        """The file ``number`` of the checkpoint."""
         return self._sources.open(self._files[number].path)
 
     def _buffer(self, nbytes: int) -> Bytes:
@@ -118,6 +119,7 @@ class BlockReader:
         return self._block[:nbytes]
 
     def scratch(self, nbytes: int) -> Bytes:
+        """A buffer that is valid until the next call."""
         if len(self._scratch) < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch[:nbytes]
@@ -129,11 +131,9 @@ class BlockReader:
 
 def require_whole(tensor: Tensor) -> None:
     """Raises SourceIncompleteError if the chunks do not hold every element exactly once."""
-    wrong = flaws(tensor)
-    if wrong:
+    for flaw in flaws(tensor)[:1]:
         raise SourceIncompleteError(
-            f"a tensor of shape {list(tensor.shape)} cannot be read: {wrong[0].kind} at "
-            f"{box_text(wrong[0].start, wrong[0].size)}"
+            f"a tensor of shape {list(tensor.shape)} cannot be read: {flaw.kind} at {box_text(flaw.start, flaw.size)}"
         )
 
 
@@ -144,17 +144,15 @@ def _is_row_major(size: Sequence[int], stride: Sequence[int], itemsize: int = 1)
 
 
 def slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
-    """Boxes that follow each other in row-major order, each contiguous and at most ``limit`` bytes."""
-    cut = 0
-    row = prod(shape[1:]) * itemsize
-    while cut + 1 < len(shape) and row > limit:
-        cut += 1
-        row = prod(shape[cut + 1 :]) * itemsize
+    """Boxes that tile ``shape`` in row-major order, each contiguous and at most ``limit`` bytes."""
     if not shape:
         yield Box((), ())
         return
-    step = max(limit // row, 1)
+    cut = 0  # the dimension that is cut into several rows at once
+    while cut + 1 < len(shape) and prod(shape[cut + 1 :]) * itemsize > limit:
+        cut += 1
     rest = shape[cut + 1 :]
+    step = max(limit // (prod(rest) * itemsize), 1)
     for prefix in product(*(range(length) for length in shape[:cut])):
         for begin in range(0, shape[cut], step):
             count = min(step, shape[cut] - begin)
@@ -194,23 +192,23 @@ def _read_box(reader: BlockReader, source: ByteSource, offset: int, stride: list
     """
     size = target.shape[:-1]
     itemsize = target.shape[-1]
-    span = itemsize + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    useful = target.nbytes
     if target.flags.c_contiguous and _is_row_major(size, stride, itemsize):
         source.read_into(offset, target.reshape(-1).data)
         return
-    slowest = max(range(len(size)), key=lambda k: stride[k] if size[k] > 1 else -1) if size else 0
-    rows = size[slowest] if size else 1
-    if span <= LARGEST_GAP or span <= min(reader.limit, MAX_READ_AMPLIFICATION * useful + GAP_PER_ROW * rows):
+    reach = [(length - 1) * step for length, step in zip(size, stride, strict=True)]  # from the first to the last step
+    span = sum(reach) + itemsize
+    slowest = max(range(len(size)), key=lambda dim: stride[dim] if size[dim] > 1 else -1)
+    rows = size[slowest]
+    if span <= LARGEST_GAP or span <= min(reader.limit, MAX_READ_AMPLIFICATION * target.nbytes + GAP_PER_ROW * rows):
         scratch = reader.scratch(span)
         source.read_into(offset, scratch.data)
         view: Bytes = np.ndarray((*size, itemsize), np.uint8, scratch.data, 0, (*stride, 1))
         target[...] = view
         return
     # As many steps of the slowest dimension at once as stay within the bounds above.
-    inner = itemsize + sum((n - 1) * step for k, (n, step) in enumerate(zip(size, stride, strict=True)) if k != slowest)
-    dense = stride[slowest] <= MAX_READ_AMPLIFICATION * (useful // rows) + GAP_PER_ROW
-    count = max(min((reader.limit - inner) // stride[slowest] + 1, rows - 1), 1) if dense else 1
+    row_span = span - reach[slowest]
+    dense = stride[slowest] <= MAX_READ_AMPLIFICATION * (target.nbytes // rows) + GAP_PER_ROW
+    count = max(min((reader.limit - row_span) // stride[slowest] + 1, rows - 1), 1) if dense else 1
     index: list[slice] = [slice(None)] * len(size)
     for begin in range(0, rows, count):
         index[slowest] = slice(begin, begin + count)
