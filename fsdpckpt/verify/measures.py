@@ -27,20 +27,20 @@ DOWNSCALE = 2.0**-560  # the factor that keeps it finite
 PART_LENGTH = 1 << 16  # elements processed together: half a MiB as float64, which stays in the processor's cache
 
 
+_REAL = {"complex32": np.float16, "complex64": np.float32, "complex128": np.float64}
+
+
 def _values(block: Bytes, dtype: DType) -> npt.NDArray[np.generic]:
     """The elements of ``block`` as a numeric type; complex ones as pairs of reals, bool as 0 and 1."""
     if dtype.name == "bool":
         return block
-    values = block.view(numpy_dtype(dtype))
-    if dtype.kind == "complex":
-        return values.view(np.float32 if dtype.itemsize == 8 else np.float64)
-    return values
+    return block.view(_REAL.get(dtype.name) or numpy_dtype(dtype))
 
 
 def _cache_sized(block: Bytes, dtype: DType) -> Iterator[npt.NDArray[np.generic]]:
     """``block`` in parts that stay in the cache; 8- and 16-bit floats as float32, which numpy computes with faster."""
     values = _values(block, dtype)
-    widen = dtype.kind == "float" and dtype.itemsize < 4
+    widen = dtype.kind in ("float", "complex") and values.dtype.itemsize < 4
     for begin in range(0, len(values), PART_LENGTH):
         part = values[begin : begin + PART_LENGTH]
         yield part.astype(np.float32) if widen else part
@@ -149,7 +149,7 @@ def stats_of(
 
 def count_not_finite(reader: BlockReader, tensor: Tensor, progress: Progress = NO_PROGRESS) -> tuple[int, int]:
     """(NaN, Inf) elements of ``tensor``; (0, 0) for a dtype that has neither."""
-    if tensor.dtype.numpy is None or tensor.dtype.kind not in ("float", "complex"):
+    if tensor.dtype.kind not in ("float", "complex"):
         progress.advance(tensor.nbytes)
         return 0, 0
     nan = inf = 0
