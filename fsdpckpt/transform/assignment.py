@@ -26,58 +26,60 @@ _Path: TypeAlias = tuple["_Path | None", int, int]
 """The decisions so far, last first: those before, then the id's index and the name's index of the last one."""
 
 
-def in_order(groups: Sequence[int], names: int, fits: Fits, *, effort: int | None = None) -> list[Answer] | None:
-    """At most two ways to distribute ``names`` ordered names to groups of ``groups[i]`` ids; names may be left over.
+def in_order(
+    group_sizes: Sequence[int], name_count: int, fits: Fits, *, effort: int | None = None
+) -> list[Answer] | None:
+    """At most two ways to give the names, in their order, to the ids of groups of these sizes; names may be left over.
 
     None if the search needs more than ``effort`` steps beside those that a single answer takes.
     """
-    if len(groups) == 1:
-        return _one_group(groups[0], names, fits)
-    steps = (_MAX_STEPS if effort is None else effort) + _STEPS_PER_NAME * names
-    return _several_groups(groups, names, fits, steps)
+    if len(group_sizes) == 1:
+        return _one_group(group_sizes[0], name_count, fits)
+    steps = (_MAX_STEPS if effort is None else effort) + _STEPS_PER_NAME * name_count
+    return _several_groups(group_sizes, name_count, fits, steps)
 
 
-def _one_group(ids: int, names: int, fits: Fits) -> list[Answer]:
-    """The answers that use each name as early and as late as possible: one if they are equal, none if none fits."""
+def _one_group(id_count: int, name_count: int, fits: Fits) -> list[Answer]:
+    """The answers that use names as early and as late as possible: one if they are equal, none if none fits."""
     early: list[int] = []
-    at = 0
-    for number in range(ids):
-        while at < names and not fits(number, at):
-            at += 1
-        if at == names:
+    name = 0
+    for number in range(id_count):
+        while name < name_count and not fits(number, name):
+            name += 1
+        if name == name_count:
             return []
-        early.append(at)
-        at += 1
+        early.append(name)
+        name += 1
     late: list[int] = []
-    at = names - 1
-    for number in reversed(range(ids)):
-        while not fits(number, at):
-            at -= 1
-        late.append(at)
-        at -= 1
+    name = name_count - 1
+    for number in reversed(range(id_count)):
+        while not fits(number, name):
+            name -= 1
+        late.append(name)
+        name -= 1
     late.reverse()
     return [tuple(early)] if early == late else [tuple(early), tuple(late)]
 
 
-def _several_groups(groups: Sequence[int], names: int, fits: Fits, steps: int) -> list[Answer] | None:
+def _several_groups(group_sizes: Sequence[int], name_count: int, fits: Fits, steps: int) -> list[Answer] | None:
     """Breadth-first search, name by name. Its state is how many ids of each group have a name already."""
-    total = sum(groups)
-    first = [end - size for end, size in zip(accumulate(groups), groups, strict=True)]
-    frontier: dict[tuple[int, ...], list[_Path | None]] = {(0,) * len(groups): [None]}
-    for name in range(names):
+    total = sum(group_sizes)
+    first = [end - size for end, size in zip(accumulate(group_sizes), group_sizes, strict=True)]
+    frontier: dict[tuple[int, ...], list[_Path | None]] = {(0,) * len(group_sizes): [None]}
+    for name in range(name_count):
         following: dict[tuple[int, ...], list[_Path | None]] = {}
         steps -= len(frontier)
         if steps < 0:
             return None
         for state, paths in frontier.items():
             for group, done in enumerate(state):
-                if done < groups[group] and fits(first[group] + done, name):
+                if done < group_sizes[group] and fits(first[group] + done, name):
                     after = (*state[:group], done + 1, *state[group + 1 :])
                     _extend(following, after, [(path, first[group] + done, name) for path in paths])
-            if total - sum(state) < names - name:
+            if total - sum(state) < name_count - name:
                 _extend(following, state, paths)
         frontier = following
-    return [_answer(path, total) for path in frontier.get(tuple(groups), [])]
+    return [_answer(path, total) for path in frontier.get(tuple(group_sizes), [])]
 
 
 def _extend(
@@ -95,17 +97,17 @@ def _answer(path: _Path | None, total: int) -> Answer:
     return tuple(names)
 
 
-def in_any_order(ids: int, names: int, fits: Fits) -> Answer | None:
+def in_any_order(id_count: int, name_count: int, fits: Fits) -> Answer | None:
     """The only way to give each id its own name if the names have no order; None if there is none, or several.
 
     Repeatedly assigns the ids that fit only one of the remaining names.
     """
-    if ids * names > _MAX_PAIRS:
+    if id_count * name_count > _MAX_PAIRS:
         return None
-    choices = [{name for name in range(names) if fits(number, name)} for number in range(ids)]
+    choices = [{name for name in range(name_count) if fits(number, name)} for number in range(id_count)]
     name_of: dict[int, int] = {}
     taken: set[int] = set()
-    while len(name_of) < ids:
+    while len(name_of) < id_count:
         forced = {
             number: next(iter(free))
             for number, choice in enumerate(choices)
@@ -115,4 +117,4 @@ def in_any_order(ids: int, names: int, fits: Fits) -> Answer | None:
             return None
         name_of.update(forced)
         taken.update(forced.values())
-    return tuple(name_of[number] for number in range(ids))
+    return tuple(name_of[number] for number in range(id_count))
