@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -110,6 +112,12 @@ def flat(_rank: int) -> dict[str, Any]:
     return {"state": states, "param_groups": [{"lr": float("nan"), "params": [0, 1, 2]}]}
 
 
+def sharded_tensor(rank: int) -> dict[str, Any]:
+    """FSDP1's: which rank saved it is in the tensor itself."""
+    group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
+    return {"w": _create_chunk_sharded_tensor(numbered(12, 3), rank, WORLD, 8, group, device)}
+
+
 def own_extra(rank: int) -> dict[str, Any]:
     return {**fsdp2(6)(rank), "seed": rank, "rng": torch.tensor([rank], dtype=torch.uint8)}
 
@@ -126,6 +134,7 @@ LAYOUTS: dict[str, tuple[Callable[[int], Any], int]] = {
     "interleaved-in-two-groups": (interleaved_on_every_second, 2),
     "fsdp2-over-tp": (lambda _: shard_rows_twice({"a": numbered(12, 4), "b": numbered(6, 2)}, 2, 3), 1),
     "flat": (flat, 1),
+    "sharded-tensor": (sharded_tensor, 6),
     "plain": (lambda _: {"w": numbered(3, 4), "b": numbered(0)}, 1),
     "own-values": (own_extra, 6),
     "own-set": (lambda rank: {"w": numbered(2), "s": {rank}}, 6),

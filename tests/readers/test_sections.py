@@ -138,6 +138,26 @@ def test_ids_of_several_optimizers_are_repaired_and_a_users_own_value_stays() ->
     assert [note.kind for note in found.notes] == ["several-optimizers", "ids-repaired"]
 
 
+@pytest.mark.parametrize("groups", [{"param_groups": [{"params": [0]}]}, {}])
+def test_no_model_is_looked_for_in_one_of_several_optimizers(groups: dict[str, Any]) -> None:
+    optimizer = {"state": {0: {"exp_avg": M, "weights": {"left.0": M}}}, **groups}
+    root = {"gen": {"optim": optimizer}, "disc": {"optim": optimizer}}
+    assert [note.kind for note in check(root, None, None, root).notes] == ["several-optimizers"]
+
+
+def test_sections_are_looked_for_six_levels_deep_and_in_short_lists() -> None:
+    root: Any = {"model": MODEL, "n": 1}
+    for _ in range(5):
+        root = {"a": root, "n": 1}
+    found = split(root)
+    assert found.model is not None and found.model_path == (*"aaaaa", "model")
+    check({"a": root}, None, None, {"a": root})
+    others = [{"n": number} for number in range(63)]
+    check({"a": [*others, {"model": MODEL}]}, MODEL, None, {"a": others})
+    root = {"a": [*others, {"n": 63}, {"model": MODEL}]}
+    check(root, None, None, root)
+
+
 def test_of_two_models_the_outer_one_is_taken_and_equals_are_not_chosen_between() -> None:
     check({"model": MODEL, "ema": {"model": MODEL}}, MODEL, None, {"ema": {"model": MODEL}})
     found = check(
@@ -231,10 +251,10 @@ def test_ids_that_became_strings_are_numbers_again_and_noted() -> None:
     assert [note.kind for note in found.notes] == ["ids-repaired"]
 
 
-@pytest.mark.parametrize("params", [["0", "10"], [0, 1], ["a"]])
+@pytest.mark.parametrize("params", [["0", "10"], [0, 1], ["a"], [0, "10"], None])
 def test_names_made_of_digits_stay_names_unless_the_groups_list_these_ids(params: list[Any]) -> None:
     plain = {"state": {"0": {"exp_avg": M}, "10": {"exp_avg": V}}, "param_groups": [{"params": params}]}
-    check({"optimizer": plain}, None, plain, {})
+    assert check({"optimizer": plain}, None, plain, {}).notes == []
 
 
 def flattened(groups: list[dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
@@ -258,6 +278,13 @@ GROUPS = [
 def test_flattened_keys_become_states_and_groups_of_equal_hyper_parameters(inside: Any) -> None:
     found = check(inside(flattened(GROUPS, STATE)), MODEL, {"state": STATE, "param_groups": GROUPS}, {})
     assert "groups-rebuilt" in [note.kind for note in found.notes]
+
+
+def test_settings_in_another_order_are_equal_settings() -> None:
+    keys = ["a.lr", "a.eps", "b.eps", "b.lr", "c.lr"]
+    found = split({"optimizer": {f"param_groups.{key}": 0.5 for key in keys}})
+    assert found.optim is not None
+    assert found.optim.param_groups == [{"lr": 0.5, "eps": 0.5, "params": ["a", "b"]}, {"lr": 0.5, "params": ["c"]}]
 
 
 def test_flattened_keys_at_the_root_are_an_optimizer() -> None:
@@ -346,8 +373,17 @@ def test_a_users_own_value_among_the_states_stays_there_without_being_a_paramete
     assert found.optim.state == {0: {"step": 1}, "tables": {BARE_VALUE: 7.5}}
     assert (found.optim.key_type, list(state_completeness(found.optim))) == ("id", [])
     assert optim_dict(found.optim) == optimizer
-    for wrong in ({"state": {0: 7.5}, "param_groups": []}, {"state": {"w": 1}, "param_groups": [{"params": ["w"]}]}):
-        assert split({"optimizer": wrong}).optim is None
+    for state, params in (
+        ({0: 7.5}, []),
+        ({0: 7.5, 1: {"step": 1}}, [1]),
+        ({"w": 1}, ["w"]),
+        ({"w": 1, "v": {"step": 1}}, ["w", "v"]),
+        ({"tables": 7.5}, []),
+        ({None: {"step": 1}}, []),
+        ([{"step": 1}], []),
+    ):
+        wrong = {"state": state, "param_groups": [{"params": params}]}
+        check({"optimizer": wrong}, None, None, {"optimizer": wrong})
 
 
 def test_tensors_under_keys_that_are_not_text_are_no_parameters() -> None:
