@@ -31,7 +31,7 @@ from fsdpckpt.errors import (
     SourceUnsafeError,
     SourceUnsupportedError,
 )
-from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout
 from fsdpckpt.ir.tensors import ONE_SLICE, Tensor
 from fsdpckpt.ir.values import UNREAD, Global, Object
 from fsdpckpt.text import plural
@@ -143,6 +143,24 @@ def test_slices_among_the_whole_states_of_parameters_outside_of_fsdp_are_lost_to
     assert (problem.kind, problem.key) == ("flattened-lost", "optim.state.1.exp_avg")
 
 
+@pytest.mark.parametrize("cut", ["a state", "nothing"])
+def test_vectors_are_whole_where_dcp_cut_the_states_themselves_or_not_even_the_model(tmp_path: Path, cut: str) -> None:
+    """Adafactor's factors, for instance: vectors in no parameter's shape beside states in theirs."""
+
+    def state_of(_rank: int) -> dict[str, Any]:
+        def sharded(rows: int) -> torch.Tensor:
+            mesh = init_device_mesh("cpu", (2,))
+            return distribute_tensor(torch.ones(rows, 3), mesh, [Shard(0)], src_data_rank=None)
+
+        state = {0: {"exp_avg": sharded(6) if cut == "a state" else torch.ones(6, 3), "row": torch.ones(11)}}
+        model = {"w": torch.ones(6, 3) if cut == "nothing" else sharded(6)}
+        return {"model": model, "optim": {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}}
+
+    save_as_ranks(tmp_path, state_of, 2)
+    found = opened(tmp_path)
+    assert found.problems == () and found.layout is (Layout.FULL if cut == "nothing" else Layout.SHARDED)
+
+
 def raw_fsdp1(rank: int) -> dict[str, Any]:
     """What FSDP1's ranks put into DCP: 1-D slices of the same keys, different values."""
     generator = torch.Generator().manual_seed(rank)
@@ -159,7 +177,9 @@ def raw_fsdp1(rank: int) -> dict[str, Any]:
 def test_a_raw_optimizer_saved_by_this_torch_is_lost_too_but_only_when_several_ranks_wrote(tmp_path: Path) -> None:
     save_as_ranks(tmp_path / "four", raw_fsdp1, 4)
     found = opened(tmp_path / "four")
-    assert [problem.kind for problem in found.problems if problem.fatal] == ["flattened-lost"]
+    assert [(problem.kind, problem.key) for problem in found.problems if problem.fatal] == [
+        ("flattened-lost", "optim.state.0.exp_avg")
+    ]
     save_as_ranks(tmp_path / "one", raw_fsdp1, 1)
     assert opened(tmp_path / "one").layout is Layout.FULL
 
@@ -277,7 +297,7 @@ def test_values_of_every_kind_keep_types_nesting_and_order(tmp_path: Path) -> No
     extra = held(found.extra, found.files)
     assert np.isnan(extra.pop("nan"))
     assert extra == held({"lr_scheduler": RICH["lr_scheduler"], "mixed": RICH["mixed"]}, ())
-    assert found.notes == () and found.problems == ()
+    assert found.notes == () and found.problems == () and UNORDERED not in found.evidence
     assert list(found.optim.param_groups[0]) == list(RICH["optimizer"]["param_groups"][0])  # type: ignore[union-attr,index]
 
 
@@ -313,6 +333,7 @@ def test_a_save_without_flattening_keeps_its_flat_keys(tmp_path: Path) -> None:
     same_values(
         found, model={"w": flat["model.w"]}, optim={"state": state, "param_groups": [{"lr": 0.5, "params": ["w"]}]}
     )
+    assert UNORDERED in found.evidence
 
 
 def test_without_locating_no_tensor_is_opened(tmp_path: Path) -> None:
@@ -334,7 +355,7 @@ def test_very_many_pickled_values_are_unread_without_locating(tmp_path: Path, mo
     dcp.save(RICH, checkpoint_id=tmp_path, no_dist=True)
     found = opened(tmp_path, locate=False)
     assert found.optim is not None and found.optim.param_groups is not None
-    assert found.optim.param_groups[0]["betas"] == (0.9, 0.95)
+    assert found.optim.param_groups[0]["betas"] == (0.9, 0.95) and found.notes == ()
     monkeypatch.setattr("fsdpckpt.readers.dcp.read._MAX_VALUES", 3)
     found = opened(tmp_path, locate=False)
     assert found.optim is not None and found.optim.param_groups is not None
@@ -389,6 +410,25 @@ def test_an_entry_that_lies_elsewhere_than_its_name_says_is_not_converted(tmp_pa
         fsdpckpt.convert(source, tmp_path / "out.pt")
     assert "optimizer.state.w.veight.sq" in error.value.details[0] and name.decode() in error.value.details[0]
     assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "message"),
+    [
+        ("a.0", ("model", "w", "x"), "the nesting of a.0 runs through another entry"),
+        ("model.w", ("a",), "the nesting of (model.w|a.0) runs through another entry"),
+        ("a.0", ("model", "w"), "the nesting of (a.0|model.w) runs through another entry"),
+        ("a.1", ("a", 1 << 40), "list positions beyond 1099511627776"),
+        ("a.1", ("b", "c", 1 << 40), "list positions beyond 1099511627776"),
+    ],
+)
+def test_a_nesting_that_no_state_dict_has_is_refused(
+    tmp_path: Path, key: str, path: tuple[str | int, ...], message: str
+) -> None:
+    dcp.save({"model": {"w": torch.ones(3)}, "a": [torch.ones(2), torch.ones(4)]}, checkpoint_id=tmp_path, no_dist=True)
+    changed(tmp_path, lambda metadata: metadata.planner_data.update({key: path}))
+    with pytest.raises(SourceCorruptError, match=message):
+        opened(tmp_path)
 
 
 def test_data_without_metadata_is_a_save_that_did_not_finish(tmp_path: Path) -> None:
