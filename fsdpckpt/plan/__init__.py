@@ -1,13 +1,12 @@
-"""Plans every byte of every target file: literals, and copies from source files. Everything is in columns, not objects.
+"""Plans every byte of every target file: literals, and copies from source files. In columns, not in objects.
 
 A copy is two-dimensional, like a pitched memory copy: ``rows`` rows of ``width`` bytes, ``source_pitch`` and
 ``target_pitch`` bytes apart. A contiguous copy has one row. A box of a tensor is one or more copies. ``make_plan``
 intersects the chunks of a checkpoint with the write items of a target.
 
-A target file is cut into *windows*: one thread assembles a window in memory and writes it with one request. Copies
-whose rows alternate in a window, as those of a transposed tensor do, are batched: one row of such a tensor takes one
-element from every row of the source, and reading it alone costs as much as reading all of them. A ``StridedBatch``
-reads such copies at once, a stretch of each source row at a time.
+A target file is cut into *windows*: one thread assembles a window in memory and writes it with one request. A row of a
+transposed tensor takes one element from every row of the source, so reading it alone costs as much as reading all
+rows. A ``StridedBatch`` reads the copies of several such rows at once, a range of each source row at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Copies(NamedTuple):
     cast: Int64Array
 
 
-_SOURCE, _SOURCE_PITCH, _TARGET, _PITCH, _WIDTH = (
+_SOURCE, _SOURCE_PITCH, _TARGET, _TARGET_PITCH, _WIDTH = (
     Copies._fields.index(name) for name in ("source", "source_pitch", "target", "target_pitch", "width")
 )
 
@@ -86,13 +85,13 @@ class Plan:
         return sum(file.nbytes for file in self.files)
 
     def source_bytes(self, target_bytes: Int64Array, cast: Int64Array) -> Int64Array:
-        """How many source bytes copies of ``target_bytes`` with these casts read."""
+        """How many bytes copies of ``target_bytes`` with these casts read from the source."""
         return _source_bytes(self.casts, target_bytes, cast)
 
     def without(self, paths: Collection[str]) -> Plan:
         """The plan without these files."""
-        left = tuple(file for file in self.files if file.path not in paths)
-        return Plan(left, self.casts, sum(_bytes_read(file, self.casts) for file in left))
+        others = tuple(file for file in self.files if file.path not in paths)
+        return Plan(others, self.casts, sum(_bytes_read(file, self.casts) for file in others))
 
     def outline(self) -> Plan:
         """What is needed after the plan has run: the paths and lengths of the files."""
@@ -115,9 +114,7 @@ class Plan:
 
 
 def check_file(file: FilePlan) -> None:
-    """Check that every byte of ``file`` is written exactly once. Raises InternalError: a plan that fails must never
-    run.
-    """
+    """Check that every byte of ``file`` is written exactly once. Raises InternalError if not: the plan must not run."""
     extents = np.concatenate([file.literals[:, [0, 2]], file.write_items])
     extents = extents[np.argsort(extents[:, 0], kind="stable")]
     ends = extents[:, 0] + extents[:, 1]
@@ -155,7 +152,7 @@ def make_plan(target: Target, *, totals_only: bool = False) -> Plan:
     return Plan(tuple(files), tuple(casts), bytes_read)
 
 
-_ITEMS_AT_ONCE = 1 << 12  # small files are planned together: this divides the cost of each numpy call among them
+_ITEMS_AT_ONCE = 1 << 12  # small files are planned together, so that they share the cost of each numpy call
 
 
 def _batches(files: Sequence[TargetFile]) -> Iterator[list[TargetFile]]:
@@ -224,12 +221,12 @@ def _plan_files(files: Sequence[TargetFile], sources: dict[TargetData, SourceChu
     return plans
 
 
-_NONE = np.zeros((0, 4), np.int64)
-_NO_COPIES = Copies(*(_NONE[:, 0],) * len(Copies._fields))
+_NO_ROWS = np.zeros((0, 4), np.int64)
+_NO_COPIES = Copies(*(_NO_ROWS[:, 0],) * len(Copies._fields))
 
 
 def _outline(path: str, nbytes: int) -> FilePlan:
-    return FilePlan(path, nbytes, b"", _NONE[:, :3], _NONE[:, :2], np.zeros(1, np.int64), _NO_COPIES, _NONE)
+    return FilePlan(path, nbytes, b"", _NO_ROWS[:, :3], _NO_ROWS[:, :2], np.zeros(1, np.int64), _NO_COPIES, _NO_ROWS)
 
 
 class Range(NamedTuple):
@@ -245,7 +242,7 @@ def rows_of(table: Int64Array, number: int) -> Int64Array:
     return table[first:last]
 
 
-CAST_GRAIN = 16  # bytes: the largest element; a cast element must not be split between two windows
+_CAST_UNIT = 16  # bytes: the largest element; a cast element must not be split between two windows
 
 
 def open_windows(
@@ -255,20 +252,19 @@ def open_windows(
 
     ``window``: the largest size in bytes. A boundary inside a write item with a cast falls between two elements, and
     inside one filled row by row between two rows if a row is shorter than a window; elsewhere it may fall anywhere.
-    ``written``: disjoint windows of an earlier run from ``begin`` to ``end``, in order. Empty if nothing is left to
-    write.
+    ``written``: disjoint windows of an earlier run from ``begin`` to ``end``, in order.
     """
     windows: list[Range] = []
     at = begin
     for low, high in (*written, (end, end)):
         while at < low:
-            windows.append(Range(at, min(_next_bound(file, plan, at, window), low)))
+            windows.append(Range(at, min(_window_end(file, plan, at, window), low)))
             at = windows[-1].end
         at = high
     return windows
 
 
-def _next_bound(file: FilePlan, plan: Plan, begin: int, window: int) -> int:
+def _window_end(file: FilePlan, plan: Plan, begin: int, window: int) -> int:
     limit = begin + window
     if limit >= file.nbytes:
         return file.nbytes
@@ -278,25 +274,24 @@ def _next_bound(file: FilePlan, plan: Plan, begin: int, window: int) -> int:
     offset, nbytes = file.write_items[write_item].tolist()
     if limit >= offset + nbytes:
         return limit
-    grain = _grain(file, plan, write_item)
-    bound: int = offset + (limit - offset) // grain * grain
-    return bound if bound > begin else offset + (limit - offset) // CAST_GRAIN * CAST_GRAIN
+    unit = _unit(file, plan, write_item)
+    end: int = offset + (limit - offset) // unit * unit
+    return end if end > begin else offset + (limit - offset) // _CAST_UNIT * _CAST_UNIT
 
 
-def _grain(file: FilePlan, plan: Plan, write_item: int) -> int:
+def _unit(file: FilePlan, plan: Plan, write_item: int) -> int:
+    """The bytes of a write item that should be in one window: a row of the target, or an element that is cast."""
     rows = slice(int(file.first_copy[write_item]), int(file.first_copy[write_item + 1]))
     several = file.copies.rows[rows] > 1
     if several.any():
-        return max(int(file.copies.target_pitch[rows][several].max()), CAST_GRAIN)
-    return CAST_GRAIN if plan.casts and (file.copies.cast[rows] >= 0).any() else 1
+        return max(int(file.copies.target_pitch[rows][several].max()), _CAST_UNIT)
+    return _CAST_UNIT if plan.casts and (file.copies.cast[rows] >= 0).any() else 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyParts:
-    """``copies``: parts of copies, by window and within it by copy. ``window``, ``copy``: the window and the copy of
-    each part.
-
-    ``nbytes``: the source bytes each part reads.
+    """Parts of copies, sorted by window and then by copy. ``window``, ``copy``: the window and the copy of each part.
+    ``nbytes``: the source bytes that each part reads.
     """
 
     copies: Copies
@@ -308,8 +303,8 @@ class CopyParts:
 def split_copies(
     file: FilePlan, plan: Plan, wanted: npt.NDArray[np.bool_], begins: Int64Array, ends: Int64Array
 ) -> CopyParts:
-    """Split the ``wanted`` copies of ``file`` at the windows ``begins[i]`` .. ``ends[i]`` (ascending); drop what is in
-    none.
+    """Cut the ``wanted`` copies of ``file`` into the windows from ``begins[i]`` to ``ends[i]`` (ascending); drop what
+    is in no window.
     """
     table = np.stack(file.copies)
     plain = _split_plain(table, np.flatnonzero(wanted & (file.copies.rows == 1)), plan, begins, ends)
@@ -334,7 +329,7 @@ def _split_plain(
     high = np.minimum(parts[_TARGET] + parts[_WIDTH], ends[window])
     parts[_SOURCE] += plan.source_bytes(low - parts[_TARGET], parts[-1])
     parts[_TARGET] = low
-    parts[_WIDTH] = parts[_PITCH] = high - low
+    parts[_WIDTH] = parts[_TARGET_PITCH] = high - low
     parts[_SOURCE_PITCH] = plan.source_bytes(parts[_WIDTH], parts[-1])
     return np.concatenate([np.stack([window, copy, low]), parts]).astype(np.int64, copy=False)
 
@@ -368,10 +363,10 @@ def rows_within(plan: Plan, copy: Sequence[int], begin: int, end: int) -> Iterat
     while row < last:
         at = target + row * pitch
         low, high = max(at, begin), min(at + width, end)
-        whole = min(last - row, (end - at - width) // pitch + 1) if high - low == width else 1
+        count = min(last - row, (end - at - width) // pitch + 1) if high - low == width else 1
         skipped = (low - at) // target_itemsize * source_itemsize
-        yield source + row * source_pitch + skipped, low, high - low, whole
-        row += whole
+        yield source + row * source_pitch + skipped, low, high - low, count
+        row += count
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,11 +384,11 @@ class StridedBatch:
 def strided_batches(
     copies: Copies, numbers: Int64Array, source_width: Int64Array, begin: int, end: int, limit: int
 ) -> Iterator[StridedBatch]:
-    """Group the copies ``numbers`` (ascending) into as few batches as possible. ``source_width``: bytes of their source
-    rows.
+    """Group the copies ``numbers`` (ascending) into as few batches as possible. ``source_width``: the bytes that each
+    takes from one row of the source.
 
     Copies share a batch only if they are entirely in the bytes [begin, end) of the target, and if the batch takes at
-    most ``limit`` bytes of one source row and ends before the next source row begins.
+    most ``limit`` bytes from one row of the source and ends before the next row begins.
     """
     file, source, source_pitch, target, target_pitch, width, rows, cast = (column[numbers] for column in copies)
     steps, target_steps = np.diff(source), np.diff(target)
@@ -402,10 +397,10 @@ def strided_batches(
     joined = inside[:-1] & inside[1:] & (np.diff(numbers) == 1) & (steps > 0) & (steps <= reach[:-1]) & (rows[:-1] > 1)
     for column in (file, source_pitch, target_pitch, width, rows, cast):
         joined &= column[:-1] == column[1:]
-    other = (steps[1:] != steps[:-1]) | (target_steps[1:] != target_steps[:-1])
-    broken = ~joined
-    broken[1:] |= joined[:-1] & other
-    starts = [0, *(np.flatnonzero(broken) + 1).tolist()]
+    other_step = (steps[1:] != steps[:-1]) | (target_steps[1:] != target_steps[:-1])
+    separate = ~joined
+    separate[1:] |= joined[:-1] & other_step
+    starts = [0, *(np.flatnonzero(separate) + 1).tolist()]
     for first, last in zip(starts, [*starts[1:], len(numbers)], strict=True):
         if last - first == 1:
             yield StridedBatch(int(numbers[first]))

@@ -26,7 +26,7 @@ _PAIRS_AT_ONCE = 1 << 17  # pairs of a write item and a chunk: bounds the memory
 
 
 class SourceChunks:
-    """The chunks of ``tensors``, to be intersected with write items of them."""
+    """The chunks of ``tensors``, which ``copies`` intersects with write items."""
 
     def __init__(self, tensors: Sequence[WrittenTensor], casts: Casts) -> None:
         numbers: dict[tuple[int, tuple[int, ...] | None], int] = {}
@@ -82,7 +82,7 @@ class _Chunks:
 
 
 class _Group:
-    """Tensors of ``ndim`` dimensions that are written in the same dimension ``order``."""
+    """Tensors with the same number of dimensions, written in the same ``order`` of dimensions."""
 
     def __init__(
         self, tensors: Sequence[WrittenTensor], ndim: int, order: tuple[int, ...] | None, casts: Casts
@@ -106,8 +106,8 @@ class _Group:
         if self._scalars:
             start, size = np.zeros((len(box), 1), np.int64), np.ones((len(box), 1), np.int64)
         else:
-            both = boxes[box[:, None] + np.arange(2 * ndim)]
-            start, size = both[:, :ndim], both[:, ndim:]
+            rows_of_boxes = boxes[box[:, None] + np.arange(2 * ndim)]
+            start, size = rows_of_boxes[:, :ndim], rows_of_boxes[:, ndim:]
         begin = self._base[tensor] + start[:, 0]
         low = np.searchsorted(chunks.reach, begin, side="right")
         count = np.maximum(np.searchsorted(chunks.begin, begin + size[:, 0], side="left") - low, 0)
@@ -156,10 +156,10 @@ class _Group:
 
 
 def _line_of_chunks(tensors: Sequence[Tensor], ndim: int, base: Int64Array) -> _Chunks:
-    """The chunks of ``tensors`` without empty ones and replicas: of replicas the lowest rank's stays."""
-    each = [tensor.chunks for tensor in tensors]
-    count = np.array([len(chunks.file) for chunks in each], np.int64)
-    start, size, stride, box = _unique_boxes(each, count, ndim)
+    """The chunks of ``tensors`` without empty ones and replicas: of replicas the one on the lowest rank stays."""
+    by_tensor = [tensor.chunks for tensor in tensors]
+    count = np.array([len(chunks.file) for chunks in by_tensor], np.int64)
+    start, size, stride, box = _unique_boxes(by_tensor, count, ndim)
     begin = np.repeat(base, count) + start[box, 0]
     order = None
     full = np.asarray((size > 0).all(axis=1))
@@ -171,7 +171,10 @@ def _line_of_chunks(tensors: Sequence[Tensor], ndim: int, base: Int64Array) -> _
         begin, order = begin[ascending], ascending if order is None else order[ascending]
     if (begin[1:] == begin[:-1]).any():
         order = np.arange(len(begin)) if order is None else order
-        number, rank = np.repeat(np.arange(len(each)), count), np.concatenate([chunks.rank for chunks in each])
+        number, rank = (
+            np.repeat(np.arange(len(by_tensor)), count),
+            np.concatenate([chunks.rank for chunks in by_tensor]),
+        )
         of_chunk = box[order]
         order = order[np.lexsort([rank[order], *size[of_chunk].T, *start[of_chunk].T, number[order]])]
         of_chunk = box[order]
@@ -182,7 +185,7 @@ def _line_of_chunks(tensors: Sequence[Tensor], ndim: int, base: Int64Array) -> _
         begin = base[number[order]] + start[box[order], 0]
         ascending = np.argsort(begin, kind="stable")
         begin, order = begin[ascending], order[ascending]
-    file, offset = (np.concatenate([getattr(chunks, name) for chunks in each]) for name in ("file", "offset"))
+    file, offset = (np.concatenate([getattr(chunks, name) for chunks in by_tensor]) for name in ("file", "offset"))
     if order is not None:
         file, offset, box = file[order], offset[order], box[order]
     reach: Int64Array = np.maximum.accumulate(begin + size[box, 0]) if len(begin) else begin
@@ -190,14 +193,14 @@ def _line_of_chunks(tensors: Sequence[Tensor], ndim: int, base: Int64Array) -> _
 
 
 def _unique_boxes(
-    each: Sequence[Chunks], count: Int64Array, ndim: int
+    by_tensor: Sequence[Chunks], count: Int64Array, ndim: int
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
     """Starts, sizes and strides of all boxes, and the box of each chunk. Tensors that are cut alike share boxes."""
     first: dict[tuple[int, int, int], int] = {}  # keyed by the arrays that tensors share
     parts: list[Chunks] = []
-    begins = np.empty(len(each), np.int64)
+    begins = np.empty(len(by_tensor), np.int64)
     total = 0
-    for number, chunks in enumerate(each):
+    for number, chunks in enumerate(by_tensor):
         begins[number] = first.setdefault((id(chunks.start), id(chunks.size), id(chunks.stride)), total)
         if begins[number] == total:
             parts.append(chunks)

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import Copies, CopyParts, FilePlan, Plan, open_windows, rows_of, split_copies
 
-NEAR = 0.05  # fraction of a part: a rank may write this much more if a file then has one writer instead of two
-BLOCK = 1 << 16  # bytes: pages are not larger on any system in use, so no page of a file has two writers
+_SNAP = 0.05  # of a part: a rank may write this fraction more if a file then has one writer instead of two
+_BLOCK = 1 << 16  # bytes: no system in use has larger pages, so no page of a file has two writers
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ def _snap_to_end(mark: int, ends: Int64Array, share: int) -> int:
     index = int(np.searchsorted(ends, mark))
     neighbours = [int(end) for end in ends[max(index - 1, 0) : index + 1]]
     nearest = min([0, *neighbours], key=lambda end: abs(end - mark))
-    return nearest if abs(nearest - mark) <= share * NEAR else mark
+    return nearest if abs(nearest - mark) <= share * _SNAP else mark
 
 
 def _last_allowed_cut(file: FilePlan, plan: Plan, at: int) -> int:
     """The last offset up to ``at`` where ``file`` may be cut; 0 if there is none."""
-    at = at // BLOCK * BLOCK
+    at = at // _BLOCK * _BLOCK
     write_item = int(np.searchsorted(file.write_items[:, 0], at, side="right")) - 1
     if write_item < 0 or not plan.casts:
         return at
@@ -91,7 +91,7 @@ def _last_allowed_cut(file: FilePlan, plan: Plan, at: int) -> int:
     cast = int(file.copies.cast[rows].max())  # the same for all copies of a write item
     if at >= offset + nbytes or cast < 0:
         return at
-    # Not on a block if the tensor is not aligned: then two workers write to the same block, each its own bytes.
+    # If the tensor is not aligned, the cut is inside a block, to which two workers then write different bytes.
     return at - (at - int(offset)) % plan.casts[cast][1].itemsize
 
 

@@ -167,7 +167,7 @@ def test_any_division_of_any_plan_writes_what_one_process_would(seed: int) -> No
             row[rng.randrange(count)] = True
         writers = sorted(rng.sample(range(count), rng.randrange(1, count + 1)))
         window = rng.choice([16, 48, 96, 4096])
-        with patch.object(partitioning, "BLOCK", rng.choice([1, 16])):
+        with patch.object(partitioning, "_BLOCK", rng.choice([1, 16])):
             segments = tuple(partition(plan, range(len(files)), writers))
         job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, rng.randrange(1, 5), 256))
         again = unpack_job(pack_job(job))
@@ -188,7 +188,7 @@ def test_what_is_cast_is_sent_as_it_was_and_never_cut_within_an_element(tmp_path
     file.add_literal(bytes(3))
     file.add_write_item(tensor, dtype=DTYPES[name])
     plan = make_plan(Target([file]))
-    with patch.object(partitioning, "BLOCK", block):
+    with patch.object(partitioning, "_BLOCK", block):
         segments = tuple(partition(plan, [0], [0, 1, 2]))
     assert len(segments) == 3
     job = Job(plan, disk.save(), Checksums.of([]), segments, Settings(96, 0, 1000, 2, 0))
@@ -209,7 +209,7 @@ def test_one_bit_that_changes_on_its_way_is_found_by_whoever_it_came_to(seed: in
         plan = make_plan(Target(files))
         sources = disk.save()
         visible = np.array([[number % 2 == 0, number % 2 == 1] for number in range(len(sources))])
-        with patch.object(partitioning, "BLOCK", 16):
+        with patch.object(partitioning, "_BLOCK", 16):
             segments = tuple(partition(plan, range(len(files)), [0, 1]))
         window = rng.choice([48, 96, 4096])
         job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, 2, 256))

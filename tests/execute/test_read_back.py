@@ -154,7 +154,7 @@ def test_of_windows_that_overlap_one_is_believed() -> None:
 def test_however_work_is_divided_each_open_byte_has_one_window_and_no_claim_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(partitioning, "BLOCK", 16)
+    monkeypatch.setattr(partitioning, "_BLOCK", 16)
     rng = random.Random(seed)
     made = scene(str(tmp_path), seed)
     claims = _written(made, seed).claims()
