@@ -9,9 +9,10 @@ several maps are possible, the error lists the candidates.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, OptimState, ParamKey, group_params
@@ -31,6 +32,7 @@ from fsdpckpt.transform.parameter_order import (
     shapes_of_states,
 )
 
+_NewKeys: TypeAlias = Mapping[ParamKey, ParamKey]  # by the old keys
 _IDS_LISTED = 48  # ids whose candidates a message lists: each is compared with every name
 
 
@@ -102,16 +104,14 @@ def to_ids(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Param
     _require_names_fit(optim, checkpoint.source, groups, order)
     _require_agreement(checkpoint.source, order, others, [clean(name) for name in chain(*groups)])
     names = chain(*(_in_id_order(group, index, order, checkpoint) for index, group in enumerate(groups)))
-    ids: dict[ParamKey, ParamKey] = {name: number for number, name in enumerate(names)}
+    ids: _NewKeys = {name: number for number, name in enumerate(names)}
     if optim.param_groups is not None:
         optim = replace(optim, param_groups=[_sorted_group(group, ids) for group in optim.param_groups])
     message = f"{plural(len(ids), 'optimizer key')} became {plural(len(ids), 'id')}, in the order of {order.source}"
     return _with_keys(checkpoint, optim, ids, message)
 
 
-def _require_agreement(
-    source: str, used: ParameterOrder, others: Sequence[ParameterOrder], names: Collection[str]
-) -> None:
+def _require_agreement(source: str, used: ParameterOrder, others: Sequence[ParameterOrder], names: list[str]) -> None:
     """Raises SourceCorruptError if another order contradicts the one in use. ``names``: the optimizer's parameters."""
     for other in others:
         wrong = contradictions(used, other, names)
@@ -119,9 +119,7 @@ def _require_agreement(
             raise _contradicted(f"{used.source} and {other.source} of {source} contradict each other", wrong)
 
 
-def _require_param_names(
-    source: str, optim: OptimState, names: Mapping[ParamKey, ParamKey], order: ParameterOrder
-) -> None:
+def _require_param_names(source: str, optim: OptimState, names: _NewKeys, order: ParameterOrder) -> None:
     """Raises SourceCorruptError when a group has ``param_names`` that differ from ``names``."""
     wrong = [
         f"id {key} is {name} in param_names, {names[key]} in {order.source}"
@@ -189,10 +187,8 @@ def _in_id_order(names: Sequence[str], index: int, order: ParameterOrder, checkp
     return result
 
 
-def _with_keys(
-    checkpoint: Checkpoint, optim: OptimState, keys: Mapping[ParamKey, ParamKey], message: str
-) -> Checkpoint:
-    """``checkpoint`` with new keys in its optimizer, and a note. ``keys``: old to new; entries that a user added stay.
+def _with_keys(checkpoint: Checkpoint, optim: OptimState, keys: _NewKeys, message: str) -> Checkpoint:
+    """``checkpoint`` with new ``keys`` in its optimizer, and a note. Entries that a user added keep theirs.
 
     Raises SourceCorruptError if such an entry has the new key of a parameter.
     """
@@ -204,7 +200,7 @@ def _with_keys(
     return replace(checkpoint, optim=optim, notes=(*checkpoint.notes, Note("rekeyed", message)))
 
 
-def _sorted_group(group: dict[Key, Value], ids: Mapping[ParamKey, ParamKey]) -> dict[Key, Value]:
+def _sorted_group(group: dict[Key, Value], ids: _NewKeys) -> dict[Key, Value]:
     """``group`` with its parameters in the order of their ids.
 
     ``param_names`` are sorted with ``params``, unless both list the same names in different orders: then ``params``
@@ -251,7 +247,7 @@ class _Ids:
                 raise _contradicted(f"the ids of the optimizer of {source} contradict each other", wrong)
         return cls(source, group_sizes, tuple(numbers), tuple(shapes.get(key, frozenset()) for key in numbers))
 
-    def named(self, names: Iterable[str]) -> dict[ParamKey, ParamKey]:
+    def named(self, names: Iterable[str]) -> _NewKeys:
         """Each id with its name, from names in the order of the ids."""
         return dict(zip(self.numbers, names, strict=True))
 
@@ -285,7 +281,7 @@ def _does_not_fit(source: str, order: ParameterOrder, details: Sequence[str]) ->
     return _contradicted(f"the optimizer of {source} does not fit {order.source}", details)
 
 
-def _name_ids(ids: _Ids, order: ParameterOrder) -> dict[ParamKey, ParamKey]:
+def _name_ids(ids: _Ids, order: ParameterOrder) -> _NewKeys:
     """The name of each id; there must be at least one id.
 
     Raises SourceCorruptError for an order that does not fit, NeedsInformationError for one that fits in several ways.
@@ -300,7 +296,7 @@ def _name_ids(ids: _Ids, order: ParameterOrder) -> dict[ParamKey, ParamKey]:
     return _distribute(ids, ids.group_sizes, order)
 
 
-def _by_groups(ids: _Ids, order: ParameterOrder, groups: Sequence[Sequence[str]]) -> dict[ParamKey, ParamKey]:
+def _by_groups(ids: _Ids, order: ParameterOrder, groups: Sequence[Sequence[str]]) -> _NewKeys:
     """If the groups are known, each id's name follows from its position; lengths and shapes must prove it."""
     names = list(chain(*groups))
     wrong = []
@@ -320,7 +316,7 @@ def _by_groups(ids: _Ids, order: ParameterOrder, groups: Sequence[Sequence[str]]
     return ids.named(names)
 
 
-def _by_shapes(ids: _Ids, order: ParameterOrder) -> dict[ParamKey, ParamKey]:
+def _by_shapes(ids: _Ids, order: ParameterOrder) -> _NewKeys:
     """If the names have no order, or the ids no groups, only shapes can decide."""
     may_be = ids.may_be(order.names, order)
     answer = in_any_order(len(ids.numbers), len(order.names), may_be)
@@ -330,7 +326,7 @@ def _by_shapes(ids: _Ids, order: ParameterOrder) -> dict[ParamKey, ParamKey]:
     return ids.named(order.names[index] for index in answer)
 
 
-def _distribute(ids: _Ids, group_sizes: Sequence[int], order: ParameterOrder) -> dict[ParamKey, ParamKey]:
+def _distribute(ids: _Ids, group_sizes: Sequence[int], order: ParameterOrder) -> _NewKeys:
     """If some names have no id, or their groups are not known: use the only way to distribute them in order."""
     certain = tuple(name for name in order.names if name not in order.uncertain)
     choices = [certain, order.names] if len(certain) == len(ids.numbers) else [order.names]
