@@ -398,6 +398,50 @@ def test_values_of_the_ranks_own_are_kept_for_each(tmp_path: Path) -> None:
     assert len(tree.root["same"].chunks) == 3  # type: ignore[index,call-overload,union-attr,arg-type]
 
 
+def test_tensors_of_extras_are_equal_on_all_ranks_only_with_equal_elements(tmp_path: Path) -> None:
+    """Bytes count between the first and the last element, in the same order; large tensors are not read."""
+    last = torch.arange(9)
+    last[8] = 9
+    behind = torch.arange(10)
+    behind[9] = 8
+    large = torch.zeros((1 << 18) + 1)
+    changed = large.clone()
+    changed[7] = 1
+    square = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    values: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+        "equal": (square, square),
+        "last": (torch.arange(9)[::4], last[::4]),
+        "behind": (torch.arange(10)[:9:4], behind[:9:4]),
+        "turned": (square, square.T),
+        "turned and equal": (square, square.T.contiguous().T),
+        "large": (large, large),
+        "large and changed": (large, changed),
+        "none": (torch.empty(0), torch.empty(0)),
+    }
+    states = [{"rng": {name: pair[rank] for name, pair in values.items()}} for rank in (0, 1)]
+    paths = {rank: str(tmp_path / f"extra_{rank}.pt") for rank in (0, 1)}
+    for rank, state in enumerate(states):
+        torch.save(state, paths[rank])
+    files = FileTable()
+    with Sources() as sources:
+        tree = read_torch_ranks(paths, files, sources, only_extras=True)
+    different = {"last", "turned", "turned and equal", "large and changed"}
+    assert tree.rank_values.keys() == {("rng", name) for name in different}
+    for rank, state in enumerate(states):
+        for name in different:
+            assert held(tree.rank_values["rng", name][rank], files.files()) == held(state["rng"][name], ())
+
+
+def test_an_optimizer_that_a_rank_has_without_states_is_no_other_order(tmp_path: Path) -> None:
+    groups = [{"lr": 0.5, "params": [0, 1]}]
+    states = {number: {"exp_avg": torch.ones(2, 3)} for number in (0, 1)}
+    for rank, optimizer in enumerate(({"state": states, "param_groups": groups}, {"param_groups": groups}, {})):
+        torch.save({"optimizer": optimizer}, tmp_path / f"optim_{rank}.pt")
+    tree, found = read(tmp_path, "optim")
+    assert found == held({"optimizer": {"state": states, "param_groups": groups}}, ())
+    assert tree.notes == [] and not any(problem.kind == "parameter-order" for problem in tree.problems)
+
+
 def test_what_a_rank_lacks_is_absent_there_and_not_none(tmp_path: Path) -> None:
     states: list[dict[str, Any]] = [
         {"epoch": 7, "seed": None},
