@@ -266,6 +266,7 @@ _PAIR = _value(
     "the later and the first name of a shared parameter", lambda value: _is_names(value) and len(value) == 2, tuple
 )
 _RANKS = _value("a list of ranks", _is_numbers, tuple)
+_STRIDES = _value("a list of numbers of elements", _is_numbers, tuple)
 _SIZES = _value(
     "a list of numbers of elements", lambda value: _is_numbers(value) and prod(value) < _MAX_ELEMENTS, tuple
 )
@@ -274,7 +275,7 @@ _STRATEGY = _value(" or ".join(Strategy), _is_name_of(frozenset(Strategy)), Stra
 
 _PARAM = _record(
     UnitParam,
-    {"name": _STRING, "shape": _SIZES, "dtype": _DTYPE, "stride": _or_null(_SIZES), "requires_grad": _FLAG},
+    {"name": _STRING, "shape": _SIZES, "dtype": _DTYPE, "stride": _or_null(_STRIDES), "requires_grad": _FLAG},
     defaults={"requires_grad": True},
 )
 _UNIT = _record(

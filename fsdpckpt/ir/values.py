@@ -378,8 +378,8 @@ class Decoder:
     def decode_pairs(self, data: Json) -> list[tuple[Key, Value]]:
         return [(_key(key), value) for key, value in map(_pair, self.decode_items(data))]
 
-    def decode_bytes(self, data: Json) -> bytes:
-        return base64.b64decode(str(data), validate=True)
+    def decode_bytes(self, data: Any) -> bytes:
+        return base64.b64decode(data, validate=True)
 
     def decode_other(self, tag: str, data: Json) -> Any:
         """Decode a tag that is not in the table."""
@@ -417,11 +417,11 @@ def _decode_object(decoder: Decoder, record: Any) -> Object:
     )
 
 
-_DECODERS: Mapping[str, Callable[[Decoder, Json], Any]] = {
+_DECODERS: Mapping[str, Callable[[Decoder, Any], Any]] = {
     "$dict": lambda decoder, data: dict(decoder.decode_pairs(data)),
     "$tuple": lambda decoder, data: tuple(decoder.decode_items(data)),
     "$set": lambda decoder, data: set(map(_key, decoder.decode_items(data))),
-    "$float": lambda _, data: struct.unpack(">d", bytes.fromhex(str(data)))[0],
+    "$float": lambda _, data: struct.unpack(">d", bytes.fromhex(data))[0],
     "$complex": lambda decoder, data: complex(*_pair(decoder.decode_items(data))),
     "$bytes": lambda decoder, data: decoder.decode_bytes(data),
     "$bytearray": lambda decoder, data: bytearray(decoder.decode_bytes(data)),

@@ -166,6 +166,13 @@ def test_fields_that_contradict_each_other_are_told(change: Callable[[Any], obje
     assert any(said in text for text in (error.what, *error.details))
 
 
+def test_the_strides_of_a_large_channels_last_parameter_are_read() -> None:
+    shape, stride = (8192, 16384, 3, 3, 3), (442368, 1, 147456, 49152, 16384)
+    param = UnitParam("conv.weight", shape, DTYPES["float32"], stride=stride)
+    units = Units((Unit("", (param,)),), True, ("conv.weight",))
+    assert decode(encode(units), source="x") == units
+
+
 def test_flat_parameters_are_the_keys_of_groups_without_original_parameters() -> None:
     document: Any = encode(EXAMPLE)
     document["use_orig_params"] = False

@@ -121,6 +121,8 @@ def test_a_tensor_is_a_reference_to_where_it_is_stored() -> None:
         '{"$complex": [1]}',
         '{"$complex": ["a", "b"]}',
         '{"$bytes": "%%%"}',
+        '{"$bytes": null}',
+        '{"$float": 4000000000000000}',
         '{"$global": ["torch"]}',
         '{"$object": {"args": []}}',
         '{"$object": 3}',
