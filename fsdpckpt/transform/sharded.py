@@ -181,11 +181,11 @@ def _listed_by_optimizer(optim: OptimState | None, model: ModelState, tied: Mapp
 
 def _ties(model: ModelState) -> dict[str, tuple[str, ...]]:
     """Each model key that shares its bytes with others, to all keys that share them."""
-    places: dict[tuple[object, ...], list[str]] = {}
+    locations: dict[tuple[object, ...], list[str]] = {}
     for name, leaf in model.params.items():
-        if isinstance(leaf, Tensor) and (place := leaf.location()) is not None:
-            places.setdefault(place, []).append(name)
-    return {name: tuple(names) for names in places.values() if len(names) > 1 for name in names}
+        if isinstance(leaf, Tensor) and (location := leaf.location()) is not None:
+            locations.setdefault(location, []).append(name)
+    return {name: tuple(names) for names in locations.values() if len(names) > 1 for name in names}
 
 
 def _decide_optim(optim: OptimState | None, model: ModelState | None) -> tuple[OptimState | None, list[str]]:
