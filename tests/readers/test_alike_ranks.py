@@ -83,16 +83,20 @@ def on_mesh(*placements: Any) -> Callable[[int], Any]:
 def interleaved(_rank: int) -> dict[str, Any]:
     """Every rank holds several boxes of each tensor, one behind the other in its file, in rows or in columns."""
     mesh = init_device_mesh("cpu", (WORLD,))
+    whole = numbered(40, 3)
     tensors = {
         "w": numbered(24, 3),
         "half": numbered(24, 3).half(),
         "turned": numbered(3, 12).T,
         "cube": numbered(12, 2, 2),
     }
-    return {
+    state: dict[str, Any] = {
         name: distribute_tensor(tensor, mesh, [_StridedShard(0, split_factor=2)], src_data_rank=None)
         for name, tensor in tensors.items()
     }
+    inside = distribute_tensor(numbered(24, 3), mesh, [Shard(0)], src_data_rank=None)
+    inside._local_tensor = whole[7:11]  # this and the tail begin inside of a record
+    return {**state, "inside": inside, "tail": whole[9:]}
 
 
 def interleaved_on_every_second(rank: int) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def test_fsdp2_directories_of_old_torch_hold_the_truth(form: str) -> None:
     same_values(found, model=expected["model"], optim=optim)
     assert found.optim is not None and found.optim.key_type == ("id" if form == "f2_plain" else "name")
     assert found.problems == () and found.layout is Layout.SHARDED
+    assert "ids-repaired" not in [note.kind for note in found.notes], "DCP writes every key as text"
     assert list(found.optim.state) == list(optim["state"])
     assert type(found.optim.param_groups[0]["betas"]) is tuple  # type: ignore[index]
 
@@ -396,6 +397,20 @@ def test_all_truncated_data_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(SourceCorruptError, match="truncated") as error:
         opened(tmp_path, locate=False)
     assert [detail.partition(":")[0] for detail in error.value.details] == ["__0_0.distcp", "__2_0.distcp"]
+
+
+def test_a_data_file_of_nothing_but_a_value_is_missed_too(tmp_path: Path) -> None:
+    writer = FileSystemWriter(tmp_path, single_file_per_rank=False)
+    dcp.save({"model": {"w": torch.ones(3)}, "seen": (1, "a")}, storage_writer=writer, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    (path,) = (tmp_path / info.relative_path for index, info in metadata.storage_data.items() if index.fqn == "seen")
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(SourceCorruptError, match="truncated") as truncated:
+        opened(tmp_path, locate=False)
+    path.unlink()
+    with pytest.raises(SourceIncompleteError) as missing:
+        opened(tmp_path, locate=False)
+    assert truncated.value.details[0].startswith(path.name) and missing.value.details == (path.name,)
 
 
 def test_an_entry_that_lies_elsewhere_than_its_name_says_is_not_converted(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from fsdpckpt.errors import (
     SourceUnsafeError,
     SourceUnsupportedError,
 )
-from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.ir.checkpoint import Container, Layout, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.side_files import flavor_of
 from fsdpckpt.readers.torch_ranks import group_ranks
@@ -251,6 +251,15 @@ def test_a_key_that_two_parts_have_is_under_the_name_of_the_second_on_every_rank
     assert found.extra == found.rank_extra[0]
 
 
+def test_extras_of_more_ranks_than_the_model_has_are_kept_for_each(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        save({"model": MODEL, "seed": rank}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    for rank in (0, 1, 2):
+        save({"cpu": rank}, tmp_path / f"random_states_{rank}.pkl")
+    states = [{"random_states": {"cpu": rank}, **({"seed": rank} if rank < 2 else {})} for rank in (0, 1, 2)]
+    assert list(opened(tmp_path).rank_extra) == states
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
@@ -270,6 +279,14 @@ def test_a_problem_says_which_ranks_have_which_value(values: list[Any], text: st
     assert [problem.message for problem in problems] == [
         f"optimizer.param_groups.0.lr is not the same on every rank{text}"
     ]
+    assert problems[0].section is Section.OPTIM
+
+
+def test_a_value_of_the_model_that_differs_between_ranks_is_a_problem_of_the_model(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        save({"model": {**MODEL, "version": rank}, "optimizer": OPTIM}, tmp_path / f"model_rank{rank}.pt")
+    found = [(problem.kind, problem.key, problem.section) for problem in opened(tmp_path).problems]
+    assert found == [("replica", "model.version", Section.MODEL)]
 
 
 # --- parts side by side -----------------------------------------------------------------------------------------------
@@ -510,3 +527,19 @@ def test_slices_numbered_from_1_miss_rank_0_and_epochs_do_not(tmp_path: Path) ->
     assert (missing.value.file, missing.value.rank) == (f"{tmp_path / 'sliced'}/optim_0.pt", 0)
     with pytest.raises(NeedsInformationError, match="3 candidates"):
         opened(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("names", [("optim_1", "adam_2"), ("optim_1", "optim_3"), ("optim_2", "optim_3")])
+def test_slices_under_other_numbers_are_only_two_optimizers(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in names:
+        save({"state": {0: {"exp_avg": torch.randn(7)}}, "param_groups": [{"params": [0]}]}, tmp_path / f"{name}.pt")
+    with pytest.raises(NeedsInformationError, match="2 candidates for the optimizer"):
+        opened(tmp_path)
+
+
+def test_models_numbered_from_1_of_which_one_has_an_optimizer_are_only_two_models(tmp_path: Path) -> None:
+    sliced = {"state": {0: {"exp_avg": torch.randn(7)}}, "param_groups": [{"params": [0]}]}
+    save({"model": MODEL}, tmp_path / "model_1.pt")
+    save({"model": MODEL, "optimizer": sliced}, tmp_path / "model_2.pt")
+    with pytest.raises(NeedsInformationError, match="2 candidates for the model"):
+        opened(tmp_path)

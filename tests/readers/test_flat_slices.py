@@ -358,6 +358,41 @@ def test_keys_of_flat_parameters_prove_slices_even_of_one_rank(tmp_path: Path) -
     assert (found.layout, leaf(found, "l._flat_param", "exp_avg").placement) == (Layout.FLATTENED, SLICES)
 
 
+def test_vectors_of_one_rank_alone_prove_no_slices(tmp_path: Path) -> None:
+    torch.save({"model": {"a.w": randn(4, 3)}, "optimizer": optimizer({0: {"exp_avg": randn(9)}})}, tmp_path / "all.pt")
+    found = opened(tmp_path / "all.pt")
+    assert (found.layout, found.problems, placements(found)) == (Layout.FULL, (), {"whole"})
+
+
+def test_states_in_the_shapes_of_a_model_of_vectors_are_whole_whatever_their_bytes(tmp_path: Path) -> None:
+    def state_of(rank: int) -> Any:
+        return {"model": {"norm.w": randn(7)}, "optimizer": optimizer({0: {"exp_avg": randn(7, rank=rank)}})}
+
+    assert opened(save(tmp_path / "c", 2, state_of)).layout is Layout.FULL
+
+
+def test_states_that_a_rank_lacks_are_slices_of_others_wherever_the_optimizer_is(tmp_path: Path) -> None:
+    def state_of(rank: int) -> Any:
+        step = {"step": torch.tensor(3.0 * rank), "seen": 7 * rank}
+        states = {0: {"exp_avg": randn(4 * rank, rank=rank), **step}, **({1: {"exp_avg": randn(5)}} if rank else {})}
+        return {"trainer": {"optimizer": optimizer(states, 2)}}
+
+    found = opened(save(tmp_path / "c", 2, state_of))
+    assert (found.layout, found.problems) == (Layout.FLATTENED, ())
+    assert found.optim is not None and found.optim.state[0]["seen"] == 7
+
+
+def test_a_second_model_of_flat_parameters_is_refused(tmp_path: Path) -> None:
+    def state_of(rank: int) -> Any:
+        flat = {"l._flat_param": randn(6, rank=rank)}
+        return {"model": flat, "average": {"ema": flat}}
+
+    found = opened(save(tmp_path / "c", 2, state_of, "model"))
+    assert [(problem.kind, problem.key, problem.section) for problem in found.problems] == [
+        ("flattened", "average.ema", Section.EXTRA)
+    ]
+
+
 def test_second_optimizers_and_models_in_slices_are_refused(tmp_path: Path) -> None:
     """GAN trainers: two optimizers in one file. As extras rank 0's slices would pass for whole tensors."""
 
@@ -374,3 +409,29 @@ def test_the_file_of_one_rank_says_that_others_are_missing(tmp_path: Path) -> No
     directory = save(tmp_path / "c", 3, lambda rank: optimizer({0: {"exp_avg": randn(6, rank=rank)}}))
     (problem,) = opened(directory / "optim_world_size_3_rank_1.pt").problems
     assert (problem.kind, problem.rank, problem.fatal) == ("missing-rank", 1, True)
+
+
+VECTOR, MATRIX = randn(6), randn(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "states", "others"),
+    [
+        ("optim_rank1", [VECTOR], "of all ranks"),
+        ("optim_rank0", [VECTOR], None),
+        ("optim_1", [VECTOR], None),
+        ("optim", [VECTOR], None),
+        ("optim_world_size_4_rank_0", [VECTOR], "of all 4 ranks"),
+        ("optim_world_size_1_rank_0", [VECTOR], None),
+        ("optim_rank1", [VECTOR, MATRIX], None),
+        ("optim_rank1", [torch.tensor(3.0)], None),
+        ("optim_rank1", [], None),
+    ],
+)
+def test_a_file_is_one_of_several_only_if_its_name_and_its_vectors_say_so(
+    name: str, states: list[torch.Tensor], others: str | None, tmp_path: Path
+) -> None:
+    torch.save(optimizer({number: {"exp_avg": state} for number, state in enumerate(states)}), tmp_path / f"{name}.pt")
+    problems = opened(tmp_path / f"{name}.pt").problems
+    assert [problem.kind for problem in problems] == ([] if others is None else ["missing-rank"])
+    assert all(str(others) in problem.message for problem in problems)

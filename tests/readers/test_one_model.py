@@ -64,3 +64,14 @@ def test_a_prefix_on_the_models_names_alone_is_none_of_the_optimizers_business(t
 def test_some_names_that_the_model_lacks_are_noted(tmp_path: Path) -> None:
     found = opened(saved(tmp_path, TORCHTUNE, (*TORCHTUNE, "output.weight")))
     assert [note.keys for note in found.notes if note.kind == "unmatched"] == [("output.weight",)]
+
+
+def test_a_users_own_value_among_the_states_is_no_name_that_the_model_lacks(tmp_path: Path) -> None:
+    saved(tmp_path, TORCHTUNE, TORCHTUNE)
+    path = tmp_path / "recipe_state" / "r.pt"
+    content = torch.load(path)
+    content["optimizer"]["state"]["tables"] = 7.5
+    torch.save(content, path)
+    found = opened(tmp_path)
+    assert found.optim is not None and "tables" in found.optim.state
+    assert "unmatched" not in [note.kind for note in found.notes]

@@ -146,11 +146,28 @@ def test_a_missing_rank_below_the_highest_is_named(tmp_path: Path) -> None:
     assert error.value.details == ("shard-00002-*.safetensors",)
 
 
-def test_sharding_information_of_other_tensors_is_refused(tmp_path: Path) -> None:
-    info = {"DCP_SHARDING_INFO": json.dumps({"b": {"saved_offsets": [0]}}), **PT}
-    save_file({"a": torch.ones(3)}, tmp_path / "shard-00001-model-00001-of-00001.safetensors", info)
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"b": {"saved_offsets": [0]}},
+        *({"a": {"saved_offsets": offsets}} for offsets in ([], [0, 0], [-1], [0.0], [True], ["0"], [1 << 62], None)),
+    ],
+)
+def test_sharding_information_that_does_not_fit_the_tensors_is_refused(tmp_path: Path, info: Any) -> None:
+    metadata = {"DCP_SHARDING_INFO": json.dumps(info), **PT}
+    save_file({"a": torch.ones(3)}, tmp_path / "shard-00001-model-00001-of-00001.safetensors", metadata)
     with pytest.raises(SourceCorruptError, match="DCP_SHARDING_INFO"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize("other", [torch.ones(3).double(), torch.ones(3, 1)])
+def test_chunks_of_one_name_that_are_not_of_one_tensor_are_refused(tmp_path: Path, other: torch.Tensor) -> None:
+    for rank, tensor in enumerate((torch.ones(3), other)):
+        info = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [3 * rank] + [0] * (tensor.ndim - 1)}}), **PT}
+        save_file({"a": tensor}, tmp_path / f"shard-0000{rank + 1}-model-00001-of-00001.safetensors", info)
+    with pytest.raises(SourceCorruptError, match="do not fit together") as error:
+        opened(tmp_path)
+    assert error.value.key == "a"
 
 
 def scheme(**document: Any) -> dict[str, str]:
@@ -204,6 +221,8 @@ def test_model_and_optimizer_files_in_one_directory_come_back_as_sections(tmp_pa
     save_file(MODEL, tmp_path / "model.safetensors", PT)
     save_file(tensors, tmp_path / "optimizer.safetensors", scheme(optim=entry))
     check_optimizer(opened(tmp_path))
+    alone = opened(tmp_path / "optimizer.safetensors")
+    assert alone.model is None and alone.extra == {}
 
 
 def test_order_aliases_values_and_metadata_of_the_model_come_back(tmp_path: Path) -> None:
@@ -242,7 +261,9 @@ def test_every_tensor_the_document_promises_and_nobody_has_is_named(tmp_path: Pa
     "document",
     ["[]", "{", '{"version":1,"optim":[]}', '{"version":1,"optim":{"order":[[1]]}}', '{"version":1,"extra":[1]}',
      '{"version":1,"raw":{"w":["complex128",[9]]}}', '{"version":1,"raw":{"w":["uint8",[12' + "1" * 40 + ']]}}',
-     '{"version":1,"raw":{"e":["uint8",[0,1099511627776,1099511627776]]}}', '{"version":1,"extra":{"model":1}}'],
+     '{"version":1,"raw":{"e":["uint8",[0,1099511627776,1099511627776]]}}', '{"version":1,"extra":{"model":1}}',
+     '{"version":1,"raw":{"w":["uint8",[-3,-4]]}}', '{"version":1,"raw":{"w":["uint8",[12.0]]}}',
+     '{"version":1,"optim":{"order":[[null,[]]]}}'],
 )  # fmt: skip
 def test_a_document_that_was_damaged_is_refused(tmp_path: Path, document: str) -> None:
     save_file({"w": torch.ones(3), "e": torch.ones(0)}, tmp_path / "w.safetensors", {METADATA_KEY: document})
