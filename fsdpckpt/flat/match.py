@@ -125,8 +125,17 @@ class _Matching:
                 yield f"the checkpoint has a flat parameter {key}, the units have no such unit"
         for unit in self.units.units:
             leaf = params.get(by_clean.get(unit.key, unit.key))
-            total = self.layouts[unit.key].total
-            if not isinstance(leaf, Tensor):
+            layout = self.layouts[unit.key]
+            total = layout.total
+            if leaf is None and layout.shard_count == 1:
+                # LOCAL_STATE_DICT returns the whole parameters of a NO_SHARD module (``_post_state_dict_hook``).
+                whole = {clean(key) for key in params}
+                yield from (
+                    f"{param.name} is in the units, not in the model section"
+                    for param in unit.params
+                    if param.name not in whole
+                )
+            elif not isinstance(leaf, Tensor):
                 yield f"the checkpoint has no flat parameter {unit.key}"
             elif leaf.shape != (total,):
                 actual = leaf.numel if leaf.ndim == 1 else list(leaf.shape)

@@ -51,21 +51,25 @@ def unflatten(checkpoint: Checkpoint, match: FlatMatch) -> Checkpoint:
 
 
 def _model(model: ModelState, match: FlatMatch, notes: list[Note]) -> ModelState:
-    by_key = {unit.key: unit for unit in match.units.units}
-    sharded = match.units.unit_of()
+    flat = {clean(key) for key in model.params if is_flat_key(key)}
+    by_key = {unit.key: unit for unit in match.units.units if unit.key in flat}
+    split = {param.name for unit in by_key.values() for param in unit.params}
+    in_units = match.units.unit_of()
     params: dict[str, Tensor | Value] = {}
     for key, leaf in model.params.items():
-        unit = by_key.get(clean(key)) if is_flat_key(key) else None
+        name = clean(key)
+        unit = by_key.get(name)
         if unit is not None and isinstance(leaf, Tensor):
             params.update(_split_params(unit, leaf.dtype, _sorted_runs(leaf), match.layouts[unit.key]))
-        elif clean(key) not in sharded:
-            params[clean(key)] = _read_whole(leaf)
+        elif name not in split:
+            whole = _read_whole(leaf)
+            params[name] = whole.with_sharded(sharded=True) if name in in_units and isinstance(whole, Tensor) else whole
     for later, first in match.units.shared:
         if first in params:
             params[later] = params[first]
     # LOCAL_STATE_DICT has the innermost units first: the order of model.parameters() is what others rely on.
     params = {name: params[name] for name in dict.fromkeys([*match.units.parameters, *params]) if name in params}
-    counted = f"{plural(len(sharded), 'parameter', 'were')} found in {plural(len(by_key), 'flat parameter')}"
+    counted = f"{plural(len(split), 'parameter', 'were')} found in {plural(len(by_key), 'flat parameter')}"
     notes.append(Note("unflattened", f"model: {counted}"))
     return ModelState(params, model.metadata)
 

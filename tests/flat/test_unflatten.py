@@ -134,6 +134,37 @@ def test_no_shard_keeps_the_whole_flat_parameter_on_every_rank() -> None:
     require_states(named(checkpoint, units), played, truth)
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_unit_that_fsdp_does_not_shard_is_whole_beside_the_flat_parameters_of_others(use_orig_params: bool) -> None:
+    """For a NO_SHARD module inside a sharded model, LOCAL_STATE_DICT saves whole parameters."""
+    root, *blocks = toy(use_orig_params=use_orig_params).units
+    units = units_of(
+        root, *(replace(one, strategy=Strategy.NO_SHARD) for one in blocks), use_orig_params=use_orig_params
+    )
+    played, checkpoint, truth = raw(units, 3, model=True)
+    assert checkpoint.model is not None
+    params = {key: leaf for key, leaf in checkpoint.model.params.items() if not key.startswith("l.")}
+    for one in units.units[1:]:
+        for param in one.params:
+            weight = truth["weight"][param.name]
+            by_rank = dict.fromkeys(range(3), weight)  # the reader cannot tell a whole vector from slices
+            params[param.name] = played.slices(by_rank) if weight.ndim == 1 else played.replicas(weight)
+    checkpoint.model.params = params
+    whole = named(replace(checkpoint, files=played.checkpoint().files), units)
+    require_states(whole, played, truth)
+    assert whole.model is not None
+    for name, weight in truth["weight"].items():
+        leaf = whole.model.params[name]
+        assert isinstance(leaf, Tensor) and leaf.sharded, name
+        assert leaf.shape == weight.shape
+        assert gather(leaf, played.files()).tobytes() == weight.tobytes()
+    assert "3 parameters were found in 1 flat parameter" in {
+        note.message.removeprefix("model: ") for note in whole.notes
+    }
+    del params["l.0.a.weight"]
+    assert "l.0.a.weight is in the units, not in the model section" in contradictions(checkpoint, units)
+
+
 def test_a_channels_last_parameter_lies_in_memory_order() -> None:
     conv = UnitParam("conv.weight", (5, 3, 4, 2), FLOAT, stride=(24, 1, 6, 3))
     plain = unit("", {"bias": (7,)})
