@@ -117,7 +117,7 @@ def _extras_imply_both(flavor: Flavor, form: Form) -> bool:
 
 def _extras_implying_both(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> tuple[str, ...]:
     """The extras that ``verify`` takes as proof that both the model and the optimizer were saved."""
-    names = dict.fromkeys(str(key) for extra in (checkpoint.extra, *checkpoint.rank_extra) for key in extra)
+    names = _extra_names(checkpoint)
     return tuple(name for name in names if _extras_imply_both(flavor, form) or name in flavor.training_keys)
 
 
@@ -125,7 +125,12 @@ def _unplaced_extras(checkpoint: Checkpoint, copied: SideFiles, placed: tuple[Pa
     """The extras that are neither in ``placed``, nor in a side file, nor already reported as left out."""
     files = [*copied.files, *(name for note in copied.notes for name in note.keys)]
     accounted_for = {*map(str, placed), *_extra_names_in_files(files)}
-    return tuple(str(key) for key in checkpoint.extra if key not in accounted_for)
+    return tuple(name for name in _extra_names(checkpoint) if name not in accounted_for)
+
+
+def _extra_names(checkpoint: Checkpoint) -> list[str]:
+    """The names of the extras, also of those that only some ranks have."""
+    return list(dict.fromkeys(str(key) for extra in (checkpoint.extra, *checkpoint.rank_extra) for key in extra))
 
 
 def _extra_names_in_files(files: Iterable[str]) -> set[str]:

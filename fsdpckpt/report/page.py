@@ -28,7 +28,7 @@ from fsdpckpt.report.figures import (
     more_text,
     percent,
 )
-from fsdpckpt.text import count_text, fold, plural, size_text
+from fsdpckpt.text import count_text, fold, plural, size_text, step_text
 from fsdpckpt.verify.measures import buffer_keys
 from fsdpckpt.version import __version__
 
@@ -316,7 +316,7 @@ def _measured_steps(described: Description) -> dict[str, float]:
 def _steps_text(steps: Mapping[float, int]) -> str:
     """Each step and how many parameters are at it, the most common one first."""
     by_count = sorted(steps.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{value:g} for {plural(count, 'parameter')}" for value, count in by_count[:8])
+    shown = ", ".join(f"{step_text(value)} for {plural(count, 'parameter')}" for value, count in by_count[:8])
     return shown + (f" and {len(by_count) - 8} more values" if len(by_count) > 8 else "")
 
 

@@ -31,7 +31,7 @@ from fsdpckpt.ir.values import Value
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import plural, size_text, some_of
+from fsdpckpt.text import plural, size_text, some_of, step_text
 from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads_for
 from fsdpckpt.verify.checksums import TensorsInFiles, check_ranges, checksummed_ranges, chunk_ends, damaged_files
 from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
@@ -327,6 +327,6 @@ def _number(reader: BlockReader, value: Tensor | Value, progress: Progress) -> f
 def _disagreement(group: int, keys_by_step: dict[float, list[ParamKey]]) -> Problem:
     """The problem of a group with several steps. Its key is that of a parameter in the minority."""
     by_count = sorted(keys_by_step.items(), key=lambda item: -len(item[1]))
-    parts = [f"{step:g} for {len(keys)} ({some_of(keys, 3)})" for step, keys in by_count]
+    parts = [f"{step_text(step)} for {len(keys)} ({some_of(keys, 3)})" for step, keys in by_count]
     message = f"optim param group {group}: the steps disagree: {'; '.join(parts)}"
     return Problem("step", message, fatal=False, key=f"{by_count[-1][1][0]}.step", section=Section.OPTIM)

@@ -54,6 +54,16 @@ def test_extras_without_a_place_are_named(full: str, tmp_path: Path) -> None:
     assert "mystuff" in _not_carried(again)
 
 
+@pytest.mark.parametrize("flavor", ["accelerate", "huggingface"])
+def test_extras_that_only_another_rank_has_are_named(flavor: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2).state_dict()
+    (tmp_path / "ranks").mkdir()
+    for rank, extra in enumerate([{"rng": 1}, {"rng": 2, "queue": [5]}]):
+        torch.save({"model": model, **extra}, tmp_path / "ranks" / f"model_rank_{rank}.pt")
+    report = fsdpckpt.convert(tmp_path / "ranks", tmp_path / "out", flavor=flavor)
+    assert "rng, queue" in _not_carried(report)
+
+
 def test_what_is_registered_for_checkpointing_is_neither_a_model_nor_a_ranks_file(full: str, tmp_path: Path) -> None:
     """``Accelerator.register_for_checkpointing``: a file for each object, whose state may look like that of a model."""
     source = tmp_path / "source"

@@ -216,6 +216,21 @@ def test_statistics_show_steps_that_disagree_nan_and_states_that_are_all_zero(tr
     assert "betas=(0.9, 0.95)" in text
 
 
+def test_steps_beyond_a_million_are_shown_with_all_their_digits(trained: Path) -> None:
+    state = torch.load(trained)
+    for number, states in enumerate(state["optimizer"]["state"].values()):
+        states["step"].fill_(1234567.0 + number // 2)
+    torch.save(state, trained)
+    expected = "the steps disagree: 1,234,567 for 2"
+    assert (
+        f"optimizer: {expected} parameters, 1,234,568 for 1 parameter"
+        in Elements(page(fsdpckpt.inspect(trained, stats=True))).text
+    )
+    (problem,) = [each for each in fsdpckpt.verify(trained).problems if each.kind == "step"]
+    assert expected in problem.message
+    assert "1,234,568 for 1 (c.weight)" in problem.message
+
+
 def test_a_mask_of_minus_infinity_is_no_problem_and_a_weight_is(tmp_path: Path) -> None:
     for rank in range(2):
         whole = torch.full((4, 4), float("-inf")).triu(1)
