@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
+from fsdpckpt.formats.torch.tensors import StoredBlocks
+from fsdpckpt.readers.dcp import blockwise
 from tests.golden.torchao.net import KINDS, make, save_ranks, state_of, step
 from tests.oracle.fake_group import as_rank
 
@@ -59,6 +62,25 @@ def test_there_and_back(kind: str, between: str, saved: Path, tmp_path: Path) ->
     fsdpckpt.convert(source, target, **options)
     fsdpckpt.convert(target, tmp_path / "again", to="sharded", container="torch", world_size=4, mesh="dp=4")
     assert fsdpckpt.diff(saved / kind / "ranks-4", tmp_path / "again").same
+
+
+@pytest.mark.parametrize("shard", ["plain", "larger blocks", "another shape"])
+def test_shards_that_are_not_alike_are_refused(
+    shard: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = blockwise._item
+
+    def other(directory: Any, tensor: Any, row: int, *arguments: Any) -> StoredBlocks | None:
+        item = read(directory, tensor, row, *arguments)
+        if row != 1 or item is None or shard == "plain":
+            return None if row == 1 else item
+        rows, *columns = item.blocks.shape
+        changed = {"block": 2 * item.blocks.block} if shard == "larger blocks" else {"shape": (rows + 1, *columns)}
+        return replace(item, blocks=replace(item.blocks, **changed))
+
+    monkeypatch.setattr(blockwise, "_item", other)
+    with pytest.raises(SourceUnsupportedError, match="not all of its shards are whole blocks of that kind"):
+        fsdpckpt.convert(saved / KINDS[0] / "dcp-4", tmp_path / "out", to="sharded", container="dcp", world_size=2)
 
 
 def test_cuts_inside_of_blocks_are_refused_with_the_world_sizes_that_work(saved: Path, tmp_path: Path) -> None:

@@ -264,6 +264,12 @@ def test_names_after_a_use_that_cannot_work_are_still_named() -> None:
     assert set(error.value.details) == {"os.kill", "os.system", "os.popen"}
 
 
+def test_a_name_before_bytes_that_cannot_be_loaded_is_named() -> None:
+    with pytest.raises(SourceUnsafeError) as error:
+        load(b"\x80\x02cos\nsystem\n0X\x01\x00\x00\x00aQ.", file="it.pkl")
+    assert error.value.details == ("os.system",)
+
+
 GETATTR = b"\x80\x02c__builtin__\ngetattr\n"
 
 

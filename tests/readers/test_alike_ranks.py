@@ -242,6 +242,18 @@ def _pickle_of(file: bytes) -> bytes:
         return next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
 
 
+def test_a_record_of_another_name_is_no_record_of_the_pickle(tmp_path: Path) -> None:
+    """Nothing else of the file differs: neither its pickle nor the length of any record."""
+    paths = save(tmp_path, lambda _: {"a": numbered(4), "b": numbered(4) + 1})
+    with zipfile.ZipFile(paths[3]) as old, zipfile.ZipFile(tmp_path / "new", "w", zipfile.ZIP_STORED) as new:
+        for name in old.namelist():
+            new.writestr(name.replace("data/1", "data/7"), old.read(name))
+    (tmp_path / "new").replace(paths[3])
+    with Sources() as sources:
+        once, each = ends(paths, sources)
+    assert once == each and isinstance(once, Refusal)
+
+
 def test_a_rank_with_rows_that_its_place_does_not_give_it_is_refused(tmp_path: Path) -> None:
     """All ranks saved the rows of rank 0, of a tensor whose last rank has fewer: only the mesh says who is who."""
 

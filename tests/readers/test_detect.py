@@ -414,6 +414,13 @@ def test_several_checkpoints_below_are_listed(tmp_path: Path) -> None:
     assert {Path(detail).name for detail in error.value.details} == {"step-10", "step-20"}
 
 
+def test_a_model_and_an_optimizer_of_two_steps_are_never_joined(tmp_path: Path) -> None:
+    save(MODEL, tmp_path / "step-10" / "model.pt")
+    save(OPTIM, tmp_path / "step-20" / "optimizer.pt")
+    with pytest.raises(NeedsInformationError, match="holds 2 checkpoints"):
+        opened(tmp_path)
+
+
 def test_the_checkpoints_of_two_roles_are_listed(tmp_path: Path) -> None:
     for role in ("actor", "critic"):
         save({"model": MODEL}, tmp_path / role / "model.pt")
@@ -516,7 +523,8 @@ def test_a_link_to_itself_beside_a_checkpoint_does_not_hide_it(tmp_path: Path) -
 
 
 def test_slices_numbered_from_1_miss_rank_0_and_epochs_do_not(tmp_path: Path) -> None:
-    sliced = {"state": {0: {"exp_avg": torch.randn(7)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    states = {"exp_avg": torch.randn(7), "step": torch.tensor(2.0), "seen": 3}
+    sliced = {"state": {0: states}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     whole = {"state": {0: {"exp_avg": torch.randn(7, 2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     for folder, optimizer in (("sliced", sliced), ("whole", whole)):
         (tmp_path / folder).mkdir()

@@ -223,6 +223,20 @@ def test_a_dtensor_without_elements(tmp_path: Path) -> None:
     assert len(tree.root["w"].chunks) == 1  # type: ignore[index,call-overload,union-attr,arg-type]
 
 
+@pytest.mark.parametrize("coordinate", [[2], [-1], [0, 0]])
+def test_a_place_outside_of_the_mesh_is_refused(coordinate: list[int], tmp_path: Path) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = distribute_tensor(numbered(4, 3), mesh, [Shard(0)], src_data_rank=None)
+        if rank == 1:
+            mesh._coordinate_on_dim = coordinate
+        return {"w": weight}
+
+    save_ranks(tmp_path, 2, state)
+    with pytest.raises(SourceCorruptError, match="coordinate outside its mesh"):
+        read(tmp_path)
+
+
 def test_partial_sums_are_refused_by_key(tmp_path: Path) -> None:
     def state_of(_rank: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (2,))
