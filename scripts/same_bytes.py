@@ -410,6 +410,7 @@ def run_side(checkout: Path, side: Path, base: Path, *, quick: bool) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(Path(folder) / file, target)
     (side / "corpus").symlink_to(base)
+    (side / "out" / "report").mkdir(parents=True)  # nothing makes the directory of a report
     cases = all_cases(side, base, quick=quick)
     codes = play_all(checkout, side, cases)
     (side / "codes.json").write_text(json.dumps({"codes": codes, "arguments": {c.id: c.arguments for c in cases}}))
@@ -447,20 +448,22 @@ def comparable(value: Any, side: Path, *, words: bool) -> Any:
     return value.replace(str(side), "<here>") if isinstance(value, str) else value
 
 
-def first_difference(one: Any, other: Any, where: str = "$") -> str | None:
-    """The path of the first value that differs; the order of keys counts."""
-    if isinstance(one, dict) and isinstance(other, dict) and list(one) != list(other):
-        return f"{where}: keys {sorted(set(one) ^ set(other)) or 'in another order'}"
+def differences(one: Any, other: Any, where: str = "$") -> Iterator[str]:
+    """The path of every value that differs; the order of keys counts."""
     if isinstance(one, dict) and isinstance(other, dict):
-        pairs = ((f"{where}.{key}", one[key], other[key]) for key in one)
+        if list(one) != list(other):
+            yield f"{where}: keys {sorted(set(one) ^ set(other)) or 'in another order'}"
+        pairs = [(f"{where}.{key}", one[key], other[key]) for key in one if key in other]
     elif isinstance(one, list) and isinstance(other, list):
         if len(one) != len(other):
-            return f"{where}: {len(one)} items, then {len(other)}"
-        pairs = ((f"{where}[{index}]", a, b) for index, (a, b) in enumerate(zip(one, other, strict=True)))
+            yield f"{where}: {len(one)} items, then {len(other)}"
+        pairs = [(f"{where}[{index}]", a, b) for index, (a, b) in enumerate(zip(one, other, strict=False))]
     else:
-        same = type(one) is type(other) and one == other
-        return None if same else f"{where}: {json.dumps(one)[:150]}, then {json.dumps(other)[:150]}"
-    return next(filter(None, (first_difference(a, b, path) for path, a, b in pairs)), None)
+        if type(one) is not type(other) or one != other:
+            yield f"{where}: {json.dumps(one)[:150]}, then {json.dumps(other)[:150]}"
+        return
+    for path, a, b in pairs:
+        yield from differences(a, b, path)
 
 
 def unequal_bytes(one: bytes, other: bytes) -> str | None:
@@ -472,11 +475,11 @@ def unequal_bytes(one: bytes, other: bytes) -> str | None:
 
 
 def unequal_streams(one: Path, other: Path, sides: tuple[Path, Path], *, words: bool) -> str | None:
-    """The first difference of what two commands printed on stdout: as JSON if it is, else as text."""
+    """How two outputs of commands differ: everything if they are JSON, else the first byte."""
     texts = [path.read_text(errors="surrogateescape") for path in (one, other)]
     if all(text.startswith("{") for text in texts):
         documents = [comparable(json.loads(text), side, words=words) for text, side in zip(texts, sides, strict=True)]
-        return first_difference(*documents)
+        return "\n    ".join(differences(*documents)) or None
     plain = [
         re.sub(r"\d[\d.,]* (m?s|[KMG]?i?B/s)\b", "<time>", text.replace(str(side), "<here>"))
         for text, side in zip(texts, sides, strict=True)
@@ -489,7 +492,7 @@ def files_below(directory: Path) -> set[str]:
 
 
 def compared(old: Path, new: Path, *, words: bool) -> Iterator[str]:
-    """Every difference, one per line."""
+    """Every output that differs, and how."""
     sides = (old, new)
     one, other = (json.loads((side / "codes.json").read_text()) for side in sides)
     for case, arguments in one["arguments"].items():
@@ -507,7 +510,10 @@ def compared(old: Path, new: Path, *, words: bool) -> Iterator[str]:
     for path in sorted(files[0] ^ files[1]):
         yield f"out/{path}\n    only {'the first' if path in files[0] else 'the second'} wrote it"
     for path in sorted(files[0] & files[1]):
-        found = unequal_bytes(*((side / "out" / path).read_bytes() for side in sides))
+        pair = [side / "out" / path for side in sides]
+        found = unequal_bytes(*(each.read_bytes() for each in pair))
+        if found is not None and path.endswith("fsdpckpt.json"):
+            found = unequal_streams(*pair, sides, words=True) or found
         if found is not None:
             yield f"out/{path}\n    {found}"
 
