@@ -241,10 +241,11 @@ def test_order_aliases_values_and_metadata_of_the_model_come_back(tmp_path: Path
     assert found.model.params["l._extra_state"] == (1, b"x") and found.model.metadata == versions
 
 
-def test_a_dtype_safetensors_has_not_comes_back(tmp_path: Path) -> None:
-    value = torch.randn(3, 2, dtype=torch.complex128)
+@pytest.mark.parametrize("rows", [3, 0])
+def test_a_dtype_safetensors_has_not_comes_back(tmp_path: Path, rows: int) -> None:
+    value = torch.randn(rows, 2, dtype=torch.complex128)
     bytes_ = torch.view_as_real(value).contiguous().view(torch.uint8).reshape(-1)
-    save_file({"c": bytes_}, tmp_path / "c.safetensors", scheme(raw={"c": ["complex128", [3, 2]]}))
+    save_file({"c": bytes_}, tmp_path / "c.safetensors", scheme(raw={"c": ["complex128", [rows, 2]]}))
     same_values(opened(tmp_path / "c.safetensors"), model={"c": value})
 
 
