@@ -214,9 +214,12 @@ def _rows(tensor: Tensor, box: Box) -> np.ndarray[tuple[int], np.dtype[np.intp]]
 
 
 def _read(chunks: ChunkReader, wanted: BoxToRead) -> None:
-    """Read into the target's own memory if that is contiguous host memory, else copy one block after the other."""
+    """Read into the target's own memory if that is contiguous host memory, else copy one block after the other.
+
+    The memory of a conjugated view holds other numbers than the view.
+    """
     box, target = wanted.box, wanted.target
-    if target.device.type == "cpu" and target.is_contiguous():
+    if target.device.type == "cpu" and target.is_contiguous() and not target.is_conj():
         chunks.read_into(box, target.reshape(-1).view(torch.uint8).numpy())
         return
     itemsize = target.dtype.itemsize
@@ -238,9 +241,12 @@ def as_saved(value: Value, checkpoint: Checkpoint, sources: Sources) -> io.Bytes
         content[offset : offset + nbytes] = file.blob[begin : begin + nbytes]
     reader = BlockReader(checkpoint.files, sources)
     for write_item in file.write_items:
-        memory = np.frombuffer(content, np.uint8, write_item.nbytes, write_item.offset)
+        memory = np.empty(write_item.nbytes, np.uint8)
         ChunkReader(reader, write_item.tensor).read_into(Box(write_item.start, write_item.size), memory)
-        del memory
+        if write_item.order is not None:  # transposed or channels_last in the source, and so in the archive
+            elements = memory.reshape(*write_item.size, write_item.dtype.itemsize)
+            memory = np.ascontiguousarray(elements.transpose(*write_item.order, elements.ndim - 1))
+        content[write_item.offset : write_item.offset + write_item.nbytes] = memory.tobytes()
     for begin, end, positions in file.checksums:
         crc = zlib.crc32(memoryview(content)[begin:end]).to_bytes(4, "little")
         for position in positions:

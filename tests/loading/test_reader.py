@@ -193,6 +193,31 @@ def test_a_target_that_is_not_contiguous_is_filled_in_its_own_strides(
     assert not target.is_contiguous()
 
 
+@pytest.mark.parametrize("as_dcp", [False, True])
+def test_a_tensor_inside_a_value_keeps_its_order_in_memory(as_dcp: bool, tmp_path: Path) -> None:
+    """DCP stores a tuple as one value, whatever is in it."""
+    images = random(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    value = random(4, 6).t(), images, random(4, 6)[:, ::2], random(6, 2, dtype=torch.bfloat16).t()
+    saved = {"model": {"w": random(2)}, "buffers": value}
+    if as_dcp:
+        dcp.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
+    else:
+        torch.save(saved, tmp_path / "saved")
+    state: dict[str, Any] = {"model": {"w": torch.empty(2)}, "buffers": None}
+    dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "saved"), no_dist=True)
+    assert all(map(torch.equal, state["buffers"], value))
+    assert state["buffers"][0].stride() == value[0].stride()
+
+
+def test_a_conjugated_view_is_filled_with_the_numbers_of_the_checkpoint(tmp_path: Path) -> None:
+    saved = torch.randn(5, 3, dtype=torch.complex64)
+    torch.save({"model": {"w": saved}}, tmp_path / "full.pt")
+    target = torch.zeros(5, 3, dtype=torch.complex64).conj()
+    filled(tmp_path / "full.pt", {"model": {"w": target}})
+    assert torch.equal(target, saved)
+    assert target.is_conj()
+
+
 def test_each_rank_gets_the_extras_of_its_own(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"up.weight": random(5, 3)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
