@@ -4,7 +4,7 @@ Lengths alone are not enough: with ``use_orig_params=False``, flat parameters th
 shards of the same length. Three facts about the content decide more:
 
 - Right padding (``FlatParamHandle._get_shard``) never gets a gradient, so each state has its initial value there: zero,
-  or one constant (Adagrad's ``initial_accumulator_value``).
+  or one constant in each param group (Adagrad's ``initial_accumulator_value``).
 - The alignment gaps of a saved flat parameter under ``use_orig_params=True`` hold 42 (``_construct_padding_tensor``).
 - Corresponding ranks of several sharding groups (HYBRID_SHARD), or all ranks (NO_SHARD), hold equal slices.
 
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.match import FlatMatch
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section, group_params
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import scales_in
@@ -32,13 +32,18 @@ from fsdpckpt.storage.sources import Sources
 
 @dataclass(frozen=True, slots=True)
 class _Padding:
-    """``count`` elements from element ``first`` of one chunk of ``tensor``. ``where`` names them in messages."""
+    """``count`` elements from element ``first`` of one chunk of ``tensor``. ``where`` names them in messages.
+
+    ``group``: the param group of an optimizer's state, -1 for none. Each may have another initial value (Rprop's
+    ``lr``, Adagrad's ``initial_accumulator_value``).
+    """
 
     where: str
     tensor: Tensor
     row: int
     first: int
     count: int
+    group: int = -1
 
 
 def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) -> int:
@@ -60,12 +65,17 @@ def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) 
     for (state, _), paddings in tails.items():
         values = [_read(checkpoint, sources, padding) for padding in paddings]
         checked += sum(map(len, values))
-        if not _is_initial(np.concatenate(values), constants):
-            wrong.extend(
-                f"{padding.where} {state}: what is padding in the units holds values of a parameter"
-                for padding, values_read in zip(paddings, values, strict=True)
-                if values_read.any()
-            )
+        if _is_initial(np.concatenate(values), constants):
+            continue
+        by_group: dict[int, list[npt.NDArray[np.generic]]] = {}
+        for padding, values_read in zip(paddings, values, strict=True):
+            by_group.setdefault(padding.group, []).append(values_read)
+        initial = {group for group, of_group in by_group.items() if _is_initial(np.concatenate(of_group), constants)}
+        wrong.extend(
+            f"{padding.where} {state}: what is padding in the units holds values of a parameter"
+            for padding, values_read in zip(paddings, values, strict=True)
+            if padding.group not in initial and values_read.any()
+        )
     if wrong:
         raise SourceCorruptError(
             f"the units do not fit {checkpoint.source}: its padding is elsewhere",
@@ -100,7 +110,13 @@ def _hyper_parameters(checkpoint: Checkpoint) -> set[float]:
 
 def _right_padding(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[str, _Padding]]:
     """The right padding of the optimizer's shards, each with the name of its state."""
-    for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
+    optim = checkpoint.optim
+    if optim is None:
+        return
+    group_of = {
+        key: number for number, group in enumerate(optim.param_groups or ()) for key in group_params(group) or ()
+    }
+    for param, states in optim.state.items():
         layout = match.layouts.get(match.keys.get(param, ""))
         for state, leaf in states.items() if not scales_in(states) else ():  # a code of zero need not be zero
             if layout is None or not isinstance(leaf, Tensor) or leaf.placement != SLICES or leaf.dtype.numpy is None:
@@ -108,7 +124,8 @@ def _right_padding(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[s
             for row, rank, size in _rows(leaf):
                 begin, end = layout.shard_range(rank % layout.shard_count)
                 if size == layout.shard_numel and end - begin < size:
-                    yield state, _Padding(f"optim {param}, rank {rank},", leaf, row, end - begin, size - (end - begin))
+                    where, first, group = f"optim {param}, rank {rank},", end - begin, group_of.get(param, -1)
+                    yield state, _Padding(where, leaf, row, first, size - first, group)
 
 
 def _alignment_gaps(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[_Padding]:

@@ -78,6 +78,30 @@ def test_an_optimizer_may_begin_with_the_constant_that_its_group_names(
                 require_padding(checkpoint, proved(checkpoint, units), sources)
 
 
+@pytest.mark.parametrize("changed", [None, 0, 1])
+def test_each_param_group_may_begin_with_a_constant_of_its_own(tmp_path: Path, changed: int | None) -> None:
+    """Rprop's step sizes begin with the ``lr`` of their group; two elements of padding in each unit."""
+    units = units_of(unit("", {"w": (10,)}), unit("l", {"v": (18,)}), use_orig_params=False)
+    played = Played(units, 4)
+    optim = adagrad(units, played)
+    for key, value in ((0, 0.25), (1, 0.5)):
+        tensor = optim.state[key]["sum"]
+        assert isinstance(tensor, Tensor)
+        end = int(tensor.chunks.offset[-1]) + int(tensor.chunks.size[-1, 0]) * 4
+        values = np.array([value, value + (key == changed)], np.float32)
+        played.data[-1][end - 8 : end] = values.tobytes()
+    optim.param_groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}]
+    checkpoint = written(played, tmp_path, optim=optim)
+    units = replace(units, groups=(("_flat_param",), ("l._flat_param",)))
+    with Sources() as sources:
+        if changed is None:
+            assert require_padding(checkpoint, proved(checkpoint, units), sources) == 4
+            return
+        with pytest.raises(SourceCorruptError) as caught:
+            require_padding(checkpoint, proved(checkpoint, units), sources)
+    assert [line.split(",")[0] for line in caught.value.details] == [f"optim {changed}"]
+
+
 def test_the_gaps_of_an_aligned_flat_parameter_hold_the_filler(tmp_path: Path) -> None:
     """Both orders have a gap of 3 somewhere and one total; only where the gap is tells them apart."""
     units = units_of(unit("", {"a": (5,), "b": (9,), "c": (3,)}), use_orig_params=True)
