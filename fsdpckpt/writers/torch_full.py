@@ -208,7 +208,7 @@ def ties(tensors: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
             first = next((each for each in firsts if _same_memory(tensor, each)), None)
             if first is None:
                 firsts.append(tensor)
-            else:
+            elif first is not tensor:
                 tied[tensor] = first
     return tied
 

@@ -61,9 +61,9 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     first_of_tie = ties([*weights.values(), *(leaf for leaf in params.values() if isinstance(leaf, Tensor))])
     name_of = {tensor: name for name, tensor in weights.items()}
     shared: dict[Key, Value] = {
-        name: name_of[first_of_tie[leaf]]
+        name: name_of[first]
         for name, leaf in params.items()
-        if name not in weights and isinstance(leaf, Tensor) and first_of_tie.get(leaf) in name_of
+        if name not in weights and isinstance(leaf, Tensor) and (first := first_of_tie.get(leaf, leaf)) in name_of
     }
     files = _module_states(directory, params, weights, shared, groups, extra, casts)
     templates: dict[tuple[object, ...], TargetFile] = {}
@@ -119,8 +119,11 @@ def _groups(checkpoint: Checkpoint) -> list[list[str]]:
     if checkpoint.optim is None:
         params = checkpoint.model.params if checkpoint.model is not None else {}
         leaves = {name: leaf for name, leaf in params.items() if isinstance(leaf, Tensor)}
-        tied = ties(list(leaves.values()))
-        return [[name for name, leaf in leaves.items() if leaf not in tied]]
+        tied = ties(leaves.values())
+        first_names: dict[Tensor, str] = {}
+        for name, leaf in leaves.items():
+            first_names.setdefault(tied.get(leaf, leaf), name)
+        return [list(first_names.values())]
     listed = [group_params(group) for group in checkpoint.optim.param_groups or ()]
     if not listed or any(names is None for names in listed):
         raise NeedsInformationError(

@@ -119,6 +119,24 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     assert list(model) == ["head", "embed"] and same(model["head"], model["embed"])
 
 
+def test_tied_weights_of_flat_parameters_are_written_once_without_an_optimizer(tmp_path: Path) -> None:
+    """Names that units record as shared have one ``Tensor``."""
+    raw = Raw()
+    weight, bias = raw.whole(torch.randn(3, 5)), raw.whole(torch.randn(3))
+    source = replace(
+        Trained(seed=1).checkpoint,
+        model=ModelState({"embed": weight, "bias": bias, "head": weight}),
+        optim=None,
+        extra={},
+    )
+    target = lay_out(source, WriteSpec())
+    written = {file.path.split("/zero/")[1] for file in target.files if "/zero/" in file.path}
+    assert written == {"embed/fp32.pt", "bias/fp32.pt"}
+    materialise(target, raw.files, str(tmp_path / "out"))
+    state = torch_load(tmp_path / "out" / "global_step0_universal" / "mp_rank_00_model_states.pt")
+    assert state["shared_params"] == {"head": "embed"}
+
+
 def changed(**more: Any) -> Checkpoint:
     checkpoint = Trained(seed=1).checkpoint
     return replace(checkpoint, **{key: change(checkpoint) for key, change in more.items()})
