@@ -21,6 +21,8 @@ from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings, side_f
 from fsdpckpt.storage.sources import Sources
 
 _LAMBDAS = "lr_lambdas"  # what LambdaLR has, and its load_state_dict() needs
+_SCHEDULERS = "_schedulers"  # those that SequentialLR and ChainedScheduler consist of
+_BY_GROUP = re.compile(r"_last_lr|lr_lambdas|\w*(lrs|momentums)")  # the lists with an entry for each param group
 _ANY_SCHEDULE = frozenset({"last_epoch", "_last_lr"})  # what every LR scheduler of torch has
 
 
@@ -37,10 +39,12 @@ def adapt_to_form(
     """Return the checkpoint reduced to the sections ``form`` has a place for, ``form`` with the places this source
     needs, and the side files to copy.
 
-    ``only``: the section to take. ``splits_param_group``: whether a single param group will be split in two.
+    ``only``: the section to take. ``splits_param_group``: whether a single param group will be split in two; the LR
+    scheduler is then written, not copied as a file.
     """
     _require_section_of_form(checkpoint, flavor, form, only)
-    copied = side_files(checkpoint, flavor, world_size, sources, only=only)
+    others = (*checkpoint.ignored, flavor.schedule_file) if splits_param_group else checkpoint.ignored
+    copied = side_files(replace(checkpoint, ignored=others), flavor, world_size, sources, only=only)
     directory = f"{checkpoint.directory.rstrip('/')}/"  # ``copied`` lists its files again
     notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(directory)]
     checkpoint = replace(checkpoint, notes=tuple(notes), files=(*checkpoint.files, *copied.sources))
@@ -51,11 +55,6 @@ def adapt_to_form(
         extra: dict[Key, Value] = {}
         if checkpoint.optim is not None and only is None:
             form, extra = _place_schedule(checkpoint, flavor, form, copied, sources)
-            if splits_param_group and len(checkpoint.optim.param_groups or ()) == 1:
-                extra = {  # its lists have an entry for each group
-                    key: value * 2 if isinstance(value, list) and len(value) == 1 else value
-                    for key, value in extra.items()
-                }
         unplaced = _unplaced_extras(checkpoint, copied, _schedule_path(checkpoint)[:1] if extra else ())
         why = f"left out, because flavor {flavor.name} has no place for them"
         checkpoint = replace(_without_extras(checkpoint, unplaced, why), extra=extra, rank_extra=())
@@ -222,6 +221,34 @@ def _source_schedule(checkpoint: Checkpoint, required: frozenset[str]) -> dict[K
         else:
             value = value[step] if isinstance(value, list) and isinstance(step, int) and step < len(value) else None
     return value if isinstance(value, dict) and _has(value, required) else None
+
+
+def schedule_of_two_groups(checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint`` with an LR scheduler for two param groups like the one that it has."""
+    path = _schedule_path(checkpoint)
+    extra, *rank_extra = (
+        {key: _doubled(value, path[1:]) if path[:1] == (key,) else value for key, value in each.items()}
+        for each in (checkpoint.extra, *checkpoint.rank_extra)
+    )
+    return replace(checkpoint, extra=extra, rank_extra=tuple(rank_extra))
+
+
+def _doubled(value: Value, path: tuple[PathKey, ...]) -> Value:
+    """``value`` with a second entry in the lists that have one for each param group, of the scheduler at ``path``."""
+    if isinstance(value, list):
+        return [_doubled(each, path[1:]) if number in path[:1] else each for number, each in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if path:
+        return {key: _doubled(each, path[1:]) if key == path[0] else each for key, each in value.items()}
+    doubled: dict[Key, Value] = {}
+    for key, each in value.items():
+        if key == _SCHEDULERS and isinstance(each, list):
+            doubled[key] = [_doubled(scheduler, ()) for scheduler in each]
+        else:
+            by_group = isinstance(each, list) and len(each) == 1 and _BY_GROUP.fullmatch(str(key))
+            doubled[key] = each * 2 if isinstance(each, list) and by_group else each
+    return doubled
 
 
 def _schedule_path(checkpoint: Checkpoint) -> tuple[PathKey, ...]:

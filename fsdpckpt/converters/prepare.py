@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fsdpckpt.converters import PlannedFile, Report, encode_manifest
-from fsdpckpt.converters.adapt import adapt_to_form
+from fsdpckpt.converters.adapt import adapt_to_form, schedule_of_two_groups
 from fsdpckpt.converters.huggingface import finish_export
 from fsdpckpt.converters.lay_out import lay_out
 from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_files
@@ -33,6 +33,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST, Items, require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
+from fsdpckpt.transform.weight_decay import has_one_group
 from fsdpckpt.verify.elements import without_repeats
 
 
@@ -105,6 +106,9 @@ def _read_and_transform(
     require_file_name(target, spec)
     opened = replace(opened, notes=(*opened.notes, *spec.notes))
     refuse_section_options(spec, opened)
+    splits_param_group = has_one_group(opened) and bool(options.no_weight_decay)
+    if splits_param_group:
+        opened = schedule_of_two_groups(opened)
     side_files: Mapping[str, Tensor] = {}
     if spec.flavor is not None and spec.form is not None:
         opened, form, side_files = adapt_to_form(
@@ -114,7 +118,7 @@ def _read_and_transform(
             world_size=spec.world_size,
             sources=sources,
             only=options.only,
-            splits_param_group=bool(options.no_weight_decay),
+            splits_param_group=splits_param_group,
         )
         key_type = form.key_type if opened.optim is not None else None
         spec = replace(spec, form=form, options=replace(options, key_type=key_type))

@@ -38,7 +38,7 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
     optim = checkpoint.optim
     groups = (optim.param_groups if optim is not None else None) or []
     listed = all(group_params(group) is not None for group in groups)
-    if optim is not None and patterns and listed and len(groups) == 1:
+    if optim is not None and patterns and has_one_group(checkpoint):
         _require_names(checkpoint.source, optim)
         without = _without_decay(checkpoint, [str(name) for name in group_params(groups[0]) or ()], patterns)
         return _with_groups(checkpoint, optim, _split_group(groups[0], without), without)
@@ -72,6 +72,12 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
     without = _without_decay(checkpoint, names, patterns)
     filled = [group for group in _list_in_groups(checkpoint, groups, names, without) if group_params(group)]
     return _with_groups(checkpoint, optim, filled, without)
+
+
+def has_one_group(checkpoint: Checkpoint) -> bool:
+    """Whether the optimizer has one param group, which lists its parameters."""
+    groups = checkpoint.optim.param_groups if checkpoint.optim is not None else None
+    return groups is not None and len(groups) == 1 and group_params(groups[0]) is not None
 
 
 def note_one_group(checkpoint: Checkpoint) -> Checkpoint:

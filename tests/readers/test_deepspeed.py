@@ -450,6 +450,58 @@ def test_an_optimizer_with_one_group_gets_the_trainers_two(tmp_path: Path) -> No
     assert optimizer["state"].keys() == names.keys()
 
 
+def _schedulers(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.SequentialLR:
+    parts = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
+        torch.optim.lr_scheduler.ConstantLR(optimizer),
+    ]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [10])
+
+
+@pytest.mark.parametrize(
+    ("flavor", "file", "place"),
+    [
+        ("trainer", "two/scheduler.pt", ()),
+        ("accelerate", "two/scheduler.bin", ()),
+        ("lightning", "two.ckpt", ("lr_schedulers", 0)),
+        ("plain", "two.pt", ("lr_schedulers", 0)),
+    ],
+)
+def test_the_lr_scheduler_of_two_groups_has_two_learning_rates(
+    flavor: str, file: str, place: tuple[Any, ...], tmp_path: Path
+) -> None:
+    model, names = torch.nn.Linear(3, 2), ["weight", "bias"]
+    one, two = (
+        torch.optim.SGD(groups, lr=0.1)
+        for groups in (model.parameters(), [{"params": [each]} for each in model.parameters()])
+    )
+    group = {**one.param_groups[0], "params": names}
+    optimizer = {
+        "state": {name: {"momentum_buffer": value} for name, value in model.state_dict().items()},
+        "param_groups": [group],
+    }
+    schedule, expected = _schedulers(one).state_dict(), _schedulers(two).state_dict()
+    others = {"pytorch-lightning_version": "2.0.0", "epoch": 0, "global_step": 0, "lr_schedulers": [schedule]}
+    source, target = tmp_path / "one.ckpt", tmp_path / Path(file).parts[0]
+    torch.save({"state_dict": model.state_dict(), "optimizer_states": [optimizer], **others}, source)
+
+    def require_two(path: Path) -> None:
+        written = torch.load(path)
+        for step in place:
+            written = written[step]
+        assert written == expected
+
+    fsdpckpt.convert(source, target, flavor=flavor, to="full", no_weight_decay="standard")
+    require_two(tmp_path / file)
+    if target.is_dir():  # a file of the framework's own, which is copied otherwise
+        torch.save(optimizer, target / "optimizer.bin")
+        torch.save(schedule, tmp_path / file)
+        torch.save({}, target / {"trainer": "rng_state.pth", "accelerate": "random_states_0.pkl"}[flavor])
+        (target / "fsdpckpt.json").unlink()
+        fsdpckpt.convert(target, tmp_path / "again", flavor=flavor, to="full", no_weight_decay="standard")
+        require_two(tmp_path / "again" / Path(file).name)
+
+
 @pytest.mark.parametrize("rule", ["standard", "*"])
 def test_one_group_of_ids_is_not_divided_by_globs_that_match_digits(rule: str, tmp_path: Path) -> None:
     names = {"w.weight": torch.randn(3, 5), "w.bias": torch.randn(3)}
