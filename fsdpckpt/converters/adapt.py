@@ -194,7 +194,7 @@ def _schedule_note(
     place: str, schedule: Mapping[Key, Value], checkpoint: Checkpoint, flavor: Flavor, sources: Sources
 ) -> Note:
     """The note that ``schedule`` goes to ``place``, and what another framework may read differently in it."""
-    message = f"{place} is the state of the source's LR scheduler, unchanged"
+    message = f"{place} is the state of the source's LR scheduler"
     if flavor.schedule_file and _LAMBDAS not in schedule:
         message += ", which is not a LambdaLR: resume with a scheduler of the same class"
     epochs, steps = schedule.get("last_epoch"), _optimizer_steps(checkpoint, sources)
