@@ -5,6 +5,7 @@ The notes list everything that moves to another place and everything the produce
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -258,12 +259,12 @@ def _schedule_path(checkpoint: Checkpoint) -> tuple[PathKey, ...]:
 
 
 def _optimizer_steps(checkpoint: Checkpoint, sources: Sources) -> int:
-    """The optimizer's step count, from the first parameter that has one; 0 if none has."""
+    """The optimizer's step count, from the first parameter that has one; 0 if none has, or if it is NaN or infinite."""
     entries = checkpoint.optim.state.values() if checkpoint.optim is not None else ()
     step = next((entry["step"] for entry in entries if "step" in entry), 0)
     if isinstance(step, Tensor) and step.numel == 1 and step.dtype.numpy is not None:
-        return int(np.frombuffer(sources.read_elements(checkpoint.files, step), step.dtype.numpy)[0])
-    return int(step) if isinstance(step, (int, float)) else 0
+        step = np.frombuffer(sources.read_elements(checkpoint.files, step), step.dtype.numpy)[0].item()
+    return int(step) if isinstance(step, int) or (isinstance(step, float) and math.isfinite(step)) else 0
 
 
 def _has(value: Value, keys: frozenset[str]) -> bool:

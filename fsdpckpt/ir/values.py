@@ -428,3 +428,11 @@ _DECODERS: Mapping[str, Callable[[Decoder, Any], Any]] = {
     "$global": Decoder.decode_name,
     "$object": _decode_object,
 }
+
+
+def as_float(number: int | float) -> float:
+    """``number`` as a float; infinity if it is an int beyond those."""
+    try:
+        return float(number)
+    except OverflowError:
+        return float("inf") if number > 0 else float("-inf")

@@ -14,7 +14,7 @@ import numpy as np
 from fsdpckpt.describe import Description, stored_files
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, NamedTensor, OptimState, Section, group_params
 from fsdpckpt.ir.tensors import Stats, Tensor
-from fsdpckpt.ir.values import value_text
+from fsdpckpt.ir.values import as_float, value_text
 from fsdpckpt.report.figures import (
     MAX_ROWS,
     Holdings,
@@ -275,7 +275,7 @@ def _optimizer_health(optim: OptimState, described: Description) -> dict[str, An
             dtype = value.dtype.name if isinstance(value, Tensor) else type(value).__name__
             dtypes.setdefault(state, Counter())[dtype] += 1
             if state == "step":
-                step = float(value) if isinstance(value, (int, float)) else measured.get(str(key))
+                step = as_float(value) if isinstance(value, (int, float)) else measured.get(str(key))
                 if step is None:
                     steps_not_read += 1
                 else:

@@ -27,7 +27,7 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Value
+from fsdpckpt.ir.values import Value, as_float
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
@@ -316,7 +316,7 @@ def _is_number(value: Tensor | Value) -> TypeGuard[Tensor]:
 
 def _number(reader: BlockReader, value: Tensor | Value, progress: Progress) -> float | None:
     if isinstance(value, (int, float)):
-        return float(value)
+        return as_float(value)
     if not _is_number(value):
         return None
     block = next(reader.blocks(value))

@@ -64,6 +64,15 @@ def test_extras_that_only_another_rank_has_are_named(flavor: str, tmp_path: Path
     assert "rng, queue" in _not_carried(report)
 
 
+@pytest.mark.parametrize("step", [float("nan"), torch.tensor(float("inf"))])
+def test_a_step_that_is_no_number_counts_as_zero(step: object, tmp_path: Path) -> None:
+    state = {"w": {"step": step, "exp_avg": torch.ones(2, 2)}}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+    torch.save({"model": {"w": torch.ones(2, 2)}, "optimizer": optimizer}, tmp_path / "full.pt")
+    report = fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", flavor="deepspeed-universal")
+    assert any("global_steps = 0" in note.message for note in report.notes)
+
+
 def test_what_is_registered_for_checkpointing_is_neither_a_model_nor_a_ranks_file(full: str, tmp_path: Path) -> None:
     """``Accelerator.register_for_checkpointing``: a file for each object, whose state may look like that of a model."""
     source = tmp_path / "source"

@@ -20,6 +20,7 @@ from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.report.page import page
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.checksums import TensorsInFiles
@@ -197,6 +198,16 @@ def test_a_missing_rank_a_truncated_file_and_an_absent_one_are_all_listed(tmp_pa
         "absent": False,
         "short": False,
     }
+
+
+def test_a_step_that_no_float_can_hold_is_compared(tmp_path: Path) -> None:
+    weights = {name: torch.ones(2, 2) for name in "ab"}
+    state = {name: {"step": step, "exp_avg": torch.ones(2, 2)} for name, step in (("a", 10**400), ("b", 3))}
+    groups = [{"lr": 0.1, "params": ["a", "b"]}]
+    torch.save({"model": weights, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "full.pt")
+    (problem,) = [each for each in fsdpckpt.verify(tmp_path / "full.pt").problems if each.kind == "step"]
+    assert "inf for 1 (a)" in problem.message
+    assert "inf for 1 parameter" in page(fsdpckpt.inspect(tmp_path / "full.pt"))
 
 
 def test_steps_that_disagree_are_listed_by_group(tmp_path: Path) -> None:
