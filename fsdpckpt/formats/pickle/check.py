@@ -42,7 +42,7 @@ _DEPTHS = _SHARED - _DEPTH
 
 # Kinds of opcodes, the most frequent ones first: they are tested in this order.
 _PUSH, _GET, _PUT, _TEXT, _MEMOIZE, _MARK, _TUPLE_N, _NEW, _TUPLE, _CALL, _UPDATE, _BUILD = range(1, 13)
-_LONG_PUT, _LONG_GET, _STOP, _RARE = range(13, 17)
+_PERSISTENT_ID, _LONG_PUT, _LONG_GET, _STOP, _RARE = range(13, 18)
 _KIND_OF = {
     **dict.fromkeys(b"N)\x88\x89KMJG", _PUSH),
     **dict.fromkeys(b"UC\x8a\x8cXBT\x8d\x8e\x96", _TEXT),
@@ -51,6 +51,7 @@ _KIND_OF = {
     **dict.fromkeys(b"R\x81", _CALL),
     **{ord("h"): _GET, ord("j"): _LONG_GET, ord("q"): _PUT, ord("r"): _LONG_PUT, 0x94: _MEMOIZE},
     **{ord("("): _MARK, ord("t"): _TUPLE, ord("u"): _UPDATE, ord("b"): _BUILD, ord("."): _STOP},
+    ord("Q"): _PERSISTENT_ID,  # one for each tensor
 }
 _KINDS = bytes(_KIND_OF.get(opcode, _RARE) for opcode in range(256))
 _SIZES = bytes(FIXED.get(opcode) or COUNTED.get(opcode, 0) for opcode in range(256))  # of its count if it has one
@@ -213,6 +214,11 @@ class OpcodeWalk:
                     if state > _CONTAINER:
                         self._charge_copy(state)
                     at += 1
+                elif kind == _PERSISTENT_ID:
+                    self._charge_copy(stack[-1])
+                    stack[-1] = _OBJECT
+                    allocated += _ALLOCATED[opcode]
+                    at += 1
                 elif kind == _LONG_GET:
                     value = memo[number(data[at + 1 : at + 5], "little")]
                     push(value if value <= _OBJECT else value | _SHARED)
@@ -299,9 +305,6 @@ class OpcodeWalk:
         elif opcode == ord("s"):
             stack.pop()
             self._charge_hash([stack.pop()])
-        elif opcode == ord("Q"):
-            self._charge_copy(stack[-1])
-            stack[-1] = _OBJECT
         elif opcode == 0x93:  # STACK_GLOBAL
             stack.pop()
             stack[-1] = _LEAF
