@@ -190,9 +190,9 @@ def _match(
             wrong.append(f"{named.section} {named.key} was written as {forms}")
         elif compares:
             pairs.append(Pair(f"{named.section} {named.key}", named.tensor, other.tensor))
-    present = {name for name, section in ((Section.MODEL, expected.model), (Section.OPTIM, expected.optim)) if section}
+    states = {Section.MODEL: expected.model, Section.OPTIM: expected.optim}
     # DCP makes every key text: extras may then read as a section that the source did not have.
-    stray = (named for others in unmatched.values() for named in others if named.section in present)
+    stray = (named for others in unmatched.values() for named in others if states[named.section] is not None)
     wrong.extend(f"{named.section} {named.key} was written and should not be there" for named in stray)
     if wrong:
         raise _not_as_planned(path, wrong)

@@ -8,7 +8,7 @@ search or guess; ``units.inference`` tries several units with it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -120,6 +120,7 @@ class _Matching:
 
     def _flat_parameters(self, params: Mapping[str, Tensor | Value], flat: Collection[str]) -> Iterator[str]:
         by_clean = {clean(key): key for key in flat}
+        whole = {clean(key) for key in params if key not in flat}
         for key in by_clean:
             if key not in self.by_key:
                 yield f"the checkpoint has a flat parameter {key}, the units have no such unit"
@@ -129,12 +130,7 @@ class _Matching:
             total = layout.total
             if leaf is None and layout.shard_count == 1:
                 # LOCAL_STATE_DICT returns the whole parameters of a NO_SHARD module (``_post_state_dict_hook``).
-                whole = {clean(key) for key in params}
-                yield from (
-                    f"{param.name} is in the units, not in the model section"
-                    for param in unit.params
-                    if param.name not in whole
-                )
+                yield from _missing_names([param.name for param in unit.params], whole)
             elif not isinstance(leaf, Tensor):
                 yield f"the checkpoint has no flat parameter {unit.key}"
             elif leaf.shape != (total,):
@@ -179,7 +175,7 @@ class _Matching:
             if self.checkpoint.container is Container.TORCH:
                 yield from order_contradictions(self.units, slices, "the model section", across=False)
             return
-        yield from (f"{name} is in the units, not in the model section" for name in self.params if name not in cleaned)
+        yield from _missing_names(self.params, cleaned)
         if keeps_order(self.checkpoint, list(cleaned)):
             yield from order_contradictions(self.units, list(cleaned), "the model section")
         if compared:
@@ -363,3 +359,7 @@ class _Matching:
                     yield f"optim {key} is {clean(name)} in param_names, {self.keys[key]} in the units"
         if compared:
             self.proved.append(f"{compared} param_names of the groups agree with the units")
+
+
+def _missing_names(names: Iterable[str], present: Collection[str]) -> Iterator[str]:
+    return (f"{name} is in the units, not in the model section" for name in names if name not in present)

@@ -241,6 +241,14 @@ def _as_python_number(value: Value) -> Value:
     return value if number is None else number.item()
 
 
+def as_float(number: int | float) -> float:
+    """``number`` as a float; infinity if it is an int beyond those."""
+    try:
+        return float(number)
+    except OverflowError:
+        return float("inf") if number > 0 else float("-inf")
+
+
 def value_text(value: object, longest: int = 60) -> str:
     """``value`` in at most ``longest`` characters: scalars as in Python, tensors and objects by their type."""
     if isinstance(value, Tensor):
@@ -428,11 +436,3 @@ _DECODERS: Mapping[str, Callable[[Decoder, Any], Any]] = {
     "$global": Decoder.decode_name,
     "$object": _decode_object,
 }
-
-
-def as_float(number: int | float) -> float:
-    """``number`` as a float; infinity if it is an int beyond those."""
-    try:
-        return float(number)
-    except OverflowError:
-        return float("inf") if number > 0 else float("-inf")
