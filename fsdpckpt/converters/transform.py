@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,6 +19,7 @@ from fsdpckpt.errors import (
     to_copy,
 )
 from fsdpckpt.flat.flatten.states import require_equal_states
+from fsdpckpt.flat.names import model_names, name_contradictions
 from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, load_units
 from fsdpckpt.flat.units.source import is_flattened, source_units
@@ -93,9 +95,9 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
         checkpoint = name_slices(checkpoint, resolved, sources)
         if not resolved.order_known:
             checkpoint = replace(checkpoint, evidence=(*checkpoint.evidence, UNORDERED))
-    model_names = list(opened.model.params) if opened.model is not None else ()
-    leading = leading_wrapper(model_names) if resolved is not None else ""
-    checkpoint, source_names = normalise(checkpoint, leading=leading, like=model_names)
+    opened_names = list(opened.model.params) if opened.model is not None else ()
+    leading = leading_wrapper(opened_names) if resolved is not None else ""
+    checkpoint, source_names = normalise(checkpoint, leading=leading, like=opened_names)
     checkpoint = _with_equal_copies(checkpoint)
     if options.clean_names and (to_flattened or not source_names.wrapped):
         names = "flat parameters" if to_flattened else f"the names in {checkpoint.source}"
@@ -293,12 +295,14 @@ class _Steps:
         return decide_sharded(checkpoint, self.hints(checkpoint), strict=strict)
 
     def hints(self, checkpoint: Checkpoint) -> ShardingHints:
-        """The hints from ``--buffers`` and ``--reference``."""
-        reference = None
-        opened = self._reference
+        """The hints from ``--buffers``, and from ``--reference`` or the units of the source."""
+        reference: Mapping[str, bool | None] | None = None
+        opened, units = self._reference, self.units or checkpoint.units
         if opened is not None:
             params = opened.model.params if opened.model is not None else {}
             reference = {name: getattr(leaf, "sharded", None) for name, leaf in params.items()}
+        elif units is not None and _describe_model(units, checkpoint):
+            reference = _in_units(units, checkpoint)
         names, written = (
             list(each.model.params) if each.model is not None else [] for each in (checkpoint, self.written(checkpoint))
         )
@@ -337,8 +341,7 @@ class _Steps:
                 )
             key_type = "id"
         if spec.form is not None:  # which may shard one section and flatten the other
-            flat, params = target.units.params(), checkpoint.model.params if checkpoint.model is not None else {}
-            hints = ShardingHints(reference={name: name in flat for name in params})
+            hints = ShardingHints(reference=_in_units(target.units, checkpoint))
             checkpoint = self.apply_placements(decide_sharded(checkpoint, hints, strict=True), spec.mesh)
             checkpoint = place_remaining(checkpoint, spec.mesh) if spec.mesh is not None else checkpoint
         return TransformedCheckpoint(checkpoint, target.units, key_type)
@@ -350,6 +353,19 @@ class _Steps:
             return None
         with of_option("--reference"):
             return open_checkpoint(path, sources=self.sources, locate=False)
+
+
+def _in_units(units: Units, checkpoint: Checkpoint) -> dict[str, bool]:
+    """Each model key (without wrapper prefixes) to whether it names a parameter that FSDP1 shards."""
+    sharded, first_names = units.unit_of(), dict(units.shared)
+    params = checkpoint.model.params if checkpoint.model is not None else {}
+    return {name: first_names.get(name, name) in sharded for name in params}
+
+
+def _describe_model(units: Units, checkpoint: Checkpoint) -> bool:
+    """Whether all parameters of ``units`` are in the model section, with their shapes."""
+    names = model_names(checkpoint, "the model section")
+    return names is not None and not any(name_contradictions(units, names, whole_model=False))
 
 
 def units_request(options: ConvertOptions) -> UnitsRequest:

@@ -235,7 +235,7 @@ class _Matching:
 
     def _whole_optimizer(self, optim: OptimState) -> Iterator[str]:
         """An optimizer by name beside flattened model files (accelerate's LOCAL_STATE_DICT)."""
-        for key, states in optim.state.items():
+        for key, states in optim.state.items() if optim.key_type == "name" else ():
             param = self.params.get(clean(str(key)))
             if param is None:
                 continue

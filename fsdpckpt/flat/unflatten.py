@@ -222,14 +222,19 @@ def _holder_state(leaf: Tensor, counts: Int64Array, world_size: int) -> Tensor:
 
 
 def _group(group: Mapping[Key, Value], match: FlatMatch, by_key: Mapping[str, Unit]) -> dict[Key, Value]:
-    """As ``_unflatten_param_groups``: a flat parameter stands for all the names in it."""
-    names: list[Value] = []
-    for key in group_params(group) or ():
-        name = match.keys[key]
+    """As ``_unflatten_param_groups``: a flat parameter stands for all the names in it. ``param_names`` then have the
+    order of ``model.parameters()``, as ids do (``Units.named_groups``), not that of units.
+    """
+    names: list[str] = []
+    listed = [match.keys[key] for key in group_params(group) or ()]
+    for name in listed:
         names.extend([param.name for param in by_key[name].params] if name in by_key else [name])
-    changed = {**group, "params": names}
+    changed: dict[Key, Value] = {**group, "params": list(names)}
     if "param_names" in group:
-        changed["param_names"] = list(names)
+        position = {name: index for index, name in enumerate(match.units.parameters)}
+        if not by_key.keys().isdisjoint(listed):
+            names.sort(key=lambda name: position.get(name, -1))
+        changed["param_names"] = [*names]
     return changed
 
 

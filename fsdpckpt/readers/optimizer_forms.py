@@ -69,8 +69,15 @@ def containers(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dic
 
 
 def is_flattened(value: Mapping[Key, Value]) -> bool:
-    """Whether every key begins with ``state.`` or ``param_groups.``."""
-    return bool(value) and all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in value)
+    """Whether ``value`` is a flattened optimizer (``_flatten_optim_state_dict``): every key begins with ``state.`` or
+    ``param_groups.``, as those of a model with such modules do, and the groups' values are settings, no parameters.
+    """
+    if not all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in value):
+        return False
+    settings = [entry for key, entry in value.items() if str(key).startswith("param_groups.")]
+    if settings:
+        return not any(isinstance(entry, Tensor) and entry.ndim for entry in settings)
+    return any(str(key).rpartition(".")[2] in _STATE_NAMES for key in value)
 
 
 def _is_half(value: Mapping[Key, Value], *, named: bool) -> bool:

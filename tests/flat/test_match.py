@@ -307,6 +307,18 @@ def test_a_parameter_that_nothing_cut_is_whole_under_no_shard() -> None:
     assert lines == ("optim 0 (e.weight) exp_avg: 12 (each of 4) elements by rank in the units, found shape [3, 4]",)
 
 
+def test_an_id_is_not_a_parameter_that_is_called_by_its_number() -> None:
+    params = (named("w", 2, 4), named("0", 1, 5))
+    one_rank = build_units(params, ("",), Settings(use_orig_params=True, strategy=Strategy.NO_SHARD))
+    states = {number: {"exp_avg": replicas(1, *param.shape)} for number, param in enumerate(params)}
+    model = ModelState({param.name: replicas(1, *param.shape) for param in params})
+    for keys in ([0, 1], ["w", "0"]):
+        optim = OptimState(dict(zip(keys, states.values(), strict=True)), [{"params": [*keys]}])
+        assert said(checkpoint(1, model=model, optim=optim), one_rank) == ()
+    swapped = OptimState({"w": states[1], "0": states[0]}, [{"params": ["w", "0"]}])
+    assert len(said(checkpoint(1, model=model, optim=swapped), one_rank)) == 2
+
+
 @pytest.mark.parametrize(("length", "fits"), [(4, True), (3, False)])
 def test_the_one_slice_that_dcp_kept_may_be_any_ranks(length: int, fits: bool) -> None:
     """16 elements of e and l lie 4 a rank; e.bias is one slice of 3 and one of 0."""

@@ -185,6 +185,17 @@ def test_a_raw_optimizer_saved_by_this_torch_is_lost_too_but_only_when_several_r
     assert opened(tmp_path / "one").layout is Layout.FULL
 
 
+def test_an_optimizer_by_name_with_a_parameter_that_is_a_number_is_not_taken_for_slices(tmp_path: Path) -> None:
+    def content(_: int) -> dict[str, Any]:
+        names = {"0": torch.randn(2), "w": torch.randn(4, 3)}
+        state = {name: {"exp_avg": torch.randn_like(weight)} for name, weight in names.items()}
+        return {"model": names, "optim": {"state": state, "param_groups": [{"lr": 0.1, "params": [*names]}]}}
+
+    save_as_ranks(tmp_path, content, 2)
+    found = opened(tmp_path)
+    assert (found.layout, found.problems) == (Layout.FULL, ())
+
+
 def test_a_whole_optimizer_by_id_is_not_taken_for_slices(tmp_path: Path) -> None:
     state = {0: {"exp_avg": torch.randn(4, 3), "step": torch.tensor(3.0)}, 1: {"exp_avg": torch.randn(4)}}
     optim = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}

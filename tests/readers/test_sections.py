@@ -291,6 +291,19 @@ def test_flattened_keys_at_the_root_are_an_optimizer() -> None:
     check(flattened(GROUPS, STATE), None, {"state": STATE, "param_groups": GROUPS}, {})
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("param_groups.w", "param_groups.1._flat_param"),
+        ("state.w", "state.0.w"),
+        ("state.exp_avg.w", "state.exp_avg", "param_groups.w"),
+    ],
+)
+def test_a_model_with_modules_named_like_the_parts_of_an_optimizer_is_a_model(keys: tuple[str, ...]) -> None:
+    model = dict(zip(keys, (W, B, M), strict=False))
+    check(model, model, None, {})
+
+
 def test_flattened_states_nested_below_a_parameter_keep_their_nesting() -> None:
     flat = flattened(GROUPS[:1], {}) | {"state.l.weight.shampoo.left.0": M, "state.l.weight.step": STEP}
     found = split({"optimizer": flat})

@@ -52,7 +52,11 @@ def target_units(
     units = wrapped
     if dtype is not None and request.file is None and checkpoint.model is not None:
         units = _cast(units, dtype)
-    units = _sharding(request.applied_to(units), request, world_size)
+    units = request.applied_to(units)
+    unknown = _lost_strategy(units, request, world_size)
+    if unknown:
+        units = Settings(strategy=Strategy.FULL_SHARD).applied_to(units)
+    units = _sharding(units, request, world_size)
     _require_orders(wrapped, units, world_size, checkpoint, given=request.file is not None)
     groups, reordered = _groups(units, checkpoint)
     units = replace(units, world_size=world_size, groups=groups)
@@ -63,7 +67,7 @@ def target_units(
     _require_undivided(units, checkpoint)
     # With use_orig_params=False nothing is aligned, so the alignment is not known.
     aligned = wrapped.use_orig_params and any((request.file, source, checkpoint.units))
-    notes = [*_settings_notes(units, request, aligned=aligned), *(reordered if source is None else ())]
+    notes = [*unknown, *_settings_notes(units, request, aligned=aligned), *(reordered if source is None else ())]
     return ResolvedUnits(units, None, (how, *notes))
 
 
@@ -104,7 +108,8 @@ def _wrapping(
     )
     if source_units is not None and source_units.units:
         first = source_units.units[0]
-        units = Settings(None, first.strategy, first.param_dtype, source_units.shard_size).applied_to(units)
+        settings = Settings(None, first.strategy, first.param_dtype, source_units.shard_size)
+        units = replace(settings.applied_to(units), world_size=source_units.world_size)
     require_known_order(units, names, checkpoint)
     return units, f"target units: names from {names.label}, wrapping from --unit {' --unit '.join(request.globs)}"
 
@@ -173,6 +178,14 @@ def _orig_params_unknown(checkpoint: Checkpoint, why: str) -> NeedsInformationEr
 # Settings.
 
 
+def _lost_strategy(units: Units, request: UnitsRequest, world_size: int | None) -> list[str]:
+    """A note if nothing says which strategy ``units`` have on ``world_size`` ranks; none if they say it."""
+    no_shard = any(unit.strategy is Strategy.NO_SHARD for unit in units.units)
+    if request.strategy is not None or units.world_size != 1 or world_size == 1 or not no_shard:
+        return []
+    return ["full-shard is assumed: on 1 rank FSDP1 turns every strategy into no-shard; --strategy chooses another"]
+
+
 def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Units:
     """The units with their sharding group decided: HYBRID_SHARD needs its size, every other strategy has none."""
     hybrid = any(unit.strategy is Strategy.HYBRID_SHARD for unit in units.units)
@@ -183,9 +196,11 @@ def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Un
             "--shard-size is the size of a sharding group, which only hybrid-shard has",
             next_step="add --strategy hybrid-shard, or drop --shard-size",
         )
-    if hybrid and units.shard_size is None:
+    if hybrid and units.shard_size is None and (world_size is None or world_size != units.world_size):
+        unknown = f"the units record one group of {plural(units.world_size or 0, 'rank')}, not how others are grouped"
         raise NeedsInformationError(
-            "hybrid-shard shards within groups of ranks, and nothing says how many ranks a group has",
+            "hybrid-shard shards within groups of ranks, and "
+            + (unknown if units.world_size is not None else "nothing says how many ranks a group has"),
             next_step="add --shard-size N (usually the GPUs of one node)",
         )
     size = units.shard_size

@@ -259,7 +259,7 @@ def _to_containers(node: _Node, path: tuple[PathElement, ...], notes: list[Note]
     return [node.get(index, {}) for index in range(highest + 1)]
 
 
-_STATE_BY_ID = re.compile(r"(?:^|\.)state\.\d+\.[^.]+$")
+_STATE_BY_ID = re.compile(r"((?:.*\.)?state\.)\d+\.[^.]+")
 # Of an optimizer: a producer (composer) that nests everything under "state." must not look like one.
 _STATE = re.compile(r"\.state\.|^state\.\d|(?:^|\.)param_groups\.")
 
@@ -268,7 +268,7 @@ def _find_flattened(directory: DcpDirectory, tensors: dict[str, Tensor], tree: T
     """Decide from keys, shapes and chunks alone whether there are flat parameters, or slices that DCP lost."""
     metadata = directory.metadata
     flat = [key for key in metadata.tensors if is_flat_key(key)]
-    by_id = [key for key in metadata.tensors if _STATE_BY_ID.search(key)]
+    by_id = _states_by_id(metadata)
     lost = _first_lost(metadata, by_id, directory.world_size) if by_id else None
     if flat or lost is not None:
         tree.layout = Layout.FLATTENED
@@ -289,6 +289,21 @@ def _find_flattened(directory: DcpDirectory, tensors: dict[str, Tensor], tree: T
             "rank, which are not converted: their data is in the flat parameters"
         )
         tree.notes.append(Note("flattened-names", message, beside[0], tuple(beside)))
+
+
+def _states_by_id(metadata: DcpMetadata) -> list[str]:
+    """The keys of states in optimizers that are keyed by id. One with a name among its keys is keyed by name: a
+    parameter may be called "0"."""
+    found: dict[str, list[str]] = {}
+    for key in metadata.tensors:
+        if matched := _STATE_BY_ID.fullmatch(key):
+            found.setdefault(matched[1], []).append(key)
+    return [
+        key
+        for start, keys in found.items()
+        if all(other[len(start) :][:1].isdigit() for other in metadata.tensors if other.startswith(start))
+        for key in keys
+    ]
 
 
 def _beside_flat(metadata: DcpMetadata, flat: list[str]) -> list[str]:

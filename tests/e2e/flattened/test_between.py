@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import fsdpckpt
 from tests.e2e.flattened.cases import Variant, files, load
 from tests.oracle.compare import differences
+from tests.oracle.flat_models import Nested
 from tests.oracle.session import Oracle
 
 MIX = ("nested", "transformer", "ignored", "frozen_unit", "mixed", "tiny", "same_sized")
@@ -30,6 +32,12 @@ CONTAINERS = ["dcp", "torch"]
 def flattened(source: Path, target: Path, world_size: int, **options: Any) -> Path:
     fsdpckpt.convert(source, target, to="flattened", world_size=world_size, **options)
     return target
+
+
+def differing(one: Path, other: Path) -> list[Any]:
+    """What differs, but for ``param_names``: those of a wrapped model say nothing about the full one."""
+    entries = fsdpckpt.diff(one, other).entries
+    return [entry for entry in entries if entry.sigil != "=" and "param_names" not in entry.key]
 
 
 def named(variant: Variant, *more: Any) -> pytest.ParameterSet:
@@ -165,15 +173,38 @@ def test_no_units_file_is_needed_to_flatten_when_the_wrapped_modules_are_named(
     assert files(one) == files(other)
 
 
+@pytest.mark.parametrize("orig", [True, False])
+def test_frozen_parameters_that_one_rank_held_whole_are_sharded_and_buffers_are_not(
+    oracle: Oracle, tmp_path: Path, orig: bool
+) -> None:
+    variant = Variant("frozen_unit", orig)  # the optimizer does not list the frozen parameters
+    truth = variant.directory(oracle, 3) / "truth.pt"
+    of_one = flattened(truth, tmp_path / "one", 1, units=variant.units(oracle))
+    fsdpckpt.convert(of_one, tmp_path / "ranks", to="sharded", container="torch", world_size=3)
+    model = torch.load(tmp_path / "ranks" / "model_world_size_3_rank_0.pt", weights_only=False)
+    parameters = {name for name, _ in Nested().named_parameters()}
+    assert {name for name, leaf in model.items() if isinstance(leaf, DTensor)} == parameters
+    assert {*model} > parameters
+    assert differing(tmp_path / "ranks", truth) == []
+
+
+def test_flat_parameters_with_param_names_get_the_ids_of_their_parameters(oracle: Oracle, tmp_path: Path) -> None:
+    """The root's last parameters come after those of its units in ``model.parameters()``, not in its flat parameter."""
+    directory = Variant("frozen_unit", False).directory(oracle, 3)
+    fsdpckpt.convert(directory / "flat", tmp_path / "full.pt", to="full", key_type="id")
+    (group,) = load(tmp_path / "full.pt")["optimizer"]["param_groups"]
+    trained = [name for name, _ in Nested().named_parameters() if ".inner." not in name]
+    assert (group["params"], group["param_names"]) == ([*range(len(trained))], trained)
+    assert differing(tmp_path / "full.pt", directory / "truth.pt") == []
+
+
 @pytest.mark.parametrize("variant", [named(variant) for variant in TURNS[1]])
 def test_slices_and_the_full_state_are_compared_as_the_same_checkpoint(
     oracle: Oracle, tmp_path: Path, variant: Variant
 ) -> None:
     directory = variant.directory(oracle, 3)
     other = variant.directory(oracle, 2) / "truth.pt"
-    compared = fsdpckpt.diff(directory / "flat", directory / "truth.pt")
-    # Names of the wrapped model, where an optimizer was built from them, say nothing about the full one.
-    assert [entry for entry in compared.entries if entry.sigil != "=" and "param_names" not in entry.key] == []
+    assert differing(directory / "flat", directory / "truth.pt") == []
     assert not fsdpckpt.diff(directory / "flat", other).same
     assert fsdpckpt.verify(directory / "flat").whole
 

@@ -487,6 +487,30 @@ def test_hybrid_shard_needs_the_size_of_its_groups(sources: Sources) -> None:
         target_units(full(), UnitsRequest(shard_size=2), ResolvedUnits(units_of(), None, ()), 4, sources)
 
 
+def test_a_single_sharding_group_does_not_show_how_other_numbers_of_ranks_are_grouped(sources: Sources) -> None:
+    hybrid = Settings(strategy=Strategy.HYBRID_SHARD).applied_to(units_of())
+    recorded = ResolvedUnits(replace(hybrid, world_size=4), None, ())
+    same = target_units(full(), UnitsRequest(), recorded, 4, sources)
+    assert (same.units.shard_size, same.units.world_size) == (None, 4)
+    with pytest.raises(NeedsInformationError, match="record one group of 4 ranks, not how others"):
+        target_units(full(), UnitsRequest(), recorded, 8, sources)
+    assert target_units(full(), UnitsRequest(shard_size=4), recorded, 8, sources).units.shard_size == 4
+
+
+@pytest.mark.parametrize("globs", [(), ("l.*",)])
+def test_one_rank_does_not_show_the_strategy_of_several_which_is_then_the_default(sources: Sources, globs: tuple[str, ...]) -> None:
+    """FSDP1 turns every strategy into NO_SHARD on one rank (``_init_core_state``)."""
+    recorded = replace(Settings(strategy=Strategy.NO_SHARD).applied_to(units_of()), world_size=1)
+    source, request = ResolvedUnits(recorded, None, ()), UnitsRequest(globs=globs)
+    assert target_units(full(), request, source, 1, sources).units.world_size == 1
+    several = target_units(full(), request, source, 4, sources)
+    assert {unit.strategy for unit in several.units.units} == {Strategy.FULL_SHARD}
+    assert any(line.startswith("full-shard is assumed") for line in several.how)
+    for strategy in (Strategy.FULL_SHARD, Strategy.NO_SHARD):
+        found = target_units(full(), replace(request, strategy=strategy), source, 4, sources).units
+        assert {unit.strategy for unit in found.units} == {strategy}
+
+
 def test_what_fsdp_cannot_wrap_is_said_before_anything_is_written(sources: Sources) -> None:
     params = (*PARAMS[:-1], replace(PARAMS[-1], dtype=BF16))
     request = UnitsRequest(globs=("l.*",), use_orig_params=False)
