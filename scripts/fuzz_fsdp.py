@@ -12,6 +12,7 @@ exit code 1 means that there are findings.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import shutil
@@ -25,8 +26,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -226,6 +229,31 @@ class Play:
         with mock.patch.object(flat_held, "scenario", lambda _: self.entry):
             self.found.extend(f"{path.name}: {problem}" for problem in flat_held.played(job))
 
+    def is_sharded(self, path: Path | None, world: int, keys: str) -> None:
+        """Whether the DTensors are those of FSDP2 on some of ``world`` ranks: the model's, and moments cut like it."""
+        for rank in sorted(self.rng.sample(range(world), k=min(world, MAX_RANKS_COMPARED))) if path else ():
+            with as_rank(rank, world):
+                found = {
+                    section: torch.load(path / f"{section}_world_size_{world}_rank_{rank}.pt", weights_only=False)
+                    for section in ("model", "optim")
+                }
+                wrong = differences(dict(found["model"]), self._by_fsdp2(self.truth["model"]), "model")
+                states = self.truth["optimizer"]["state"]
+                for moment in {name for entry in states.values() for name, leaf in entry.items() if leaf.ndim}:
+                    held = self._by_fsdp2({name: entry[moment] for name, entry in states.items()})
+                    for name, entry in found["optim"]["state"].items() if keys == "name" else ():
+                        wrong += differences(entry[moment], held[name], f"{name} {moment}")
+            self.found.extend(f"{path.name} rank {rank}: {problem}" for problem in wrong[:5])
+
+    def _by_fsdp2(self, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+        model = built(self.entry)
+        model.load_state_dict(weights, strict=False)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        ignored = {model.get_parameter(name) for name in self.entry.ignored}
+        for unit in (*reversed([unit for unit in self.entry.units if unit]), ""):
+            fully_shard(model.get_submodule(unit), mesh=mesh, ignored_params=ignored)
+        return dict(model.state_dict())
+
     def run(self) -> list[str]:
         n, m = (self.group * self.rng.randint(1, 9 // self.group) for _ in range(2))
         units = self.directory / "units.json"
@@ -261,6 +289,8 @@ class Play:
         for container, keys in (("dcp", "name"), ("torch", self.rng.choice(("name", "id")))):
             ranks = self.rng.randint(1, 5)
             sharded = self.convert(flat, container, to="sharded", container=container, world_size=ranks, key_type=keys)
+            if container == "torch" and "" in self.entry.units:
+                self.is_sharded(sharded, ranks, keys)
             self.is_full(sharded, f"{container}.pt", **({"units": wanted["units"]} if keys == "id" else {}))
             if sharded is not None:
                 self.is_flat(self.convert(sharded, f"{container}-flat", **wanted), n)
@@ -273,6 +303,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep the files of each seed in this directory")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     count = 0
     for seed in range(arguments.first, arguments.end):
         directory = arguments.keep / str(seed) if arguments.keep else Path(tempfile.mkdtemp())
