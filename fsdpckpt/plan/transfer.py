@@ -178,11 +178,8 @@ def plan_transfers(
         owned.setdefault(segment.owner, []).append(number)
     served = (~visible & (senders == rank)).any(axis=0)
     served[rank] = True
-    needs = [
-        _find_need(plan, segments, owned[owner], visible, senders, owner, window, round_bytes, written)
-        for owner in sorted(owned)
-        if served[owner]
-    ]
+    search = _NeedSearch(plan, segments, visible, senders, window, round_bytes, written)
+    needs = [search.of_owner(owner, owned[owner]) for owner in sorted(owned) if served[owner]]
     rounds = max((int(need.round.max()) + 1 for need in needs if len(need.round)), default=0)
     own_need = next(need for need in needs if need.owner == rank)
     streams = {need.owner: _stream(need, rank) for need in needs if (need.sender == rank).any()}
@@ -205,47 +202,58 @@ def _choose_senders(visible: Visible) -> Int64Array:
     return senders
 
 
-def _find_need(
-    plan: Plan,
-    segments: Sequence[Segment],
-    numbers: Sequence[int],
-    visible: Visible,
-    senders: Int64Array,
-    owner: int,
-    window: int,
-    round_bytes: int,
-    written: Int64Array,
-) -> _Need:
-    bounds: list[tuple[int, int, int]] = []
-    parts: list[tuple[int, CopyParts]] = []
-    windows_of_parts: list[Int64Array] = []
-    for number in numbers:
-        segment = segments[number]
-        file = plan.files[segment.file]
-        ranges = open_windows(file, plan, window, segment.begin, segment.end, rows_of(written, number)[:, 1:3].tolist())
-        first = len(bounds)
-        bounds += [(number, begin, end) for begin, end in ranges] or [(number, segment.end, segment.end)]
-        begins, ends = np.asarray(ranges, np.int64).reshape(-1, 2).T
-        unreadable = ~visible[file.copies.file, owner]
-        if unreadable.any():
-            needed = split_copies(file, plan, unreadable, begins, ends)
-            if len(needed.nbytes):
-                parts.append((number, needed))
-                windows_of_parts.append(needed.window + first)
-    window_of = np.concatenate(windows_of_parts) if windows_of_parts else np.zeros(0, np.int64)
-    nbytes = np.concatenate([needed.nbytes for _, needed in parts]) if parts else np.zeros(0, np.int64)
-    sender = np.concatenate([senders[needed.copies.file, owner] for _, needed in parts]) if parts else nbytes
-    per_window = np.bincount(window_of, weights=nbytes, minlength=len(bounds)).astype(np.int64)
+@dataclass(frozen=True, slots=True, eq=False)
+class _NeedSearch:
+    """Arguments as for ``plan_transfers``; ``senders`` as ``_choose_senders`` returns them."""
+
+    plan: Plan
+    segments: Sequence[Segment]
+    visible: Visible
+    senders: Int64Array
+    window: int
+    round_bytes: int
+    written: Int64Array
+
+    def of_owner(self, owner: int, numbers: Sequence[int]) -> _Need:
+        """What ``owner`` cannot read of ``numbers``, its segments."""
+        bounds: list[tuple[int, int, int]] = []
+        parts: list[tuple[int, CopyParts]] = []
+        windows_of_parts: list[Int64Array] = []
+        for number in numbers:
+            segment = self.segments[number]
+            file = self.plan.files[segment.file]
+            written = rows_of(self.written, number)[:, 1:3].tolist()
+            ranges = open_windows(file, self.plan, self.window, segment.begin, segment.end, written)
+            first = len(bounds)
+            bounds += [(number, begin, end) for begin, end in ranges] or [(number, segment.end, segment.end)]
+            begins, ends = np.asarray(ranges, np.int64).reshape(-1, 2).T
+            unreadable = ~self.visible[file.copies.file, owner]
+            if unreadable.any():
+                needed = split_copies(file, self.plan, unreadable, begins, ends)
+                if len(needed.nbytes):
+                    parts.append((number, needed))
+                    windows_of_parts.append(needed.window + first)
+        if parts:
+            window_of = np.concatenate(windows_of_parts)
+            nbytes = np.concatenate([needed.nbytes for _, needed in parts])
+            sender = np.concatenate([self.senders[needed.copies.file, owner] for _, needed in parts])
+        else:
+            window_of = nbytes = sender = np.zeros(0, np.int64)
+        per_window = np.bincount(window_of, weights=nbytes, minlength=len(bounds)).astype(np.int64)
+        rounds = _fill_rounds(per_window, self.round_bytes)
+        windows = [Window(*bound, int(number)) for bound, number in zip(bounds, rounds, strict=True)]
+        return _Need(owner, windows, parts, sender, rounds[window_of], nbytes)
+
+
+def _fill_rounds(nbytes: Int64Array, round_bytes: int) -> Int64Array:
+    """The round of each window, which needs ``nbytes`` from other ranks; -1 for none. No round is empty."""
+    needs = nbytes > 0
+    if not needs.any():  # as in a run of one process: skip np.unique, whose import takes time
+        return np.full(len(nbytes), -1, np.int64)
     # A round has the windows whose bytes begin in the same ``step``: at most as many bytes and one window's more.
-    step = max(round_bytes - int(per_window.max(initial=0)), 1)
-    round_of = (np.cumsum(per_window) - per_window) // step
-    if windows_of_parts:
-        _, round_of = np.unique(np.where(per_window > 0, round_of, -1), return_inverse=True)  # without empty rounds
-        round_of = round_of - (1 if (per_window == 0).any() else 0)
-    else:  # nothing is sent, as in a run of one process: skip np.unique, whose import takes time
-        round_of = np.full(len(bounds), -1, np.int64)
-    windows = [Window(*bound, int(number)) for bound, number in zip(bounds, round_of, strict=True)]
-    return _Need(owner, windows, parts, sender, round_of[window_of], nbytes)
+    step = max(round_bytes - int(nbytes.max()), 1)
+    _, rounds = np.unique(np.where(needs, (np.cumsum(nbytes) - nbytes) // step, -1), return_inverse=True)
+    return rounds.astype(np.int64) - (0 if needs.all() else 1)
 
 
 def _by_round(need: _Need, sender: int, rounds: int) -> Int64Array:
