@@ -178,29 +178,22 @@ class SourceCheck:
             if self._sum(file, index, parts) is not None:
                 continue
             begin, length, _ = self._record(file, index)
-            at = begin
-            gaps: list[tuple[int, int]] = []
-            overlap = False
-            for offset, nbytes, _ in parts:
-                overlap |= offset < at < offset + nbytes
-                if at < offset:
-                    gaps.append((at, offset - at))
-                at = max(at, offset + nbytes)
-            if at < begin + length:
-                gaps.append((at, begin + length - at))
-            missing += [(file, index, *gap) for gap in ([(begin, length)] if overlap else gaps)]
+            missing += [(file, index, *gap) for gap in _gaps(begin, length, parts)]
         parts_read = self._rows() if spans else None
         for file, (begins, ends) in sorted(spans.items()):
-            if parts_read is None or file not in self._records:
-                continue
-            offsets, lengths, _ = self._records[file]
-            change = np.zeros(len(offsets) + 1, np.int64)  # in the number of spans, from record to record
-            np.add.at(change, np.searchsorted(offsets + lengths, begins, side="right"), 1)
-            np.add.at(change, np.searchsorted(offsets, ends, side="left"), -1)
-            touched = np.cumsum(change[:-1]) > 0
-            touched[parts_read[parts_read[:, 0] == file, 1]] = False
-            missing += [(file, index, *self._record(file, index)[:2]) for index in np.flatnonzero(touched).tolist()]
+            if parts_read is not None and file in self._records:
+                touched = self._touched(file, begins, ends)
+                touched[parts_read[parts_read[:, 0] == file, 1]] = False
+                missing += [(file, index, *self._record(file, index)[:2]) for index in np.flatnonzero(touched).tolist()]
         return missing
+
+    def _touched(self, file: int, begins: Int64Array, ends: Int64Array) -> npt.NDArray[np.bool_]:
+        """For each record of ``file`` whether one of the ranges [begin, end) has bytes of it."""
+        offsets, lengths, _ = self._records[file]
+        change = np.zeros(len(offsets) + 1, np.int64)  # in the number of ranges, from record to record
+        np.add.at(change, np.searchsorted(offsets + lengths, begins, side="right"), 1)
+        np.add.at(change, np.searchsorted(offsets, ends, side="left"), -1)
+        return np.cumsum(change[:-1]) > 0
 
     def new_parts(self) -> Int64Array:
         """The parts read since the last call; none at the first call."""
@@ -228,6 +221,19 @@ class SourceCheck:
 def _record_of(rows: Int64Array) -> Int64Array:
     """A number for the file and the record of each part."""
     return (rows[:, 0] << _RECORD_BITS) | rows[:, 1]
+
+
+def _gaps(begin: int, length: int, parts: list[Part]) -> list[tuple[int, int]]:
+    """(offset, nbytes) of what ``parts``, in order, leave out of a record; the whole record if parts overlap."""
+    at = begin
+    gaps: list[tuple[int, int]] = []
+    for offset, nbytes, _ in parts:
+        if offset < at < offset + nbytes:
+            return [(begin, length)]
+        if at < offset:
+            gaps.append((at, offset - at))
+        at = max(at, offset + nbytes)
+    return [*gaps, (at, begin + length - at)] if at < begin + length else gaps
 
 
 def _begins(values: Int64Array) -> Int64Array:

@@ -498,7 +498,9 @@ def test_a_single_sharding_group_does_not_show_how_other_numbers_of_ranks_are_gr
 
 
 @pytest.mark.parametrize("globs", [(), ("l.*",)])
-def test_one_rank_does_not_show_the_strategy_of_several_which_is_then_the_default(sources: Sources, globs: tuple[str, ...]) -> None:
+def test_one_rank_does_not_show_the_strategy_of_several_which_is_then_the_default(
+    sources: Sources, globs: tuple[str, ...]
+) -> None:
     """FSDP1 turns every strategy into NO_SHARD on one rank (``_init_core_state``)."""
     recorded = replace(Settings(strategy=Strategy.NO_SHARD).applied_to(units_of()), world_size=1)
     source, request = ResolvedUnits(recorded, None, ()), UnitsRequest(globs=globs)
