@@ -35,7 +35,7 @@ from torch.optim import SGD, AdamW, Optimizer
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import fsdpckpt
-from fsdpckpt.errors import FsdpckptError
+from fsdpckpt.errors import FsdpckptError, InternalError
 from fsdpckpt.flat.live.save import save_units
 from tests.oracle import flat_held
 from tests.oracle.compare import differences
@@ -66,7 +66,7 @@ class Tree:
         self.frozen: set[str] = set()
         self._grow("", self.units and "", rng.choice(DTYPES), depth=0, frozen=False)
         if not self.params:
-            self.params["weight"] = ((3, 5), torch.float32)
+            self.params["only"] = ((3, 5), torch.float32)
         free = [name for name in self.params if name.count(".")]
         self.shared = (
             {f"{free[0].split('.')[0]}.tied": free[0]} if free and rng.random() < 0.15 and self.units == [""] else {}
@@ -200,13 +200,14 @@ class Play:
         torch.save(self.truth, self.truth_file)
         self.found: list[str] = []
 
-    def convert(self, source: Path, name: str, **options: Any) -> Path | None:
-        """The target, or None if it was refused."""
+    def convert(self, source: Path, name: str, *, may_refuse: bool = False, **options: Any) -> Path | None:
+        """The target, or None if it was refused. ``may_refuse``: that is no finding then."""
         target = self.directory / name
         try:
             fsdpckpt.convert(source, target, **options)
         except FsdpckptError as error:
-            self.found.append(f"{source.name} to {name}: {type(error).__name__}: {error}")
+            if not may_refuse or isinstance(error, InternalError):
+                self.found.append(f"{source.name} to {name}: {type(error).__name__}: {error}")
             return None
         return target
 
@@ -271,6 +272,7 @@ class Play:
             self.found.extend(f"verify: {problem}" for problem in problems if problem.fatal or problem.kind != "state")
             self._reshard(flat, n, m)
             self._shard(flat, wanted | {"units": units}, n)
+            self._infer(flat)
         about = f"orig={self.orig} n={n} m={m} group={self.entry.group} {self.entry.strategy.name}"
         return [f"{about} units={self.entry.units}", *self.found] if self.found else []
 
@@ -284,6 +286,20 @@ class Play:
         self.is_flat(there, m)
         if there is not None:
             self.is_flat(self.convert(there, "back", world_size=n, **settings), n)
+
+    def _infer(self, flat: Path) -> None:
+        """Without a units file the units are inferred, or the conversion is refused; what is written must be right."""
+        bare = shutil.copytree(flat, self.directory / "bare")
+        (bare / "fsdpckpt.json").unlink()
+        globs = tuple(unit for unit in self.entry.units if unit) or ("none",)
+        hints: dict[str, Any] = {"reference": self.truth_file}
+        names = self.directory / "names.txt"
+        names.write_text("\n".join(name for name, _ in built(self.entry).named_parameters()))
+        self.is_full(bare, "inferred.pt", may_refuse=True, **hints)
+        self.is_full(bare, "with-unit.pt", may_refuse=True, **hints, unit=globs)
+        more = {"parameters": names, "unit": globs, "use_orig_params": self.orig}
+        self.is_full(bare, "with-parameters.pt", may_refuse=True, **hints, **more)
+        self.is_full(bare, "parameters-alone.pt", may_refuse=True, parameters=names)
 
     def _shard(self, flat: Path, wanted: dict[str, Any], n: int) -> None:
         for container, keys in (("dcp", "name"), ("torch", self.rng.choice(("name", "id")))):
