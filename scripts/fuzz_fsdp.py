@@ -92,7 +92,7 @@ class Tree:
                 self.params[full] = (shape, dtype)
                 if frozen:
                     self.frozen.add(full)
-            else:
+            elif name not in ("weight", "bias"):  # which are taken for parameters
                 self.buffers[full] = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 2)))
 
     def build(self) -> nn.Module:

@@ -10,8 +10,9 @@ there are two, the ids are ambiguous.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, combinations, pairwise
 from math import prod
 from typing import TypeAlias
@@ -31,6 +32,7 @@ from fsdpckpt.text import some_of
 from fsdpckpt.transform.assignment import in_order
 
 _PADDING = 16  # elements: an upper bound of the alignment that one parameter adds
+_PARAMETERS = ("weight", "bias")  # of a layer of torch.nn: no buffer has these last components
 _CLASSES = 3  # kinds of buffers (last components of names) that are left out at once: a norm layer alone has two
 
 
@@ -40,6 +42,7 @@ class Candidate:
 
     ``label``: where they come from. ``assumed``: what some names are assumed to be. ``strides_known``:
     whether it has the parameters' strides. A higher ``tier`` is tried only if no candidate of a lower one matches.
+    ``exchanged``: the candidates in which a name that this one leaves out takes the place of another.
     """
 
     units: Units
@@ -48,6 +51,7 @@ class Candidate:
     assumed: tuple[str, ...] = ()
     tier: int = 0
     strides_known: bool = False
+    exchanged: Callable[[], Iterable[Candidate]] = tuple
 
 
 def candidates(
@@ -179,6 +183,7 @@ class _Candidates:
         tier: int = 0,
         names: ParameterNames | None = None,
     ) -> Candidate:
+        """``names``: where ``params`` are certain, in the model's order."""
         named = names or self.names
         units = build_units(
             [self._typed(param) for param in params],
@@ -187,7 +192,32 @@ class _Candidates:
             unmanaged=[param.name for param in params if param.sharded is False],
             shared=(*named.shared, *shared),
         )
-        return Candidate(units, self.label, named.ordered, (assumed,) if assumed else (), tier)
+        exchanged = partial(self._exchanged, params, prefixes, shared) if names is None else tuple
+        return Candidate(units, self.label, named.ordered, (assumed,) if assumed else (), tier, exchanged=exchanged)
+
+    def _exchanged(
+        self, params: Sequence[NamedParam], prefixes: Collection[str], shared: Sequence[tuple[str, str]]
+    ) -> Iterator[Candidate]:
+        """``params`` with a name that they leave out in place of one with as many elements in the same unit.
+
+        Element counts do not tell them apart: names with the same last component need not all be buffers. What is
+        called like a layer's parameter is taken for one.
+        """
+        chosen = {param.name for param in params}
+        by_size: dict[tuple[str | None, int], list[str]] = {}
+        for param in self._maybe_buffers():
+            if param.name in chosen and _last_component(param) not in _PARAMETERS:
+                by_size.setdefault((innermost_unit(param.name, prefixes), param.numel), []).append(param.name)
+        for left in self.possible:
+            same_size = by_size.get((innermost_unit(left.name, prefixes), left.numel), ())
+            for name in same_size if left.name not in chosen else ():
+                kept = {*chosen, left.name} - {name}
+                yield self._candidate(
+                    [param for param in self.possible if param.name in kept],
+                    prefixes,
+                    shared=[(later, first) for later, first in shared if first in kept and later != left.name],
+                    assumed=f"{left.name} treated as a parameter, {name} as a buffer",
+                )
 
     def _typed(self, param: NamedParam) -> NamedParam:
         """``param`` with the dtype in the checkpoint itself, since a reference may have been cast."""

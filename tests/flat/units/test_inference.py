@@ -183,6 +183,23 @@ def test_names_that_may_be_buffers_or_parameters_with_the_same_lengths_are_refus
     assert list(found.units.params()) == ["n.weight", "a.weight"]
 
 
+def test_a_buffer_that_is_called_like_a_parameter_makes_others_of_its_size_uncertain() -> None:
+    """Of the names whose last components agree, all are buffers or none: that alone would leave out ``position``."""
+    sizes = {"a.scale": (9,), "position": (3, 3), "b.scale": (4,), "a.weight": (7, 5)}
+    params = [named(name, *shape, sharded=None) for name, shape in sizes.items()]
+    truth = units_of(params[1:], ("",), orig=False)
+    root = UnitPrefixes(("",), complete=False, label="--unit none")
+    source = checkpoint(2, optim=optimizer(truth, 2))
+    with pytest.raises(NeedsInformationError, match="ambiguous") as caught:
+        inferred(source, name_list(*params), root)
+    assert {line.partition(";")[0] for line in caught.value.details} == {
+        "treated as buffers: position",
+        "position treated as a parameter, a.scale as a buffer",
+    }
+    found = proved(source, name_list(*params), root, parameters=[*sizes][1:])
+    assert list(found.units.params()) == [*sizes][1:]
+
+
 def test_a_shared_parameter_is_found_by_the_length_of_its_unit() -> None:
     params = (*MODEL[:-2], named("h.weight", 17, 9))
     truth = build_units(params[:-1], LAYERS, Settings(use_orig_params=False))
