@@ -17,7 +17,6 @@ from fsdpckpt.formats.torch.distributed import BoxInFile
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import (
     BARE_VALUE,
-    Checksums,
     Container,
     Evidence,
     EvidenceKind,
@@ -65,15 +64,14 @@ def flat_parameter_keys(root: object) -> list[str]:
 
 
 def why_sliced(
-    state: Mapping[ParamKey, Mapping[str, Tensor | Value]],
-    model: ModelState | None,
-    checksums: Checksums | None = None,
+    state: Mapping[ParamKey, Mapping[str, Tensor | Value]], model: ModelState | None, tree: Tree
 ) -> str | None:
-    """Why the states of ``state`` are the ranks' slices of flat parameters; None if they are whole on every rank.
+    """Why the states of ``state``, which are in ``tree``, are the ranks' slices of flat parameters; None if they are
+    whole on every rank.
 
     States that differ in length between ranks, or are missing on some, prove it; so do keys of flat parameters. Equal
     shapes on all ranks are slices if all states are vectors and the model, if there is one, has tensors of other
-    shapes. If shapes leave it open, ``checksums`` distinguish replicas from slices.
+    shapes. If shapes leave it open, bytes distinguish replicas from slices.
     """
     entries = [entry for entry in state.values() if BARE_VALUE not in entry]
     leaves = [leaf for entry in entries for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.ndim]
@@ -86,11 +84,11 @@ def why_sliced(
     # With one rank a slice looks like the whole tensor: only units can tell.
     if max((len(leaf.chunks) for leaf in vectors), default=0) < 2:
         return None
-    return _why_not_replicas(vectors, _whole_shapes(model), checksums, alone=len(vectors) == len(leaves))
+    return _why_not_replicas(vectors, _whole_shapes(model), tree, alone=len(vectors) == len(leaves))
 
 
 def _why_not_replicas(
-    vectors: Sequence[Tensor], model_shapes: set[tuple[int, ...]], checksums: Checksums | None, *, alone: bool
+    vectors: Sequence[Tensor], model_shapes: set[tuple[int, ...]], tree: Tree, *, alone: bool
 ) -> str | None:
     """Why vectors of one length on all ranks are slices. ``alone``: the optimizer has no state with more
     dimensions.
@@ -101,7 +99,7 @@ def _why_not_replicas(
         text = some_of(sizes, _MAX_SIZES)
         return f"all optimizer states are plain one-dimensional tensors (of {text} elements), one on each rank"
     open_case = max(map(len, model_shapes), default=0) > 1 if alone else not fit
-    if open_case and _replicas_differ(vectors, checksums):
+    if open_case and _replicas_differ(vectors, tree):
         return "one-dimensional optimizer states of equal length have different bytes on each rank"
     return None
 
@@ -116,12 +114,15 @@ def _whole_shapes(model: ModelState | None) -> set[tuple[int, ...]]:
     }
 
 
-def _replicas_differ(tensors: Sequence[Tensor], checksums: Checksums | None) -> bool:
-    """Whether the CRC-32s of some tensor's chunks show that they are not copies of each other. False without
-    checksums.
+def _replicas_differ(tensors: Sequence[Tensor], tree: Tree) -> bool:
+    """Whether some tensor's chunks are not copies of each other, by their CRC-32s, or by their bytes where a chunk has
+    none.
     """
-    records = checksums.by_offset() if checksums is not None else {}
-    return any(len(crcs_of_chunks(tensor, records) - {None}) > 1 for tensor in tensors)
+    records = tree.checksums.by_offset()
+    crcs = [crcs_of_chunks(tensor, records) for tensor in tensors]
+    if any(len(known - {None}) > 1 for known in crcs):
+        return True
+    return any(None in known and tree.differs(tensor) for tensor, known in zip(tensors, crcs, strict=True))
 
 
 def crcs_of_chunks(tensor: Tensor, records: Mapping[tuple[int, int], tuple[int, int]]) -> set[int | None]:
@@ -180,7 +181,7 @@ def convert_slices(tree: Tree, sections: Sections, model: ModelState | None, lab
     if tree.container is not Container.TORCH:
         return
     optim = sections.optim
-    reason = why_sliced(optim.state, model, tree.checksums) if optim is not None else None
+    reason = why_sliced(optim.state, model, tree) if optim is not None else None
     if optim is not None and reason is not None:
         sections.optim = read_as_slices(optim)
         tree.layout = Layout.FLATTENED
@@ -267,7 +268,7 @@ def _flattened_extras(tree: Tree, sections: Sections, label: str) -> Iterator[Pr
         reason = None
         if is_optimizer(mapping) and isinstance(state, dict):
             entries = {key: _entry(entry) for key, entry in state.items() if isinstance(key, (int, str))}
-            reason = why_sliced(entries, None, tree.checksums)
+            reason = why_sliced(entries, None, tree)
         elif keys := flat_parameter_keys(dict.fromkeys(mapping)):
             reason = f"it has keys of flat parameters ({keys[0]})"
         if reason is not None:

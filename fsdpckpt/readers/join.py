@@ -73,7 +73,7 @@ class ReadPart:
         optim = self.sections.optim
         if self.tree.layout is not Layout.FULL:
             return False
-        return optim is None or why_sliced(optim.state, self.sections.model, self.tree.checksums) is None
+        return optim is None or why_sliced(optim.state, self.sections.model, self.tree) is None
 
 
 def read_part(part: Part, tree: Tree) -> ReadPart:

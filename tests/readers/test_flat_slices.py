@@ -26,11 +26,17 @@ def golden(form: str, target: Path) -> Path:
     return Path(shutil.copytree(GOLDEN / form, target, ignore=shutil.ignore_patterns("truth")))
 
 
-def save(directory: Path, world: int, state_of: Callable[[int], Any], section: str = "optim") -> Path:
+def save(
+    directory: Path, world: int, state_of: Callable[[int], Any], section: str = "optim", *, checked: bool = True
+) -> Path:
     directory.mkdir(exist_ok=True)
-    for rank in range(world):
-        with as_rank(rank, world):
-            torch.save(state_of(rank), directory / f"{section}_world_size_{world}_rank_{rank}.pt")
+    torch.serialization.set_crc32_options(checked)
+    try:
+        for rank in range(world):
+            with as_rank(rank, world):
+                torch.save(state_of(rank), directory / f"{section}_world_size_{world}_rank_{rank}.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
     return directory
 
 
@@ -300,10 +306,53 @@ def test_slices_among_whole_states_of_two_dimensions(tmp_path: Path) -> None:
         assert (vector.shape, vector.placement) == ((length,), SLICES)
 
 
-def test_whole_states_of_two_dimensions_and_equal_vectors_are_replicas(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checked", [True, False])
+def test_slices_beside_an_ignored_matrix_are_recognised_without_checksums_too(tmp_path: Path, *, checked: bool) -> None:
+    states: list[Any] = []
+
+    def state_of(rank: int) -> Any:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(900, 700), nn.Linear(5, 3, bias=False))
+        options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": False}
+        fsdp = FullyShardedDataParallel(model, ignored_states=[model[1].weight], **options)
+        optim = torch.optim.AdamW(fsdp.parameters(), foreach=False)
+        for parameter in fsdp.parameters():
+            parameter.grad = torch.ones_like(parameter)
+            if parameter.ndim == 1:
+                parameter.grad[-1] = rank  # slices that differ nowhere else
+        optim.step()
+        states.append(optim.state_dict())
+        return states[-1]
+
+    found = opened(save(tmp_path / "c", 2, state_of, checked=checked))
+    assert (found.layout, found.problems) == (Layout.FLATTENED, ())
+    flat = [state["state"][0]["exp_avg"] for state in states]
+    assert held(leaf(found, 0, "exp_avg"), found.files) == raw(torch.cat(flat))
+    assert flat[0].nbytes > 1 << 20 and leaf(found, 1, "exp_avg").placement == "whole"
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_whole_states_of_two_dimensions_and_equal_vectors_are_replicas(tmp_path: Path, *, checked: bool) -> None:
     state = stepped(nn.Linear(3, 2), 0).state_dict()
-    found = opened(save(tmp_path / "c", 2, lambda _: state))
+    found = opened(save(tmp_path / "c", 2, lambda _: state, checked=checked))
     assert (found.layout, placements(found)) == (Layout.FULL, {"whole"})
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("differ", [False, True])
+def test_vectors_that_are_views_are_compared_element_by_element(tmp_path: Path, step: int, *, differ: bool) -> None:
+    """Such a vector is no record of its own, so that no checksum is that of its bytes."""
+
+    def state_of(rank: int) -> Any:
+        storage = randn(30, rank=rank)  # other bytes between the elements
+        vector = storage.as_strided((5,), (step,), 2)
+        vector.fill_(7.0)
+        if differ:
+            vector[4] = rank
+        return optimizer({0: {"exp_avg": randn(4, 3)}, 1: {"exp_avg": vector}})
+
+    found = opened(save(tmp_path / "c", 2, state_of))
+    assert found.layout is (Layout.FLATTENED if differ else Layout.FULL)
 
 
 def test_a_counter_counts_where_the_parameter_has_elements(tmp_path: Path) -> None:

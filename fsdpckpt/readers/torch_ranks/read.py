@@ -11,6 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias, cast
 
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.formats.torch import TorchArchive, notes_on_dropped
 from fsdpckpt.formats.torch.bulk import read_tensors
@@ -79,6 +82,7 @@ def read_torch_ranks(
     tree.rank_values.update(merge.rank_values)
     tree.absences.update(merge.absences)
     tree.checksums = Checksums.joined(archive.checksums for archive in archives)
+    tree.differs = lambda vector: _vectors_differ(vector, files, sources)
     tree.notes.extend(notes_on_dropped(archives))
     tree.devices.update(*(archive.devices for archive in archives))
     _separate_extras(tree, files, sources, only_extras=only_extras)
@@ -181,6 +185,28 @@ def _bytes_of(tensor: Tensor, row: int, paths: Sequence[str], sources: Sources) 
     extent = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
     source = sources.open(paths[int(tensor.chunks.file[row])])
     return source.read(int(tensor.chunks.offset[row]), extent * tensor.dtype.itemsize)
+
+
+def _vectors_differ(tensor: Tensor, files: FileTable, sources: Sources) -> bool:
+    """Whether ``tensor``, a vector that each of its ranks has whole, has other bytes on some of them. Reads up to the
+    first difference.
+    """
+    paths, chunks, itemsize = [file.path for file in files.files()], tensor.chunks, tensor.dtype.itemsize
+    places = list(zip(chunks.file.tolist(), chunks.offset.tolist(), chunks.stride[:, 0].tolist(), strict=True))
+    most = max(1, _COMPARED // (itemsize * max(1, *(step for _, _, step in places))))
+
+    def block(file: int, offset: int, step: int, first: int) -> bytes:
+        count = min(most, tensor.numel - first)
+        begin, nbytes = offset + first * step * itemsize, (1 + (count - 1) * step) * itemsize
+        data = np.frombuffer(sources.open(paths[file]).read(begin, nbytes), f"V{itemsize}")
+        return as_strided(data, (count,), (step * itemsize,)).tobytes()
+
+    return any(
+        block(*place, first) != expected
+        for first in range(0, tensor.numel, most)
+        for expected in [block(*places[0], first)]
+        for place in places[1:]
+    )
 
 
 def _by_rank(tensor: Tensor, world_size: int) -> tuple[Value, ...]:
