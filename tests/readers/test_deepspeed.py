@@ -271,15 +271,107 @@ def test_the_last_ranks_files_are_missed_and_named(name: str, tmp_path: Path) ->
         opened(directory)
 
 
-def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
-    directory = step("zero1-bf16", tmp_path)
-    other = GOLDEN / "zero1-grad-fp32" / "global_step3"
-    for file in directory.glob("*rank_2*"):
-        file.unlink()
-    name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copy(other / name, directory / name)
-    with pytest.raises((SourceCorruptError, SourceIncompleteError)):
+def refused_saves(directory: Path) -> list[str]:
+    with pytest.raises(SourceCorruptError, match="holds the files of 2 saves") as refused:
         opened(directory)
+    return list(refused.value.details)
+
+
+BF16, OTHER = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt", "zero_pp_rank_{}_mp_rank_00_{}_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def ranks_files(form: str, ranks: object, kind: str = "optim") -> str:
+    return form.format(ranks, kind)
+
+
+@pytest.mark.parametrize(
+    ("later", "earlier", "files", "saves"),
+    [
+        # the later one, of two ranks, left the third's file of the earlier one where it was
+        (
+            "zero1-grad-fp32",
+            "zero1-bf16",
+            "*rank_2*",
+            [f"by 2 ranks: {ranks_files(BF16, '{0..1}')}, {MODEL}", f"by 3 ranks: {ranks_files(BF16, 2)}"],
+        ),
+        (
+            "zero1-grad-fp32",
+            "zero1-bf16",
+            "mp_*",
+            [f"by 2 ranks: {ranks_files(BF16, '{0..1}')}", f"by 3 ranks: {MODEL}"],
+        ),
+        (
+            "zero2-fp32",
+            "zero1-bf16",
+            "bf16*",
+            [f"in bfloat16: {ranks_files(BF16, '{0..2}')}", f"in float16 or float32: {ranks_files(OTHER, '{0..1}')}"],
+        ),
+        (
+            "zero3-bf16",
+            "zero2-fp32",
+            "mp_*",
+            [f"with ZeRO 1 or 2: {MODEL}", f"with ZeRO 3: {ranks_files(OTHER, '{0..2}', 'model')}"],
+        ),
+        (
+            "zero3-fp32",
+            "zero2-fp32",
+            "*rank_1*optim*",
+            [
+                f"with ZeRO 3: {ranks_files(OTHER, '{0,2}')}, {ranks_files(OTHER, '{0..2}', 'model')}",
+                f"with ZeRO 1 or 2: {ranks_files(OTHER, 1)}",
+            ],
+        ),
+    ],
+)
+def test_files_of_two_saves_are_refused_and_listed(
+    later: str, earlier: str, files: str, saves: list[str], tmp_path: Path
+) -> None:
+    directory = step(later, tmp_path)
+    for file in (GOLDEN / earlier / "global_step3").glob(files):
+        shutil.copy(file, directory / file.name)
+    assert refused_saves(directory) == [f"saved {save}" for save in saves]
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_files_of_more_ranks_than_there_were_are_another_saves(kept: int, tmp_path: Path) -> None:
+    """An earlier DeepSpeed did not record the number."""
+    files = _old_files(2)
+    files[MODEL]["dp_world_size"] = kept
+    save(files, tmp_path / "run")
+    if kept == 2:
+        assert opened(tmp_path / "run").world_size == 2
+        return
+    first, second = (OTHER.format(rank, "optim") for rank in range(2))
+    assert refused_saves(tmp_path / "run") == [f"saved by 1 rank: {first}, {MODEL}", f"saved by more ranks: {second}"]
+
+
+@pytest.mark.parametrize("place", ["number", "tensor", "module"])
+def test_files_of_two_steps_are_refused_and_listed(place: str, tmp_path: Path) -> None:
+    files = _old_files(3)
+    for rank in range(2):
+        states = files[OTHER.format(rank, "optim")]["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]
+        number = 1200 + 100 * rank
+        if place == "module":
+            files[OTHER.format(rank, "model")]["global_steps"] = number
+        else:
+            states["step"] = torch.tensor(float(number)) if place == "tensor" else number
+    save(files, tmp_path / "run")
+    how, kind = ("at step {}", "model") if place == "module" else ("after {} steps of the optimizer", "optim")
+    assert refused_saves(tmp_path / "run") == [
+        f"saved {how.format(number)}: {OTHER.format(rank, kind)}" for rank, number in enumerate(["1,200", "1,300"])
+    ]
+
+
+def test_a_hole_among_the_ranks_of_an_earlier_save_is_no_missing_file(tmp_path: Path) -> None:
+    directory = step("zero1-grad-fp32", tmp_path)
+    earlier = GOLDEN / "zero1-bf16" / "global_step3" / BF16.format(2)
+    shutil.copy(earlier, directory / BF16.format(2))
+    (directory / BF16.format(1)).unlink()
+    assert refused_saves(directory) == [
+        f"saved by 2 ranks: {BF16.format(0)}, {MODEL}",
+        f"saved by 3 ranks: {BF16.format(2)}",
+    ]
 
 
 def test_parts_that_lie_elsewhere_than_their_file_says_are_refused(

@@ -14,14 +14,14 @@ and for each whole state in the place of the parts. ``latest_universal`` names i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, claim_latest
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import plural, some_of
+from fsdpckpt.text import numbers_text, plural, some_of
 
 _OPTIM = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{1,5})_optim_states\.pt$")
 _MODEL = re.compile(r"^(?:zero_pp_rank_(\d{1,5})_)?mp_rank_(\d{1,5})_model_states\.pt$")
@@ -33,6 +33,8 @@ OPTIMIZER_STATE = "optimizer_state.pt"
 _SCRIPTS = frozenset({"zero_to_fp32.py", "zero_to_torch.py"})
 _MODEL_OF_RANK = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _MAX_NAMES = 6
+ZERO_1_OR_2, ZERO_3 = "with ZeRO 1 or 2", "with ZeRO 3"
+_PRECISIONS = {"bf16_": "in bfloat16", "fp16_": "in float16", "": "in float16 or float32"}
 
 
 class DeepSpeedReader:
@@ -107,10 +109,11 @@ def _claim_universal(path: str, files: Mapping[str, Entry]) -> Claim:
 def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
     names = {name for name in files if any(pattern.match(name) for pattern in (_OPTIM, _MODEL, _EXPERT, _LAYER))}
     _require_data_parallel(path, names)
+    optimizers, models = sorted(filter(_OPTIM.match, names)), sorted(filter(_MODEL.match, names))
+    require_one_save(path, {name: _PRECISIONS[name.partition("zero_pp_rank_")[0]] for name in optimizers})
+    require_one_save(path, {name: ZERO_1_OR_2 if name.startswith("mp_") else ZERO_3 for name in models})
     optim = {int(match[1]): name for name in names if (match := _OPTIM.match(name))}
     model = {int(match[1] or 0): name for name in names if (match := _MODEL.match(name))}
-    per_rank = any(name.startswith("zero_pp_rank_") for name in model.values())
-    require_all_ranks(path, optim, model, per_rank=per_rank)
     optim_paths = {rank: files[name].path for rank, name in sorted(optim.items())}
     model_paths = {rank: files[name].path for rank, name in sorted(model.items())}
 
@@ -138,6 +141,35 @@ def _require_data_parallel(path: str, names: set[str]) -> None:
                 why="how the tensors of these files belong together is in the code of the model, not in the files",
                 next_step="convert it with the model's own script (ds_to_universal.py, or convert_*.py of the trainer)",
             )
+
+
+def require_one_save(directory: str, files: Mapping[str, str]) -> None:
+    """Raises SourceCorruptError that lists ``files``, names in ``directory`` each with how it was saved, by save, if
+    there are several.
+    """
+    saves: dict[str, list[str]] = {}
+    for name, how in files.items():
+        saves.setdefault(how, []).append(name)
+    if len(saves) > 1:
+        raise SourceCorruptError(
+            f"{directory} holds the files of {len(saves)} saves of DeepSpeed",
+            details=[f"saved {how}: {_joined(names)}" for how, names in saves.items()],
+            file=directory,
+            why="an earlier save left files behind, or not all files of the last one were written or copied",
+            next_step="move the files of one save into another directory, and give that directory",
+        )
+
+
+def _joined(names: Sequence[str]) -> str:
+    """All ``names``, those of ranks in one: ``zero_pp_rank_{0..3}_mp_rank_00_optim_states.pt``."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        number = re.search(r"(?<=zero_pp_rank_)\d+", name)
+        begin, end = number.span() if number else (0, 0)
+        ranks.setdefault((name[:begin], name[end:]), []).append(int(name[begin:end] or 0))
+    return ", ".join(
+        f"{head}{numbers_text(sorted(numbers)) if head else ''}{tail}" for (head, tail), numbers in ranks.items()
+    )
 
 
 def require_all_ranks(

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import cast
+
+import numpy as np
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
+from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.values import Key, Object, Value
-from fsdpckpt.readers.deepspeed import require_all_ranks
+from fsdpckpt.readers.deepspeed import ZERO_1_OR_2, ZERO_3, require_all_ranks
 from fsdpckpt.readers.deepspeed.step import (
     FlatGroup,
     FlatGroups,
@@ -37,17 +41,20 @@ from fsdpckpt.readers.deepspeed.step import (
     partitions_of_groups,
     partitions_of_params,
     plain,
+    require_one_run,
+    require_same,
     section_of,
 )
 from fsdpckpt.readers.protocol import FileTable, Tree, file_name
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import plural
+from fsdpckpt.text import count_text, plural, some_of, step_text
 
 DESCRIBED_STATES = frozenset({
     "base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "fp32_flat_groups",
     "optimizer_state_dict", "param_slice_mappings", "group_paddings", "param_alignment_paddings", "partition_count",
     "zero_stage", "ds_version",
 })  # fmt: skip  # of the optimizer's states: they describe the partitions
+_NUMBERS = ("float", "int", "uint")
 _SWAPPED = "offloaded_tensors"
 _MAX_RANKS = 100_000  # names have five digits
 
@@ -63,10 +70,16 @@ def read_zero(
     Raises SourceCorruptError if the files contradict themselves or each other, SourceUnsupportedError for states that
     are cut in an unknown way, and what ``read_archive`` raises.
     """
-    optim = open_files(optim_paths, table, sources)
+    optim, module = open_files(optim_paths, table, sources), open_files(model_paths, table, sources)
+    stage_3 = {file.path: "fp32_flat_groups" in file.states for file in optim}
+    stage_3 |= {file.path: not file_name(file.path).startswith("mp_rank_") for file in module}
+    require_same(directory, [*optim, *module], lambda file: ZERO_3 if stage_3[file.path] else ZERO_1_OR_2)
+    ranks = require_one_run(directory, [*optim, *module])
+    names = ({file.rank: file_name(file.path) for file in files} for files in (optim, module))
+    partitioned = stage_3[optim[0].path]
+    require_all_ranks(directory, *names, per_rank=partitioned, world_size=min(ranks, _MAX_RANKS))
     _require_in_files(directory, optim, sources)
-    stage_3 = "fp32_flat_groups" in optim[0].states
-    return _Step(directory, optim, ModuleStates(open_files(model_paths, table, sources), stage_3)).tree()
+    return _Step(directory, optim, ModuleStates(module, partitioned), sources).tree()
 
 
 def _require_in_files(step: str, optim: Sequence[StepFile], sources: Sources) -> None:
@@ -106,9 +119,12 @@ class _Step:
     directory: str
     optim: list[StepFile]
     module: ModuleStates
+    sources: Sources
 
     def tree(self) -> Tree:
         ranks = [self._rank_states(file) for file in self.optim]
+        steps = {rank.file.path: self._steps(rank) for rank in ranks}
+        require_same(self.directory, self.optim, lambda file: steps[file.path])
         groups = self.module.groups()
         flat = self._partitions(ranks, groups)
         shapes = {name: shape for group in groups for name, shape in group.items()}
@@ -153,6 +169,18 @@ class _Step:
         by_number = [as_mapping(state.get(number, {}), file.path, f"state.{number}") for number in range(count)]
         return _RankStates(file, flat, by_number, param_groups, paddings)
 
+    def _steps(self, rank: _RankStates) -> str | None:
+        """The optimizer's steps of the flat tensors; None if they have none."""
+        steps: dict[str, None] = {}
+        for states in rank.states:
+            step = states.get("step")
+            if isinstance(step, StoredTensor) and prod(step.shape) == 1 and step.dtype.kind in _NUMBERS:
+                data = self.sources.open(rank.file.path).read(rank.file.offset(step), step.dtype.itemsize)
+                steps[step_text(float(np.frombuffer(data, numpy_dtype(step.dtype))[0]))] = None
+            elif is_count(step):
+                steps[count_text(cast(int, step))] = None
+        return f"after {some_of(list(steps))} steps of the optimizer" if steps else None
+
     def _partitions(self, ranks: Sequence[_RankStates], shapes: Sequence[FlatGroup]) -> FlatGroups:
         lengths = [
             [weight.shape[0] + padding for weight, padding in zip(rank.weights, rank.paddings, strict=True)]
@@ -163,24 +191,12 @@ class _Step:
                 return partitions_of_params(shapes, lengths)
             flat = partitions_of_groups(shapes, self._gaps(ranks[0], len(shapes)), lengths)
         except PartitionError as error:
-            self._require_every_rank(ranks[0])
             raise contradiction(ranks[0].file.path, str(error)) from None
         if self._round_robin():
             flat.params = [optimizer_order(names, len(ranks)) for names in flat.params]
         else:  # with it, DeepSpeed 0.19 computes its own record for the wrong order
             self._require_record(ranks, flat)
         return flat
-
-    def _require_every_rank(self, rank: _RankStates) -> None:
-        """The files record how many ranks shared each flat tensor. File names do not: the last ranks' may be
-        missing.
-        """
-        recorded = rank.file.states.get("partition_count")
-        counts = recorded if isinstance(recorded, list) else [recorded]
-        if all(map(is_count, counts)):
-            names = ({file.rank: file_name(file.path) for file in files} for files in (self.optim, self.module.files))
-            most = min(max(cast("list[int]", counts), default=0), _MAX_RANKS)
-            require_all_ranks(self.directory, *names, per_rank=self.module.partitioned, world_size=most)
 
     def _gaps(self, rank: _RankStates, groups: int) -> list[list[int]]:
         """The padding after each parameter of each flat tensor (``parameter_alignment``)."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -27,14 +27,15 @@ from fsdpckpt.ir.checkpoint import Checksums, Layout, Note
 from fsdpckpt.ir.dtypes import MAX_DIMENSIONS
 from fsdpckpt.ir.tensors import FLATTENED
 from fsdpckpt.ir.values import Key, Object, Value
+from fsdpckpt.readers.deepspeed import require_one_save
 from fsdpckpt.readers.flat_slices import boxes_of_range
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
-from fsdpckpt.readers.protocol import FileTable, Tree
+from fsdpckpt.readers.protocol import FileTable, Tree, file_name
 from fsdpckpt.readers.torch_ranks import NamedRank, check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile, open_ranks
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import plural, some_of
+from fsdpckpt.text import count_text, plural, some_of
 
 StateDict: TypeAlias = dict[Key, object]
 FlatGroup: TypeAlias = dict[str, tuple[int, ...]]
@@ -107,6 +108,41 @@ class StepFile(RankFile):
     def module(self) -> StateDict:
         """The result of ``module.state_dict()``, in a file of module states."""
         return as_mapping(self.root.get("module"), self.path, "module")
+
+
+def require_same(directory: str, files: Sequence[StepFile], how_saved: Callable[[StepFile], str | None]) -> None:
+    """Raises SourceCorruptError that lists ``files`` by save unless all that show ``how_saved`` show the same."""
+    require_one_save(directory, {file_name(file.path): how for file in files if (how := how_saved(file)) is not None})
+
+
+def require_one_run(directory: str, files: Sequence[StepFile]) -> int:
+    """The number of ranks that saved ``files``, 0 if none of them records it. Raises what ``require_same`` does if they
+    differ in it, or in the step.
+    """
+    require_same(directory, files, lambda file: _by_ranks(_recorded_ranks(file)))
+    require_same(directory, files, _global_step)
+    ranks = max(map(_recorded_ranks, files))
+    require_same(directory, files, lambda file: "by more ranks" if file.rank >= ranks > 0 else _by_ranks(ranks))
+    return ranks
+
+
+def _by_ranks(ranks: int) -> str | None:
+    return f"by {plural(ranks, 'rank')}" if ranks else None
+
+
+def _recorded_ranks(file: StepFile) -> int:
+    """The number of ranks in the file: that of parts of a flat tensor in an optimizer's, the ranks with an optimizer's
+    file in one of module states.
+    """
+    states = file.root.get("optimizer_state_dict")
+    recorded = states.get("partition_count") if isinstance(states, dict) else file.root.get("dp_world_size")
+    counts = recorded if isinstance(recorded, (list, tuple)) else [recorded]
+    return max(cast("Sequence[int]", counts), default=0) if all(map(is_count, counts)) else 0
+
+
+def _global_step(file: StepFile) -> str | None:
+    step = file.root.get("global_steps")
+    return f"at step {count_text(cast(int, step))}" if is_count(step) else None
 
 
 def _named_rank(stem: str) -> NamedRank | None:

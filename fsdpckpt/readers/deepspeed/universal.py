@@ -36,6 +36,7 @@ from fsdpckpt.readers.deepspeed.step import (
     merge_files,
     open_files,
     plain,
+    require_one_run,
     section_of,
 )
 from fsdpckpt.readers.protocol import FileTable, Tree, file_name
@@ -106,6 +107,7 @@ def read_universal(
     partitioned = not file_name(next(iter(model.values()))).startswith("mp_rank_")
     module = ModuleStates(open_files(model, table, sources), partitioned)
     more = [file for path in others for file in open_files({0: path}, table, sources)]
+    require_one_run(directory, [*module.files, *more])
     return _Universal(directory, f"{directory.rstrip('/')}/{ZERO}", module, more, table, sources).tree()
 
 
