@@ -36,7 +36,7 @@ from fsdpckpt.readers import READERS
 from fsdpckpt.readers.join import ReadPart, join, read_part, without_exports
 from fsdpckpt.readers.manifest import FoundUnits, find_units, read_manifest, with_manifest, with_units
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Items, Part, ReadOptions
-from fsdpckpt.readers.side_files import missing_sections, resuming_producer, with_flavor
+from fsdpckpt.readers.side_files import UNSETTLED, missing_sections, resuming_producer, with_flavor
 from fsdpckpt.readers.torch_ranks import may_be_torch
 from fsdpckpt.storage import UPLOADING, Entry, is_url
 from fsdpckpt.storage.sources import RemainingSources, Sources
@@ -46,6 +46,8 @@ from fsdpckpt.text import bytes_text, names_text, some_of
 _NUMBERED = re.compile(r"(?:^|[_-])(?:checkpoint|ckpt|step|global_step|epoch|ep|iter|iteration)[-_]?\d+", re.IGNORECASE)
 # A checkpoint in parts has directories for the model, the optimizer, data loaders, samplers, hardly for more.
 _MAX_DIRECTORIES = 6
+_EACH = "each of these directories is a checkpoint"
+_LEFT_OUT = (SourceUnsafeError, SourceUnrecognisedError, SourceUnsupportedError)  # of a file beside the checkpoint
 _DEPTH = 3  # levels below SRC that are searched for the one checkpoint: run / step / role
 
 
@@ -224,8 +226,7 @@ class _Opening:
             except SourceError as error:
                 if not part.optional and len(searched.below) > _MAX_DIRECTORIES:
                     raise _several_candidates(searched.path, searched.below) from None
-                left_out = (SourceUnsafeError, SourceUnrecognisedError, SourceUnsupportedError)
-                if not part.optional or not isinstance(error, left_out):
+                if not part.optional or not isinstance(error, _LEFT_OUT):
                     raise
                 self.files.truncate(count)
                 refused.append(error)
@@ -285,7 +286,9 @@ class _Opening:
         numbered = [entry for entry in found.subdirectories if _NUMBERED.search(entry.name)]
         others = [entry for entry in found.subdirectories if entry not in numbered]
         if found.parts and all(part.optional for part in found.parts):
-            only = self._producer_below(found, others if depth else [])
+            only = self._producer_below(found, others if depth else []) or self._below_settings(
+                found, numbered, others, depth
+            )
             if only is not None:
                 return only
         if found.parts:
@@ -305,7 +308,7 @@ class _Opening:
             if all(note.kind != "found-below" for note in only.notes):  # a deeper level may have added it already
                 only.notes.insert(0, Note("found-below", f"the checkpoint was found in {only.path}"))
             return only
-        if sum(1 for entry in numbered if any(search.path.startswith(entry.path) for search in below)) > 1:
+        if sum(1 for entry in numbered if any(_is_in(search.path, entry.path) for search in below)) > 1:
             raise _several_candidates(path, [search.path for search in below])
         return found.with_parts_of(below)
 
@@ -314,11 +317,43 @@ class _Opening:
         below = [search for search in self._search_each(subdirectories) if resuming_producer(search.names)]
         if len(below) > 1:
             raise _several_candidates(found.path, [search.path for search in below])
-        for search in below:
-            left_out = ", ".join([*(part.name for part in found.parts), *found.left_out])
-            message = f"the checkpoint was found in {search.path}; not copied from {found.path}: {left_out}"
-            search.notes.insert(0, Note("found-below", message))
-        return below[0] if below else None
+        return _only_below(found, below[0]) if below else None
+
+    def _below_settings(self, found: _Found, numbered: list[Entry], others: list[Entry], depth: int) -> _Found | None:
+        """The one checkpoint below a directory whose own files have no model and no optimizer (settings)."""
+        if not depth or not (numbered or others) or any(map(self._has_state, found.parts)):
+            return None
+        parts_beside = [each for each in others if each.name not in EXPORT_DIRECTORIES]
+        if any(self._has_state(part) for beside in self._search_each(parts_beside) for part in beside.parts):
+            return None  # the files above belong to it
+        searches = (self._search(entry.path, depth - 1) for entry in (*numbered, *others))
+        below = [search for search in searches if search is not None and any(map(self._has_state, search.parts))]
+        unclear = [part.label for part in found.parts if below and self._has_state(part) is None]
+        if len(below) + len(unclear) > 1:
+            why = f"{names_text(unclear, 6)} may be a model, or only settings" if unclear else _EACH
+            raise _several_candidates(found.path, [*unclear, *(search.path for search in below)], why)
+        return _only_below(found, below[0]) if below else None
+
+    def _has_state(self, part: Part) -> bool | None:
+        """Whether ``part`` holds a model or an optimizer. None for a dict of tensors that may be anything."""
+        if not part.optional:
+            return True
+        count = len(self.files.files())
+        try:
+            sections = self._read(part).sections
+        except _LEFT_OUT:
+            return False
+        except FsdpckptError:  # raised again when the checkpoint is read
+            return True
+        finally:
+            self.files.truncate(count)
+        if sections.optim is not None or sections.model_path or any(n.kind in UNSETTLED for n in sections.notes):
+            return True
+        params = sections.model.params if sections.model is not None else {}
+        if any("." in name for name in params):
+            return True
+        only_tensors = sections.model_keys is None and all(isinstance(leaf, Tensor) for leaf in params.values())
+        return None if params and only_tensors else False
 
     def _add_subdirectories(self, found: _Found, subdirectories: list[Entry], depth: int) -> None:
         """Add the parts of those subdirectories that contain any."""
@@ -350,11 +385,25 @@ def _parent_quoted(path: str) -> str:
     return shlex.quote(path.rpartition("/")[0] or ".")
 
 
-def _several_candidates(path: str, candidates: list[str]) -> NeedsInformationError:
+def _is_in(path: str, directory: str) -> bool:
+    """Whether ``path`` is ``directory`` or below it."""
+    return f"{path.rstrip('/')}/".startswith(f"{directory.rstrip('/')}/")
+
+
+def _only_below(found: _Found, only: _Found) -> _Found:
+    """``only``, with a note that it is below ``found``, of which nothing is read."""
+    left_out = ", ".join([*(part.name for part in found.parts), *found.left_out])
+    where = Note("found-below", f"the checkpoint was found in {only.path}")
+    only.notes = [note for note in only.notes if note != where]
+    only.notes.insert(0, Note("found-below", f"{where.message}; not copied from {found.path}: {left_out}"))
+    return only
+
+
+def _several_candidates(path: str, candidates: list[str], why: str = _EACH) -> NeedsInformationError:
     return NeedsInformationError(
         f"{path} holds {len(candidates)} checkpoints",
         details=candidates,
-        why="each of these directories is a checkpoint",
+        why=why,
         next_step=f"name the one to read, for example {shlex.quote(candidates[-1])}",
         file=path,
     )

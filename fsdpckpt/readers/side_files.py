@@ -185,7 +185,7 @@ def _by_rank(
     return chosen
 
 
-_UNSETTLED = frozenset({"several-models", "several-optimizers"})  # then the section may be one of the extras
+UNSETTLED = frozenset({"several-models", "several-optimizers"})  # then the section may be one of the extras
 
 
 def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Problem]:
@@ -196,7 +196,7 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
     this program wrote records which sections it has.
     """
     flavor, names = flavor_named(checkpoint.flavor), sorted(names)
-    if flavor is None or any(note.kind in _UNSETTLED for note in checkpoint.notes):
+    if flavor is None or any(note.kind in UNSETTLED for note in checkpoint.notes):
         return []
     sections = ((Section.MODEL, "model", checkpoint.model), (Section.OPTIM, "optimizer", checkpoint.optim))
     absent = [(section, what) for section, what, content in sections if content is None]

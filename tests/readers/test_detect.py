@@ -447,6 +447,68 @@ def test_older_checkpoints_below_a_whole_one_are_no_parts(tmp_path: Path) -> Non
     assert any("checkpoint-500" in note.message for note in found.notes)
 
 
+SETTINGS = {"lr": 0.1, "names": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [SETTINGS, {**SETTINGS, "class_weights": torch.randn(3)}, {"a": {"b": torch.randn(3)}}, functools.partial(print)],
+)
+@pytest.mark.parametrize("below", ["step_10", "runs/step_10"])
+def test_settings_beside_the_steps_do_not_hide_the_checkpoint(tmp_path: Path, settings: Any, below: str) -> None:
+    save(settings, tmp_path / "args.pt")
+    save(SETTINGS, tmp_path / "logs" / "settings.pt")
+    save_dcp({"model": MODEL, "optimizer": OPTIM}, tmp_path / below)
+    found = opened(tmp_path)
+    assert (found.model is not None, found.optim is not None, found.extra) == (True, True, {})
+    (note,) = (note.message for note in found.notes if note.kind == "found-below")
+    assert note == f"the checkpoint was found in {tmp_path / below}; not copied from {tmp_path}: args.pt"
+
+
+def test_settings_above_several_steps_are_none_of_the_candidates(tmp_path: Path) -> None:
+    save(SETTINGS, tmp_path / "args.pt")
+    for step in (1, 10):
+        save_dcp({"model": MODEL}, tmp_path / f"step_{step}")
+    with pytest.raises(NeedsInformationError) as error:
+        opened(tmp_path)
+    assert [Path(detail).name for detail in error.value.details] == ["step_1", "step_10"]
+
+
+def test_tensors_above_a_step_that_may_be_a_model_are_a_candidate(tmp_path: Path) -> None:
+    save({"weight": torch.randn(3)}, tmp_path / "best.pt")
+    save_dcp({"model": MODEL}, tmp_path / "step_10")
+    with pytest.raises(NeedsInformationError) as error:
+        opened(tmp_path)
+    assert [Path(detail).name for detail in error.value.details] == ["best.pt", "step_10"]
+    assert error.value.why == f"{tmp_path}/best.pt may be a model, or only settings"
+
+
+def test_settings_of_the_checkpoint_beside_them_are_read_with_it(tmp_path: Path) -> None:
+    save(SETTINGS, tmp_path / "args.pt")
+    save(MODEL, tmp_path / "model" / "model.pt")
+    save_dcp({"model": MODEL}, tmp_path / "step_10")
+    found = opened(tmp_path)
+    same_values(found, model=MODEL)
+    assert found.extra == {"args": SETTINGS}
+    assert any("not treated as parts of this checkpoint: step_10" in note.message for note in found.notes)
+
+
+@pytest.mark.parametrize("content", [{"model": MODEL}, MODEL, OPTIM])
+def test_a_model_or_an_optimizer_above_the_steps_is_the_checkpoint(tmp_path: Path, content: Any) -> None:
+    save(content, tmp_path / "best.pt")
+    save_dcp({"model": MODEL, "optimizer": OPTIM}, tmp_path / "step_10")
+    found = opened(tmp_path)
+    assert [Path(file.path).name for file in found.files] == ["best.pt"]
+    assert any("not treated as parts of this checkpoint: step_10" in note.message for note in found.notes)
+
+
+def test_an_empty_step_whose_name_begins_another_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "step_1").mkdir()
+    save(OPTIM, tmp_path / "step_10" / "optimizer.pt")
+    save(MODEL, tmp_path / "weights" / "model.pt")
+    same_values(opened(tmp_path), model=MODEL, optim=OPTIM)
+
+
 def test_a_directory_without_a_checkpoint_says_what_was_looked_for_and_seen(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "sub").mkdir()
