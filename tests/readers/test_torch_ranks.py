@@ -292,6 +292,53 @@ def test_swapped_files_are_refused(folder: str) -> None:
     assert "model_1.pt: expected rank 0, saved by rank 1" in error.value.details[0]
 
 
+@pytest.mark.parametrize("folder", ["torch-2.4/f1_orig_sh_st", "torch-2.4/f1_hyb_sh_dt"])
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("checkpoint_{number}.pt", 0), ("{section}_{number}.pt", 1), ("{section}-ckpt-{number:03d}.pt", 1)],
+)
+def test_the_content_says_which_rank_saved_a_file_whose_name_does_not(
+    folder: str, name: str, first: int, tmp_path: Path
+) -> None:
+    """The number of a checkpoint may be a step, and ranks do not count from 1."""
+    count = len(list((GOLDEN / folder).glob("model_*.pt")))
+    sections = ("model", "optim") if "section" in name else ("model",)
+    for rank, section in itertools.product(range(count), sections):
+        target = tmp_path / name.format(section=section, number=rank + first)
+        shutil.copy(GOLDEN / folder / f"{section}_{rank}.pt", target)
+    found = opened(tmp_path)
+    truth = torch.load(GOLDEN / folder / "truth" / "full.pt", weights_only=True)
+    assert found.model is not None and (found.world_size, found.layout, found.problems) == (count, Layout.SHARDED, ())
+    assert held(found.model.params, found.files) == held(dict(truth["model"]), ())
+    assert (found.optim is not None) is (len(sections) > 1)
+    (tmp_path / name.format(section="model", number=first)).unlink()
+    with pytest.raises(SourceIncompleteError, match=f"1 of {count} ranks is missing: 0"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("numbers", [[0, 2, 1, 3], [7, 8, 9, 10], [0, 1, 2, 4]])
+def test_numbers_that_are_not_the_ranks_that_saved_the_files_are_refused(numbers: list[int], tmp_path: Path) -> None:
+    for rank, number in enumerate(numbers):
+        shutil.copy(GOLDEN / "torch-2.4/f1_hyb_sh_dt" / f"model_{rank}.pt", tmp_path / f"ckpt_{number}.pt")
+    with pytest.raises(SourceCorruptError, match="are not the ranks that saved these files") as error:
+        opened(tmp_path)
+    assert f"ckpt_{numbers[2]}.pt: saved by rank 2" in error.value.details
+
+
+def test_ranks_files_of_several_epochs_are_never_joined(tmp_path: Path) -> None:
+    for rank in range(4):
+        shutil.copy(GOLDEN / "torch-2.4/f1_hyb_sh_dt" / f"model_{rank}.pt", tmp_path / f"epoch_{rank}.pt")
+    with pytest.raises(SourceIncompleteError, match="3 of 4 ranks are missing: 1, 2, 3"):
+        opened(tmp_path)
+
+
+def test_one_ranks_files_of_several_steps_are_not_those_of_several_ranks(tmp_path: Path) -> None:
+    for step in (100, 200):
+        shutil.copy(GOLDEN / "torch-2.4/f1_hyb_sh_dt" / "model_1.pt", tmp_path / f"step_{step}.pt")
+    with pytest.raises(SourceIncompleteError, match="3 of 4 ranks are missing: 0, 2, 3"):
+        opened(tmp_path)
+
+
 def test_one_file_given_twice_is_refused(four: Path) -> None:
     shutil.copy(four / "model_0.pt", four / "model_2.pt")
     with pytest.raises(SourceCorruptError, match="swapped rank files") as error:

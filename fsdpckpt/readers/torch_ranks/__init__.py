@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceIncompleteError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceError, SourceIncompleteError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.formats.zip import top_folder
 from fsdpckpt.producers import EXTRA_STEM
@@ -38,6 +38,8 @@ _OF_WORLD = re.compile(
 _SHARD = re.compile(r"^(?P<stem>.+?[_.-]shard)[_-]?(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
 _WITH_WORD = re.compile(r"^(?:(?P<stem>.*?)[_.-])?rank[_-]?(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
 _BARE = re.compile(r"^(?P<stem>.+)(?:[_.-]|(?<=rank))(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
+_LAST_NUMBER = re.compile(r"^(?P<head>.*?)(?P<number>\d+)(?P<tail>\D*)$")
+_STEP = re.compile(r"(?:^|[_.-])(?:steps?|epoch|ep|ba|iter|iteration)[_.-]?$", re.IGNORECASE)
 _NO_RANK = re.compile(
     r"(?:-of|(?:^|[_.-])(?:step|steps|epoch|ep|ba|iter|iteration|checkpoint|ckpt|version|v))$", re.IGNORECASE
 )
@@ -67,6 +69,8 @@ class TorchReader:
             sets = [rank_set for rank_set in sets if rank_set not in unwanted]
             claim.left_out = [name for rank_set in unwanted for name in rank_set.files.values()]
         _require_all_ranks(sets, path, {name: file.nbytes for name, file in files.items()})
+        sets += _ranks_by_content(single, files, sources)
+        single = [name for name in single if not any(name in rank_set.files.values() for rank_set in sets)]
         claim.parts += [_ranks_part(rank_set, files, path) for rank_set in sets]
         for name in single:
             stem = stem_of(name)
@@ -110,6 +114,52 @@ def _ranks_part(rank_set: RankSet, files: Mapping[str, Entry], directory: str) -
         ranks_inferred=rank_set.bare,
         optional=not _SECTION.search(rank_set.stem),
     )
+
+
+def _ranks_by_content(names: Sequence[str], files: Mapping[str, Entry], sources: Sources) -> list[RankSet]:
+    """Sets of those of ``names`` that differ in a number which need not be a rank (``checkpoint_0.pt``, or counted from
+    1), if the distributed tensors in each file show that rank.
+
+    Raises SourceCorruptError if they show other ranks, each another one.
+    """
+    groups: dict[tuple[str, str], dict[int, str]] = {}
+    for name in names:
+        if (match := _LAST_NUMBER.match(name)) and not _STEP.search(match["head"]):
+            groups.setdefault((match["head"], match["tail"]), {})[int(match["number"])] = name
+    sets: list[RankSet] = []
+    for (head, tail), group in groups.items():
+        by_rank: dict[int, str] = {}
+        for _, name in sorted(group.items()) if len(group) > 1 else ():
+            rank = _saved_rank(files[name], sources)
+            if rank is None or rank in by_rank:
+                break
+            by_rank[rank] = name
+        if not by_rank or len(by_rank) < len(group):
+            continue
+        if {number - rank for number, rank in zip(sorted(group), by_rank, strict=True)} not in ({0}, {1}):
+            raise SourceCorruptError(
+                f"the numbers of {head}*{tail} are not the ranks that saved these files",
+                details=[f"{name}: saved by rank {rank}" for rank, name in by_rank.items()],
+                files=[files[name].path for name in by_rank.values()],
+                file=files[by_rank[min(by_rank)]].path,
+                why="files were renamed, or they are of different steps",
+                next_step="if they are of one save, give every file the number of its rank, as listed above",
+            )
+        first = next(iter(by_rank.values()))
+        place = len(head), len(first) - len(tail)
+        sets.append(RankSet(head.strip("_.-") or "rank", bare=False, world=None, place=place, files=by_rank))
+    return sets
+
+
+def _saved_rank(file: Entry, sources: Sources) -> int | None:
+    """The rank that saved ``file``, None if its content does not show one."""
+    from fsdpckpt.formats.torch import read_archive
+
+    try:
+        ranks = read_archive(sources.open(file.path), 0).ranks
+    except SourceError:  # reported when it is read
+        return None
+    return next(iter(ranks)) if len(ranks) == 1 else None
 
 
 def _require_all_ranks(sets: Sequence[RankSet], directory: str, sizes: Mapping[str, int]) -> None:
