@@ -102,7 +102,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
         convert_slices(part.tree, part.sections, model, part.label)
         problems = (_slices_of_one_rank(part), _reused_ids(part, model))
         part.tree.problems += [problem for problem in problems if problem is not None]
-    extra, rank_extra = _extras(parts, world_size)
+    extra, rank_extra = _extras(parts)
     return Checkpoint(
         source=source,
         layout=_layout(parts),
@@ -365,13 +365,13 @@ def _values_text(values: Sequence[Value]) -> str:
     return ": " + "; ".join(parts[:_MAX_VALUES]) + ("; ..." if len(parts) > _MAX_VALUES else "")
 
 
-def _extras(parts: Sequence[ReadPart], world_size: int) -> tuple[dict[Key, Value], tuple[dict[Key, Value], ...]]:
+def _extras(parts: Sequence[ReadPart]) -> tuple[dict[Key, Value], tuple[dict[Key, Value], ...]]:
     """The extras of all ranks, with rank 0's values where ranks differ; and the extras as each rank saved them, empty
     if all saved the same. A key that a rank lacks is missing from its extras.
     """
     extra: dict[Key, Value] = {}
     changes: list[tuple[KeyPath, tuple[Value, ...]]] = []
-    absences: list[tuple[KeyPath, frozenset[int]]] = []
+    absences: list[tuple[KeyPath, frozenset[int], int]] = []  # with the number of ranks of the part
     for part in parts:
         below, tree, sections = part.sections.extra, part.tree, part.sections
         prefix: KeyPath = ()
@@ -387,20 +387,24 @@ def _extras(parts: Sequence[ReadPart], world_size: int) -> tuple[dict[Key, Value
         changes += [
             ((*prefix, *path), values) for path, values in tree.rank_values.items() if not sections.overlaps(path)
         ]
-        absences += [((*prefix, *path), ranks) for path, ranks in tree.absences.items() if not sections.owns(path)]
+        absences += [
+            ((*prefix, *path), ranks, tree.world_size)
+            for path, ranks in tree.absences.items()
+            if not sections.owns(path)
+        ]
     if not changes and not absences:
         return extra, ()
     common: Value = extra
     for path, values in changes:
         common = replaced(common, path, values[0]) if values and values[0] is not None else common
-    for path, _ in absences:
+    for path, _, _ in absences:
         common = without(common, path)
     of_ranks: list[dict[Key, Value]] = []
-    for rank in range(max((len(values) for _, values in changes), default=world_size)):
+    for rank in range(max([*(len(values) for _, values in changes), *(ranks for *_, ranks in absences)])):
         of_rank: Value = extra
         for path, values in changes:
             of_rank = replaced(of_rank, path, values[rank]) if rank < len(values) else without(of_rank, path)
-        for path, absent_ranks in absences:
-            of_rank = without(of_rank, path) if rank in absent_ranks else of_rank
+        for path, absent_ranks, ranks in absences:
+            of_rank = without(of_rank, path) if rank in absent_ranks or rank >= ranks else of_rank
         of_ranks.append(of_rank if isinstance(of_rank, dict) else {})
     return common if isinstance(common, dict) else extra, tuple(of_ranks)

@@ -21,7 +21,7 @@ from fsdpckpt.readers.deepspeed import DeepSpeedReader
 from fsdpckpt.readers.deepspeed.step import PartitionError, partitions_of_groups, partitions_of_params
 from fsdpckpt.text import plural
 from tests.golden.deepspeed.make import Net
-from tests.readers.contents import opened
+from tests.readers.contents import held, opened
 from tests.readers.junk import refusals, save
 from tests.readers.reader_contract import WEIGHTS, ReaderContract
 
@@ -149,6 +149,24 @@ def test_what_the_training_kept_beside_is_an_extra(full: Callable[[str], Any]) -
     assert state["global_steps"] == 3
     assert state["lr_scheduler"]["last_epoch"] == 3
     assert state["loss_scaler"] == {"cur_scale": 1.0, "dynamic": False}
+
+
+def test_what_one_rank_alone_kept_is_not_every_ranks(tmp_path: Path) -> None:
+    files = _old_files(3)
+    own = {"path": "/a", "client": {"step": 3, "rank": 0}, "loss": torch.ones(2)}, {"client": {"step": 3}, "host": "b"}
+    for rank, extras in enumerate(own):
+        files[OTHER.format(rank, "model")] |= extras
+        files[OTHER.format(rank, "optim")]["optimizer_state_dict"][f"of_{rank}"] = rank
+    save(files, tmp_path / "run")
+    found = opened(tmp_path / "run")
+    assert found.extra == {"step": 3, "client": {"step": 3}}
+    expected = [{"step": 3, **extras, f"of_{rank}": rank} for rank, extras in enumerate(own)]
+    assert [held(extras, found.files) for extras in found.rank_extra] == [held(extras, ()) for extras in expected]
+    fsdpckpt.convert(
+        tmp_path / "run", tmp_path / "ranks", to="sharded", container="torch", world_size=2, flavor="plain"
+    )
+    written = [torch.load(tmp_path / "ranks" / f"extra_state_world_size_2_rank_{rank}.pt") for rank in range(2)]
+    assert [held(extras, ()) for extras in written] == [held(extras, ()) for extras in expected]
 
 
 def test_what_is_left_out_of_every_ranks_file_is_said_once(tmp_path: Path) -> None:

@@ -260,6 +260,22 @@ def test_extras_of_more_ranks_than_the_model_has_are_kept_for_each(tmp_path: Pat
     assert list(opened(tmp_path).rank_extra) == states
 
 
+@pytest.mark.parametrize("more", [{"cpu": 7}, {}])
+def test_what_a_rank_lacks_is_not_on_ranks_that_only_other_files_have(tmp_path: Path, more: dict[str, Any]) -> None:
+    for rank in (0, 1):
+        extras = {"model": MODEL, **({"path": "/a"} if rank == 0 else {})}
+        save(extras, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    for rank in (0, 1, 2):
+        save({"seed": 7, **({} if rank == 1 else more)}, tmp_path / f"random_states_{rank}.pkl")
+    found = opened(tmp_path)
+    assert found.extra == {"random_states": {"seed": 7}}
+    others = {0: {"path": "/a"}, 1: {}, 2: {}}
+    states = [{"seed": 7, **({} if rank == 1 else more)} for rank in others]
+    assert list(found.rank_extra) == [
+        {**others[rank], "random_states": states[rank]} for rank in (range(3) if more else range(2))
+    ]
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [

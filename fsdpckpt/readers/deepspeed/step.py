@@ -30,7 +30,7 @@ from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed import require_one_save
 from fsdpckpt.readers.flat_slices import boxes_of_range
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
-from fsdpckpt.readers.protocol import FileTable, Tree, file_name
+from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, file_name
 from fsdpckpt.readers.torch_ranks import NamedRank, check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile, open_ranks
@@ -165,6 +165,7 @@ def merge_files(files: Sequence[StepFile], roots: Sequence[StateDict]) -> Tree:
     tree = Tree(merge.value(roots), Layout.SHARDED, "deepspeed", len(files))
     tree.problems.extend(merge.problems)
     tree.rank_values.update(merge.rank_values)
+    tree.absences.update(merge.absences)
     return tree
 
 
@@ -208,9 +209,12 @@ def add_extras(tree: Tree, merged: Sequence[Tree]) -> None:
             if name != key:
                 tree.notes.append(Note("renamed", f"the extra {key!s} is called {name!s} here: {key!s} is taken"))
         tree.problems.extend(more.problems)
-        for (section, *path), values in more.rank_values.items():
-            place = (names[path[0]], *path[1:]) if section == "extra" else (section, *path)
-            tree.rank_values[place] = values
+
+        def place(path: KeyPath, names: dict[Key, Key] = names) -> KeyPath:
+            return (names[path[1]], *path[2:]) if path[0] == "extra" else path
+
+        tree.rank_values.update({place(path): values for path, values in more.rank_values.items()})
+        tree.absences.update({place(path): ranks for path, ranks in more.absences.items()})
 
 
 def add_archives(tree: Tree, archives: Sequence[TorchArchive]) -> None:
