@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdpckpt
@@ -88,11 +90,20 @@ def test_fsdp2_directories_of_old_torch_hold_the_truth(form: str) -> None:
     assert type(found.optim.param_groups[0]["betas"]) is tuple  # type: ignore[index]
 
 
-def test_the_raw_optimizer_of_fsdp1_saved_through_dcp_is_recognised_as_lost() -> None:
+def test_the_raw_optimizer_of_fsdp1_saved_through_dcp_may_be_lost() -> None:
     found = opened(GOLDEN / "torch-2.1/f1_flat_local_dcp/optim")
     assert found.layout is Layout.FLATTENED
-    assert [(problem.kind, problem.fatal) for problem in found.problems] == [("flattened-lost", True)]
-    assert "gone" in found.problems[0].message
+    assert [(problem.kind, problem.fatal) for problem in found.problems] == [("flattened", True)]
+
+
+def test_the_raw_optimizer_beside_flat_parameters_is_lost(tmp_path: Path) -> None:
+    def state_of(rank: int) -> dict[str, Any]:
+        flat = distribute_tensor(torch.randn(9), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        return {**raw_fsdp1(rank), "model": {"l._flat_param": flat}}
+
+    save_as_ranks(tmp_path, state_of, 2)
+    (problem,) = opened(tmp_path).problems
+    assert (problem.kind, problem.fatal) == ("flattened-lost", True) and "gone" in problem.message
 
 
 def test_flat_parameters_are_recognised_and_the_vectors_beside_them_are_marked() -> None:
@@ -141,7 +152,7 @@ def test_slices_among_the_whole_states_of_parameters_outside_of_fsdp_are_lost_to
 
     save_as_ranks(tmp_path, state_of, 2)
     (problem,) = [problem for problem in opened(tmp_path).problems if problem.fatal]
-    assert (problem.kind, problem.key) == ("flattened-lost", "optim.state.1.exp_avg")
+    assert (problem.kind, problem.key) == ("flattened", "optim.state.1.exp_avg")
 
 
 @pytest.mark.parametrize("cut", ["a state", "nothing"])
@@ -175,12 +186,36 @@ def raw_fsdp1(rank: int) -> dict[str, Any]:
     }
 
 
-def test_a_raw_optimizer_saved_by_this_torch_is_lost_too_but_only_when_several_ranks_wrote(tmp_path: Path) -> None:
-    save_as_ranks(tmp_path / "four", raw_fsdp1, 4)
+def ignoring_biases(rank: int) -> dict[str, Any]:
+    """FSDP2 of a model whose biases alone are trained, and are not sharded: the optimizer's own state dict is whole."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    biases = [layer.bias for layer in model]
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), ignored_params=set(biases))
+    optimizer = torch.optim.Adam(biases)
+    for bias in biases:
+        bias.grad = torch.ones_like(bias)
+    optimizer.step()
+    return {"model": model.state_dict(), "optim": optimizer.state_dict()}
+
+
+@pytest.mark.parametrize("saved", [raw_fsdp1, ignoring_biases])
+def test_vectors_in_one_piece_may_be_whole_or_one_ranks_slice(
+    saved: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
+    """Both programs save the same form, so neither is named as the one that did."""
+    save_as_ranks(tmp_path / "four", saved, 4)
     found = opened(tmp_path / "four")
-    assert [(problem.kind, problem.key) for problem in found.problems if problem.fatal] == [
-        ("flattened-lost", "optim.state.0.exp_avg")
-    ]
+    (problem,) = [problem for problem in found.problems if problem.fatal]
+    assert problem.kind == "flattened" and problem.key in {f"optim.state.{number}.exp_avg" for number in (0, 1)}
+    assert "It is whole if FSDP does not shard its parameter (ignored_params)" in problem.message
+    with pytest.raises(SourceUnsupportedError, match="contents are not known for certain"):
+        fsdpckpt.convert(tmp_path / "four", tmp_path / "full.pt")
+    fsdpckpt.convert(tmp_path / "four", tmp_path / "model.pt", only="model")
+    assert torch.load(tmp_path / "model.pt").keys() == found.model.params.keys()  # type: ignore[union-attr]
+
+
+def test_a_raw_optimizer_that_one_rank_saved_is_whole(tmp_path: Path) -> None:
     save_as_ranks(tmp_path / "one", raw_fsdp1, 1)
     assert opened(tmp_path / "one").layout is Layout.FULL
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.dcp import DcpMetadata, DcpTensor, PathElement
-from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note, Problem, Section
+from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note, Problem, ProblemKind, Section
 from fsdpckpt.ir.tensors import ONE_SLICE, Chunks, Tensor, contiguous_strides
 from fsdpckpt.ir.values import UNREAD, Key, Value
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
@@ -273,13 +273,22 @@ def _find_flattened(directory: DcpDirectory, tensors: dict[str, Tensor], tree: T
     if flat or lost is not None:
         tree.layout = Layout.FLATTENED
     if lost is not None:
-        message = (
-            f"{directory.path} is the raw optimizer.state_dict() of FSDP1, saved through DCP by "
-            f"{plural(directory.world_size, 'rank')}: each rank held a different slice of {lost}, and DCP kept one; "
-            "the others are gone. Save it again with FSDP.optim_state_dict or torch.distributed.checkpoint.state_dict"
-        )
-        problem = Problem("flattened-lost", message, file=directory.path, key=lost, section=Section.OPTIM)
-        tree.problems.append(problem)
+        ranks = plural(directory.world_size, "rank")
+        if flat:
+            message = (
+                f"{directory.path} is the raw optimizer.state_dict() of FSDP1, saved through DCP by {ranks}: each rank "
+                f"held a different slice of {lost}, and DCP kept one; the others are gone. Save it again with "
+                "FSDP.optim_state_dict or torch.distributed.checkpoint.state_dict"
+            )
+        else:
+            message = (
+                f"{lost} is a vector in one piece, although {ranks} saved {directory.path}. It is whole if FSDP does "
+                "not shard its parameter (ignored_params). In FSDP1's raw optimizer.state_dict() it is one rank's "
+                "slice, and DCP kept no other. Nothing shows which: save it again with get_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict, or convert the model alone (--only model)"
+            )
+        kind: ProblemKind = "flattened-lost" if flat else "flattened"
+        tree.problems.append(Problem(kind, message, file=directory.path, key=lost, section=Section.OPTIM))
     beside = _beside_flat(metadata, flat)
     for key in beside:
         tensors[key] = replace(tensors[key], sharded=None, placement=ONE_SLICE)
