@@ -16,7 +16,8 @@ from fsdpckpt.ir.values import Key, Value, like, replaced, value_at, without
 from fsdpckpt.readers.optimizer_forms import containers, is_flattened, is_nested, optimizer_of
 from fsdpckpt.readers.protocol import KeyPath, dotted
 
-_MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights")
+_WEIGHTS = "weights"  # also the name of dicts of weights of classes and losses
+_MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", _WEIGHTS)
 _OPTIM_NAMES = frozenset({"optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "opt"})
 
 
@@ -170,6 +171,12 @@ def _find_model(root: dict[Key, Value], sections: Sections) -> None:
     named = [path for path in candidates if path[-1] in _MODEL_NAMES]
     if named:  # "model" beside "ema.model": the outer one is the model
         named = [path for path in named if len(path) == min(map(len, named))]
+    called_model = [path for path in named if path[-1] != _WEIGHTS]
+    if len(called_model) == 1 < len(named):
+        weights = ", ".join(dotted(path) for path in named if path not in called_model)
+        message = f"{dotted(called_model[0])} is the model; {weights}, which may be those of a loss, is an extra"
+        sections.notes.append(Note("model-found", message))
+        named = called_model
     direct = [key for key, value in root.items() if _is_model_entry(key, value)]
     if all(_is_generator_state(root[key]) for key in direct):
         direct = []

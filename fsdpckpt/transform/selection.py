@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from fsdpckpt.errors import SourceMissingError, UsageError, to_copy
+from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError, to_copy
 from fsdpckpt.ir.checkpoint import (
     Checkpoint,
     ChunkChecksums,
@@ -33,11 +33,22 @@ KEYS_IN_MESSAGE = 5  # of a note: its ``keys``, in --json, has them all
 
 
 def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
-    """Keep one section. Raises SourceMissingError if the checkpoint does not have it."""
+    """Keep one section. Raises SourceMissingError if the checkpoint does not have it, NeedsInformationError if it has
+    several.
+    """
     if only is None:
         return checkpoint
     sections = {Section.MODEL: checkpoint.model is not None, Section.OPTIM: checkpoint.optim is not None}
     if not sections.get(only, False):
+        kind = "several-models" if only is Section.MODEL else "several-optimizers"
+        for note in checkpoint.notes:
+            if note.kind == kind:
+                raise NeedsInformationError(
+                    f"{checkpoint.source} does not show which {only} section to take",
+                    details=[note.message],
+                    file=checkpoint.source,
+                    next_step="save the one that you need to a file of its own, with torch.save, and give that file",
+                )
         present = (
             ", ".join(section for section, is_present in sections.items() if is_present)
             or "neither model nor optimizer"

@@ -169,6 +169,18 @@ def test_of_two_models_the_outer_one_is_taken_and_equals_are_not_chosen_between(
     assert [note.kind for note in found.notes] == ["several-models"]
 
 
+@pytest.mark.parametrize("name", ["model", "state_dict"])
+def test_weights_beside_what_is_called_a_model_are_those_of_something_else(name: str) -> None:
+    """Of classes, or of the terms of a loss. Alone they are the model."""
+    weights = {"first": tensor(1), "second": tensor(1)}
+    found = check({name: MODEL, "weights": weights, "optim": BY_ID}, MODEL, BY_ID, {"weights": weights})
+    message = f"{name} is the model; weights, which may be those of a loss, is an extra"
+    assert message in [note.message for note in found.notes]
+    check({"weights": MODEL, "epoch": 1}, MODEL, None, {"epoch": 1})
+    root = {"model": MODEL, "state_dict": MODEL, "weights": weights}
+    assert [note.kind for note in check(root, None, None, root).notes] == ["several-models"]
+
+
 def test_tensors_at_the_top_level_decide_nothing_between_two_models() -> None:
     root = {"gen": {"model": MODEL}, "disc": {"model": MODEL}, "best": W}
     assert [note.kind for note in check(root, None, None, root).notes] == ["several-models"]

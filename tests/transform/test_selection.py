@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Note, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.transform.selection import rename, select_keys, select_section
@@ -40,6 +42,17 @@ def test_only_one_section_stays_and_the_others_are_named_as_dropped() -> None:
     taken = select_section(_checkpoint(), Section.OPTIM)
     assert taken.model is None and taken.extra == {} and taken.optim is not None
     assert [note.kind for note in taken.notes] == ["dropped", "dropped"]
+
+
+@pytest.mark.parametrize(("only", "kind"), [(Section.MODEL, "several-models"), (Section.OPTIM, "several-optimizers")])
+def test_of_several_sections_none_is_taken(only: Section, kind: Any) -> None:
+    notes = (Note("stray", "x"), Note(kind, "2 dicts may be it (a, b): all are kept as extras"))
+    several = replace(_checkpoint(), model=None, optim=None, notes=notes)
+    with pytest.raises(NeedsInformationError, match=f"does not show which {only} section to take") as error:
+        select_section(several, only)
+    assert list(error.value.details) == [notes[1].message]
+    with pytest.raises(SourceMissingError):
+        select_section(several, Section.OPTIM if only is Section.MODEL else Section.MODEL)
 
 
 def test_a_section_that_is_not_there_is_an_error() -> None:
