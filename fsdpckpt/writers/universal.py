@@ -20,7 +20,7 @@ from fsdpckpt.ir.targets import Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.producers.table import flavor_named
-from fsdpckpt.text import plural, some_of
+from fsdpckpt.text import plural, some_of, truncate
 from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one
 from fsdpckpt.writers.torch_full import lay_out_file, order_of, ties
@@ -39,6 +39,7 @@ _DEEPSPEED_KEYS = frozenset({
     "shared_params", "mp_world_size",
 })  # fmt: skip
 _MAX_NAME_BYTES = 255
+_MAX_STEP_BITS = 63
 _LISTED = 4  # names in an error
 
 
@@ -54,10 +55,8 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     groups = _groups(checkpoint)
     params = checkpoint.model.params if checkpoint.model is not None else {}
     weights = _weights(params, groups, checkpoint)
-    count = extra.get(_STEPS)
     source = flavor_named(checkpoint.flavor)
-    fixed = source.universal_directory if source is not None else ""
-    directory = fixed or f"global_step{count if type(count) is int else 0}_universal"
+    directory = (source.universal_directory if source is not None else "") or _directory(extra.get(_STEPS), checkpoint)
     first_of_tie = ties([*weights.values(), *(leaf for leaf in params.values() if isinstance(leaf, Tensor))])
     name_of = {tensor: name for name, tensor in weights.items()}
     shared: dict[Key, Value] = {
@@ -85,6 +84,21 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         message = f"left out, because DeepSpeed keeps something else under that name: {', '.join(left_out)}"
         notes.append(Note("dropped", message, keys=left_out))
     return Target([*files, latest], [*notes, *dropped])
+
+
+def _directory(step: Value, checkpoint: Checkpoint) -> str:
+    number = step if isinstance(step, int) and type(step) is int else 0
+    if number.bit_length() > _MAX_STEP_BITS:
+        raise SourceUnsupportedError(
+            f"{checkpoint.source} was saved at an impossible step",
+            key=_STEPS,
+            expected=f"a number below 2^{_MAX_STEP_BITS}",
+            found=truncate(number),
+            why=f"a universal checkpoint's directory is named global_step<N>_universal: N is the extra {_STEPS}, or "
+            "without it the optimizer's step",
+            next_step="see the steps with fsdpckpt inspect, and save the checkpoint again with the right one",
+        )
+    return f"global_step{number}_universal"
 
 
 def _add(files: list[TargetFile], path: str, value: Value, casts: Mapping[Tensor, DType]) -> None:

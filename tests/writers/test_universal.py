@@ -71,6 +71,14 @@ def test_every_file_that_deepspeed_makes_is_there_with_the_same_content(tmp_path
     ).read_text()
 
 
+@pytest.mark.parametrize("digits", [20, 300, 5000])
+def test_a_step_that_no_directory_can_be_named_by_is_refused(digits: int) -> None:
+    source = replace(Trained(seed=1).checkpoint, extra={"global_steps": 10**digits})
+    with pytest.raises(SourceUnsupportedError, match="impossible step") as error:
+        lay_out(source, WriteSpec())
+    assert (error.value.key, error.value.expected) == ("global_steps", "a number below 2^63")
+
+
 def test_fp16s_loss_scaler_is_deepspeeds_object_again(tmp_path: Path) -> None:
     state = {"cur_scale": 1024.0, "dynamic": True, "cur_iter": 5, "dtype": Global("torch", "float16")}
     trained = Trained(seed=1)
