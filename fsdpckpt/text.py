@@ -55,6 +55,11 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
+def key_text(key: object) -> str:
+    """A key, in quotes if it is empty: nothing could be seen of it."""
+    return str(key) or "''"
+
+
 def step_text(step: float) -> str:
     """A step of an optimizer with all its digits: ``1,234,567``; ``2.5``."""
     return count_text(int(step)) if step.is_integer() else str(step)

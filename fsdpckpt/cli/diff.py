@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.output import Colour, Line, Styled, labelled
 from fsdpckpt.command_options import DiffOptions, keywords_of
-from fsdpckpt.text import count_text, fold, numbers_text, plural
+from fsdpckpt.text import count_text, fold, key_text, numbers_text, plural
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -71,7 +71,7 @@ def _lines(result: Difference, columns: int | None, *, everything: bool) -> Iter
         rows = [(keys.key, len(keys.members), shown[keys.members[0]]) for keys in folded]
     for key, count, entry in rows:
         times = f"  x{count_text(count)}" if count > 1 else ""
-        text = f"{entry.section} {key}{times}" + (f"  {entry.detail}" if entry.detail else "")
+        text = f"{entry.section} {key_text(key)}{times}" + (f"  {entry.detail}" if entry.detail else "")
         yield from labelled(entry.sigil, text, _COLOURS.get(entry.sigil), columns)
     for sigil, side in (("-", "A"), ("+", "B")):
         not_counted = [entry for entry in result.entries if entry.sigil == sigil and not entry.counts]

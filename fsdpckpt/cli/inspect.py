@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fsdpckpt.cli.output import Colour, Line, Styled, cut, labelled, wrapped
 from fsdpckpt.command_options import InspectOptions, keywords_of
 from fsdpckpt.errors import UsageError
-from fsdpckpt.text import count_text, dtypes_text, names_text, plural, size_text
+from fsdpckpt.text import count_text, dtypes_text, key_text, names_text, plural, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -159,7 +159,7 @@ def _extra_texts(checkpoint: Checkpoint, columns: int | None) -> Iterator[str]:
     if checkpoint.extra:
         texts = []
         for name, value in checkpoint.extra.items():
-            key = str(name)
+            key = key_text(name)
             inner = isinstance(value, (dict, list, tuple)) and bool(value)
             texts.append(
                 f"{key}: {plural(len(list(walk(value))), 'value')}" if inner else f"{key} = {value_text(value)}"

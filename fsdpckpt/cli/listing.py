@@ -9,7 +9,7 @@ from fsdpckpt.cli.output import GAP, Cell, Name, cut, table_lines
 from fsdpckpt.describe import Description
 from fsdpckpt.ir.checkpoint import NamedTensor, OptimState, Section
 from fsdpckpt.ir.tensors import Stats
-from fsdpckpt.text import braces, count_text, fold, shape_text, size_text
+from fsdpckpt.text import braces, count_text, fold, key_text, shape_text, size_text
 
 FIELDS = ("section", "key", "dtype", "shape", "bytes", "placement")
 STATS = ("min", "max", "mean", "std", "norm", "NaN", "Inf")
@@ -44,7 +44,7 @@ class Row:
 
     def _cell(self, field: str) -> Cell:
         if field == "key":
-            return Name(self.key, f"  x{count_text(self.count)}" if self.count > 1 else "")
+            return Name(key_text(self.key), f"  x{count_text(self.count)}" if self.count > 1 else "")
         return size_text(self.nbytes) if field == "bytes" else str(getattr(self, field))
 
 

@@ -9,7 +9,7 @@ from fsdpckpt.cli.errors import as_fsdpckpt_error, show_error
 from fsdpckpt.cli.output import Colour, Line, Styled, labelled
 from fsdpckpt.command_options import VerifyOptions, keywords_of
 from fsdpckpt.errors import FsdpckptError, SourceError
-from fsdpckpt.text import shape_text
+from fsdpckpt.text import key_text, shape_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -44,7 +44,8 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
         return show_error(output, error, _refused_document(source, as_fsdpckpt_error(error)), "verify")
     output.document(lambda: _document(result), "verify")
     output.data(
-        f"{digest.sha256 or 'unreadable':64}  {digest.section} {digest.key} {digest.dtype} {shape_text(digest.shape)}"
+        f"{digest.sha256 or 'unreadable':64}  {digest.section} {key_text(digest.key)} "
+        f"{digest.dtype} {shape_text(digest.shape)}"
         for digest in result.digests
     )
     for problem in result.problems:

@@ -204,3 +204,13 @@ def test_all_unfolds_and_a_pipe_is_never_folded(run: Run, saved: Path) -> None:
     piped = run("inspect", saved).out
     assert piped == run("inspect", saved, "--all").out
     assert len(piped.splitlines()[piped.splitlines().index("") + 1 :]) == 1 + 24
+
+
+def test_an_empty_key_can_be_seen(run: Run, tmp_path: Path) -> None:
+    torch.save({"model": {"": torch.ones(2), "a.b": torch.ones(2)}, "": 5}, tmp_path / "a.pt")
+    torch.save({"model": {"": torch.zeros(2), "a.b": torch.ones(2)}, "": 5}, tmp_path / "b.pt")
+    shown = run("inspect", tmp_path / "a.pt").out
+    assert "\nmodel    ''   float32" in shown and "\n  '' = 5\n" in shown
+    assert "  model '' float32 [2]\n" in run("verify", tmp_path / "a.pt", "--digests").out
+    assert "* model ''  " in run("diff", tmp_path / "a.pt", tmp_path / "b.pt").out
+    assert run("inspect", tmp_path / "a.pt", "--names-only").out == "\na.b\n", "what a script reads is the key itself"
