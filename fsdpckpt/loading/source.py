@@ -216,10 +216,10 @@ def _rows(tensor: Tensor, box: Box) -> np.ndarray[tuple[int], np.dtype[np.intp]]
 def _read(chunks: ChunkReader, wanted: BoxToRead) -> None:
     """Read into the target's own memory if that is contiguous host memory, else copy one block after the other.
 
-    The memory of a conjugated view holds other numbers than the view.
+    The memory of a conjugated or negated view holds other numbers than the view.
     """
     box, target = wanted.box, wanted.target
-    if target.device.type == "cpu" and target.is_contiguous() and not target.is_conj():
+    if target.device.type == "cpu" and target.is_contiguous() and not (target.is_conj() or target.is_neg()):
         chunks.read_into(box, target.reshape(-1).view(torch.uint8).numpy())
         return
     itemsize = target.dtype.itemsize

@@ -218,6 +218,15 @@ def test_a_conjugated_view_is_filled_with_the_numbers_of_the_checkpoint(tmp_path
     assert target.is_conj()
 
 
+def test_a_negated_view_is_filled_with_the_numbers_of_the_checkpoint(tmp_path: Path) -> None:
+    saved = torch.randn(5)
+    torch.save({"model": {"w": saved}}, tmp_path / "full.pt")
+    target = torch._neg_view(torch.zeros(5))
+    assert target.is_neg() and target.is_contiguous()
+    filled(tmp_path / "full.pt", {"model": {"w": target}})
+    assert torch.equal(target, saved)
+
+
 def test_each_rank_gets_the_extras_of_its_own(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"up.weight": random(5, 3)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
