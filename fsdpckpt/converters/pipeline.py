@@ -55,7 +55,7 @@ from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage import FileIdentity, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import clear_leftover, was_interrupted
-from fsdpckpt.storage.target_checks import Contents, check_target
+from fsdpckpt.storage.target_checks import Contents, check_target, refuse_links_into
 
 
 def convert(
@@ -206,6 +206,8 @@ class _Conversion:
                 self._sources.append(files)
                 self._prepared = prepare(self.source, self.target, self.options, files)
                 self._opened = list(files.opened)
+                if self.options.overwrite and not is_url(self.source):
+                    refuse_links_into(self.target, self.source, self._opened)
             self.progress.end()
 
     def _share_files(self) -> tuple[list[SourceFile], bool]:

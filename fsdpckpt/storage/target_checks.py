@@ -9,8 +9,9 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import TypeAlias
 
 from fsdpckpt.errors import EMPTY, TargetExistsError, TargetUnwritableError, UsageError
@@ -129,6 +130,29 @@ def _refuse_source(target: str, real: str, source: str, *, overwrite: bool) -> N
     if overwrite and _is_within(source, real):
         raise UsageError(
             f"replacing {target} would delete the source, which is inside it",
+            file=target,
+            next_step="give a DST that does not exist yet",
+        )
+
+
+def refuse_links_into(target: str, source: str, opened: Iterable[str]) -> None:
+    """Refuse to replace ``target`` if links in the local ``source`` lead into it. ``opened``: every file that was read;
+    those of another checkpoint, such as a reference, may be in DST.
+
+    Raises UsageError.
+    """
+    if os.path.isdir(source):
+        below = os.path.join(source, "")
+        paths = [os.path.join(folder, name) for folder, *names in os.walk(source) for name in chain(*names)]
+        paths += [path for path in opened if path.startswith(below)]  # also what is behind a link to a directory
+    else:  # an index lies beside its shards
+        paths = [path for path in opened if os.path.dirname(path) == os.path.dirname(source)]
+    real = os.path.realpath(target)
+    links = {path: inside for path in paths if _is_within(inside := os.path.realpath(path), real)}
+    if links:
+        raise UsageError(
+            f"replacing {target} would delete data of the source: links in {source} lead into it",
+            details=[f"{path} leads to {inside}" for path, inside in links.items()],
             file=target,
             next_step="give a DST that does not exist yet",
         )

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import fsdpckpt
 from fsdpckpt.cli.convert import done_lines
 from fsdpckpt.converters.overwrite import find_replaceable
-from fsdpckpt.errors import SourceError, TargetExistsError
+from fsdpckpt.errors import SourceError, TargetExistsError, UsageError
 from fsdpckpt.storage import staging
 
 
@@ -307,6 +307,64 @@ def test_a_link_to_a_directory_that_is_no_checkpoint_is_not_followed_to_delete_i
     project(tmp_path / "project")
     (tmp_path / "latest").symlink_to(tmp_path / "project")
     refused(source, tmp_path / "latest")
+
+
+LINKED = ["directory", "one file of it", "behind a link to a directory", "not read", "shard of an index", "DST a file"]
+
+
+@pytest.mark.parametrize("kind", LINKED)
+def test_a_source_of_links_into_dst_is_not_deleted_with_it(tmp_path: Path, kind: str) -> None:
+    source, target = tmp_path / "source", tmp_path / "theirs" / ("x.pt" if kind == "DST a file" else "out")
+    source.mkdir()
+    target.parent.mkdir()
+    options: dict[str, Any] = {"to": "full" if target.suffix else "sharded", "overwrite": True}
+    if kind == "shard of an index":
+        safetensors = pytest.importorskip("safetensors.torch")
+        target.mkdir()
+        safetensors.save_file(state()["model"], target / "model-00001-of-00001.safetensors")
+        index = {"weight_map": dict.fromkeys(state()["model"], "model-00001-of-00001.safetensors")}
+        (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif kind == "DST a file":
+        torch.save(state(), target)
+    else:
+        dcp.save(state() | {"optimizer": {"state": {}, "param_groups": []}}, checkpoint_id=target, no_dist=True)
+    folder = source
+    if kind == "behind a link to a directory":
+        folder = tmp_path / "elsewhere"
+        folder.mkdir()
+        (source / "dcp").symlink_to(folder)
+    for file in [target] if target.is_file() else target.iterdir():
+        (folder / file.name).symlink_to(file)
+    if kind == "one file of it":
+        (source / ".metadata").unlink()
+        shutil.copy(target / ".metadata", source)
+    elif kind == "not read":
+        for name in os.listdir(source):
+            (source / name).unlink()
+        torch.save(state(), source / "model.pt")
+        (source / "older").symlink_to(target)
+        options["ignore_file"] = ("older",)
+    if kind == "shard of an index":
+        source /= "model.safetensors.index.json"
+    before = everything(tmp_path)
+    for dry_run in (True, False):
+        with pytest.raises(UsageError, match="would delete data of the source: links in") as error:
+            fsdpckpt.convert(source, target, dry_run=dry_run, **options)
+        assert all(str(target) in detail for detail in error.value.details)
+        assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_a_source_may_be_links_and_a_reference_may_be_in_dst(source: Path, tmp_path: Path, link: bool) -> None:
+    target, links = tmp_path / "out", tmp_path / "links"
+    fsdpckpt.convert(source, target, to="sharded")
+    links.mkdir()
+    (links / "model.pt").symlink_to(source)
+    reference = tmp_path / "latest" if link else target
+    if link:
+        reference.symlink_to(target)
+    fsdpckpt.convert(links, target, to="sharded", reference=reference, overwrite=True, add_prefix="new.")
+    assert fsdpckpt.verify(target).whole
 
 
 @pytest.mark.parametrize("kind", ["directory", "file"])
