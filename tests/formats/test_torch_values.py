@@ -185,6 +185,47 @@ def test_a_tensor_inside_an_object_is_refused_and_in_a_defaultdict_read() -> Non
         loaded(saved({"n": argparse.Namespace(w=any_values((2,), torch.float32))}))
 
 
+IN_SETS = {
+    "set": lambda tensor: {tensor},
+    "tuple": lambda tensor: {(1, (tensor,))},
+    "frozenset": lambda tensor: frozenset([tensor]),
+    "both": lambda tensor: {frozenset([tensor])},
+}
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_tensor_inside_a_set_is_refused_by_key(protocol: int) -> None:
+    value = {"model": {name: make(torch.rand(2)) for name, make in IN_SETS.items()}}
+    with pytest.raises(SourceUnsupportedError, match="a tensor inside a set") as error:
+        loaded(saved(value, pickle_protocol=protocol))
+    assert [line.split(":")[0].split(".")[1] for line in error.value.details] == list(IN_SETS)
+
+
+IN_KEYS = {
+    "tensor": (lambda: torch.rand(2), "a tensor in a key"),
+    "tuple": (lambda: (1, (torch.rand(2),)), "a tensor in a key"),
+    "object": (lambda: frozenset([torch.rand(2)]), "inside a builtins.frozenset"),
+}
+
+
+def test_a_tensor_in_a_key_is_refused() -> None:
+    value = {"model": {name: {make(): 1} for name, (make, _) in IN_KEYS.items()}}
+    with pytest.raises(SourceUnsupportedError) as error:
+        loaded(saved(value))
+    for (name, (_, what)), line in zip(IN_KEYS.items(), error.value.details, strict=True):
+        assert line.startswith(f"model.{name}") and what in line
+    with pytest.raises(SourceUnsupportedError, match="it: a frozenset in a key"):
+        loaded(saved({"it": {(1, frozenset([2])): 1}}, pickle_protocol=4))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_sets_are_read_with_what_is_in_them(protocol: int) -> None:
+    shared = {1, "a", (2, torch.float32)}
+    found = loaded(saved({"a": shared, "b": [shared], "c": {frozenset([3, 4])}}, pickle_protocol=protocol))
+    assert found["a"] == {1, "a", (2, Global("torch", "float32"))} and found["b"][0] is found["a"]
+    assert found["c"] == {Object(Global("builtins", "frozenset"), ([3, 4],))}
+
+
 def test_unknown_types_are_refused_before_anything_else() -> None:
     with pytest.raises(SourceUnsafeError, match=r"torch._C.Generator"):
         loaded(saved({"g": torch.Generator(), "c": any_values((3,), torch.complex64).conj()}))

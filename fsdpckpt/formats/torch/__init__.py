@@ -85,11 +85,9 @@ class _TreeWalk:
         split_states: dict[Key, dict[Key, Value]] = {}
         for key, value in mapping.items():
             kind: type = type(value)
-            if type(key) is not str and not isinstance(
-                key, (int, float, bool, bytes, tuple, Global, Object, type(None))
-            ):
-                self._refuse(f"a {type(key).__name__} as a key")
-            elif kind is StoredTensor:
+            if type(key) is not str:
+                self._check_key(key)
+            if kind is StoredTensor:
                 if self._builder.any_cloned:
                     tensors.append((key, cast(StoredTensor, value)))
                 else:
@@ -114,6 +112,16 @@ class _TreeWalk:
             self._replaced[id(mapping)] = mapping, decode_stand_in(mapping, self._source.path)
             return self._replaced[id(mapping)][1]
         return mapping
+
+    def _check_key(self, key: object) -> None:
+        """Refuse keys with tensors in them, and what no key of the IR is. Keys are never changed."""
+        if isinstance(key, Object):
+            self._object(key)
+        elif isinstance(key, tuple):
+            for item in key:
+                self._check_key(item)
+        elif not isinstance(key, (str, int, float, bytes, complex, Global, type(None))):
+            self._refuse(f"a {'tensor' if isinstance(key, (StoredTensor, Wrapped)) else type(key).__name__} in a key")
 
     def _full_state_dict(self, mapping: dict[Key, Value], tensors: list[tuple[Key, StoredTensor]]) -> None:
         """FSDP1 marks the parameters of a full model state dict; its other tensors are buffers, whole on every rank."""
@@ -180,10 +188,22 @@ class _TreeWalk:
         if isinstance(value, Object):
             return self._object(value)
         if isinstance(value, frozenset):
-            return Object(Global("builtins", "frozenset"), (cast("list[Value]", sorted(value, key=_set_order)),))
+            items = cast("list[Value]", sorted(value, key=_set_order))
+            return self._object(Object(Global("builtins", "frozenset"), (items,)))
         if isinstance(value, set):
-            return cast(Value, value)
+            return self._set(cast("set[Key]", value))
         return self._refuse_kind(value)
+
+    def _set(self, items: set[Key]) -> Value:
+        if id(items) in self._seen:
+            return items
+        self._seen.add(id(items))
+        outer, self._enclosing_class = self._enclosing_class, "set"
+        parsed = [self.value(item) for item in items]
+        self._enclosing_class = outer
+        items.clear()
+        items.update(cast("list[Key]", parsed))
+        return items
 
     def _wrapped(self, value: Wrapped) -> Distributed | DistributedBlocks | StoredBlocks | None:
         if self._enclosing_class is not None:
