@@ -161,6 +161,7 @@ def test_what_a_training_script_saves_beside_tensors_is_read_and_not_built() -> 
         pathlib.PurePosixPath("/a/b"),
         pathlib.Path("c"),
         types.SimpleNamespace(x=1),
+        torch.__version__,
         io.BytesIO(b"abc"),
         frozenset([1]),
         range(3),

@@ -51,6 +51,7 @@ EXTRAS: dict[str, Any] = {
     "empty": b"",
     "bytes": bytearray(b"abc"),
     "counts": Counter("abca"),
+    "version": torch.__version__,
     "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), torch.strided],
     "plain": {"epoch": 3, "name": "x", "nothing": None, "rate": 0.5, "big": 1 << 90, "tuple": (1, (2,))},
 }
@@ -122,6 +123,7 @@ def test_torch_load_takes_the_file_by_default(source: Path, tmp_path: Path) -> N
         "by day",
         "sets",
         "arguments",
+        "version",
         "torch",
     }
 

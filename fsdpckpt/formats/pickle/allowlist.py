@@ -91,6 +91,7 @@ _ROWS: tuple[tuple[str, str, Kind], ...] = (
     ("numpy.random.bit_generator", "SeedSequence", Kind.VALUE),
     # torch: types, tensors
     ("torch", "Size device", Kind.CALL),
+    ("torch.torch_version", "TorchVersion", Kind.CLASS),  # of torch.__version__
     ("torch", "contiguous_format channels_last channels_last_3d preserve_format", Kind.VALUE),
     ("torch", "strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc jagged", Kind.VALUE),
     ("torch", "per_tensor_affine per_channel_affine per_tensor_symmetric per_channel_symmetric", Kind.VALUE),
