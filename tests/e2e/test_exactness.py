@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, UsageError
@@ -157,6 +158,19 @@ def test_a_defaultdict_that_stands_in_two_places_is_read_in_both(tmp_path: Path)
     found = to_full(source, tmp_path / "b.pt")
     assert torch.equal(found["one"]["seen"], shared["seen"])
     assert torch.equal(found["two"]["three"]["seen"], shared["seen"])
+
+
+def test_a_note_says_that_defaultdicts_become_dicts(tmp_path: Path) -> None:
+    extras = {"seen": defaultdict(int, {"a": 1}), "parts": (defaultdict(list), 1), "same": (defaultdict(list), 1)}
+    source = saved({"model": model(), **extras}, tmp_path / "a.pt")
+    dcp.save({"model": model(), **extras}, checkpoint_id=tmp_path / "dcp", no_dist=True)  # enters dicts by itself
+    ranks = rank_files(tmp_path / "ranks", [extras, extras])
+    for path, where in ((source, f"{source}"), (ranks, "rank_0.pt and 1 more file"), (tmp_path / "dcp", "dcp")):
+        notes = fsdpckpt.convert(path, tmp_path / f"{path.stem}-full.pt", to="full").notes
+        (message,) = (note.message for note in notes if "defaultdict" in note.message)
+        assert message.endswith(
+            f"{where} become plain dicts: parts.0, same.0" + ("" if path.stem == "dcp" else ", seen")
+        )
 
 
 def test_a_list_that_held_the_model_and_the_optimizer_keeps_what_else_was_in_it(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def test_a_file_saved_without_checksums_has_no_rows() -> None:
         data = saved({"a": any_values((30,), torch.float32)})
     finally:
         torch.serialization.set_crc32_options(True)
-    value, rows = load_torch(MemoryFile(data), 0)
+    value, rows, _ = load_torch(MemoryFile(data), 0)
     assert rows == []
     assert value["a"].shape == (30,)  # type: ignore[index,call-overload,union-attr]
 

@@ -28,7 +28,7 @@ from fsdpckpt.ir.quantized import split_state
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.storage import ByteSource
-from fsdpckpt.text import plural, truncate
+from fsdpckpt.text import plural, some_of, truncate
 
 _PLAIN: frozenset[type] = frozenset({str, int, float, bool, type(None), bytes, complex, bytearray, Global, Distributed})
 
@@ -52,6 +52,7 @@ class _TreeWalk:
         self._replaced: dict[int, tuple[object, Value]] = {}
         self._refused: list[str] = []
         self._enclosing_class: str | None = None
+        self.defaultdicts: set[str] = set()
         self.ranks: set[int] = set()
         self.worlds: dict[int, tuple[int, ...]] = {}
         self.forms: set[str] = set()
@@ -244,6 +245,7 @@ class _TreeWalk:
             known = self._replaced.get(id(value))
             if known is None:
                 known = self._replaced[id(value)] = value, dict(value.entries)
+                self.defaultdicts.add(self._key())
             return self._mapping(cast("dict[Key, Value]", known[1]))
         if id(value) in self._seen:
             return value
@@ -310,15 +312,16 @@ class OpenedArchive:
 class TorchArchive:
     """The content of one archive. ``root``'s leaves are ``StoredTensor`` (or what ``leaf`` made of them),
     ``Distributed`` or ir values. ``path``: of the file; ``dropped``: the Python attributes of its tensors, which are
-    left out. ``ranks``: the ranks that saved its distributed tensors, ``worlds``: all ranks, both according to these
-    tensors; ``forms``: ``DTensor``, ``ShardedTensor``; ``devices``: the device types of DTensors' meshes. All empty if
-    it holds none.
+    left out; ``defaultdicts``: the keys of those that became plain dicts. ``ranks``: the ranks that saved its
+    distributed tensors, ``worlds``: all ranks, both according to these tensors; ``forms``: ``DTensor``,
+    ``ShardedTensor``; ``devices``: the device types of DTensors' meshes. All empty if it holds none.
     """
 
     root: Value
     checksums: Checksums
     path: str
     dropped: frozenset[str]
+    defaultdicts: frozenset[str]
     ranks: frozenset[int]
     worlds: tuple[tuple[int, ...], ...]
     forms: frozenset[str]
@@ -326,23 +329,35 @@ class TorchArchive:
 
 
 def notes_on_dropped(archives: Iterable[TorchArchive]) -> list[Note]:
-    """Notes on Python attributes of tensors, which are left out: one for all files with the same attributes."""
-    paths: dict[frozenset[str], list[str]] = {}
+    """Notes on Python attributes of tensors, and on defaultdicts: one for all files with the same."""
+    paths: dict[tuple[bool, frozenset[str]], list[str]] = {}
     for archive in archives:
-        paths.setdefault(archive.dropped, []).append(archive.path)
+        paths.setdefault((False, archive.dropped), []).append(archive.path)
+        paths.setdefault((True, archive.defaultdicts), []).append(archive.path)
     notes = []
-    for names, files in paths.items():
+    for (defaultdicts, names), files in paths.items():
         where = files[0] if len(files) == 1 else f"{files[0]} and {plural(len(files) - 1, 'more file')}"
-        message = f"Python attributes of tensors in {where} are left out: {', '.join(sorted(names))}"
-        notes += [Note("dropped", message)] if names else []
+        if defaultdicts:
+            notes += notes_on_defaultdicts(where, names)
+        elif names:
+            message = f"Python attributes of tensors in {where} are left out: {', '.join(sorted(names))}"
+            notes.append(Note("dropped", message))
     return notes
+
+
+def notes_on_defaultdicts(where: str, keys: Iterable[str]) -> list[Note]:
+    """A note on the defaultdicts at ``keys`` that became plain dicts, if there are any."""
+    ordered = sorted(keys)
+    message = f"defaultdicts in {where} become plain dicts: {some_of(ordered, 6)}"
+    return [Note("dropped", message, keys=tuple(ordered))] if ordered else []
 
 
 def load_torch(
     source: ByteSource, file_id: int, *, begin: int = 0, end: int | None = None, rank: int = 0
-) -> tuple[Value, list[ChecksumRow]]:
+) -> tuple[Value, list[ChecksumRow], frozenset[str]]:
     """The value in the torch archive at bytes [begin, end), its tensors as ir ``Tensor`` with one chunk in file
-    ``file_id`` held by ``rank``, and its checksum rows. DTensor and ShardedTensor leaves are ``Distributed``.
+    ``file_id`` held by ``rank``, its checksum rows, and the keys of its defaultdicts, which are plain dicts now.
+    DTensor and ShardedTensor leaves are ``Distributed``.
 
     Raises what ``read_archive`` raises.
     """
@@ -350,7 +365,7 @@ def load_torch(
     archive = parse_archive(opened, file_id, lambda stored: local_tensor(stored, file_id, rank))
     sums = archive.checksums
     columns = (sums.file.tolist(), sums.offset.tolist(), sums.nbytes.tolist(), sums.crc.tolist())
-    return archive.root, list(zip(*columns, strict=True))
+    return archive.root, list(zip(*columns, strict=True)), archive.defaultdicts
 
 
 def local_tensor(stored: StoredTensor, file_id: int, rank: int = 0, *, offset: int | None = None) -> Tensor:
@@ -412,6 +427,7 @@ def parse_archive(
         opened.checksums(file_id),
         source.path,
         frozenset(builder.dropped),
+        frozenset(walk.defaultdicts),
         frozenset(walk.ranks),
         tuple(walk.worlds.values()),
         frozenset(walk.forms),

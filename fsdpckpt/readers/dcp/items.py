@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceIncompleteError, SourceUnrecognisedError
 from fsdpckpt.formats.dcp.items import ItemReader, Structures
 from fsdpckpt.formats.safetensors import read_header
-from fsdpckpt.formats.torch import ChecksumRow, load_torch
+from fsdpckpt.formats.torch import ChecksumRow, load_torch, notes_on_defaultdicts
 from fsdpckpt.ir.checkpoint import Checksums, Note, SourceFile
 from fsdpckpt.ir.tensors import Chunks, Int64Array, MeshShape, Shard, Tensor, contiguous_stride, contiguous_strides
 from fsdpckpt.ir.values import Value, leaf_tensors
@@ -335,6 +335,7 @@ def read_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[s
     values: dict[str, Value] = {}
     parsed: dict[bytes, tuple[Value, list[ChecksumRow]]] = {}
     records: list[ChecksumRow] = []
+    defaultdicts: list[str] = []
     for key, stored in sorted(directory.metadata.items.items(), key=lambda item: item[1][:2]):
         path, begin, length, _ = stored
         source = sources.open(directory.file(path))
@@ -345,14 +346,16 @@ def read_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[s
             records.extend((number, begin + at, nbytes, crc) for _, at, nbytes, crc in checksums)
             continue
         try:
-            value, checksums = load_torch(source, number, begin=begin, end=begin + length, rank=rank)
+            value, checksums, inner = load_torch(source, number, begin=begin, end=begin + length, rank=rank)
         except SourceUnrecognisedError as error:
             raise _no_archive(directory, key, error) from None
         records.extend(checksums)
         values[key] = value
-        if data and not any(True for _ in leaf_tensors(value)):  # a tensor inside has its place in this item
+        defaultdicts += (f"{key}.{name}" if name else key for name in inner)
+        if data and not inner and not any(True for _ in leaf_tensors(value)):  # a tensor has its place in this item
             parsed[data] = value, [(file, at - begin, nbytes, crc) for file, at, nbytes, crc in checksums]
     tree.checksums = Checksums.joined([tree.checksums, Checksums.of(records)])
+    tree.notes += notes_on_defaultdicts(directory.path, defaultdicts)
     return values
 
 
