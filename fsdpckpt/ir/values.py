@@ -231,8 +231,9 @@ def equal(a: Value, b: Value, *, as_loaded: bool = False) -> bool:
         return len(a) == len(b) and all(equal(*pair, as_loaded=as_loaded) for pair in zip(a, b, strict=True))
     if isinstance(a, Object) and isinstance(b, Object):
         return equal(a.fields(), b.fields(), as_loaded=as_loaded)
-    if isinstance(a, float) and isinstance(b, float):
-        return a == b or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, (float, complex)) and isinstance(b, (float, complex)):
+        parts = ((a.real, b.real), (a.imag, b.imag))
+        return all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in parts)
     return a.chunks is b.chunks if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
 
 

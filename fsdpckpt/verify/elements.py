@@ -39,7 +39,7 @@ from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes, ChunkReader,
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Equal when |a - b| <= atol + rtol * |b|, as ``torch.allclose``; NaN equals NaN."""
+    """Equal when |a - b| <= atol + rtol * |b|, as ``torch.allclose``; NaN equals NaN, part by part if complex."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -96,10 +96,8 @@ def _add_differences(
         with np.errstate(all="ignore"):
             distance = _distances(a, b, dtype)
             if tolerance is not None:
-                magnitude = _distances(b, np.zeros_like(b), dtype)
-                close = np.isfinite(distance) & (distance <= tolerance.atol + tolerance.rtol * magnitude)
-                close |= (a == b) | (np.isnan(a) & np.isnan(b))
-                where, distance = where[~close], distance[~close]
+                differ = ~_are_close(a, b, dtype, tolerance)
+                where, distance = where[differ], distance[differ]
         numbers = distance[~np.isnan(distance)]
         if len(numbers):
             differences.largest = max(differences.largest or 0.0, float(numbers.max()))
@@ -107,6 +105,20 @@ def _add_differences(
         differences.elements += len(where)
         if differences.first < 0:
             differences.first = compared + int(where[0])
+
+
+def _are_close(
+    a: npt.NDArray[np.generic], b: npt.NDArray[np.generic], dtype: DType, tolerance: Tolerance
+) -> npt.NDArray[np.bool_]:
+    """Which pairs of elements are equal within ``tolerance``. Changes both: equal infinities and NaNs, also in one part
+    of complex elements, become zeros.
+    """
+    parts_a, parts_b = (elements.view(elements.real.dtype) for elements in (a, b))
+    equal = ((parts_a == parts_b) & ~np.isfinite(parts_a)) | (np.isnan(parts_a) & np.isnan(parts_b))
+    parts_a[equal] = parts_b[equal] = 0
+    distance, magnitude = _distances(a, b, dtype), _distances(b, np.zeros_like(b), dtype)
+    close: npt.NDArray[np.bool_] = np.isfinite(distance) & (distance <= tolerance.atol + tolerance.rtol * magnitude)
+    return close
 
 
 def _distances(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic], dtype: DType) -> npt.NDArray[np.float64]:

@@ -147,6 +147,10 @@ def test_values_are_equal_in_type_and_value(as_loaded: bool) -> None:
         return equal(a, b, as_loaded=as_loaded)
 
     assert same_value([float("nan"), (1, "x")], [float("nan"), (1, "x")])
+    nan = float("nan")
+    assert same_value([complex(1, nan), complex(nan, -2)], [complex(1, nan), complex(nan, -2)])
+    assert not same_value(complex(1, nan), complex(2, nan))
+    assert not same_value(complex(nan, 1), complex(nan, nan))
     assert same_value(SIZE, SAME_SIZE)
     assert not same_value(SIZE, OTHER_SIZE)
     assert same_value(Object(UNREAD, (float("nan"),)), Object(UNREAD, (float("nan"),)))

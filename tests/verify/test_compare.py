@@ -70,6 +70,29 @@ def test_infinities_and_nan_within_a_tolerance(tmp_path: Path) -> None:
     assert "1 of 3 elements differ, first at [2]" in changed(difference(left, right, Tolerance(1.0, 1.0)))["w"][1]
 
 
+SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, 1.0, 50.0)
+PAIRS = [(a, b) for a in SPECIAL for b in SPECIAL]
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_the_parts_of_complex_numbers_are_compared_as_real_numbers_are(tmp_path: Path, dtype: str) -> None:
+    """A NaN in one part says nothing about the other one."""
+    real = one(tmp_path / "real", np.array([a for a, _ in PAIRS])), one(tmp_path / "r", np.array([b for _, b in PAIRS]))
+    unlike = [(a, b) for a, b in PAIRS if not (a == b or (np.isnan(a) and np.isnan(b)))]
+    tolerance = Tolerance(0.1, 0.1)
+    assert changed(difference(*real, tolerance))["w"][1].startswith(f"{len(unlike)} of {len(PAIRS)} elements differ")
+    for part in ("real", "imag"):
+        arrays = [np.full(len(PAIRS), complex(np.nan, np.nan), dtype) for _ in range(2)]
+        for array, numbers_of_it in zip(arrays, zip(*PAIRS, strict=True), strict=True):
+            setattr(array, part, numbers_of_it)
+            other = "imag" if part == "real" else "real"
+            setattr(array, other, np.resize([np.nan, 3.0, np.inf], len(PAIRS)))
+        left, right = one(tmp_path / f"{part}-a", arrays[0]), one(tmp_path / f"{part}-b", arrays[1])
+        assert difference(left, left, tolerance).same and difference(left, left).same
+        text = changed(difference(left, right, tolerance))["w"][1]
+        assert text.startswith(f"{len(unlike)} of {len(PAIRS)} elements differ"), text
+
+
 @pytest.mark.parametrize(
     ("dtype", "a", "b", "distance"),
     [
