@@ -159,6 +159,11 @@ def _is_model(value: Mapping[Key, Value], *, named: bool) -> bool:
     return entries == len(value) and any("." in str(key) for key in value)
 
 
+def _without_empty(value: Mapping[Key, Value]) -> Mapping[Key, Value]:
+    """``value`` as it comes back from a DCP directory, which cannot hold empty dicts."""
+    return {key: entry for key, entry in value.items() if not isinstance(entry, dict) or entry}
+
+
 def _find_model(root: dict[Key, Value], sections: Sections) -> None:
     if sections.optim_path == ():
         return
@@ -166,7 +171,9 @@ def _find_model(root: dict[Key, Value], sections: Sections) -> None:
     candidates = [
         path
         for path, value in containers(root)
-        if path and (optim is None or path[: len(optim)] != optim) and _is_model(value, named=path[-1] in _MODEL_NAMES)
+        if path
+        and (optim is None or path[: len(optim)] != optim)
+        and _is_model(_without_empty(value), named=path[-1] in _MODEL_NAMES)
     ]
     named = [path for path in candidates if path[-1] in _MODEL_NAMES]
     if named:  # "model" beside "ema.model": the outer one is the model

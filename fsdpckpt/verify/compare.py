@@ -125,10 +125,10 @@ def compare(
     def counts(address: _Address, value: Value, other: Checkpoint) -> bool:
         """Whether it is a difference that ``other`` lacks this key."""
         section, path, rank = address
-        if section is Section.MODEL:
-            return other is a or section not in not_kept or not is_copy(value)
         if isinstance(value, (dict, list, tuple)) and not value:  # a DCP directory cannot hold it
             return False
+        if section is Section.MODEL:
+            return other is a or section not in not_kept or not is_copy(value)
         if section is Section.OPTIM and path in _missing_lists(other):
             return False
         return section not in not_kept and (rank is None or rank < len(other.rank_extra))

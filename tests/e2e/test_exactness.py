@@ -160,6 +160,19 @@ def test_a_defaultdict_that_stands_in_two_places_is_read_in_both(tmp_path: Path)
     assert torch.equal(found["two"]["three"]["seen"], shared["seen"])
 
 
+@pytest.mark.parametrize("key", ["hooks", "l._extra_state"])
+def test_an_empty_dict_in_the_model_is_kept_or_noted(tmp_path: Path, key: str) -> None:
+    source = saved({"model": {**model(), key: {}}}, tmp_path / "a.pt")
+    assert to_full(source, tmp_path / "b.pt")["model"][key] == {}
+    fsdpckpt.convert(source, tmp_path / "c.safetensors")
+    assert to_full(tmp_path / "c.safetensors", tmp_path / "c.pt")["model"][key] == {}
+    report = fsdpckpt.convert(source, tmp_path / "d", to="sharded", world_size=2)
+    assert any(f"model.{key} is an empty dict" in note.message for note in report.notes)
+    for one in ("b.pt", "c.safetensors", "d"):
+        assert fsdpckpt.diff(source, tmp_path / one).same and fsdpckpt.diff(tmp_path / one, source).same
+    assert not fsdpckpt.diff(source, tmp_path / "d", strict=True).same
+
+
 def test_a_note_says_that_defaultdicts_become_dicts(tmp_path: Path) -> None:
     extras = {"seen": defaultdict(int, {"a": 1}), "parts": (defaultdict(list), 1), "same": (defaultdict(list), 1)}
     source = saved({"model": model(), **extras}, tmp_path / "a.pt")

@@ -224,6 +224,14 @@ def test_a_dict_called_a_model_holds_no_other_dicts_and_one_of_another_name_only
         check(root, None, None, root)
 
 
+def test_a_model_with_an_empty_dict_in_it_is_still_the_model() -> None:
+    for name in ("model", "student"):
+        model = {**MODEL, "hooks": {}}
+        check({name: model, "optimizer": BY_ID}, model, BY_ID, {})
+    check({"model": {"hooks": {}}}, None, None, {"model": {"hooks": {}}})
+    check({**MODEL, "hooks": {}}, MODEL, None, {"hooks": {}})  # beside the model, as it would be with entries
+
+
 def test_of_several_dicts_that_may_be_the_model_none_is_taken() -> None:
     root = {"student": MODEL, "teacher": MODEL}
     found = check(root, None, None, root)
