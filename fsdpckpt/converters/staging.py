@@ -278,12 +278,13 @@ def holders_of(job: Job, directories: StagingDirectories, *, directory: bool) ->
     return {path: sorted(workers) for path, workers in holders.items()}
 
 
-_UPLOAD, _SENT = "upload", "sent-"
+_UPLOAD, _SENT, _OUTPUT = "upload", "sent-", "output"
 
 
 @dataclass(frozen=True, slots=True)
 class UploadDirectory:
-    """A local directory to upload from, for one DST and the same in every run. ``path``: the output in it.
+    """A local directory to upload from, for one DST and the same in every run. ``path``: the output in it, apart from
+    the notes: it is called what DST is called.
 
     It holds the converted output and notes of what the store already has. A note counts for one *upload* only. A run
     with ``--no-resume``, or one that finds no output, begins a new upload: what an earlier one sent may belong to
@@ -298,7 +299,7 @@ class UploadDirectory:
         """The directory for ``url`` in ``directory``, by default the system's directory for temporary files."""
         above = directory or tempfile.gettempdir()
         root = os.path.join(above, f"fsdpckpt-{os.getuid()}-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
-        return cls(root, os.path.join(root, url.rpartition("/")[2]))
+        return cls(root, os.path.join(root, _OUTPUT, url.rpartition("/")[2]))
 
     @contextlib.contextmanager
     def locked(self, *, resume: bool) -> Iterator[str]:
@@ -315,8 +316,11 @@ class UploadDirectory:
                 if not resume or not os.path.lexists(self.path):
                     self._clear()
                 upload = self.upload() or self._begin()
+                os.makedirs(os.path.dirname(self.path), exist_ok=True)
             yield upload
         finally:
+            with contextlib.suppress(OSError):  # not empty
+                os.rmdir(os.path.dirname(self.path))
             with contextlib.suppress(OSError):
                 if os.listdir(self.root) == [_UPLOAD]:  # else it is kept for the next run
                     self.remove()

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import fsdpckpt
 from fsdpckpt.converters.check import Pair, divide_pairs, pack_pairs, unpack_pairs
 from fsdpckpt.converters.publish import assign_senders
 from fsdpckpt.converters.staging import UploadDirectory, is_sent
@@ -111,6 +113,30 @@ def test_what_was_sent_counts_for_the_upload_it_was_sent_in_alone(tmp_path: Path
         stage.note_sent(second, 0, "a", INFO)
     with stage.locked(resume=True) as third:  # somebody removed the output: the next one may be of another checkpoint
         assert stage.sent(third) == {}
+
+
+@pytest.mark.parametrize("to", ["full", "sharded"])
+@pytest.mark.parametrize("name", ["upload", "sent-0", "output", "writer-0"])
+def test_dst_may_be_called_what_our_notes_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, to: str
+) -> None:
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.store", {})
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.pseudo_dirs", [""])
+    torch.save({"model": {"w": torch.randn(7, 3)}}, tmp_path / "source.pt")
+    url = f"memory://{to}/{name}"
+    fsdpckpt.convert(tmp_path / "source.pt", url, to=to, staging=tmp_path / "staging")
+    assert fsdpckpt.diff(tmp_path / "source.pt", url).same
+    assert os.listdir(tmp_path) == ["source.pt"]
+
+
+def test_what_a_run_leaves_empty_is_removed_by_the_next(tmp_path: Path) -> None:
+    stage = UploadDirectory.of("s3://runs/step-1", str(tmp_path))
+    with stage.locked(resume=True):
+        Path(stage.path).mkdir()
+    assert Path(stage.path).is_dir()
+    with stage.locked(resume=False):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_run_at_a_time_writes_from_a_staging_directory_and_leaves_none_without_need(tmp_path: Path) -> None:
