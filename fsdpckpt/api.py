@@ -179,7 +179,7 @@ def convert(
         )
     records = (ConvertOptions() if options is None else options, LaunchOptions() if launch is None else launch)
     chosen, launched = with_keywords(records, keywords)
-    return run(os.fspath(source), os.fspath(target), chosen, launched, progress or NO_PROGRESS)
+    return run(os.fsdecode(source), os.fsdecode(target), chosen, launched, progress or NO_PROGRESS)
 
 
 def diff(
@@ -258,7 +258,7 @@ def verify(
         refuse_unused(options, Scope.FINITE, "nothing is searched for NaN and Inf", "add --finite")
     searched = Finite(options.include, options.exclude) if options.finite else None
     with Sources() as sources:
-        with listing_all_damage(os.fspath(source), sources):
+        with listing_all_damage(os.fsdecode(source), sources):
             (opened,) = _open_all([source], sources, options.units, options.ignore_file)
         checkpoint = _name_slices(opened, sources, options.units, listing=True)
         if searched is not None:
@@ -318,7 +318,7 @@ def _open_all(
 
     loaded = _load_units(units)
     opened = [
-        open_checkpoint(os.fspath(path), sources=sources, locate=locate, units=loaded, ignore_file=ignore_file)
+        open_checkpoint(os.fsdecode(path), sources=sources, locate=locate, units=loaded, ignore_file=ignore_file)
         for path in paths
     ]
     require_matches(ignore_file, *opened)

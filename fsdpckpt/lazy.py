@@ -86,6 +86,12 @@ class LazyTensor:
         indices = _indexed(self._index, index if isinstance(index, tuple) else (index,))
         return LazyTensor(self._named, self._checkpoint, self._sources, indices)
 
+    def __iter__(self) -> Iterator[LazyTensor]:
+        """The slices along the first dimension. Raises TypeError without any, as torch does."""
+        if not self.shape:
+            raise TypeError("iteration over a 0-d tensor")
+        return map(self.__getitem__, range(self.shape[0]))
+
     def numpy(self) -> npt.NDArray[np.generic]:
         """The elements, assembled from the chunks; bfloat16 and 8-bit floats as ``ml_dtypes``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,16 @@ def test_convert_and_diff_take_paths_and_strings(saved: Path, tmp_path: Path) ->
         "a.weight": "-",
         "first.weight": "+",
     }
+
+
+def test_paths_may_be_bytes_and_anything_else_is_a_type_error(saved: Path, tmp_path: Path) -> None:
+    source, target = os.fsencode(saved), os.fsencode(tmp_path / "out.pt")
+    fsdpckpt.convert(source, target, to="full")  # type: ignore[arg-type]
+    assert fsdpckpt.diff(source, target).same and fsdpckpt.verify(target).whole  # type: ignore[arg-type]
+    assert fsdpckpt.inspect(source).to_json()["source"] == str(saved)  # type: ignore[arg-type]
+    for call in (fsdpckpt.inspect, fsdpckpt.verify, fsdpckpt.open):
+        with pytest.raises(TypeError, match=r"expected str, bytes or os\.PathLike object, not NoneType"):
+            call(None)  # type: ignore[arg-type]
 
 
 def test_wrong_keywords_and_values_are_usage_errors(saved: Path, tmp_path: Path) -> None:

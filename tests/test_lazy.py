@@ -201,6 +201,11 @@ def test_a_tensor_iterates_and_becomes_an_array_and_moves_to_a_device() -> None:
     assert tensor.to("meta").device.type == "meta"
     assert tensor.to(torch.float64).dtype == torch.float64
     assert repr(tensor[0]) == "LazyTensor('weight', float32, [2])"
+    assert list(tensor[:0]) == []
+    assert float(tensor[2, 1].numpy()) == array[2, 1]
+    for lazy_or_not in (tensor[2, 1], torch.ones(()), np.ones(())):
+        with pytest.raises(TypeError, match="iteration over a 0-d"):
+            list(lazy_or_not)  # type: ignore[call-overload]
 
 
 def test_a_missing_key_names_the_nearest_and_a_notebook_gets_a_table() -> None:

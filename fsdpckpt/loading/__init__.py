@@ -97,7 +97,7 @@ class StorageReader(TorchStorageReader):
         given |= {"strip_prefix": strip_prefix, "add_prefix": add_prefix, "rename": rename}
         self._options = ConvertOptions.of(**given, threads=threads)
         self._threads = self._options.threads if self._options.threads is not None else DEFAULT_THREADS
-        self._open(os.fspath(path), locate=False)
+        self._open(os.fsdecode(path), locate=False)
 
     @property
     def checkpoint_id(self) -> str:
@@ -112,7 +112,7 @@ class StorageReader(TorchStorageReader):
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """Step 0: open another source with the same options, if ``dcp.load`` is given a ``checkpoint_id``."""
         if checkpoint_id is not None:
-            self._open(os.fspath(checkpoint_id), locate=False)
+            self._open(os.fsdecode(checkpoint_id), locate=False)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Step 1: every key that can be loaded, with dtype and shape; read again if the source was saved again."""
@@ -179,7 +179,7 @@ class StorageReader(TorchStorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
         """Whether the path exists. ``dcp.load`` itself calls this only for its own readers."""
         with Sources() as sources:
-            return sources.stat(os.fspath(checkpoint_id)) is not None
+            return sources.stat(os.fsdecode(checkpoint_id)) is not None
 
     def _open(self, path: str, *, locate: bool) -> None:
         self._sources = Sources()

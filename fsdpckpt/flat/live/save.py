@@ -58,7 +58,7 @@ def save_units(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: 
     SourceUnsupportedError on a rank whose own order cannot be recorded, because it does not see the file that rank 0
     wrote.
     """
-    units, target = units_of(model, optimizer), units_path(os.fspath(path))
+    units, target = units_of(model, optimizer), units_path(os.fsdecode(path))
     rank, process_groups = _checkpoint_rank(model)
     orders = SharedOrders.of(units, process_groups, rank, target) if optimizer is not None else None
     if orders is None:
