@@ -180,10 +180,21 @@ class RemoteTarget:
                 while data := source.read(part):
                     remote.write(data)
         except BaseException:
-            remote.closed = True  # closing would complete the object with the parts sent so far
-            remote.discard()
+            with suppress(Exception):  # the next attempt replaces what is left, and the cause is what matters
+                self._discard(remote, target)
             raise
         remote.close()
+
+    def _discard(self, remote: Any, target: str) -> None:
+        """Remove what was written to ``remote``, the file that was opened at ``target``."""
+        from fsspec.spec import AbstractBufferedFile
+
+        if isinstance(remote, AbstractBufferedFile):
+            remote.closed = True  # closing would complete the object with the parts sent so far
+            remote.discard()
+        else:  # of a store without parts: it is visible already
+            remote.close()
+            self.filesystem.rm_file(target)
 
     def _in_parts(self, name: str, path: str, part: int, options: UploadOptions) -> None:
         """For S3: parts are invisible until the upload is completed."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from fsdpckpt.errors import TargetUnwritableError
 from fsdpckpt.storage import ByteTarget
 from fsdpckpt.storage.local import WritableFile
+from fsdpckpt.storage.retry import ATTEMPTS
+from fsdpckpt.storage.upload import PART, UploadOptions, open_target
 from tests.storage.byte_target_contract import (
     ByteTargetContract,
     PublishedTargetContract,
@@ -93,3 +98,32 @@ class TestUploadToAnFsspecStore(PublishedTargetContract):
         filesystem = fsspec.filesystem("memory")
         path = f"/targets/{name}"
         return filesystem.cat_file(path) if filesystem.exists(path) else None
+
+
+@pytest.mark.parametrize("failures", [1, ATTEMPTS])
+def test_a_store_without_parts_keeps_nothing_of_an_upload_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """Its file is a plain one, which is visible from the first byte on; that of ``memory://`` is a BytesIO."""
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr("fsdpckpt.storage.retry.FIRST_PAUSE", 0.0)
+    (tmp_path / "file").write_bytes(b"x" * PART + b"y")
+    left = [failures]
+
+    class Failing(MemoryFile):
+        def write(self, data: Any) -> int:
+            if data == b"y" and left[0]:
+                left[0] -= 1
+                raise OSError("connection lost")
+            return super().write(data)
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFile", Failing)
+    remote = open_target("memory://runs/file", "", overwrite=False)
+    options = UploadOptions(PART, lambda _: None, lambda *_: False, lambda *_: None, None)
+    if failures < ATTEMPTS:
+        remote.send({"": str(tmp_path / "file")}, options)
+        assert remote.filesystem.cat_file("/runs/file") == (tmp_path / "file").read_bytes()
+        return
+    with pytest.raises(TargetUnwritableError, match="uploading it failed") as error:
+        remote.send({"": str(tmp_path / "file")}, options)
+    assert "connection lost" in str(error.value.found) and not remote.filesystem.exists("/runs/file")
