@@ -10,9 +10,10 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from fsdpckpt.errors import TargetUnwritableError
+from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.storage import ByteTarget
 from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.retry import ATTEMPTS
@@ -127,3 +128,27 @@ def test_a_store_without_parts_keeps_nothing_of_an_upload_that_failed(
     with pytest.raises(TargetUnwritableError, match="uploading it failed") as error:
         remote.send({"": str(tmp_path / "file")}, options)
     assert "connection lost" in str(error.value.found) and not remote.filesystem.exists("/runs/file")
+
+
+def test_a_listing_that_failed_is_repeated_and_not_taken_for_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``find`` is fsspec's, as for all file systems that do not bring their own."""
+    listing, failed = MemoryFileSystem.ls, set()
+
+    def flaky(self: MemoryFileSystem, path: str, **keywords: Any) -> Any:
+        if path not in failed:
+            failed.add(path)
+            raise OSError("connection lost")
+        return listing(self, path, **keywords)
+
+    monkeypatch.setattr("fsdpckpt.storage.retry.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "find", AbstractFileSystem.find)
+    filesystem = fsspec.filesystem("memory")
+    for name in ("/bucket/run/a", "/bucket/run/below/b"):
+        filesystem.pipe_file(name, b"1")
+    monkeypatch.setattr(MemoryFileSystem, "ls", flaky)
+    with pytest.raises(TargetExistsError):
+        open_target("memory://bucket/run/", "", overwrite=False)
+    for url, names in (("run", {"a", "below/b"}), ("run/a", {""}), ("none", set())):
+        failed.clear()
+        assert set(open_target(f"memory://bucket/{url}", "", overwrite=True).names) == names
