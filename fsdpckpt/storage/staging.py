@@ -247,8 +247,8 @@ class Staging:
         """
         with target_errors(self._target):
             system = os.statvfs(self.path)
-            free = system.f_bavail * system.f_frsize + _allocated(self.path)
-        if free < nbytes:
+        free = _free_bytes(system, self.path)
+        if free is not None and free < nbytes:
             raise space_error(self._target, nbytes, free)
         if system.f_files and system.f_favail < files:  # some file systems do not count them
             raise TargetUnwritableError(
@@ -385,11 +385,20 @@ def was_interrupted(target: str) -> bool:
     return (os.path.lexists(staging_root(target)) or os.path.lexists(lock)) and _is_free(lock)
 
 
-def free_bytes(target: str) -> int:
-    """Free bytes where ``target`` would be written, including what an interrupted run has staged there."""
+def free_bytes(target: str) -> int | None:
+    """Free bytes where ``target`` would be written, including what an interrupted run has staged there; None if the
+    file system does not count them.
+    """
     with target_errors(target):
         system = os.statvfs(existing_and_missing(os.path.dirname(os.path.realpath(target)))[0])
-    return system.f_bavail * system.f_frsize + _allocated(staging_root(target))
+    return _free_bytes(system, staging_root(target))
+
+
+def _free_bytes(system: os.statvfs_result, staged: str) -> int | None:
+    """Free bytes on ``system``, including those in the directory ``staged``; None if it does not count them, as FUSE
+    without statfs.
+    """
+    return system.f_bavail * system.f_frsize + _allocated(staged) if system.f_blocks else None
 
 
 def _allocated(directory: str) -> int:

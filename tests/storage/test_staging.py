@@ -19,6 +19,7 @@ from fsdpckpt.storage.local import WritableFile, aligned_buffer
 from fsdpckpt.storage.staging import (
     Staging,
     clear_leftover,
+    free_bytes,
     journal_path,
     journal_paths,
     lock_as_writer,
@@ -420,13 +421,24 @@ def test_what_is_staged_already_counts_as_free_space(tmp_path) -> None:
     staging = Staging(str(tmp_path / "out"), directory=True, resume=True)
 
     class Full:
-        f_bavail, f_frsize, f_files, f_favail = 0, 1, 0, 0
+        f_blocks, f_bavail, f_frsize, f_files, f_favail = 1, 0, 1, 0, 0
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "statvfs", lambda _: Full)
         staging.require_space(60_000)
         with pytest.raises(TargetUnwritableError, match="not enough free space"):
             staging.require_space(200_000)
+    staging.discard()
+    staging.close()
+
+
+def test_a_file_system_that_does_not_count_its_blocks_is_not_full(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What FUSE says of itself without ``statfs``."""
+    uncounted = os.statvfs_result((512, 0, 0, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: uncounted)
+    staging = Staging(str(tmp_path / "out"), directory=True)
+    staging.require_space(2**62, files=2**30)
+    assert free_bytes(str(tmp_path / "out")) is None
     staging.discard()
     staging.close()
 
