@@ -373,7 +373,7 @@ def clear_leftover(target: str) -> None:
     """Remove what a run left that was killed after DST became visible."""
     parent, name = os.path.split(os.path.realpath(target))
     if any(os.path.lexists(os.path.join(parent, _hidden_name(name, suffix))) for suffix in ("staging", "lock", "old")):
-        staging = Staging(target, directory=True, replaces={})
+        staging = Staging(target, directory=os.path.isdir(target), replaces={})
         staging.discard()
         staging.close()
 

@@ -487,3 +487,14 @@ def test_what_a_run_left_that_ended_just_after_its_target_appeared_can_be_cleare
     clear_leftover(str(tmp_path / "out"))
     assert os.listdir(tmp_path) == ["out"]
     assert os.listdir(tmp_path / "out") == ["theirs"]
+
+
+def test_what_a_run_left_that_replaced_a_directory_by_a_file_is_cleared(tmp_path) -> None:
+    """It was killed after its second rename: the file is in place, and nothing of it is staged any more."""
+    target = tmp_path / "out.pt"
+    target.write_bytes(b"new")
+    (tmp_path / ".out.pt.fsdpckpt-old").mkdir()
+    (tmp_path / ".out.pt.fsdpckpt-old" / "older").write_bytes(b"replaced")
+    (tmp_path / ".out.pt.fsdpckpt-staging" / "output").mkdir(parents=True)
+    clear_leftover(str(target))
+    assert os.listdir(tmp_path) == ["out.pt"] and target.read_bytes() == b"new"
