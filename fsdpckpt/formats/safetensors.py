@@ -177,6 +177,8 @@ class _Parser:
             )
 
     def metadata(self, data: object) -> dict[str, str]:
+        if data is None:  # as without it
+            return {}
         if not isinstance(data, dict) or not all(isinstance(value, str) for value in data.values()):
             self.refuse("__metadata__ is not a map of strings to strings", key="__metadata__", found=truncate(data))
         return {str(key): str(value) for key, value in data.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.formats.safetensors import MAX_HEADER_BYTES, looks_like_safetensors, read_header
@@ -59,6 +59,13 @@ def test_a_blob_inside_a_larger_file_is_found_at_its_place() -> None:
 
 def test_a_file_without_tensors_is_whole() -> None:
     assert read_header(MemoryFile(blob({"__metadata__": {}}))).tensors == {}
+
+
+def test_null_in_place_of_the_metadata_is_none_as_for_the_library() -> None:
+    data = blob({"__metadata__": None, "w": {"dtype": "I8", "shape": [2], "data_offsets": [0, 2]}}, b"ab")
+    assert load(data)["w"].tolist() == [97, 98]
+    header = read_header(MemoryFile(data))
+    assert (list(header.tensors), header.metadata) == (["w"], {})
 
 
 @pytest.mark.parametrize(
