@@ -13,6 +13,14 @@ TYPE_CHECKING = False  # as in typing, whose import takes time
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
 
+# What ``--json`` prints for a signal. Nothing can be imported to make it when ``_end`` runs.
+_INTERRUPTED = (
+    b'{"schema": "fsdpckpt/error/1", "error": {"type": "InterruptedRunError", "exit_code": 130, "what": "by a signal", '
+    b'"details": [], "why": "Ctrl-C, or a signal from the system; no partial output was left", '
+    b'"next_step": "run it again", '
+    b'"file": null, "key": null, "rank": null, "expected": null, "found": null}}\n'
+)
+
 NEAR = 0.8  # similarity of a mistyped option to the suggested one: --verbose is not --overwrite
 
 
@@ -47,12 +55,17 @@ def main() -> None:
 
 
 def _end(_number: int, _frame: object) -> None:
-    """End the process at once, with one line and exit code 130: nothing has begun yet.
+    """End the process at once, with one line (and a document, of the first worker alone) and exit code 130: nothing has
+    begun yet.
 
     An exception would be lost where Python cannot raise one, in the middle of an import.
     """
-    os.write(2, b"error: interrupted\n")
-    os._exit(130)
+    try:
+        os.write(2, b"error: interrupted\n")
+        if "--json" in sys.argv[1:] and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            os.write(1, _INTERRUPTED)
+    finally:
+        os._exit(130)
 
 
 def _run(output: Output) -> int:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fsspec.registry import _registry, known_implementations
 
-from fsdpckpt.cli.errors import Interruption
+from fsdpckpt.cli.errors import Interruption, _interruption_error, error_json
 from tests.cli.conftest import Run
 
 PROGRAM = [sys.executable, "-m", "fsdpckpt"]
@@ -29,8 +29,8 @@ def test_an_interrupt_with_json_is_a_document(run: Run, saved: Path, monkeypatch
     assert json.loads(done.out)["error"]["exit_code"] == 130
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_the_program_still_loads_is_130(number: int) -> None:
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGINT, None), (signal.SIGTERM, 0), (signal.SIGHUP, 1)])
+def test_a_signal_while_the_program_still_loads_is_130(number: int, rank: int | None) -> None:
     code = (
         "import os, sys, fsdpckpt.cli as program\n"
         "class Slow:\n"
@@ -38,13 +38,19 @@ def test_a_signal_while_the_program_still_loads_is_130(number: int) -> None:
         "        if name == 'fsdpckpt.cli.app':\n"
         f"            os.kill(os.getpid(), {int(number)})\n"
         "sys.meta_path.insert(0, Slow())\n"
-        "sys.argv = ['fsdpckpt', 'inspect', 'x']\n"
+        "sys.argv = ['fsdpckpt', 'inspect', 'x', *sys.argv[1:]]\n"
         "program.main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == 130
-    assert "error: interrupted" in done.stderr
-    assert "Traceback" not in done.stderr
+    environment = {**os.environ, **({} if rank is None else {"RANK": str(rank), "WORLD_SIZE": "2"})}
+    for options in ([], ["--json"]):
+        command = [sys.executable, "-c", code, *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=environment)
+        assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+        if not options or rank:
+            assert done.stdout == ""
+        else:
+            document = error_json(_interruption_error(Interruption()))
+            assert json.loads(done.stdout) == {"schema": "fsdpckpt/error/1", **document}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
