@@ -29,6 +29,11 @@ def clean(name: str) -> str:
     return ".".join(segment for segment in name.split(".") if segment not in WRAPPERS)
 
 
+def without_fsdp(name: str) -> str:
+    """``name`` without FSDP1's wrapper segments, and with those of all others."""
+    return ".".join(segment for segment in name.split(".") if segment != FSDP_WRAPPER)
+
+
 def joined(prefix: str, name: str) -> str:
     """The FQN of ``name`` in the module ``prefix``, "" for the root."""
     return f"{prefix}.{name}" if prefix else name
@@ -173,10 +178,7 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
     notes = checkpoint.notes
     lost = [] if any(map(_in_fsdp, like)) else [wrapped for wrapped in of_optim.values() if _in_fsdp(wrapped)]
     if lost:
-        of_optim = {
-            name: ".".join(word for word in wrapped.split(".") if word != FSDP_WRAPPER)
-            for name, wrapped in of_optim.items()
-        }
+        of_optim = {name: without_fsdp(wrapped) for name, wrapped in of_optim.items()}
         message = f"{plural(len(lost), 'key')} of the optimizer lost the prefixes of FSDP1's wrappers: {lost[0]}, ..."
         notes = (*notes, Note("normalised", message, keys=tuple(lost)))
     names = SourceNames(of_model, of_optim, metadata, leading)

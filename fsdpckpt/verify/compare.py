@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, to_copy
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, OptimState, ParamKey, Section, group_params
-from fsdpckpt.ir.names import keeps_order
+from fsdpckpt.ir.names import keeps_order, without_fsdp
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, value_text, walk
 from fsdpckpt.producers import PLAIN
@@ -95,7 +95,9 @@ def compare(
     Raises NeedsInformationError if the optimizers' key types differ and cannot be matched by order,
     SourceIncompleteError if a tensor that must be read is incomplete.
     """
+    saved, (a, b) = (a, b), map(_without_fsdp, (a, b))
     matched = _match_optimizers(a, b)
+    notes = [_UNWRAPPED] if (a is saved[0]) != (b is saved[1]) else []
     leaves_a, leaves_b = _leaves(a, {}, matched.positions), _leaves(b, matched.keys, matched.positions)
     in_b = _match_addresses(leaves_a, leaves_b)
     details: dict[_Address, str] = {}
@@ -159,7 +161,10 @@ def compare(
         for address, value in leaves_b.items()
         if address not in in_both
     ]
-    return Difference(tuple(entries), matched.notes, (a.source, b.source))
+    return Difference(tuple(entries), (*notes, *matched.notes), (a.source, b.source))
+
+
+_UNWRAPPED = "only one optimizer's names have the prefixes of FSDP1's wrappers, which does not count as a difference"
 
 
 def _dotted(address: _Address) -> str:
@@ -276,6 +281,18 @@ class _Match:
     keys: Mapping[ParamKey, ParamKey] = field(default_factory=dict)
     positions: Mapping[ParamKey, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+def _without_fsdp(checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint`` without FSDP1's wrapper segments in the optimizer's names: whether they are there depends on the
+    layout, and ``FSDP.optim_state_dict`` drops them. Unchanged if two names would become one.
+    """
+    optim = checkpoint.optim
+    keys = optim.all_keys() if optim is not None else []
+    names = {key: without_fsdp(key) if isinstance(key, str) else key for key in keys}
+    if optim is None or list(names.values()) == keys or len(set(names.values())) < len(names):
+        return checkpoint
+    return replace(checkpoint, optim=optim.renamed(names))
 
 
 def _match_optimizers(a: Checkpoint, b: Checkpoint) -> _Match:

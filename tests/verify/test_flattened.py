@@ -8,6 +8,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError
@@ -15,6 +18,7 @@ from fsdpckpt.flat.units.request import write_units
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.ir.tensors import SLICES
 from tests.flat.flat_checkpoints import unit, units_of
+from tests.oracle.fake_group import as_rank
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FORMS = ["torch-2.4/f1_flat_raw", "torch-2.4/f1_tiny_o", "torch-2.4/f1_nested_o", "torch-2.4/f1_orig_local"]
@@ -107,3 +111,58 @@ def test_units_that_contradict_the_slices_are_a_problem_of_verify_and_an_error_o
     assert problem.kind == "units"
     with pytest.raises(SourceCorruptError, match="units"):
         fsdpckpt.diff(tmp_path / "flat", tmp_path / "full.pt")
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [(1, ShardingStrategy.FULL_SHARD), (2, ShardingStrategy.NO_SHARD), (2, None)]
+)
+def test_prefixes_of_fsdp_in_an_optimizer_keyed_by_name_are_no_difference(
+    tmp_path: Path, world_size: int, strategy: ShardingStrategy | None, steps: int
+) -> None:
+    """Where nothing is cut, only these prefixes show that an optimizer was flattened; every conversion drops them."""
+    (tmp_path / "a").mkdir()
+    for rank in range(world_size):
+        with as_rank(rank, world_size):
+            torch.manual_seed(rank if strategy is None else 0)
+            layers = nn.Sequential(nn.Linear(5, 3), nn.Sequential(nn.Linear(3, 7)))
+            model = FullyShardedDataParallel(
+                layers,
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                use_orig_params=True,
+                sharding_strategy=strategy,
+                device_id=torch.device("cpu"),
+            )
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for _ in range(steps):
+                model(torch.randn(2, 5)).sum().backward()
+                optimizer.step()
+            names = [name for name, _ in model.named_parameters()]
+            saved = optimizer.state_dict()
+            saved["state"] = {names[key]: states for key, states in saved["state"].items()}
+            saved["param_groups"][0]["params"] = names
+            torch.save(saved, tmp_path / "a" / f"optim_world_size_{world_size}_rank_{rank}.pt")
+            fsdpckpt.save_units(model, optimizer, tmp_path / "a")
+    for to, options in (("flattened", {"world_size": 3}), ("flattened", {"world_size": 1}), ("full", {})):
+        target = tmp_path / f"{to}{options.get('world_size', '')}"
+        fsdpckpt.convert(tmp_path / "a", target, to=to, **options)
+        for pair in ((tmp_path / "a", target), (target, tmp_path / "a")):
+            found = fsdpckpt.diff(*pair)
+            assert found.same and found.count("=") > 4 * 3 * steps, [
+                each for each in found.entries if each.sigil != "="
+            ]
+    other = torch.load(target, weights_only=True)
+    other["optimizer"]["param_groups"][0]["params"][0] += "x"
+    torch.save(other, tmp_path / "other.pt")
+    assert not fsdpckpt.diff(tmp_path / "a", tmp_path / "other.pt").same
+
+
+def test_names_that_would_become_one_keep_their_prefixes(tmp_path: Path) -> None:
+    for name, lr in (("a.pt", 1.0), ("b.pt", 2.0)):
+        state = {f"{lead}w": {"exp_avg": torch.full((2,), lr)} for lead in ("", "_fsdp_wrapped_module.")}
+        torch.save({"state": state, "param_groups": [{"lr": 0.1, "params": list(state)}]}, tmp_path / name)
+    found = fsdpckpt.diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert [each.key for each in found.entries if each.sigil == "*"] == [
+        "w.exp_avg",
+        "_fsdp_wrapped_module.w.exp_avg",
+    ]
