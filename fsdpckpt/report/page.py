@@ -259,9 +259,14 @@ def _groups(checkpoint: Checkpoint) -> Table:
 def _optimizer_health(optim: OptimState, described: Description) -> dict[str, Any]:
     """For the template: the states, how many parameters have each, and whether the steps agree.
 
-    Steps that are tensors have values only if ``described`` has statistics.
+    Steps that are tensors have values only if ``described`` has statistics. As for ``verify``, only those of one param
+    group must agree: a group may have been added later.
     """
     listed = optim.grouped_keys()
+    group_of = {
+        key: number for number, group in enumerate(optim.param_groups or ()) for key in group_params(group) or ()
+    }
+    steps_of_group: dict[int | None, set[float]] = {}
     parameters = len(dict.fromkeys([*listed, *optim.state]))
     without_state = [str(key) for key in listed if not optim.state.get(key)]
     dtypes: dict[str, Counter[str]] = {}  # of each state
@@ -280,6 +285,7 @@ def _optimizer_health(optim: OptimState, described: Description) -> dict[str, An
                     steps_not_read += 1
                 else:
                     steps[step] += 1
+                    steps_of_group.setdefault(group_of.get(key), set()).add(step)
     rows = [
         (
             state,
@@ -289,15 +295,17 @@ def _optimizer_health(optim: OptimState, described: Description) -> dict[str, An
         )
         for state, counts in dtypes.items()
     ]
+    disagree = any(len(of_group) > 1 for of_group in steps_of_group.values())
     if steps:
-        text = f"the steps {'agree' if len(steps) == 1 else 'disagree'}: {_steps_text(steps)}"
+        verdict = "disagree" if disagree else "agree" if len(steps) == 1 else "agree within each param group"
+        text = f"the steps {verdict}: {_steps_text(steps)}"
     else:
         text = "the values of step were not read (--stats reads them)" if steps_not_read else "no step is stored"
     more = f" and {count_text(len(without_state) - 50)} more" if len(without_state) > 50 else ""
     headings = ["state", "parameters", "of all", "dtypes"]
     return {
         "steps": f"{plural(parameters, 'parameter')}; {text}",
-        "problems": [f"optimizer: {text}"] if len(steps) > 1 else [],
+        "problems": [f"optimizer: {text}"] if disagree else [],
         "states": Table(headings, rows, frozenset({1}), more=more_text(len(rows), "state")),
         "without": ", ".join(map(clipped, without_state[:50])) + more,
     }

@@ -231,6 +231,22 @@ def test_steps_beyond_a_million_are_shown_with_all_their_digits(trained: Path) -
     assert "1,234,568 for 1 (c.weight)" in problem.message
 
 
+def test_steps_of_different_param_groups_may_differ(tmp_path: Path) -> None:
+    """A group that was added later has done fewer steps; ``verify`` says nothing of it either."""
+    first, later = (torch.nn.Parameter(torch.randn(3, 5)) for _ in range(2))
+    optimizer = torch.optim.Adam([first])
+    for params in ([first], [first, later]):
+        for param in params:
+            param.grad = torch.randn(3, 5)
+        if len(params) > 1:
+            optimizer.add_param_group({"params": [later]})
+        optimizer.step()
+    torch.save({"model": {"a": first, "b": later}, "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    text = Elements(page(fsdpckpt.inspect(tmp_path / "a.pt", stats=True))).text
+    assert "the steps agree within each param group: 2 for 1 parameter, 1 for 1 parameter" in text
+    assert "No problems found" in text and fsdpckpt.verify(tmp_path / "a.pt").whole
+
+
 def test_a_mask_of_minus_infinity_is_no_problem_and_a_weight_is(tmp_path: Path) -> None:
     for rank in range(2):
         whole = torch.full((4, 4), float("-inf")).triu(1)
