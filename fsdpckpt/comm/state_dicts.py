@@ -316,18 +316,18 @@ def _send(
     needed_by_rank: list[list[list[Box]]],
     budget: int,
 ) -> None:
-    """Broadcast the tensors that all ranks need whole; send the boxes of the others to the ranks that need them."""
-    whole: list[int] = []
+    """Broadcast the boxes that all ranks need; send the others to the ranks that need them."""
+    shared: list[int] = []
     cut: list[int] = []
     for index in range(len(destinations)):
-        (whole if _same_box_everywhere([boxes[index] for boxes in needed_by_rank]) else cut).append(index)
+        (shared if _same_box_everywhere([boxes[index] for boxes in needed_by_rank]) else cut).append(index)
     local = [held.data for destination in destinations for held in destination.boxes]
-    common = Stream([held.data for index in whole for held in destinations[index].boxes])
+    common = Stream([held.data for index in shared for held in destinations[index].boxes])
     into = Stream([held.data for index in cut for held in destinations[index].boxes])
     out: dict[int, Stream] = {}
     if group.rank == source:
         local += tree.tensors
-        common = Stream([tree.tensors[index] for index in whole])
+        common = Stream([view_of(tree.tensors[index], needed_by_rank[source][index][0]) for index in shared])
         for rank, boxes in enumerate(needed_by_rank):
             if rank != source:  # it has its own already
                 out[rank] = Stream([view_of(tree.tensors[index], box) for index in cut for box in boxes[index]])
@@ -354,5 +354,5 @@ def _send(
 
 
 def _same_box_everywhere(needed: Sequence[Sequence[Box]]) -> bool:
-    """Whether all ranks need the same and it is one box, as for a tensor that is not cut."""
+    """Whether all ranks need the same one box: a tensor that is not cut, or a shard in a group of its replicas."""
     return len(needed[0]) == 1 and all(list(boxes) == list(needed[0]) for boxes in needed)

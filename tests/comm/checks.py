@@ -205,6 +205,19 @@ def check_gather_takes_each_box_once_where_meshes_are_parts_of_the_group(group: 
     same(comm.gather(group, {"x": tensor})["x"], full)
 
 
+def check_a_group_of_replicas_alone_is_filled(group: comm.Group) -> None:
+    """Ranks 0 and 2 hold one shard, ranks 1 and 3 the other: what all ranks of a group need is not the whole tensor."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replicas = comm.TorchGroup.over(mesh["replicate"].get_group(), limit=20)
+    full = {"odd": random(5, 3), "pair": random(2), "few": random(1, 4), "whole": random(7)}  # a shard of few is empty
+    expected = {key: distribute_tensor(full[key], mesh, [Replicate(), Shard(0)], src_data_rank=None) for key in full}
+    expected["whole"] = full["whole"]
+    for source in (0, 1):
+        for fill in (comm.shard, partial(comm.scatter, source=source)):
+            like = {key: torch.zeros_like(value) for key, value in expected.items()}
+            same(fill(replicas, full, like=like), expected, f"from {source}")
+
+
 def check_gather_gives_what_sharded_tensor_gather_gives(group: comm.Group) -> None:
     state = sharded_tensors()
     expected = _gather_state_dict(state)
@@ -645,6 +658,7 @@ GRIDS = (
     "check_gather_follows_every_placement_of_a_two_dimensional_mesh",
     "check_gather_understands_fsdp2_over_tensor_parallelism",
     "check_gather_takes_each_box_once_where_meshes_are_parts_of_the_group",
+    "check_a_group_of_replicas_alone_is_filled",
 )
 ON_FOUR = (
     *GRIDS,
