@@ -80,15 +80,32 @@ class _Encoder(Encoder):
         encode = _ENCODERS.get(type(value))
         if encode is not None:
             return encode(self, value, where)
-        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufcSV" and not value.dtype.names:
-            tag = "$array" if isinstance(value, np.ndarray) else "$number"
-            return {tag: [value.dtype.str, list(value.shape), self.encode_bytes(value.tobytes())]}
+        kind, plain_form = f"{type(value).__module__}.{type(value).__qualname__}", "its state_dict()"
+        if isinstance(value, (np.ndarray, np.generic)):
+            data = value.tobytes()
+            if _arrives(value, data):
+                tag = "$array" if isinstance(value, np.ndarray) else "$number"
+                return {tag: [value.dtype.str, list(value.shape), self.encode_bytes(data)]}
+            kind, plain_form = f"{kind} and dtype {value.dtype}", "numbers, text and lists with tolist()"
         raise UsageError(
-            f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be sent between workers",
+            f"a value of type {kind} cannot be sent between workers",
             key=where.removeprefix(".") or None,
-            why="only plain values do: numbers, text, bytes, lists, dicts, dtypes, arrays; objects could run code",
-            next_step="leave it out, or turn it into its state_dict()",
+            why="only plain values do: numbers, text, bytes, lists, dicts, dtypes, plain arrays: objects may run code",
+            next_step=f"leave it out, or turn it into {plain_form}",
         )
+
+
+def _arrives(value: np.ndarray[Any, Any] | np.generic, data: bytes) -> bool:
+    """Whether ``decode`` makes a value of the same type and dtype: not of NumPy's subclasses, nor ml_dtypes."""
+    if value.dtype.kind not in "biufcSV" or value.dtype.names or not value.dtype.itemsize:
+        return False
+    array = _array(value.dtype.str, value.shape, data)
+    copy = array if isinstance(value, np.ndarray) else array[()]
+    return type(copy) is type(value) and copy.dtype == value.dtype
+
+
+def _array(code: str, shape: Sequence[int], data: bytes | bytearray) -> np.ndarray[Any, Any]:
+    return np.frombuffer(data, np.dtype(code)).reshape(shape)
 
 
 _ENCODERS: dict[type, Callable[[_Encoder, Any, str], Json]] = {
@@ -112,9 +129,9 @@ class _Decoder(Decoder):
     def decode_other(self, tag: str, data: Json) -> object:
         return _DECODERS[tag](self, data)
 
-    def array(self, data: Json) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-        kind, shape, blob = cast("list[Any]", data)
-        return np.frombuffer(bytearray(self.decode_bytes(blob)), np.dtype(str(kind))).reshape(shape)
+    def array(self, data: Json) -> np.ndarray[Any, Any]:
+        code, shape, blob = cast("list[Any]", data)
+        return _array(str(code), shape, bytearray(self.decode_bytes(blob)))  # which can be written to
 
 
 def _dtype(data: Json) -> torch.dtype:

@@ -10,6 +10,7 @@ from collections import OrderedDict, defaultdict
 from enum import IntEnum
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -100,6 +101,46 @@ def test_attributes_of_an_ordered_dict_travel_with_it() -> None:
     state: OrderedDict[str, int] = OrderedDict(a=1)
     state._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
     assert vars(decode(encode(state))) == {"_metadata": {"": {"version": 2}}}
+
+
+class Units(np.ndarray[Any, Any]):
+    """What a subclass adds would be lost."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.ma.array([1, 2, 3], mask=[0, 1, 0]),
+        np.arange(3).view(Units),
+        np.rec.array([(1, 2.0)]),
+        np.array([1, "a", None], dtype=object),
+        np.array(["a", "bc"]),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.arange(3).astype(ml_dtypes.bfloat16),  # NumPy's own code of it is that of two raw bytes
+        ml_dtypes.bfloat16(1.5),
+        np.bytes_(b"a\0"),  # NumPy cuts zeros off
+        np.bytes_(b""),
+        np.zeros(3, "V0"),
+        np.longlong(3),  # as large as int64, and another type
+    ],
+    ids=lambda value: f"{type(value).__qualname__}-{value.dtype}",
+)
+def test_arrays_that_would_arrive_as_something_else_are_refused_with_their_dtype(value: Any) -> None:
+    with pytest.raises(UsageError) as refused:
+        encode({"rng": value})
+    assert refused.value.key == "rng"
+    assert f"{type(value).__qualname__} and dtype {value.dtype}" in str(refused.value)
+
+
+@pytest.mark.parametrize("code", [">i2", ">f8", "<u2", "<u8", "|b1", "<f2", "<c16", "|S3", "|V5"])
+def test_arrays_of_every_plain_dtype_arrive_as_they_were(code: str) -> None:
+    length = 6 * np.dtype(code).itemsize
+    for shape in ((2, 3), (6,), (6, 1)):
+        array = np.frombuffer(bytes(number % 2 for number in range(length)), code).reshape(shape).T
+        found = decode(encode([array, np.float64(2.5), np.bytes_(b"a")]))
+        assert [type(value) for value in found] == [np.ndarray, np.float64, np.bytes_]  # type: ignore[attr-defined]
+        assert (found[0].dtype.str, found[0].tobytes()) == (code, array.tobytes())  # type: ignore[index]
+        assert found[0].flags.writeable  # type: ignore[index]
 
 
 class Level(IntEnum):
