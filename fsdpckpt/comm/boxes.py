@@ -55,10 +55,28 @@ def kind_of(tensor: torch.Tensor) -> str:
 
 
 def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The local shards of ``tensor``, or the tensor itself if it is plain."""
+    """The local shards of ``tensor``, or the tensor itself if it is plain.
+
+    Raises UsageError for a subclass of Tensor (torchao's): its elements are not simply in its memory.
+    """
     if isinstance(tensor, ShardedTensor):
-        return [shard.tensor for shard in tensor.local_shards()]
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]
+        return [_simple(shard.tensor) for shard in tensor.local_shards()]
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            return [_simple(tensor.to_local())]
+    return [_simple(tensor)]
+
+
+def _simple(tensor: torch.Tensor) -> torch.Tensor:
+    if hasattr(tensor, "wait"):  # the result of a collective that is still in flight
+        tensor = tensor.wait()
+    if type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
+        raise UsageError(
+            f"a tensor of the subclass {type(tensor).__module__}.{type(tensor).__qualname__} cannot be copied or sent "
+            "between workers",
+            next_step="turn it into plain tensors first",
+        )
+    return tensor
 
 
 def empty_like(tensor: torch.Tensor, make: Callable[[Sequence[int], torch.dtype], torch.Tensor]) -> torch.Tensor:
@@ -79,19 +97,16 @@ def held_boxes(tensor: torch.Tensor, key: str) -> list[HeldBox]:
     """The boxes of ``tensor`` on this rank; none if the rank holds nothing. ``key``: its name in messages."""
     if isinstance(tensor, ShardedTensor):
         return [
-            HeldBox(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), s.tensor.detach())
-            for s in tensor.local_shards()
-            if s.tensor.numel()
+            HeldBox(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), local.detach())
+            for s, local in zip(tensor.local_shards(), local_tensors(tensor), strict=True)
+            if local.numel()
         ]
     if isinstance(tensor, DTensor):
-        with torch.no_grad():
-            local = tensor.to_local()
-        if hasattr(local, "wait"):  # the result of a collective that is still in flight
-            local = local.wait()
+        (local,) = local_tensors(tensor)
         spec = tensor._spec
         boxes = mesh_boxes(tuple(tensor.shape), spec.mesh, spec.placements, _shard_order(spec), key)
         return _held(local, boxes)
-    plain = tensor.detach()
+    plain = local_tensors(tensor)[0].detach()
     return [HeldBox(Box.whole(tuple(plain.shape)), plain)] if plain.numel() else []
 
 

@@ -272,6 +272,7 @@ def _destinations(
             kind = kind_of(tensor)
             if kind != "Tensor":
                 raise UsageError(f"a {kind} where a whole tensor is needed", next_step="gather the state dict first")
+            local_tensors(tensor)  # refuses subclasses
             if has_values and tensor.is_meta:
                 raise UsageError("a tensor on the meta device has no values", next_step="load or initialize it first")
             target = (device or tensor.device) if shape else torch.device("cpu")

@@ -361,10 +361,15 @@ def copy_state_dict(state: StateDict, into: StateDict, *, non_blocking: bool = F
     tree, target = split_tensors(state), split_tensors(into)
     target_by_key = dict(zip(target.keys, target.tensors, strict=True))
     copies = [target_by_key[key] for key in tree.keys]
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    problems: list[str] = []
+    for key, source, copy in zip(tree.keys, tree.tensors, copies, strict=True):
+        with collected(problems, key):
+            parts += zip(local_tensors(source), local_tensors(copy), strict=True)
+    _raise_mismatch(problems)
     with torch.no_grad():
-        for source, copy in zip(tree.tensors, copies, strict=True):
-            for source_part, part in zip(local_tensors(source), local_tensors(copy), strict=True):
-                part.copy_(source_part, non_blocking=non_blocking)
+        for source_part, part in parts:
+            part.copy_(source_part, non_blocking=non_blocking)
     return join_tensors(tree.skeleton, copies)
 
 

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.masked import masked_tensor
 
 from fsdpckpt import comm
 from fsdpckpt.comm import torch_group
@@ -355,6 +356,8 @@ def check_a_tensor_that_cannot_be_sent_is_an_error_on_every_rank(group: comm.Gro
     lazy = torch.zeros(3, dtype=torch.complex64).conj()
     plain = lazy.resolve_conj()
     last = group.rank == group.world_size - 1
+    local = dtensor.to_local()
+    masked = DTensor(masked_tensor(local, torch.ones_like(local).bool()), dtensor._spec, requires_grad=False)
     cases: list[tuple[str, Callable[[], Any]]] = [
         ("x: a DTensor where a whole", lambda: comm.shard(group, {"x": dtensor if last else x}, like={"x": x})),
         ("x: a DTensor where a whole", lambda: comm.scatter(group, {"x": dtensor}, like={"x": x})),
@@ -364,6 +367,8 @@ def check_a_tensor_that_cannot_be_sent_is_an_error_on_every_rank(group: comm.Gro
             lambda: comm.shard(group, {"x": x.to("meta") if last else x}, like={"x": x}),
         ),
         ("x: a tensor of layout", lambda: comm.gather(group, {"x": x.to_sparse() if last else x})),
+        ("x: a tensor of the subclass", lambda: comm.gather(group, {"x": masked if last else dtensor})),
+        ("x: a tensor of the subclass", lambda: comm.scatter(group, {"x": x}, like={"x": masked if last else dtensor})),
         ("x: a tensor of layout", lambda: comm.scatter(group, {"x": x}, like={"x": x.to_sparse() if last else x})),
         (
             "x: a conjugated",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from fsdpckpt import comm
 from fsdpckpt.errors import StateDictMismatchError, UsageError
@@ -106,6 +108,42 @@ def test_tensors_whose_dotted_keys_are_equal_are_told_apart(alone: comm.Group) -
     other = {**make(9.0), "a.b": 5}
     with pytest.raises(StateDictMismatchError):
         comm.copy_state_dict(state, other)
+
+
+class Scaled(torch.Tensor):
+    """As torchao's: the elements are computed from another tensor."""
+
+    halves: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, halves: torch.Tensor) -> Scaled:
+        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, halves.shape)  # type: ignore[attr-defined]
+        made.halves = halves
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = tree_map_only(cls, lambda tensor: tensor.halves * 2, (args, kwargs or {}))
+        return function(*plain[0], **plain[1])
+
+
+def test_a_tensor_of_a_subclass_is_refused_before_anything_is_copied(alone: comm.Group) -> None:
+    plain, odd = random(4), Scaled(torch.ones(4))
+    state, like = {"a": plain, "w": odd}, {"a": torch.zeros(4), "w": torch.zeros(4)}
+    calls: list[Callable[[], object]] = [
+        lambda: comm.shard(alone, state, like=like),
+        lambda: comm.broadcast(alone, state),
+        lambda: comm.scatter(alone, {"a": plain, "w": plain}, like=state),
+        lambda: comm.offload_to_cpu(state),
+        lambda: comm.copy_state_dict(state, like),
+    ]
+    for call in calls:
+        with pytest.raises(StateDictMismatchError) as raised:
+            call()
+        assert f"w: a tensor of the subclass {__name__}.Scaled" in str(raised.value)
+        same(like, {"a": torch.zeros(4), "w": torch.zeros(4)})
+    assert comm.gather(alone, state)["w"] is odd  # it stays this rank's own
+    same(comm.broadcast(alone, {"w": torch.nn.Parameter(plain)}), {"w": plain})
 
 
 class Driver:
