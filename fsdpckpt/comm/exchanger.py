@@ -129,8 +129,8 @@ class Exchanger:
     def check(self, sends: Mapping[int, int], receives: Mapping[int, int]) -> None:
         """Raises WorkerError if a peer has other counts than this rank. Counts of several exchanges may be added."""
         group = self._group
-        if any(not 0 <= peer < group.world_size for peer in (*sends, *receives)):
-            raise InternalError(f"rank {group.rank} cannot exchange these byte counts: {dict(sends)}, {dict(receives)}")
+        for peer in (*sends, *receives):
+            group.check_rank("peer", [peer])
         counts = [sends.get(peer, 0) for peer in range(group.world_size)]
         sends_by_rank = [counts] if group.transport is None else group.transport.all_counts(counts)
         for source, row in enumerate(sends_by_rank):

@@ -10,20 +10,20 @@ text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager as Context
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any, Self, TypeAlias
 
 from fsdpckpt import errors
-from fsdpckpt.errors import FsdpckptError, InternalError, WorkerError
+from fsdpckpt.errors import FsdpckptError, InternalError, UsageError, WorkerError
 
 
 class Group:
     """Rank ``rank`` of ``world_size``. A method marked *collective* is called by all ranks, in the same order.
 
-    The methods here are those of a world of one: ``Solo`` has no others, and ``TorchGroup`` overrides all of them.
+    The methods here are those of a world of one: ``Solo`` has no others; ``TorchGroup`` overrides most.
 
     ``device``: where data must be to be sent to other ranks, a ``torch.device`` or the name of one. ``backend``: the
     process group's, None in a world of one. ``transport``: moves bytes between ranks (``comm.transport``), None in a
@@ -50,6 +50,22 @@ class Group:
         may be nested.
         """
         return nullcontext()
+
+    def check_rank(self, argument: str, ranks: Sequence[int]) -> None:
+        """Raises UsageError unless ``ranks``, what each rank (or this one alone) passes as ``argument``, are the same
+        rank of this group.
+        """
+        if len(set(ranks)) > 1:
+            found = ", ".join(f"{rank} in rank {number}" for number, rank in enumerate(ranks))
+            raise UsageError(f"the ranks pass different ranks as {argument}", expected="the same", found=found)
+        if not 0 <= ranks[0] < self.world_size:
+            last = self.world_size - 1
+            raise UsageError(
+                f"{argument}={ranks[0]} is not a rank of the group",
+                expected=f"0 to {last}" if last else "0: this process is alone",
+                found=str(ranks[0]),
+                why="ranks count within the group, which may be a part of the job",
+            )
 
     def beat(self) -> None:
         """Report progress to the other ranks. In a long step, call it at least every few seconds."""
@@ -85,6 +101,7 @@ class Group:
 
     def broadcast_object(self, value: object = None, *, source: int = 0, name: str = "broadcast of a value") -> object:
         """Collective: rank ``source``'s ``value`` on every rank; the values of the others are ignored."""
+        self.check_rank("source", [source])
         return value
 
     def send_object(self, value: object, *, to: int) -> None:

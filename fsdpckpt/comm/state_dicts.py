@@ -91,7 +91,7 @@ def gather(
         with collected(problems, key):
             if kind_of(tensor) != "Tensor":
                 sharded.append(_Sharded(slot, key, tensor, held_boxes(tensor, key)))
-    agree_on_structure(group, state, problems)
+    agree_on_structure(group, state, problems, to=to)
     shapes = [tuple(each.tensor.shape) for each in sharded]
     local_boxes = [[held.box for held in each.local_boxes] for each in sharded]
     boxes_by_rank = all_boxes(group, local_boxes, list(map(len, shapes)))
@@ -232,6 +232,8 @@ def broadcast(
 def _broadcast_structure(group: Group, state: StateDict | None, source: int) -> Tree:
     """The whole ``state`` of rank ``source``; on the other ranks its tensors are on the meta device. Collective."""
     if group.rank == source:
+        if state is None:
+            raise UsageError(f"rank {source} is the source and has no state dict", next_step="pass its rank as source")
         tree = split_tensors(state)
         shapes, dtypes = [tensor.shape for tensor in tree.tensors], [tensor.dtype for tensor in tree.tensors]
         group.broadcast_object((tree.skeleton, tree.keys, shapes, dtypes), source=source)

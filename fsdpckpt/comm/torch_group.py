@@ -166,18 +166,21 @@ class TorchGroup(Group):
         if self.world_size == 1:
             return [value]
         with self.step(name):
-            return self._broadcast_each(value, has_value=True)
+            return self._broadcast_each(value)
 
     def broadcast_object(self, value: object = None, *, source: int = 0, name: str = "broadcast of a value") -> object:
         if self.world_size == 1:
-            return value
+            return super().broadcast_object(value, source=source)
         with self.step(name):
-            return self._broadcast_each(value, has_value=self.rank == source)[source]
+            return self._broadcast_each(value, source)[source]
 
-    def _broadcast_each(self, value: object, *, has_value: bool) -> list[object]:
-        """The values of all ranks that have one, by rank."""
-        data = self._to_tensor(value) if has_value else torch.empty(0, dtype=torch.uint8)
-        sizes = [size for (size,) in self.transport.all_counts([len(data)])]
+    def _broadcast_each(self, value: object, only: int | None = None) -> list[object]:
+        """The values of all ranks, by rank; ``only``: the one rank that has a value."""
+        data = self._to_tensor(value) if only in {None, self.rank} else torch.empty(0, dtype=torch.uint8)
+        rows = self.transport.all_counts([len(data), *([] if only is None else [only])])
+        if only is not None:
+            self.check_rank("source", [source for _, source in rows])
+        sizes = [row[0] for row in rows]
         values: list[object] = [None] * self.world_size
         in_flight: deque[tuple[int, torch.Tensor, Transfer]] = deque()
 
@@ -196,12 +199,14 @@ class TorchGroup(Group):
         return values
 
     def send_object(self, value: object, *, to: int) -> None:
+        self.check_rank("to", [to])
         data = self._to_tensor(value)
         count = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         for tensor in (count, data):
             self.transport.send_recv(send=(tensor, to)).wait()
 
     def receive_object(self, *, source: int) -> object:
+        self.check_rank("source", [source])
         count = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.transport.send_recv(receive=(count, source)).wait()
         data = self._empty(int(count))

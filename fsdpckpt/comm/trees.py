@@ -279,19 +279,21 @@ def _raise_differences(state: Description, other: Description) -> None:
     _raise_mismatch(differences(state, other, ("the state dict", "the other")))
 
 
-def agree_on_structure(group: Group, state: object, problems: list[str]) -> None:
+def agree_on_structure(group: Group, state: object, problems: list[str], *, to: int | None) -> None:
     """Collective. Raises the same StateDictMismatchError on all ranks if any has ``problems`` with its ``state``, or
-    if the structures of their state dicts differ.
+    if the structures of their state dicts differ; UsageError if ``to`` differs, or is not a rank.
 
     Plain tensors may differ in shape and dtype from rank to rank.
     """
     description = {} if problems else describe(state, plain_shapes=False)
     digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
     gathered = cast(
-        "list[tuple[str, list[str]]]", group.all_gather_objects((digest, problems), name="compare structures")
+        "list[tuple[str, list[str], Any]]", group.all_gather_objects((digest, problems, to), name="compare structures")
     )
-    _raise_merged([rank_problems for _, rank_problems in gathered])
-    if len({rank_digest for rank_digest, _ in gathered}) == 1:
+    if {rank_to for *_, rank_to in gathered} != {None}:
+        group.check_rank("to", [rank_to for *_, rank_to in gathered])
+    _raise_merged([rank_problems for _, rank_problems, _ in gathered])
+    if len({rank_digest for rank_digest, *_ in gathered}) == 1:
         return
     descriptions = cast("list[Description]", group.all_gather_objects(description, name="list the differences"))
     lines: list[str] = []

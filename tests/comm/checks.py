@@ -384,6 +384,34 @@ def check_a_tensor_that_cannot_be_sent_is_an_error_on_every_rank(group: comm.Gro
             raise AssertionError(f"passed: {text}")
 
 
+def check_ranks_that_name_different_ranks_get_an_error_not_their_own_values(group: comm.Group) -> None:
+    state = {"x": distribute_tensor(random(4, 2), mesh_1d(), [Shard(0)], src_data_rank=None), "rank": group.rank}
+    calls: list[Callable[[comm.Group], Any]] = [
+        lambda apart: comm.gather(apart, state, to=apart.rank),
+        lambda apart: comm.gather(apart, {"rank": apart.rank}, to=apart.rank or None),
+        lambda apart: comm.broadcast(apart, {"rank": apart.rank}, source=apart.rank),
+        lambda apart: apart.broadcast_object(apart.rank, source=apart.rank),
+    ]
+    for call in calls:
+        try:
+            call(comm.TorchGroup.over(dist.new_group(), limit=20))
+        except (UsageError, WorkerError) as error:
+            assert "the ranks pass different ranks as" in str(error), error
+            assert " in rank 0, 1 in rank 1" in str(error), error
+        else:
+            raise AssertionError("every rank took another for the source")
+
+
+def check_a_source_without_a_state_dict_is_an_error_on_every_rank(group: comm.Group) -> None:
+    """It is most likely another rank that has it."""
+    try:
+        comm.broadcast(comm.TorchGroup.over(dist.new_group(), limit=20), {"x": 1} if group.rank == 1 else None)
+    except WorkerError as error:
+        assert "rank 0 is the source and has no state dict" in str(error), error
+    else:
+        raise AssertionError("None was broadcast as a state dict")
+
+
 def check_a_copy_between_different_layouts_is_refused(group: comm.Group) -> None:
     """Of the same global shape, and here and there even of the same local shape."""
     mesh, backwards = mesh_1d(), DeviceMesh("cpu", list(reversed(range(group.world_size))))

@@ -6,12 +6,14 @@ In a group of several ranks every rank runs each test at the same time, as ``tes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import pytest
+import torch
 
-from fsdpckpt.comm import Group
+from fsdpckpt.comm import Group, broadcast, exchange, gather, scatter
 from fsdpckpt.comm.protocol import original_error
-from fsdpckpt.errors import SourceCorruptError, WorkerError
+from fsdpckpt.errors import SourceCorruptError, UsageError, WorkerError
 
 
 class GroupContract(ABC):
@@ -37,6 +39,26 @@ class GroupContract(ABC):
         with self.make() as group:
             last = group.world_size - 1
             assert group.broadcast_object([group.rank, "x"], source=last, name="value") == [last, "x"]
+
+    def test_a_rank_outside_of_the_group_is_refused(self) -> None:
+        calls: list[Callable[[Group, int], object]] = [
+            lambda group, rank: gather(group, {"x": torch.ones(2)}, to=rank),
+            lambda group, rank: scatter(group, {"x": torch.ones(2)}, source=rank),
+            lambda group, rank: broadcast(group, {"x": 1}, source=rank),
+            lambda group, rank: group.broadcast_object(1, source=rank),
+            lambda group, rank: exchange(group, sends={rank: 1}, receives={}, read=print, write=print),
+        ]
+        for call in calls:
+            for rank in (-1, 9):
+                group = self.make()
+                with pytest.raises((UsageError, WorkerError)) as caught:
+                    call(group, rank)
+                error = original_error(caught.value) if isinstance(caught.value, WorkerError) else caught.value
+                assert isinstance(error, UsageError), error
+                assert error.found == str(rank)
+                assert error.expected in {f"0 to {group.world_size - 1}", "0: this process is alone"}
+                group.all_stopped()
+                group.close()
 
     def test_steps_nest_and_run_their_bodies_once(self) -> None:
         bodies = []
