@@ -366,7 +366,16 @@ def destination_on_mesh(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
 ) -> Destination:
-    """A new DTensor, as ``distribute_tensor`` would make it from a whole contiguous tensor."""
+    """A new DTensor, as ``distribute_tensor`` would make it from a whole contiguous tensor.
+
+    Raises UsageError for placements that do not fit the mesh or the shape.
+    """
+    listed = isinstance(placements, (list, tuple)) and all(isinstance(placement, Placement) for placement in placements)
+    if not listed or len(placements) != mesh.ndim:
+        raise UsageError(
+            f"the placements are {placements!r}, and the mesh has {mesh.ndim} dimension{'s' if mesh.ndim > 1 else ''}",
+            next_step="pass a list of one placement for each dimension of the mesh",
+        )
     boxes = mesh_boxes(shape, mesh, placements, None, key)
     local_shape = layouts.local_shape(boxes, shape)
     if local_shape is None:

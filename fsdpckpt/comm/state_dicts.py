@@ -175,8 +175,9 @@ def shard(
     ``device``: the device of new tensors (default: that of ``state``). Raises StateDictMismatchError on all ranks, with
     every difference, if ``state`` does not match ``like``.
     """
-    tree = split_tensors(state)
-    destinations, problems = _destinations(tree, like, mesh, placements, device, has_values=True)
+    with group.step("shard"):
+        tree = split_tensors(state)
+        destinations, problems = _destinations(tree, like, mesh, placements, device, has_values=True)
     raise_on_all_ranks(group, problems)
     _fill(destinations, tree.tensors)
     return join_tensors(tree.skeleton, [destination.tensor for destination in destinations])

@@ -25,7 +25,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_loc
 from torch.distributed._state_dict_utils import _broadcast_state_dict, _distribute_state_dict, _gather_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.masked import masked_tensor
 
@@ -410,6 +410,37 @@ def check_a_source_without_a_state_dict_is_an_error_on_every_rank(group: comm.Gr
         assert "rank 0 is the source and has no state dict" in str(error), error
     else:
         raise AssertionError("None was broadcast as a state dict")
+
+
+def check_placements_that_do_not_fit_are_an_error_on_every_rank(group: comm.Group) -> None:
+    flat, grid = mesh_1d(), init_device_mesh("cpu", (group.world_size, 1))
+    cases: list[tuple[DeviceMesh, Any, str]] = [
+        (flat, [Shard(0), Replicate()], "[Shard(dim=0), Replicate()], and the mesh has 1 dimension"),
+        (grid, [Shard(0)], "[Shard(dim=0)], and the mesh has 2 dimensions"),
+        (flat, [], "[], and the mesh has 1 dimension"),
+        (flat, Shard(0), "Shard(dim=0), and the mesh has 1 dimension"),
+        (flat, [0], "[0], and the mesh has 1 dimension"),
+        (flat, [Shard(2)], "shards a dimension that a tensor of 2 dimensions does not have"),
+        (flat, [Shard(-3)], "shards a dimension that a tensor of 2 dimensions does not have"),
+        (flat, [Partial()], "holds no values"),
+    ]
+    last = group.rank == group.world_size - 1
+    for mesh, wrong, text in cases:
+        right = [Shard(0)] * mesh.ndim
+        for fill in (comm.shard, comm.scatter):
+            try:
+                fill(group, {"x": random(4, 2)}, mesh=mesh, placements=wrong if last else right)
+            except StateDictMismatchError as error:
+                assert error.details[0].startswith("x: ") and text in error.details[0], (text, error.details)
+            else:
+                raise AssertionError(f"{wrong} on {mesh}")
+    try:
+        apart = comm.TorchGroup.over(dist.new_group(), limit=20)
+        comm.shard(apart, {"x": random(4)}, mesh=flat, placements=lambda *_: [Shard(0 // int(not last))])
+    except WorkerError as error:
+        assert "ZeroDivisionError" in str(error), error
+    else:
+        raise AssertionError("the function failed unnoticed")
 
 
 def check_a_copy_between_different_layouts_is_refused(group: comm.Group) -> None:
