@@ -84,9 +84,9 @@ def gather(
     Besides the result no rank needs more than ``budget`` bytes. Raises StateDictMismatchError, the same on all ranks,
     if the ranks' state dicts differ in structure or do not hold every element.
     """
-    tree = split_tensors(state)
     sharded: list[_Sharded] = []
     problems: list[str] = []
+    tree = _split(state, problems)
     for slot, (key, tensor) in enumerate(zip(tree.keys, tree.tensors, strict=True)):
         with collected(problems, key):
             if kind_of(tensor) != "Tensor":
@@ -112,6 +112,13 @@ def gather(
     for each, tensor in zip(sharded, whole, strict=True):
         tensors[each.slot] = tensor
     return join_tensors(tree.skeleton, tensors)
+
+
+def _split(state: StateDict, problems: list[str]) -> Tree:
+    """``split_tensors(state)``; if that is not possible, an empty one, and the reason in ``problems``."""
+    with collected(problems):
+        return split_tensors(state)
+    return Tree(None, (), ())
 
 
 def _transfer(
@@ -175,9 +182,10 @@ def shard(
     ``device``: the device of new tensors (default: that of ``state``). Raises StateDictMismatchError on all ranks, with
     every difference, if ``state`` does not match ``like``.
     """
+    problems: list[str] = []
     with group.step("shard"):
-        tree = split_tensors(state)
-        destinations, problems = _destinations(tree, like, mesh, placements, device, has_values=True)
+        tree = _split(state, problems)
+        destinations = _destinations(tree, like, mesh, placements, device, problems, has_values=True)
     raise_on_all_ranks(group, problems)
     _fill(destinations, tree.tensors)
     return join_tensors(tree.skeleton, [destination.tensor for destination in destinations])
@@ -201,10 +209,11 @@ def scatter(
     device of new tensors (default: the group's). Raises StateDictMismatchError on all ranks, with every difference, if
     the state dict does not match a rank's ``like``.
     """
+    problems: list[str] = []
     with group.step("scatter"):
         tree = _broadcast_structure(group, state if group.rank == source else None, source)
         target, has_values = device or torch.device(group.device), group.rank == source
-        destinations, problems = _destinations(tree, like, mesh, placements, target, has_values=has_values)
+        destinations = _destinations(tree, like, mesh, placements, target, problems, has_values=has_values)
     raise_on_all_ranks(group, problems)
     needed_boxes = [[held.box for held in destination.boxes] for destination in destinations]
     needed_by_rank = all_boxes(group, needed_boxes, [tensor.dim() for tensor in tree.tensors])
@@ -253,21 +262,21 @@ def _destinations(
     mesh: DeviceMesh | None,
     placements: Placements | None,
     device: torch.device | None,
+    problems: list[str],
     *,
     has_values: bool,
-) -> tuple[list[Destination], list[str]]:
-    """A destination for each tensor of ``tree``, and what does not match or cannot be sent.
+) -> list[Destination]:
+    """A destination for each tensor of ``tree``. Adds to ``problems`` what does not match or cannot be sent.
 
     ``has_values``: the tensors are those to send, not another rank's on the meta device.
     """
     if (mesh is None) != (placements is None) or (like is not None and mesh is not None):
         raise UsageError("pass like, or mesh and placements: they say where tensors go")
-    problems: list[str] = []
     templates: dict[str, torch.Tensor] = {}
     if like is not None:
-        like_tree = split_tensors(like)
+        like_tree = _split(like, problems)
         templates = dict(zip(like_tree.keys, like_tree.tensors, strict=True))
-        problems = _misfits(tree, templates)
+        problems += _misfits(tree, templates)
     destinations: list[Destination] = []
     for key, tensor in zip(tree.keys, tree.tensors, strict=True):
         with collected(problems, key):
@@ -290,7 +299,7 @@ def _destinations(
                 moved = tensor.detach().to(target)
                 destination = Destination(held_boxes(moved, key), moved, filled=True)
             destinations.append(destination)
-    return destinations, problems
+    return destinations
 
 
 def _misfits(tree: Tree, templates: Mapping[str, torch.Tensor]) -> list[str]:

@@ -1,7 +1,7 @@
 """Splits state dicts into structure and tensors, compares and encodes structures, and copies state dicts.
 
 ``split_tensors`` collects the tensors of a state dict in one list and leaves a ``Slot`` in the place of each. It
-descends into dicts, lists and tuples and keeps the types of keys; any other value stays where it is.
+descends into dicts, lists and tuples and keeps their types and those of keys; any other value stays where it is.
 
 ``encode`` makes a structure, or any value of a closed set of types, bytes: nothing that another worker sends is
 executed. Layout: 8 bytes (length of the JSON, little-endian), the JSON, then the blobs one after another. The JSON is
@@ -20,7 +20,7 @@ import io
 import json
 import struct
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -169,7 +169,9 @@ class Tree:
 
 
 def split_tensors(state: object) -> Tree:
-    """Split ``state``; the tensors are in the order of the dicts."""
+    """Split ``state``; the tensors are in the order of the dicts. Raises UsageError for a tensor in a container of
+    another type, which would stay as it is.
+    """
     paths: list[_Path] = []
     tensors: list[torch.Tensor] = []
 
@@ -178,6 +180,12 @@ def split_tensors(state: object) -> Tree:
             paths.append(path)
             tensors.append(value)
             return Slot(len(tensors) - 1)
+        if _has_tensors(value):
+            raise UsageError(
+                f"a {type(value).__module__}.{type(value).__qualname__} with tensors in it cannot be taken apart",
+                key=_dotted(path, str),
+                next_step="make it a dict, a list or a tuple",
+            )
         return value
 
     skeleton = _map_leaves(state, visit, ())
@@ -185,6 +193,12 @@ def split_tensors(state: object) -> Tree:
     counts = Counter(keys)
     unique = [key if counts[key] == 1 else _dotted(path, repr) for key, path in zip(keys, paths, strict=True)]
     return Tree(skeleton, tuple(unique), tuple(tensors))
+
+
+def _has_tensors(value: object) -> bool:
+    if isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
+        return any(map(_has_tensors, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, torch.Tensor)
 
 
 def join_tensors(skeleton: object, tensors: Sequence[torch.Tensor]) -> StateDict:
@@ -202,12 +216,17 @@ def _dotted(path: _Path, text: Callable[[object], str]) -> str:
 
 
 def _map_leaves(value: object, visit: Callable[[object, _Path], object], path: _Path) -> object:
-    if type(value) in {dict, OrderedDict}:
+    if type(value) in {dict, OrderedDict, defaultdict}:
         mapping: dict[object, object] = value  # type: ignore[assignment]  # by the exact type
         entries = {name: _map_leaves(child, visit, (*path, name)) for name, child in mapping.items()}
+        if isinstance(mapping, defaultdict):
+            return defaultdict(mapping.default_factory, entries)
         return like(mapping, entries)  # with torch's _metadata
-    if type(value) in {list, tuple}:
+    named: Any = type(value) if isinstance(value, tuple) and hasattr(value, "_fields") else None
+    if type(value) in {list, tuple} or named:
         children = [_map_leaves(child, visit, (*path, Slot(i))) for i, child in enumerate(value)]  # type: ignore[arg-type,var-annotated]
+        if named:
+            return named._make(children)
         return children if type(value) is list else tuple(children)
     return visit(value, path)
 
@@ -309,7 +328,8 @@ def collected(problems: list[str], key: str = "") -> Iterator[None]:
         yield
     except UsageError as error:
         text = error.what if error.next_step is None else f"{error.what}: {error.next_step}"
-        problems.append(f"{key}: {text}" if key else text)
+        where = key or error.key
+        problems.append(f"{where}: {text}" if where else text)
 
 
 def raise_on_all_ranks(group: Group, problems: list[str]) -> None:

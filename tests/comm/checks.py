@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 import traceback
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -410,6 +410,53 @@ def check_a_source_without_a_state_dict_is_an_error_on_every_rank(group: comm.Gr
         assert "rank 0 is the source and has no state dict" in str(error), error
     else:
         raise AssertionError("None was broadcast as a state dict")
+
+
+class Moments(NamedTuple):
+    """As optimizers keep them."""
+
+    first: Any
+    second: Any
+
+
+def check_tensors_in_dict_and_tuple_subclasses_are_gathered_and_cut(group: comm.Group) -> None:
+    def state(tensor: Any) -> dict[str, Any]:
+        states = defaultdict(dict, {0: {"moments": Moments(tensor, [tensor]), "plain": Moments(1, None)}})
+        return {"optimizer": defaultdict(None, state=states), "plain": UserDict(a=1)}
+
+    full = random(5, 3)
+    cut = distribute_tensor(full, mesh_1d(), [Shard(0)], src_data_rank=None)
+    gathered = comm.gather(group, state(cut))
+    same(gathered, state(full))
+    assert gathered["optimizer"].default_factory is None
+    assert gathered["optimizer"]["state"].default_factory is dict
+    same(comm.shard(group, state(full), mesh=mesh_1d(), placements=[Shard(0)]), state(cut))
+    like = state(torch.zeros_like(cut))
+    filled = comm.shard(group, state(full), like=like)
+    same(filled, state(cut))
+    assert filled["optimizer"]["state"][0]["moments"].first is like["optimizer"]["state"][0]["moments"].first
+    same(comm.offload_to_cpu(state(cut)), state(cut))
+    assert comm.offload_to_cpu(state(full))["optimizer"]["state"][0]["moments"].first is not full
+
+
+def check_tensors_in_other_containers_are_refused_on_every_rank(group: comm.Group) -> None:
+    """Left where they are, they would stay shards, or this rank's own."""
+    last = group.rank == group.world_size - 1
+    full = random(5, 3)
+    cut = distribute_tensor(full, mesh_1d(), [Shard(0)], src_data_rank=None)
+    for make in (lambda x: UserDict(a=[x]), lambda x: deque([x]), lambda x: torch.return_types.max((x, x))):
+        calls: list[Callable[[], Any]] = [
+            lambda make=make: comm.gather(group, {"a": {"b": make(cut) if last else 1}}),
+            lambda make=make: comm.shard(group, {"a": {"b": make(full) if last else 1}}, like={}),
+            lambda make=make: comm.scatter(group, {"a": 1}, like={"a": {"b": make(cut)} if last else 1}),
+        ]
+        for call in calls:
+            try:
+                call()
+            except StateDictMismatchError as error:
+                assert "a.b: a " in str(error) and "with tensors in it cannot be taken apart" in str(error), error
+            else:
+                raise AssertionError(f"a tensor in a {type(make(0))} stayed as it was")
 
 
 def check_placements_that_do_not_fit_are_an_error_on_every_rank(group: comm.Group) -> None:
