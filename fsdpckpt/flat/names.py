@@ -283,10 +283,11 @@ def order_contradictions(units: Units, names: Iterable[str], label: str, *, acro
         if wrong:
             yield f"the order of parameters differs in {unit}: {wrong[0]} in the units, {wrong[1]} in {label}"
             return
-    # Ids count over all units, and only their order distinguishes units of the same size.
-    sharded = units.unit_of()
+    # Ids count over all units, and only their order distinguishes units of the same size. A parameter that units share
+    # is listed where its first name is, which may be in another module.
+    placed = units.unit_of().keys() - {first for _, first in units.shared}
     wrong = first_misplaced_module(
-        [_module(name) for name in units.parameters if name in sharded], list(map(_module, position))
+        [_module(name) for name in units.parameters if name in placed], list(map(_module, position))
     )
     if wrong and across:
         yield f"the order of modules differs: {wrong[0]} in the units, {wrong[1]} in {label}"

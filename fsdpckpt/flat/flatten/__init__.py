@@ -22,7 +22,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Section
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import Units, state_dict_order
+from fsdpckpt.ir.units import Units, first_misplaced, state_dict_order
 from fsdpckpt.layouts.flattened import PlacedUnit, place_units
 from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank
@@ -141,7 +141,13 @@ class FlatModel:
         them).
         """
         names = list(self._leaves)
-        listed = [name for name in names if name in self._params]
-        if listed == [name for name in self._units.parameters if name in self._params]:
+        # A parameter that units share has its place in its unit; ``parameters`` lists it where its first name is.
+        shared = {first for _, first in self._units.shared}
+        listed = [name for name in names if name in self._params and name not in shared]
+        position = {name: index for index, name in enumerate(names)}
+        in_units = ([param.name for param in unit.params] for unit in self._units.units)
+        if listed == [name for name in self._units.parameters if name not in shared] and not any(
+            first_misplaced(unit_names, position) for unit_names in in_units
+        ):
             return names
         return list(dict.fromkeys([*self._units.parameters, *names]))

@@ -27,6 +27,17 @@ class TiedAcross(nn.Module):
         self.outside.weight = self.block[0].weight
 
 
+class TiedHead(nn.Module):
+    """A language model whose head is a unit of its own and has the weight of the root's embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 5)
+        self.body = Perceptron(5)
+        self.head = nn.Linear(5, 6)
+        self.head.weight = self.embed.weight
+
+
 class Twice(nn.Module):
     """One module under two names, another within a unit under two names."""
 

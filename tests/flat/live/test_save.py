@@ -22,7 +22,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Strategy
 from fsdpckpt.ir.units_json import loads
 from tests.flat.live.conftest import World
-from tests.flat.live.models import CASES, Case, Normalised, TiedAcross, wrapped
+from tests.flat.live.models import CASES, Case, Normalised, TiedAcross, TiedHead, wrapped
 from tests.oracle.flat_models import Convolutions, Nested, Outer, Perceptron
 
 try:
@@ -99,6 +99,31 @@ def test_every_parameter_is_told_as_it_was_before_wrapping(case: Case, use_orig_
         assert {later for later, _ in units.shared} | set(units.params()) == names | twice
     if not case.mixed and case.make is not TiedAcross:
         assert units.parameters == tuple(name for name, _ in before.named_parameters())
+
+
+def test_a_weight_that_the_head_shares_with_the_embedding_does_not_change_the_order_of_modules(
+    world: World, tmp_path: Path
+) -> None:
+    """FSDP flattens it in the head's unit, and ``parameters()`` lists it where the embedding is."""
+    world(3)
+    model = wrapped(Case(TiedHead, (Perceptron, nn.Linear)), TiedHead(), use_orig_params=True)
+    units = units_of(model)
+    assert units.shared == (("embed.weight", "head.weight"),)
+    assert units.parameters[0] == "head.weight"
+    save_units(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "units.json")
+    full = TiedHead().state_dict()
+    state = {name: {"momentum_buffer": torch.rand_like(full[name])} for name in units.parameters}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": list(units.parameters)}]}
+    torch.save({"model": full, "optimizer": optimizer}, tmp_path / "full.pt")
+    dist.destroy_process_group()
+    wanted: dict[str, Any] = {"to": "flattened", "world_size": 3, "key_type": "id", "units": tmp_path / "units.json"}
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "flat", **wanted)
+    fsdpckpt.convert(tmp_path / "flat", tmp_path / "again.pt", to="full", key_type="name")
+    again = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert again["model"].keys() == full.keys()
+    assert all(torch.equal(again["model"][name], full[name]) for name in full)
+    for name, states in again["optimizer"]["state"].items():
+        assert torch.equal(states["momentum_buffer"], state[name]["momentum_buffer"])
 
 
 @pytest.mark.parametrize(("case", "use_orig_params"), BOTH)
