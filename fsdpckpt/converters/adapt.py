@@ -14,6 +14,7 @@ import numpy as np
 
 from fsdpckpt.errors import SourceMissingError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
+from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
@@ -263,7 +264,7 @@ def _optimizer_steps(checkpoint: Checkpoint, sources: Sources) -> int:
     entries = checkpoint.optim.state.values() if checkpoint.optim is not None else ()
     step = next((entry["step"] for entry in entries if "step" in entry), 0)
     if isinstance(step, Tensor) and step.numel == 1 and step.dtype.numpy is not None:
-        step = np.frombuffer(sources.read_elements(checkpoint.files, step), step.dtype.numpy)[0].item()
+        step = np.frombuffer(sources.read_elements(checkpoint.files, step), numpy_dtype(step.dtype))[0].item()
     return int(step) if isinstance(step, int) or (isinstance(step, float) and math.isfinite(step)) else 0
 
 

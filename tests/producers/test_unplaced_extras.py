@@ -54,6 +54,9 @@ def test_extras_without_a_place_are_named(full: str, tmp_path: Path) -> None:
     assert "mystuff" in _not_carried(again)
 
 
+DTYPES = (torch.float64, torch.bfloat16, torch.int64)
+
+
 @pytest.mark.parametrize("flavor", ["accelerate", "huggingface"])
 def test_extras_that_only_another_rank_has_are_named(flavor: str, tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2).state_dict()
@@ -64,13 +67,18 @@ def test_extras_that_only_another_rank_has_are_named(flavor: str, tmp_path: Path
     assert "rng, queue" in _not_carried(report)
 
 
-@pytest.mark.parametrize("step", [float("nan"), torch.tensor(float("inf"))])
-def test_a_step_that_is_no_number_counts_as_zero(step: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("step", "steps"),
+    [(float("nan"), 0), (torch.tensor(float("inf")), 0), *((torch.tensor(3, dtype=dtype), 3) for dtype in DTYPES)],
+)
+def test_the_steps_are_those_of_the_optimizer_and_zero_if_they_are_no_number(
+    step: object, steps: int, tmp_path: Path
+) -> None:
     state = {"w": {"step": step, "exp_avg": torch.ones(2, 2)}}
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
     torch.save({"model": {"w": torch.ones(2, 2)}, "optimizer": optimizer}, tmp_path / "full.pt")
     report = fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", flavor="deepspeed-universal")
-    assert any("global_steps = 0" in note.message for note in report.notes)
+    assert any(f"global_steps = {steps}" in note.message for note in report.notes)
 
 
 def test_what_is_registered_for_checkpointing_is_neither_a_model_nor_a_ranks_file(full: str, tmp_path: Path) -> None:
