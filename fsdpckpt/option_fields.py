@@ -372,10 +372,11 @@ def option_with_synonym(records: Iterable[type[OptionRecord]], name: str) -> Opt
 
 def given(record: OptionRecord, scope: Scope) -> tuple[str, ...]:
     """The options of ``scope`` that differ from their defaults, as they are typed on the command line."""
+    values = ((option, getattr(record, option.name)) for option in options_of(type(record)) if scope in option.scope)
     return tuple(
-        option.flag
-        for option in options_of(type(record))
-        if scope in option.scope and getattr(record, option.name) != option.default
+        f"--no-{option.flag.removeprefix('--')}" if value is False else option.flag
+        for option, value in values
+        if value != option.default
     )
 
 

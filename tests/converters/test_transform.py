@@ -107,12 +107,12 @@ def test_copies_of_a_state_that_differ_are_refused() -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("unit", ("a",)), ("use_orig_params", False), ("strategy", Strategy.NO_SHARD), ("param_dtype", "bfloat16"),
-        ("shard_size", 2),
+        ("unit", ("a",)), ("use_orig_params", False), ("use_orig_params", True), ("strategy", Strategy.NO_SHARD),
+        ("param_dtype", "bfloat16"), ("shard_size", 2),
     ],
 )  # fmt: skip
 def test_an_option_about_units_that_nothing_needs_is_a_mistake(option: str, value: object) -> None:
-    flag = "--" + option.replace("_", "-")
+    flag = ("--no-" if value is False else "--") + option.replace("_", "-")
     with pytest.raises(UsageError) as caught:
         transformed(full(), **{option: value})
     assert caught.value.what.startswith(f"{flag} has no effect")
