@@ -196,11 +196,13 @@ def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Un
             "--shard-size is the size of a sharding group, which only hybrid-shard has",
             next_step="add --strategy hybrid-shard, or drop --shard-size",
         )
-    if hybrid and units.shard_size is None and (world_size is None or world_size != units.world_size):
+    same_ranks = request.strategy is None and world_size is not None and world_size == units.world_size
+    if hybrid and units.shard_size is None and not same_ranks:
+        recorded = request.strategy is None and units.world_size is not None
         unknown = f"the units record one group of {plural(units.world_size or 0, 'rank')}, not how others are grouped"
         raise NeedsInformationError(
             "hybrid-shard shards within groups of ranks, and "
-            + (unknown if units.world_size is not None else "nothing says how many ranks a group has"),
+            + (unknown if recorded else "nothing says how many ranks a group has"),
             next_step="add --shard-size N (usually the GPUs of one node)",
         )
     size = units.shard_size
