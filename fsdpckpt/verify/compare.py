@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, to_copy
@@ -100,68 +101,91 @@ def compare(
     notes = [_UNWRAPPED] if (a is saved[0]) != (b is saved[1]) else []
     leaves_a, leaves_b = _leaves(a, {}, matched.positions), _leaves(b, matched.keys, matched.positions)
     in_b = _match_addresses(leaves_a, leaves_b)
-    details: dict[_Address, str] = {}
-    tensors: list[tuple[_Address, Tensor, Tensor]] = []
-    for address, address_b in in_b.items():
-        value_a, value_b = leaves_a[address], leaves_b[address_b]
-        if isinstance(value_a, Tensor) and isinstance(value_b, Tensor):
-            tensors.append((address, value_a, value_b))
-        elif not equal(value_a, value_b, as_loaded=True):
-            details[address] = f"{value_text(value_a)} vs {value_text(value_b)}"
-
-    def make_readers() -> tuple[BlockReader, BlockReader]:
-        return BlockReader(a.files, sources), BlockReader(b.files, sources)
-
-    def work(readers: tuple[BlockReader, BlockReader], pair: tuple[_Address, Tensor, Tensor]) -> str:
-        return compare_tensors(readers[0], pair[1], readers[1], pair[2], tolerance, progress)
-
-    progress.begin("compare", sum(tensor.nbytes for _, tensor, _ in tensors))
-    order = in_file_order([tensor for _, tensor, _ in tensors])
-    count = threads if threads is not None else threads_for(a, b)
-    differences = for_each(tensors, work, make_reader=make_readers, threads=count, order=order)
-    progress.end()
-    details.update((address, text) for (address, _, _), text in zip(tensors, differences, strict=True) if text)
-
-    not_kept = _not_kept(a, b)
-
-    def counts(address: _Address, value: Value, other: Checkpoint) -> bool:
-        """Whether it is a difference that ``other`` lacks this key."""
-        section, path, rank = address
-        if isinstance(value, (dict, list, tuple)) and not value:  # a DCP directory cannot hold it
-            return False
-        if section is Section.MODEL:
-            return other is a or section not in not_kept or not is_copy(value)
-        if section is Section.OPTIM and path in _missing_lists(other):
-            return False
-        return section not in not_kept and (rank is None or rank < len(other.rank_extra))
-
-    def is_copy(value: Value) -> bool:
-        """Whether B's model has these bytes under a different name: some frameworks store tied weights once."""
-        reader_a, reader_b = make_readers()
-        return isinstance(value, Tensor) and any(
-            isinstance(candidate, Tensor)
-            and (candidate.shape, candidate.dtype) == (value.shape, value.dtype)
-            and not compare_tensors(reader_a, value, reader_b, candidate, None)
-            for (section, _, _), candidate in leaves_b.items()
-            if section is Section.MODEL
-        )
+    pair = _Pair(a, b, sources, leaves_b)
+    details = pair.compare(
+        {address: (leaves_a[address], leaves_b[address_b]) for address, address_b in in_b.items()},
+        tolerance,
+        threads if threads is not None else threads_for(a, b),
+        progress,
+    )
 
     def entry(sigil: Sigil, address: _Address, detail: str, *, count: bool = True) -> Entry:
         return Entry(sigil, address[0], _dotted(address), detail, address[2], count)
 
     entries = [
-        entry("-", address, value_text(value), count=strict or counts(address, value, b))
+        entry("-", address, value_text(value), count=strict or pair.counts(address, value, b))
         if address not in in_b
         else entry("*" if address in details else "=", address, details.get(address, ""))
         for address, value in leaves_a.items()
     ]
     in_both = set(in_b.values())
     entries += [
-        entry("+", address, value_text(value), count=strict or counts(address, value, a))
+        entry("+", address, value_text(value), count=strict or pair.counts(address, value, a))
         for address, value in leaves_b.items()
         if address not in in_both
     ]
     return Difference(tuple(entries), (*notes, *matched.notes), (a.source, b.source))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pair:
+    """The checkpoints. ``leaves_b``: those of ``b``."""
+
+    a: Checkpoint
+    b: Checkpoint
+    sources: Sources
+    leaves_b: _Leaves
+
+    def readers(self) -> tuple[BlockReader, BlockReader]:
+        return BlockReader(self.a.files, self.sources), BlockReader(self.b.files, self.sources)
+
+    def compare(
+        self,
+        values: Mapping[_Address, tuple[Value, Value]],
+        tolerance: Tolerance | None,
+        threads: int,
+        progress: Progress,
+    ) -> dict[_Address, str]:
+        """How ``values`` of A and B differ, for each that does."""
+        details: dict[_Address, str] = {}
+        tensors: list[tuple[_Address, Tensor, Tensor]] = []
+        for address, (value_a, value_b) in values.items():
+            if isinstance(value_a, Tensor) and isinstance(value_b, Tensor):
+                tensors.append((address, value_a, value_b))
+            elif not equal(value_a, value_b, as_loaded=True):
+                details[address] = f"{value_text(value_a)} vs {value_text(value_b)}"
+
+        def work(readers: tuple[BlockReader, BlockReader], pair: tuple[_Address, Tensor, Tensor]) -> str:
+            return compare_tensors(readers[0], pair[1], readers[1], pair[2], tolerance, progress)
+
+        progress.begin("compare", sum(tensor.nbytes for _, tensor, _ in tensors))
+        order = in_file_order([tensor for _, tensor, _ in tensors])
+        differences = for_each(tensors, work, make_reader=self.readers, threads=threads, order=order)
+        progress.end()
+        return details | {address: text for (address, _, _), text in zip(tensors, differences, strict=True) if text}
+
+    def counts(self, address: _Address, value: Value, other: Checkpoint) -> bool:
+        """Whether it is a difference that ``other`` lacks this key."""
+        section, path, rank = address
+        not_kept = _not_kept(self.a, self.b)
+        if isinstance(value, (dict, list, tuple)) and not value:  # a DCP directory cannot hold it
+            return False
+        if section is Section.MODEL:
+            return other is self.a or section not in not_kept or not self._is_in_b(value)
+        if section is Section.OPTIM and path in _missing_lists(other):
+            return False
+        return section not in not_kept and (rank is None or rank < len(other.rank_extra))
+
+    def _is_in_b(self, value: Value) -> bool:
+        """Whether B's model has these bytes under a different name: some frameworks store tied weights once."""
+        reader_a, reader_b = self.readers()
+        return isinstance(value, Tensor) and any(
+            isinstance(candidate, Tensor)
+            and (candidate.shape, candidate.dtype) == (value.shape, value.dtype)
+            and not compare_tensors(reader_a, value, reader_b, candidate, None)
+            for (section, _, _), candidate in self.leaves_b.items()
+            if section is Section.MODEL
+        )
 
 
 _UNWRAPPED = "only one optimizer's names have the prefixes of FSDP1's wrappers, which does not count as a difference"
@@ -312,8 +336,7 @@ def _match_optimizers(a: Checkpoint, b: Checkpoint) -> _Match:
     else:
         pairs = _pair_keys(groups_a, groups_b)
         mismatch = _find_mismatch(a.optim, b.optim, pairs)
-        if mismatch is None:
-            return _Match(pairs, notes=(_note("the param groups", types),))
+        matches = [_Match(pairs, notes=(_note("the param groups", types),))] if mismatch is None else []
         # Names may be listed in any order; ids count in the order of the model.
         positions = _model_order(a if types[0] == "id" else b)
         in_model_order = (
@@ -323,8 +346,10 @@ def _match_optimizers(a: Checkpoint, b: Checkpoint) -> _Match:
         if positions and _find_mismatch(a.optim, b.optim, pairs) is None:
             if types[0] == "id":
                 positions = {key: key for keys in groups_a for key in keys if isinstance(key, int)}
-            return _Match(pairs, positions, (_note("the model's parameters", types),))
-        problem = mismatch
+            matches.append(_Match(pairs, positions, (_note("the model's parameters", types),)))
+        if matches:
+            return min(matches, key=partial(_count_stateless, a.optim, b.optim))
+        problem = str(mismatch)
     raise NeedsInformationError(
         f"the optimizers of {a.source} and {b.source} have different keys ({types[0]} and {types[1]}), "
         f"and cannot be matched: {problem}",
@@ -405,6 +430,11 @@ def _find_mismatch(a: OptimState, b: OptimState, pairs: Mapping[ParamKey, ParamK
     added = a.state.keys() - pairs.values()  # by a user: such entries keep their keys
     stray = next((key for key in b.state if key not in pairs and key not in added), None)
     return None if stray is None else f"the state of {stray} is in no param group"
+
+
+def _count_stateless(a: OptimState, b: OptimState, match: _Match) -> int:
+    """The number of keys whose parameter has states on one side only. An order that is right has few."""
+    return sum(bool(a.state.get(key_a)) != bool(b.state.get(key_b)) for key_b, key_a in match.keys.items())
 
 
 def only_section(checkpoint: Checkpoint, section: Section | None) -> Checkpoint:

@@ -213,6 +213,22 @@ def test_ids_are_matched_in_the_models_order_where_the_groups_list_names_in_anot
         assert "the model's parameters" in result.notes[0]
 
 
+def test_ids_are_matched_in_the_order_in_which_both_sides_have_states_of_the_same_parameters(tmp_path: Path) -> None:
+    """The states of a frozen parameter, which has none, fit every order: FSDP sorts names, ids count in the model's."""
+    ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1, 2]])
+    names = optimizer(tmp_path / "names", ["c", "a", "b"], [["c", "a", "b"]])
+    ids.model = ModelState(dict.fromkeys("cab"))
+    assert ids.optim is not None
+    assert names.optim is not None
+    assert names.optim.param_groups is not None
+    for frozen_id, frozen_name in ((1, "a"), (2, "b")):
+        ids.optim.state.pop(frozen_id)
+        names.optim.state.pop(frozen_name)
+    names.optim.param_groups[0]["params"] = ["a", "b", "c"]
+    result = difference(*(only_section(one, Section.OPTIM) if one is names else one for one in (ids, names)))
+    assert [entry for entry in result.entries if entry.section is Section.OPTIM and entry.sigil != "="] == []
+
+
 @pytest.mark.parametrize(
     ("groups", "why"),
     [([["a", "c"], ["b"]], "shapes"), ([["a"], ["b", "c"]], "2+1 and 1+2"), ([["a", "b", "c"]], "2+1 and 3")],
