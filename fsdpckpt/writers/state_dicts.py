@@ -24,16 +24,17 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import Blockwise, joined_states
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value, equal, like
+from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.producers import PLAIN_PATHS, PathKey, SectionPath
 from fsdpckpt.text import plural
 
 
 def extras_of_rank(checkpoint: Checkpoint, rank: int) -> dict[Key, Value]:
-    """The extras of target rank ``rank``: the common ones, and source rank ``rank``'s (modulo their number)."""
+    """The extras of target rank ``rank``: source rank ``rank``'s (modulo their number), and what was added for all."""
     if not checkpoint.rank_extra:
         return checkpoint.extra
-    return _merge(checkpoint.extra, checkpoint.rank_extra[rank % len(checkpoint.rank_extra)])
+    of_rank = checkpoint.rank_extra[rank % len(checkpoint.rank_extra)]
+    return {**of_rank, **{key: value for key, value in checkpoint.extra.items() if key not in of_rank}}
 
 
 def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]:
@@ -49,17 +50,6 @@ def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]
             what = f"differs between the {ranks} ranks" if key in first else f"is not on rank 0 of {ranks}"
             notes.append(Note("dropped", f"{name} {what}: only what rank 0 has is kept", name))
     return extras_of_rank(checkpoint, 0), notes
-
-
-def _merge(common: dict[Key, Value], of_rank: dict[Key, Value]) -> dict[Key, Value]:
-    """Both together, the rank's first: their order is that of the file."""
-    merged = like(of_rank, of_rank)
-    for key, value in of_rank.items():
-        shared = common.get(key)
-        if isinstance(shared, dict) and isinstance(value, dict):
-            merged[key] = _merge(shared, value)
-    merged.update({key: value for key, value in common.items() if key not in merged})
-    return merged
 
 
 def nested(sections: Sequence[tuple[tuple[PathKey, ...], Value]]) -> Value:

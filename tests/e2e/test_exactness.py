@@ -128,6 +128,15 @@ def test_a_tensor_of_the_extras_that_ranks_differ_in_stays_each_ranks_own(
         assert extra["l"] == extras[rank % WORLD]["l"]
 
 
+def test_a_dict_that_other_ranks_have_otherwise_is_not_filled_from_rank_0(tmp_path: Path) -> None:
+    """One rank that has something else there makes the value each rank's own."""
+    runs: list[Any] = [{"id": "x", "rank": 0}, {}, None]
+    source = rank_files(tmp_path / "a", [{"run": run, "epoch": 4} for run in runs])
+    for rank, extra in enumerate(to_ranks(source, tmp_path / "b", 4, buffers=("none",))):
+        assert extra == {"run": runs[rank % 3], "epoch": 4}
+    assert to_full(source, tmp_path / "full.pt")["run"] == runs[0]
+
+
 @pytest.mark.parametrize("options", [{"to": "full"}, {"to": "sharded", "world_size": 2, "buffers": ("none",)}])
 def test_only_the_extras_that_ranks_differ_in_are_said_to_differ(tmp_path: Path, options: dict[str, Any]) -> None:
     common = {"epoch": 4, "schedule": {"last": [1, 2.5], "table": torch.arange(5)}}
