@@ -217,8 +217,8 @@ def test_values_that_are_no_tensor_survive_with_their_types(tmp_path):
 
 def test_extras_that_differ_by_rank_come_from_rank_0_and_are_noted(tmp_path):
     raw = Raw()
-    rank_extra = tuple({"rng": {"cpu": f"state {rank}"}} for rank in range(3))
-    ckpt = checkpoint({"w": raw.whole(torch.randn(2))}, extra={"epoch": 4, "rng": {"numpy": 1}}, rank_extra=rank_extra)
+    rank_extra = tuple({"rng": {"numpy": 1, "cpu": f"state {rank}"}} for rank in range(3))
+    ckpt = checkpoint({"w": raw.whole(torch.randn(2))}, extra={"epoch": 4}, rank_extra=rank_extra)
     loaded, target = written(tmp_path, ckpt, raw)
     assert (loaded["epoch"], loaded["rng"]) == (4, {"numpy": 1, "cpu": "state 0"})
     assert [(note.kind, note.key) for note in target.notes] == [("dropped", "rng")]
