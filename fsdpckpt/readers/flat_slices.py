@@ -189,11 +189,27 @@ def convert_slices(tree: Tree, sections: Sections, model: ModelState | None, lab
         states = (*(sections.optim_path or ()), "state")
         _drop_missing_keys(tree, states)
         _prefer_values_of_holders(tree, sections.optim, states)
+    elif optim is not None:
+        tree.problems.extend(_unlike_copies(tree, optim, label))
     if tree.world_size > 1:
         tree.problems.extend(_flattened_extras(tree, sections, label))
     if optim is not None and optim.key_type == "id":
         problem = _take_differing_orders(tree, (*(sections.optim_path or ()), "param_groups"), label)
         tree.problems += [problem] if problem is not None else []
+
+
+def _unlike_copies(tree: Tree, optim: OptimState, label: str) -> Iterator[Problem]:
+    """Fatal problems of whole vectors without checksums whose bytes differ between ranks: they may be slices that have
+    the length of a vector of the model.
+    """
+    records = tree.checksums.by_offset()
+    for key, entry in optim.state.items():
+        for name, leaf in entry.items():
+            if not isinstance(leaf, Tensor) or leaf.ndim != 1 or leaf.placement != "whole" or len(leaf.chunks) < 2:
+                continue
+            if None in crcs_of_chunks(leaf, records) and tree.differs(leaf):
+                message = f"optim {key}.{name}: the copies of the ranks differ, and they are replicas"
+                yield Problem("replica", message, file=label, key=f"{key}.{name}", section=Section.OPTIM)
 
 
 def _take_differing_orders(tree: Tree, groups: KeyPath, label: str) -> Problem | None:

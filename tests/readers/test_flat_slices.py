@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import fsdpckpt
+from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, Layout, Section
 from fsdpckpt.ir.tensors import SLICES, Tensor
 from tests.readers.contents import Held, held, opened, raw
@@ -336,6 +338,18 @@ def test_whole_states_of_two_dimensions_and_equal_vectors_are_replicas(tmp_path:
     state = stepped(nn.Linear(3, 2), 0).state_dict()
     found = opened(save(tmp_path / "c", 2, lambda _: state, checked=checked))
     assert (found.layout, placements(found)) == (Layout.FULL, {"whole"})
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_vectors_that_differ_in_the_length_of_one_of_the_model_are_refused(tmp_path: Path, *, checked: bool) -> None:
+    """They are slices, or replicas of different saves: nothing shows which, and rank 0's are neither."""
+
+    def state_of(rank: int) -> Any:
+        states = optimizer({0: {"exp_avg": randn(4, 3)}, 1: {"exp_avg": randn(4, rank=rank)}})
+        return {"model": {"w": randn(4, 3), "b": randn(4)}, "optimizer": states}
+
+    with pytest.raises(SourceCorruptError, match=r"optim 1\.exp_avg: the copies of .* differ, and they are replicas"):
+        fsdpckpt.convert(save(tmp_path / "c", 2, state_of, checked=checked), tmp_path / "full.pt")
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
