@@ -59,8 +59,7 @@ def split(root: Value) -> Sections:
     """
     if not isinstance(root, dict):
         return Sections(None, None, {"": root})
-    if any(isinstance(key, str) and "." in key for key in root):
-        root = _regroup(root)
+    root = regroup(root)
     sections = Sections(None, None, {})
     optimizers = _find_optimizers(root)
     if len(optimizers) > 1:
@@ -77,9 +76,9 @@ def split(root: Value) -> Sections:
     return sections
 
 
-def _regroup(root: dict[Key, Value]) -> dict[Key, Value]:
+def regroup(root: dict[Key, Value]) -> dict[Key, Value]:
     """Nest flat keys ``optim.state.<fqn>.<name>`` under their first component: without planner data DCP keeps no
-    nesting.
+    nesting. ``root`` itself if it has none.
     """
     prefixes = {
         key.partition(".")[0]
@@ -101,6 +100,15 @@ def _regroup(root: dict[Key, Value]) -> dict[Key, Value]:
         else:
             regrouped[key] = groups.get(first, value)
     return regrouped
+
+
+def regrouped(path: KeyPath, root: Mapping[Key, Value]) -> KeyPath:
+    """Where in ``root``, the result of ``regroup``, the value is that was at ``path``."""
+    first = path[0] if path else None
+    if not isinstance(first, str) or first in root:
+        return path
+    prefix, _, rest = first.partition(".")
+    return (prefix, rest, *path[1:])
 
 
 _Optimizers: TypeAlias = dict[KeyPath, tuple[OptimState | None, list[Note]]]

@@ -530,6 +530,27 @@ def test_what_a_rank_lacks_is_absent_there_and_not_none(tmp_path: Path) -> None:
             assert torch.equal(found[key], value) if key == "noise" else found[key] == value
 
 
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("optim.param_groups.l.w.lr", (0.5, 0.25)),
+        ("optim.state.l.w.exp_avg", (numbered(2), numbered(3))),
+        ("optim.state.l.w.seen", (1, 2)),
+        ("model.l.w", (numbered(2), numbered(3))),
+        ("model.version", (1, 2)),
+    ],
+)
+def test_flat_keys_of_a_section_that_differ_between_ranks_are_reported(key: str, values: Any, tmp_path: Path) -> None:
+    """Without nesting, as DCP keeps them without planner data."""
+    state = {"model": {"l.b": numbered(4)}, "optim.state.l.b.exp_avg": numbered(4), "optim.param_groups.l.b.lr": 0.1}
+    for rank in range(2):
+        torch.save({**state, key: values[rank], "epoch": 3, "seed": rank}, tmp_path / f"ckpt_rank{rank}.pt")
+    found = opened(tmp_path)
+    (problem,) = [problem for problem in found.problems if problem.fatal]
+    assert (problem.kind, problem.key) == ("replica", key)
+    assert list(found.rank_extra) == [{"epoch": 3, "seed": rank} for rank in range(2)]
+
+
 def test_equal_looking_replicas_are_decided_by_kind_and_not_by_value(tmp_path: Path) -> None:
     """Shards that happen to be equal are still shards; buffers that differ are still replicas."""
 

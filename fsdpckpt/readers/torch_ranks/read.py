@@ -34,7 +34,7 @@ from fsdpckpt.ir.values import Key, Value, replaced, value_at, walk
 from fsdpckpt.readers.flat_slices import crcs_of_chunks, flat_parameter_keys
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree
-from fsdpckpt.readers.sections import split
+from fsdpckpt.readers.sections import regroup, regrouped, split
 from fsdpckpt.readers.torch_ranks import check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.rank_files import grouped, open_ranks
@@ -72,15 +72,17 @@ def read_torch_ranks(
     tree = Tree(None, Layout.SHARDED if forms else Layout.FULL, Container.TORCH, len(ranks), flavor=named.producer)
     groups = grouped(opened, _one_order([archive.root for archive in archives], ranks, files.units, tree))
     merge = Merge(groups, sharded=bool(forms))
-    tree.root = merge.value([group.root for group in groups])
+    merged = merge.value([group.root for group in groups])
+    tree.root = root = regroup(merged) if isinstance(merged, dict) else merged
     keys = flat_parameter_keys(tree.root)
     if keys:
         tree.evidence.append(Evidence(EvidenceKind.LAYOUT, f"keys of flat parameters: {some_of(keys, 3)}"))
     if keys or merge.slices:
         tree.layout = Layout.FLATTENED
     tree.problems.extend(merge.problems)
-    tree.rank_values.update(merge.rank_values)
-    tree.absences.update(merge.absences)
+    nested = root if isinstance(root, dict) else {}
+    tree.rank_values.update({regrouped(path, nested): values for path, values in merge.rank_values.items()})
+    tree.absences.update({regrouped(path, nested): absent for path, absent in merge.absences.items()})
     tree.checksums = Checksums.joined(archive.checksums for archive in archives)
     tree.differs = lambda vector: _vectors_differ(vector, files, sources)
     tree.notes.extend(notes_on_dropped(archives))
