@@ -104,7 +104,7 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
         checkpoint = _with_unused(checkpoint, f"--clean-names had no effect: {names} have no prefixes of wrappers")
     steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources), source_names)
     if to_flattened:
-        checkpoint = steps.finish(steps.select(steps.key(checkpoint, "name")))
+        checkpoint = source_names.noted(steps.finish(steps.select(steps.key(checkpoint, "name"))))
         return steps.flatten(checkpoint, resolved, spec, source_keys)
     by_name = bool(options.include or options.exclude or options.missing_state or options.placements or options.like)
     weights = spec.form is not None and spec.form.weights

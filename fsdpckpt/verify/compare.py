@@ -7,14 +7,23 @@ the groups have the same lengths and the shapes of all states fit; otherwise the
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, to_copy
-from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, OptimState, ParamKey, Section, group_params
-from fsdpckpt.ir.names import keeps_order, without_fsdp
+from fsdpckpt.ir.checkpoint import (
+    BARE_VALUE,
+    Checkpoint,
+    Layout,
+    ModelState,
+    OptimState,
+    ParamKey,
+    Section,
+    group_params,
+)
+from fsdpckpt.ir.names import clean, keeps_order, without_fsdp
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, value_text, walk
 from fsdpckpt.producers import PLAIN
@@ -96,9 +105,10 @@ def compare(
     Raises NeedsInformationError if the optimizers' key types differ and cannot be matched by order,
     SourceIncompleteError if a tensor that must be read is incomplete.
     """
-    saved, (a, b) = (a, b), map(_without_fsdp, (a, b))
+    saved, flat = (a, b), any(each.layout is Layout.FLATTENED or each.units is not None for each in (a, b))
+    a, b = (_without_wrappers(each, flat=flat) for each in saved)
     matched = _match_optimizers(a, b)
-    notes = [_UNWRAPPED] if (a is saved[0]) != (b is saved[1]) else []
+    notes = [_UNWRAPPED] if a is not saved[0] or b is not saved[1] else []
     leaves_a, leaves_b = _leaves(a, {}, matched.positions), _leaves(b, matched.keys, matched.positions)
     in_b = _match_addresses(leaves_a, leaves_b)
     pair = _Pair(a, b, sources, leaves_b)
@@ -188,7 +198,7 @@ class _Pair:
         )
 
 
-_UNWRAPPED = "only one optimizer's names have the prefixes of FSDP1's wrappers, which does not count as a difference"
+_UNWRAPPED = "prefixes of wrapper modules in the names do not count as differences"
 
 
 def _dotted(address: _Address) -> str:
@@ -307,16 +317,25 @@ class _Match:
     notes: tuple[str, ...] = ()
 
 
-def _without_fsdp(checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint`` without FSDP1's wrapper segments in the optimizer's names: whether they are there depends on the
-    layout, and ``FSDP.optim_state_dict`` drops them. Unchanged if two names would become one.
+def _without_wrappers(checkpoint: Checkpoint, *, flat: bool) -> Checkpoint:
+    """``checkpoint`` without the prefixes of wrapper modules that depend on the layout: those of FSDP1 in the
+    optimizer's names, which ``FSDP.optim_state_dict`` drops. ``flat``: all of them; flat parameters have none.
     """
-    optim = checkpoint.optim
-    keys = optim.all_keys() if optim is not None else []
-    names = {key: without_fsdp(key) if isinstance(key, str) else key for key in keys}
-    if optim is None or list(names.values()) == keys or len(set(names.values())) < len(names):
-        return checkpoint
-    return replace(checkpoint, optim=optim.renamed(names))
+    model, optim = checkpoint.model, checkpoint.optim
+    of_optim = _shortened(optim.all_keys() if optim is not None else (), clean if flat else without_fsdp)
+    of_model = _shortened(model.params if model is not None and flat else (), clean)
+    if optim is not None and of_optim:
+        checkpoint = replace(checkpoint, optim=optim.renamed(of_optim))
+    if model is not None and of_model:
+        params = {str(of_model[name]): leaf for name, leaf in model.params.items()}
+        checkpoint = replace(checkpoint, model=ModelState(params, model.metadata))
+    return checkpoint
+
+
+def _shortened(keys: Iterable[ParamKey], shorten: Callable[[str], str]) -> dict[ParamKey, ParamKey]:
+    """The shortened name of each key; empty if none is shorter, or if two would become one."""
+    names = {key: shorten(key) if isinstance(key, str) else key for key in keys}
+    return names if len(set(names.values())) == len(names) and any(old != new for old, new in names.items()) else {}
 
 
 def _match_optimizers(a: Checkpoint, b: Checkpoint) -> _Match:

@@ -157,6 +157,38 @@ def test_prefixes_of_fsdp_in_an_optimizer_keyed_by_name_are_no_difference(
     assert not fsdpckpt.diff(tmp_path / "a", tmp_path / "other.pt").same
 
 
+@pytest.mark.parametrize(
+    "lead", ["_orig_mod.", "_fsdp_wrapped_module.", "l._checkpoint_wrapped_module.", "_orig_mod.l._orig_mod."]
+)
+@pytest.mark.parametrize("keys", ["name", "id"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_prefixes_of_wrappers_that_flat_parameters_do_not_have_are_no_difference(
+    tmp_path: Path, lead: str, keys: str, world_size: int
+) -> None:
+    """Those of a compiled model, for example; the report says that they are lost."""
+    model = {f"{lead}z": torch.randn(5, 3), f"{lead}a": torch.randn(7)}
+    order = list(model) if keys == "name" else [0, 1]
+    state = {key: {"exp_avg": torch.randn_like(tensor)} for key, tensor in zip(order, model.values(), strict=True)}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": order}]}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "a.pt")
+    report = fsdpckpt.convert(
+        tmp_path / "a.pt",
+        tmp_path / "b",
+        to="flattened",
+        world_size=world_size,
+        unit="none",
+        use_orig_params=True,
+        key_type="name",
+    )
+    assert any("2 keys lost the prefixes of wrapper modules" in note.message for note in report.notes)
+    for pair in ((tmp_path / "a.pt", tmp_path / "b"), (tmp_path / "b", tmp_path / "a.pt")):
+        found = fsdpckpt.diff(*pair)
+        assert found.same and found.count("=") == 6 and "wrapper modules" in found.notes[0]
+    short = {name.replace(lead, ""): tensor for name, tensor in model.items()}
+    torch.save({"model": short}, tmp_path / "short.pt")
+    assert not fsdpckpt.diff(tmp_path / "a.pt", tmp_path / "short.pt", only="model").same, "both say what they are"
+
+
 def test_names_that_would_become_one_keep_their_prefixes(tmp_path: Path) -> None:
     for name, lr in (("a.pt", 1.0), ("b.pt", 2.0)):
         state = {f"{lead}w": {"exp_avg": torch.full((2,), lr)} for lead in ("", "_fsdp_wrapped_module.")}
