@@ -47,6 +47,21 @@ def test_the_way_there_and_back_keeps_everything(name: str, tmp_path: Path) -> N
     assert digests(tmp_path / "again") == digests(tmp_path / "out")
 
 
+def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.randn(5, 3))
+    optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.25))
+    parameter.grad = torch.randn(5, 3)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"] = {"w": saved["state"][0]}
+    saved["param_groups"][0]["params"] = ["w"]
+    torch.save({"model": {"w": parameter.detach()}, "optimizer": saved}, tmp_path / "a.pt")
+    fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "out", flavor=FLAVOR)
+    assert fsdpckpt.diff(tmp_path / "a.pt", tmp_path / "out").same
+    fsdpckpt.convert(tmp_path / "out", tmp_path / "back.pt", to="full", verify="full")
+    assert same(torch_load(tmp_path / "back.pt")["optimizer"]["param_groups"][0]["lr"], torch.tensor(0.25))
+
+
 def test_every_file_that_deepspeed_makes_is_there_with_the_same_content(tmp_path: Path) -> None:
     fsdpckpt.convert(str(HERE / "zero1-bf16" / "global_step3"), str(tmp_path / "ours"), flavor=FLAVOR)
     with tarfile.open(HERE / "zero1-bf16-universal.tar.xz") as archive:

@@ -151,11 +151,11 @@ class _Universal:
             if not isinstance(saved, list):
                 raise contradiction(optimizer.path, "it has no param_groups")
             saved = [as_mapping(group, optimizer.path, "param_groups") for group in saved]
-            param_groups = cast(Value, groups_by_name(saved, groups, optimizer.path))
-            root["optimizer"] = {"state": states, "param_groups": param_groups}
+            param_groups = groups_by_name(saved, groups, optimizer.path)
             extra = {key: plain(value) for key, value in optimizer.root.items() if key not in DESCRIBED_STATES}
             extra.pop("param_groups", None)
-            merged.append(merge_files([optimizer], [{"extra": extra}]))
+            merged.append(merge_files([optimizer], [{"optimizer": {"param_groups": param_groups}, "extra": extra}]))
+            root["optimizer"] = {"state": states, **section_of(merged[-1], "optimizer")}
         dtypes = {leaf.dtype.name for leaf in weights.values() if isinstance(leaf, Tensor)}
         ranks = len(self.module.files)
         cut = any(isinstance(leaf, Tensor) and leaf.sharded for leaf in model.values())  # frozen parameters of ZeRO 3
