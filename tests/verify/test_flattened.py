@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
@@ -155,6 +156,40 @@ def test_prefixes_of_fsdp_in_an_optimizer_keyed_by_name_are_no_difference(
     other["optimizer"]["param_groups"][0]["params"][0] += "x"
     torch.save(other, tmp_path / "other.pt")
     assert not fsdpckpt.diff(tmp_path / "a", tmp_path / "other.pt").same
+
+
+@pytest.mark.parametrize("flavor", [None, "accelerate"])
+def test_factored_states_of_whole_parameters_fit_the_units(tmp_path: Path, flavor: str | None) -> None:
+    """Adafactor keeps a row and a column of each matrix. On one rank FSDP1 does not cut it, so that it can do so."""
+
+    def trained(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        model(torch.arange(10.0).reshape(2, 5)).sum().backward()
+        optimizer.step()
+        return model, optimizer.state_dict()
+
+    def by_name(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
+        names = [name for name, _ in model.named_parameters()]
+        saved["state"] = {names[key]: states for key, states in saved["state"].items()}
+        saved["param_groups"][0]["params"] = names
+        return saved
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7))
+    with as_rank(0, 1):
+        wrapped = FullyShardedDataParallel(deepcopy(layers), use_orig_params=True, device_id=torch.device("cpu"))
+        truth = by_name(*trained(wrapped))
+    assert truth["state"]["_fsdp_wrapped_module.0.weight"]["row_var"].shape == (3, 1)
+    model, saved = trained(layers)
+    torch.save({"model": model.state_dict(), "optimizer": by_name(model, saved)}, tmp_path / "a.pt")
+    options: dict[str, Any] = {"unit": "none", "use_orig_params": True, "flavor": flavor}
+    fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b", to="flattened", world_size=1, verify="full", **options)
+    assert fsdpckpt.diff(tmp_path / "a.pt", tmp_path / "b").same
+    if flavor is None:
+        found = torch.load(tmp_path / "b" / "optim_world_size_1_rank_0.pt", weights_only=True)["state"]
+        assert found.keys() == truth["state"].keys()
+        for name, states in truth["state"].items():
+            assert all(torch.equal(found[name][state], value) for state, value in states.items())
 
 
 @pytest.mark.parametrize(
