@@ -143,7 +143,8 @@ def refuse_links_into(target: str, source: str, opened: Iterable[str]) -> None:
     """
     if os.path.isdir(source):
         below = os.path.join(source, "")
-        paths = [os.path.join(folder, name) for folder, *names in os.walk(source) for name in chain(*names)]
+        listed = (os.path.join(folder, name) for folder, *names in os.walk(source) for name in chain(*names))
+        paths = list(filter(os.path.islink, listed))
         paths += [path for path in opened if path.startswith(below)]  # also what is behind a link to a directory
     else:  # an index lies beside its shards
         paths = [path for path in opened if os.path.dirname(path) == os.path.dirname(source)]
