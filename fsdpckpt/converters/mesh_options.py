@@ -16,7 +16,7 @@ from fsdpckpt.transform.meshes import mesh_options
 from fsdpckpt.transform.placements import Rule, Rules
 
 EXAMPLE_MESH = "--mesh dp_replicate=2,dp_shard=4,tp=2"
-_SIZE = re.compile(r"0*[1-9]\d{0,8}", re.ASCII)
+_DIMENSION = re.compile(r"((?P<name>[^=]*[^=\s]\s*)=\s*)?(?P<size>0*[1-9]\d{0,8})", re.ASCII)
 _SHARD = re.compile(r"shard\(\s*(?:dim\s*=\s*)?(\d{1,4})\s*\)", re.IGNORECASE)
 _REPLICATE = re.compile(r"replicate(\(\s*\))?", re.IGNORECASE)
 
@@ -62,10 +62,9 @@ def parse_meshes(texts: Sequence[str]) -> tuple[MeshShape, ...]:
 def parse_mesh(text: str) -> MeshShape:
     """Parse ``dp_replicate=2,dp_shard=4,tp=2`` or, for a mesh without names, ``2,4``. Raises UsageError."""
     parts = [part.strip() for part in text.split(",")]
-    pairs = [part.rpartition("=") for part in parts]
-    names = [name.strip() for name, _, _ in pairs]
-    sizes = [size.strip() for _, _, size in pairs]
-    wrong = next((part for part, size in zip(parts, sizes, strict=True) if not _SIZE.fullmatch(size)), None)
+    matches = [_DIMENSION.fullmatch(part) for part in parts]
+    names = [(match["name"] or "").strip() if match else "" for match in matches]
+    wrong = next((part for part, match in zip(parts, matches, strict=True) if match is None), None)
     if wrong is None and len({bool(name) for name in names}) > 1:
         wrong = next(part for part, name in zip(parts, names, strict=True) if not name)
     if wrong is not None:
@@ -80,7 +79,8 @@ def parse_mesh(text: str) -> MeshShape:
         raise UsageError(
             f"--mesh {text} names {twice} twice", found=twice, next_step="give each dimension its own name"
         )
-    return MeshShape(tuple(map(int, sizes)), tuple(names) if names[0] else None)
+    sizes = tuple(int(match["size"]) for match in matches if match)
+    return MeshShape(sizes, tuple(names) if names[0] else None)
 
 
 def parse_placements(path: str, meshes: Sequence[MeshShape], sources: Sources) -> Rules:

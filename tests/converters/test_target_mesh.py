@@ -198,6 +198,8 @@ FULL = {"mesh": "dp_replicate=1,dp_shard=2,tp=2"}
         ({"mesh": "dp_shard=2,tp"}, None, "'tp' is not a dimension"),
         ({"mesh": "dp_shard=2,dp_shard=2"}, None, "names dp_shard twice"),
         ({"mesh": "dp_shard=0"}, None, "'dp_shard=0' is not a dimension"),
+        ({"mesh": "dp_shard==2"}, None, "'dp_shard==2' is not a dimension"),
+        ({"mesh": "=2"}, None, "'=2' is not a dimension"),
         ({"mesh": f"dp_shard={'9' * 5000}"}, None, "is not a dimension"),
         ({}, PLACEMENTS, "there is no --mesh"),
         (FULL, {"*": {"pp": "Shard(0)"}}, r"\* names the mesh dimension pp, which --mesh"),
