@@ -44,11 +44,16 @@ Compared: TypeAlias = "dict[str, tuple[str, int | None]]"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A tensor of the source, and what was written for it. ``name``: ``<section> <key>``."""
+    """A tensor of the source, and what was written for it. ``name``: ``<section> <key>``.
+
+    ``unique``: False if several keys have the same text, as 0 and "0". Their names end in a number then, and their
+    digests are not recorded.
+    """
 
     name: str
     source: Tensor
     written: Tensor
+    unique: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +184,7 @@ def _match(
     for named in _comparable(written, empty):
         unmatched.setdefault((named.section, named.key), []).append(named)
     pairs = []
+    counts = {key: len(others) for key, others in unmatched.items()}
     for named in _comparable(expected, empty):
         others = unmatched.get((named.section, named.key))
         other = others.pop(0) if others else None
@@ -189,7 +195,9 @@ def _match(
             forms = f"{_form_text(other.tensor, other.tensor.dtype)}, not as {_form_text(named.tensor, dtype)}"
             wrong.append(f"{named.section} {named.key} was written as {forms}")
         elif compares:
-            pairs.append(Pair(f"{named.section} {named.key}", named.tensor, other.tensor))
+            unique = counts[named.section, named.key] == 1
+            name = f"{named.section} {named.key}" + ("" if unique else f" {len(others or ())}")
+            pairs.append(Pair(name, named.tensor, other.tensor, unique))
     states = {Section.MODEL: expected.model, Section.OPTIM: expected.optim}
     # DCP makes every key text: extras may then read as a section that the source did not have.
     stray = (named for others in unmatched.values() for named in others if states[named.section] is not None)
@@ -205,7 +213,7 @@ def _digests(pairs: Sequence[Pair], compared: Compared, path: str) -> dict[str, 
     wrong = [f"{name} differs from the source at element {number}" for name, _, number in ordered if number is not None]
     if wrong:
         raise _not_as_planned(path, wrong)
-    return {name: digest for name, digest, _ in ordered}
+    return {pair.name: compared[pair.name][0] for pair in pairs if pair.unique}
 
 
 def _not_as_planned(path: str, wrong: Sequence[str]) -> InternalError:

@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import fsdpckpt
-from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.converters import check
+from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from tests.writers.meshes import assert_equal
 
 ONES, ZEROS = torch.ones(3), torch.zeros(3)
@@ -36,6 +37,30 @@ def test_they_are_kept_apart_or_refused(root: dict[str, Any], key: str, tmp_path
     with pytest.raises(SourceUnsupportedError, match="several entries would get the same key") as error:
         fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "dcp", container="dcp")
     assert error.value.key == key
+
+
+def test_full_verification_compares_both_and_records_the_digest_of_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded digest is found by the text of its key."""
+    state = {0: {"a": torch.rand(3)}, "0": {"a": torch.rand(3)}}
+    optimizer = {"state": state, "param_groups": GROUPS}
+    torch.save({"model": {"w": torch.ones(3)}, "optimizer": optimizer}, tmp_path / "source.pt")
+    options: dict[str, Any] = {"to": "sharded", "container": "torch", "world_size": 2, "verify": "full"}
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "ranks", **options)
+    found = fsdpckpt.verify(tmp_path / "ranks", digests=True)
+    assert [problem.kind for problem in found.problems] == ["state"]  # "0" is in no param group
+    compared = []
+
+    def only_the_first_differs(*sides: Any, **_: object) -> int | None:
+        compared.append(sides)
+        return 0 if len(compared) == 2 else None  # after the model's tensor
+
+    monkeypatch.setattr(check, "first_difference", only_the_first_differs)
+    with pytest.raises(InternalError) as error:
+        fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "again", **options)
+    assert len(compared) == 3
+    assert error.value.details == ("optim 0.a 1 differs from the source at element 0",)
 
 
 @pytest.mark.parametrize(
