@@ -355,7 +355,14 @@ def destination_like(like: torch.Tensor, key: str, device: torch.device) -> Dest
         )
     if any(tensor.is_meta for tensor in local_tensors(like)):
         like = empty_like(like, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
-    return Destination(held_boxes(like, key), like)
+    boxes = held_boxes(like, key)
+    if any(
+        size > 1 and not stride
+        for held in boxes
+        for size, stride in zip(held.box.sizes, held.data.stride(), strict=True)
+    ):
+        raise UsageError("an expanded tensor cannot be filled", key=key, next_step="pass its contiguous()")
+    return Destination(boxes, like)
 
 
 def destination_on_mesh(

@@ -371,6 +371,10 @@ def check_a_tensor_that_cannot_be_sent_is_an_error_on_every_rank(group: comm.Gro
         ("x: a tensor of the subclass", lambda: comm.scatter(group, {"x": x}, like={"x": masked if last else dtensor})),
         ("x: a tensor of layout", lambda: comm.scatter(group, {"x": x}, like={"x": x.to_sparse() if last else x})),
         (
+            "x: an expanded",
+            lambda: comm.scatter(group, {"x": x}, like={"x": x[:1].expand(4, 2) if group.rank == 0 else x}),
+        ),
+        (
             "x: a conjugated",
             lambda: comm.scatter(group, {"x": lazy}, like={"x": lazy if last else plain}),
         ),
