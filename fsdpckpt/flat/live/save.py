@@ -361,9 +361,15 @@ def _unmanaged(every: Sequence[Units]) -> tuple[UnitParam, ...]:
     for units in every:
         for param in units.unmanaged:
             if named.setdefault(param.name, param) != param:
+                on_one, on_another = map(_form_text, (named[param.name], param))
                 raise SourceUnsupportedError(
-                    f"{param.name} is {list(named[param.name].shape)} on one rank and {list(param.shape)} on another",
+                    f"{param.name} is {on_one} on one rank and {on_another} on another",
                     why="a parameter that FSDP does not manage is the same on every rank that has it",
                     next_step="give it another name on each rank",
                 )
     return tuple(named.values())
+
+
+def _form_text(param: UnitParam) -> str:
+    strides = "" if param.stride is None else f" of strides {list(param.stride)}"
+    return f"{list(param.shape)} {param.dtype.name}{strides}{'' if param.requires_grad else ', frozen,'}"

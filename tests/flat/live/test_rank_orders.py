@@ -6,6 +6,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnsupportedError
-from fsdpckpt.flat.live.save import save_units
+from fsdpckpt.flat.live.save import save_units, with_orders
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.units import Unit, UnitParam, Units
 from tests.flat.live.conftest import World
 from tests.oracle.compare import differences
 
@@ -186,6 +189,28 @@ def test_parameters_that_one_rank_has_alone_stay_its_own(world: World, tmp_path:
     fsdpckpt.convert(tmp_path / "saved", tmp_path / "back", to="flattened", world_size=3, only="optim")
     for rank, state in enumerate(saved):
         assert differences(load(tmp_path / "back" / f"optim_world_size_3_rank_{rank}.pt"), state) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"shape": (2, 3)}, "[3, 2] float32 on one rank and [2, 3] float32 on another"),
+        ({"dtype": DTYPES["bfloat16"]}, "[3, 2] float32 on one rank and [3, 2] bfloat16 on another"),
+        ({"requires_grad": False}, "[3, 2] float32 on one rank and [3, 2] float32, frozen, on another"),
+        ({"stride": (1, 3)}, "[3, 2] float32 on one rank and [3, 2] float32 of strides [1, 3] on another"),
+    ],
+)
+def test_what_differs_of_a_parameter_outside_of_the_units_is_said(change: dict[str, Any], text: str) -> None:
+    inside, outside = (
+        UnitParam("blocks.0.weight", (6, 2), DTYPES["float32"]),
+        UnitParam("head", (3, 2), DTYPES["float32"]),
+    )
+    units = Units((Unit("blocks.0", (inside,)),), True, ("blocks.0.weight", "head"), (outside,), world_size=2)
+    usual = replace(units, groups=(("blocks.0.weight",),))
+    other = replace(units, groups=(("head",),), unmanaged=(replace(outside, **change),))
+    with pytest.raises(SourceUnsupportedError) as refused:
+        with_orders({None: usual, 1: other})
+    assert refused.value.what == f"head is {text}"
 
 
 def test_a_rank_that_lacks_a_sharded_parameter_is_named(world: World, tmp_path: Path) -> None:
