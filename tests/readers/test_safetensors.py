@@ -15,6 +15,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUns
 from fsdpckpt.formats.safetensors import METADATA_KEY
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.values import encode
+from fsdpckpt.text import plural
 from tests.readers.contents import held, opened, same_values
 from tests.readers.played_ranks import save_as_ranks, shard
 
@@ -136,6 +137,17 @@ def test_the_shards_of_dcps_hugging_face_writer_are_put_together(tmp_path: Path,
     assert found.model is not None
     chunks = found.model.params["e_weight.weight"].chunks  # type: ignore[union-attr]
     assert chunks.rank.tolist() == [0, 1, 2, 3] and chunks.size[:, 0].tolist() == [5, 5, 5, 2]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_that_nothing_shows_whether_shards_of_later_ranks_are_missing_is_said(tmp_path: Path, ranks: int) -> None:
+    hf_sharded(tmp_path, 4)
+    for rank in range(ranks, 4):
+        (tmp_path / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors").unlink()
+    (note,) = opened(tmp_path).notes
+    assert note.kind == "inferred" and f"those of {plural(ranks, 'rank')} are here, and count as all" in note.message
+    save_file({"a.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    assert opened(tmp_path / "model.safetensors").notes == ()
 
 
 def test_a_missing_rank_below_the_highest_is_named(tmp_path: Path) -> None:

@@ -231,13 +231,13 @@ def sharding_info(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | 
 def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
     chunked: dict[str, list[_Chunk]] = {}
     documents: list[tuple[str, str]] = []
-    ranks = 1
+    ranks, placed = 1, False
     for path, header in headers:
         number = files.add(path, header.end)
         offsets = sharding_info(header, file=path)
         shard = _RANK_SHARD.match(file_name(path))
         rank = int(shard[1]) - 1 if shard is not None else 0
-        ranks = max(ranks, rank + 1)
+        ranks, placed = max(ranks, rank + 1), placed or offsets is not None
         if "fsdpckpt" in header.metadata:
             documents.append((path, header.metadata["fsdpckpt"]))
         for key, tensor in header.tensors.items():
@@ -253,6 +253,12 @@ def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
     reasons = [f"{plural(len(headers), 'safetensors file')} with {plural(len(tensors), 'tensor')}"]
     if ranks > 1:
         reasons.append(f"file names and {_SHARDING_KEY} say that {plural(ranks, 'rank')} wrote chunks")
+    if placed:
+        message = (
+            "DCP's safetensors shards record neither the shapes of whole tensors nor how many ranks saved them: those "
+            f"of {plural(ranks, 'rank')} are here, and count as all. Check that no later shard is missing"
+        )
+        tree.notes.append(Note("inferred", message))
     tree.evidence += [Evidence(EvidenceKind.CONTAINER, message) for message in reasons]
     return tree
 
