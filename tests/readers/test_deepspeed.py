@@ -351,6 +351,17 @@ def test_files_of_two_saves_are_refused_and_listed(
     assert refused_saves(directory) == [f"saved {save}" for save in saves]
 
 
+def test_the_files_of_one_of_two_saves_can_be_left_out(tmp_path: Path) -> None:
+    directory = step("zero2-fp32", tmp_path)
+    for rank in range(3):
+        shutil.copy(GOLDEN / "zero1-bf16" / "global_step3" / BF16.format(rank), directory)
+    with pytest.raises(SourceCorruptError) as refused:
+        opened(directory)
+    assert str(refused.value.next_step).endswith("or leave them out with --ignore-file GLOB")
+    fsdpckpt.convert(directory, tmp_path / "full.pt", ignore_file=["bf16_*"])
+    assert fsdpckpt.diff(tmp_path / "full.pt", GOLDEN / "zero2-fp32").same
+
+
 @pytest.mark.parametrize("kept", [1, 2])
 def test_files_of_more_ranks_than_there_were_are_another_saves(kept: int, tmp_path: Path) -> None:
     """An earlier DeepSpeed did not record the number."""

@@ -156,7 +156,7 @@ def require_one_save(directory: str, files: Mapping[str, str]) -> None:
             details=[f"saved {how}: {_joined(names)}" for how, names in saves.items()],
             file=directory,
             why="an earlier save left files behind, or not all files of the last one were written or copied",
-            next_step="move the files of one save into another directory, and give that directory",
+            next_step="move the files of one save into another directory, or leave them out with --ignore-file GLOB",
         )
 
 
