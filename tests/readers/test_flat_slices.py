@@ -340,6 +340,25 @@ def test_whole_states_of_two_dimensions_and_equal_vectors_are_replicas(tmp_path:
     assert (found.layout, placements(found)) == (Layout.FULL, {"whole"})
 
 
+@pytest.mark.parametrize("others", [{}, {"model": {}, "optimizer": {}}])
+@pytest.mark.parametrize("form", ["names", "ids", "vectors"])
+def test_an_optimizer_that_was_gathered_on_rank_0_is_whole(tmp_path: Path, others: dict[str, Any], form: str) -> None:
+    """As with rank0_only=True, if every rank saves what it has. By id, or of vectors alone, it may be a rank's own."""
+    model = {"w": randn(4, 3), "b": randn(4)}
+    names = ["b"] if form == "vectors" else list(model)
+    keys: list[Any] = [0, 1] if form == "ids" else names
+    state = {
+        key: {"exp_avg": model[name] / 2, "step": torch.tensor(2.0)} for key, name in zip(keys, names, strict=True)
+    }
+    content = {"model": model, "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": keys}]}}
+    found = opened(save(tmp_path / "c", 3, lambda rank: others if rank else content))
+    if form != "names":
+        assert found.layout is Layout.FLATTENED
+        return
+    assert (found.layout, [problem for problem in found.problems if problem.fatal]) == (Layout.FULL, [])
+    assert found.optim is not None and held(found.optim.state, found.files) == held(state, ())
+
+
 @pytest.mark.parametrize("checked", [True, False])
 def test_vectors_that_differ_in_the_length_of_one_of_the_model_are_refused(tmp_path: Path, *, checked: bool) -> None:
     """They are slices, or replicas of different saves: nothing shows which, and rank 0's are neither."""

@@ -2,7 +2,8 @@
 
 The kind of value (DTensor, ShardedTensor, plain tensor) decides whether a tensor is cut or whole, never its content.
 Every rank's keys count. Plain vectors are the exception: in an optimizer, or beside flat parameters, they may be slices
-of FSDP1's flat parameters, and certainly are if ranks hold different lengths of them or none.
+of FSDP1's flat parameters, and certainly are if ranks hold different lengths of them or none, unless one rank has a
+whole optimizer and the others have no optimizer.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Merge:
     def __init__(self, groups: Sequence[Group], *, sharded: bool) -> None:
         self._groups = groups
         self._sharded = False if sharded else None
+        self._on_one_rank = False  # whether the optimizer at hand was gathered there (rank0_only=True)
         self.slices = 0
         self.problems: list[Problem] = []
         self.rank_values: dict[KeyPath, tuple[Value, ...]] = {}
@@ -93,6 +95,8 @@ class Merge:
         inner, places = _inner_place(first, place), dict.fromkeys(in_blocks, _Place.INSIDE)
         if place is _Place.ANYWHERE and is_optimizer(first):
             places["state"] = _Place.STATES
+            holders = [i for i in present if "state" in values[i]]
+            self._on_one_rank = len(self._ranks_of(holders)) == 1 and _is_gathered(values[holders[0]]["state"])
         same = len(present) == len(values) and all(list(other) == keys for other in values[1:])
         if not same:
             keys = list(dict.fromkeys(chain(*(values[i] for i in present))))
@@ -195,7 +199,9 @@ class Merge:
         shapes = {value.shape for value in vectors if isinstance(value, StoredTensor)}
         if any(len(shape) != 1 for shape in shapes):
             return False
-        return place is _Place.BESIDE_FLAT or len(shapes) > 1 or len(vectors) < len(self._groups)
+        if place is _Place.BESIDE_FLAT or len(shapes) > 1:
+            return True
+        return len(vectors) < len(self._groups) and not self._on_one_rank
 
     def _slices_of(self, values: Sequence[StoredTensor], present: list[int], path: KeyPath) -> Value:
         """The slices one after the other, a chunk for each rank that has one; an empty slice is a chunk too."""
@@ -256,6 +262,16 @@ def _inner_place(mapping: dict[Key, object], place: _Place) -> _Place:
     if place is _Place.ANYWHERE:
         return _Place.BESIDE_FLAT if any(map(is_flat_key, mapping)) else _Place.ANYWHERE
     return {_Place.STATES: _Place.ENTRY, _Place.ENTRY: _Place.STATE}.get(place, _Place.INSIDE)
+
+
+def _is_gathered(state: object) -> bool:
+    """Whether an optimizer's states are whole, as ``FSDP.optim_state_dict`` gathers them: by name, and some in two
+    dimensions.
+    """
+    entries = state if isinstance(state, dict) else {}
+    leaves = [leaf for entry in entries.values() if isinstance(entry, dict) for leaf in entry.values()]
+    by_name = all(isinstance(key, str) and not is_flat_key(key) for key in entries)
+    return by_name and any(isinstance(leaf, StoredTensor) and len(leaf.shape) > 1 for leaf in leaves)
 
 
 def _holds_slices(value: Value) -> bool:
