@@ -105,8 +105,8 @@ def compare(
     Raises NeedsInformationError if the optimizers' key types differ and cannot be matched by order,
     SourceIncompleteError if a tensor that must be read is incomplete.
     """
-    saved, flat = (a, b), any(each.layout is Layout.FLATTENED or each.units is not None for each in (a, b))
-    a, b = (_without_wrappers(each, flat=flat) for each in saved)
+    saved, bare = (a, b), any(map(_has_bare_names, (a, b)))
+    a, b = (_without_wrappers(each, bare=bare) for each in saved)
     matched = _match_optimizers(a, b)
     notes = [_UNWRAPPED] if a is not saved[0] or b is not saved[1] else []
     leaves_a, leaves_b = _leaves(a, {}, matched.positions), _leaves(b, matched.keys, matched.positions)
@@ -234,9 +234,13 @@ def _not_kept(a: Checkpoint, b: Checkpoint) -> frozenset[Section]:
     """
     if b.flavor in (PLAIN, a.flavor):
         return frozenset()
-    flavor = flavor_named(b.flavor)
-    weights = flavor is not None and bool(flavor.forms) and all(form.weights for form in flavor.forms)
-    return frozenset(Section) if weights else frozenset({Section.EXTRA})
+    return frozenset(Section) if _is_weights(b) else frozenset({Section.EXTRA})
+
+
+def _is_weights(checkpoint: Checkpoint) -> bool:
+    """Whether it is in a format for weights alone."""
+    flavor = flavor_named(checkpoint.flavor)
+    return flavor is not None and bool(flavor.forms) and all(form.weights for form in flavor.forms)
 
 
 def _missing_lists(checkpoint: Checkpoint) -> set[_Path]:
@@ -317,13 +321,18 @@ class _Match:
     notes: tuple[str, ...] = ()
 
 
-def _without_wrappers(checkpoint: Checkpoint, *, flat: bool) -> Checkpoint:
+def _has_bare_names(checkpoint: Checkpoint) -> bool:
+    """Whether its format has no prefixes of wrapper modules: flat parameters, and weights for other libraries."""
+    return checkpoint.layout is Layout.FLATTENED or checkpoint.units is not None or _is_weights(checkpoint)
+
+
+def _without_wrappers(checkpoint: Checkpoint, *, bare: bool) -> Checkpoint:
     """``checkpoint`` without the prefixes of wrapper modules that depend on the layout: those of FSDP1 in the
-    optimizer's names, which ``FSDP.optim_state_dict`` drops. ``flat``: all of them; flat parameters have none.
+    optimizer's names, which ``FSDP.optim_state_dict`` drops. ``bare``: without all of them.
     """
     model, optim = checkpoint.model, checkpoint.optim
-    of_optim = _shortened(optim.all_keys() if optim is not None else (), clean if flat else without_fsdp)
-    of_model = _shortened(model.params if model is not None and flat else (), clean)
+    of_optim = _shortened(optim.all_keys() if optim is not None else (), clean if bare else without_fsdp)
+    of_model = _shortened(model.params if model is not None and bare else (), clean)
     if optim is not None and of_optim:
         checkpoint = replace(checkpoint, optim=optim.renamed(of_optim))
     if model is not None and of_model:

@@ -53,6 +53,15 @@ def test_equal_copies_are_one_only_where_the_configuration_ties_them(
     assert len(load_file(tmp_path / "out" / "model.safetensors")) == left
 
 
+def test_the_export_of_a_compiled_model_holds_the_same_weights(tmp_path: Path) -> None:
+    content: dict[str, object] = {"_orig_mod.w": torch.randn(3, 2), "_orig_mod.cell.b": torch.randn(7)}
+    export(saved(tmp_path / "run", content, "{}"), tmp_path / "out")
+    assert sorted(load_file(tmp_path / "out" / "model.safetensors")) == ["cell.b", "w"]
+    for pair in ((tmp_path / "run", tmp_path / "out"), (tmp_path / "out", tmp_path / "run")):
+        found = fsdpckpt.diff(*pair)
+        assert found.same and found.count("=") == 2 and "wrapper modules" in found.notes[0]
+
+
 def test_a_value_that_is_no_tensor_is_left_out_and_named(tmp_path: Path) -> None:
     content: dict[str, object] = {"w": torch.randn(3, 2), "cell._extra_state": {"seen": 5}}
     report = export(saved(tmp_path / "run", content), tmp_path / "out")
