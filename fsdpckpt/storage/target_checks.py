@@ -152,7 +152,7 @@ def refuse_links_into(target: str, source: str, opened: Iterable[str]) -> None:
     links = {path: inside for path in paths if _is_within(inside := os.path.realpath(path), real)}
     if links:
         raise UsageError(
-            f"replacing {target} would delete data of the source: links in {source} lead into it",
+            f"replacing {target} would delete data of the source, which has links into it",
             details=[f"{path} leads to {inside}" for path, inside in links.items()],
             file=target,
             next_step="give a DST that does not exist yet",
