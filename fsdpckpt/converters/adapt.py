@@ -16,7 +16,7 @@ from fsdpckpt.errors import SourceMissingError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings, side_files
@@ -265,6 +265,8 @@ def _optimizer_steps(checkpoint: Checkpoint, sources: Sources) -> int:
     step = next((entry["step"] for entry in entries if "step" in entry), 0)
     if isinstance(step, Tensor) and step.numel == 1 and step.dtype.numpy is not None:
         step = np.frombuffer(sources.read_elements(checkpoint.files, step), numpy_dtype(step.dtype))[0].item()
+    if isinstance(step, Object) and step.number is not None:
+        step = step.number.item()
     return int(step) if isinstance(step, int) or (isinstance(step, float) and math.isfinite(step)) else 0
 
 

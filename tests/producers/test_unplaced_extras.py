@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,7 +70,12 @@ def test_extras_that_only_another_rank_has_are_named(flavor: str, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("step", "steps"),
-    [(float("nan"), 0), (torch.tensor(float("inf")), 0), *((torch.tensor(3, dtype=dtype), 3) for dtype in DTYPES)],
+    [
+        (float("nan"), 0),
+        (torch.tensor(float("inf")), 0),
+        (np.int64(3), 3),
+        *((torch.tensor(3, dtype=dtype), 3) for dtype in DTYPES),
+    ],
 )
 def test_the_steps_are_those_of_the_optimizer_and_zero_if_they_are_no_number(
     step: object, steps: int, tmp_path: Path

@@ -21,7 +21,7 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.formats.zip import top_folder
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed import OPTIMIZER_STATE, ZERO
 from fsdpckpt.readers.deepspeed.read import DESCRIBED_STATES
 from fsdpckpt.readers.deepspeed.step import (
@@ -229,7 +229,7 @@ class _Universal:
         root = archive.root
         padded = isinstance(root, dict) and root.get(_PADDED) is True
         leaf = root.get("param") if isinstance(root, dict) else root
-        if state == _STEP and type(leaf) in (int, float):
+        if state == _STEP and (type(leaf) in (int, float) or (isinstance(leaf, Object) and leaf.number is not None)):
             return leaf
         if not isinstance(leaf, StoredTensor):
             raise contradiction(path, f"it holds no tensor of {name}")
