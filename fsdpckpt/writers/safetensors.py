@@ -8,6 +8,7 @@ forbids.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdpckpt.errors import SourceUnsupportedError
@@ -53,9 +54,9 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     model, optim, others = _Group("model"), _Group("optimizer"), _Group(EXTRA_STEM)
     if single_file:
         optim = others = model
-    _, casts = dtypes.casts(checkpoint)
-    notes = casts + notes + _model(checkpoint, model, dtypes, sections=sections)
-    _optim(checkpoint, optim, dtypes, sections=sections)
+    casts, cast_notes = dtypes.casts(checkpoint)
+    notes = cast_notes + notes + _model(checkpoint, model, dtypes, sections=sections)
+    _optim(checkpoint, optim, casts, sections=sections)
     if extra and not spec.weights_only:
         others.document["extra"] = _encode(extra, others, "extra")
         notes.append(_note_extras(extra, others, single_file=single_file))
@@ -110,7 +111,7 @@ def _model(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections
     return [Note("tied", f"{alias} is stored once, as {first}", alias) for alias, first in aliases.items()]
 
 
-def _optim(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections: bool) -> None:
+def _optim(checkpoint: Checkpoint, group: _Group, casts: Mapping[Tensor, DType], *, sections: bool) -> None:
     """The optimizer section's tensors and document entry."""
     optim = checkpoint.optim
     if optim is None:
@@ -120,8 +121,7 @@ def _optim(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections
         plain: dict[Key, Value] = {}
         for state, leaf in states.items():
             if isinstance(leaf, Tensor):
-                dtype = dtypes.of(Section.OPTIM, state, leaf)
-                group.add(state_key(param, state, sections=sections), leaf, dtype)
+                group.add(state_key(param, state, sections=sections), leaf, casts.get(leaf, leaf.dtype))
             else:
                 plain[state] = leaf
         if plain:
@@ -131,7 +131,7 @@ def _optim(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections
     if optim.key_type is not None:
         document["key_type"] = optim.key_type
     if values:
-        document["state_values"] = _encode(values, group, "optimizer")
+        document["state_values"] = _encode(values, group, "optimizer", casts)
     if optim.param_groups is not None:
         document["param_groups"] = _encode(list(optim.param_groups), group, "optimizer.param_groups")
         document["param_keys"] = [encode(params.get("params")) for params in optim.param_groups]
@@ -140,10 +140,11 @@ def _optim(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections
     group.document["optim"] = document
 
 
-def _encode(value: Value, group: _Group, prefix: str) -> Json:
-    """``value`` as JSON; the tensors in it are stored as ``<prefix>.<path>``, uncast."""
+def _encode(value: Value, group: _Group, prefix: str, casts: Mapping[Tensor, DType] | None = None) -> Json:
+    """``value`` as JSON; the tensors in it are stored as ``<prefix>.<path>``."""
     paths = {tensor: ".".join(map(str, path)) for path, tensor in leaf_tensors(value)}
     keys: dict[Tensor, str] = {}
+    dtypes = casts or {}
 
     def tensor_key(tensor: Tensor) -> str:
         key = keys.get(tensor)
@@ -152,7 +153,7 @@ def _encode(value: Value, group: _Group, prefix: str) -> Json:
             while key in group.tensors:
                 key += "_"
             keys[tensor] = key
-            group.add(key, tensor, tensor.dtype)
+            group.add(key, tensor, dtypes.get(tensor, tensor.dtype))
         return key
 
     return encode(value, tensor_key=tensor_key)

@@ -157,6 +157,9 @@ def test_a_cast_of_states_in_a_list_leaves_their_copy_in_the_extras_as_it_is(tmp
     saved = {"model": {"w": torch.ones(5)}, "optimizer": optimizer, "best": [states]}
     torch.save(saved, tmp_path / "s.pt")
     fsdpckpt.convert(tmp_path / "s.pt", tmp_path / "out.pt", to="full", optim_dtype="bfloat16")
-    written = load(tmp_path / "out.pt")
-    assert written["optimizer"]["state"][0]["GG"][0].dtype is torch.bfloat16
-    assert differences(written["best"], saved["best"]) == []
+    fsdpckpt.convert(tmp_path / "s.pt", tmp_path / "safe", container="safetensors", optim_dtype="bfloat16")
+    fsdpckpt.convert(tmp_path / "safe", tmp_path / "again.pt", to="full")
+    for name in ("out.pt", "again.pt"):
+        written = load(tmp_path / name)
+        assert written["optimizer"]["state"][0]["GG"][0].dtype is torch.bfloat16
+        assert differences(written["best"], saved["best"]) == []
