@@ -288,8 +288,8 @@ def first_misplaced(names: Iterable[str], position: Mapping[str, int]) -> tuple[
 
 def _unit_flaws(unit: Unit, *, use_orig_params: bool) -> Iterator[str]:
     """What FSDP1 refuses to flatten: see ``FlatParamHandle._validate_tensors_to_flatten``."""
-    if not unit.params:
-        yield f"{unit} has no parameters"
+    if not any(param.numel for param in unit.params):
+        yield f"{unit} has no {'elements' if unit.params else 'parameters'}"
     for param, following in pairwise(unit.params):
         if param.dtype != following.dtype:
             dtypes = f"{param.name} is {param.dtype.name} and {following.name} {following.dtype.name}"

@@ -60,13 +60,14 @@ def _unit(draw: st.DrawFn, prefix: str, *, use_orig_params: bool, grouped: bool)
     params = []
     for number in range(draw(st.integers(1, 3))):
         requires_grad = draw(st.booleans()) if use_orig_params else not frozen
-        params.append(_param(draw, f"{inside}p{number}", dtype, requires_grad=requires_grad))
+        params.append(_param(draw, f"{inside}p{number}", dtype, requires_grad=requires_grad, smallest=int(not number)))
     strategies = [Strategy.HYBRID_SHARD, Strategy.NO_SHARD] if grouped else list(Strategy)
     return Unit(prefix, tuple(params), draw(st.sampled_from(strategies)), draw(st.none() | st.sampled_from(FLOATS)))
 
 
-def _param(draw: st.DrawFn, name: str, dtype: object, *, requires_grad: bool = True) -> UnitParam:
-    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)))
+def _param(draw: st.DrawFn, name: str, dtype: object, *, requires_grad: bool = True, smallest: int = 0) -> UnitParam:
+    """``smallest``: of its dimensions; FSDP1 refuses a unit without elements."""
+    shape = tuple(draw(st.lists(st.integers(smallest, 9), min_size=1, max_size=4)))
     stride = None
     if draw(st.booleans()):
         steps, step = [0] * len(shape), 1

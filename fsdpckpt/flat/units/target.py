@@ -279,7 +279,7 @@ def _require_possible(units: Units) -> None:
         raise UsageError(
             "FSDP1 cannot wrap this model like this",
             details=wrong,
-            why="the parameters of one flat parameter have one dtype, and with use_orig_params=False one requires_grad",
+            why="a flat parameter has elements, all of one dtype, and with use_orig_params=False of one requires_grad",
             next_step="wrap it differently (--unit GLOB or --units FILE), or add --use-orig-params",
         )
 

@@ -522,6 +522,10 @@ def test_what_fsdp_cannot_wrap_is_said_before_anything_is_written(sources: Sourc
     with pytest.raises(UsageError, match="cannot wrap") as caught:
         target_units(full(params), request, None, 4, sources)
     assert "one dtype" in caught.value.details[0]
+    params = (*PARAMS[:-1], named("h.weight", 0, 9))
+    with pytest.raises(UsageError, match="cannot wrap") as caught:
+        target_units(full(params), replace(request, globs=("l.*", "h")), None, 4, sources)
+    assert caught.value.details == ("unit 'h' has no elements",)
 
 
 def test_sorted_names_make_no_flattened_target(tmp_path: Path, sources: Sources) -> None:
