@@ -182,7 +182,9 @@ class _Pair:
             return False
         if section is Section.MODEL:
             return other is self.a or section not in not_kept or not self._is_in_b(value)
-        if section is Section.OPTIM and path in _missing_lists(other):
+        if section is Section.OPTIM and (
+            path in _missing_lists(other) or path[:2] in _lost_groups(other, self.a, self.b)
+        ):
             return False
         return section not in not_kept and (rank is None or rank < len(other.rank_extra))
 
@@ -249,6 +251,13 @@ def _missing_lists(checkpoint: Checkpoint) -> set[_Path]:
     """
     groups = (checkpoint.optim.param_groups if checkpoint.optim is not None else None) or []
     return {("param_groups", index, "params") for index, group in enumerate(groups) if "params" not in group}
+
+
+def _lost_groups(checkpoint: Checkpoint, *both: Checkpoint) -> set[_Path]:
+    """The paths of param groups without parameters, if ``checkpoint`` has flattened keys, which cannot hold them."""
+    optimizers = (each.optim for each in both if checkpoint.flattened_keys and each is not checkpoint)
+    groups = (enumerate(optim.param_groups or ()) for optim in optimizers if optim is not None)
+    return {("param_groups", index) for numbered in groups for index, group in numbered if not group_params(group)}
 
 
 def _leaves(checkpoint: Checkpoint, renamed: Mapping[ParamKey, ParamKey], positions: Mapping[ParamKey, int]) -> _Leaves:

@@ -230,6 +230,10 @@ def _flat_optimizer(optim: OptimState, at: Path, notes: list[Note]) -> Iterator[
     if len(optim.param_groups or []) > 1:
         message = "each parameter has its own settings: the order of the groups is not kept"
         notes.append(Note("groups-flattened", message))
+    for number, group in enumerate(optim.param_groups or []):
+        if not group_params(group):
+            message = f"param group {number} lists no parameter, and flattened keys have nothing else to hold it by"
+            notes.append(Note("dropped", message))
     for extra in optim.extra:
         notes.append(Note("dropped", f"{extra!s} of the optimizer cannot be stored among flattened keys", str(extra)))
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
@@ -326,3 +329,22 @@ def test_a_tensor_that_is_not_whole_is_an_error(tmp_path: Path) -> None:
     part = raw.checkpoint({"w": raw.put(array, [((0, 0), (2, 2))])})
     with pytest.raises(SourceIncompleteError):
         difference(part, one(tmp_path / "b", array))
+
+
+def test_a_group_without_parameters_that_flattened_keys_cannot_hold_is_noted_and_no_difference(tmp_path: Path) -> None:
+    """The HF Trainer makes one for the parameters without weight decay, even if there are none (LoRA)."""
+    model = {"l.a": torch.rand(3, 2), "l.b": torch.rand(2, 3)}
+    state = {name: {"step": torch.tensor(3.0), "exp_avg": torch.rand_like(weight)} for name, weight in model.items()}
+    groups = [{"lr": 0.1, "params": list(model)}, {"lr": 0.1, "params": []}]
+    torch.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "full.pt")
+    options: dict[str, Any] = {"flavor": "torchtitan", "world_size": 2, "buffers": ["none"]}
+    report = fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", **options)
+    assert any(note.message.startswith("param group 1 lists no parameter") for note in report.notes)
+    for pair in (("full.pt", "out"), ("out", "full.pt")):
+        found = fsdpckpt.diff(*(tmp_path / name for name in pair))
+        assert found.same, found
+        assert not fsdpckpt.diff(*(tmp_path / name for name in pair), strict=True).same
+    groups[1]["params"] = [groups[0]["params"].pop()]  # type: ignore[attr-defined]
+    groups[1]["lr"] = 0.2
+    torch.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "full.pt")
+    assert not fsdpckpt.diff(tmp_path / "full.pt", tmp_path / "out").same
