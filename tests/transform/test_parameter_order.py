@@ -7,11 +7,27 @@ from typing import Any
 
 import pytest
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState, OptimState, SourceFile
+from fsdpckpt.ir.checkpoint import (
+    UNORDERED,
+    Checkpoint,
+    Checksums,
+    Container,
+    Layout,
+    ModelState,
+    OptimState,
+    SourceFile,
+)
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
 from fsdpckpt.ir.units import Unit, UnitParam, Units
-from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_model, from_param_names, from_units
+from fsdpckpt.transform.parameter_order import (
+    ParameterOrder,
+    from_list,
+    from_model,
+    from_param_names,
+    from_units,
+    parameter_orders,
+)
 
 F32, I64 = DTYPES["float32"], DTYPES["int64"]
 
@@ -139,3 +155,34 @@ def test_a_list_is_cleaned_and_says_names_only() -> None:
     found = from_list(["module._orig_mod.a", "module.b", "module.b"], ["a"])
     assert found == ParameterOrder(("a", "b"), source="--parameters", authoritative=True)
     assert from_list(["module.b"], ["module.a"]).names == ("module.b",)
+
+
+def test_what_states_the_order_itself_comes_first_and_what_keeps_none_last() -> None:
+    params = {"module.a": tensor(3, 2), "module.b": tensor(4, at=64)}
+    optim = OptimState({0: {"m": tensor(3, 2)}}, [{"params": [0, 1], "param_names": ["module.a", "module.b"]}])
+    source = Checkpoint(
+        "it.pt", Layout.FULL, Container.TORCH, "plain", 1, (SourceFile("it.pt", 999),), ModelState(params), optim, {}
+    )  # fmt: skip
+    bare = replace(source, source="ref.pt", model=ModelState({"a": tensor(3, 2), "b": tensor(4, at=64)}), optim=None)
+    units = Units((Unit("", (UnitParam("module.a", (3, 2), F32),)),), use_orig_params=True, parameters=("module.a",))
+    given: dict[str, Any] = {"units": None, "reference": None, "parameters": None}
+
+    def labels(checkpoint: Checkpoint, **options: Any) -> list[str]:
+        return [found.source for found in parameter_orders(checkpoint, **{**given, **options})]
+
+    own, recorded = "the checkpoint's own model section", "param_names in the groups"
+    assert labels(source) == [recorded, own]
+    everything = {"units": units, "reference": bare, "parameters": ["b", "a"]}
+    assert labels(source, **everything) == ["the units", recorded, "--parameters", "the reference ref.pt", own]
+    beside = replace(source, units=units, units_from="units.json")
+    assert labels(beside) == ["the units of units.json", recorded, own]
+    assert labels(beside, units=replace(units)) == ["the units", recorded, own]
+    assert labels(replace(source, evidence=(UNORDERED,)), reference=bare)[-1] == own
+    assert labels(replace(bare, evidence=(UNORDERED,)), reference=replace(bare, source="x")) == ["the reference x", own]
+    assert labels(replace(source, model=None, optim=None)) == []
+    # Names keep a prefix that the checkpoint itself has, in its model or, without one, in its optimizer.
+    by_list = parameter_orders(source, **{**given, "parameters": ["module.a", "module.b"]})[1]
+    assert by_list.names == ("module.a", "module.b")
+    by_name = replace(source, model=None, optim=OptimState({"module.a": {}}, None))
+    assert parameter_orders(by_name, **{**given, "parameters": ["module.a"]})[0].names == ("module.a",)
+    assert parameter_orders(bare, **{**given, "parameters": ["module.a"]})[0].names == ("a",)

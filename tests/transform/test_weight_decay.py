@@ -65,6 +65,10 @@ def test_vectors_of_stacked_layers_and_experts_have_no_weight_decay() -> None:
     names = list(SHAPES)
     result = list_parameters(megatron(), [STANDARD])
     assert listed(result) == [[names[0], names[4]], [names[1], names[5]], [names[2]], [names[3]]]
+    assert listed(list_parameters(megatron(KINDS[:2], {"a": (2, 2), "b.bias": (2, 2)}), [STANDARD])) == [
+        ["a"],
+        ["b.bias"],
+    ]
 
 
 def test_the_shape_of_the_model_decides_where_a_parameter_has_no_state_of_its_shape() -> None:
