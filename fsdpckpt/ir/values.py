@@ -227,13 +227,15 @@ def equal(a: Value, b: Value, *, as_loaded: bool = False) -> bool:
         return same_keys and all(equal(value, b[key], as_loaded=as_loaded) for key, value in a.items())
     if a is b or type(a) is not type(b):
         return a is b
+    if isinstance(a, Object) and isinstance(b, Object):
+        a, b = a.fields(), b.fields()
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(equal(*pair, as_loaded=as_loaded) for pair in zip(a, b, strict=True))
-    if isinstance(a, Object) and isinstance(b, Object):
-        return equal(a.fields(), b.fields(), as_loaded=as_loaded)
     if isinstance(a, (float, complex)) and isinstance(b, (float, complex)):
         parts = ((a.real, b.real), (a.imag, b.imag))
         return all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in parts)
+    if isinstance(a, set) and a != b:  # a NaN in one set is not the one in the other
+        return encode(a) == encode(b)
     return a.chunks is b.chunks if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
 
 

@@ -150,6 +150,8 @@ def test_values_are_equal_in_type_and_value(as_loaded: bool) -> None:
     nan = float("nan")
     assert same_value([complex(1, nan), complex(nan, -2)], [complex(1, nan), complex(nan, -2)])
     assert not same_value(complex(1, nan), complex(2, nan))
+    assert same_value({1, float("nan"), (2, float("nan"))}, {(2, float("nan")), float("nan"), 1})
+    assert not same_value({1, float("nan")}, {2, float("nan")})
     assert not same_value(complex(nan, 1), complex(nan, nan))
     assert same_value(SIZE, SAME_SIZE)
     assert not same_value(SIZE, OTHER_SIZE)
