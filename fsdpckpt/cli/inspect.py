@@ -149,7 +149,7 @@ def _group_text(group: dict[Key, Value], *, short: bool) -> str:
     ]
     shown = ", ".join(hyper[:MAX_HYPER_PARAMETERS])
     more = f", and {len(hyper) - MAX_HYPER_PARAMETERS} more" if len(hyper) > MAX_HYPER_PARAMETERS else ""
-    return f"{plural(count, 'parameter')}; {shown}{more}"
+    return f"{plural(count, 'parameter')}; {shown}{more}".removesuffix("; ")
 
 
 def _extra_texts(checkpoint: Checkpoint, columns: int | None) -> Iterator[str]:
