@@ -63,11 +63,15 @@ def target_units(
     _require_same_model(units, checkpoint, request, dtype)
     described = f"the units of {request.file}" if request.file is not None else "the target's units"
     require_agreement(units, request, sources, described)
-    _require_possible(units)
+    recorded = any((request.file, source, checkpoint.units))
+    _require_possible(units, recorded=recorded)
     _require_undivided(units, checkpoint)
     # With use_orig_params=False nothing is aligned, so the alignment is not known.
-    aligned = wrapped.use_orig_params and any((request.file, source, checkpoint.units))
-    notes = [*unknown, *_settings_notes(units, request, aligned=aligned), *(reordered if source is None else ())]
+    notes = [
+        *unknown,
+        *_settings_notes(units, request, aligned=wrapped.use_orig_params and recorded),
+        *(reordered if source is None else ()),
+    ]
     return ResolvedUnits(units, None, (how, *notes))
 
 
@@ -273,8 +277,11 @@ def _division(unit: Unit, group_of: Mapping[str, int]) -> str | None:
     return f"{unit}: {'; '.join(parts)}"
 
 
-def _require_possible(units: Units) -> None:
+def _require_possible(units: Units, *, recorded: bool) -> None:
+    """Raises UsageError for what FSDP1 refuses. ``recorded``: it was wrapped like this (torch 2.4 takes scalars)."""
     wrong = flaws(units)
+    scalars = () if recorded else [param.name for unit in units.units for param in unit.params if not param.shape]
+    wrong += [f"{name} has no dimensions: a job has to ignore it, and its units file says so" for name in scalars]
     if wrong:
         raise UsageError(
             "FSDP1 cannot wrap this model like this",

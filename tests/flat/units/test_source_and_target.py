@@ -526,6 +526,12 @@ def test_what_fsdp_cannot_wrap_is_said_before_anything_is_written(sources: Sourc
     with pytest.raises(UsageError, match="cannot wrap") as caught:
         target_units(full(params), replace(request, globs=("l.*", "h")), None, 4, sources)
     assert caught.value.details == ("unit 'h' has no elements",)
+    params = (*PARAMS[:-1], named("h.scale"))
+    with pytest.raises(UsageError, match="cannot wrap") as caught:
+        target_units(full(params), replace(request, parameters=tuple(p.name for p in params)), None, 4, sources)
+    assert caught.value.details[0].startswith("h.scale has no dimensions")
+    torch_2_4 = ResolvedUnits(units_of(params=params), None, ())
+    assert target_units(full(params), UnitsRequest(), torch_2_4, 4, sources).units.units[0].params[-1].shape == ()
 
 
 def test_sorted_names_make_no_flattened_target(tmp_path: Path, sources: Sources) -> None:
