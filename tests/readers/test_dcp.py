@@ -173,6 +173,21 @@ def test_vectors_are_whole_where_dcp_cut_the_states_themselves_or_not_even_the_m
     assert found.problems == () and found.layout is (Layout.FULL if cut == "nothing" else Layout.SHARDED)
 
 
+def test_factors_beside_whole_moments_of_cut_parameters_are_no_slices(tmp_path: Path) -> None:
+    """Adafactor by id: FSDP1 would have cut the moments, too."""
+    model = {"a": torch.rand(8, 6), "b": torch.rand(5, 7)}
+    state = {
+        number: {"exp_avg": torch.rand_like(weight), "row": torch.rand(len(weight)), "col": torch.rand(weight.shape[1])}
+        for number, weight in enumerate(model.values())
+    }
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "full.pt")
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "on-4", to="sharded", world_size=4, buffers=["none"])
+    found = opened(tmp_path / "on-4")
+    assert found.problems == () and found.layout is Layout.SHARDED
+    assert fsdpckpt.diff(tmp_path / "full.pt", tmp_path / "on-4").same
+
+
 def raw_fsdp1(rank: int) -> dict[str, Any]:
     """What FSDP1's ranks put into DCP: 1-D slices of the same keys, different values."""
     generator = torch.Generator().manual_seed(rank)

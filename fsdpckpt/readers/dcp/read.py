@@ -357,5 +357,8 @@ def _first_lost(metadata: DcpMetadata, by_id: list[str], world_size: int) -> str
         return None  # DCP cut them: they are not a raw optimizer's, and a vector among them is a state in its own shape
     if not any(len(tensor.chunks) > 1 for tensor in others.values()):
         return None
-    whole = {tensor.shape for tensor in others.values()}
+    cut, uncut = ({t.shape for t in others.values() if (len(t.chunks) > 1) is several} for several in (True, False))
+    if any(len(tensor.shape) > 1 and tensor.shape in cut - uncut for tensor in states.values()):
+        return None  # it is whole, where FSDP1 would have had slices of it
+    whole = cut | uncut
     return next((key for key in vectors if states[key].shape not in whole and states[key].shape != (1,)), None)
