@@ -90,10 +90,11 @@ def test_fsdp2_directories_of_old_torch_hold_the_truth(form: str) -> None:
     assert type(found.optim.param_groups[0]["betas"]) is tuple  # type: ignore[index]
 
 
-def test_the_raw_optimizer_of_fsdp1_saved_through_dcp_may_be_lost() -> None:
+def test_the_raw_optimizer_of_fsdp1_saved_through_dcp_is_recognised_as_lost() -> None:
     found = opened(GOLDEN / "torch-2.1/f1_flat_local_dcp/optim")
     assert found.layout is Layout.FLATTENED
-    assert [(problem.kind, problem.fatal) for problem in found.problems] == [("flattened", True)]
+    assert [(problem.kind, problem.fatal) for problem in found.problems] == [("flattened-lost", True)]
+    assert "gone" in found.problems[0].message
 
 
 def test_the_raw_optimizer_beside_flat_parameters_is_lost(tmp_path: Path) -> None:

@@ -274,7 +274,8 @@ def _find_flattened(directory: DcpDirectory, tensors: dict[str, Tensor], tree: T
         tree.layout = Layout.FLATTENED
     if lost is not None:
         ranks = plural(directory.world_size, "rank")
-        if flat:
+        certain = bool(flat) or len(by_id) == len(metadata.tensors)
+        if certain:
             message = (
                 f"{directory.path} is the raw optimizer.state_dict() of FSDP1, saved through DCP by {ranks}: each rank "
                 f"held a different slice of {lost}, and DCP kept one; the others are gone. Save it again with "
@@ -287,7 +288,7 @@ def _find_flattened(directory: DcpDirectory, tensors: dict[str, Tensor], tree: T
                 "slice, and DCP kept no other. Nothing shows which: save it again with get_optimizer_state_dict of "
                 "torch.distributed.checkpoint.state_dict, or convert the model alone (--only model)"
             )
-        kind: ProblemKind = "flattened-lost" if flat else "flattened"
+        kind: ProblemKind = "flattened-lost" if certain else "flattened"
         tree.problems.append(Problem(kind, message, file=directory.path, key=lost, section=Section.OPTIM))
     beside = _beside_flat(metadata, flat)
     for key in beside:
