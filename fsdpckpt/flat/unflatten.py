@@ -231,8 +231,8 @@ def _group(group: Mapping[Key, Value], match: FlatMatch, by_key: Mapping[str, Un
         names.extend([param.name for param in by_key[name].params] if name in by_key else [name])
     changed: dict[Key, Value] = {**group, "params": list(names)}
     if "param_names" in group:
-        position = {name: index for index, name in enumerate(match.units.parameters)}
         if not by_key.keys().isdisjoint(listed):
+            position = {name: index for index, name in enumerate(match.units.parameters)}
             names.sort(key=lambda name: position.get(name, -1))
         changed["param_names"] = [*names]
     return changed

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal, TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, to_copy
@@ -137,7 +137,7 @@ def compare(
     return Difference(tuple(entries), (*notes, *matched.notes), (a.source, b.source))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Pair:
     """The checkpoints. ``leaves_b``: those of ``b``."""
 
@@ -177,16 +177,26 @@ class _Pair:
     def counts(self, address: _Address, value: Value, other: Checkpoint) -> bool:
         """Whether it is a difference that ``other`` lacks this key."""
         section, path, rank = address
-        not_kept = _not_kept(self.a, self.b)
         if isinstance(value, (dict, list, tuple)) and not value:  # a DCP directory cannot hold it
             return False
         if section is Section.MODEL:
-            return other is self.a or section not in not_kept or not self._is_in_b(value)
-        if section is Section.OPTIM and (
-            path in _missing_lists(other) or path[:2] in _lost_groups(other, self.a, self.b)
-        ):
+            return other is self.a or section not in self._not_kept or not self._is_in_b(value)
+        absent = self._absent_from_a if other is self.a else self._absent_from_b
+        if section is Section.OPTIM and (path in absent or path[:2] in absent):
             return False
-        return section not in not_kept and (rank is None or rank < len(other.rank_extra))
+        return section not in self._not_kept and (rank is None or rank < len(other.rank_extra))
+
+    @cached_property
+    def _not_kept(self) -> frozenset[Section]:
+        return _not_kept(self.a, self.b)
+
+    @cached_property
+    def _absent_from_a(self) -> set[_Path]:
+        return _missing_lists(self.a) | _lost_groups(self.a, self.b)
+
+    @cached_property
+    def _absent_from_b(self) -> set[_Path]:
+        return _missing_lists(self.b) | _lost_groups(self.b, self.a)
 
     def _is_in_b(self, value: Value) -> bool:
         """Whether B's model has these bytes under a different name: some frameworks store tied weights once."""
@@ -253,11 +263,12 @@ def _missing_lists(checkpoint: Checkpoint) -> set[_Path]:
     return {("param_groups", index, "params") for index, group in enumerate(groups) if "params" not in group}
 
 
-def _lost_groups(checkpoint: Checkpoint, *both: Checkpoint) -> set[_Path]:
-    """The paths of param groups without parameters, if ``checkpoint`` has flattened keys, which cannot hold them."""
-    optimizers = (each.optim for each in both if checkpoint.flattened_keys and each is not checkpoint)
-    groups = (enumerate(optim.param_groups or ()) for optim in optimizers if optim is not None)
-    return {("param_groups", index) for numbered in groups for index, group in numbered if not group_params(group)}
+def _lost_groups(checkpoint: Checkpoint, other: Checkpoint) -> set[_Path]:
+    """The paths of ``other``'s param groups without parameters, if ``checkpoint`` has flattened keys, which cannot hold
+    them.
+    """
+    groups = (other.optim.param_groups if other.optim is not None and checkpoint.flattened_keys else None) or []
+    return {("param_groups", index) for index, group in enumerate(groups) if not group_params(group)}
 
 
 def _leaves(checkpoint: Checkpoint, renamed: Mapping[ParamKey, ParamKey], positions: Mapping[ParamKey, int]) -> _Leaves:

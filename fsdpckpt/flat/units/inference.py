@@ -84,19 +84,19 @@ def infer(
         return nearest or Refusal(
             "no candidate units could be built from the names", tuple(describe_lengths(checkpoint))
         )
-    resolved, candidate = _choose(checkpoint, matches, preferred or Settings())
-    _require_no_exchange(checkpoint, candidate, resolved, wanted)
+    resolved, chosen = _choose(checkpoint, matches, preferred or Settings())
+    _require_no_exchange(checkpoint, chosen, wanted)
     return resolved
 
 
-def _require_no_exchange(checkpoint: Checkpoint, chosen: Candidate, resolved: ResolvedUnits, wanted: Settings) -> None:
+def _require_no_exchange(checkpoint: Checkpoint, chosen: _Matched, wanted: Settings) -> None:
     """Raises NeedsInformationError if ``chosen`` left out a name that fits in the place of another."""
-    for candidate in chosen.exchanged():
+    for candidate in chosen.candidate.exchanged():
         for units, assignments in _with_settings(checkpoint, candidate.units, wanted):
             for groups in assignments:
                 result = match(checkpoint, units if groups is None else replace(units, groups=groups))
-                if isinstance(result, FlatMatch) and resolved.match is not None:
-                    raise _ambiguous(checkpoint, [_Matched(chosen, resolved.match), _Matched(candidate, result)])
+                if isinstance(result, FlatMatch):
+                    raise _ambiguous(checkpoint, [chosen, _Matched(candidate, result)])
 
 
 def _with_settings(
@@ -147,7 +147,7 @@ def _param_dtypes(units: Units, *, use_orig_params: bool, wanted: Settings) -> t
     return (None, *others)
 
 
-def _choose(checkpoint: Checkpoint, matches: list[_Matched], preferred: Settings) -> tuple[ResolvedUnits, Candidate]:
+def _choose(checkpoint: Checkpoint, matches: list[_Matched], preferred: Settings) -> tuple[ResolvedUnits, _Matched]:
     by_mapping: dict[object, list[_Matched]] = {}
     for matched in matches:
         by_mapping.setdefault(byte_mapping(checkpoint, matched.match), []).append(matched)
@@ -168,7 +168,7 @@ def _choose(checkpoint: Checkpoint, matches: list[_Matched], preferred: Settings
         raise _without_strides(checkpoint, kernels)
     how = (chosen.candidate.label, *chosen.candidate.assumed, describe_settings(chosen.match.units))
     unsettled = differing_settings([matched.match.units for matched in same])
-    return ResolvedUnits(chosen.match.units, chosen.match, how, unsettled), chosen.candidate
+    return ResolvedUnits(chosen.match.units, chosen.match, how, unsettled), chosen
 
 
 def _splits(checkpoint: Checkpoint) -> bool:
