@@ -39,6 +39,7 @@ from fsdpckpt.errors import FsdpckptError, InternalError
 from fsdpckpt.flat.live.save import save_units
 from tests.oracle import flat_held
 from tests.oracle.compare import differences
+from tests.oracle.fake import rank_file
 from tests.oracle.fake_group import as_rank
 from tests.oracle.flat_scenarios import Scenario
 from tests.oracle.flat_train import built, wrap
@@ -234,10 +235,7 @@ class Play:
         """Whether the DTensors are those of FSDP2 on some of ``world`` ranks: the model's, and moments cut like it."""
         for rank in sorted(self.rng.sample(range(world), k=min(world, MAX_RANKS_COMPARED))) if path else ():
             with as_rank(rank, world):
-                found = {
-                    section: torch.load(path / f"{section}_world_size_{world}_rank_{rank}.pt", weights_only=False)
-                    for section in ("model", "optim")
-                }
+                found = {section: rank_file(path, section, world, rank) for section in ("model", "optim")}
                 wrong = differences(dict(found["model"]), self._by_fsdp2(self.truth["model"]), "model")
                 states = self.truth["optimizer"]["state"]
                 for moment in {name for entry in states.values() for name, leaf in entry.items() if leaf.ndim}:
