@@ -284,6 +284,7 @@ _GET = rb"(?:h(.)|j(.{4}))"
 _BEGIN = re.compile(_GET + rb"\)\x81\x94?\}\x94?\(", re.DOTALL)
 _END = re.compile(_GET + rb"\]\x94?\(?", re.DOTALL)
 _OPCODES = b"hKMjJG)]}(teausbR\x81\x85\x86\x87\x88\x89N\x94"
+_OPENED_MARKS = {b"(": 1, b"t": -1, b"e": -1, b"u": -1}
 _FOLLOWS = b"X\x8cus"  # the next key, or the end of the dict or of a part of it
 
 
@@ -320,10 +321,10 @@ def _count_marks(head: bytes, memo: Memo) -> int:
         opcode = head[at : at + 1]
         if not opcode or opcode not in _OPCODES:
             return 0
-        last = _END.fullmatch(head, at)
+        last = _END.fullmatch(head, at) if opcode in b"hj" else None
         if last is not None and memo.texts.get(_number(last)) == b"chunks":
             return open_marks + head.endswith(b"(")
-        open_marks += {b"(": 1, b"t": -1, b"e": -1, b"u": -1}.get(opcode, 0)
+        open_marks += _OPENED_MARKS.get(opcode, 0)
         at = opcode_end(head, at)
     return 0
 
