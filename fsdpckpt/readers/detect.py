@@ -183,6 +183,7 @@ class _Opening:
             self.files.units = recorded
         elif units is not None and units.units is not None:
             self.files.units = units.units
+        self.files.without_slices = manifest.without_slices
         read = self._read_parts(searched)
         if self.options.as_dcp:
             read, exports = without_exports(read)

@@ -173,15 +173,18 @@ def as_slices(tensor: Tensor) -> Tensor:
     return Tensor(tensor.dtype, (int(size.sum()),), chunks, sharded=True, placement=SLICES)
 
 
-def convert_slices(tree: Tree, sections: Sections, model: ModelState | None, label: str) -> None:
+def convert_slices(
+    tree: Tree, sections: Sections, model: ModelState | None, label: str, *, possible: bool = True
+) -> None:
     """Convert the optimizer of one part to slices, in ``tree`` and ``sections``, if it holds slices of flat parameters.
 
-    ``model``: the checkpoint's, from whichever part; ``label``: the part's name in messages.
+    ``model``: the checkpoint's, from whichever part; ``label``: the part's name in messages. ``possible``: False if it
+    is known that it holds none.
     """
     if tree.container is not Container.TORCH:
         return
     optim = sections.optim
-    reason = why_sliced(optim.state, model, tree) if optim is not None else None
+    reason = why_sliced(optim.state, model, tree) if optim is not None and possible else None
     if optim is not None and reason is not None:
         sections.optim = read_as_slices(optim)
         tree.layout = Layout.FLATTENED

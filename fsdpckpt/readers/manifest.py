@@ -118,6 +118,7 @@ _CRC_DIGITS = 8
 _MAX_DIGITS = 20  # digits of an id: Python refuses to parse thousands of them
 _BATCH = 1 << 24  # bytes
 _SMALL = (".metadata", ".json")  # files that are always read: the others mean nothing without them
+_WHOLE = (Layout.FULL, Layout.SHARDED)
 _CRC = re.compile("[0-9a-f]{8}")
 
 
@@ -125,13 +126,15 @@ _CRC = re.compile("[0-9a-f]{8}")
 class ReadManifest:
     """What ``fsdpckpt.json`` says. ``manifest``: None if it is missing, or damaged, which is then in ``problems``.
 
-    ``document``: its JSON. ``units``: those of the checkpoint, None if it records none.
+    ``document``: its JSON. ``units``: those of the checkpoint, None if it records none. ``without_slices``: the paths
+    of the listed files, unless they were written as slices of flat parameters.
     """
 
     manifest: Manifest | None = None
     problems: tuple[Problem, ...] = ()
     document: Mapping[str, object] = field(default_factory=dict)
     units: FoundUnits | None = None
+    without_slices: frozenset[str] = frozenset()
 
 
 def read_manifest(directory: str, names: Collection[str], sources: Sources) -> ReadManifest:
@@ -156,7 +159,9 @@ def read_manifest(directory: str, names: Collection[str], sources: Sources) -> R
     digests = recorded if isinstance(recorded, dict) else {}
     digests = {key: value for key, value in digests.items() if isinstance(value, str)}
     manifest = Manifest(path, directory.rstrip("/"), _files(document.get("files")), digests)
-    return ReadManifest(manifest, (), document, _units(document.get("units"), path))
+    paths = (f"{manifest.directory}/{name}" for name in manifest.files)
+    without_slices = frozenset(paths) if document.get("layout") in _WHOLE else frozenset()
+    return ReadManifest(manifest, (), document, _units(document.get("units"), path), without_slices)
 
 
 def _units(recorded: object, path: str) -> FoundUnits | None:

@@ -8,7 +8,7 @@ complete reader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import NamedTuple, Protocol, TypeAlias
@@ -129,11 +129,13 @@ class Part:
 class FileTable:
     """Numbers the files of one checkpoint; ``Chunks.file`` holds these numbers.
 
-    ``units``: those of the checkpoint, if they are known before its files are read.
+    ``units``: those of the checkpoint, if they are known before its files are read. ``without_slices``: the files that
+    this program wrote, if not as slices of flat parameters.
     """
 
     def __init__(self, units: Units | None = None) -> None:
         self.units = units
+        self.without_slices: Collection[str] = ()
         self._ids: dict[str, int] = {}
         self._files: list[SourceFile] = []
 
@@ -147,6 +149,10 @@ class FileTable:
 
     def files(self) -> tuple[SourceFile, ...]:
         return tuple(self._files)
+
+    def hold_no_slices(self) -> bool:
+        """Whether this program wrote all of these files, and not as slices of flat parameters."""
+        return all(path in self.without_slices for path in self._ids)
 
     def truncate(self, count: int) -> None:
         """Remove all files but the first ``count``."""

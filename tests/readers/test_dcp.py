@@ -189,6 +189,31 @@ def test_factors_beside_whole_moments_of_cut_parameters_are_no_slices(tmp_path: 
     assert fsdpckpt.diff(tmp_path / "full.pt", tmp_path / "on-4").same
 
 
+@pytest.mark.parametrize(
+    ("container", "key_type", "only"), [("dcp", "id", None), ("dcp", "id", "optim"), ("torch", "name", None)]
+)
+def test_factors_alone_are_no_slices_where_the_manifest_says_so(
+    tmp_path: Path, container: str, key_type: str, only: str | None
+) -> None:
+    """Adafactor without momentum: each of its states is a vector, as each slice of FSDP1 is."""
+    model = {"a": torch.rand(8, 6), "b": torch.rand(5, 7)}
+    keys: list[Any] = list(model) if key_type == "name" else [0, 1]
+    state = {
+        key: {"row": torch.rand(len(weight)), "col": torch.rand(weight.shape[1])}
+        for key, weight in zip(keys, model.values(), strict=True)
+    }
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": keys}]}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "full.pt")
+    options: dict[str, Any] = {"only": only} if only else {"buffers": ["none"]}
+    options |= {"to": "sharded", "world_size": 4, "container": container}
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "on-4", **options)
+    found = opened(tmp_path / "on-4")
+    assert found.problems == () and found.layout is not Layout.FLATTENED
+    fsdpckpt.convert(f"{tmp_path}/on-4/", tmp_path / "back.pt", to="full")
+    back = torch.load(tmp_path / "back.pt")
+    assert held(back["optimizer"]["state"], ()) == held(state, ())
+
+
 def raw_fsdp1(rank: int) -> dict[str, Any]:
     """What FSDP1's ranks put into DCP: 1-D slices of the same keys, different values."""
     generator = torch.Generator().manual_seed(rank)

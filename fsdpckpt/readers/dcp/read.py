@@ -67,7 +67,8 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
     sharded_blocks = (value for value in blocks.values() if isinstance(value, Tensor) and value.sharded)
     if any(len(tensor.chunks) > 1 for tensor in tensors.values()) or any(True for _ in sharded_blocks):
         tree.layout = Layout.SHARDED
-    _find_flattened(directory, tensors, tree)
+    if not files.hold_no_slices():
+        _find_flattened(directory, tensors, tree)
     tree.problems.extend(_misnamed_problems(directory.metadata.order, directory.metadata.paths))
     leaves = {**values, **tensors, **blocks}
     tree.root = _nest(((key, leaves[key]) for key in metadata.order), metadata.paths, file=path, notes=tree.notes)
