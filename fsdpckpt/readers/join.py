@@ -79,8 +79,10 @@ class ReadPart:
 def read_part(part: Part, tree: Tree) -> ReadPart:
     """Split ``tree`` into its sections. A part whose name says that it holds ``extras`` has only these."""
     only_extras = part.extras or part.stem == EXTRA_STEM
-    sections = Sections(None, None, dict(cast("dict[Key, Value]", tree.root))) if only_extras else split(tree.root)
-    return ReadPart(part, tree, sections)
+    if only_extras:
+        return ReadPart(part, tree, Sections(None, None, dict(cast("dict[Key, Value]", tree.root))))
+    called_model = "model" in part.stem.lower() and "optim" not in part.stem.lower()
+    return ReadPart(part, tree, split(tree.root, called_model=called_model))
 
 
 def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequence[Note]) -> Checkpoint:

@@ -52,16 +52,16 @@ class Sections:
         return any(section is not None and path == section[: len(path)] for section in paths) or self.owns(path)
 
 
-def split(root: Value) -> Sections:
+def split(root: Value, *, called_model: bool = False) -> Sections:
     """Split ``root``, a state dict as its producer nested it, into sections. ``root`` is not changed.
 
-    If it is not a mapping, all of it is ``extra`` under the key ``""``.
+    ``called_model``: the name of its file calls it a model. If it is not a mapping, all of it is ``extra`` under the key ``""``.
     """
     if not isinstance(root, dict):
         return Sections(None, None, {"": root})
     root = regroup(root)
     sections = Sections(None, None, {})
-    optimizers = _find_optimizers(root)
+    optimizers = _find_optimizers(root, called_model=called_model)
     if len(optimizers) > 1:
         root = _repair_several_optimizers(root, optimizers, sections.notes)
     elif optimizers:
@@ -119,14 +119,16 @@ def _named_optimizer(path: KeyPath) -> bool:
     return any(isinstance(key, str) and (key in _OPTIM_NAMES or "optim" in key.lower()) for key in path[-2:])
 
 
-def _find_optimizers(root: dict[Key, Value]) -> _Optimizers:
-    """Every optimizer in ``root`` that is not inside another one."""
+def _find_optimizers(root: dict[Key, Value], *, called_model: bool) -> _Optimizers:
+    """Every optimizer in ``root`` that is not inside another one. ``called_model``: keys like ``state.a.sum`` may be
+    a model's too, and are one's if its file is called so.
+    """
     optimizers: _Optimizers = {}
     for path, value in containers(root):
         if any(path[: len(outer)] == outer for outer in optimizers):
             continue
         notes: list[Note] = []
-        named = _named_optimizer(path) or (not path and is_flattened(value))
+        named = _named_optimizer(path) or (not path and not called_model and is_flattened(value))
         optim = optimizer_of(value, notes, named=named)
         if optim is not None or is_nested(value):
             optimizers[path] = optim, notes

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError
 from tests.readers.contents import opened
 
@@ -75,3 +76,19 @@ def test_a_users_own_value_among_the_states_is_no_name_that_the_model_lacks(tmp_
     found = opened(tmp_path)
     assert found.optim is not None and "tables" in found.optim.state
     assert "unmatched" not in [note.kind for note in found.notes]
+
+
+@pytest.mark.parametrize("name", ["state.a.exp_avg", "state.0.step", "param_groups.w"])
+def test_a_model_in_a_file_called_so_is_no_second_optimizer(tmp_path: Path, name: str) -> None:
+    """Its modules are named like the keys of a flattened optimizer."""
+    weights = {name: torch.randn(5, 3), f"{name}_of_b": torch.randn(4, 2)}
+    states = {key: {"exp_avg": torch.randn_like(weight)} for key, weight in weights.items()}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": list(weights)}]}
+    torch.save({"model": weights, "optimizer": optimizer}, tmp_path / "full.pt")
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "ranks", to="sharded", world_size=2, container="torch")
+    assert fsdpckpt.diff(tmp_path / "full.pt", tmp_path / "ranks").same
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    torch.save(weights, parts / "pytorch_model.bin")
+    torch.save(optimizer, parts / "optimizer.pt")
+    assert fsdpckpt.diff(tmp_path / "full.pt", parts).same
