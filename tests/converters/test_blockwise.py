@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
 from fsdpckpt.formats.torch.tensors import StoredBlocks
+from fsdpckpt.ir.checkpoint import Section
 from fsdpckpt.readers.dcp import blockwise
-from tests.golden.torchao.net import KINDS, make, save_ranks, state_of, step
+from tests.golden.torchao.net import KINDS, SHAPES, make, save_ranks, state_of, step
 from tests.oracle.fake_group import as_rank
+from tests.readers.contents import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 GOLDEN = Path(__file__).parents[1] / "golden" / "torchao" / "states.tar.xz"
@@ -132,6 +137,57 @@ def test_keys_and_shapes_are_those_of_the_parameters(saved: Path, tmp_path: Path
     assert found["bias.exp_avg"] == (10,)
 
 
+def test_slices_of_flat_parameters_are_refused(saved: Path, tmp_path: Path) -> None:
+    """The states of FSDP1's ranks, which are no DTensors."""
+    (tmp_path / "two").mkdir()
+    fsdpckpt.convert(saved / "AdamW8bit" / "ranks-4", tmp_path / "full.pt", to="full", only="optim")
+    for rank in range(2):
+        shutil.copy(tmp_path / "full.pt", tmp_path / "two" / f"optim_world_size_2_rank_{rank}.pt")
+    (problem, *_) = opened(tmp_path / "two").problems
+    assert (problem.kind, problem.fatal, problem.section, problem.key) == (
+        "quantized",
+        True,
+        Section.OPTIM,
+        "state.0.exp_avg",
+    )
+    assert "in blocks of 256, and a rank's slice of a flat parameter: it cannot be converted" in problem.message
+    (tmp_path / "two" / "optim_world_size_2_rank_1.pt").unlink()
+    (tmp_path / "two" / "optim_world_size_2_rank_0.pt").rename(tmp_path / "two" / "optim_world_size_1_rank_0.pt")
+    assert opened(tmp_path / "two").problems == ()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_blocks_that_ranks_cut_apart_are_refused(rank: int, saved: Path, tmp_path: Path) -> None:
+    """torchao does not quantize the state of a shard whose elements are no whole blocks; without any it need not."""
+    shutil.copytree(saved / "AdamW8bit" / "ranks-4", tmp_path / "four")
+    with as_rank(rank, 4):
+        mesh = init_device_mesh("cpu", (4,))
+
+        def shards() -> list[torch.Tensor]:
+            return [
+                distribute_tensor(torch.ones(shape), mesh, [Shard(0)], src_data_rank=None) for shape in SHAPES.values()
+            ]
+
+        states = {
+            number: {"step": torch.tensor(2.0), "exp_avg": mean, "exp_avg_sq": square}
+            for number, (mean, square) in enumerate(zip(shards(), shards(), strict=True))
+        }
+        optimizer = {"state": states, "param_groups": [{"params": list(states)}]}
+        model = dict(zip(SHAPES, shards(), strict=True))
+        torch.save({"model": model, "optimizer": optimizer}, tmp_path / "four" / f"ckpt_world_size_4_rank_{rank}.pt")
+    said = {str(problem.key): problem for problem in opened(tmp_path / "four").problems if problem.fatal}
+    first = said["optimizer.state.0.exp_avg"]
+    if rank == 0:
+        assert first.kind == "rank-mismatch"
+        assert "float32 in rank 0; torchao's OptimState8bit in blocks of 256 in ranks 1, 2, 3" in first.message
+        return
+    assert "in blocks of 256, and not quantized on rank 3" in first.message
+    # the third parameter has three rows, and none of them is on rank 3
+    keys = [f"optimizer.state.{number}.{name}" for number in (0, 1) for name in ("exp_avg", "exp_avg_sq")]
+    assert [key for key in said if key.startswith("optimizer.state")] == keys
+    assert {said[key].kind for key in keys} == {"quantized"}
+
+
 def _same(found: Any, expected: Any, where: str) -> None:
     assert type(found) is type(expected), where
     if isinstance(found, dict):
@@ -198,25 +254,3 @@ class TestWithTorchao:
             target = state_of(kind, 1, steps=1)
             dcp.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
             _same(target["optimizer"]["state"], expected["optimizer"]["state"], "state")
-
-    def test_slices_of_flat_parameters_are_refused(self, tmp_path: Path) -> None:
-        from torchao.optim.subclass_8bit import OptimState8bit
-
-        for rank in range(2):
-            states = {"step": torch.tensor(1.0), "exp_avg": OptimState8bit.zeros((4096,))}
-            optimizer = {"state": {0: states}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-            (tmp_path / "two").mkdir(exist_ok=True)
-            torch.save({"optimizer": optimizer}, tmp_path / "two" / f"ckpt_world_size_2_rank_{rank}.pt")
-        with pytest.raises(SourceUnsupportedError, match="a rank's slice of a flat parameter"):
-            fsdpckpt.convert(tmp_path / "two", tmp_path / "full.pt", to="full")
-
-    def test_blocks_that_ranks_cut_apart_are_refused(self, tmp_path: Path) -> None:
-        save_ranks("AdamW8bit", 4, tmp_path / "four")
-        path = tmp_path / "four" / "ckpt_world_size_4_rank_3.pt"
-        with as_rank(3, 4):
-            state = torch.load(path, weights_only=False)
-            entry = state["optimizer"]["state"][1]
-            entry["exp_avg"] = torch.zeros_like(state["model"]["narrow"])
-            torch.save(state, path)
-        with pytest.raises(SourceUnsupportedError, match="not quantized on rank 3"):
-            fsdpckpt.convert(tmp_path / "four", tmp_path / "full.pt", to="full")

@@ -396,13 +396,17 @@ def read_without_coverage(directory: Path) -> tuple[Tree, FileTable]:
         return read_torch_ranks(paths, files, sources), files
 
 
-def test_ranks_that_disagree_on_a_tensor_are_reported(four: Path) -> None:
+@pytest.mark.parametrize(
+    ("other", "shown"),
+    [(numbered(3, 2), "a plain tensor of shape (3, 2) and type float32"), (7, "a value of type int")],
+)
+def test_ranks_that_disagree_on_a_tensor_are_reported(other: Any, shown: str, four: Path) -> None:
     with as_rank(1, 4):
-        change(four / "model_1.pt", lambda state: state["model"].update({"a.weight": numbered(3, 2)}))
+        change(four / "model_1.pt", lambda state: state["model"].update({"a.weight": other}))
     tree, _ = read_without_coverage(four)
     (problem,) = tree.problems
     assert (problem.kind, problem.fatal, problem.key) == ("rank-mismatch", True, "model.a.weight")
-    assert "a plain tensor of shape (3, 2) and type float32 in rank 1" in problem.message
+    assert f"{shown} in rank 1" in problem.message
     assert "a DTensor of shape (9, 2) and type float32 in ranks 0, 2, 3" in problem.message
 
 
@@ -435,6 +439,8 @@ def test_values_of_the_ranks_own_are_kept_for_each(tmp_path: Path) -> None:
             "only": {"first": 1} if rank == 0 else {},
             "best": torch.ones(2) if rank == 0 else None,
             "lists": list(range(rank)),
+            "tensors": ([torch.rand(2)] * rank, *[torch.rand(3)] * rank),
+            "machine": {"state": {0: {"seen": torch.arange(rank + 1)}}, "up": True},
             "same": torch.full((4,), 2.5),
             "seen": torch.arange(rank + 1),
             "scale": torch.rand(2, dtype=torch.float64 if rank == 1 else torch.float32),
@@ -446,13 +452,13 @@ def test_values_of_the_ranks_own_are_kept_for_each(tmp_path: Path) -> None:
         tree = read_torch_ranks({r: str(tmp_path / f"extra_{r}.pt") for r in range(3)}, files, sources)
     assert {path[-1] if len(path) == 1 else path[:2] for path in tree.rank_values} == {
         *(("rng", what) for what in ("cpu", "numpy", "python")),
-        *("best", "lists", "seen", "scale"),
+        *("best", "lists", "tensors", ("machine", "state"), "seen", "scale"),
     }
     assert not any(problem.fatal for problem in tree.problems)
     assert tree.rank_values["best",][1:] == (None, None)
     assert tree.rank_values["lists",] == ([], [0], [0, 1])
     assert tree.rank_values["rng", "python", 1, 0] == (0, 1, 2)
-    for path in (("rng", "cpu"), ("seen",), ("scale",)):
+    for path in (("rng", "cpu"), ("seen",), ("scale",), ("tensors",), ("machine", "state", 0, "seen")):
         for found, state in zip(tree.rank_values[path], states, strict=True):
             assert held(found, files.files()) == held(reduce(getitem, path, state), ())
     assert tree.root["epoch"] == 7  # type: ignore[index,call-overload]
