@@ -82,11 +82,24 @@ def test_hidden_files_are_not_copied_and_named(trainer: Path, tmp_path: Path, fl
 def test_rank_r_gets_the_random_states_of_rank_r_modulo_the_sources(
     trainer: Path, tmp_path: Path, world: int, given: list[int]
 ) -> None:
-    to(trainer, tmp_path / "out", flavor="trainer", to=Layout.SHARDED, world_size=world)
+    report = to(trainer, tmp_path / "out", flavor="trainer", to=Layout.SHARDED, world_size=world)
+    said = [note.message for note in report.notes if "modulo" in note.message]
+    assert said == ["rng_state_{rank}.pth: rank r of 5 has that of rank r modulo 3"] * (world > 3)
     own = sorted(name for name in names(tmp_path / "out") if name.startswith("rng_state"))
     assert own == (["rng_state.pth"] if world == 1 else [f"rng_state_{rank}.pth" for rank in range(world)])
     for name, source in zip(own, given, strict=True):
         assert (tmp_path / "out" / name).read_bytes() == (trainer / f"rng_state_{source}.pth").read_bytes()
+
+
+def test_the_random_states_of_a_run_of_one_rank_become_those_of_every_rank(trainer: Path, tmp_path: Path) -> None:
+    (trainer / "rng_state_0.pth").rename(trainer / "rng_state.pth")
+    for rank in (1, 2):
+        (trainer / f"rng_state_{rank}.pth").unlink()
+    to(trainer, tmp_path / "out", flavor="trainer", to=Layout.SHARDED, world_size=2)
+    assert {name for name in names(tmp_path / "out") if "rng" in name} == {"rng_state_0.pth", "rng_state_1.pth"}
+    for rank in range(2):
+        copied = tmp_path / "out" / f"rng_state_{rank}.pth"
+        assert copied.read_bytes() == (trainer / "rng_state.pth").read_bytes()
 
 
 def test_a_full_target_keeps_the_random_states_of_all_ranks(trainer: Path, tmp_path: Path) -> None:
@@ -115,8 +128,11 @@ def test_what_was_written_is_known_as_the_producers_and_goes_on_with_its_files(t
 
 
 def test_a_plain_target_gets_none_of_them(trainer: Path, tmp_path: Path) -> None:
-    to(trainer, tmp_path / "out", flavor="plain", to=Layout.SHARDED, world_size=2)
+    to(trainer, tmp_path / "out", flavor="plain", container="torch", to=Layout.SHARDED, world_size=2, buffers=("none",))
     assert "training_args.bin" not in names(tmp_path / "out")
+    (tmp_path / "out" / "fsdp_config.json").write_text("{}")  # with it the files have verl's names
+    with Sources() as sources:
+        assert open_checkpoint(str(tmp_path / "out"), sources=sources).flavor == "plain"
 
 
 def test_a_file_that_was_read_for_its_extras_is_listed_once(trainer: Path) -> None:
