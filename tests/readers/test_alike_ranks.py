@@ -141,6 +141,7 @@ LAYOUTS: dict[str, tuple[Callable[[int], Any], int]] = {
     "sharded-tensor": (sharded_tensor, 6),
     "plain": (lambda _: {"w": numbered(3, 4), "b": numbered(0)}, 1),
     "own-values": (own_extra, 6),
+    "own-values-of-every-second": (lambda rank: {"w": numbered(2), "at": "odd" if rank % 2 else "even"}, 2),
     "own-set": (lambda rank: {"w": numbered(2), "s": {rank}}, 6),
     "own-number-in-a-key": (lambda rank: {"w": numbered(2), (1, rank): 3}, 6),
     "own-keys": (lambda rank: {f"w{rank}": numbered(2)}, 6),

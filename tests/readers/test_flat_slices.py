@@ -102,6 +102,7 @@ def test_local_state_dicts_hold_flat_parameters_and_slices_beside_them(form: str
     assert found.model is not None
     flat = {key: tensor for key, tensor in found.model.params.items() if key.endswith("_flat_param")}
     assert set(flat) == {"_flat_param", "l.0._flat_param", "l.1._flat_param"}
+    assert "keys of flat parameters: " + ", ".join(flat) in [each.message for each in found.evidence]
     for tensor in flat.values():
         assert isinstance(tensor, Tensor) and tensor.placement.startswith("ShardedTensor")
         assert tensor.chunks.rank.tolist() == [0, 1]
@@ -115,6 +116,18 @@ def test_local_state_dicts_hold_flat_parameters_and_slices_beside_them(form: str
         for key, tensor in beside.items():
             whole = Held(raw(truth[key]), "float32", (truth[key].numel(),))
             assert key == "buf" or held(tensor, found.files) == whole
+
+
+@pytest.mark.parametrize("key", ["buf", "h.weight"])
+def test_a_key_beside_flat_parameters_that_a_rank_lacks_is_reported(key: str, tmp_path: Path) -> None:
+    """Every rank's module has all of them, if only with no elements: they are no states that a rank never made."""
+    directory = golden("torch-2.4/f1_orig_local", tmp_path / "c")
+    with as_rank(1, 2):
+        state = torch.load(directory / "model_1.pt", weights_only=False)
+        del state[key]
+        torch.save(state, directory / "model_1.pt")
+    (problem,) = opened(directory).problems
+    assert (problem.kind, problem.key, problem.rank, problem.fatal) == ("missing-key", key, 1, False)
 
 
 # FSDP1 of this torch, on the fake process group
@@ -437,6 +450,7 @@ def test_keys_of_flat_parameters_prove_slices_even_of_one_rank(tmp_path: Path) -
     state = {"state": {"l._flat_param": {"exp_avg": randn(9)}}, "param_groups": [{"params": ["l._flat_param"]}]}
     torch.save(state, tmp_path / "optim.pt")
     found = opened(tmp_path / "optim.pt")
+    assert "keys of flat parameters: l._flat_param" in [each.message for each in found.evidence]
     assert (found.layout, leaf(found, "l._flat_param", "exp_avg").placement) == (Layout.FLATTENED, SLICES)
 
 

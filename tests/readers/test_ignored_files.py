@@ -20,6 +20,7 @@ from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, Source
 from fsdpckpt.readers.join import glob_of
 from fsdpckpt.readers.protocol import Part, Tree
 
+GOLDEN = Path(__file__).parent.parent / "golden"
 MODEL = {"a.w": torch.randn(5, 3), "a.b": torch.randn(5)}
 EXPORT = {name: tensor + 1 for name, tensor in MODEL.items()}
 STATE = {
@@ -93,7 +94,7 @@ def test_files_that_another_file_names_are_left_out_too(tmp_path: Path) -> None:
     (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(SourceIncompleteError, match="1 of them cannot be found"):
         fsdpckpt.inspect(tmp_path / "shards", ignore_file="part1.safetensors")
-    zero = Path(__file__).parent.parent / "golden" / "deepspeed" / "zero2-fp32"
+    zero = GOLDEN / "deepspeed" / "zero2-fp32"
     assert fsdpckpt.inspect(zero, ignore_file="truth.pt")
     with pytest.raises(SourceUnrecognisedError, match="no checkpoint was found"):
         fsdpckpt.inspect(zero, ignore_file=["truth.pt", "global_step3"])
@@ -138,6 +139,17 @@ def test_sets_of_files_are_left_out_by_one_glob(tmp_path: Path) -> None:
         fsdpckpt.inspect(source)
     assert typed(caught.value) == ["model-*.safetensors"]  # what the job itself wrote is kept
     assert fsdpckpt.inspect(source, ignore_file=["model-*.safetensors"])
+
+
+def test_what_the_ranks_wrote_is_kept_and_not_what_was_gathered_from_it(tmp_path: Path) -> None:
+    for rank in range(2):
+        shutil.copy(
+            GOLDEN / "torch-2.4/f2_plain_t" / f"model_{rank}.pt", tmp_path / f"model_world_size_2_rank_{rank}.pt"
+        )
+    torch.save(EXPORT, tmp_path / "full.pt")
+    with pytest.raises(NeedsInformationError) as caught:
+        fsdpckpt.inspect(tmp_path)
+    assert typed(caught.value) == ["full.pt"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from fsdpckpt.progress import NoProgress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.side_files import side_files
 from fsdpckpt.storage.sources import Sources
+from tests.readers.test_missing_sections import verl
 
 OPTIMIZER = {"state": {"w": {"exp_avg": torch.randn(5, 3)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
 
@@ -56,6 +57,8 @@ def test_the_same_producers_files_arrive_byte_for_byte(trainer: Path, tmp_path: 
     assert names(tmp_path / "out") - state == carried
     for name in carried:
         assert (tmp_path / "out" / name).read_bytes() == (trainer / name).read_bytes()
+    (copied,) = [note for note in report.notes if note.kind == "carried"]
+    assert set(copied.keys) == carried and copied.message.startswith("copied as they are: ")
     left = [note.message for note in report.notes if note.kind == "not-carried"]
     assert len(left) == 1 and "pytorch_model.bin" in left[0] and "rng_state_2.pth" in left[0]
 
@@ -116,6 +119,18 @@ def test_another_producer_gets_what_hugging_face_keeps_beside_a_model(trainer: P
     assert {"scheduler.pt", "training_args.bin", "trainer_state.json", "notes.xyz", "rng_state_2.pth"} <= named
     assert not {"scheduler", "rng_state"} & named, "said once, as files"
     assert any("optimizer" in note.message for note in said)
+
+
+def test_the_directory_that_verl_exports_to_is_copied_as_a_whole(tmp_path: Path) -> None:
+    verl(source := tmp_path / "actor")
+    exported = {"huggingface/config.json", "huggingface/model.safetensors", "huggingface/more/notes.xyz"}
+    for name in exported:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("{}")
+    to(source, tmp_path / "three", to=Layout.SHARDED, world_size=3, buffers=("none",))
+    assert {name for name in names(tmp_path / "three") if "/" in name} == exported
+    to(source, tmp_path / "weights", flavor="accelerate", to=Layout.FULL)
+    assert {name for name in names(tmp_path / "weights") if name.endswith((".json", ".xyz"))} == {"config.json"}
 
 
 def test_what_was_written_is_known_as_the_producers_and_goes_on_with_its_files(trainer: Path, tmp_path: Path) -> None:

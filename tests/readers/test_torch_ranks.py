@@ -439,7 +439,7 @@ def test_values_of_the_ranks_own_are_kept_for_each(tmp_path: Path) -> None:
             "only": {"first": 1} if rank == 0 else {},
             "best": torch.ones(2) if rank == 0 else None,
             "lists": list(range(rank)),
-            "tensors": ([torch.rand(2)] * rank, *[torch.rand(3)] * rank),
+            "tensors": ([torch.rand(2)] * rank, *[{"one": torch.rand(3)}] * rank),
             "machine": {"state": {0: {"seen": torch.arange(rank + 1)}}, "up": True},
             "same": torch.full((4,), 2.5),
             "seen": torch.arange(rank + 1),
@@ -590,6 +590,11 @@ def test_full_optimizer_states_on_every_rank_are_replicas(tmp_path: Path) -> Non
     tree, found = read(tmp_path)
     assert (tree.layout, tree.problems) == (Layout.FULL, [])
     assert found == held(state, ())
+
+
+def test_states_that_a_rank_never_made_are_no_missing_keys() -> None:
+    tree, _ = read(GOLDEN / "torch-2.4/f1_orig_raw", "optim")
+    assert (tree.layout, tree.problems) == (Layout.FLATTENED, [])
 
 
 def test_an_optimizer_without_states_is_not_flattened(tmp_path: Path) -> None:

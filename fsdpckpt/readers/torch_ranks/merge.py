@@ -93,6 +93,7 @@ class Merge:
         keys = list(first)
         in_blocks: Collection[Key] = {*states, *parts_in(first)} if states else ()
         inner, places = _inner_place(first, place), dict.fromkeys(in_blocks, _Place.INSIDE)
+        in_optimizer = place is _Place.STATES or place is _Place.ENTRY  # a rank without elements may have no state
         if place is _Place.ANYWHERE and is_optimizer(first):
             places["state"] = _Place.STATES
             holders = [i for i in present if "state" in values[i]]
@@ -106,7 +107,7 @@ class Merge:
             else:
                 column = [value.get(key, _ABSENT) if isinstance(value, dict) else _ABSENT for value in values]
             merged[key] = self.value(column, (*path, key), places.get(key, inner))
-            if not same and key not in in_blocks:
+            if not same and key not in in_blocks and not (in_optimizer and _holds_slices(merged[key])):
                 self._check_present(column, present, merged[key], (*path, key))
         return merged
 
@@ -136,7 +137,7 @@ class Merge:
     def _check_present(self, column: Sequence[object], expected: list[int], merged: Value, path: KeyPath) -> None:
         """Report a key that some of the groups ``expected`` (indexes) lack although they should hold a part of it."""
         absent = self._ranks_of(i for i in expected if column[i] is _ABSENT)
-        if not absent or _holds_slices(merged):
+        if not absent:
             return
         holders: set[int] = set()
         for group, value in zip(self._groups, column, strict=True):
