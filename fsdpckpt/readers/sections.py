@@ -55,8 +55,8 @@ class Sections:
 def split(root: Value, *, called_model: bool = False) -> Sections:
     """Split ``root``, a state dict as its producer nested it, into sections. ``root`` is not changed.
 
-    ``called_model``: the name of its file calls it a model. If it is not a mapping, all of it is ``extra`` under the key
-    ``""``.
+    ``called_model``: the name of its file calls it a model. If it is not a mapping, all of it is ``extra`` under the
+    key ``""``.
     """
     if not isinstance(root, dict):
         return Sections(None, None, {"": root})
