@@ -180,8 +180,8 @@ BOMBS: dict[str, bytes] = {
     "a list in itself": P2 + b"]q\x00h\x00a.",
     "a dict in itself": P2 + b"}q\x00" + text("a") + b"h\x00s.",
     "an object in itself": P2 + _NAMESPACE + b")\x81q\x00}" + text("a") + b"h\x00sb.",
-    "sets of 224 bytes an opcode": P4 + b"(" + b"\x8f" * 4_000_000 + b"t.",
-    "lists of 64 bytes an opcode": P4 + b"(" + b"]" * 12_000_000 + b"t.",
+    "sets of 224 bytes an opcode": P4 + b"(" + b"\x8f" * 1_500_000 + b"t.",
+    "lists of 64 bytes an opcode": P4 + b"(" + b"]" * 9_000_000 + b"t.",
     "a state copied 100,000 times": _copies_of_a_state(30_000),
     "a list copied 100,000 times": _copies_by_calls(100_000),
     "a large key hashed 100,000 times": P2

@@ -54,16 +54,15 @@ def test_resharding_reads_each_row_from_the_lowest_rank_that_holds_it(before: in
     assert (seen == 1).all()
 
 
-@pytest.mark.timeout(60)  # a second or two; the quadratic way takes minutes
+@pytest.mark.timeout(60)  # a second; the quadratic way takes minutes
 def test_planning_thousands_of_ranks_is_not_quadratic() -> None:
-    tensors = [_rows(5003, 2048) for _ in range(3)]
+    tensor = _rows(5003, 2048)
     files = [TargetFile(f"rank{rank}") for rank in range(2048)]
     for rank, file in enumerate(files):
-        for tensor in tensors:
-            low = min(rank * 3, 5003)
-            file.add_write_item(tensor, start=(low, 0), size=(min(3, 5003 - low), 3))
+        low = min(rank * 3, 5003)
+        file.add_write_item(tensor, start=(low, 0), size=(min(3, 5003 - low), 3))
     plan = make_plan(Target(files))
-    assert plan.bytes_written == 3 * 5003 * 12
+    assert plan.bytes_written == 5003 * 12
 
 
 def test_a_chunk_that_was_never_located_is_an_internal_error() -> None:
