@@ -27,7 +27,7 @@ from fsdpckpt.flat.units.target import target_units
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, Layout, Note, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal
-from fsdpckpt.ir.names import SourceNames, leading_wrapper, normalise
+from fsdpckpt.ir.names import SourceNames, leading_wrapper, normalise, under_first_names
 from fsdpckpt.ir.quantized import unwrapped
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
@@ -326,6 +326,7 @@ class _Steps:
             )
         cast = DTYPES[options.dtype] if options.dtype is not None else None
         target = target_units(checkpoint, self.request, source, spec.world_size or 1, self.sources, dtype=cast)
+        checkpoint = under_first_names(checkpoint, target.units)
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *(Note("units", line) for line in target.how)))
         checkpoint = self.fill(checkpoint, target.units)
         key_type = options.key_type or source_keys or "id"

@@ -25,7 +25,7 @@ from fsdpckpt.ir.invariants import fatal, problems
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.tensors import FLATTENED, ONE_SLICE, SLICES, Chunks, Int64Array, Tensor, contiguous_stride
-from fsdpckpt.ir.units import Unit, UnitParam
+from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes, is_flat_key
 from fsdpckpt.storage.sources import Sources
@@ -67,11 +67,25 @@ def _model(model: ModelState, match: FlatMatch, notes: list[Note]) -> ModelState
     for later, first in match.units.shared:
         if first in params:
             params[later] = params[first]
-    # LOCAL_STATE_DICT has the innermost units first: the order of model.parameters() is what others rely on.
-    params = {name: params[name] for name in dict.fromkeys([*match.units.parameters, *params]) if name in params}
+    # LOCAL_STATE_DICT has the innermost units first: the order of the model is what others rely on.
+    params = {name: params[name] for name in dict.fromkeys([*_model_order(match.units), *params]) if name in params}
     counted = f"{plural(len(split), 'parameter', 'were')} found in {plural(len(by_key), 'flat parameter')}"
     notes.append(Note("unflattened", f"model: {counted}"))
     return ModelState(params, model.metadata)
+
+
+def _model_order(units: Units) -> list[str]:
+    """``units.parameters`` with each in its module: a shared one may be listed where its other name is."""
+    order, unit_of = list(units.parameters), units.unit_of()
+    for later, first in units.shared:
+        params = unit_of[first].params if first in unit_of else ()
+        mates = [param.name for param in params if param.name.rpartition(".")[0] == first.rpartition(".")[0]]
+        place = mates.index(first) if first in mates else 0
+        following = mates[place + 1 : place + 2]
+        if following and first in order and order.index(following[0]) != order.index(first) + 1:
+            order[order.index(first)] = later
+            order.insert(order.index(following[0]), first)
+    return order
 
 
 def _read_whole(leaf: Tensor | Value) -> Tensor | Value:

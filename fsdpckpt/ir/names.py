@@ -14,6 +14,7 @@ from fsdpckpt.ir.checkpoint import (
     Note,
     OptimState,
 )
+from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value, like
 from fsdpckpt.text import plural, some_of
 
@@ -183,6 +184,15 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
         notes = (*notes, Note("normalised", message, keys=tuple(lost)))
     names = SourceNames(of_model, of_optim, metadata, leading)
     return replace(checkpoint, model=model, optim=optim, notes=notes), names
+
+
+def under_first_names(checkpoint: Checkpoint, units: Units) -> Checkpoint:
+    """``checkpoint`` with the states of shared parameters under the name that ``units`` list. If a parameter is in
+    several units, that is the name in the innermost; PyTorch's full state dicts have the model's first name.
+    """
+    optim = checkpoint.optim
+    later = {later: first for later, first in units.shared if optim is not None and first not in optim.all_keys()}
+    return replace(checkpoint, optim=_renamed(optim, later)) if optim is not None and later else checkpoint
 
 
 def _in_fsdp(name: str) -> bool:

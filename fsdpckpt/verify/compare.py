@@ -23,7 +23,7 @@ from fsdpckpt.ir.checkpoint import (
     Section,
     group_params,
 )
-from fsdpckpt.ir.names import clean, keeps_order, without_fsdp
+from fsdpckpt.ir.names import clean, keeps_order, under_first_names, without_fsdp
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, value_text, walk
 from fsdpckpt.producers import PLAIN
@@ -105,6 +105,9 @@ def compare(
     Raises NeedsInformationError if the optimizers' key types differ and cannot be matched by order,
     SourceIncompleteError if a tensor that must be read is incomplete.
     """
+    for units in (a.units, b.units):
+        if units is not None:
+            a, b = (under_first_names(each, units) for each in (a, b))
     saved, bare = (a, b), any(map(_has_bare_names, (a, b)))
     a, b = (_without_wrappers(each, bare=bare) for each in saved)
     matched = _match_optimizers(a, b)

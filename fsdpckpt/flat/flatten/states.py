@@ -103,10 +103,8 @@ class FlatOptimizer:
         casts: Mapping[Tensor, DType],
     ) -> None:
         """Raises SourceUnsupportedError for states that no flat parameter can hold."""
-        first = dict(units.shared)
         self._params = units.params()
-        named = {first.get(key, key) if isinstance(key, str) else key: states for key, states in optim.state.items()}
-        self._state = {key: states for key, states in named.items() if states or key not in self._params}
+        self._state = {key: states for key, states in optim.state.items() if states or key not in self._params}
         self._extra = optim.extra
         self._units = units
         self._keys = keys

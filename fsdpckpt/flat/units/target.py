@@ -26,6 +26,7 @@ from fsdpckpt.flat.units.request import (
 )
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.names import under_first_names
 from fsdpckpt.ir.units import Groups, Strategy, Unit, UnitParam, Units, flaws
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
@@ -49,6 +50,7 @@ def target_units(
     SourceUnsupportedError if param groups divide a flat parameter.
     """
     wrapped, how = _wrapping(checkpoint, request, source, sources)
+    checkpoint = under_first_names(checkpoint, wrapped)
     units = wrapped
     if dtype is not None and request.file is None and checkpoint.model is not None:
         units = _cast(units, dtype)

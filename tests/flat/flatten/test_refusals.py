@@ -108,17 +108,6 @@ def test_a_state_that_no_group_lists_is_refused(tmp_path):
     refused(tmp_path, SourceCorruptError, model, units(orig=True), "top", "none of its groups")
 
 
-def test_a_state_under_the_later_name_of_a_shared_parameter_is_the_parameters(tmp_path):
-    model = Model(seed=15)
-    ckpt = model.checkpoint()
-    assert ckpt.optim is not None
-    ckpt.optim.state["head"] = ckpt.optim.state.pop("top")
-    written(tmp_path, model, units(orig=True, shared=(("head", "top"),)), 1, ckpt=ckpt)
-    optim = loaded(tmp_path, "optim", 0, 1)
-    assert torch.equal(optim["state"][0]["exp_avg"], model.states["top"]["exp_avg"])
-    assert optim["param_groups"][0]["params"] == [0, 1, 2, 3, 4]
-
-
 def test_the_dtype_of_an_unknown_number_cannot_be_padded(tmp_path):
     model = Model(seed=16)
     ckpt = model.checkpoint()

@@ -101,10 +101,13 @@ def test_every_parameter_is_told_as_it_was_before_wrapping(case: Case, use_orig_
         assert units.parameters == tuple(name for name, _ in before.named_parameters())
 
 
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
 def test_a_weight_that_the_head_shares_with_the_embedding_does_not_change_the_order_of_modules(
-    world: World, tmp_path: Path
+    name: str, world: World, tmp_path: Path
 ) -> None:
-    """FSDP flattens it in the head's unit, and ``parameters()`` lists it where the embedding is."""
+    """FSDP flattens it in the head's unit, and ``parameters()`` lists it where the embedding is. In a full state dict
+    its states are under the embedding's ``name``, that of ``FSDP.optim_state_dict``, or under the head's.
+    """
     world(3)
     model = wrapped(Case(TiedHead, (Perceptron, nn.Linear)), TiedHead(), use_orig_params=True)
     units = units_of(model)
@@ -112,8 +115,9 @@ def test_a_weight_that_the_head_shares_with_the_embedding_does_not_change_the_or
     assert units.parameters[0] == "head.weight"
     save_units(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "units.json")
     full = TiedHead().state_dict()
-    state = {name: {"momentum_buffer": torch.rand_like(full[name])} for name in units.parameters}
-    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": list(units.parameters)}]}
+    keys = [name, *units.parameters[1:]]
+    state = {key: {"momentum_buffer": torch.rand_like(full[key])} for key in keys}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": keys}]}
     torch.save({"model": full, "optimizer": optimizer}, tmp_path / "full.pt")
     dist.destroy_process_group()
     wanted: dict[str, Any] = {"to": "flattened", "world_size": 3, "key_type": "id", "units": tmp_path / "units.json"}
@@ -122,8 +126,12 @@ def test_a_weight_that_the_head_shares_with_the_embedding_does_not_change_the_or
     again = torch.load(tmp_path / "again.pt", weights_only=True)
     assert again["model"].keys() == full.keys()
     assert all(torch.equal(again["model"][name], full[name]) for name in full)
-    for name, states in again["optimizer"]["state"].items():
-        assert torch.equal(states["momentum_buffer"], state[name]["momentum_buffer"])
+    found = again["optimizer"]["state"].values()  # in the same order
+    for states, key in zip(found, keys, strict=True):
+        assert torch.equal(states["momentum_buffer"], state[key]["momentum_buffer"])
+    assert fsdpckpt.diff(tmp_path / "full.pt", tmp_path / "flat").same
+    fsdpckpt.convert(tmp_path / "flat", tmp_path / "on-2", to="flattened", world_size=2)
+    assert fsdpckpt.diff(tmp_path / "on-2", tmp_path / "full.pt").same
 
 
 @pytest.mark.parametrize(("case", "use_orig_params"), BOTH)
