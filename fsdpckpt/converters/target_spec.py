@@ -239,11 +239,14 @@ def refuse_section_options(spec: TargetSpec, opened: Checkpoint) -> None:
             refuse_unused(options, scope, why)
 
 
-def refuse_flat_options(options: ConvertOptions, source: str, *, has_flat: bool) -> None:
+def refuse_flat_options(options: ConvertOptions, source: Checkpoint, *, has_flat: bool) -> None:
     """Raises UsageError for options about FSDP1's flat parameters if neither the source nor the target has any."""
     # Keys and names need the order of the parameters, which a units file has.
     ordered = options.key_type or options.include or options.exclude or options.missing_state
     checked = replace(options, units=None) if ordered else options
     if given(checked, Scope.FLAT_PARAMETERS) and not has_flat:
-        why = f"neither {source} nor the target has flat parameters"
-        refuse_unused(checked, Scope.FLAT_PARAMETERS, why, "add --to flattened")
+        why, remedy = f"neither {source.source} nor the target has flat parameters", "add --to flattened"
+        if source.optim is not None and source.optim.key_type == "id" and not any(source.optim.state.values()):
+            why = f"the optimizer of {source.source} has ids without states, which do not show what FSDP1 flattened"
+            remedy = "give --units FILE (save_units or `fsdpckpt units` makes one), which says what each id is"
+        refuse_unused(checked, Scope.FLAT_PARAMETERS, why, remedy)

@@ -87,7 +87,7 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
         checkpoint = note_one_group(checkpoint)
     to_flattened = spec.layout is Layout.FLATTENED
     flattened = is_flattened(checkpoint, sources, request)
-    refuse_flat_options(options, checkpoint.source, has_flat=to_flattened or flattened)
+    refuse_flat_options(options, checkpoint, has_flat=to_flattened or flattened)
     source_keys = checkpoint.optim.key_type if checkpoint.optim is not None else None
     resolved: ResolvedUnits | None = None
     if flattened:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,23 @@ def test_a_form_with_keys_of_its_own_refuses_key_type(tmp_path: Path, key_type: 
     options = {"flavor": "accelerate", "to": "flattened", "world_size": 2, "unit": ["none"], "use_orig_params": True}
     with pytest.raises(UsageError, match=r"--key-type .* its own kind of keys in this form"):
         fsdpckpt.convert(source, tmp_path / "out", key_type=key_type, **options)
+
+
+def test_units_of_an_optimizer_without_states_are_asked_for_as_a_file(tmp_path: Path) -> None:
+    """SGD without momentum under NO_SHARD: each id may be a parameter or a flat parameter."""
+    model = {"w": torch.randn(2, 5), "a.w": torch.randn(5, 3), "a.b": torch.randn(5)}
+    names = {"state": {}, "param_groups": [{"lr": 0.1, "params": list(model)}]}
+    torch.save({"model": model, "optimizer": names}, tmp_path / "full.pt")
+    wrapping = {"unit": ["a"], "strategy": "no-shard", "use_orig_params": False}
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "flat", to="flattened", world_size=2, **wrapping)  # type: ignore[arg-type]
+    units = json.loads((tmp_path / "flat" / "fsdpckpt.json").read_text())["units"]
+    (tmp_path / "flat" / "fsdpckpt.json").unlink()
+    with pytest.raises(
+        UsageError, match=r"--unit has no effect: the optimizer of .*flat has ids without states"
+    ) as refused:
+        fsdpckpt.convert(tmp_path / "flat", tmp_path / "out.pt", to="full", key_type="name", unit=["a"])
+    assert "give --units FILE" in str(refused.value.next_step)
+    (tmp_path / "of-a-job.json").write_text(json.dumps(units))
+    given = tmp_path / "of-a-job.json"
+    fsdpckpt.convert(tmp_path / "flat", tmp_path / "out.pt", to="full", key_type="name", units=given)
+    assert sorted(torch.load(tmp_path / "out.pt")["optimizer"]["param_groups"][0]["params"]) == sorted(model)
