@@ -557,6 +557,16 @@ def test_flat_keys_of_a_section_that_differ_between_ranks_are_reported(key: str,
     assert list(found.rank_extra) == [{"epoch": 3, "seed": rank} for rank in range(2)]
 
 
+def test_a_key_that_is_nan_is_one_key_of_all_ranks(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"w.weight": torch.ones(3, 2)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+        extra = {"losses": {float("nan"): 3, 0.5: rank}}
+        torch.save(extra, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
+    found = opened(tmp_path)
+    assert found.problems == ()
+    assert [str(each) for each in found.rank_extra] == ["{'losses': {nan: 3, 0.5: 0}}", "{'losses': {nan: 3, 0.5: 1}}"]
+
+
 def test_equal_looking_replicas_are_decided_by_kind_and_not_by_value(tmp_path: Path) -> None:
     """Shards that happen to be equal are still shards; buffers that differ are still replicas."""
 

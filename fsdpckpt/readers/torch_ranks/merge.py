@@ -8,6 +8,7 @@ whole optimizer and the others have no optimizer.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -100,6 +101,7 @@ class Merge:
             self._on_one_rank = len(self._ranks_of(holders)) == 1 and _is_gathered(values[holders[0]]["state"])
         same = len(present) == len(values) and all(list(other) == keys for other in values[1:])
         if not same:
+            values = [_with_common_nan(value) if isinstance(value, dict) else value for value in values]
             keys = list(dict.fromkeys(chain(*(values[i] for i in present))))
         for key in keys:
             if same:
@@ -297,6 +299,12 @@ def _join(parts: Sequence[Chunks | list[tuple[int, ...]]], ndim: int) -> Chunks:
         columns.append(_chunks(rows, ndim))
     joined = Chunks.joined(columns)
     return joined if len(columns) == 1 else joined.take(np.argsort(joined.rank, kind="stable"))
+
+
+def _with_common_nan(mapping: dict[Key, object]) -> dict[Key, object]:
+    """``mapping`` with ``math.nan`` for its first key that is NaN: the NaN of each rank's file equals no other."""
+    own = next((key for key in mapping if key != key), None)  # noqa: PLR0124 (only NaN differs from itself)
+    return mapping if own is None else {math.nan if key is own else key: item for key, item in mapping.items()}
 
 
 def _located(value: object, file: RankFile) -> Value:
