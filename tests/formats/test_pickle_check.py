@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import pickle
 import random
+import struct
+import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -99,6 +102,33 @@ def test_a_shared_tuple_of_a_training_script_is_read() -> None:
     check_pickle(
         P2 + b"}q\x00(" + text("a") + b"K\x01K\x02\x86q\x01" + text("b") + b"h\x01" + b"h\x01K\x07u.", "it.pkl"
     )
+
+
+def long1(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def long4(value: int) -> bytes:
+    return b"\x8b" + struct.pack("<i", len(long1(value)) - 2) + long1(value)[2:]
+
+
+@pytest.mark.parametrize("encode", [long1, long4, lambda value: b"L%dL\n" % value, lambda value: b"I%d\n" % value])
+@pytest.mark.parametrize("wrapped", [b"", b"\x85", b"\x85\x85"])
+def test_integers_of_one_hash_are_few_as_keys_and_any_number_as_values(
+    encode: Callable[[int], bytes], wrapped: bytes
+) -> None:
+    """A dict compares all keys of one hash in pairs: 100,000 of them take minutes."""
+    numbers = [encode(k * sys.hash_info.modulus << 64) + wrapped for k in range(1, 5_000)]
+    assert len({hash(pickle.loads(P2 + number + b".")) for number in numbers[:9]}) == 1
+    check_pickle(P2 + b"](" + b"".join(numbers) + b"e.", "it.pkl")
+    check_pickle(P2 + b"}(" + b"N".join(numbers[:4_000]) + b"Nu.", "it.pkl")
+    assert refused(P2 + b"}(" + b"N".join(numbers) + b"Nu.") == "more"
+    assert refused(P4 + b"\x8f(" + b"".join(numbers) + b"\x90.") == "more"
+    assert refused(P2 + b"}" + b"".join(number + b"Ns" for number in numbers) + b".") == "more"
+    narrow = [encode(2**64 - k) + wrapped for k in range(1, 5_000)]
+    if encode is not long4:
+        check_pickle(P2 + b"}(" + b"N".join(narrow) + b"Nu.", "it.pkl")
 
 
 STATE = b"}q\x00(" + b"".join(text(f"k{n}") + b"N" for n in range(3000)) + b"u0"

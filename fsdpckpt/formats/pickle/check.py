@@ -31,12 +31,17 @@ _FREE_BYTES = 256 << 20  # bytes that a pickle of any size may allocate ...
 _BYTES_PER_BYTE = 32  # ... and for each of its bytes; honest ones need 6 to 10
 _FREE_ITEMS = 1_000_000  # items that may be hashed, copied or expanded in any pickle: no noticeable time ...
 _ITEMS_PER_BYTE = 20  # ... and for each byte of the pickle
+# Integers that differ by a multiple of 2^61 - 1 have one hash, and a dict compares all keys of one hash in pairs. Of
+# those that fit into so many bytes, few have the same; of larger ones only so many may be keys.
+_NARROW_BYTES, _NARROW_TEXT = 9, 23  # the text with its opcode and the end of its line
+_MAX_WIDE_KEYS = 1 << 12
 
 # Each value is represented by one number: its items, all references followed, plus these constants. A call's result
 # is an object unless the call had no arguments, as for a container.
 _LEAF, _OBJECT, _CONTAINER = 1, 2, 3
 _DEPTH = 1 << 40  # for each level of nested tuples
 _SHARED = 1 << 56  # it is, or holds, a container that was referred back to
+_WIDE = 1 << 57  # it is, or holds, an integer of more than _NARROW_BYTES
 _ITEMS = _DEPTH - 1
 _DEPTHS = _SHARED - _DEPTH
 
@@ -55,7 +60,7 @@ _KIND_OF = {
 }
 _KINDS = bytes(_KIND_OF.get(opcode, _RARE) for opcode in range(256))
 _SIZES = bytes(FIXED.get(opcode) or COUNTED.get(opcode, 0) for opcode in range(256))  # of its count if it has one
-_LONG4, _FRAME, _REDUCE = 0x8B, 0x95, ord("R")
+_LONG1, _LONG4, _FRAME, _REDUCE = 0x8A, 0x8B, 0x95, ord("R")
 _EXTENSIONS = b"\x82\x83\x84"
 
 # Bytes that an opcode makes the unpickler allocate (CPython 3.11, rounded up).
@@ -131,7 +136,7 @@ class OpcodeWalk:
         self._data, self._file, self._what = data, file, what
         self._max_items = _FREE_ITEMS + _ITEMS_PER_BYTE * len(data)
         self._largest_container = 1 + len(data) // 8  # items that it may have in this pickle
-        self._spent = 0
+        self._spent = self._wide_keys = 0
 
     def _refuse(self, expected: str, found: str) -> NoReturn:
         raise _corrupt(f"{self._file} {self._what}", self._file, expected, found)
@@ -157,8 +162,9 @@ class OpcodeWalk:
                 elif kind == _TEXT:
                     width = sizes[opcode]
                     at += 1 + width
-                    at += data[at - 1] if width == 1 else number(data[at - width : at], "little")
-                    push(_LEAF)
+                    length = data[at - 1] if width == 1 else number(data[at - width : at], "little")
+                    at += length
+                    push(_LEAF if opcode != _LONG1 or length <= _NARROW_BYTES else _LEAF + _WIDE)
                 elif kind == _PUT:
                     if data[at + 1] == len(memo):
                         append(stack[-1])
@@ -244,7 +250,7 @@ class OpcodeWalk:
         for item in items:
             total += item & _ITEMS
             depth = max(depth, item & _DEPTHS)
-            shared |= item & _SHARED
+            shared |= item & (_SHARED | _WIDE)
         depth += _DEPTH
         if depth > MAX_DEPTH * _DEPTH:
             self._refuse("values of bounded cost", f"tuples more than {MAX_DEPTH} deep")
@@ -253,11 +259,14 @@ class OpcodeWalk:
         return total + depth + shared
 
     def _charge_hash(self, items: Sequence[int]) -> None:
+        self._wide_keys += sum(1 for item in items if item & _WIDE)
+        if self._wide_keys > _MAX_WIDE_KEYS:
+            self._refuse(f"at most {_MAX_WIDE_KEYS} keys that are integers of more than {_NARROW_BYTES} bytes", "more")
         self._charge(sum(item & _ITEMS for item in items))
 
     def _charge_copy(self, item: int) -> None:
         """Count an argument or a state."""
-        self._charge((item & _ITEMS) + (self._largest_container if item >= _SHARED else 0))
+        self._charge((item & _ITEMS) + (self._largest_container if item & _SHARED else 0))
 
     def _charge(self, items: int) -> None:
         self._spent += items
@@ -281,7 +290,9 @@ class OpcodeWalk:
             self._refuse("a number", f"{end - at} digits")
         if opcode == _LONG4 and end - at > 5 + _MAX_INTEGER_BYTES:
             self._refuse(f"integers of up to {size_text(_MAX_INTEGER_BYTES)}", size_text(end - at - 5))
-        if opcode in b"ILFSVPc\x8b":
+        if opcode in b"IL\x8b":
+            stack.append(_LEAF if opcode != _LONG4 and end - at <= _NARROW_TEXT else _LEAF + _WIDE)
+        elif opcode in b"FSVPc":
             stack.append(_LEAF)
         elif opcode == _FRAME:
             if int.from_bytes(data[at + 1 : end], "little") > len(data) - end:
