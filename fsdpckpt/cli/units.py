@@ -42,7 +42,6 @@ writes the same file without inference.
 UNITS_FILE = "units.json"  # in a directory given to --output, where it is found beside a checkpoint
 HEADINGS = ("flat parameter", "strategy", "parameters", "frozen", "elements", "dtype", "param_dtype")
 NUMERIC = frozenset({2, 3, 4})
-_MARK, _HEAD = b'"fsdpckpt-units"', 4096  # what every units file has near its beginning
 
 
 def units_command(output: Output, options: UnitsOptions) -> int:
@@ -89,12 +88,13 @@ def _from_model(model: str, options: UnitsOptions) -> ResolvedUnits:
 
 def _free_target(path: str | None, *, overwrite: bool) -> str | None:
     """The file to write, which does not exist yet. Raises TargetExistsError."""
+    from fsdpckpt.flat.units.request import require_replaceable
+
     if path is None:
         return None
     if os.path.isdir(path):
         path = os.path.join(path, UNITS_FILE)
-    if os.path.lexists(path):
-        _require_units_file(path)
+    require_replaceable(path)
     if os.path.lexists(path) and not overwrite:
         raise TargetExistsError(
             f"{path} exists",
@@ -103,24 +103,6 @@ def _free_target(path: str | None, *, overwrite: bool) -> str | None:
             next_step=f"add --overwrite, or give a file other than {shlex.quote(path)}",
         )
     return path
-
-
-def _require_units_file(path: str) -> None:
-    """Raises TargetExistsError for what ``--overwrite`` does not replace: anything but an empty file and a
-    units file.
-    """
-    try:
-        with open(path, "rb") as file:
-            head = file.read(_HEAD)
-    except OSError:  # a directory, a dangling link, someone else's file
-        head = b"?"
-    if head and _MARK not in head:
-        raise TargetExistsError(
-            f"{path} exists, and is not a units file",
-            file=path,
-            why="fsdpckpt does not replace it, even with --overwrite: what is in it would be lost",
-            next_step="give another file, or move this one away",
-        )
 
 
 def _print(output: Output, result: ResolvedUnits) -> None:

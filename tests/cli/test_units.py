@@ -130,12 +130,13 @@ def test_an_existing_file_is_replaced_only_with_overwrite(run: Run, tmp_path: Pa
     assert (tmp_path / "units.json").read_bytes() != before
 
 
-def test_a_file_that_is_not_a_units_file_is_never_replaced(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"hidden_size": 5}')
+@pytest.mark.parametrize("content", ['{"hidden_size": 5}', '{"units": {"format": "fsdpckpt-units", "version": 1}}'])
+def test_a_file_that_is_not_a_units_file_is_never_replaced(content: str, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
     done = run("units", *MODEL, *WRAP, "--use-orig-params", "-o", tmp_path / "config.json", "--overwrite")
     assert done.code == 5
     assert "is not a units file" in done.err
-    assert (tmp_path / "config.json").read_text() == '{"hidden_size": 5}'
+    assert (tmp_path / "config.json").read_text() == content
 
 
 def test_a_checkpoint_proves_the_models_units(run: Run, trained: tuple[bool, Path, Path]) -> None:

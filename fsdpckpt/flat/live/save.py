@@ -54,9 +54,9 @@ def save_units(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: 
     Call it on every rank; no rank waits for another, and rank 0 of the model's process group writes. ``optimizer``
     gives the order of ids in its state; None means one group in ``model.parameters()`` order. Ranks whose optimizers
     list their parameters in a different order, or lack some, are recorded with their own order. Call it outside forward
-    and backward. Raises UsageError for a model without FSDP1 modules (FSDP2 needs no units file), and
-    SourceUnsupportedError on a rank whose own order cannot be recorded, because it does not see the file that rank 0
-    wrote.
+    and backward. Raises UsageError for a model without FSDP1 modules (FSDP2 needs no units file), TargetExistsError for
+    a file of anything else, and SourceUnsupportedError on a rank whose own order cannot be recorded, because it does
+    not see the file that rank 0 wrote.
     """
     units, target = units_of(model, optimizer), units_path(os.fsdecode(path))
     rank, process_groups = _checkpoint_rank(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from fsdpckpt.errors import (
     SourceCorruptError,
     SourceMissingError,
     SourceUnrecognisedError,
+    TargetExistsError,
     TargetUnwritableError,
     UsageError,
     of_option,
@@ -252,13 +254,15 @@ def units_path(path: str) -> str:
 def write_units(units: Units, target: str, *, how: Sequence[str] = ()) -> bytes:
     """Write ``units`` to the file ``target``, durably and at once; ``how`` as for ``encode``.
 
-    Returns its content. Makes missing directories; replaces an earlier file. Raises TargetUnwritableError.
+    Returns its content. Makes missing directories; replaces an earlier units file. Raises TargetUnwritableError,
+    TargetExistsError.
     """
     if is_url(target):
         raise UsageError(
             f"{target}: units files are written to local disks only",
             next_step="write it to a local file and copy that beside the checkpoint",
         )
+    require_replaceable(target)
     content = render(encode(units, how=how)).encode()
     try:
         os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
@@ -266,3 +270,24 @@ def write_units(units: Units, target: str, *, how: Sequence[str] = ()) -> bytes:
     except OSError as error:
         raise TargetUnwritableError(f"{target}: {error.strerror or error}", file=target) from error
     return content
+
+
+_UNITS_HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"fsdpckpt-units"')  # how every units file begins
+
+
+def require_replaceable(path: str) -> None:
+    """Raises TargetExistsError for a file at ``path`` that is never replaced: one that has content, and no units."""
+    if not os.path.lexists(path):
+        return
+    try:
+        with open(path, "rb") as file:
+            head = file.read(4096)
+    except OSError:  # a directory, a dangling link, someone else's file
+        head = b"?"
+    if head and not _UNITS_HEAD.match(head):
+        raise TargetExistsError(
+            f"{path} exists, and is not a units file",
+            file=path,
+            why="fsdpckpt replaces units files only: what is in it would be lost",
+            next_step="give another file, or move this one away",
+        )

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 import fsdpckpt
-from fsdpckpt.errors import InternalError, SourceUnsupportedError, TargetUnwritableError, UsageError
+from fsdpckpt.errors import InternalError, SourceUnsupportedError, TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.flat.live import flattens_in_memory_order
 from fsdpckpt.flat.live.save import save_units, units_of
 from fsdpckpt.ir.dtypes import DTYPES
@@ -386,6 +386,15 @@ def test_a_directory_gets_a_units_json_that_replaces_an_earlier_one(world: World
     assert loads(path.read_bytes(), source=str(path)) == units_of(model)
 
 
+def test_a_file_that_is_not_a_units_file_is_never_replaced(world: World, tmp_path: Path) -> None:
+    world(2)
+    path = tmp_path / "config.json"
+    path.write_text('{"hidden_size": 5}')
+    with pytest.raises(TargetExistsError, match=r"config\.json exists, and is not a units file"):
+        save_units(wrapped(NESTED, Nested()), None, path)
+    assert path.read_text() == '{"hidden_size": 5}'
+
+
 def test_after_the_process_group_is_gone_units_can_still_be_saved(world: World, tmp_path: Path) -> None:
     world(2)
     model = wrapped(NESTED, Nested())
@@ -402,7 +411,7 @@ def test_where_nothing_can_be_written_nothing_is_left(world: World, tmp_path: Pa
         save_units(model, None, tmp_path / "file" / "units.json")
     (tmp_path / "taken.json").mkdir()
     (tmp_path / "taken.json" / "units.json").mkdir()
-    with pytest.raises(TargetUnwritableError):
+    with pytest.raises(TargetExistsError):
         save_units(model, None, tmp_path / "taken.json")
     assert os.listdir(tmp_path / "taken.json") == ["units.json"]
     with pytest.raises(UsageError, match="local disks only"):
