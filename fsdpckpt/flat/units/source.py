@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, UsageError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.flat import describe_lengths, is_sliced
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.names import ParameterNames, UnitPrefixes, model_names, optimizer_names, parameter_order, prefixes_of
@@ -73,8 +73,19 @@ def source_units(
 
     ``target_flattened``: ``request`` describes the target, and the source only if no units are beside the source.
     Raises SourceCorruptError for units that contradict the checkpoint, NeedsInformationError if several units match or
-    an option is needed.
+    an option is needed, SourceUnsupportedError for a parameter with the name of a flat parameter.
     """
+    for key, leaf in checkpoint.model.params.items() if checkpoint.model is not None else ():
+        if is_flat_key(key) and isinstance(leaf, Tensor) and leaf.ndim != 1:
+            raise SourceUnsupportedError(
+                f"{checkpoint.source}: the parameter {key} has the name of an FSDP1 flat parameter, and is none",
+                file=checkpoint.source,
+                key=key,
+                expected="a vector",
+                found=f"shape {list(leaf.shape)}",
+                why="fsdpckpt recognises flat parameters by this name, which FSDP1 keeps for them",
+                next_step="save the model with another name for this parameter",
+            )
     beside = checkpoint.units
     if beside is not None and (target_flattened or request.file is None):
         source_request = UnitsRequest() if target_flattened else request

@@ -561,3 +561,11 @@ def test_a_units_file_and_its_name_are_on_the_disk_before_it_is_said_to_be_writt
     assert [entry.name for entry in target.parent.iterdir()] == ["units.json"]
     with pytest.raises(TargetUnwritableError):
         write_units(units_of(), str(target / "below"))
+
+
+@pytest.mark.parametrize("name", ["_flat_param", "l.0._flat_param"])
+def test_a_parameter_with_the_name_of_a_flat_parameter_is_refused_by_name(name: str, sources: Sources) -> None:
+    found = checkpoint(1, model=ModelState({name: whole(6, 3), "h.weight": whole(5, 9, offset=72)}))
+    with pytest.raises(SourceUnsupportedError, match="has the name of an FSDP1 flat parameter") as refused:
+        source_units(found, UnitsRequest(), sources)
+    assert (refused.value.key, refused.value.found) == (name, "shape [6, 3]")
