@@ -36,7 +36,7 @@ from fsdpckpt.options import ConvertOptions, MissingState
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
-from fsdpckpt.transform.missing_state import Choice, fill, note_elementless, require_complete
+from fsdpckpt.transform.missing_state import Choice, fill, require_complete
 from fsdpckpt.transform.placements import LikeCheckpoint, Rules, TargetMesh, apply_placements, place_remaining
 from fsdpckpt.transform.rekey import apply_key_type
 from fsdpckpt.transform.selection import (
@@ -330,9 +330,7 @@ class _Steps:
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *(Note("units", line) for line in target.how)))
         checkpoint = self.fill(checkpoint, target.units)
         key_type = options.key_type or source_keys or "id"
-        if target.units.use_orig_params:
-            checkpoint = note_elementless(checkpoint, target.units)
-        else:
+        if not target.units.use_orig_params:
             require_complete(checkpoint, target.units)
             require_equal_states(checkpoint, target.units, self.sources)
             if options.key_type == "name":

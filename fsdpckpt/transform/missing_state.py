@@ -263,16 +263,6 @@ def _in_group_order(optim: OptimState, new: NewStates) -> Iterator[tuple[ParamKe
             yield inserted, new[inserted]
 
 
-def note_elementless(checkpoint: Checkpoint, units: Units) -> Checkpoint:
-    """Add a note on parameters without elements: with ``use_orig_params=True`` no rank keeps their states."""
-    states = checkpoint.optim.state if checkpoint.optim is not None else {}
-    names = [param.name for unit in units.units for param in unit.params if not param.numel and states.get(param.name)]
-    if not names:
-        return checkpoint
-    message = f"{_parameters(len(names))} no element, so that no rank keeps their optimizer states"
-    return replace(checkpoint, notes=(*checkpoint.notes, Note("dropped", message, keys=tuple(names))))
-
-
 def require_complete(checkpoint: Checkpoint, units: Units) -> None:
     """Raises NeedsInformationError if some parameters of one unit have optimizer states and others have none.
 

@@ -15,7 +15,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
-from fsdpckpt.transform.missing_state import fill, note_elementless, require_complete, without_state
+from fsdpckpt.transform.missing_state import fill, require_complete, without_state
 from tests.flat.flat_synthetic import checkpoint, named, sharded_model, whole
 
 PARAMS = (named("a.w", 5, 3), named("a.b", 5), named("b.w", 2, 5), named("b.b", 2), named("none", 0, 3))
@@ -192,14 +192,6 @@ def test_no_two_zero_tensors_share_bytes() -> None:
         assert following >= begin + max(nbytes, 1)
     assert found.files[-1].nbytes >= places[-1][0] + max(places[-1][1], 1)
     assert found.notes[-1].message == "4 parameters had no optimizer state, and got zeros"
-
-
-def test_states_without_a_place_in_slices_are_named() -> None:
-    held = source(NAMES, state={name: states(name, 1) for name in NAMES})
-    (note,) = note_elementless(held, units(orig=True)).notes
-    assert note.kind == "dropped" and note.keys == ("none",) and note.message.startswith("1 parameter has no element")
-    assert note_elementless(source(NAMES, state={"a.w": states("a.w", 1)}), units(orig=True)).notes == ()
-    assert note_elementless(replace(held, optim=None), units(orig=True)).notes == ()
 
 
 def test_only_flat_parameters_have_all_states_or_none() -> None:

@@ -58,8 +58,8 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         files += [file_of(rank, Section.MODEL, model.value(rank)) for rank in ranks]
     if checkpoint.optim is not None:
         keys = flat_keys(checkpoint, units, spec.key_type)
-        notes += keys.notes
         optim = FlatOptimizer(checkpoint, checkpoint.optim, units=units, placed=placed, keys=keys, casts=casts)
+        notes += [*keys.notes, *optim.notes()]
         files += [file_of(rank, Section.OPTIM, optim.value(rank)) for rank in ranks]
     extras = [extras_of_rank(checkpoint, rank) for rank in ranks]
     if any(extras):

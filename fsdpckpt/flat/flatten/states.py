@@ -18,7 +18,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.flat.blocks import Quantized, require_aligned_slices
 from fsdpckpt.flat.flatten.keys import FlatKeys
 from fsdpckpt.flat.flatten.pickle import UnitState, in_memory_order
-from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, stored_entry
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, ParamKey, stored_entry
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.tensors import FLATTENED, SLICES, Tensor
@@ -26,7 +26,7 @@ from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import FlatPart, PlacedUnit
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import some_of
+from fsdpckpt.text import plural, some_of
 
 UnitStates: TypeAlias = Mapping[str, UnitState | Tensor | Value]
 
@@ -139,6 +139,16 @@ class FlatOptimizer:
         self._blocks = {name: of_unit.block or 1 for of_unit in cut for name in of_unit.params}
         self._order = [key for key in units.optimizer_keys() if key in self._of_units or key in self._state]
         self._require_groups(checkpoint)
+
+    def notes(self) -> Iterator[Note]:
+        """A note on parameters without elements, whose own states have no place where units are cut or joined."""
+        joined = not self._units.use_orig_params
+        placed = ((name, unit) for name, unit in self._holder.items() if joined or unit.sharded)
+        names = tuple(name for name, _ in placed if not self._params[name].numel and self._state.get(name))
+        if names:
+            lost = "they have those of their flat parameter" if joined else "no rank keeps them"
+            message = f"optimizer states of {plural(len(names), 'parameter')} without elements are left out: {lost}"
+            yield Note("dropped", message, keys=names)
 
     def value(self, rank: int) -> dict[Any, Any]:
         """The state dict of ``rank``."""

@@ -435,6 +435,32 @@ def test_the_states_of_a_parameter_without_elements_count_only_if_no_other_has_a
     assert unit_states(unit, {}, {}, wrong) is None and wrong == []
 
 
+@pytest.mark.parametrize(
+    ("orig", "strategy", "world_size", "kept"),
+    [
+        (False, Strategy.FULL_SHARD, 2, "flat parameter"),
+        (False, Strategy.NO_SHARD, 2, "flat parameter"),
+        (True, Strategy.FULL_SHARD, 2, "no rank"),
+        (True, Strategy.FULL_SHARD, 1, None),
+        (True, Strategy.NO_SHARD, 2, None),
+    ],
+)
+def test_states_of_a_parameter_without_elements_that_have_no_place_are_noted(
+    tmp_path, orig, strategy, world_size, kept
+):
+    model, of = Model(seed=19), units(orig=orig, strategy=strategy)
+    model.weights["none"] = torch.zeros(0, 3)
+    model.states["none"] = {"step": torch.tensor(2.0), "exp_avg": torch.zeros(0, 3), "exp_avg_sq": torch.zeros(0, 3)}
+    model.groups[0]["params"].append("none")
+    inner = replace(of.units[1], params=(*of.units[1].params, param("none", (0, 3))))
+    of = replace(of, units=(of.units[0], inner), parameters=(*ORDER, "none"))
+    target = written(tmp_path, model, of, world_size)
+    noted = [(note.kind, note.keys, kept in note.message) for note in target.notes]
+    assert noted == ([] if kept is None else [("dropped", ("none",), True)])
+    state = loaded(tmp_path, "optim", 0, world_size)["state"]
+    assert orig and float(state[5]["step"]) == 2.0 if kept is None else 5 not in state
+
+
 def test_each_rank_gets_the_extras_of_its_source_rank(tmp_path):
     model = Model(seed=18)
     ckpt = model.checkpoint(extra={"epoch": 4}, rank_extra=({"seed": 1}, {"seed": 2}))
