@@ -58,7 +58,6 @@ def _end(paths: Mapping[int, str], sources: Sources, *, alike: bool) -> object:
         merge.problems,
         plain(merge.rank_values),
         merge.absences,
-        merge.sliced,
         said,
         sums,
         table.files(),

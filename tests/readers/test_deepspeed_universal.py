@@ -126,6 +126,18 @@ def test_a_missing_state_is_named(runs: Path, tmp_path: Path) -> None:
         opened(directory)
 
 
+def test_weights_alone_need_no_file_of_the_optimizer_and_states_do(tmp_path: Path) -> None:
+    files = _files()
+    del files["zero/optimizer_state.pt"]
+    save(files, tmp_path)
+    with pytest.raises(SourceIncompleteError, match=r"1 file of .* is missing: .*zero/optimizer_state\.pt"):
+        opened(tmp_path)
+    for state in ("exp_avg", "step"):
+        (tmp_path / "zero" / "w" / f"{state}.pt").unlink()
+    found = opened(tmp_path)
+    assert found.optim is None and found.model is not None and list(found.model.params) == ["w", "mask"]
+
+
 def test_the_directory_of_the_weights_asks_for_the_one_above(runs: Path, tmp_path: Path) -> None:
     directory = step(runs, "zero1-bf16", tmp_path)
     with pytest.raises(SourceIncompleteError, match="only the weights and states") as error:
@@ -181,6 +193,24 @@ def test_parameters_of_tensor_parallel_ranks_are_whole(tmp_path: Path) -> None:
     assert {name: leaf.shape for name, leaf in model.params.items() if isinstance(leaf, Tensor)} == {
         "mask": (8,), "w": (6, 5), "later": (4,)
     }  # fmt: skip
+
+
+def test_files_of_two_tensors_are_each_read_where_they_lie(tmp_path: Path) -> None:
+    """Their pickles are equal, and the second tensor is not at the same distance from the first in each."""
+    files = _files()
+    names = [f"w{count}" for count in range(1, 17)]
+    files["mp_rank_00_model_states.pt"] |= {"module": {}, "param_shapes": [{name: [3] for name in names}]}
+    files["zero/optimizer_state.pt"]["param_groups"] = [{"lr": 0.1, "params": [0]}]
+    weights, moments = ({name: torch.randn(3) for name in names} for _ in range(2))
+    for count, name in enumerate(names, 1):
+        for state, values in (("fp32", weights), ("exp_avg_sq", moments)):
+            files[f"zero/{name}/{state}.pt"] = {"before": torch.ones(count), "param": values[name]}
+    save({name: content for name, content in files.items() if "/w/" not in name}, tmp_path / "step")
+    fsdpckpt.convert(tmp_path / "step", tmp_path / "full.pt")
+    full = torch.load(tmp_path / "full.pt")
+    for name in names:
+        assert torch.equal(full["model"][name], weights[name])
+        assert torch.equal(full["optimizer"]["state"][name]["exp_avg_sq"], moments[name])
 
 
 def test_what_a_user_keeps_under_names_of_sections_is_kept_and_named(tmp_path: Path) -> None:

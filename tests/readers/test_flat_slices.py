@@ -484,6 +484,7 @@ def test_a_second_model_of_flat_parameters_is_refused(tmp_path: Path) -> None:
         return {"model": flat, "average": {"ema": flat}}
 
     found = opened(save(tmp_path / "c", 2, state_of, "model"))
+    assert found.layout is Layout.FLATTENED
     assert [(problem.kind, problem.key, problem.section) for problem in found.problems] == [
         ("flattened", "average.ema", Section.EXTRA)
     ]

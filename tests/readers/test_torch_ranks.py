@@ -77,6 +77,10 @@ def test_sharded_files_of_real_runs_are_the_full_state(folder: str) -> None:
     directory = GOLDEN / folder
     truth = torch.load(directory / "truth" / "full.pt", weights_only=True)
     tree, model = read(directory)
+    form = "ShardedTensor" if folder.endswith("_st") else "DTensor"
+    (evidence,) = (each.message for each in tree.evidence)
+    assert evidence.startswith(f"{tree.world_size} torch.save files, one per rank")
+    assert evidence.endswith(f"holding {form} values")
     assert tree.layout is Layout.SHARDED
     assert tree.problems == []
     assert tree.rank_values == {}
@@ -128,6 +132,9 @@ def test_fsdp2_of_any_world_size(world: int, tmp_path: Path) -> None:
     save_ranks(tmp_path / "c", world, state_of)
     tree, found = read(tmp_path / "c")
     assert tree.world_size == world
+    assert (world == 1) is tree.evidence[0].message.endswith(
+        "one rank's torch.save file, of a world of one, holding DTensor values"
+    )
     assert tree.problems == []
     assert found["model"] == {f"{name}.weight": value for name, value in held(weights, ()).items()}
     assert [entry["exp_avg"] for entry in found["optimizer"]["state"].values()] == list(held(weights, ()).values())

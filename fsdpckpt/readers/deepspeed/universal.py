@@ -46,7 +46,7 @@ from fsdpckpt.text import plural, some_of
 
 
 class ArchiveCache:
-    """Archives of one tensor and plain values, by all that their parsing depends on but the place of the data."""
+    """Archives of one tensor, by all that their parsing depends on but the place of the data."""
 
     def __init__(self) -> None:
         self._parsed: dict[tuple[bytes, tuple[str, ...], bytes], tuple[int, TorchArchive]] = {}
@@ -60,9 +60,7 @@ class ArchiveCache:
         key = opened.pickle, tuple(records), records.nbytes.tobytes()
         if key not in self._parsed:
             archive = parse_archive(opened, file_id)
-            values = archive.root.values() if isinstance(archive.root, dict) else [archive.root]
-            plain = all(isinstance(value, (StoredTensor, int, float, str)) for value in values)
-            if len(data) > 1 or not plain or archive.dropped:
+            if len(data) > 1 or archive.dropped:
                 return archive
             self._parsed[key] = first, archive
         parsed_first, archive = self._parsed[key]

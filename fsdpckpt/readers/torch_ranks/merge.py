@@ -55,14 +55,13 @@ class Merge:
     """One merge of the state dicts of ``groups`` of ranks.
 
     ``sharded``: some value is distributed, so plain tensors are whole on every rank. After ``value``: ``problems``,
-    ``rank_values`` and ``absences`` (as in ``Tree``), ``sliced``: whether some tensors are certain to be slices.
+    ``rank_values`` and ``absences``, as in ``Tree``.
     """
 
     def __init__(self, groups: Sequence[Group], *, sharded: bool) -> None:
         self._groups = groups
         self._sharded = False if sharded else None
         self._on_one_rank = False  # whether the optimizer at hand was gathered there (rank0_only=True)
-        self.sliced = False
         self.problems: list[Problem] = []
         self.rank_values: dict[KeyPath, tuple[Value, ...]] = {}
         self.absences: dict[KeyPath, frozenset[int]] = {}
@@ -219,7 +218,6 @@ class Merge:
             return self._contradiction(values, present, path)
         chunks = _join([self._groups[i].plain(values[i]) for i in present], 1)
         ends = np.cumsum(chunks.size[:, 0])
-        self.sliced = True
         chunks = replace(chunks, start=(ends - chunks.size[:, 0]).reshape(-1, 1))
         return Tensor(dtype, (int(ends[-1]),), chunks, sharded=True, placement=SLICES)
 

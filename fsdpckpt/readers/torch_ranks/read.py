@@ -77,7 +77,6 @@ def read_torch_ranks(
     keys = flat_parameter_keys(tree.root)
     if keys:
         tree.evidence.append(Evidence(EvidenceKind.LAYOUT, f"keys of flat parameters: {some_of(keys, 3)}"))
-    if keys or merge.sliced:
         tree.layout = Layout.FLATTENED
     tree.problems.extend(merge.problems)
     nested = root if isinstance(root, dict) else {}
