@@ -97,6 +97,7 @@ def test_it_is_read_from_any_source_of_bytes(runs: Path) -> None:
     assert {file.path.partition("/zero1-bf16/")[2] for file in checkpoint.files} == {
         file.path.partition("/zero1-bf16/")[2] for file in opened(runs / "zero1-bf16").files
     }
+    assert set(checkpoint.checksums.file.tolist()) == set(range(len(checkpoint.files)))
 
 
 def test_latest_is_read_before_latest_universal(runs: Path, tmp_path: Path) -> None:
@@ -136,6 +137,16 @@ def test_weights_alone_need_no_file_of_the_optimizer_and_states_do(tmp_path: Pat
         (tmp_path / "zero" / "w" / f"{state}.pt").unlink()
     found = opened(tmp_path)
     assert found.optim is None and found.model is not None and list(found.model.params) == ["w", "mask"]
+
+
+def test_states_whose_files_were_swapped_are_refused(runs: Path, tmp_path: Path) -> None:
+    """Both have the same shape."""
+    place = step(runs, "zero1-bf16", tmp_path) / "zero" / "embed.weight"
+    (place / "exp_avg.pt").rename(place / "other")
+    (place / "exp_avg_sq.pt").rename(place / "exp_avg.pt")
+    (place / "other").rename(place / "exp_avg_sq.pt")
+    with pytest.raises(SourceCorruptError, match=r"embed\.weight/exp_avg\.pt.* it was saved as exp_avg_sq\.pt"):
+        opened(tmp_path / STEP)
 
 
 def test_the_directory_of_the_weights_asks_for_the_one_above(runs: Path, tmp_path: Path) -> None:
@@ -221,6 +232,15 @@ def test_what_a_user_keeps_under_names_of_sections_is_kept_and_named(tmp_path: P
     kept = {key: checkpoint.extra[key] for key in ("optimizer__", "optimizer_", "model_")}
     assert kept == {"optimizer__": "mine", "optimizer_": "taken", "model_": 5}
     assert len([note for note in checkpoint.notes if note.kind == "renamed"]) == 2
+
+
+def test_the_numbers_that_zero_3_keeps_for_all_parameters_are_states_of_each(tmp_path: Path) -> None:
+    files = _files(flat=True)
+    files["zero/optimizer_state.pt"]["optimizer_state_dict"]["state"][0] = {"step": 7, "beta": 0.5, "name": "x"}
+    save(files, tmp_path)
+    optim = opened(tmp_path).optim
+    assert optim is not None
+    assert {key: value for key, value in optim.state["w"].items() if key != "exp_avg"} == {"step": 7, "beta": 0.5}
 
 
 @pytest.mark.parametrize("flat", [False, True])

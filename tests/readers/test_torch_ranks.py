@@ -516,6 +516,15 @@ def test_an_optimizer_that_a_rank_has_without_states_is_no_other_order(tmp_path:
     assert tree.notes == [] and not any(problem.kind == "parameter-order" for problem in tree.problems)
 
 
+@pytest.mark.parametrize("group", [{}, {"params": "all"}, {"params": [None]}])
+def test_groups_that_list_no_keys_say_no_order(group: dict[str, Any], tmp_path: Path) -> None:
+    for rank in range(2):
+        states = {0: {"exp_avg": numbered(2 + rank)}}
+        torch.save({"state": states, "param_groups": [{"lr": 0.5, **group}]}, tmp_path / f"optim_{rank}.pt")
+    tree, found = read(tmp_path, "optim")
+    assert tree.notes == [] and found["param_groups"] == [{"lr": 0.5, **group}]
+
+
 def test_what_a_rank_lacks_is_absent_there_and_not_none(tmp_path: Path) -> None:
     states: list[dict[str, Any]] = [
         {"epoch": 7, "seed": None},

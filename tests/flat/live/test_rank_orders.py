@@ -24,6 +24,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Unit, UnitParam, Units
 from tests.flat.live.conftest import World
 from tests.oracle.compare import differences
+from tests.readers.contents import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -167,6 +168,15 @@ def test_param_names_say_the_order_of_each_rank_and_not_that_of_the_ranks_that_w
     assert differences(*full) == []
     with pytest.raises(NeedsInformationError, match="different orders"):
         fsdpckpt.convert(tmp_path / "other", tmp_path / "back", to="flattened", world_size=2)
+
+
+def test_units_of_an_optimizer_with_other_groups_say_no_order(world: World, tmp_path: Path) -> None:
+    train(world, tmp_path / "other", lambda rank, named: named[::-1] if rank else named, orig=True)
+    train(world, tmp_path / "groups", in_groups, orig=True)
+    (tmp_path / "groups" / "units.json").replace(tmp_path / "other" / "units.json")
+    (order,) = opened(tmp_path / "other").orders
+    assert order.ranks == (1,) and [len(group) for group in order.groups] == [6]
+    assert order.groups[0][0].startswith("blocks.2.")
 
 
 def test_the_order_in_which_ranks_call_makes_no_difference(world: World, tmp_path: Path) -> None:
