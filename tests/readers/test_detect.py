@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from fsdpckpt.errors import (
     NeedsInformationError,
+    SourceCorruptError,
     SourceError,
     SourceIncompleteError,
     SourceMissingError,
@@ -26,6 +27,7 @@ from fsdpckpt.ir.checkpoint import Container, Layout, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.side_files import flavor_of
 from fsdpckpt.readers.torch_ranks import group_ranks
+from fsdpckpt.storage import UPLOADING
 from tests.flat.flat_synthetic import checkpoint
 from tests.readers.contents import held, opened, raw, same_values
 
@@ -93,8 +95,10 @@ def test_a_file_that_holds_no_state_dict_is_refused(tmp_path: Path) -> None:
 
 def test_the_file_of_one_rank_alone_is_refused(tmp_path: Path) -> None:
     copy("torch-2.4/f1_orig_sh_dt", tmp_path / "c")
-    with pytest.raises(SourceIncompleteError):
+    with pytest.raises(SourceIncompleteError) as error:
         opened(tmp_path / "c" / "model_0.pt")
+    assert error.value.next_step == f"give the directory with all of them: {tmp_path / 'c'}"
+    assert error.value.run_again is False
 
 
 # --- rank sets --------------------------------------------------------------------------------------------------------
@@ -428,6 +432,27 @@ def test_several_checkpoints_below_are_listed(tmp_path: Path) -> None:
     with pytest.raises(NeedsInformationError) as error:
         opened(tmp_path)
     assert {Path(detail).name for detail in error.value.details} == {"step-10", "step-20"}
+
+
+def test_one_of_many_directories_that_cannot_be_read_shows_that_each_is_a_checkpoint(tmp_path: Path) -> None:
+    for name in "abcdefg":
+        save({"model": MODEL}, tmp_path / name / "model.pt")
+    damaged = tmp_path / "d" / "model.pt"
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    with pytest.raises(NeedsInformationError, match="holds 7 checkpoints") as error:
+        opened(tmp_path)
+    assert set(error.value.details) == {str(tmp_path / name) for name in "abcdefg"}
+    (tmp_path / "a" / "model.pt").unlink()
+    with pytest.raises(SourceCorruptError):
+        opened(tmp_path)
+
+
+def test_a_directory_that_is_being_uploaded_is_refused(tmp_path: Path) -> None:
+    save({"model": MODEL}, tmp_path / "model.pt")
+    (tmp_path / UPLOADING).touch()
+    with pytest.raises(SourceIncompleteError, match="still being uploaded") as error:
+        opened(tmp_path)
+    assert error.value.file == f"{tmp_path}/{UPLOADING}"
 
 
 def test_a_model_and_an_optimizer_of_two_steps_are_never_joined(tmp_path: Path) -> None:

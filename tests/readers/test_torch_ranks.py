@@ -619,8 +619,7 @@ def test_full_optimizer_states_on_every_rank_are_replicas(tmp_path: Path) -> Non
 
 
 def test_states_that_a_rank_never_made_are_no_missing_keys() -> None:
-    tree, _ = read(GOLDEN / "torch-2.4/f1_orig_raw", "optim")
-    assert (tree.layout, tree.problems) == (Layout.FLATTENED, [])
+    assert read(GOLDEN / "torch-2.4/f1_orig_raw", "optim")[0].problems == []
 
 
 def test_an_optimizer_without_states_is_not_flattened(tmp_path: Path) -> None:

@@ -49,8 +49,12 @@ def test_a_units_file_in_the_directory_is_found_by_its_content(name: str, step: 
 def test_without_a_units_file_there_are_no_units(step: Path) -> None:
     (step / "config.json").write_text(json.dumps({"format": "pt"}))
     (step / "units.json").write_text("[1, 2")
+    (step / "notes.md").write_text('A units file has "format": "fsdpckpt-units".')
+    (step / "folder.json").mkdir()
+    (step / "gone.json").symlink_to("nowhere")
     found = opened(step)
     assert (found.units, found.units_from) == (None, "")
+    assert not any(note.kind.startswith("units") for note in found.notes)
 
 
 def test_units_lie_beside_the_steps_of_a_run_and_the_nearest_count(step: Path) -> None:
@@ -91,7 +95,11 @@ def test_a_broken_units_file_is_noted_and_not_used(step: Path) -> None:
     write(step / "units.json", UNITS, version=99)
     found = opened(step)
     assert found.units is None
-    assert [note.kind for note in found.notes] == ["units-unreadable"]
+    (note,) = found.notes
+    assert note.kind == "units-unreadable" and f"{step / 'units.json'}" in note.message
+    (step / "units.json").write_text(json.dumps({**encode(UNITS), "units": [{"params": 5}, {"params": 6}]}))
+    (note,) = opened(step).notes
+    assert "(units[0].prefix: expected a string, found nothing; " in note.message
 
 
 def test_what_the_manifest_says_was_written_with_these_files(step: Path) -> None:
@@ -105,3 +113,13 @@ def test_units_beside_a_single_file(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.randn(5, 3)}}, tmp_path / "model.pt")
     path = write(tmp_path / "units.json", UNITS)
     assert opened(tmp_path / "model.pt").units_from == path
+
+
+@pytest.mark.parametrize(("key", "kinds"), [(0, ["units-ambiguous"]), ("w", [])])
+def test_units_that_differ_are_named_only_where_ids_need_them(key: int | str, kinds: list[str], tmp_path: Path) -> None:
+    weight = torch.randn(5, 3)
+    optimizer = {"state": {key: {"exp_avg": weight}}, "param_groups": [{"lr": 0.1, "params": [key]}]}
+    torch.save({"model": {"w": weight}, "optimizer": optimizer}, tmp_path / "model.pt")
+    for name, units in (("a.json", UNITS), ("b.json", OTHER)):
+        write(tmp_path / name, units)
+    assert [note.kind for note in opened(tmp_path / "model.pt").notes] == kinds
