@@ -30,6 +30,7 @@ from fsdpckpt.readers.torch_ranks import group_ranks
 from fsdpckpt.storage import UPLOADING
 from tests.flat.flat_synthetic import checkpoint
 from tests.readers.contents import held, opened, raw, same_values
+from tests.readers.test_missing_sections import verl
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODEL = {"l.weight": torch.randn(5, 3), "l.bias": torch.randn(5)}
@@ -478,6 +479,20 @@ def test_of_two_roles_with_several_files_each_the_directory_is_named(tmp_path: P
     with pytest.raises(NeedsInformationError) as error:
         opened(tmp_path)
     assert error.value.next_step.endswith(str(tmp_path / "actor"))
+
+
+def test_what_a_trainer_keeps_above_the_folder_of_a_role_is_not_mixed_with_it(tmp_path: Path) -> None:
+    (step := tmp_path / "global_step_7").mkdir()
+    save({"loader": {"at": 3}}, step / "data.pt")
+    verl(step / "actor")
+    found = opened(step)
+    assert found.flavor == "verl" and found.optim is not None and "data" not in found.extra
+    (note,) = [note.message for note in found.notes if note.kind == "found-below"]
+    assert note == f"the checkpoint was found in {step}/actor; not copied from {step}: data.pt"
+    verl(step / "critic")
+    with pytest.raises(NeedsInformationError, match="holds 2 checkpoints") as error:
+        opened(step)
+    assert set(error.value.details) == {f"{step}/actor", f"{step}/critic"}
 
 
 def test_older_checkpoints_below_a_whole_one_are_no_parts(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import SourceError, SourceIncompleteError
+from tests.readers.contents import opened
 
 SHARDED = {"to": "sharded", "world_size": 2}
 MODEL = "pytorch_model_fsdp_0"
@@ -84,3 +86,19 @@ def test_a_missing_rank_file_of_the_optimizer_leaves_the_model_whole(tmp_path: P
     assert any("optim_world_size_2_rank_0.pt" in note.message for note in report.notes)
     fsdpckpt.convert(source, tmp_path / "truth.pt", to="full", only="model")
     assert fsdpckpt.diff(tmp_path / "model.pt", tmp_path / "truth.pt").same
+
+
+def test_entries_that_this_program_does_not_write_are_not_used(tmp_path: Path) -> None:
+    path = full(tmp_path / "model.pt", 1)
+    file = {"nbytes": path.stat().st_size}
+    wrong = {
+        "short-checksum.pt": {**file, "crc32": "1234567"},
+        "no-checksum.pt": {**file, "crc32": "1234567z"},
+        "number.pt": {**file, "crc32": 7},
+        "no-length.pt": {"nbytes": "7"},
+        "nothing.pt": None,
+        "../above.pt": file,
+    }
+    entries = {"model.pt": file, "lost.pt": file, **wrong}
+    (tmp_path / "fsdpckpt.json").write_text(json.dumps({"version": "9", "files": entries}))
+    assert [problem.file for problem in opened(tmp_path).problems] == [f"{tmp_path}/lost.pt"]
