@@ -510,7 +510,7 @@ SETTINGS = {"lr": 0.1, "names": ["a", "b"]}
     "settings",
     [SETTINGS, {**SETTINGS, "class_weights": torch.randn(3)}, {"a": {"b": torch.randn(3)}}, functools.partial(print)],
 )
-@pytest.mark.parametrize("below", ["step_10", "runs/step_10"])
+@pytest.mark.parametrize("below", ["step_10", "a/runs/step_10"])
 def test_settings_beside_the_steps_do_not_hide_the_checkpoint(tmp_path: Path, settings: Any, below: str) -> None:
     save(settings, tmp_path / "args.pt")
     save(SETTINGS, tmp_path / "logs" / "settings.pt")
@@ -549,7 +549,7 @@ def test_settings_of_the_checkpoint_beside_them_are_read_with_it(tmp_path: Path)
     assert any("not treated as parts of this checkpoint: step_10" in note.message for note in found.notes)
 
 
-@pytest.mark.parametrize("content", [{"model": MODEL}, MODEL, OPTIM])
+@pytest.mark.parametrize("content", [{"model": MODEL}, MODEL, OPTIM, {"opt_d": OPTIM, "opt_g": OPTIM}])
 def test_a_model_or_an_optimizer_above_the_steps_is_the_checkpoint(tmp_path: Path, content: Any) -> None:
     save(content, tmp_path / "best.pt")
     save_dcp({"model": MODEL, "optimizer": OPTIM}, tmp_path / "step_10")

@@ -11,6 +11,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import SourceError, SourceIncompleteError
+from fsdpckpt.ir.tensors import Tensor
 from tests.readers.contents import opened
 
 SHARDED = {"to": "sharded", "world_size": 2}
@@ -102,3 +103,18 @@ def test_entries_that_this_program_does_not_write_are_not_used(tmp_path: Path) -
     entries = {"model.pt": file, "lost.pt": file, **wrong}
     (tmp_path / "fsdpckpt.json").write_text(json.dumps({"version": "9", "files": entries}))
     assert [problem.file for problem in opened(tmp_path).problems] == [f"{tmp_path}/lost.pt"]
+
+
+def test_what_the_source_left_open_is_not_settled_by_how_it_was_cut(tmp_path: Path) -> None:
+    """A buffer that DCP's files have in pieces would be a DTensor in the files of ranks, which FSDP does not load."""
+    states = {"w": {"exp_avg": torch.randn(5, 3)}}
+    content = {"w": torch.randn(5, 3), "running": torch.randn(5)}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+    torch.save({"model": content, "optimizer": optimizer}, tmp_path / "full.pt")
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "dcp", container="dcp", **SHARDED)
+    found = opened(tmp_path / "dcp").model
+    assert found is not None
+    assert {key: leaf.sharded for key, leaf in found.params.items() if isinstance(leaf, Tensor)} == {
+        "w": True,
+        "running": None,
+    }
