@@ -20,9 +20,10 @@ from fsdpckpt.errors import (
     SourceUnsafeError,
     SourceUnsupportedError,
 )
+from fsdpckpt.formats.pickle import ARGUMENTS, StubInstance
 from fsdpckpt.formats.torch import load_torch
 from fsdpckpt.formats.torch.distributed import Cut, DistributedParser
-from fsdpckpt.formats.torch.mesh import Mesh
+from fsdpckpt.formats.torch.mesh import MAX_RANKS, Mesh, MeshParser
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Shard, Tensor
@@ -345,6 +346,46 @@ def test_random_damage_of_the_pickle_is_never_another_kind_of_error() -> None:
             loaded(rewritten(data, {"data.pkl": bytes(damaged)}))
         except SourceError:
             continue
+
+
+def stub(**attributes: Any) -> StubInstance:
+    made = StubInstance()
+    vars(made).update(attributes)
+    return made
+
+
+def mesh_of(**attributes: Any) -> Mesh:
+    return MeshParser(MemoryFile(bytes(1 << 10))).mesh(stub(**attributes), "w")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"axes": (stub(shape=(2,), stride=(3,)), stub(shape=(3,), stride=(1,)))},  # torch 2.13
+        {"shape": (2, 3), "stride": (3, 1)},
+        {ARGUMENTS: ((2, 3), (3, 1))},
+    ],
+)
+def test_layouts_of_every_version_say_the_same_mesh(layout: dict[str, Any]) -> None:
+    mesh = mesh_of(_layout=stub(**layout), _flatten_rank_map=tuple(range(6)), _coordinate_on_dim=[1, 0])
+    assert (mesh.shape, mesh.ranks, mesh.rank) == ((2, 3), tuple(range(6)), 3)
+
+
+def test_a_layout_of_one_dimension_is_a_number() -> None:
+    """A mesh cut from another, as torch 2.10 has it."""
+    layout = stub(shape=3, stride=2)
+    mesh = mesh_of(_layout=layout, _flatten_rank_map=tuple(range(6)), _coordinate_on_dim=[1], _rank=3)
+    assert (mesh.shape, mesh.ranks, mesh.world) == ((3,), (1, 3, 5), tuple(range(6)))
+
+
+@pytest.mark.parametrize("size", [0, MAX_RANKS + 1])
+@pytest.mark.parametrize("form", ["tensor", "layout"])
+def test_a_mesh_of_no_ranks_or_of_more_than_any_job_has_is_refused(size: int, form: str) -> None:
+    attributes: dict[str, Any] = {"_layout": stub(shape=(size,), stride=(0,)), "_flatten_rank_map": (0,)}
+    if form == "tensor":
+        attributes = {"mesh": StoredTensor(DTYPES["int32"], (size,), (0,), 0)}
+    with pytest.raises(SourceCorruptError, match="w: an impossible mesh"):
+        mesh_of(**attributes)
 
 
 def test_meshes_of_one_shape_in_another_order_have_no_sharding() -> None:
