@@ -194,6 +194,15 @@ def test_records_that_lie_elsewhere_are_found_there(tmp_path: Path, parsed: list
     assert len(parsed) == WORLD + 1
 
 
+def test_an_empty_tensor_behind_its_record_does_not_move_with_another(tmp_path: Path) -> None:
+    state = {"a": numbered(3), "none": numbered(2).as_strided((0,), (1,), 100), "z": numbered(40)}
+    paths = save(tmp_path, lambda _: state)
+    Path(paths[1]).write_bytes(rewritten(Path(paths[1]), {}))
+    with Sources() as sources:
+        once, each = ends(paths, sources)
+    assert once == each
+
+
 def test_a_value_that_a_files_own_bytes_say_is_not_taken_from_another(tmp_path: Path, parsed: list[str]) -> None:
     """Arrays in files that this program writes stand in records: equal pickles do not say that they are equal."""
     array = loaded(saved({"a": np.array([1.0, 2.0])}))["a"]

@@ -54,7 +54,7 @@ class Shared:
     """What is the same for all ranks of one ``RankTemplate``: ``archive`` except its checksums, path, ranks and worlds.
 
     ``starts``: where the records of the parsed archive begin, ascending. ``cuts``: the distinct ways in which tensors
-    are cut, each with the result for the parsed rank. ``cut_of``: the number of the cut, and the local tensor, of a
+    are cut, each with the result for the parsed rank. ``cut_of``: the number of the cut, and the local tensor, of each
     ``Distributed`` by its id.
     """
 
@@ -64,7 +64,6 @@ class Shared:
     meshes: list[tuple[object, Mesh]]
     cuts: list[tuple[Cut, CutBoxes]]
     cut_of: Mapping[int, tuple[int, StoredTensor]]
-    others: list[Distributed]
 
     def record(self, offset: int) -> int:
         """The number of the record that contains the tensor bytes at ``offset``."""
@@ -86,16 +85,14 @@ class RankLocations:
         return int(self.starts[record]) + offset - self.shared.starts[record]
 
     def boxes(self, distributed: Distributed) -> Sequence[BoxInFile]:
-        number, local = self.shared.cut_of.get(id(distributed), (-1, None))
-        if local is None:
-            return [box._replace(offset=self.offset(box.offset)) for box in distributed.boxes]
+        number, local = self.shared.cut_of[id(distributed)]
         first = self.offset(local.offset)
         itemsize, stride = local.dtype.itemsize, local.stride
         return [BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in self.boxes_by_cut[number]]
 
     def holders(self, distributed: Distributed) -> tuple[int, ...]:
-        number, _ = self.shared.cut_of.get(id(distributed), (-1, None))
-        return distributed.holders if number < 0 else self.meshes[number].ranks
+        number, _ = self.shared.cut_of[id(distributed)]
+        return self.meshes[number].ranks
 
 
 class _MustBeParsedError(FsdpckptError):
@@ -142,17 +139,13 @@ class _CutParser(DistributedParser):
         self._last: tuple[int, StoredTensor] | None = None
         self.cuts: list[tuple[Cut, CutBoxes]] = []
         self.cut_of: dict[int, tuple[int, StoredTensor]] = {}
-        self.others: list[Distributed] = []
 
     def parse(self, wrapped: Wrapped, key: str) -> Distributed:
         self._last = None
         made = super().parse(wrapped, key)
-        if not isinstance(made, Distributed):
-            raise _MustBeParsedError(f"{key} is {made.blocks}, whose parts do not follow the mesh")
-        if self._last is None:
-            self.others.append(made)
-        else:
-            self.cut_of[id(made)] = self._last
+        if not isinstance(made, Distributed) or self._last is None:
+            raise _MustBeParsedError(f"{key} is a {wrapped.kind} whose parts do not follow a mesh")
+        self.cut_of[id(made)] = self._last
         return made
 
     def boxes_of(self, cut: Cut, key: str) -> CutBoxes:
@@ -235,7 +228,7 @@ class RankTemplate:
             return None
         order = np.argsort(holed.records.offset)
         starts = holed.records.offset[order].tolist()
-        return Shared(archive, starts, order, meshes.parsed, parser.cuts, parser.cut_of, parser.others)
+        return Shared(archive, starts, order, meshes.parsed, parser.cuts, parser.cut_of)
 
     def _values(self, numbers: Sequence[_Operand], differences: Differences) -> list[int | None]:
         """The numbers of a rank with these ``differences``; None for a text, in which no number is read."""
@@ -271,14 +264,12 @@ class RankTemplate:
 def archive_of(locations: RankLocations, checksums: Checksums, path: str) -> TorchArchive:
     """The archive at ``path`` of a rank like the parsed one. Its root's leaves still have the parsed rank's offsets."""
     shared = locations.shared
-    ranks = {mesh.rank for mesh in locations.meshes} | {other.rank for other in shared.others}
-    worlds = [*(mesh.world for mesh in locations.meshes), *(other.world for other in shared.others)]
     return replace(
         shared.archive,
         checksums=checksums,
         path=path,
-        ranks=frozenset(rank for rank in ranks if rank is not None),
-        worlds=tuple({id(world): world for world in worlds}.values()),
+        ranks=frozenset(mesh.rank for mesh in locations.meshes if mesh.rank is not None),
+        worlds=tuple({id(mesh.world): mesh.world for mesh in locations.meshes}.values()),
     )
 
 

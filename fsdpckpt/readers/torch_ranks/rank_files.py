@@ -97,9 +97,9 @@ class Group:
     def distributed(self, leaf: Distributed) -> Chunks | list[tuple[int, ...]]:
         """All ranks' boxes of ``leaf``, as chunks or as rows, rank after rank."""
         locations = self.files[0].locations
-        number, local = locations.shared.cut_of.get(id(leaf), (-1, None)) if locations is not None else (-1, None)
-        if local is None or len(self.files) == 1:
+        if locations is None or len(self.files) == 1:
             return [row for file in self.files for row in file.rows(leaf)]
+        number, local = locations.shared.cut_of[id(leaf)]
         table = self._cuts.get(number)
         if table is None:
             table = self._cuts[number] = self._cut(number, len(leaf.shape))
