@@ -8,12 +8,14 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import fsdpckpt
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceIncompleteError
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Object
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
 from fsdpckpt.storage.sources import Sources
 from tests.cli.conftest import Run, run  # noqa: F401
@@ -234,9 +236,18 @@ def test_what_a_user_keeps_under_names_of_sections_is_kept_and_named(tmp_path: P
     assert len([note for note in checkpoint.notes if note.kind == "renamed"]) == 2
 
 
+def test_a_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:
+    save(_files() | {"zero/w/step.pt": np.float32(3.0)}, tmp_path)
+    optim = opened(tmp_path).optim
+    assert optim is not None
+    found = optim.state["w"]["step"]
+    assert isinstance(found, Object) and found.number == 3
+
+
 def test_the_numbers_that_zero_3_keeps_for_all_parameters_are_states_of_each(tmp_path: Path) -> None:
     files = _files(flat=True)
-    files["zero/optimizer_state.pt"]["optimizer_state_dict"]["state"][0] = {"step": 7, "beta": 0.5, "name": "x"}
+    of_groups = {0: {"step": 7, "beta": 0.5, "name": "x"}, 1: {"step": 8}, -1: {"step": 9}}  # there is one group
+    files["zero/optimizer_state.pt"]["optimizer_state_dict"]["state"] = of_groups
     save(files, tmp_path)
     optim = opened(tmp_path).optim
     assert optim is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -371,6 +372,14 @@ def test_extras_of_the_ranks_that_are_refused_are_never_left_out(tmp_path: Path)
         save({"a": torch.randn(5)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
         save({"rng": functools.partial(print)}, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
     with pytest.raises(SourceUnsafeError, match="extra_state"):
+        opened(tmp_path)
+
+
+def test_a_dcp_directory_that_is_refused_is_never_left_out(tmp_path: Path) -> None:
+    save(MODEL, tmp_path / "model.pt")
+    save_dcp({"optimizer": OPTIM}, tmp_path / "optim")
+    (tmp_path / "optim" / ".metadata").write_bytes(pickle.dumps(functools.partial(print)))
+    with pytest.raises(SourceUnsafeError):
         opened(tmp_path)
 
 
