@@ -25,7 +25,7 @@ from fsdpckpt.ir.checkpoint import (
     Section,
 )
 from fsdpckpt.ir.names import WRAPPERS
-from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor, first_equal
+from fsdpckpt.ir.tensors import Int64Array, Tensor, first_equal
 from fsdpckpt.ir.values import with_tensors
 from fsdpckpt.text import plural, some_of
 
@@ -39,7 +39,7 @@ def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
     if only is None:
         return checkpoint
     sections = {Section.MODEL: checkpoint.model is not None, Section.OPTIM: checkpoint.optim is not None}
-    if not sections.get(only, False):
+    if not sections[only]:
         kind = "several-models" if only is Section.MODEL else "several-optimizers"
         for note in checkpoint.notes:
             if note.kind == kind:
@@ -257,7 +257,7 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
     copies: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]] = {}  # of tensors that share these columns
     for named in checkpoint.tensors():
         tensor, chunks = named.tensor, named.tensor.chunks
-        if len(chunks) < 2 or named.section is Section.EXTRA or tensor.placement == SLICES:
+        if named.section is Section.EXTRA:
             continue
         columns = id(chunks.start), id(chunks.size), id(chunks.stride)
         if columns not in copies:

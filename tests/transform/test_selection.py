@@ -12,7 +12,7 @@ from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageErro
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Note, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.transform.selection import rename, select_keys, select_section
+from fsdpckpt.transform.selection import rename, select_keys, select_section, with_own_tensors
 from fsdpckpt.transform.sharded import ShardingHints, decide_sharded
 
 
@@ -41,7 +41,17 @@ def _checkpoint(*, ids: bool = False, sharded: bool | None = None) -> Checkpoint
 def test_only_one_section_stays_and_the_others_are_named_as_dropped() -> None:
     taken = select_section(_checkpoint(), Section.OPTIM)
     assert taken.model is None and taken.extra == {} and taken.optim is not None
-    assert [note.kind for note in taken.notes] == ["dropped", "dropped"]
+    assert [(note.kind, note.message) for note in taken.notes] == [
+        ("dropped", f"--only optim: the section {name} was left out") for name in ("model", "extra")
+    ]
+
+
+def test_no_tensor_of_the_model_or_of_a_state_is_that_of_another_section() -> None:
+    checkpoint = _checkpoint()
+    own = with_own_tensors(checkpoint)
+    assert list(own.leaves()) and not set(own.leaves()) & set(checkpoint.leaves())
+    assert [named.key for named in own.tensors()] == [named.key for named in checkpoint.tensors()]
+    assert with_own_tensors(replace(checkpoint, model=None, optim=None)).model is None
 
 
 @pytest.mark.parametrize(("only", "kind"), [(Section.MODEL, "several-models"), (Section.OPTIM, "several-optimizers")])
@@ -66,11 +76,20 @@ def test_exclude_drops_a_parameter_from_model_state_and_groups_together() -> Non
     assert list(taken.optim.state) == ["net.a.weight", "head.weight"]
     assert [group["params"] for group in taken.optim.param_groups] == [["net.a.weight"], ["head.weight"]]
     assert [group["param_names"] for group in taken.optim.param_groups] == [["net.a.weight"], ["head.weight"]]
+    assert taken.notes[0].keys == ("net.a.bias",)
+
+
+def test_without_options_nothing_changes_and_nothing_is_noted() -> None:
+    checkpoint = _checkpoint()
+    assert select_keys(checkpoint, include=[], exclude=[]) is checkpoint
+    assert rename(checkpoint, strip_prefix=None, add_prefix=None, pairs=[]) is checkpoint
 
 
 def test_a_glob_that_matches_nothing_is_an_error() -> None:
-    with pytest.raises(UsageError, match="matches no key"):
-        select_keys(_checkpoint(), include=["nett.*"], exclude=[])
+    for glob, closest in (("nett.*", ["net", "net.a"]), ("a.w", ["net.a.weight"]), ("zzz", [])):
+        with pytest.raises(UsageError, match="matches no key") as error:
+            select_keys(_checkpoint(), include=[glob], exclude=[])
+        assert list(error.value.details) == [f"{name} exists" for name in closest]
 
 
 def test_a_dotted_prefix_is_renamed_in_every_section_and_a_longer_word_is_not() -> None:

@@ -46,8 +46,9 @@ def test_what_is_no_record_of_its_own_is_not_compared(rows: list[tuple[int, int,
     assert not list(differing_copies(source(replicas(RANKS), rows)))
 
 
-def test_a_checksum_of_zero_is_one_like_any_other() -> None:
-    (found,) = differing_copies(source(replicas(RANKS), records(0, 7, 0)))
+@pytest.mark.parametrize("crcs", [(0, 7, 0), (7, 0, 7)])
+def test_a_checksum_of_zero_is_one_like_any_other(crcs: tuple[int, ...]) -> None:
+    (found,) = differing_copies(source(replicas(RANKS), records(*crcs)))
     assert found.rank == 1
 
 
@@ -63,6 +64,7 @@ def test_the_models_buffers_may_differ_from_rank_to_rank() -> None:
     held = source(replicas(RANKS), records(7, 7, 9))
     (found,) = differing_copies(replace(held, optim=None, model=ModelState({"count": replicas(RANKS)})))
     assert (found.fatal, found.key, found.rank) == (False, "count", 2)
+    assert not list(differing_copies(replace(held, optim=None, extra={"count": replicas(RANKS)})))
 
 
 @pytest.mark.parametrize(("crcs", "ranks"), [((7, 8, 7, 8), None), ((7, 8, 7, 9), (1, 3)), ((7, 8, 9, 8), (0, 2))])
@@ -98,6 +100,7 @@ def test_matrices_of_a_model_of_which_nothing_is_sharded_may_not_differ(
     differing = list(differing_copies(replace(held, checksums=Checksums.of(records(7, 7, 8, nbytes=60)))))
     assert [one.fatal for one in differing] == found
     assert all((one.key, one.rank, one.section) == ("w", 2, Section.MODEL) for one in differing)
+    assert all(("name one of the files to take it" in one.message) is one.fatal for one in differing)
 
 
 def test_a_tensor_that_lies_nowhere_has_no_copies() -> None:
