@@ -108,9 +108,8 @@ def mark_sharded(checkpoint: Checkpoint, hints: ShardingHints) -> Checkpoint:
         return checkpoint
     params = dict(checkpoint.model.params)
     for name, leaf in checkpoint.model.params.items():
-        sharded = _from_source_or_hints(leaf, name, hints) if isinstance(leaf, Tensor) else None
-        if isinstance(leaf, Tensor) and sharded is not None:
-            params[name] = leaf.with_sharded(sharded)
+        if isinstance(leaf, Tensor):
+            params[name] = leaf.with_sharded(_from_source_or_hints(leaf, name, hints))
     return replace(checkpoint, model=replace(checkpoint.model, params=params))
 
 
@@ -180,12 +179,12 @@ def _listed_by_optimizer(optim: OptimState | None, model: ModelState, tied: Mapp
 
 
 def _ties(model: ModelState) -> dict[str, tuple[str, ...]]:
-    """Each model key that shares its bytes with others, to all keys that share them."""
+    """Each model key of a tensor that is stored somewhere, to all keys that share its bytes."""
     locations: dict[tuple[object, ...], list[str]] = {}
     for name, leaf in model.params.items():
         if isinstance(leaf, Tensor) and (location := leaf.location()) is not None:
             locations.setdefault(location, []).append(name)
-    return {name: tuple(names) for names in locations.values() if len(names) > 1 for name in names}
+    return {name: tuple(names) for names in locations.values() for name in names}
 
 
 def _decide_optim(optim: OptimState | None, model: ModelState | None) -> tuple[OptimState | None, list[str]]:
@@ -305,7 +304,7 @@ def _has_whole_blocks(blocks: Blocks, sharding: Sharding) -> bool:
     """Whether each rank holds whole blocks: the same rows of the codes and of the scale."""
     if sharding.placements == (Shard(0),):  # the usual cut, without a loop over the ranks
         rows = -(-blocks.shape[0] // sharding.mesh.sizes[0])
-        return rows % blocks.group == 0 or rows >= blocks.shape[0]
+        return rows % blocks.group == 0
     for rank in range(sharding.mesh.world_size):
         box = mesh_box(blocks.shape, sharding, rank)
         if not box.numel:

@@ -23,7 +23,7 @@ from fsdpckpt.ir.tensors import (
     contiguous_stride,
 )
 from fsdpckpt.ir.values import Global
-from fsdpckpt.transform.sharded import refuse_casts, require_whole_blocks
+from fsdpckpt.transform.sharded import refuse_casts, refuse_in_blocks, require_whole_blocks
 
 
 def tensor(shape: tuple[int, ...], dtype: str = "uint8", stride: tuple[int, ...] | None = None) -> StoredTensor:
@@ -97,6 +97,8 @@ def test_states_among_the_extras_are_seen() -> None:
     checkpoint = Checkpoint("a.pt", Layout.FULL, Container.TORCH, "plain", 1, (), None, None, {"averages": [extra]})
     with pytest.raises(UsageError, match=r"cannot cast averages\.0\.ema"):
         refuse_casts(checkpoint)
+    with pytest.raises(SourceUnsupportedError, match=r"averages\.0\.ema is torchao's OptimState8bit in blocks of 8"):
+        refuse_in_blocks(checkpoint, "flat parameters have no blocks")
 
 
 def test_only_states_that_ranks_share_are_cut() -> None:
@@ -107,15 +109,24 @@ def test_only_states_that_ranks_share_are_cut() -> None:
         checkpoint = Checkpoint("a.pt", Layout.FULL, Container.TORCH, "plain", 1, (), None, None, extra)
         require_whole_blocks(checkpoint, 3, placed=False)
         if sharded:
-            with pytest.raises(NeedsInformationError, match="over 6 ranks cuts blocks apart"):
+            with pytest.raises(NeedsInformationError, match="over 6 ranks cuts blocks apart") as error:
                 require_whole_blocks(checkpoint, 6, placed=False)
+            assert error.value.expected == "shards of whole rows, 2 or a multiple of it"
         else:
             require_whole_blocks(checkpoint, 6, placed=False)
 
 
 @pytest.mark.parametrize(
     ("ranks", "placement", "fits"),
-    [(6, Replicate(), True), (1, Shard(1), True), (2, Shard(1), False), (3, Shard(0), True), (6, Shard(0), False)],
+    [
+        (6, Replicate(), True),
+        (1, Shard(1), True),
+        (2, Shard(1), False),
+        (1, Shard(0), True),
+        (2, Shard(0), False),
+        (3, Shard(0), True),
+        (6, Shard(0), False),
+    ],
 )
 def test_placements_that_cut_no_block_are_accepted(ranks: int, placement: Placement, fits: bool) -> None:
     blocks = stored_blocks(state(), "a.pt", "w.exp_avg").blocks

@@ -13,7 +13,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, No
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.transform.selection import rename, select_keys, select_section, with_own_tensors
-from fsdpckpt.transform.sharded import ShardingHints, decide_sharded
+from fsdpckpt.transform.sharded import ShardingHints, decide_sharded, mark_sharded
 
 
 def _tensor(*shape: int, sharded: bool | None = None, offset: int = 0) -> Tensor:
@@ -22,11 +22,12 @@ def _tensor(*shape: int, sharded: bool | None = None, offset: int = 0) -> Tensor
 
 def _checkpoint(*, ids: bool = False, sharded: bool | None = None) -> Checkpoint:
     names = ["net.a.weight", "net.a.bias", "head.weight"]
-    params = {name: _tensor(5, 3, sharded=sharded, offset=100 * i) for i, name in enumerate(names)}
+    shapes = [(5, 3), (5,), (5, 3)]
+    params = {name: _tensor(*shapes[i], sharded=sharded, offset=100 * i) for i, name in enumerate(names)}
     params["net.running"] = _tensor(7, offset=900)
     keys = list(range(3)) if ids else names
     optim = OptimState(
-        state={key: {"exp_avg": _tensor(5, 3), "step": _tensor()} for key in keys},
+        state={key: {"exp_avg": _tensor(*shapes[i]), "step": _tensor()} for i, key in enumerate(keys)},
         param_groups=[
             {"lr": 0.1, "params": keys[:2], "param_names": names[:2]},
             {"lr": 0.2, "params": keys[2:], "param_names": names[2:]},
@@ -122,6 +123,10 @@ def test_parameters_the_optimizer_lists_are_sharded_and_the_rest_must_be_settled
         decide_sharded(_checkpoint(), ShardingHints(), strict=True)
     assert caught.value.details == ("net.running",)
     assert "--buffers" in (caught.value.next_step or "")
+    assert "the optimizer does not list these keys" in (caught.value.why or "")
+    with pytest.raises(NeedsInformationError) as caught:
+        decide_sharded(replace(_checkpoint(), optim=None), ShardingHints(), strict=True)
+    assert "it has no optimizer" in (caught.value.why or "")
 
 
 @pytest.mark.parametrize(
@@ -141,8 +146,43 @@ def test_options_settle_what_a_full_source_does_not_say(evidence: ShardingHints,
         "head.weight": True,
         "net.running": running,
     }
-    states = decided.optim.state["net.a.weight"]
-    assert states["exp_avg"].sharded is True and states["step"].sharded is False
+    for states in decided.optim.state.values():
+        assert states["exp_avg"].sharded is True and states["step"].sharded is False
+    assert [note.message for note in decided.notes] == ["3 model keys are parameters: the optimizer lists them"] * (
+        not evidence.buffers
+    )
+
+
+def test_without_an_optimizer_only_options_and_the_source_decide() -> None:
+    checkpoint = replace(_checkpoint(), optim=None)
+    assert _sharded(mark_sharded(checkpoint, ShardingHints(reference={"net.running": False}))) == {
+        "net.a.weight": None,
+        "net.a.bias": None,
+        "head.weight": None,
+        "net.running": False,
+    }
+    without = replace(checkpoint, model=None)
+    assert mark_sharded(without, ShardingHints()).model is None
+    assert decide_sharded(without, ShardingHints(buffers=("x",)), strict=True).model is None
+    with pytest.raises(UsageError, match="--buffers x matches no model key of SRC"):
+        decide_sharded(checkpoint, ShardingHints(buffers=("x",)), strict=True)
+
+
+def test_a_weight_that_shares_its_bytes_with_a_listed_one_is_a_parameter_too() -> None:
+    checkpoint = _checkpoint()
+    checkpoint.model.params["net.running"] = checkpoint.model.params["head.weight"]
+    assert set(_sharded(decide_sharded(checkpoint, ShardingHints(), strict=True)).values()) == {True}
+
+
+def test_states_of_several_shapes_do_not_say_which_is_the_parameters() -> None:
+    checkpoint = replace(_checkpoint(), model=None)
+    checkpoint.optim.state["net.a.weight"]["row"] = _tensor(5)
+    with pytest.raises(NeedsInformationError, match="which states of 1 parameter are sharded") as caught:
+        decide_sharded(checkpoint, ShardingHints(), strict=True)
+    assert caught.value.details == ("net.a.weight",)
+    decided = decide_sharded(checkpoint, ShardingHints(), strict=False).optim.state
+    assert [leaf.sharded for leaf in decided["net.a.weight"].values()] == [False] * 3
+    assert decided["net.a.bias"]["exp_avg"].sharded is True
 
 
 def test_what_the_source_says_wins_over_inference() -> None:
@@ -153,7 +193,11 @@ def test_what_the_source_says_wins_over_inference() -> None:
 
 def test_a_dcp_target_cuts_what_is_undetermined_and_says_so() -> None:
     decided = decide_sharded(_checkpoint(), ShardingHints(), strict=False)
-    assert [note.keys for note in decided.notes if note.kind == "undetermined"] == [("net.running",)]
+    (note,) = [note for note in decided.notes if note.kind == "undetermined"]
+    assert note.keys == ("net.running",)
+    assert note.message == "1 model key may be a parameter or a buffer, and is cut like parameters: net.running"
+    both = decide_sharded(replace(_checkpoint(), optim=None), ShardingHints(), strict=False).notes
+    assert "4 model keys may be parameters or buffers, and are cut" in both[0].message
 
 
 def test_as_many_ids_as_model_tensors_prove_all_of_them_parameters() -> None:
@@ -167,7 +211,8 @@ def test_as_many_ids_as_model_tensors_prove_all_of_them_parameters() -> None:
 
 def test_a_state_of_another_shape_than_its_parameter_is_whole_on_every_rank() -> None:
     checkpoint = _checkpoint()
-    checkpoint.optim.state["net.a.weight"]["row"] = _tensor(5)
+    checkpoint.optim.state["net.a.weight"] |= {"row": _tensor(5), "count": _tensor(sharded=True)}
     decided = decide_sharded(checkpoint, ShardingHints(buffers=("net.running",)), strict=True)
     assert decided.optim.state["net.a.weight"]["row"].sharded is False
+    assert decided.optim.state["net.a.weight"]["count"].sharded is False
     assert decided.optim.state["net.a.weight"]["exp_avg"].sharded is True
