@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from fsdpckpt.converters.mesh_options import parse_mesh
 from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.ir.checkpoint import ModelState
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Shard, Sharding
-from fsdpckpt.transform.meshes import resized
+from fsdpckpt.transform.meshes import resized, source_meshes, whole_of
+from tests.flat.flat_synthetic import checkpoint, whole
 
 MESH = MeshShape((2, 4, 2), ("dp_replicate", "dp_shard", "tp"))
 
@@ -82,7 +87,46 @@ def test_where_the_others_do_not_divide_the_meshes_that_do_are_named(
         resized(cut(source), world_size, source="x")
     assert list(error.value.details) == [" ".join(f"--mesh {mesh}" for mesh in one.split()) for one in targets]
     assert error.value.expected == f"a multiple of {multiple}"
-    assert str(error.value.next_step).startswith(f"add {error.value.details[0]}")
+    others = ", or another of those above" if len(targets) > 1 else ""
+    assert error.value.next_step == f"add {error.value.details[0]}{others}"
+    assert "which FSDP shards over" in str(error.value.why)
+
+
+def test_a_dimension_without_a_name_is_called_by_its_number() -> None:
+    mesh = MeshShape((2, 3))
+    with pytest.raises(NeedsInformationError, match="does not fit the mesh of x, 2,3") as error:
+        resized({mesh: [Sharding(mesh, (Shard(0), Shard(1)))]}, 4, source="x")
+    assert str(error.value.why).startswith("only dimension 0 changes")
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "contained"),
+    [
+        ("fsdp=4", "fsdp=4", True),
+        ("2,4", "2,4", True),
+        ("4", "2,4", False),
+        ("fsdp=4", "4", False),
+        ("4", "fsdp=4", False),
+        ("tp=2", "dp=2,tp=2", True),
+        ("dp=2,tp=3", "dp=2,ep=2,tp=3", True),
+        ("tp=2,dp=2", "dp=2,tp=2", False),
+        ("tp=3", "dp=2,tp=2", False),
+        ("dp=2,ep=2", "dp=2,tp=2", False),
+        ("dp=2,tp=2", "tp=2", False),
+    ],
+)
+def test_a_submesh_has_some_dimensions_of_the_whole_in_their_order(part: str, whole: str, contained: bool) -> None:
+    mesh, other = parse_mesh(part), parse_mesh(whole)
+    assert whole_of(mesh, [parse_mesh("x=9"), other]) == (other if contained else None)
+
+
+def test_the_meshes_of_a_source_are_in_the_order_of_its_tensors_and_parts_of_others_are_none() -> None:
+    held: dict[str, Any] = {"plain": whole(5)}
+    for text in ("tp=2", "dp=2,tp=2", "efsdp=4,ep=1", "tp=2", "efsdp=4,ep=1"):
+        mesh = parse_mesh(text)
+        held[f"p{len(held)}"] = replace(whole(5), sharding=Sharding(mesh, (Replicate(),) * len(mesh.sizes)))
+    found = source_meshes(checkpoint(4, model=ModelState(held)))
+    assert list(map(str, found)) == ["dp=2,tp=2", "efsdp=4,ep=1"]
 
 
 def test_replicas_are_given_up_on_all_meshes_or_on_none() -> None:
