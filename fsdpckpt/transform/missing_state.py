@@ -43,7 +43,7 @@ def without_state(checkpoint: Checkpoint, units: Units | None = None) -> list[Pa
     return [key for key in optim.grouped_keys() if not optim.state.get(key) and key not in stateless]
 
 
-def fill(checkpoint: Checkpoint, choice: Choice, *, units: Units | None = None, read: Read | None = None) -> Checkpoint:
+def fill(checkpoint: Checkpoint, choice: Choice, *, read: Read, units: Units | None = None) -> Checkpoint:
     """Apply ``--missing-state``. ``read`` returns the bytes of a 0-dim tensor: those of a group must be equal.
 
     ``error`` raises SourceIncompleteError that lists every parameter without state; ``skip`` leaves them without.
@@ -126,7 +126,7 @@ class _StateMaker:
     """
 
     checkpoint: Checkpoint
-    read: Read | None
+    read: Read
     unit_of: Mapping[ParamKey, str]
     unit_params: Mapping[str, UnitParam]
     shaped: frozenset[str]
@@ -223,9 +223,9 @@ class _StateMaker:
         )
 
     def _identity(self, value: Tensor | Value) -> tuple[str, object]:
-        """Equal for equal values. Without ``read``, no two tensors count as equal."""
+        """Equal for equal values."""
         if isinstance(value, Tensor):
-            return value.dtype.name, self.read(value) if self.read is not None and not value.ndim else value
+            return value.dtype.name, value if value.ndim else self.read(value)
         return type(value).__name__, repr(value)
 
     def _zeros_like(self, name: str, tensors: Mapping[ParamKey, Tensor], problems: list[str]) -> _Zeros:

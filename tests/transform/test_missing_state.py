@@ -21,7 +21,7 @@ from fsdpckpt.plan import make_plan
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.local import ZeroFile
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.transform.missing_state import fill, require_complete
+from fsdpckpt.transform.missing_state import require_complete
 from fsdpckpt.verify.elements import first_difference
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.dcp import lay_out as lay_out_dcp
@@ -203,7 +203,7 @@ def test_a_frozen_parameter_needs_no_state_where_units_say_so(tmp_path: Path) ->
     path = _save(tmp_path / "s.pt", _content(b=0))
     with Sources() as sources:
         opened = open_checkpoint(path, sources=sources, locate=True)
-        assert fill(opened, "error", units=_units(b=False)) is opened
+        assert fill_missing(opened, "error", units=_units(b=False), sources=sources) is opened
 
 
 @pytest.mark.parametrize(
