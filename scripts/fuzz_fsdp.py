@@ -1,12 +1,15 @@
-"""Converts checkpoints of random FSDP1 models in every direction, and compares the results with PyTorch bit for bit.
+"""Converts checkpoints of random FSDP models in every direction, and compares the results with PyTorch bit for bit.
 
-    .venv/bin/python scripts/fuzz_fsdp.py 0 200        the models of seeds 0 to 199
+    .venv/bin/python scripts/fuzz_fsdp.py 0 200        the FSDP1 models of seeds 0 to 199
     .venv/bin/python scripts/fuzz_fsdp.py 74 75 --keep DIR
+    .venv/bin/python scripts/fuzz_fsdp.py 0 200 --meshes        FSDP2 models on meshes
 
 A seed decides everything: modules, names, shapes, dtypes, shared, frozen and ignored parameters, wrapping, strategy,
 optimizer and world sizes. Its full state dict becomes flattened files of N ranks, which must be what FSDP1 holds on
-each rank (``tests.oracle.flat_held``). From there it goes to M ranks, to shards and back to full. A finding is printed;
-exit code 1 means that there are findings.
+each rank (``tests.oracle.flat_held``). From there it goes to M ranks, to shards and back to full. With ``--meshes`` the
+files are those of FSDP2 on a mesh with replicas, tensor parallelism or both; they go to other sizes of that mesh, to
+another mesh, to DCP, to flat parameters and back to full. A finding is printed; exit code 1 means that there are
+findings.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -43,6 +48,7 @@ from tests.oracle.fake import rank_file
 from tests.oracle.fake_group import as_rank
 from tests.oracle.flat_scenarios import Scenario
 from tests.oracle.flat_train import built, wrap
+from tests.writers.meshes import MeshCase, all_three, hsdp, over_tp
 
 NAMES = ("layers", "0", "1", "weight", "bias", "state", "params", "param_groups", "step", "model", "module", "norm")
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float64)
@@ -310,11 +316,102 @@ class Play:
                 self.is_flat(self.convert(sharded, f"{container}-flat", **wanted), n)
 
 
+class MeshPlay(Play):
+    """One seed of FSDP2 on a mesh. ``cut``: the dimension along which tensor parallelism cuts a parameter."""
+
+    def __init__(self, seed: int, directory: Path) -> None:
+        super().__init__(seed, directory)
+        self.entry = replace(self.entry, ignored=())
+        self.trained = [name for group in self.truth["optimizer"]["param_groups"] for name in group["params"]]
+        self.tp = self.rng.choice((1, 1, 2, 2, 3))
+        model = built(self.entry)
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        later = {name for name, _ in model.named_parameters(remove_duplicate=False)} - shapes.keys()
+        self.cut = {
+            name: self.rng.choice([None, *(dim for dim, size in enumerate(shape) if size % self.tp == 0)])
+            for name, shape in shapes.items()
+            if self.tp > 1 and not later and self.rng.random() < 0.8
+        }
+        self.replicas = self.rng.random() < 0.5
+
+    def mesh(self) -> MeshCase:
+        """A random size of the mesh, of which tensor parallelism has the same number of ranks."""
+        replicas, shards = self.rng.randint(1, 3), self.rng.randint(1, 4)
+        if self.tp > 1:
+            return all_three(replicas, shards, self.tp) if self.replicas else over_tp(shards, self.tp)
+        return hsdp(replicas, shards) if self.replicas else MeshCase({"dp_shard": shards}, ("dp_shard",))
+
+    def held(self, case: MeshCase) -> dict[str, Any]:
+        """This rank's state dicts."""
+        optimizer = self.truth["optimizer"]
+        states = {name: dict(entry) for name, entry in optimizer["state"].items()}
+        for moment in {name for entry in states.values() for name, leaf in entry.items() if leaf.ndim}:
+            shards = self._sharded(case, {name: entry[moment] for name, entry in states.items()})
+            for name, entry in states.items():
+                entry[moment] = shards[name]
+        optim = {"state": states, "param_groups": optimizer["param_groups"]}
+        return {"model": self._sharded(case, self.truth["model"]), "optim": optim}
+
+    def _sharded(self, case: MeshCase, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", tuple(case.shape.values()), mesh_dim_names=tuple(case.shape))
+        model = built(self.entry)
+        model.load_state_dict(weights, strict=False)
+        for name, dim in self.cut.items():
+            parent, _, own = name.rpartition(".")
+            module, parameter = model.get_submodule(parent), model.get_parameter(name)
+            placement = Replicate() if dim is None else Shard(dim)
+            cut = distribute_tensor(parameter.detach(), mesh["tp"], [placement], src_data_rank=None)
+            module.register_parameter(own, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+        for unit in (*reversed([unit for unit in self.entry.units if unit]), ""):
+            fully_shard(model.get_submodule(unit), mesh=mesh[case.fsdp])
+        return dict(model.state_dict())
+
+    def is_held(self, path: Path | None, case: MeshCase) -> None:
+        """Whether the files are what FSDP2 holds on some ranks of the mesh."""
+        world = case.world_size
+        for rank in sorted(self.rng.sample(range(world), k=min(world, MAX_RANKS_COMPARED))) if path else ():
+            with as_rank(rank, world):
+                found = {section: rank_file(path, section, world, rank) for section in ("model", "optim")}
+                wrong = differences(found, self.held(case))
+            self.found.extend(f"{path.name} on {case} rank {rank}: {problem}" for problem in wrong[:5])
+
+    def run(self) -> list[str]:
+        source, other, changed = self.mesh(), self.mesh(), self.rng.randint(1, 5)
+        ranks = self.directory / "ranks"
+        ranks.mkdir()
+        for rank in range(source.world_size):
+            with as_rank(rank, source.world_size):
+                for section, content in self.held(source).items():
+                    name = f"{section}_world_size_{source.world_size}_rank_{rank}.pt"
+                    torch.save(content, ranks / name)
+        self.is_full(ranks, "full.pt")
+        problems = fsdpckpt.verify(ranks).problems
+        self.found.extend(f"verify: {problem}" for problem in problems if problem.fatal or problem.kind != "state")
+        on = {"to": "sharded", "container": "torch"}
+        resized = self.convert(ranks, "resized", **on, mesh=str(other.mesh))
+        self.is_held(resized, other)
+        self.is_full(resized, "resized.pt")
+        self.is_held(self.convert(self.truth_file, "like", **on, like=ranks), source)
+        dcp = self.convert(ranks, "dcp", to="sharded", container="dcp", world_size=changed * self.tp)
+        self.is_full(dcp, "dcp.pt")
+        if dcp is not None:
+            self.is_held(self.convert(dcp, "from-dcp", **on, like=ranks, mesh=str(other.mesh)), other)
+        rows = self.convert(ranks, "rows", **on, mesh=str(changed))
+        self.is_full(rows, "rows.pt")
+        if rows is not None:
+            self.is_held(self.convert(rows, "from-rows", **on, like=ranks), source)
+        wrapping = {"unit": ("none",), "use_orig_params": True, "key_type": "id"}
+        flat = self.convert(ranks, "flat", may_refuse=True, to="flattened", world_size=changed, **wrapping)
+        self.is_full(flat, "flat.pt")
+        return [f"{source} to {other} and {changed} ranks, cut={self.cut}", *self.found] if self.found else []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("first", type=int)
     parser.add_argument("end", type=int)
     parser.add_argument("--keep", type=Path, help="keep the files of each seed in this directory")
+    parser.add_argument("--meshes", action="store_true", help="FSDP2 on meshes")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -324,7 +421,7 @@ def main() -> int:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         try:
-            found = Play(seed, directory).run()
+            found = (MeshPlay if arguments.meshes else Play)(seed, directory).run()
         except Exception:  # noqa: BLE001 - any exception is a finding
             found = [traceback.format_exc()]
         count += bool(found)

@@ -6,7 +6,7 @@ The placements come from rules (``--placements``: globs of parameter names to pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -187,7 +187,9 @@ def _by_name(named: Checkpoint, other: LikeCheckpoint) -> dict[Tensor, Sharding 
     by_name = {clean(name): sharding for name, sharding in other.shardings.items()}
     shardings: dict[Tensor, Sharding | None] = {}
     unmatched: dict[str, None] = {}
-    for name, leaf in _parameters(named):
+    # A DCP directory has parameters in one chunk that FSDP cut over one rank: only the other checkpoint says so.
+    cut = {name for name, sharding in by_name.items() if sharding is not None}
+    for name, leaf in _parameters(named, cut):
         if name in by_name:
             _require_dimensions(by_name[name], leaf, other.source)
             shardings[leaf.tensor] = by_name[name]
@@ -197,11 +199,11 @@ def _by_name(named: Checkpoint, other: LikeCheckpoint) -> dict[Tensor, Sharding 
     return shardings
 
 
-def _parameters(named: Checkpoint) -> Iterator[tuple[str, NamedTensor]]:
+def _parameters(named: Checkpoint, cut: Collection[str] = ()) -> Iterator[tuple[str, NamedTensor]]:
     """The tensors to place, with the name of their parameter: in the model all that may be sharded, in the optimizer
     the states in their parameter's shape, in the extras those that the source has sharded.
 
-    Raises UsageError for a sharded state in a different shape than its parameter.
+    ``cut``: parameters that are placed even if the source shows them whole. Raises UsageError for a sharded state in a different shape than its parameter.
     """
     params = named.model.params if named.model is not None else {}
     param_shapes: dict[str, tuple[int, ...] | None] = {
@@ -215,7 +217,7 @@ def _parameters(named: Checkpoint) -> Iterator[tuple[str, NamedTensor]]:
         param_shapes.setdefault(str(key), distinct.pop() if len(distinct) == 1 else None)
     for leaf in named.tensors():
         tensor = leaf.tensor
-        if not tensor.shape or tensor.sharded is False:
+        if not tensor.shape or (tensor.sharded is False and leaf.param not in cut):
             continue
         if leaf.section is not Section.OPTIM or leaf.state is None:
             if (leaf.section is Section.MODEL and leaf.state is None) or tensor.sharded:

@@ -65,6 +65,13 @@ def to_ranks(source: Path, target: Path, **options: Any) -> Any:
     return fsdpckpt.convert(source, target, to="sharded", container="torch", **options)
 
 
+def test_what_a_dcp_directory_has_in_one_chunk_is_cut_where_like_says_so(saved: Path, tmp_path: Path) -> None:
+    """One rank of FSDP cuts nothing: beside what tensor parallelism cuts, its parameters look like buffers."""
+    fsdpckpt.convert(saved / "tp", tmp_path / "dcp", to="sharded", container="dcp", world_size=2)
+    to_ranks(tmp_path / "dcp", tmp_path / "on-4", like=saved / "tp")
+    assert_held(tmp_path / "on-4", over_tp(2, 2))
+
+
 @pytest.mark.parametrize(
     ("source", "world_size", "case"),
     [
