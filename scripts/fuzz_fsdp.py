@@ -332,6 +332,7 @@ class MeshPlay(Play):
             for name, shape in shapes.items()
             if self.tp > 1 and not later and self.rng.random() < 0.8
         }
+        self.tp = self.tp if self.cut else 1
         self.replicas = self.rng.random() < 0.5
 
     def mesh(self) -> MeshCase:

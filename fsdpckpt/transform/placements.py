@@ -203,7 +203,8 @@ def _parameters(named: Checkpoint, cut: Collection[str] = ()) -> Iterator[tuple[
     """The tensors to place, with the name of their parameter: in the model all that may be sharded, in the optimizer
     the states in their parameter's shape, in the extras those that the source has sharded.
 
-    ``cut``: parameters that are placed even if the source shows them whole. Raises UsageError for a sharded state in a different shape than its parameter.
+    ``cut``: parameters that are placed even if the source shows them whole. Raises UsageError for a sharded state in a
+    different shape than its parameter.
     """
     params = named.model.params if named.model is not None else {}
     param_shapes: dict[str, tuple[int, ...] | None] = {
