@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError, to_copy
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, Note, OptimState, ParamKey
 from fsdpckpt.ir.quantized import (
     BITSANDBYTES,
     CODES,
@@ -32,7 +32,7 @@ from fsdpckpt.ir.quantized import (
 from fsdpckpt.ir.tensors import Shard, Sharding, Tensor
 from fsdpckpt.ir.values import Value, with_tensors
 from fsdpckpt.layouts import mesh_box, row_sharding
-from fsdpckpt.text import first_lines, listed, plural
+from fsdpckpt.text import first_lines, listed, plural, some_of
 from fsdpckpt.transform.parameter_order import NO_BUFFERS
 
 _KEYS_IN_MESSAGE = 12  # enough to recognise the model, few enough to read
@@ -89,6 +89,13 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
             next_step="write a DCP directory (--container dcp), which loads either way, or add --only model",
         )
     notes = list(checkpoint.notes)
+    if strict and (whole := _whole_parameters(checkpoint)):
+        message = (
+            f"{plural(len(whole), 'parameter', 'are')} in one piece, which every rank gets, as if FSDP ignored "
+            f"{'it' if len(whole) == 1 else 'them'}: {some_of(whole, _KEYS_IN_NOTE)}. If only tensor parallelism cut "
+            "the others, add --like PATH (per-rank DTensor files of this model), which says what FSDP shards"
+        )
+        notes.append(Note("inferred", message, keys=tuple(whole)))
     if inferred:
         are_parameters, them = ("key is a parameter", "it") if inferred == 1 else ("keys are parameters", "them")
         notes.append(Note("inferred", f"{inferred} model {are_parameters}: the optimizer lists {them}"))
@@ -100,6 +107,16 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
     _require_buffers(checkpoint, hints)
     decided = replace(checkpoint, model=model, optim=optim, notes=tuple(notes))
     return decided.with_extras(partial(with_tensors, change=_sharded_only_if_source_says))
+
+
+def _whole_parameters(checkpoint: Checkpoint) -> list[str]:
+    """The trained parameters that a DCP directory has in one piece beside others in several. It does not say why."""
+    model, optim = checkpoint.model, checkpoint.optim
+    if checkpoint.container != Container.DCP or model is None or optim is None:
+        return []
+    listed = _listed_by_optimizer(optim, model, _ties(model))
+    leaves = ((name, leaf) for name, leaf in model.params.items() if name in listed)
+    return [name for name, leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is False]
 
 
 def mark_sharded(checkpoint: Checkpoint, hints: ShardingHints) -> Checkpoint:

@@ -70,6 +70,9 @@ def test_what_a_dcp_directory_has_in_one_chunk_is_cut_where_like_says_so(saved: 
     fsdpckpt.convert(saved / "tp", tmp_path / "dcp", to="sharded", container="dcp", world_size=2)
     to_ranks(tmp_path / "dcp", tmp_path / "on-4", like=saved / "tp")
     assert_held(tmp_path / "on-4", over_tp(2, 2))
+    (note,) = [note for note in to_ranks(tmp_path / "dcp", tmp_path / "rows", mesh="4").notes if note.keys]
+    assert "in one piece" in note.message and "--like PATH" in note.message
+    assert sorted(note.keys) == ["free.bias", "free.weight", "norm.bias", "norm.weight", "row.bias"]
 
 
 @pytest.mark.parametrize(
