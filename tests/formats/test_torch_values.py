@@ -367,8 +367,20 @@ def mesh_of(**attributes: Any) -> Mesh:
     ],
 )
 def test_layouts_of_every_version_say_the_same_mesh(layout: dict[str, Any]) -> None:
-    mesh = mesh_of(_layout=stub(**layout), _flatten_rank_map=tuple(range(6)), _coordinate_on_dim=[1, 0])
-    assert (mesh.shape, mesh.ranks, mesh.rank) == ((2, 3), tuple(range(6)), 3)
+    mesh = mesh_of(
+        _layout=stub(**layout),
+        _flatten_rank_map=tuple(range(6)),
+        _coordinate_on_dim=[1, 0],
+        _device_type="cuda",
+        _mesh_dim_names=("dp", "tp"),
+    )
+    assert mesh == Mesh((2, 3), tuple(range(6)), (1, 0), 3, tuple(range(6)), "cuda", ("dp", "tp"), ascending=True)
+
+
+def test_a_mesh_whose_ranks_are_not_in_order_says_so() -> None:
+    layout, ranks = stub(shape=(2, 3), stride=(1, 2)), (0, 2, 4, 1, 3, 5)
+    mesh = mesh_of(_layout=layout, _flatten_rank_map=tuple(range(6)), _coordinate_on_dim=[1, 0])
+    assert (mesh.ranks, mesh.rank, mesh.names, mesh.device, mesh.ascending) == (ranks, 1, None, "", False)
 
 
 def test_a_layout_of_one_dimension_is_a_number() -> None:

@@ -103,6 +103,14 @@ def test_the_file_of_one_rank_alone_is_refused(tmp_path: Path) -> None:
     assert error.value.run_again is False
 
 
+def test_an_index_that_names_files_which_are_not_there_is_no_file_of_a_rank(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "model-00001-of-00001.safetensors"}}))
+    with pytest.raises(SourceIncompleteError) as error:
+        opened(index)
+    assert "each rank" not in str(error.value.why) and "with all of them" not in str(error.value.next_step)
+
+
 # --- rank sets --------------------------------------------------------------------------------------------------------
 
 
