@@ -354,8 +354,11 @@ def stub(**attributes: Any) -> StubInstance:
     return made
 
 
+RANKS = np.arange(6, dtype=np.int32)
+
+
 def mesh_of(**attributes: Any) -> Mesh:
-    return MeshParser(MemoryFile(bytes(1 << 10))).mesh(stub(**attributes), "w")
+    return MeshParser(MemoryFile(RANKS.tobytes())).mesh(stub(**attributes), "w")
 
 
 @pytest.mark.parametrize(
@@ -381,6 +384,18 @@ def test_a_mesh_whose_ranks_are_not_in_order_says_so() -> None:
     layout, ranks = stub(shape=(2, 3), stride=(1, 2)), (0, 2, 4, 1, 3, 5)
     mesh = mesh_of(_layout=layout, _flatten_rank_map=tuple(range(6)), _coordinate_on_dim=[1, 0])
     assert (mesh.ranks, mesh.rank, mesh.names, mesh.device, mesh.ascending) == (ranks, 1, None, "", False)
+
+
+def test_the_ranks_of_a_job_are_a_tensor_too() -> None:
+    ranks = StoredTensor(DTYPES["int32"], (6,), (1,), 0)
+    mesh = mesh_of(_layout=stub(shape=(2, 3), stride=(3, 1)), _rank_map=ranks, _coordinate_on_dim=[1, 2])
+    assert (mesh.ranks, mesh.world, mesh.rank) == (tuple(range(6)), tuple(range(6)), 5)
+
+
+def test_a_layout_with_more_sizes_than_strides_is_refused() -> None:
+    layout = stub(shape=(2, 3), stride=(3,))
+    with pytest.raises(SourceCorruptError, match="w: a coordinate outside its mesh"):
+        mesh_of(_layout=layout, _flatten_rank_map=tuple(range(6)), _coordinate_on_dim=[1, 0])
 
 
 def test_a_layout_of_one_dimension_is_a_number() -> None:

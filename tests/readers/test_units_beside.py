@@ -66,6 +66,16 @@ def test_units_lie_beside_the_steps_of_a_run_and_the_nearest_count(step: Path) -
         assert (opened(source).units, opened(source).units_from) == (UNITS, near)
 
 
+def test_units_lie_beside_the_steps_of_a_run_whose_roles_are_below_them(step: Path) -> None:
+    (step / "actor").mkdir()
+    for path in step.glob("optim_*"):
+        path.rename(step / "actor" / path.name)
+    above = write(step.parent / "units.json", OTHER)
+    for source in (step, step.parent, step.parent.parent):
+        assert (opened(source).units, opened(source).units_from) == (OTHER, above)
+    assert opened(step / "actor").units is None
+
+
 def test_units_beside_a_step_that_is_named_without_its_directory(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(step.parent / "units.json", OTHER)
     monkeypatch.chdir(step.parent)
