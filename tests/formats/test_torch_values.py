@@ -392,9 +392,10 @@ def test_the_ranks_of_a_job_are_a_tensor_too() -> None:
     assert (mesh.ranks, mesh.world, mesh.rank) == (tuple(range(6)), tuple(range(6)), 5)
 
 
-def test_a_layout_with_more_sizes_than_strides_is_refused() -> None:
-    layout = stub(shape=(2, 3), stride=(3,))
-    with pytest.raises(SourceCorruptError, match="w: a coordinate outside its mesh"):
+@pytest.mark.parametrize(("stride", "what"), [((3,), "a coordinate outside its mesh"), (3, "an unknown mesh layout")])
+def test_a_layout_with_more_sizes_than_strides_is_refused(stride: Any, what: str) -> None:
+    layout = stub(shape=(2, 3), stride=stride)
+    with pytest.raises(SourceCorruptError, match=f"w: {what}"):
         mesh_of(_layout=layout, _flatten_rank_map=tuple(range(6)), _coordinate_on_dim=[1, 0])
 
 

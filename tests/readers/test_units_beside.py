@@ -46,6 +46,14 @@ def test_a_units_file_in_the_directory_is_found_by_its_content(name: str, step: 
     assert not any("units.json" in note.message for note in found.notes)
 
 
+@pytest.mark.parametrize(("name", "units"), [("my_Units.json", UNITS), ("my_model.json", None)])
+def test_a_file_that_says_late_what_it_is_is_a_units_file_only_by_name(
+    name: str, units: Units | None, step: Path
+) -> None:
+    (step / name).write_text("\n" * 5000 + json.dumps(encode(UNITS)))
+    assert opened(step).units == units
+
+
 def test_without_a_units_file_there_are_no_units(step: Path) -> None:
     (step / "config.json").write_text(json.dumps({"format": "pt"}))
     (step / "units.json").write_text("[1, 2")
