@@ -156,7 +156,6 @@ class _Opening:
                 raise
             error.why = "each rank writes its own file, and this is one of them"
             error.next_step = f"give the directory with all of them: {_parent_quoted(self.source)}"
-            error.run_again = False
             raise
         checkpoint = with_flavor(join(self.source, [read], self.files, []), [entry.name], "")
         checkpoint.problems = (*checkpoint.problems, *missing_sections(checkpoint, ()))

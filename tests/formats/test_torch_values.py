@@ -390,6 +390,8 @@ def test_the_ranks_of_a_job_are_a_tensor_too() -> None:
     ranks = StoredTensor(DTYPES["int32"], (6,), (1,), 0)
     mesh = mesh_of(_layout=stub(shape=(2, 3), stride=(3, 1)), _rank_map=ranks, _coordinate_on_dim=[1, 2])
     assert (mesh.ranks, mesh.world, mesh.rank) == (tuple(range(6)), tuple(range(6)), 5)
+    alone = mesh_of(mesh=StoredTensor(DTYPES["int32"], (1,), (1,), 0), _coordinate_on_dim=[0])  # up to torch 2.9
+    assert (alone.shape, alone.ranks, alone.rank) == ((1,), (0,), 0)
 
 
 @pytest.mark.parametrize(("stride", "what"), [((3,), "a coordinate outside its mesh"), (3, "an unknown mesh layout")])

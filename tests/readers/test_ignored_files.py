@@ -61,6 +61,7 @@ def test_an_export_beside_the_state_is_left_out(export: str, tmp_path: Path) -> 
     with pytest.raises(NeedsInformationError, match="2 candidates for the model") as caught:
         fsdpckpt.inspect(source)
     assert typed(caught.value) == [export]
+    assert str(caught.value.next_step).endswith(f"; or give {source / export} as SRC")
     ignored: dict[str, Any] = {"ignore_file": typed(caught.value)}
     assert torch.equal(weight(source, **ignored), MODEL["a.w"])
     assert len(fsdpckpt.inspect(source, **ignored).to_json()["sections"]) >= 2
@@ -79,6 +80,7 @@ def test_a_file_in_a_dcp_directory_is_left_out(tmp_path: Path) -> None:
     with pytest.raises(NeedsInformationError) as caught:
         fsdpckpt.convert(tmp_path / "dcp", tmp_path / "full.pt")
     assert typed(caught.value) == ["model.pt"]
+    assert str(caught.value.next_step).endswith(" --ignore-file model.pt")
     fsdpckpt.convert(tmp_path / "dcp", tmp_path / "full.pt", ignore_file="model.pt")
     assert torch.equal(torch.load(tmp_path / "full.pt")["model"]["a.w"], MODEL["a.w"])
 

@@ -11,6 +11,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import SourceError, SourceIncompleteError
+from fsdpckpt.ir.checkpoint import EvidenceKind
 from fsdpckpt.ir.tensors import Tensor
 from tests.readers.contents import opened
 
@@ -54,6 +55,13 @@ def test_metadata_of_another_save_in_a_directory_below_is_refused(accelerate: Pa
     assert f"{path} does not match" in said
     (accelerate / "fsdpckpt.json").unlink()
     fsdpckpt.convert(accelerate, tmp_path / "out.pt", to="full")
+
+
+def test_metadata_of_the_same_length_is_refused_if_its_bytes_are_others(accelerate: Path, tmp_path: Path) -> None:
+    path = accelerate / MODEL / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"a.bias", b"a.bean"))
+    assert f"{path} does not match" in refusal(accelerate, tmp_path)
+    assert EvidenceKind.MANIFEST not in [each.kind for each in opened(accelerate).evidence]
 
 
 def test_a_part_that_is_gone_is_an_error_and_not_a_smaller_checkpoint(accelerate: Path, tmp_path: Path) -> None:
@@ -100,9 +108,11 @@ def test_entries_that_this_program_does_not_write_are_not_used(tmp_path: Path) -
         "nothing.pt": None,
         "../above.pt": file,
     }
-    entries = {"model.pt": file, "lost.pt": file, **wrong}
-    (tmp_path / "fsdpckpt.json").write_text(json.dumps({"version": "9", "files": entries}))
-    assert [problem.file for problem in opened(tmp_path).problems] == [f"{tmp_path}/lost.pt"]
+    manifest = {"files": {"model.pt": file, "lost.pt": file, **wrong}, "digests": {"model a": "12", "model b": 12}}
+    (tmp_path / "fsdpckpt.json").write_text(json.dumps(manifest))
+    found = opened(tmp_path)
+    assert [problem.file for problem in found.problems] == [f"{tmp_path}/lost.pt"]
+    assert found.manifest is not None and found.manifest.digests == {"model a": "12"}
 
 
 def test_what_the_source_left_open_is_not_settled_by_how_it_was_cut(tmp_path: Path) -> None:

@@ -64,7 +64,9 @@ def test_a_prefix_on_the_models_names_alone_is_none_of_the_optimizers_business(t
 
 def test_some_names_that_the_model_lacks_are_noted(tmp_path: Path) -> None:
     found = opened(saved(tmp_path, TORCHTUNE, (*TORCHTUNE, "output.weight")))
-    assert [note.keys for note in found.notes if note.kind == "unmatched"] == [("output.weight",)]
+    (note,) = [note for note in found.notes if note.kind == "unmatched"]
+    assert note.keys == ("output.weight",)
+    assert note.message == "1 optimizer key is none of the model's: output.weight"
 
 
 def test_a_users_own_value_among_the_states_is_no_name_that_the_model_lacks(tmp_path: Path) -> None:
