@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError
-from fsdpckpt.formats.pickle.check import OpcodeWalk, check_pickle
+from fsdpckpt.formats.pickle.check import MAX_DEPTH, OpcodeWalk, check_pickle
 from tests.fuzz.corpus import seeds
 from tests.fuzz.mutations import mutated
 from tests.hostile.opcodes import P2, P4, name, text, tuple_bomb
@@ -41,6 +41,16 @@ def test_a_memo_number_of_thousands_of_digits_is_damage(opcode: bytes) -> None:
 )
 def test_an_opcode_without_the_values_that_it_needs_is_damage(short: bytes) -> None:
     assert "without one" in refused(P2 + short + b"N.")
+
+
+def test_what_is_no_opcode_is_damage_and_buffers_are_values() -> None:
+    assert refused(P2 + b"\xff.") == "byte 0xff at 2"
+    check_pickle(P4 + b"\x97\x980N.", "it.pkl")
+
+
+def test_tuples_in_tuples_have_a_limit() -> None:
+    check_pickle(P2 + b")" + b"\x85" * MAX_DEPTH + b".", "it.pkl")
+    assert "deep" in refused(P2 + b")" + b"\x85" * (MAX_DEPTH + 1) + b".")
 
 
 def test_a_frame_that_ends_after_the_pickle_is_damage() -> None:
@@ -131,13 +141,32 @@ def test_integers_of_one_hash_are_few_as_keys_and_any_number_as_values(
         check_pickle(P2 + b"}(" + b"N".join(narrow) + b"Nu.", "it.pkl")
 
 
-STATE = b"}q\x00(" + b"".join(text(f"k{n}") + b"N" for n in range(3000)) + b"u0"
+def state(count: int) -> bytes:
+    return b"}q\x00(" + b"".join(text(f"k{n}") + b"N" for n in range(count)) + b"u0"
+
+
+STATE = state(3000)
 FILLED = name("collections", "OrderedDict") + b")Rh\x00b"
 
 
 def test_a_state_that_is_used_again_and_again_is_too_costly() -> None:
     check_pickle(P2 + STATE + b"](" + FILLED * 10 + b"e.", "it.pkl")
+    check_pickle(P2 + state(20_000) + b"](" + FILLED * 150 + b"e.", "it.pkl")  # a larger file may hold more
     assert "again and again" in refused(P2 + STATE + b"](" + FILLED * 20_000 + b"e.")
+
+
+TUPLE = b"(" + b"K\x01" * 3000 + b"tq\x000"
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        b"](" + (name("collections", "OrderedDict") + b"h\x00R") * 2000 + b"e.",  # arguments
+        b"}(" + b"h\x00N" * 500 + b"u.",  # keys
+    ],
+)
+def test_a_tuple_that_is_used_again_and_again_is_too_costly(used: bytes) -> None:
+    assert "again and again" in refused(P2 + TUPLE + used)
 
 
 def test_an_object_may_be_part_of_any_number_of_states() -> None:
