@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdpckpt.converters.mesh_options import parse_mesh
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.converters.mesh_options import parse_mesh, parse_meshes, parse_placements
+from fsdpckpt.errors import NeedsInformationError, UsageError
+from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir.checkpoint import ModelState
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Shard, Sharding
+from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.meshes import resized, source_meshes, whole_of
+from fsdpckpt.transform.placements import Rule, Rules
 from tests.flat.flat_synthetic import checkpoint, whole
 
 MESH = MeshShape((2, 4, 2), ("dp_replicate", "dp_shard", "tp"))
+TWO = MeshShape((2, 3), ("dp", "tp"))
 
 
 def test_of_two_dimensions_that_cut_every_tensor_the_first_is_fsdps() -> None:
@@ -135,3 +141,57 @@ def test_replicas_are_given_up_on_all_meshes_or_on_none() -> None:
     assert " ".join(map(str, found.values())) == "dp_replicate=1,fsdp=6 dp_replicate=1,efsdp=3,ep=2"
     found = resized(meshes, 12, source="x", keep_replicas=False)
     assert " ".join(map(str, found.values())) == "dp_replicate=2,fsdp=6 dp_replicate=2,efsdp=3,ep=2"
+
+
+@pytest.mark.parametrize(
+    ("texts", "meshes"),
+    [
+        (["2,4"], [MeshShape((2, 4))]),
+        ([" dp = 2 , tp=04"], [MeshShape((2, 4), ("dp", "tp"))]),
+        (["fsdp=4", "efsdp=2,ep=2"], [MeshShape((4,), ("fsdp",)), MeshShape((2, 2), ("efsdp", "ep"))]),
+        (["dp=2,4"], "--mesh dp=2,4: '4' is not a dimension"),
+        (["4,dp=2"], "--mesh 4,dp=2: '4' is not a dimension"),
+        (["dp=2,"], "--mesh dp=2,: '' is not a dimension"),
+        (["dp=2,dp=2"], "names dp twice"),
+        (["4", "dp=4"], "--mesh 4 is one of several, and has no names"),
+        (["a=4", "b=2"], "--mesh a=4 has 4 ranks, and --mesh b=2 has 2"),
+        (["a=2,b=3", "c=6", "b=3,a=2"], "two meshes have the dimensions a, b"),
+        ([f"dp={MAX_RANKS}"], [MeshShape((MAX_RANKS,), ("dp",))]),
+        ([f"dp={MAX_RANKS + 1}"], f"has {MAX_RANKS + 1:,} ranks"),
+    ],
+)
+def test_meshes_are_read_as_they_are_typed(texts: list[str], meshes: Any) -> None:
+    if isinstance(meshes, list):
+        assert list(parse_meshes(texts)) == meshes
+    else:
+        with pytest.raises(UsageError, match=meshes):
+            parse_meshes(texts)
+
+
+@pytest.mark.parametrize(
+    ("rules", "placed"),
+    [
+        ({"*": {"tp": "Shard(1)", "dp": "Shard(0)"}}, Sharding(TWO, (Shard(0), Shard(1)))),
+        ({"*": {"tp": " shard( dim = 12 ) ", "dp": "replicate"}}, Sharding(TWO, (Replicate(), Shard(12)))),
+        ({"*": {"dp": "Replicate( )"}}, Sharding(TWO, (Replicate(), None))),
+        ({"*": None}, None),
+        ({}, "is not a JSON object"),
+        ([], "is not a JSON object"),
+        ({"*": {}}, r"\* has no placements"),
+        ({"*": ["Shard(0)"]}, r"\* has no placements"),
+        ({"*": {"pp": "Shard(0)"}}, "mesh dimension pp, which --mesh dp=2,tp=3 does not have"),
+        ({"*": {"tp": "Shard(-1)"}}, "a placement that cannot be written"),
+        ({"*": {"tp": "Shard(0) "}, "a": {"dp": None}}, "a has a placement that cannot be written: None"),
+        ('{"*": {"tp": "Shard(0)", "tp": "Shard(1)"}}', "names the mesh dimension tp twice"),
+        ('{"*": null, "a": null, "*": null}', r"two entries for \*"),
+    ],
+)
+def test_placements_are_read_as_they_are_written(rules: Any, placed: Any, tmp_path: Path) -> None:
+    path = tmp_path / "placements.json"
+    path.write_text(rules if isinstance(rules, str) else json.dumps(rules))
+    with Sources() as sources:
+        if isinstance(placed, str):
+            with pytest.raises(UsageError, match=placed):
+                parse_placements(str(path), [TWO], sources)
+        else:
+            assert parse_placements(str(path), [TWO], sources) == Rules(str(path), (Rule("*", placed),))
