@@ -194,6 +194,23 @@ def test_records_that_lie_elsewhere_are_found_there(tmp_path: Path, parsed: list
     assert len(parsed) == WORLD + 1
 
 
+def test_what_one_rank_holds_otherwise_is_found_in_the_file_of_every_other(tmp_path: Path, parsed: list[str]) -> None:
+    """A vector of another length is each rank's own, a plain tensor in place of a DTensor a contradiction."""
+
+    def state(rank: int) -> dict[str, Any]:
+        weight = distribute_tensor(numbered(12, 3), init_device_mesh("cpu", (WORLD,)), [Shard(0)], src_data_rank=None)
+        last = rank == WORLD - 1
+        return {**fsdp2(12)(rank), "own": numbered(3 if last else 2), "w": numbered(2, 3) if last else weight}
+
+    paths = save(tmp_path, state)
+    for rank in (1, 4):
+        Path(paths[rank]).write_bytes(rewritten(Path(paths[rank]), {}))
+    with Sources() as sources:
+        once, each = ends(paths, sources)
+    assert once == each
+    assert len(parsed) == 2 + WORLD
+
+
 def test_an_empty_tensor_behind_its_record_does_not_move_with_another(tmp_path: Path) -> None:
     state = {"a": numbered(3), "none": numbered(2).as_strided((0,), (1,), 100), "z": numbered(40)}
     paths = save(tmp_path, lambda _: state)

@@ -363,6 +363,8 @@ def test_lightnings_meta_file_is_the_rest_of_its_dcp_directory(tmp_path: Path) -
     found = opened(tmp_path)
     same_values(found, model=MODEL, optim=OPTIM)
     assert held(found.extra, found.files) == held(own, ()) and found.flavor == "lightning"
+    said = {each.message for each in found.evidence if each.kind == "sections"}
+    assert said == {f"{tmp_path}: model and optimizer", f"{tmp_path}/meta.pt: extra entries"}
     assert opened(tmp_path / "meta.pt").model is not None, "alone, it may be read as any file"
 
 
