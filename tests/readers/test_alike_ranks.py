@@ -99,6 +99,13 @@ def interleaved(_rank: int) -> dict[str, Any]:
     return {**state, "inside": inside, "tail": whole[9:]}
 
 
+def interleaved_unevenly(_rank: int) -> dict[str, Any]:
+    """Of ranks with two rows each, the fifth has those that ``distribute_tensor`` alone gives it."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    cut = [_StridedShard(0, split_factor=2), Shard(0)]
+    return {"w": distribute_tensor(numbered(13, 2), mesh, cut, src_data_rank=None)}
+
+
 def interleaved_on_every_second(rank: int) -> dict[str, Any]:
     """Two groups of ranks that are alike, neither of which is numbered without gaps."""
     return {**interleaved(rank), "mask": numbered(2, 3).T, **({"more": numbered(2)} if rank % 2 else {})}
@@ -135,6 +142,7 @@ LAYOUTS: dict[str, tuple[Callable[[int], Any], int]] = {
     "two-dimensions": (on_mesh(Shard(0), Shard(1)), 1),
     "two-dimensions-a-rank-lacks-one": (lacking_on_the_last, 2),
     "interleaved": (interleaved, 1),
+    "interleaved-unevenly": (interleaved_unevenly, 4),
     "interleaved-in-two-groups": (interleaved_on_every_second, 2),
     "fsdp2-over-tp": (lambda _: shard_rows_twice({"a": numbered(12, 4), "b": numbered(6, 2)}, 2, 3), 1),
     "flat": (flat, 1),
