@@ -12,11 +12,11 @@ import pytest
 from fsdpckpt.converters.mesh_options import parse_mesh, parse_meshes, parse_placements
 from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
-from fsdpckpt.ir.checkpoint import ModelState
+from fsdpckpt.ir.checkpoint import ModelState, OptimState
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Shard, Sharding
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.meshes import resized, source_meshes, whole_of
-from fsdpckpt.transform.placements import Rule, Rules
+from fsdpckpt.transform.placements import AsSource, Rule, Rules, TargetMesh, apply_placements
 from tests.flat.flat_synthetic import checkpoint, whole
 
 MESH = MeshShape((2, 4, 2), ("dp_replicate", "dp_shard", "tp"))
@@ -181,6 +181,7 @@ def test_meshes_are_read_as_they_are_typed(texts: list[str], meshes: Any) -> Non
         ({"*": ["Shard(0)"]}, r"\* has no placements"),
         ({"*": {"pp": "Shard(0)"}}, "mesh dimension pp, which --mesh dp=2,tp=3 does not have"),
         ({"*": {"tp": "Shard(-1)"}}, "a placement that cannot be written"),
+        ({"*": {"tp": "_StridedShard(0, sf=2)"}}, "a placement that cannot be written"),
         ({"*": {"tp": "Shard(0) "}, "a": {"dp": None}}, "a has a placement that cannot be written: None"),
         ('{"*": {"tp": "Shard(0)", "tp": "Shard(1)"}}', "names the mesh dimension tp twice"),
         ('{"*": null, "a": null, "*": null}', r"two entries for \*"),
@@ -191,7 +192,36 @@ def test_placements_are_read_as_they_are_written(rules: Any, placed: Any, tmp_pa
     path.write_text(rules if isinstance(rules, str) else json.dumps(rules))
     with Sources() as sources:
         if isinstance(placed, str):
-            with pytest.raises(UsageError, match=placed):
+            with pytest.raises(UsageError, match=placed) as error:
                 parse_placements(str(path), [TWO], sources)
+            assert (error.value.next_step == "write Shard(DIM)") is ("_StridedShard" in str(rules))
         else:
             assert parse_placements(str(path), [TWO], sources) == Rules(str(path), (Rule("*", placed),))
+
+
+def test_states_that_were_made_are_placed_like_others_of_their_shape() -> None:
+    old, new = Sharding(TWO, (Shard(0), Replicate())), MeshShape((4, 3), ("dp", "tp"))
+    states: dict[str, Any] = {
+        "step": whole(),
+        "made": replace(whole(5, 3), sharded=True),
+        "kept": replace(whole(5, 3), sharded=False),
+        "row": replace(whole(5), sharded=True),
+    }
+    model = ModelState({"w": replace(whole(5, 3), sharded=True, sharding=old), "b": whole(5)})
+    held = checkpoint(6, model=model, optim=OptimState({"w": states}, None))
+    found = apply_placements(held, held, TargetMesh((new,), AsSource({TWO: new})))
+    placed = {named.key: named.tensor.sharding for named in found.tensors()}
+    on_new = Sharding(new, old.placements)
+    assert placed == {"w": on_new, "b": None, "w.step": None, "w.made": on_new, "w.kept": None, "w.row": None}
+
+
+def test_without_a_model_the_states_of_one_shape_show_that_of_their_parameter() -> None:
+    cut = Sharding(TWO, (Shard(0), Shard(1)))
+    target = TargetMesh((TWO,), Rules("p.json", (Rule("*", cut),)))
+    states: dict[str, Any] = {"step": whole(), "exp_avg": replace(whole(5, 3), sharded=True)}
+    held = checkpoint(6, optim=OptimState({"w": states}, None))
+    found = apply_placements(held, held, target)
+    assert {named.key: named.tensor.sharding for named in found.tensors()} == {"w.step": None, "w.exp_avg": cut}
+    states["row"] = replace(whole(5), sharded=True)
+    with pytest.raises(UsageError, match=r"w\.exp_avg has the shape \[5, 3\], a different one than its parameter"):
+        apply_placements(held, held, target)

@@ -321,6 +321,12 @@ def test_the_search_finds_an_only_answer_and_never_hides_a_second_one(data: st.D
     assert only is None or free == {only}
 
 
+def test_a_name_that_an_id_has_is_free_for_no_other() -> None:
+    fits = ({0, 1, 2}, {0}, {0, 1})
+    assert in_any_order(3, 3, lambda number, name: name in fits[number]) == (2, 0, 1)
+    assert in_any_order(2, 3, lambda number, name: name in fits[2 * number]) is None
+
+
 def test_a_hundred_thousand_parameters_in_two_groups_are_named_in_a_moment() -> None:
     count = 100_000
     shapes = [(7, 5) if index % 2 else (5,) for index in range(count)]
