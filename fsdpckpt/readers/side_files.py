@@ -83,7 +83,7 @@ def files_of_model(directory: str, files_read: Sequence[SourceFile], sources: So
     if entry is None:
         raise SourceMissingError(f"--reference {directory} does not exist", file=directory)
     if entry.directory:
-        entries = sorted(sources.list_directory(directory), key=lambda entry: entry.name)
+        entries = sources.list_directory(directory)
         chosen.add(
             {each.name: each for each in entries if describes_model(each.name) and not each.directory}, files_read
         )

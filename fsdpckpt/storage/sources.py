@@ -67,7 +67,7 @@ class Sources:
         """The files in the directory ``path`` and in all directories below it, each with its path from there; sorted by
         name.
         """
-        for entry in sorted(self.list_directory(path), key=lambda entry: entry.name):
+        for entry in self.list_directory(path):
             if entry.directory:
                 yield from ((f"{entry.name}/{name}", file) for name, file in self.files_below(entry.path))
             else:
