@@ -110,21 +110,32 @@ def aliased_states(optim: OptimState, checkpoint: Checkpoint) -> Iterator[Proble
         )
 
 
+_CHUNKS_AT_ONCE = 1 << 16  # whose byte ranges are compared: more take longer, and 60 bytes each
+
+
 def _overlapping_states(optim: OptimState) -> Iterator[tuple[int, str, str, int]]:
-    """For each parameter with states that overlap its number, the names of the first two, and the number of the file.
+    """For each parameter with states that overlap its number, the names of the first two, and the file's number."""
+    states: list[tuple[int, str, Tensor]] = []
+    chunks = 0
+    for number, entry in enumerate(optim.state.values()):
+        for name, leaf in entry.items():
+            if isinstance(leaf, Tensor):
+                states.append((number, name, leaf))
+                chunks += len(leaf.chunks)
+        if chunks >= _CHUNKS_AT_ONCE:
+            yield from _overlaps(states)
+            states, chunks = [], 0
+    if states:
+        yield from _overlaps(states)
+
+
+def _overlaps(states: Sequence[tuple[int, str, Tensor]]) -> Iterator[tuple[int, str, str, int]]:
+    """What ``_overlapping_states`` yields for ``states``: the parameter's number, the name and the tensor of each.
 
     Compares the byte ranges of all chunks in columns, one row for each chunk; Python looks at the chunks of those
     parameters alone that have ranges that overlap.
     """
-    states = [
-        (number, name, leaf)
-        for number, entry in enumerate(optim.state.values())
-        for name, leaf in entry.items()
-        if isinstance(leaf, Tensor)
-    ]
     tensors = [tensor for _, _, tensor in states]
-    if not tensors:
-        return
     counts = np.array([len(tensor.chunks) for tensor in tensors], np.int64)
     first_rows = np.cumsum(counts) - counts
     param = np.repeat(np.array([number for number, _, _ in states], np.int64), counts)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
-from fsdpckpt.ir import coverage
+from fsdpckpt.ir import coverage, invariants
 from fsdpckpt.ir.checkpoint import (
     BARE_VALUE,
     Checkpoint,
@@ -240,6 +240,17 @@ def test_aliasing_is_seen_among_many_chunks() -> None:
     same = OptimState({"w": {"exp_avg": cut(0), "exp_avg_sq": cut(8)}}, None)
     assert problems(checkpoint(optim=apart, world_size=100)) == []
     assert [found.kind for found in problems(checkpoint(optim=same, world_size=100))] == ["aliased-states"]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5, 9, 1 << 16])
+def test_every_parameter_with_aliased_states_is_named_however_many_are_looked_at_together(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(invariants, "_CHUNKS_AT_ONCE", at_once)
+    second = {number: at(40 if number % 3 else 80, (4, 5), file=number) for number in range(7)}
+    states = {f"w{number}": {"exp_avg": at(0, (4, 5), file=number), "exp_avg_sq": second[number]} for number in second}
+    found = problems(checkpoint(optim=OptimState({**states, "plain": {}}, None), world_size=2))
+    assert [problem.key for problem in found] == [f"w{number}.exp_avg" for number in (1, 2, 4, 5)]
 
 
 def test_tied_parameters_of_the_model_and_states_shared_between_parameters_are_fine() -> None:
