@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import random
 import shutil
 import zlib
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.device_mesh import init_device_mesh
@@ -546,6 +547,18 @@ def test_a_file_of_the_directory_is_answered_with_the_directory(tmp_path: Path) 
         with pytest.raises(SourceUnrecognisedError) as error:
             opened(tmp_path / "c" / name)
         assert error.value.next_step is not None and str(tmp_path / "c") in error.value.next_step
+
+
+def test_an_item_that_is_no_archive_is_named(tmp_path: Path) -> None:
+    save_as_ranks(tmp_path, lambda _: {"model": {name: torch.randn(5, 3) for name in "uvw"}}, 1)
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    place = next(info for index, info in metadata.storage_data.items() if index.fqn == "model.v")
+    with open(tmp_path / place.relative_path, "r+b") as file:
+        file.seek(place.offset)
+        file.write(random.Random(3).randbytes(place.length))
+    with pytest.raises(SourceCorruptError, match=r"the item of model\.v is not a torch archive") as error:
+        opened(tmp_path)
+    assert (error.value.key, error.value.file) == ("model.v", str(tmp_path / place.relative_path))
 
 
 def test_data_files_of_another_save_are_noted(tmp_path: Path) -> None:
