@@ -191,8 +191,11 @@ def under_first_names(checkpoint: Checkpoint, units: Units) -> Checkpoint:
     several units, that is the name in the innermost; PyTorch's full state dicts have the model's first name.
     """
     optim = checkpoint.optim
-    later = {later: first for later, first in units.shared if optim is not None and first not in optim.all_keys()}
-    return replace(checkpoint, optim=_renamed(optim, later)) if optim is not None and later else checkpoint
+    if optim is None or not units.shared:
+        return checkpoint
+    keys = set(optim.all_keys())
+    later = {later: first for later, first in units.shared if first not in keys}
+    return replace(checkpoint, optim=_renamed(optim, later)) if later else checkpoint
 
 
 def _in_fsdp(name: str) -> bool:

@@ -100,8 +100,9 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
     main = with_model or with_optim or parts[0]
     world_size = max(part.tree.world_size for part in parts if not part.auxiliary or part is main)
     model = main.sections.model
+    possible = not files.hold_no_slices()
     for part in parts:
-        convert_slices(part.tree, part.sections, model, part.label, possible=not files.hold_no_slices())
+        convert_slices(part.tree, part.sections, model, part.label, possible=possible)
         problems = (_slices_of_one_rank(part), _reused_ids(part, model))
         part.tree.problems += [problem for problem in problems if problem is not None]
     extra, rank_extra = _extras(parts)

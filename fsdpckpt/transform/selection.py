@@ -257,7 +257,7 @@ def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
     copies: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]] = {}  # of tensors that share these columns
     for named in checkpoint.tensors():
         tensor, chunks = named.tensor, named.tensor.chunks
-        if named.section is Section.EXTRA:
+        if len(chunks) < 2 or named.section is Section.EXTRA:
             continue
         columns = id(chunks.start), id(chunks.size), id(chunks.stride)
         if columns not in copies:

@@ -68,7 +68,7 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
     ``strict`` (rank files, where a wrong answer does not load): raises NeedsInformationError for tensors that remain
     undecided. Otherwise (DCP, where any sharding loads) they are sharded like parameters, with a note.
     """
-    model, undecided, inferred = _decide_model(checkpoint, hints)
+    model, undecided, inferred, whole = _decide_model(checkpoint, hints)
     if undecided and strict:
         raise NeedsInformationError(
             f"{checkpoint.source} does not tell parameters (sharded) from buffers (whole on every rank): "
@@ -89,7 +89,7 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
             next_step="write a DCP directory (--container dcp), which loads either way, or add --only model",
         )
     notes = list(checkpoint.notes)
-    if strict and (whole := _whole_parameters(checkpoint)):
+    if strict and whole and checkpoint.container == Container.DCP:  # which does not say why they are in one piece
         message = (
             f"{plural(len(whole), 'parameter', 'are')} in one piece, which every rank gets, as if FSDP ignored "
             f"{'it' if len(whole) == 1 else 'them'}: {some_of(whole, _KEYS_IN_NOTE)}. If only tensor parallelism cut "
@@ -107,16 +107,6 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
     _require_buffers(checkpoint, hints)
     decided = replace(checkpoint, model=model, optim=optim, notes=tuple(notes))
     return decided.with_extras(partial(with_tensors, change=_sharded_only_if_source_says))
-
-
-def _whole_parameters(checkpoint: Checkpoint) -> list[str]:
-    """The trained parameters that a DCP directory has in one piece beside others in several. It does not say why."""
-    model, optim = checkpoint.model, checkpoint.optim
-    if checkpoint.container != Container.DCP or model is None or optim is None:
-        return []
-    listed = _listed_by_optimizer(optim, model, _ties(model))
-    leaves = ((name, leaf) for name, leaf in model.params.items() if name in listed)
-    return [name for name, leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is False]
 
 
 def mark_sharded(checkpoint: Checkpoint, hints: ShardingHints) -> Checkpoint:
@@ -143,22 +133,25 @@ def _require_buffers(checkpoint: Checkpoint, hints: ShardingHints) -> None:
             )
 
 
-def _decide_model(checkpoint: Checkpoint, hints: ShardingHints) -> tuple[ModelState | None, list[str], int]:
-    """The model with every ``Tensor.sharded`` decided, the keys that nothing decides (they are True), and how many the
-    optimizer decided.
+def _decide_model(checkpoint: Checkpoint, hints: ShardingHints) -> tuple[ModelState | None, list[str], int, list[str]]:
+    """The model with every ``Tensor.sharded`` decided, the keys that nothing decides (they are True), how many the
+    optimizer decided, and the trained parameters that the source has in one piece.
     """
     model = checkpoint.model
     if model is None:
-        return None, [], 0
+        return None, [], 0, []
     tied = _ties(model)
     listed = _listed_by_optimizer(checkpoint.optim, model, tied)
     undecided: list[str] = []
+    whole: list[str] = []
     inferred = 0
     params: dict[str, Tensor | Value] = {}
     for name, leaf in model.params.items():
         if not isinstance(leaf, Tensor):
             params[name] = leaf
             continue
+        if leaf.ndim and leaf.sharded is False and name in listed:
+            whole.append(name)
         sharded = _from_source_or_hints(leaf, name, hints)
         if sharded is None and not listed.isdisjoint(tied.get(name, (name,))):
             sharded = True
@@ -166,7 +159,7 @@ def _decide_model(checkpoint: Checkpoint, hints: ShardingHints) -> tuple[ModelSt
         if sharded is None:
             undecided.append(name)
         params[name] = leaf.with_sharded(True if sharded is None else sharded)
-    return ModelState(params, model.metadata), undecided, inferred
+    return ModelState(params, model.metadata), undecided, inferred, whole
 
 
 def _from_source_or_hints(tensor: Tensor, name: str, hints: ShardingHints) -> bool | None:

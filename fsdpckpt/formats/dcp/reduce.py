@@ -473,8 +473,7 @@ def _last_before(runs: list[Begins], offset: int) -> int:
 def _require_boundary(data: bytes, at: int, boundary: int) -> None:
     """Raises unless a frame begins between two opcodes, as the unpickler needs it."""
     while at < boundary:
-        nbytes = FIXED.get(data[at])
-        at = at + nbytes if nbytes is not None else opcode_end(data, at)
+        at = opcode_end(data, at)
     if at != boundary:
         raise NeedsGeneralReaderError("an opcode in two frames")
 

@@ -63,8 +63,9 @@ def opcode_end(data: bytes, at: int) -> int:
     Raises IndexError if no opcode begins at ``at``, or a newline is missing.
     """
     opcode = data[at]
-    if opcode in FIXED:
-        return at + FIXED[opcode]
+    nbytes = FIXED.get(opcode)
+    if nbytes is not None:
+        return at + nbytes
     if opcode in COUNTED:
         begin = at + 1 + COUNTED[opcode]
         return begin + int.from_bytes(data[at + 1 : begin], "little")
