@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import fsdpckpt
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, SourceFile
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.lazy import LazyCheckpoint, LazyTensor
 from fsdpckpt.storage.local import MemoryFile
 from fsdpckpt.verify.blocks import BLOCK_BYTES
@@ -42,7 +43,7 @@ class CountedFile(MemoryFile):
 
 def lazy(raw: Raw, array: np.ndarray, boxes: list, **how: object) -> LazyTensor:
     tensor = raw.put(array, boxes, **how)  # type: ignore[arg-type]
-    files = tuple(SourceFile(str(rank), len(data)) for rank, data in enumerate(raw.data))
+    files = tuple(Stored(str(rank), len(data)) for rank, data in enumerate(raw.data))
     model = ModelState({"weight": tensor})
     checkpoint = Checkpoint("raw", Layout.SHARDED, Container.TORCH, "plain", len(files), files, model, None, {})
     sources = OpenedBy(lambda path: CountedFile(bytes(raw.data[int(path)]), path))

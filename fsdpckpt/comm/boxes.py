@@ -29,7 +29,7 @@ from fsdpckpt.errors import InternalError, StateDictMismatchError, UsageError
 from fsdpckpt.ir import tensors as ir
 from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Box, Chunks, Int64Array, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Box, Chunks, Int64Array, Sharded, Tensor, contiguous_stride
 from fsdpckpt.layouts.flattened import flat_boxes
 
 
@@ -214,7 +214,7 @@ def check_coverage(keys: Sequence[str], shapes: Sequence[Sequence[int]], boxes_b
         )
         if not rows and 0 in shape:
             continue
-        tensor = Tensor(DTYPES["uint8"], tuple(shape), chunks, sharded=True, placement="boxes")
+        tensor = Tensor(DTYPES["uint8"], tuple(shape), chunks, sharded=True, cut=Sharded(()))
         problems += [f"{key}: {f.elements} elements {f.kind}, first {box_text(f.start, f.size)}" for f in flaws(tensor)]
     if problems:
         raise StateDictMismatchError("the ranks do not hold every element exactly once", details=problems)

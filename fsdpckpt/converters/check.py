@@ -25,6 +25,7 @@ from fsdpckpt.flat.match import Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.names import normalise
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
 from fsdpckpt.ir.units import Units
@@ -130,7 +131,7 @@ class OutputCheck:
     def _compare(self, pairs: Sequence[Pair], names: Sequence[str], lengths: Sequence[int]) -> Compared:
         """Compare this rank's share; return the results of all ranks."""
         paths = [self.directories.locate(self.group.rank, name) for name in names]
-        written = [SourceFile(*each) for each in zip(paths, lengths, strict=True)]
+        written = [Stored(*each) for each in zip(paths, lengths, strict=True)]
         with self.group.step("compare the output"), self.group.heartbeat(), Sources() as sources:
             share = self._read(pairs, sources, written)
         compared: Compared = {}

@@ -48,6 +48,7 @@ from fsdpckpt.execute.job import MAX_THREADS, Budget, Job, for_worker, make_budg
 from fsdpckpt.execute.journal import JournaledWindows, Record, RunIdentity, first_record, identity_of, joined
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.ir.checkpoint import Note, SourceFile
+from fsdpckpt.ir.files import Stored, pack_files, unpack_files
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.plan.transfer import Visible
 from fsdpckpt.process import set_aside, without_collection
@@ -113,7 +114,7 @@ class _Conversion:
     _linked: list[str] = field(default_factory=list)  # the target files that are links, all in directory 0
     _prepared: Prepared | None = None  # on rank 0
     _sources: list[Sources] = field(default_factory=list)  # with each file's identity when it was first opened
-    _opened: list[str] = field(default_factory=list)  # every file that rank 0 has read
+    _opened: list[str] = field(default_factory=list)  # every file that rank 0 has read; later those without chunks
     _staged: StagedOutput = field(default_factory=StagedOutput)
     _note: Note | None = None
     _replaces: Contents = field(default_factory=dict)  # on rank 0: what was at DST
@@ -217,20 +218,24 @@ class _Conversion:
         message = None
         if self._prepared is not None:
             files = self._prepared.transformed.checkpoint.files
-            paths = list(dict.fromkeys([*(file.path for file in files), *self._opened]))
+            planned = {file.path for file in files}
+            others = [path for path in self._opened if path not in planned]
             links = [link.path for link in self._prepared.output.links]
-            message = (paths, [file.nbytes for file in files], self._prepared.spec.directory, links)
+            message = (pack_files(files), others, self._prepared.spec.directory, links)
         shared = self.group.broadcast_object(message, name="sources")
-        self._opened, lengths, directory, self._linked = cast("tuple[list[str], list[int], bool, list[str]]", shared)
-        return [SourceFile(*each) for each in zip(self._opened, lengths, strict=False)], directory
+        packed, self._opened, directory, self._linked = cast(
+            "tuple[list[list[object]], list[str], bool, list[str]]", shared
+        )
+        return unpack_files(packed), directory
 
     def _find_visible_sources(self, files: list[SourceFile]) -> Visible:
         """Which rank sees which of ``files``: ``[file, rank]``."""
         if self._single_rank:
             return np.ones((len(files), 1), bool)
+        others = [Stored(path, 0) for path in self._opened]  # their content is compared, too; no chunk is in them
         with Sources() as sources:
             self._sources.append(sources)
-            return visible_sources(self.group, self._opened, sources)[: len(files)]
+            return visible_sources(self.group, [*files, *others], sources)[: len(files)]
 
     def _open_staging(self, *, directory: bool) -> StagingDirectories:
         directories, self._staged.staging = open_staging(

@@ -19,7 +19,7 @@ import numpy as np
 
 from fsdpckpt.comm.protocol import Group, decode_error, encode_error
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceCorruptError, SourceMissingError
-from fsdpckpt.ir.checkpoint import ZEROS
+from fsdpckpt.ir.files import SourceFile, Stored
 from fsdpckpt.plan.transfer import Visible
 from fsdpckpt.storage import ByteSource, Entry, is_url
 from fsdpckpt.storage.remote_file import CachedFile
@@ -134,17 +134,17 @@ SAMPLE = 4096  # bytes
 SAMPLES = 16  # samples of each file: evenly spaced, the first at its head and the last at its tail
 
 
-def content_identity(path: str, sources: Sources) -> bytes:
+def content_identity(source_file: SourceFile, sources: Sources) -> bytes:
     """An identity of a file's content, from its length and samples of its bytes; empty if this rank does not see it.
 
     A torch file ends with the checksums of everything in it, so its tail alone identifies it.
     """
-    if path == ZEROS:
-        return b"zeros"
+    if not isinstance(source_file, Stored):  # every rank makes the same
+        return source_file.path.encode()
     try:
-        file = sources.open(path)
+        file = sources.open_file(source_file)
         total = hashlib.sha256(str(file.nbytes).encode())
-        if is_url(path):  # the same for every worker that may read it, and each request costs time
+        if is_url(source_file.path):  # the same for every worker that may read it, and each request costs time
             return total.digest()
         count = min(SAMPLE, file.nbytes)
         for sample in range(SAMPLES if file.nbytes > SAMPLE else 1):
@@ -154,12 +154,13 @@ def content_identity(path: str, sources: Sources) -> bytes:
     return total.digest()
 
 
-def visible_sources(group: Group, paths: Sequence[str], sources: Sources) -> Visible:
-    """``visible[path, rank]``: which rank sees which of ``paths``. Collective. Raises what ``find_visible`` raises."""
+def visible_sources(group: Group, files: Sequence[SourceFile], sources: Sources) -> Visible:
+    """``visible[file, rank]``: which rank sees which of ``files``. Collective. Raises what ``find_visible`` raises."""
+    paths = [file.path for file in files]
     identities: list[bytes] = []
     with group.step("find visible sources"), group.heartbeat():
-        for path in paths:
-            identities.append(content_identity(path, sources))
+        for file in files:
+            identities.append(content_identity(file, sources))
             group.beat()
     everyone = cast("list[list[bytes]]", group.all_gather_objects(identities, name="who sees what"))
     with group.step("compare the sources"):

@@ -11,7 +11,7 @@ from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import NeedsInformationError, UsageError, of_option
 from fsdpckpt.ir import Container, Layout, Strategy
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.tensors import MeshShape, Replicate, Shard, Sharding, placements_text
+from fsdpckpt.ir.tensors import MeshShape, Replicate, Shard, Sharded, Sharding, placements_text
 from fsdpckpt.layouts import row_sharding
 from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers import MeshForm
@@ -181,7 +181,10 @@ def _reason_without_mesh(source: Checkpoint, meshes: Collection[MeshShape]) -> s
     unknown = {
         tensor.placement
         for tensor in source.leaves()
-        if tensor.sharded and tensor.sharding is None and tensor.placement[0] == "["
+        if tensor.sharded
+        and tensor.sharding is None
+        and isinstance(tensor.cut, Sharded)
+        and tensor.cut.form == "DTensor"
     }
     if not meshes:
         unknown.discard(placements_text([Shard(0)]))  # rows over one dimension need no mesh

@@ -311,7 +311,7 @@ class _Run:
         ]
 
     def _source(self, file: int) -> ByteSource:
-        return self.sources.open(self.job.files[file].path)
+        return self.sources.open_file(self.job.files[file])
 
     def _finish_shared(self, states: Mapping[int, OutputState]) -> None:
         segments = self.job.segments

@@ -16,6 +16,7 @@ import numpy as np
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.files import pack_files, unpack_files
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import Copies, FilePlan, Plan
 from fsdpckpt.plan.transfer import Segment
@@ -136,11 +137,10 @@ def pack_job(job: Job) -> dict[str, object]:
         (segment.file, segment.directory, segment.begin, segment.end, segment.owner) for segment in job.segments
     ]
     return {
-        "nbytes": np.asarray([file.nbytes for file in job.files], np.int64),
         "checksums": np.stack([checksums.file, checksums.offset, checksums.nbytes, checksums.crc]),
         "segments": np.asarray(segments, np.int64).reshape(-1, 5),
         "claims": job.claims,
-        "paths": [file.path for file in job.files],
+        "files": pack_files(job.files),
         "settings": list(astuple(job.settings)),
         "bytes_read": job.plan.bytes_read,
         "casts": [[source.name, target.name] for source, target in job.plan.casts],
@@ -168,7 +168,6 @@ def _packed_file(file: FilePlan, blob: int) -> list[object]:
 def unpack_job(value: object) -> Job:
     """The inverse of ``pack_job``."""
     fields = cast("dict[str, object]", value)
-    nbytes = cast("Int64Array", fields["nbytes"]).tolist()
     casts = cast("list[list[str]]", fields["casts"])
     targets = cast("list[Sequence[object]]", fields["targets"])
     blobs = cast("list[bytes]", fields["blobs"])
@@ -178,7 +177,7 @@ def unpack_job(value: object) -> Job:
             tuple((DTYPES[source], DTYPES[target]) for source, target in casts),
             cast("int", fields["bytes_read"]),
         ),
-        files=tuple(map(SourceFile, cast("list[str]", fields["paths"]), nbytes)),
+        files=tuple(unpack_files(cast("list[list[object]]", fields["files"]))),
         checksums=Checksums(*cast("Int64Array", fields["checksums"])),
         segments=tuple(Segment(*row) for row in cast("Int64Array", fields["segments"]).tolist()),
         settings=Settings(*cast("list[int]", fields["settings"])),

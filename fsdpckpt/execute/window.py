@@ -51,7 +51,7 @@ class SourceReader:
 
     def read_into(self, file: int, offset: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes from ``offset``."""
-        self._sources.open(self._files[file].path).read_into(offset, view)
+        self._sources.open_file(self._files[file]).read_into(offset, view)
 
 
 class Assembler:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey
-from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor
+from fsdpckpt.ir.tensors import Int64Array, Slices, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import is_flat_key
@@ -49,7 +49,7 @@ def is_sliced(checkpoint: Checkpoint, units: Units) -> bool:
     leaves = [
         leaf for states in optim.state.values() for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim
     ]
-    if any(leaf.placement == SLICES for leaf in leaves):
+    if any(isinstance(leaf.cut, Slices) for leaf in leaves):
         return True
     if not leaves:  # SGD without momentum: only the ids exist, and the units name them
         return optim.key_type == "id"
@@ -98,7 +98,7 @@ def lengths_by_key(optim: OptimState, world_size: int) -> dict[ParamKey, Int64Ar
 def _state_lengths(leaf: Tensor | Value, world_size: int) -> Int64Array | None:
     if not isinstance(leaf, Tensor) or leaf.ndim != 1 or is_number_per_rank(leaf):
         return None
-    if leaf.placement != SLICES and world_size > 1:  # whole vectors; with one rank, slices look the same
+    if not isinstance(leaf.cut, Slices) and world_size > 1:  # whole vectors; with one rank, slices look the same
         return None
     return slice_lengths(leaf, world_size)
 

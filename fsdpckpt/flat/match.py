@@ -18,7 +18,7 @@ from fsdpckpt.flat.names import first_misplaced_module, order_contradictions, pa
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState, ParamKey, group_params
 from fsdpckpt.ir.names import clean, keeps_order
 from fsdpckpt.ir.quantized import maps_in, scales_in
-from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Int64Array, Tensor
+from fsdpckpt.ir.tensors import Int64Array, OneSlice, Slices, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, is_flat_key, place_units
@@ -165,14 +165,16 @@ class _Matching:
         for name, leaf in cleaned.items():
             param = self.params.get(shared.get(name, name))
             if param is None:
-                if isinstance(leaf, Tensor) and leaf.sharded and leaf.placement != SLICES:
+                if isinstance(leaf, Tensor) and leaf.sharded and not isinstance(leaf.cut, Slices):
                     yield f"the model has a parameter {name}, which the units do not have"
             elif isinstance(leaf, Tensor):
                 compared += 1
                 yield from self._match_names(name, param, leaf, sliced=bool(flat))
         if flat or not cleaned:
             # LOCAL_STATE_DICT lists the innermost units first, and within each the model's order.
-            slices = [name for name, leaf in cleaned.items() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
+            slices = [
+                name for name, leaf in cleaned.items() if isinstance(leaf, Tensor) and isinstance(leaf.cut, Slices)
+            ]
             if self.checkpoint.container is Container.TORCH:
                 yield from order_contradictions(self.units, slices, "the model section", across=False)
             return
@@ -263,11 +265,11 @@ class _Matching:
 
     def _check_slices(self, param: UnitParam, leaf: Tensor) -> str | None:
         layout = self.layouts[self.sharded[param.name].key]
-        if layout.shard_count == 1 and leaf.shape == param.shape and leaf.placement != SLICES:
+        if layout.shard_count == 1 and leaf.shape == param.shape and not isinstance(leaf.cut, Slices):
             return None
         lengths = slice_lengths(leaf, self.world_size)
         expected = np.resize(self.counts[param.name], self.world_size)
-        if leaf.placement == ONE_SLICE:  # DCP saved the slice of only one rank, and does not say which rank
+        if isinstance(leaf.cut, OneSlice):  # DCP saved the slice of only one rank, and does not say which rank
             if leaf.shape[0] not in expected:
                 return f"{lengths_text(expected)} elements by rank in the units, found a slice of {leaf.shape[0]}"
             return None
@@ -278,7 +280,7 @@ class _Matching:
     def _whole_vector(self, param: UnitParam, leaf: Tensor) -> bool:
         """Whether ``leaf``, read as slices, is a 1-D tensor that every rank that has it holds whole."""
         return (
-            leaf.placement == SLICES
+            isinstance(leaf.cut, Slices)
             and len(param.shape) == 1
             and bool((leaf.chunks.size[:, 0] == param.shape[0]).all())
         )

@@ -17,7 +17,7 @@ import numpy as np
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import FSDP_WRAPPER, WRAPPERS, clean, keeps_order, revisits_a_module, sorted_by_a_tool
-from fsdpckpt.ir.tensors import SLICES, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Slices, Tensor, contiguous_stride
 from fsdpckpt.ir.units import FLAT_PARAM, UnitParam, Units, first_misplaced
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
@@ -85,7 +85,7 @@ def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
     first: dict[tuple[object, ...], str] = {}
     params = checkpoint.model.params if checkpoint.model is not None else {}
     for key, leaf in params.items() if not any(map(is_flat_key, params)) else ():
-        if not isinstance(leaf, Tensor) or leaf.placement == SLICES:
+        if not isinstance(leaf, Tensor) or isinstance(leaf.cut, Slices):
             continue
         name = clean(key)
         same = first.setdefault(leaf.location() or (name,), name)
@@ -149,7 +149,7 @@ def optimizer_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None
 def _whole_state(states: Mapping[str, Tensor | Value]) -> Tensor | None:
     """The state shaped like its parameter: the one shape that all states with dimensions have."""
     wide: list[Tensor] = [leaf for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim]
-    if len({leaf.shape for leaf in wide}) != 1 or any(leaf.placement == SLICES for leaf in wide):
+    if len({leaf.shape for leaf in wide}) != 1 or any(isinstance(leaf.cut, Slices) for leaf in wide):
         return None
     return wide[0]
 
@@ -219,7 +219,7 @@ def parameter_order(checkpoint: Checkpoint) -> list[str]:
     ``param_names`` of a single group; otherwise empty.
     """
     model = checkpoint.model.params if checkpoint.model is not None else {}
-    sliced = [key for key, leaf in model.items() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
+    sliced = [key for key, leaf in model.items() if isinstance(leaf, Tensor) and isinstance(leaf.cut, Slices)]
     if sliced and checkpoint.container is Container.TORCH:
         return [clean(key) for key in sliced]
     groups = (checkpoint.optim.param_groups or []) if checkpoint.optim is not None else []

@@ -25,7 +25,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section, group_par
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import scales_in
-from fsdpckpt.ir.tensors import SLICES, Tensor
+from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.layouts.flattened import FILLER, is_flat_key
 from fsdpckpt.storage.sources import Sources
 
@@ -119,7 +119,12 @@ def _right_padding(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[s
     for param, states in optim.state.items():
         layout = match.layouts.get(match.keys.get(param, ""))
         for state, leaf in states.items() if not scales_in(states) else ():  # a code of zero need not be zero
-            if layout is None or not isinstance(leaf, Tensor) or leaf.placement != SLICES or leaf.dtype.numpy is None:
+            if (
+                layout is None
+                or not isinstance(leaf, Tensor)
+                or not isinstance(leaf.cut, Slices)
+                or leaf.dtype.numpy is None
+            ):
                 continue
             for row, rank, size in _rows(leaf):
                 begin, end = layout.shard_range(rank % layout.shard_count)
@@ -186,7 +191,7 @@ def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Pro
 def _slice_tensors(checkpoint: Checkpoint) -> Iterator[tuple[Section, str, Tensor]]:
     for named in checkpoint.tensors():
         flat = named.section is Section.MODEL and is_flat_key(named.key)
-        if flat or named.tensor.placement == SLICES:
+        if flat or isinstance(named.tensor.cut, Slices):
             yield named.section, named.key, named.tensor
 
 

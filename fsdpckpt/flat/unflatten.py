@@ -24,7 +24,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.invariants import fatal, problems
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import maps_in, scales_in
-from fsdpckpt.ir.tensors import FLATTENED, ONE_SLICE, SLICES, Chunks, Int64Array, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Chunks, Flattened, Int64Array, OneSlice, Slices, Tensor, Whole, contiguous_stride
 from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes, is_flat_key
@@ -92,9 +92,9 @@ def _read_whole(leaf: Tensor | Value) -> Tensor | Value:
     """A 1-D tensor that every rank holds whole, which was read as slices because nothing marks it as a buffer."""
     if not isinstance(leaf, Tensor):
         return leaf
-    if leaf.placement == ONE_SLICE:
-        return replace(leaf, sharded=False, placement="whole")
-    if leaf.placement != SLICES:
+    if isinstance(leaf.cut, OneSlice):
+        return replace(leaf, sharded=False, cut=Whole())
+    if not isinstance(leaf.cut, Slices):
         return replace(leaf, sharded=False)
     chunks = leaf.chunks
     length = int(chunks.size[0, 0])
@@ -223,7 +223,7 @@ def _of_param(param: UnitParam, leaf: Tensor | Value, counts: Int64Array | None,
         return _param_tensor(param, leaf.dtype, _sorted_runs(leaf, starts), 0)
     if is_number_per_rank(leaf):
         return _read_whole(leaf)
-    return replace(leaf, sharded=True, placement=FLATTENED)  # FSDP1 cut nothing: NO_SHARD, or groups of one rank
+    return replace(leaf, sharded=True, cut=Flattened())  # FSDP1 cut nothing: NO_SHARD, or groups of one rank
 
 
 def _holder_state(leaf: Tensor, counts: Int64Array, world_size: int) -> Tensor:
@@ -303,7 +303,7 @@ def _param_tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: i
     )
     if not param.numel:
         chunks = Chunks.whole(file=0, offset=0, shape=param.shape)
-    return Tensor(dtype, param.shape, chunks, sharded=True, placement=FLATTENED)
+    return Tensor(dtype, param.shape, chunks, sharded=True, cut=Flattened())
 
 
 def name_slices(

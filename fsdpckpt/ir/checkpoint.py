@@ -11,20 +11,16 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from fsdpckpt.ir import Container, KeyType, Layout, Section
+from fsdpckpt.ir.files import SourceFile
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Key, Value, leaf_tensors, with_tensors
 
-__all__ = ["Container", "KeyType", "Layout", "Section"]  # from ``ir``: code that uses a checkpoint uses them too
+# From ``ir``: code that uses a checkpoint uses them too.
+__all__ = ["Container", "KeyType", "Layout", "Section", "SourceFile"]
 
 STRAY: Final = "stray"
 """The kind of notes on files of another save that lie among those of a checkpoint."""
-
-ZEROS = "zeros:"
-"""The path of a source that is not a file: it reads as zeros everywhere (``storage.sources.ZeroFile``)."""
-
-LITERAL = "bytes:"
-"""Begins the path of a source that is not a file either: the bytes follow, as hexadecimal digits."""
 
 BARE_VALUE = ""
 """The state name of a value that a user put into an optimizer's ``state`` in place of a parameter's states.
@@ -53,19 +49,6 @@ ProblemKind: TypeAlias = (
     | Literal["manifest", "missing-key", "missing-section", "stray"]
 )
 """What is wrong, in ``--json``."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """A file that holds chunks. ``path`` opens it through ``storage``; ``nbytes`` is its length when it was read."""
-
-    path: str
-    nbytes: int
-
-    @property
-    def generated(self) -> bool:
-        """Whether it is not a file but bytes that this program makes."""
-        return self.path.startswith((ZEROS, LITERAL))
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,15 +111,61 @@ class Sharding:
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
-SLICES = "slices"
-"""The ``placement`` of a tensor made of the ranks' 1-D slices of flat parameters, joined but not yet named."""
 
-FLATTENED = "flattened"
-"""The ``placement`` of a tensor made of parts of flat parameters (or of other flat tensors), under its name."""
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Not cut: each rank that has the tensor has all of it, as a plain tensor."""
 
-ONE_SLICE = "whole, or one rank's slice"
-"""The ``placement`` of a vector that DCP saved beside flat parameters: a whole buffer, or one rank's slice of a
-parameter, whose data is in the flat parameter. Only units tell them apart."""
+    def __str__(self) -> str:
+        return "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """Cut along its dimensions.
+
+    ``form``: the type that says so, ``DTensor`` or ``ShardedTensor``. ``placements``: for a DTensor one for each mesh
+    dimension; for chunks without a type (DCP) one for each dimension that is cut; empty if they are not known.
+    """
+
+    placements: tuple[Placement, ...]
+    form: str = "DTensor"
+
+    def __str__(self) -> str:
+        if self.form == "DTensor":
+            return placements_text(self.placements)
+        return f"{self.form}({', '.join(map(str, self.placements)) or 'shards'})"
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Made of the ranks' 1-D slices of flat parameters, joined but not yet named."""
+
+    def __str__(self) -> str:
+        return "slices"
+
+
+@dataclass(frozen=True, slots=True)
+class Flattened:
+    """Made of parts of flat parameters (or of other flat tensors), under its own name."""
+
+    def __str__(self) -> str:
+        return "flattened"
+
+
+@dataclass(frozen=True, slots=True)
+class OneSlice:
+    """A vector that DCP saved beside flat parameters: a whole buffer, or one rank's slice of a parameter, whose data is
+    in the flat parameter. Only units tell them apart.
+    """
+
+    def __str__(self) -> str:
+        return "whole, or one rank's slice"
+
+
+_WHOLE = Whole()
+TensorCut: TypeAlias = Whole | Sharded | Slices | Flattened | OneSlice
+"""How the source held a tensor. As text it is the ``placement`` of ``--json``."""
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -263,21 +309,26 @@ class Tensor:
 
     ``sharded``: True if FSDP shards it (DTensor, ShardedTensor, several DCP chunks, FSDP1's clone mark, an
     ``nn.Parameter``), False if every rank holds it whole (plain tensor among sharded ones, 0-dim), None if the source
-    does not say. It comes from metadata, never from values. ``placement``: how the source held it, in PyTorch's words,
-    e.g. ``"[Shard(0)]"``, ``"[Replicate(), Shard(0)]"``, ``"whole"`` for a plain tensor. ``sharding``: its placements
-    on a device mesh, the source's until the target's are decided. None if the source names no mesh: only DTensors do.
+    does not say. It comes from metadata, never from values. ``cut``: how the source held it. ``sharding``: its
+    placements on a device mesh, the source's until the target's are decided. None if the source names no mesh: only
+    DTensors do.
     """
 
     dtype: Final[DType]
     shape: Final[tuple[int, ...]]
     chunks: Final[Chunks]
     sharded: Final[bool | None] = None
-    placement: Final[str] = "whole"
+    cut: Final[TensorCut] = _WHOLE
     sharding: Final[Sharding | None] = None
 
     def with_sharded(self, sharded: bool | None) -> Tensor:  # noqa: FBT001 (the field of that name)
         """Another tensor of the same data. Ten times as fast as ``dataclasses.replace``."""
-        return Tensor(self.dtype, self.shape, self.chunks, sharded, self.placement, self.sharding)
+        return Tensor(self.dtype, self.shape, self.chunks, sharded, self.cut, self.sharding)
+
+    @property
+    def placement(self) -> str:
+        """``cut`` in PyTorch's words: ``"[Shard(0)]"``, ``"[Replicate(), Shard(0)]"``, ``"whole"``."""
+        return str(self.cut)
 
     @property
     def numel(self) -> int:

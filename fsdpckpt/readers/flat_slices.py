@@ -3,7 +3,7 @@
 Their shapes do not show the parameters. Two forms exist (``torch/distributed/fsdp/_state_dict_utils.py``,
 ``_optim_utils.py``): ``LOCAL_STATE_DICT`` files with keys ``<unit>._flat_param``, and the optimizer's own state dict on
 each rank, whose states are one slice for each unit or parameter. The slices of one tensor become one tensor of
-placement ``SLICES``: the ranks' slices one after the other. ``convert_slices`` decides, once the model is known.
+cut ``Slices``: the ranks' slices one after the other. ``convert_slices`` decides, once the model is known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdpckpt.ir.checkpoint import (
     Problem,
     Section,
 )
-from fsdpckpt.ir.tensors import SLICES, Int64Array, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Int64Array, Slices, Tensor, Whole, contiguous_stride
 from fsdpckpt.ir.values import Value, equal
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
@@ -75,10 +75,10 @@ def why_sliced(
     """
     entries = [entry for entry in state.values() if BARE_VALUE not in entry]
     leaves = [leaf for entry in entries for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.ndim]
-    proved = [leaf for leaf in leaves if leaf.placement == SLICES]
+    proved = [leaf for leaf in leaves if isinstance(leaf.cut, Slices)]
     if proved:
         return f"{len(proved)} optimizer states have a different number of elements on each rank"
-    vectors = [leaf for leaf in leaves if leaf.ndim == 1 and leaf.placement == "whole"]
+    vectors = [leaf for leaf in leaves if leaf.ndim == 1 and isinstance(leaf.cut, Whole)]
     if vectors and any(is_flat_key(key) for key in state):
         return "the optimizer's keys are those of flat parameters"
     # With one rank a slice looks like the whole tensor: only units can tell.
@@ -110,7 +110,7 @@ def _whole_shapes(model: ModelState | None) -> set[tuple[int, ...]]:
     return {
         leaf.shape
         for key, leaf in params.items()
-        if isinstance(leaf, Tensor) and leaf.placement != SLICES and not is_flat_key(key)
+        if isinstance(leaf, Tensor) and not isinstance(leaf.cut, Slices) and not is_flat_key(key)
     }
 
 
@@ -148,7 +148,7 @@ def read_as_slices(optim: OptimState) -> OptimState:
 
 def _entry_as_slices(entry: Mapping[str, Tensor | Value]) -> dict[str, Tensor | Value]:
     leaves = {name: as_slices(leaf) if isinstance(leaf, Tensor) else leaf for name, leaf in entry.items()}
-    chunks = [leaf.chunks for leaf in leaves.values() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
+    chunks = [leaf.chunks for leaf in leaves.values() if isinstance(leaf, Tensor) and isinstance(leaf.cut, Slices)]
     holders = [of_state.rank[of_state.size[:, 0] > 0] for of_state in chunks]
     if sum(map(len, holders)) == sum(map(len, chunks)):
         return leaves
@@ -165,12 +165,12 @@ def _of_ranks(leaf: Tensor | Value, ranks: Int64Array) -> Tensor | Value:
 
 def as_slices(tensor: Tensor) -> Tensor:
     """Turn a vector that every rank has into one slice for each rank; return any other tensor unchanged."""
-    if tensor.ndim != 1 or tensor.placement != "whole":
+    if tensor.ndim != 1 or not isinstance(tensor.cut, Whole):
         return tensor
     size = tensor.chunks.size
     start = np.cumsum(size, axis=0, dtype=np.int64) - size
     chunks = replace(tensor.chunks, start=start)
-    return Tensor(tensor.dtype, (int(size.sum()),), chunks, sharded=True, placement=SLICES)
+    return Tensor(tensor.dtype, (int(size.sum()),), chunks, sharded=True, cut=Slices())
 
 
 def convert_slices(
@@ -208,7 +208,12 @@ def _unlike_copies(tree: Tree, optim: OptimState, label: str) -> Iterator[Proble
     records = tree.checksums.by_offset()
     for key, entry in optim.state.items():
         for name, leaf in entry.items():
-            if not isinstance(leaf, Tensor) or leaf.ndim != 1 or leaf.placement != "whole" or len(leaf.chunks) < 2:
+            if (
+                not isinstance(leaf, Tensor)
+                or leaf.ndim != 1
+                or not isinstance(leaf.cut, Whole)
+                or len(leaf.chunks) < 2
+            ):
                 continue
             if None in crcs_of_chunks(leaf, records) and tree.differs(leaf):
                 message = f"optim {key}.{name}: the copies of the ranks differ, and they are replicas"
@@ -274,7 +279,7 @@ def _prefer_values_of_holders(tree: Tree, optim: OptimState, states: KeyPath) ->
 
 def _holding_ranks(entry: dict[str, Tensor | Value]) -> list[int]:
     """The ranks that hold elements of a parameter's slices."""
-    sliced = [leaf for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.placement == SLICES]
+    sliced = [leaf for leaf in entry.values() if isinstance(leaf, Tensor) and isinstance(leaf.cut, Slices)]
     return sorted({int(rank) for leaf in sliced for rank in leaf.chunks.rank[leaf.chunks.size[:, 0] > 0]})
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -19,7 +20,8 @@ import numpy.typing as npt
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.ir.files import Inline, Stored
+from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Tensor, Whole
 from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.storage import Entry
@@ -144,8 +146,13 @@ class FileTable:
         number = self._ids.get(path)
         if number is None:
             number = self._ids[path] = len(self._files)
-            self._files.append(SourceFile(path, nbytes))
+            self._files.append(Stored(path, nbytes))
         return number
+
+    def add_inline(self, data: bytes) -> int:
+        """The number of a source that is ``data`` itself."""
+        self._files.append(Inline(data))
+        return len(self._files) - 1
 
     def files(self) -> tuple[SourceFile, ...]:
         return tuple(self._files)
@@ -218,9 +225,13 @@ def build_tensors(tensors: Sequence[ChunkedTensor], *, world_size: int) -> dict[
             sharded = True
         elif shape and several and shape[0] >= 2:  # one row is one chunk either way under FSDP1: this proves nothing
             sharded = False
-        placement = "[" + ", ".join(f"Shard({dim})" for dim in cut or [0]) + "]" if sharded else "whole"
-        built[key] = Tensor(dtype, shape, chunks, sharded, placement)
+        built[key] = Tensor(dtype, shape, chunks, sharded, _by_dimensions(tuple(cut or [0])) if sharded else Whole())
     return built
+
+
+@lru_cache(maxsize=64)
+def _by_dimensions(dims: tuple[int, ...]) -> Sharded:
+    return Sharded(tuple(Shard(dim) for dim in dims))
 
 
 def _cut_dimensions(tensor: ChunkedTensor) -> list[int] | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, NoteKind, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.producers import EXTRA_STEM, PLAIN, Flavor, RankFileName
 from fsdpckpt.producers.table import export_files, flavor_named, recognise
@@ -68,7 +69,7 @@ class SideFiles:
         for target_name, entry in files.items():
             if entry.path not in numbers:
                 numbers[entry.path] = len(numbers)
-                self.sources.append(SourceFile(entry.path, entry.nbytes))
+                self.sources.append(Stored(entry.path, entry.nbytes))
             chunks = Chunks.whole(file=numbers[entry.path], offset=0, shape=(entry.nbytes,))
             self.files[target_name] = Tensor(DTYPES["uint8"], (entry.nbytes,), chunks)
 

@@ -24,7 +24,7 @@ from fsdpckpt.errors import (
     TargetUnwritableError,
     to_copy,
 )
-from fsdpckpt.ir.checkpoint import ZEROS
+from fsdpckpt.ir.files import ZEROS_TEXT
 from fsdpckpt.storage import ByteSource, Entry, identity_of_status, too_short_error
 from fsdpckpt.text import bytes_text
 
@@ -166,7 +166,7 @@ class ZeroFile(ByteSource):
     """Zeros at every position, without a file: the states that ``--missing-state zeros`` makes."""
 
     def __init__(self) -> None:
-        self.path = ZEROS
+        self.path = ZEROS_TEXT
         self.nbytes = 1 << 62  # longer than any checkpoint
 
     def read_into(self, offset: int, buffer: memoryview) -> None:

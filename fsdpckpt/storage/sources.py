@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from typing import Self, TypeVar, cast
 
-from fsdpckpt.ir.checkpoint import LITERAL, ZEROS, SourceFile
+from fsdpckpt.ir.files import Inline, SourceFile, Zeros
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage import (
     ByteSource,
@@ -104,20 +104,25 @@ class Sources:
                 self._files.popitem(last=False)
             return source
 
+    def open_file(self, file: SourceFile) -> ByteSource:
+        """The bytes of ``file``, whatever kind it is."""
+        match file:
+            case Zeros():
+                return ZeroFile()
+            case Inline():
+                return MemoryFile(file.data, file.path)
+        return self.open(file.path)
+
     def read_elements(
         self, files: Sequence[SourceFile], tensor: Tensor, *, row: int = 0, first: int = 0, count: int = 1
     ) -> bytes:
         """The bytes of ``count`` elements from element ``first`` of the contiguous chunk ``row``."""
         itemsize = tensor.dtype.itemsize
         offset = int(tensor.chunks.offset[row]) + first * itemsize
-        return bytes(self.open(files[int(tensor.chunks.file[row])].path).read(offset, count * itemsize))
+        return bytes(self.open_file(files[int(tensor.chunks.file[row])]).read(offset, count * itemsize))
 
     def open_new(self, path: str) -> ByteSource:
         """Open the source at ``path`` once more."""
-        if path == ZEROS:
-            return ZeroFile()
-        if path.startswith(LITERAL):
-            return MemoryFile(bytes.fromhex(path.removeprefix(LITERAL)), path)
         return self._store.open(path) if is_url(path) else LocalFile(path)
 
     def identity(self, path: str) -> FileIdentity:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
-from fsdpckpt.ir.checkpoint import ZEROS, Checkpoint, Note, OptimState, ParamKey, SourceFile, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.files import Zeros
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Value
@@ -88,7 +89,7 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, read: Read, units: Units | N
     return replace(
         checkpoint,
         optim=OptimState(dict(_in_group_order(optim, new)), optim.param_groups, optim.extra),
-        files=(*checkpoint.files, SourceFile(ZEROS, maker.zeros_used)),
+        files=(*checkpoint.files, Zeros(maker.zeros_used)),
         notes=(*checkpoint.notes, note),
     )
 

@@ -16,7 +16,7 @@ import numpy as np
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, OptimState, group_params
 from fsdpckpt.ir.names import clean, keeps_order, without_module
 from fsdpckpt.ir.quantized import parameter_shapes
-from fsdpckpt.ir.tensors import SLICES, Tensor
+from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.ir.units import Units, first_misplaced
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
@@ -204,7 +204,7 @@ def from_model(
 
 def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str]) -> bool:
     """Whether FSDP accepts ``tensor`` as a parameter (floating or complex), and no glob of ``buffers`` matches it."""
-    if tensor.placement == SLICES or is_flat_key(name):
+    if isinstance(tensor.cut, Slices) or is_flat_key(name):
         return False
     if any(fnmatchcase(name, glob) for glob in buffers if tuple(buffers) != NO_BUFFERS):
         return False
@@ -314,7 +314,7 @@ def shapes_of_states(states: Mapping[str, Tensor | Value], shaped: Collection[st
     shapes = frozenset(
         shape
         for name, state, shape in parameter_shapes(states)
-        if state.placement != SLICES and _FACTORS.isdisjoint(name.split("_"))
+        if not isinstance(state.cut, Slices) and _FACTORS.isdisjoint(name.split("_"))
     )
     if not shapes and any(
         isinstance(state, Tensor) and not state.ndim and name in shaped for name, state in states.items()

@@ -111,7 +111,7 @@ class BlockReader:
 
     def source(self, number: int) -> ByteSource:
         """The file ``number`` of the checkpoint."""
-        return self._sources.open(self._files[number].path)
+        return self._sources.open_file(self._files[number])
 
     def _buffer(self, nbytes: int) -> Bytes:
         if len(self._block) < nbytes:

@@ -187,7 +187,7 @@ def _truncated(
     problems: list[Problem] = []
     for number, file in enumerate(checkpoint.files):
         try:
-            lengths[number] = sources.open(file.path).nbytes
+            lengths[number] = sources.open_file(file).nbytes
         except SourceError as error:
             in_file = in_files.overlapping(file.path, 0, file.nbytes)
             problems.append(problem_of("missing-file", in_file, error.what, file=file.path))

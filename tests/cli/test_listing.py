@@ -21,9 +21,9 @@ from fsdpckpt.ir.checkpoint import (
     Layout,
     ModelState,
     OptimState,
-    SourceFile,
 )
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.tensors import Chunks, Stats, Tensor
 from tests.cli.conftest import Run, run, saved
 
@@ -54,7 +54,7 @@ def described(params: dict[str, Tensor], *, ids: bool = False, without: frozense
     }
     groups = [{"lr": 0.001, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": None, "params": list(state)}]
     optim = OptimState(dict(state), groups)
-    files = (SourceFile("405b/__0_0.distcp", 1),)
+    files = (Stored("405b/__0_0.distcp", 1),)
     evidence = (
         Evidence(EvidenceKind.SECTIONS, "405b: model and optimizer"),
         Evidence(EvidenceKind.CONTAINER, "a DCP directory: 405b has a .metadata file"),

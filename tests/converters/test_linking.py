@@ -20,8 +20,8 @@ import fsdpckpt
 from fsdpckpt.converters import Report, linking, pipeline
 from fsdpckpt.converters.linking import can_reflink, reflink
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, TargetExistsError, TargetUnwritableError, UsageError
-from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.options import LinkMode
@@ -204,7 +204,7 @@ def test_texts_that_people_edit_and_bytes_in_another_order_are_copied(tmp_path: 
     target.files.append(swapped)
     hard = linking.Linking(LinkMode.HARDLINK, LinkMode.HARDLINK, frozenset({0}))
     with Sources() as sources:
-        files = [SourceFile(str(tmp_path / "file"), 2)]
+        files = [Stored(str(tmp_path / "file"), 2)]
         found, plan = linking.link_equal_files(target, make_plan(target), hard, files, sources)
     assert [link.path for link in found.links] == ["deeper/rng_state_0.pth"]
     left = ["config.json", "swapped.pth"]
@@ -287,13 +287,13 @@ def test_a_file_that_was_replaced_meanwhile_is_not_linked(tmp_path: Path) -> Non
         os.replace(other, file)
         chosen = linking.Linking(LinkMode.HARDLINK, LinkMode.HARDLINK, frozenset({0}))
         with pytest.raises(SourceCorruptError, match="was replaced by another file"):
-            linking.make_links(target, chosen, [SourceFile(str(file), 7)], staging, sources)
+            linking.make_links(target, chosen, [Stored(str(file), 7)], staging, sources)
     staging.discard()
     staging.close()
 
 
 def test_what_only_other_workers_see_is_not_linked(tmp_path: Path) -> None:
-    files = [SourceFile(str(tmp_path / "here"), 1), SourceFile(str(tmp_path / "on another node"), 1)]
+    files = [Stored(str(tmp_path / "here"), 1), Stored(str(tmp_path / "on another node"), 1)]
     (tmp_path / "here").write_bytes(b"a")
     with pytest.raises(UsageError, match="on another node"):
         linking.choose_linking(LinkMode.HARDLINK, files, str(tmp_path / "out"))

@@ -12,7 +12,7 @@ import pytest
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.shared_sources import UnionSources, _answer, content_identity, find_visible
 from fsdpckpt.errors import SourceCorruptError, SourceMissingError
-from fsdpckpt.ir.checkpoint import ZEROS
+from fsdpckpt.ir.files import Stored, Zeros
 from fsdpckpt.storage.remote_file import AHEAD
 from fsdpckpt.storage.sources import Sources
 
@@ -22,7 +22,7 @@ def test_the_same_content_is_one_file_whatever_the_disk(tmp_path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(data)
     with Sources() as sources:
-        one, other, gone = (content_identity(str(tmp_path / name), sources) for name in ("a", "b", "c"))
+        one, other, gone = (content_identity(Stored(str(tmp_path / name), 0), sources) for name in ("a", "b", "c"))
     assert one == other != b""
     assert gone == b""
 
@@ -38,13 +38,15 @@ def test_another_length_or_other_bytes_are_another_file(tmp_path, nbytes: int, a
     sampled = at != 5_000 or nbytes < 100_000
     (tmp_path / "flipped").write_bytes(data)
     with Sources() as sources:
-        found = {content_identity(str(tmp_path / name), sources) for name in ("a", "longer", "other", "flipped")}
+        found = {
+            content_identity(Stored(str(tmp_path / name), 0), sources) for name in ("a", "longer", "other", "flipped")
+        }
     assert len(found) == (4 if sampled else 3)
 
 
 def test_what_reads_as_zeros_is_seen_by_all(tmp_path) -> None:
     with Sources() as sources:
-        assert content_identity(ZEROS, sources) != b""
+        assert content_identity(Zeros(8), sources) != b""
 
 
 def test_who_sees_which_file_is_a_table_of_files_and_workers() -> None:
@@ -64,7 +66,7 @@ def test_an_identity_reads_little_of_a_large_file(tmp_path) -> None:
         file.truncate(1 << 34)
     begun = time.monotonic()
     with Sources() as sources:
-        assert content_identity(str(path), sources) != b""
+        assert content_identity(Stored(str(path), 0), sources) != b""
     assert time.monotonic() - begun < 2
     assert np.prod(path.stat().st_blocks) == 0
 

@@ -28,9 +28,9 @@ from fsdpckpt.ir.checkpoint import (
     ParamKey,
     Problem,
     Section,
-    SourceFile,
 )
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Strategy
 from fsdpckpt.ir.units_json import encode, render
@@ -97,7 +97,7 @@ def test_problems_count_in_the_sections_that_are_asked_for_also_where_nothing_of
 def test_copies_of_a_state_that_differ_are_refused() -> None:
     step = replicas(3)
     optim = OptimState({"a.w": {"step": step}}, [{"params": ["a.w"]}])
-    files = tuple(SourceFile(f"rank{rank}", 4096) for rank in range(3))
+    files = tuple(Stored(f"rank{rank}", 4096) for rank in range(3))
     held = replace(checkpoint(3, optim=optim, layout=Layout.SHARDED), files=files)
     transformed(replace(held, checksums=Checksums.of([(rank, 64, 4, 7) for rank in range(3)])), to=Layout.FULL)
     with pytest.raises(SourceCorruptError):

@@ -13,6 +13,7 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, DType, numpy_dtype
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 
@@ -40,7 +41,7 @@ class Disk:
             path = os.path.join(self.folder, f"source{number}")
             with open(path, "wb") as stream:
                 stream.write(data)
-            found.append(SourceFile(path, len(data)))
+            found.append(Stored(path, len(data)))
         return tuple(found)
 
 

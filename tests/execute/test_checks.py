@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.execute.checks import SourceCheck
-from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.ir.checkpoint import Checksums
+from fsdpckpt.ir.files import Stored
 
 DATA = random.Random(7).randbytes(1013)
 AT = 77  # where the record begins
@@ -23,7 +24,7 @@ AT = 77  # where the record begins
 
 def check(*crcs: int) -> SourceCheck:
     rows = [(0, AT, len(DATA), crc) for crc in crcs or (zlib.crc32(DATA),)]
-    return SourceCheck([SourceFile("s", AT + len(DATA))], Checksums.of(rows))
+    return SourceCheck([Stored("s", AT + len(DATA))], Checksums.of(rows))
 
 
 def see(found: SourceCheck, begin: int, end: int, data: bytes = DATA) -> None:
@@ -46,7 +47,7 @@ def test_records_of_several_files_are_judged_apart_however_many_are_held_at_once
     records = [rng.randbytes(rng.randrange(20, 60)) for _ in range(9)]
     places = [(number % 2, 100 * number, record) for number, record in enumerate(records)]
     rows = [(file, offset, len(record), zlib.crc32(record)) for file, offset, record in places]
-    found = SourceCheck([SourceFile("a", 1000), SourceFile("b", 1000)], Checksums.of(rows))
+    found = SourceCheck([Stored("a", 1000), Stored("b", 1000)], Checksums.of(rows))
     reads = [
         (file, offset + begin, record[begin:end])
         for file, offset, record in places
@@ -62,7 +63,7 @@ def test_records_of_several_files_are_judged_apart_however_many_are_held_at_once
 
 
 def test_a_record_is_proved_by_the_parts_of_its_own_file_alone() -> None:
-    sizes = [SourceFile(name, AT + len(DATA)) for name in ("a", "b")]
+    sizes = [Stored(name, AT + len(DATA)) for name in ("a", "b")]
     found = SourceCheck(sizes, Checksums.of([(file, AT, len(DATA), zlib.crc32(DATA)) for file in (0, 1)]))
     for file, begin, end in [(1, 0, 400), (1, 400, 1013), (0, 0, 400)]:
         found.add_bytes(file, AT + begin, memoryview(DATA)[begin:end])

@@ -21,8 +21,9 @@ from fsdpckpt.execute.job import Job, Settings, pack_job, unpack_job
 from fsdpckpt.execute.output import Output, write_window
 from fsdpckpt.execute.send_recv import ReceiveBuffers, StreamReader
 from fsdpckpt.execute.window import Assembler
-from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan import Plan, make_plan
@@ -280,7 +281,7 @@ def test_those_who_see_a_file_take_turns_in_sending_it() -> None:
     shape = (1000,)
     target, sources = [], []
     for number in range(12):
-        sources.append(SourceFile(f"s{number}", 1000))
+        sources.append(Stored(f"s{number}", 1000))
         file = TargetFile(f"t{number}")
         file.add_write_item(Tensor(DTYPES["uint8"], shape, Chunks.whole(file=number, offset=0, shape=shape)))
         target.append(file)

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceCorruptError, TargetUnwritableError
 from fsdpckpt.execute.job import Budget
-from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan import copies, make_plan
@@ -59,7 +60,7 @@ def _one_record(folder: str, data: bytes, crc: int, *, cut: int = 0) -> None:
     with Sources() as sources:
         run_plan(
             make_plan(Target([file])),
-            files=(SourceFile(path, len(data)),),
+            files=(Stored(path, len(data)),),
             checksums=Checksums.of([(0, 0, len(data), crc)]),
             sources=sources,
             locate=lambda name: os.path.join(folder, name),

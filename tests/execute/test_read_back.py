@@ -16,7 +16,8 @@ from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.journal import JournaledWindows, joined
 from fsdpckpt.execute.output import DeferredChecksums, Output
-from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.ir.checkpoint import Checksums
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.plan import make_plan, open_windows, rows_of
 from fsdpckpt.plan import transfer as partitioning
@@ -107,7 +108,7 @@ def test_more_files_are_read_back_than_a_process_may_open(tmp_path: Path) -> Non
     for file in files:
         (tmp_path / "out" / file.path).write_bytes(file.blob)
     expected = {file.path: bytes(file.blob) for file in files}
-    made = Scene(str(tmp_path), plan, (SourceFile("none", 0),), Checksums.of([]), expected, Budget(2, 256))
+    made = Scene(str(tmp_path), plan, (Stored("none", 0),), Checksums.of([]), expected, Budget(2, 256))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 60, limits[1]))

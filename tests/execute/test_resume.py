@@ -26,6 +26,7 @@ from fsdpckpt.execute.journal import JournaledWindows, Recorder, RunIdentity, re
 from fsdpckpt.execute.output import DeferredChecksums
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan import Plan, make_plan
@@ -146,7 +147,7 @@ def scene(folder: str, seed: int, *, threads: int = 1, damage: bool = False) -> 
         expected[file.path] = bytes(data)
     plan = make_plan(Target(files))
     budget = Budget(threads=threads, window=rng.choice([64, 100, 256]))
-    return Scene(folder, plan, (SourceFile(path, len(source)),), Checksums.of(rows), expected, budget)
+    return Scene(folder, plan, (Stored(path, len(source)),), Checksums.of(rows), expected, budget)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, SourceFile
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
+from fsdpckpt.ir.files import Stored
+from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Slices, Tensor
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
 
 FLOAT = DTYPES["float32"]
@@ -96,7 +97,7 @@ class Played:
             start=[(start,) for start in starts],
             size=[(size,) for size in sizes],
         )
-        return Tensor(FLOAT, (sum(sizes),), columns, sharded=True, placement=SLICES)
+        return Tensor(FLOAT, (sum(sizes),), columns, sharded=True, cut=Slices())
 
     def replicas(self, array: np.ndarray) -> Tensor:
         ranks = range(self.world_size)
@@ -149,7 +150,7 @@ class Played:
                 start=[(row[2],) for row in rows],
                 size=[(row[3],) for row in rows],
             )
-            found[one.key] = Tensor(FLOAT, (len(flat),), columns, sharded=True, placement="[Shard(0)]")
+            found[one.key] = Tensor(FLOAT, (len(flat),), columns, sharded=True, cut=Sharded((Shard(0),)))
         return found
 
     def optimizer(self, states: Mapping[str, Mapping[str, object]], order: list[str]) -> OptimState:
@@ -162,7 +163,7 @@ class Played:
         return OptimState(state, [{"lr": 0.1, "params": list(range(len(order)))}])  # type: ignore[arg-type]
 
     def checkpoint(self, *, model: ModelState | None = None, optim: OptimState | None = None) -> Checkpoint:
-        files = tuple(SourceFile(f"rank{rank}", len(data)) for rank, data in enumerate(self.data))
+        files = tuple(Stored(f"rank{rank}", len(data)) for rank, data in enumerate(self.data))
         return Checkpoint(
             "ranks", Layout.FLATTENED, Container.TORCH, "plain", self.world_size, files, model, optim, extra={}
         )

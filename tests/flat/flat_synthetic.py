@@ -11,7 +11,7 @@ import numpy as np
 from fsdpckpt.flat.names import NamedParam, ParameterNames
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, ParamKey
 from fsdpckpt.ir.dtypes import DTYPES, DType
-from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
+from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Slices, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import layout_of
@@ -46,7 +46,7 @@ def slices(lengths: Sequence[int | None], dtype: DType = FLOAT) -> Tensor:
         start=[[one] for one in starts],
         size=[[one] for one in sizes],
     )
-    return Tensor(dtype, (sum(sizes),), rows, sharded=True, placement=SLICES)
+    return Tensor(dtype, (sum(sizes),), rows, sharded=True, cut=Slices())
 
 
 def replicas(world_size: int, *shape: int, dtype: DType = FLOAT) -> Tensor:
@@ -136,7 +136,7 @@ def local_model(units: Units, world_size: int, *, by_name: bool = False) -> Mode
             size=[[held[rank][1] - held[rank][0]] for rank in ranks],
         )
         dtype = unit.params[0].dtype
-        params[unit.key] = Tensor(dtype, (layout.total,), rows, sharded=True, placement="[Shard(0)]")
+        params[unit.key] = Tensor(dtype, (layout.total,), rows, sharded=True, cut=Sharded((Shard(0),)))
         for param in unit.params if by_name else ():
             tensor = _state(replace(units, use_orig_params=True), world_size, param.name)
             lengths = {

@@ -10,7 +10,7 @@ import pytest
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, ModelState, OptimState, ParamKey
-from fsdpckpt.ir.tensors import ONE_SLICE, Chunks, Tensor
+from fsdpckpt.ir.tensors import Chunks, OneSlice, Tensor
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.values import Value
 from tests.flat.flat_synthetic import (
@@ -322,7 +322,7 @@ def test_an_id_is_not_a_parameter_that_is_called_by_its_number() -> None:
 @pytest.mark.parametrize(("length", "fits"), [(4, True), (3, False)])
 def test_the_one_slice_that_dcp_kept_may_be_any_ranks(length: int, fits: bool) -> None:
     """16 elements of e and l lie 4 a rank; e.bias is one slice of 3 and one of 0."""
-    one = replace(whole(length), placement=ONE_SLICE)
+    one = replace(whole(length), cut=OneSlice())
     held = with_states(raw(units(orig=True)), 0, exp_avg=one)
     assert (said(held, units(orig=True)) == ()) is fits
     if not fits:

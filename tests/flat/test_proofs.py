@@ -12,7 +12,8 @@ from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.flat.flatten.states import require_equal_states
 from fsdpckpt.flat.match import FlatMatch, match
 from fsdpckpt.flat.proofs import compare_replicas, require_padding
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ModelState, OptimState, SourceFile
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ModelState, OptimState
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.storage.sources import Sources
@@ -38,7 +39,7 @@ def written(played: Played, tmp_path: Path, **sections: object) -> Checkpoint:
     for rank, data in enumerate(played.files()):
         path = tmp_path / f"rank{rank}"
         path.write_bytes(data)
-        files.append(SourceFile(str(path), len(data)))
+        files.append(Stored(str(path), len(data)))
     return replace(checkpoint, files=tuple(files))
 
 

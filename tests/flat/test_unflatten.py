@@ -14,7 +14,7 @@ from fsdpckpt.flat.unflatten import unflatten
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, OptimState, ParamKey
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import ONE_SLICE, SLICES, Chunks, Tensor
+from fsdpckpt.ir.tensors import Chunks, OneSlice, Slices, Tensor
 from fsdpckpt.ir.units import Strategy, UnitParam, Units
 from fsdpckpt.ir.values import Value
 from tests.flat.flat_checkpoints import FLOAT, Played, unit, units_of
@@ -96,16 +96,14 @@ def test_the_model_is_found_in_its_flat_parameters_and_buffers_stay_whole(use_or
     assert checkpoint.model is not None
     for name, shape in shapes.items():
         checkpoint.model.params[name] = played.replicas(np.ones(shape, np.float32))
-    checkpoint.model.params["one"] = Tensor(
-        FLOAT, (4,), Chunks.whole(file=0, offset=0, shape=(4,)), placement=ONE_SLICE
-    )
+    checkpoint.model.params["one"] = Tensor(FLOAT, (4,), Chunks.whole(file=0, offset=0, shape=(4,)), cut=OneSlice())
     found = named(checkpoint, units)
     require_states(found, played, truth)
     assert found.model is not None
     for name, shape in shapes.items():
         tensor = found.model.params[name]
         assert isinstance(tensor, Tensor) and (tensor.sharded, tensor.shape) == (False, shape)
-        assert tensor.placement != ONE_SLICE
+        assert not isinstance(tensor.cut, OneSlice)
     assert list(found.model.params) == [*units.parameters, "buf", *shapes, "tied.weight"]
     assert "model: 11 parameters were found in 3 flat parameters" in [note.message for note in found.notes]
     for name, expected in truth["weight"].items():
@@ -253,7 +251,7 @@ def test_states_of_parameters_outside_every_unit_are_whole_on_every_rank(use_ori
     for param in outside:
         tensor = found[param.name]["exp_avg"]
         assert isinstance(tensor, Tensor)
-        assert (tensor.shape, tensor.sharded, tensor.placement != SLICES) == (param.shape, False, True)
+        assert (tensor.shape, tensor.sharded, not isinstance(tensor.cut, Slices)) == (param.shape, False, True)
         assert not flaws(tensor)
         assert gather(tensor, played.files()).tobytes() == truth[param.name].tobytes()
         mu = found[param.name]["mu"]

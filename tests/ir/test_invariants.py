@@ -23,10 +23,10 @@ from fsdpckpt.ir.checkpoint import (
     OptimState,
     Problem,
     Section,
-    SourceFile,
 )
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.invariants import fatal, problems
 from fsdpckpt.ir.tensors import Chunks, Tensor
 
@@ -54,7 +54,7 @@ def at(offset: int, shape: Sequence[int], stride: Sequence[int] | None = None, f
 def checkpoint(
     model: dict[str, Tensor] | None = None, optim: OptimState | None = None, world_size: int = 1
 ) -> Checkpoint:
-    files = tuple(SourceFile(f"rank_{rank}.pt", 1 << 20) for rank in range(world_size))
+    files = tuple(Stored(f"rank_{rank}.pt", 1 << 20) for rank in range(world_size))
     state = ModelState(dict(model)) if model is not None else None
     return Checkpoint("SRC", Layout.SHARDED, Container.TORCH, "plain", world_size, files, state, optim, {})
 

@@ -14,8 +14,9 @@ import pytest
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.execute import window
 from fsdpckpt.execute.job import Budget
-from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan import make_plan
@@ -57,7 +58,7 @@ def copied(
     with Sources() as sources:
         run_plan(
             make_plan(Target([file])),
-            files=(SourceFile(str(folder / "source"), AT + tensor.nbytes),),
+            files=(Stored(str(folder / "source"), AT + tensor.nbytes),),
             checksums=Checksums.of([(0, AT, tensor.nbytes, crc)] if crc else []),
             sources=sources,
             locate=lambda name: str(folder / name),

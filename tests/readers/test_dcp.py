@@ -35,7 +35,7 @@ from fsdpckpt.errors import (
     SourceUnsupportedError,
 )
 from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout
-from fsdpckpt.ir.tensors import ONE_SLICE, Tensor
+from fsdpckpt.ir.tensors import OneSlice, Tensor
 from fsdpckpt.ir.values import UNREAD, Global, Object
 from fsdpckpt.text import plural
 from tests.readers.contents import held, opened, raw, same_values
@@ -115,7 +115,7 @@ def test_flat_parameters_are_recognised_and_the_vectors_beside_them_are_marked()
     flat, buffer = found.model.params["_flat_param"], found.model.params["buf"]
     assert isinstance(flat, Tensor) and isinstance(buffer, Tensor)
     assert flat.chunks.start[:, 0].tolist() == [0, 162]
-    assert (buffer.placement, buffer.sharded) == (ONE_SLICE, None)
+    assert (buffer.cut, buffer.sharded) == (OneSlice(), None)
     (note,) = [note for note in found.notes if note.kind == "flattened-names"]
     assert note.keys == ("buf",)
 
@@ -130,13 +130,13 @@ def test_vectors_of_an_optimizer_beside_flat_parameters_are_not_marked(tmp_path:
 
     save_as_ranks(tmp_path, state_of, 2)
     found = opened(tmp_path)
-    marked = [named.key for named in found.tensors() if named.tensor.placement == ONE_SLICE]
+    marked = [named.key for named in found.tensors() if isinstance(named.tensor.cut, OneSlice)]
     assert (found.layout, marked) == (Layout.FLATTENED, ["buf"])
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.planner_data = None
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     found = opened(tmp_path)
-    marked = [named.key for named in found.tensors() if named.tensor.placement == ONE_SLICE]
+    marked = [named.key for named in found.tensors() if isinstance(named.tensor.cut, OneSlice)]
     assert [key.rpartition(".")[2] for key in marked] == ["buf"]
 
 

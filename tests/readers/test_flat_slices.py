@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, Layout, Section
-from fsdpckpt.ir.tensors import SLICES, Tensor
+from fsdpckpt.ir.tensors import Slices, Tensor
 from tests.readers.contents import Held, held, opened, raw
 from tests.readers.played_ranks import as_rank
 
@@ -90,7 +90,7 @@ def test_the_slices_of_real_optimizers_are_the_ranks_tensors_one_after_the_other
             if name == "step":
                 assert (tensor.placement, held(tensor, found.files)) == ("whole", raw(chunks[0]))
                 continue
-            assert (tensor.placement, tensor.sharded) == (SLICES, True)
+            assert (tensor.placement, tensor.sharded) == ("slices", True)
             assert tensor.chunks.size[:, 0].tolist() == [len(chunk) for chunk in chunks]
             assert held(tensor, found.files) == raw(torch.cat(chunks))
     assert held(found.optim.param_groups, found.files) == held(ranks[0]["param_groups"], ())
@@ -109,7 +109,7 @@ def test_local_state_dicts_hold_flat_parameters_and_slices_beside_them(form: str
         assert tensor.chunks.start[1, 0] == tensor.chunks.size[0, 0]
         assert tensor.chunks.size.sum() == tensor.numel
     beside = {key: tensor for key, tensor in found.model.params.items() if key not in flat}
-    assert all(isinstance(tensor, Tensor) and tensor.placement == SLICES for tensor in beside.values())
+    assert all(isinstance(tensor, Tensor) and isinstance(tensor.cut, Slices) for tensor in beside.values())
     assert set(beside) == {"buf"} if "flat" in form else len(beside) == 14
     if "orig" in form:
         truth = torch.load(GOLDEN / form / "truth" / "full.pt", weights_only=False)["model"]
@@ -177,7 +177,7 @@ def test_what_fsdp1_saves_on_any_number_of_ranks(orig: bool, world: int, tmp_pat
     for key, entry in found.optim.state.items():
         chunks = [state["state"][key]["exp_avg"] for state in states if key in state["state"]]
         assert held(entry["exp_avg"], found.files) == raw(torch.cat(chunks))
-        assert entry["exp_avg"].placement == SLICES  # type: ignore[union-attr]
+        assert isinstance(entry["exp_avg"].cut, Slices)  # type: ignore[union-attr]
 
 
 def test_hybrid_shards_are_kept_as_replicas_at_the_offsets_their_metadata_say(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_slices_among_whole_states_of_two_dimensions(tmp_path: Path) -> None:
         assert (found.layout, found.problems) == (Layout.FLATTENED, ())
         matrix, vector = leaf(found, 0, "exp_avg"), leaf(found, 1, "exp_avg")
         assert (matrix.shape, matrix.placement, len(matrix.chunks)) == ((4, 3), "whole", 2)
-        assert (vector.shape, vector.placement) == ((length,), SLICES)
+        assert (vector.shape, vector.placement) == ((length,), "slices")
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -451,7 +451,7 @@ def test_keys_of_flat_parameters_prove_slices_even_of_one_rank(tmp_path: Path) -
     torch.save(state, tmp_path / "optim.pt")
     found = opened(tmp_path / "optim.pt")
     assert "keys of flat parameters: l._flat_param" in [each.message for each in found.evidence]
-    assert (found.layout, leaf(found, "l._flat_param", "exp_avg").placement) == (Layout.FLATTENED, SLICES)
+    assert (found.layout, leaf(found, "l._flat_param", "exp_avg").placement) == (Layout.FLATTENED, "slices")
 
 
 def test_vectors_of_one_rank_alone_prove_no_slices(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from fsdpckpt.cli.listing import listing
 from fsdpckpt.describe import describe
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.ir.checkpoint import (
-    LITERAL,
     Checkpoint,
     Container,
     Evidence,
@@ -28,9 +27,9 @@ from fsdpckpt.ir.checkpoint import (
     Layout,
     ModelState,
     OptimState,
-    SourceFile,
 )
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.files import Inline, Stored
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.layouts import mesh_chunks, row_sharding
@@ -67,7 +66,7 @@ def sharded(shape: tuple[int, ...], ranks: int, skip: frozenset[int] = frozenset
 
 
 def checkpoint(params: dict[str, Tensor], *, ranks: int = 4, optim: OptimState | None = None) -> Checkpoint:
-    files = (SourceFile("somewhere/__0_0.distcp", 1),)
+    files = (Stored("somewhere/__0_0.distcp", 1),)
     described = Checkpoint(
         "somewhere", Layout.SHARDED, Container.DCP, "plain", ranks, files, ModelState(dict(params)), optim, {}
     )
@@ -313,19 +312,19 @@ def test_a_report_that_cannot_be_completed_leaves_nothing(
 def test_values_that_lie_in_no_file_are_not_shown_as_files(tmp_path: Path) -> None:
     raw = Raw(tmp_path, 1)
     described = describe(raw.checkpoint({"w": raw.put(np.float32([1, 2]))}))
-    literal = SourceFile(f"{LITERAL}00004040", 4)
+    literal = Inline(b"\0\0@@")
     described.checkpoint.files = (literal, *described.checkpoint.files)
     step = Tensor(DTYPES["float32"], (), Chunks.whole(file=0, offset=0, shape=()))
     described = describe(replace(described.checkpoint, model=None, extra={"step": step}))
     html = page(described)
     assert "in 1 file<" in html
     assert "1 file</summary>" in html
-    assert LITERAL not in html
+    assert literal.path not in html
     document = described.to_json(ranks=True)
-    assert LITERAL not in json.dumps(document)
+    assert literal.path not in json.dumps(document)
     assert document["tensors"][0]["pieces"][0]["file"] is None  # type: ignore[index,call-overload]
     lines, _ = listing(described, ranks=True, unfold=True, columns=None)
-    assert not any(LITERAL in line for line in lines)
+    assert not any(literal.path in line for line in lines)
 
 
 def test_layers_of_a_hugging_face_model_are_one_row_with_the_size_of_each(trained: Path) -> None:

@@ -10,9 +10,11 @@ import fsspec
 import pytest
 
 from fsdpckpt.errors import SourceUnrecognisedError
+from fsdpckpt.ir.files import Inline, Stored, Zeros, pack_files, unpack_files
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.local import LocalFile, MemoryFile, ZeroFile
 from fsdpckpt.storage.remote_store import RemoteStore
+from fsdpckpt.storage.sources import Sources
 from tests.storage.byte_source_contract import CONTENT, ByteSourceContract, NamedByteSourceContract
 
 
@@ -67,3 +69,18 @@ class TestRemoteFileInAnFsspecStore(NamedByteSourceContract):
 
     def open_absent(self) -> ByteSource:
         return RemoteStore().open("memory://contract/absent")
+
+
+def test_a_file_with_any_name_is_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = [Zeros(3).path, Inline(b"abc").path]
+    for name in names:
+        Path(name).write_bytes(name.encode())
+    with Sources() as sources:
+        assert [sources.open(name).read(0, len(name)).decode() for name in names] == names
+        assert [sources.open_file(file).read(0, 3) for file in (Zeros(3), Inline(b"abc"))] == [b"\0\0\0", b"abc"]
+
+
+def test_files_reach_other_ranks_as_what_they_are() -> None:
+    files = [Stored("zeros:", 7), Zeros(9), Inline(b"abc"), Stored("s3://bucket/bytes:00", 0)]
+    assert unpack_files(pack_files(files)) == files

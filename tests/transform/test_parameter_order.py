@@ -15,10 +15,10 @@ from fsdpckpt.ir.checkpoint import (
     Layout,
     ModelState,
     OptimState,
-    SourceFile,
 )
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
+from fsdpckpt.ir.files import Stored
+from fsdpckpt.ir.tensors import Chunks, Slices, Tensor, Whole
 from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.transform.parameter_order import (
     ParameterOrder,
@@ -32,13 +32,13 @@ from fsdpckpt.transform.parameter_order import (
 F32, I64 = DTYPES["float32"], DTYPES["int64"]
 
 
-def tensor(*shape: int, at: int = 0, dtype: Any = F32, sharded: bool | None = None, placement: str = "whole") -> Tensor:
-    return Tensor(dtype, shape, Chunks.whole(file=0, offset=at, shape=shape), sharded, placement)
+def tensor(*shape: int, at: int = 0, dtype: Any = F32, sharded: bool | None = None, slices: bool = False) -> Tensor:
+    return Tensor(dtype, shape, Chunks.whole(file=0, offset=at, shape=shape), sharded, Slices() if slices else Whole())
 
 
 def order(params: dict[str, Any], *, sums: list[tuple[int, int, int, int]] | None = None, **given: Any) -> Any:
     source = Checkpoint(
-        "it.pt", Layout.FULL, Container.TORCH, "plain", 1, (SourceFile("it.pt", 999),), ModelState(params), None, {},
+        "it.pt", Layout.FULL, Container.TORCH, "plain", 1, (Stored("it.pt", 999),), ModelState(params), None, {},
         checksums=Checksums.of(sums or []),
     )  # fmt: skip
     return from_model(source, "it", **given)
@@ -51,7 +51,7 @@ def names(params: dict[str, Any], **given: Any) -> tuple[str, ...]:
 
 MODEL = {
     "w": tensor(3, 2), "count": tensor(at=64), "ids": tensor(3, at=128, dtype=I64), "extra": 7,
-    "u._flat_param": tensor(9, at=192), "s": tensor(3, at=256, placement=SLICES), "b": tensor(3, at=320),
+    "u._flat_param": tensor(9, at=192), "s": tensor(3, at=256, slices=True), "b": tensor(3, at=320),
 }  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def test_what_states_the_order_itself_comes_first_and_what_keeps_none_last() -> 
     params = {"module.a": tensor(3, 2), "module.b": tensor(4, at=64)}
     optim = OptimState({0: {"m": tensor(3, 2)}}, [{"params": [0, 1], "param_names": ["module.a", "module.b"]}])
     source = Checkpoint(
-        "it.pt", Layout.FULL, Container.TORCH, "plain", 1, (SourceFile("it.pt", 999),), ModelState(params), optim, {}
+        "it.pt", Layout.FULL, Container.TORCH, "plain", 1, (Stored("it.pt", 999),), ModelState(params), optim, {}
     )  # fmt: skip
     bare = replace(source, source="ref.pt", model=ModelState({"a": tensor(3, 2), "b": tensor(4, at=64)}), optim=None)
     units = Units((Unit("", (UnitParam("module.a", (3, 2), F32),)),), use_orig_params=True, parameters=("module.a",))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
+from fsdpckpt.ir.tensors import Chunks, Slices, Tensor, Whole
 from fsdpckpt.transform.assignment import in_any_order, in_order
 from fsdpckpt.transform.parameter_order import ParameterOrder, fits, from_list, from_param_names, shapes_of_states
 from fsdpckpt.transform.rekey import to_ids, to_names
@@ -19,8 +19,10 @@ from fsdpckpt.transform.rekey import to_ids, to_names
 SHAPES = {"e": (17, 9), "a": (28, 9), "b": (28,), "c": (9, 28), "n": (9,), "h": (9,)}
 
 
-def _tensor(*shape: int, placement: str = "whole") -> Tensor:
-    return Tensor(DTYPES["float32"], shape, Chunks.whole(file=0, offset=0, shape=shape), placement=placement)
+def _tensor(*shape: int, slices: bool = False) -> Tensor:
+    return Tensor(
+        DTYPES["float32"], shape, Chunks.whole(file=0, offset=0, shape=shape), cut=Slices() if slices else Whole()
+    )
 
 
 def _adam(shape: tuple[int, ...]) -> dict[str, object]:
@@ -114,7 +116,7 @@ def test_a_parameter_known_to_be_frozen_settles_it() -> None:
 
 def test_states_of_no_or_other_shapes_say_nothing_but_the_count_does() -> None:
     source = _checkpoint([[0, 1, 2, 3, 4, 5]], {})
-    source.optim.state = {0: {"step": _tensor()}, 3: {"exp_avg": _tensor(5, placement=SLICES)}, 4: {"note": "x"}}
+    source.optim.state = {0: {"step": _tensor()}, 3: {"exp_avg": _tensor(5, slices=True)}, 4: {"note": "x"}}
     assert _groups(to_names(source, _order())) == [list("eabcnh")]
 
 

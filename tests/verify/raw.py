@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState, OptimState, SourceFile
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState, OptimState
 from fsdpckpt.ir.dtypes import DTYPES, DType, numpy_dtype
-from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
+from fsdpckpt.ir.files import Stored
+from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Tensor, Whole, contiguous_stride
 from fsdpckpt.ir.values import Key, Value
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -63,7 +64,7 @@ class Raw:
             size=[box[1] for box in boxes],
             stride=strides,
         )
-        return Tensor(stored_dtype, array.shape, chunks, placement="whole" if len(boxes) == 1 else "[Shard(0)]")
+        return Tensor(stored_dtype, array.shape, chunks, cut=Whole() if len(boxes) == 1 else Sharded((Shard(0),)))
 
     def checkpoint(
         self,
@@ -77,7 +78,7 @@ class Raw:
         for rank, data in enumerate(self.data):
             path = self.directory / f"rank_{rank}.bin"
             path.write_bytes(data)
-            files.append(SourceFile(str(path), len(data)))
+            files.append(Stored(str(path), len(data)))
         return Checkpoint(
             str(self.directory),
             Layout.SHARDED,

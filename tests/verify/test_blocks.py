@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
-from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.storage.local import MemoryFile
 from fsdpckpt.storage.sources import Sources
@@ -24,7 +24,7 @@ from tests.verify.raw import Raw, random_array, rows
 
 def reader(raw: Raw, limit: int) -> BlockReader:
     """Over the data in memory: hypothesis makes hundreds."""
-    files = [SourceFile(str(rank), len(data)) for rank, data in enumerate(raw.data)]
+    files = [Stored(str(rank), len(data)) for rank, data in enumerate(raw.data)]
     sources = OpenedBy(lambda path: MemoryFile(bytes(raw.data[int(path)]), path))
     return BlockReader(files, sources, limit)
 

@@ -10,7 +10,7 @@ import torch
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState
 from fsdpckpt.ir.dtypes import DTYPES, DType
-from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Tensor
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
@@ -81,7 +81,7 @@ class Raw:
             start.append([sum(len(chunk) for chunk in chunks[:index]), *[0] * (tensor.ndim - 1)])
             size.append(list(local.shape))
         chunks = Chunks.rows(ndim=tensor.ndim, rank=rank, file=[0] * len(rank), offset=offset, start=start, size=size)
-        return Tensor(_dtype(tensor), tuple(tensor.shape), chunks, sharded=True, placement="[Shard(0)]")
+        return Tensor(_dtype(tensor), tuple(tensor.shape), chunks, sharded=True, cut=Sharded((Shard(0),)))
 
 
 def _dtype(tensor: torch.Tensor) -> DType:

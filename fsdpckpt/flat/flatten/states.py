@@ -21,7 +21,7 @@ from fsdpckpt.flat.flatten.pickle import UnitState, in_memory_order
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, ParamKey, stored_entry
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.quantized import maps_in, scales_in
-from fsdpckpt.ir.tensors import FLATTENED, SLICES, Tensor
+from fsdpckpt.ir.tensors import Flattened, Slices, Tensor
 from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import FlatPart, PlacedUnit
@@ -84,7 +84,7 @@ def _is_per_unit(state: str, tensors: Sequence[Tensor], params: Sequence[UnitPar
 
 
 # Placements of states that were read from ranks' slices and are not in the shape of their parameter.
-_IN_SLICES = frozenset({SLICES, FLATTENED})
+_IN_SLICES = (Slices, Flattened)
 
 
 class FlatOptimizer:
@@ -226,7 +226,7 @@ class FlatOptimizer:
             if isinstance(leaf, Tensor)
             and item not in other
             and leaf.shape not in ((), (1,), param.shape)
-            and (sharded or leaf.placement in _IN_SLICES)
+            and (sharded or isinstance(leaf.cut, _IN_SLICES))
         ]
 
 

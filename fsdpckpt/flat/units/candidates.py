@@ -25,7 +25,7 @@ from fsdpckpt.flat.units import Settings, build_units, innermost_unit
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.tensors import SLICES, Tensor
+from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Units
 from fsdpckpt.layouts.flattened import is_flat_key, place_units
 from fsdpckpt.text import some_of
@@ -234,7 +234,7 @@ def _whole_beside_flat(checkpoint: Checkpoint) -> dict[str, int]:
     numels: dict[str, int] = {}
     for key, leaf in params.items():
         if isinstance(leaf, Tensor) and not is_flat_key(key):
-            lengths = slice_lengths(leaf, checkpoint.world_size) if leaf.placement == SLICES else None
+            lengths = slice_lengths(leaf, checkpoint.world_size) if isinstance(leaf.cut, Slices) else None
             if lengths is None or (lengths == lengths[0]).all():
                 numels[clean(key)] = leaf.numel if lengths is None else int(lengths[0])
     return numels

@@ -23,7 +23,7 @@ from fsdpckpt.flat.units.request import (
 )
 from fsdpckpt.flat.units.target import target_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
-from fsdpckpt.ir.tensors import SLICES, Tensor
+from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.detect import open_checkpoint
@@ -40,7 +40,7 @@ def is_flattened(checkpoint: Checkpoint, sources: Sources, request: UnitsRequest
     if optim is None:
         return False
     leaves = [leaf for states in optim.state.values() for leaf in states.values() if isinstance(leaf, Tensor)]
-    if any(leaf.placement == SLICES for leaf in leaves):
+    if any(isinstance(leaf.cut, Slices) for leaf in leaves):
         return True
     return optim.key_type == "id" and _is_sliced_by_units(checkpoint, leaves, sources, request)
 

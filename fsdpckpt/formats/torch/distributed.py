@@ -34,8 +34,10 @@ from fsdpckpt.ir.tensors import (
     Placement,
     Replicate,
     Shard,
+    Sharded,
     Sharding,
     StridedShard,
+    TensorCut,
     contiguous_stride,
     placements_text,
 )
@@ -46,7 +48,7 @@ from fsdpckpt.text import truncate
 BoxInLocal: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 """What a rank holds of a tensor: start and size of the box, and how many elements into the local tensor it begins."""
 
-CutBoxes: TypeAlias = tuple[tuple[BoxInLocal, ...], str, Sharding | None]
+CutBoxes: TypeAlias = tuple[tuple[BoxInLocal, ...], Sharded, Sharding | None]
 """The boxes that a local tensor holds, its placements in words, and its sharding."""
 
 
@@ -82,7 +84,7 @@ class Distributed:
     form: str
     dtype: DType
     shape: tuple[int, ...]
-    placement: str
+    cut: TensorCut
     rank: int | None
     holders: tuple[int, ...]
     world: tuple[int, ...]
@@ -154,7 +156,7 @@ class DistributedParser(FileParser):
             boxes = [blocks.box_of(part, Box(box.start, box.size)) for box in codes.boxes]
             if len(boxes) > 1 or None in boxes:
                 raise SourceUnsupportedError(
-                    f"{key} is {blocks}, which {codes.placement} on this mesh cuts apart",
+                    f"{key} is {blocks}, which {codes.cut} on this mesh cuts apart",
                     key=key,
                     file=self._source.path,
                     expected=f"shards of whole rows, {blocks.group} or a multiple of it",
@@ -180,11 +182,11 @@ class DistributedParser(FileParser):
         if any(not isinstance(p, Replicate) and not 0 <= p.dim < len(wrapped.shape) for p in placements):
             self._corrupt(key, f"placements do not fit shape {wrapped.shape}", "dimensions", str(placements))
         order = self._shard_order(spec.get("shard_order"), placements, key) if len(placements) > 1 else None
-        held, text, sharding = self.boxes_of(Cut(wrapped.shape, mesh, placements, order, local), key)
+        held, how, sharding = self.boxes_of(Cut(wrapped.shape, mesh, placements, order, local), key)
         first, itemsize, stride = local.offset, local.dtype.itemsize, local.stride
         boxes = tuple([BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in held])
         return Distributed(
-            "DTensor", local.dtype, wrapped.shape, text, mesh.rank, mesh.ranks, mesh.world, boxes, mesh.device, sharding
+            "DTensor", local.dtype, wrapped.shape, how, mesh.rank, mesh.ranks, mesh.world, boxes, mesh.device, sharding
         )
 
     def boxes_of(self, cut: Cut, key: str) -> CutBoxes:
@@ -201,7 +203,7 @@ class DistributedParser(FileParser):
     def _cut(self, cut: Cut, key: str) -> CutBoxes:
         shape, mesh, placements, order, local = cut
         if mesh.coordinate is None:
-            return (), placements_text(placements), None
+            return (), Sharded(placements), None
         decoded = shard_order_of(mesh.shape, placements)
         sharding = None
         if decoded is not None and order in (None, decoded) and mesh.ascending:
@@ -220,7 +222,7 @@ class DistributedParser(FileParser):
                 f"{local.shape}",
             )
         held = [(part.box.offsets, part.box.sizes, sum(map(mul, part.local_offsets, local.stride))) for part in boxes]
-        return tuple(held), placements_text(placements), sharding
+        return tuple(held), Sharded(placements), sharding
 
     def _placements(self, pickled: object, key: str) -> tuple[Placement, ...]:
         if not isinstance(pickled, (tuple, list)):
@@ -289,8 +291,7 @@ class DistributedParser(FileParser):
         boxes = tuple(self._shard(shard, shape, key) for shard in state[0])
         world = all_ranks(world_size)
         dim = attributes_of(state[3]).get("dim") if len(state) > 3 else None
-        text = f"Shard({dim})" if type(dim) is int else "shards"
-        return Distributed("ShardedTensor", wrapped.dtype, shape, f"ShardedTensor({text})", rank, world, world, boxes)
+        return Distributed("ShardedTensor", wrapped.dtype, shape, _sharded_rows(dim), rank, world, world, boxes)
 
     def _shard(self, pickled: object, shape: tuple[int, ...], key: str) -> BoxInFile:
         attributes = attributes_of(pickled)
@@ -314,3 +315,9 @@ def _fits(boxes: Sequence[LocalBox], shape: Sequence[int], local: Sequence[int])
 def _sharding(mesh: MeshShape, placements: tuple[Placement, ...]) -> Sharding:
     """Cached: one object for all files and tensors."""
     return Sharding(mesh, placements)
+
+
+@lru_cache(maxsize=64)
+def _sharded_rows(dim: object) -> Sharded:
+    """How a ShardedTensor is cut along ``dim``, which may be anything that a file says."""
+    return Sharded((Shard(dim),) if type(dim) is int else (), "ShardedTensor")

@@ -115,7 +115,7 @@ def _state(directory: DcpDirectory, key: str, tensor: DcpTensor, items: list[Sto
         shape = size[0] if part == QMAP else blocks.shape_of(part)
         parts[part] = ChunkedTensor(part, dtype, shape, chunks_of_part)
     tensors: dict[str, Tensor] = build_tensors(list(parts.values()), world_size=directory.world_size)
-    tensors[SCALE] = replace(tensors[SCALE], sharded=tensors[CODES].sharded, placement=tensors[CODES].placement)
+    tensors[SCALE] = replace(tensors[SCALE], sharded=tensors[CODES].sharded, cut=tensors[CODES].cut)
     if QMAP in tensors:
         tensors[QMAP] = replace(tensors[QMAP], sharded=False)
     return {str(name): value for name, value in split_state(key, blocks, tensors).items()}

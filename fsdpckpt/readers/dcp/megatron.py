@@ -28,9 +28,9 @@ from typing import cast
 import numpy as np
 
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError, damaged
-from fsdpckpt.ir.checkpoint import LITERAL, Checksums, Evidence, EvidenceKind
+from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Tensor
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.optimizer_forms import groups_of_equal_settings, notes_on_copies
 from fsdpckpt.readers.protocol import Claim, FileTable, Items, Part, ReadOptions, Tree, claim_latest
@@ -379,7 +379,7 @@ def _join_pair(gate: Tensor, value: Tensor, name: str, path: str) -> Tensor:
     start = value.chunks.start.copy()
     start[:, 0] += rows
     chunks = Chunks.joined([gate.chunks, replace(value.chunks, start=start)])
-    return replace(gate, shape=(2 * rows, *gate.shape[1:]), chunks=chunks, sharded=True, placement="[Shard(0)]")
+    return replace(gate, shape=(2 * rows, *gate.shape[1:]), chunks=chunks, sharded=True, cut=Sharded((Shard(0),)))
 
 
 def _step_tensor(step: Value, files: FileTable) -> Tensor | None:
@@ -389,7 +389,7 @@ def _step_tensor(step: Value, files: FileTable) -> Tensor | None:
     if not isinstance(step, (int, float)) or not abs(step) < 1 << 53:
         return None
     number = np.array(step, "<f4").tobytes()
-    file = files.add(f"{LITERAL}{number.hex()}", len(number))
+    file = files.add_inline(number)
     return Tensor(DTYPES["float32"], (), Chunks.whole(file=file, offset=0, shape=()), sharded=False)
 
 

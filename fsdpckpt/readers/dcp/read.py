@@ -19,7 +19,7 @@ import numpy as np
 from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.dcp import DcpMetadata, DcpTensor, PathElement
 from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note, Problem, ProblemKind, Section
-from fsdpckpt.ir.tensors import ONE_SLICE, Chunks, Tensor, contiguous_strides
+from fsdpckpt.ir.tensors import Chunks, OneSlice, Tensor, contiguous_strides
 from fsdpckpt.ir.values import UNREAD, Key, Value
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.dcp import DcpDirectory, open_directory
@@ -293,7 +293,7 @@ def _find_flattened(directory: DcpDirectory, tensors: dict[str, Tensor], tree: T
         tree.problems.append(Problem(kind, message, file=directory.path, key=lost, section=Section.OPTIM))
     beside = _beside_flat(metadata, flat)
     for key in beside:
-        tensors[key] = replace(tensors[key], sharded=None, placement=ONE_SLICE)
+        tensors[key] = replace(tensors[key], sharded=None, cut=OneSlice())
     if beside:
         message = (
             f"{plural(len(beside), 'vector', 'are')} stored with the flat parameters: buffers, and slices of one "
@@ -319,7 +319,7 @@ def _states_by_id(metadata: DcpMetadata) -> list[str]:
 
 def _beside_flat(metadata: DcpMetadata, flat: list[str]) -> list[str]:
     """Vectors in one dict with flat parameters: with use_orig_params=True every parameter also has an entry by name,
-    one rank's slice, often of size 0 (``ir.tensors.ONE_SLICE``)."""
+    one rank's slice, often of size 0 (``ir.tensors.OneSlice``)."""
     sections = {_section(metadata, key) for key in flat}
     return [
         key

@@ -25,7 +25,7 @@ from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, all_ranks
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.ir.checkpoint import Checksums, Layout, Note
 from fsdpckpt.ir.dtypes import MAX_DIMENSIONS
-from fsdpckpt.ir.tensors import FLATTENED
+from fsdpckpt.ir.tensors import Flattened
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed import require_one_save
 from fsdpckpt.readers.flat_slices import boxes_of_range
@@ -233,7 +233,7 @@ def distributed_slice(
     if where is not None:
         boxes = boxes_of_range(shape, where.begin, where.begin + where.count, where.at - where.begin, stored)
     world = all_ranks(ranks)
-    return Distributed("ZeRO partition", stored.dtype, shape, FLATTENED, rank, world, world, tuple(boxes))
+    return Distributed("ZeRO partition", stored.dtype, shape, Flattened(), rank, world, world, tuple(boxes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,5 +181,5 @@ def _retyped(raw: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tenso
         if math.prod(shape) * dtype.itemsize != stored.nbytes or math.prod(filter(None, shape)) >= 1 << 59:
             raise ValueError(f"{key!r} has a size that does not match its bytes")
         chunk = Chunks.whole(file=file, offset=offset, shape=shape)
-        typed[key] = Tensor(dtype, tuple(shape), chunk, stored.sharded, stored.placement)
+        typed[key] = Tensor(dtype, tuple(shape), chunk, stored.sharded, stored.cut)
     return typed

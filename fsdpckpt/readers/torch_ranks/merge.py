@@ -25,7 +25,7 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Problem, Section
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.quantized import BITSANDBYTES, Blocks, blocks_of, is_codes, parts_in, unwrapped
-from fsdpckpt.ir.tensors import SLICES, Chunks, Tensor
+from fsdpckpt.ir.tensors import Chunks, Slices, Tensor
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.optimizer_forms import is_optimizer
@@ -192,7 +192,7 @@ class Merge:
             file = self._groups[present[0]].files[0]
             chunks = _chunks([(file.rank, file.file, 0, *(0,) * ndim, *first.shape, *(1,) * ndim)], ndim)
         sharding = first.sharding if all(values[i].sharding is first.sharding for i in present) else None
-        return Tensor(first.dtype, first.shape, chunks, sharded=True, placement=first.placement, sharding=sharding)
+        return Tensor(first.dtype, first.shape, chunks, sharded=True, cut=first.cut, sharding=sharding)
 
     def _are_slices(self, vectors: Sequence[object], place: _Place) -> bool:
         """Whether vectors in ``place`` are certain to be slices, judging by the ranks that have them."""
@@ -219,7 +219,7 @@ class Merge:
         chunks = _join([self._groups[i].plain(values[i]) for i in present], 1)
         ends = np.cumsum(chunks.size[:, 0])
         chunks = replace(chunks, start=(ends - chunks.size[:, 0]).reshape(-1, 1))
-        return Tensor(dtype, (int(ends[-1]),), chunks, sharded=True, placement=SLICES)
+        return Tensor(dtype, (int(ends[-1]),), chunks, sharded=True, cut=Slices())
 
     def _plain(self, values: Sequence[StoredTensor], present: list[int], path: KeyPath) -> Value:
         first = values[present[0]]
@@ -278,7 +278,7 @@ def _is_gathered(state: object) -> bool:
 def _holds_slices(value: Value) -> bool:
     """Whether it is a tensor in slices, or the states of one parameter that include one."""
     leaves = value.values() if isinstance(value, dict) else (value,)
-    return any(isinstance(leaf, Tensor) and leaf.placement == SLICES for leaf in leaves)
+    return any(isinstance(leaf, Tensor) and isinstance(leaf.cut, Slices) for leaf in leaves)
 
 
 def _chunks(rows: Sequence[tuple[int, ...]], ndim: int) -> Chunks:
@@ -311,7 +311,7 @@ def _located(value: object, file: RankFile) -> Value:
         return local_tensor(value, file.file, file.rank, offset=file.offset(value))
     if isinstance(value, Distributed):
         chunks = _chunks(file.rows(value), len(value.shape))
-        return Tensor(value.dtype, value.shape, chunks, sharded=True, placement=value.placement)
+        return Tensor(value.dtype, value.shape, chunks, sharded=True, cut=value.cut)
     if isinstance(value, dict):
         return like(value, {key: _located(child, file) for key, child in value.items()})
     if isinstance(value, list):

@@ -15,7 +15,7 @@ from typing import TypeAlias, cast
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, all_ranks
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.ir.tensors import SLICES
+from fsdpckpt.ir.tensors import Slices
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import KeyPath
@@ -297,7 +297,7 @@ class RankShards:
         boxes = (BoxInFile((self.rank * rows, *(0,) * len(rest)), stored.shape, stored.offset, stored.stride),)
         form, world = f"{self.metadata.producer} shard", all_ranks(self.world_size)
         shape = (self.world_size * rows, *rest)
-        return Distributed(form, stored.dtype, shape, SLICES, self.rank, world, world, boxes)
+        return Distributed(form, stored.dtype, shape, Slices(), self.rank, world, world, boxes)
 
 
 def _place(stored: StoredTensor) -> tuple[object, ...]:

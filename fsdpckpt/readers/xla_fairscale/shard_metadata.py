@@ -24,7 +24,7 @@ from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.ir.dtypes import MAX_DIMENSIONS
 from fsdpckpt.ir.names import joined
-from fsdpckpt.ir.tensors import FLATTENED
+from fsdpckpt.ir.tensors import Flattened
 from fsdpckpt.readers.flat_slices import boxes_of_range
 
 TORCH_XLA, FAIRSCALE = "torch_xla", "fairscale"  # the names of their flavors
@@ -320,7 +320,7 @@ def params_in(
 
     def distributed(param: Param, boxes: Sequence[BoxInFile]) -> Distributed:
         form = f"{producer} shard"
-        return Distributed(form, stored.dtype, param.shape, FLATTENED, rank, world, world, tuple(boxes))
+        return Distributed(form, stored.dtype, param.shape, Flattened(), rank, world, world, tuple(boxes))
 
     first = tensor.params[0]
     if _by_rows(tensor, stored.shape):

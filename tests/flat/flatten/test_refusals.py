@@ -10,6 +10,7 @@ import torch
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Flattened
 from fsdpckpt.ir.units import Strategy
 from tests.flat.flat_source import ORDER, Model, loaded, param, units, written
 
@@ -53,7 +54,7 @@ def test_slices_of_a_factored_state_are_no_state_to_carry(tmp_path):
     ckpt = model.checkpoint()
     assert ckpt.optim is not None
     leaf = ckpt.optim.state["a.weight"]["row_var"]
-    ckpt.optim.state["a.weight"]["row_var"] = replace(leaf, sharded=True, placement="flattened")  # type: ignore[type-var]
+    ckpt.optim.state["a.weight"]["row_var"] = replace(leaf, sharded=True, cut=Flattened())  # type: ignore[type-var]
     refused(tmp_path, SourceUnsupportedError, model, units(orig=True, strategy=Strategy.NO_SHARD), "row_var", ckpt=ckpt)
 
 

@@ -12,8 +12,9 @@ import pytest
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.flat.flatten.states import require_equal_states
 from fsdpckpt.flat.units import Settings, build_units
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey, SourceFile
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
@@ -43,7 +44,7 @@ def details(
     path.write_bytes(NUMBERS.tobytes())
     held: dict[ParamKey, dict[str, Tensor | Value]] = {name: dict(entry) for name, entry in states.items()}
     source: Checkpoint = replace(
-        checkpoint(1, optim=OptimState(held, None), layout=Layout.FULL), files=(SourceFile(str(path), 16),)
+        checkpoint(1, optim=OptimState(held, None), layout=Layout.FULL), files=(Stored(str(path), 16),)
     )
     with Sources() as sources:
         require_equal_states(replace(source, optim=None), units, sources)
