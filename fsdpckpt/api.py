@@ -230,6 +230,8 @@ def verify(
     finite: bool = False,
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
+    flavor: str | None = None,
+    world_size: int | None = None,
     ignore_file: Iterable[str] = (),
     units: Path | None = None,
     threads: int | None = None,
@@ -239,9 +241,11 @@ def verify(
 
     ``digests`` adds a layout-independent SHA-256 per tensor, ``finite`` reports NaN and Inf in parameters and
     optimizer states; ``include``, ``exclude``: globs over the keys to search, without which buffers are left out.
+    ``flavor``: a framework; ``.resumption`` then says whether it resumes from this checkpoint on ``world_size`` ranks.
     ``ignore_file``: globs of files of the source that are left out. ``units``: a units file for flattened shards.
     Raises SourceError if the source cannot be read as a checkpoint at all, UsageError for globs without ``finite``.
     """
+    from fsdpckpt.converters.form_choice import writable_flavor
     from fsdpckpt.verify.integrity import listing_all_damage, verify_checkpoint
     from fsdpckpt.verify.measures import Finite
 
@@ -250,10 +254,15 @@ def verify(
         finite=finite,
         include=include,
         exclude=exclude,
+        flavor=flavor,
+        world_size=world_size,
         ignore_file=ignore_file,
         units=units,
         threads=threads,
     )
+    if options.flavor is None:
+        refuse_unused(options, Scope.FRAMEWORK, "no framework is named", "add --for FLAVOR")
+    framework = writable_flavor(options.flavor, "--for") if options.flavor is not None else None
     if not options.finite:
         refuse_unused(options, Scope.FINITE, "nothing is searched for NaN and Inf", "add --finite")
     searched = Finite(options.include, options.exclude) if options.finite else None
@@ -263,7 +272,7 @@ def verify(
         checkpoint = _name_slices(opened, sources, options.units, listing=True)
         if searched is not None:
             searched.require_matches(checkpoint)
-        return verify_checkpoint(
+        verification = verify_checkpoint(
             checkpoint,
             sources=sources,
             digests=options.digests,
@@ -271,6 +280,14 @@ def verify(
             threads=options.threads,
             progress=progress or NO_PROGRESS,
         )
+        if framework is None:
+            return verification
+        from fsdpckpt.converters.proposal import with_proposal
+        from fsdpckpt.verify.resumption import check_resumption
+
+        found = check_resumption(opened, framework, options.world_size, sources)
+        proposed = with_proposal(found, os.fsdecode(source), framework, sources)
+        return dataclasses.replace(verification, resumption=proposed)
 
 
 def open(  # noqa: A001  # the contract's name

@@ -37,9 +37,11 @@ from fsdpckpt.option_fields import (
     options_of,
     repeatable,
 )
-from fsdpckpt.options import DTYPE, SECTIONS, ConvertOptions, LaunchOptions
+from fsdpckpt.options import DTYPE, FLAVORS, SECTIONS, ConvertOptions, LaunchOptions
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+FRAMEWORKS = tuple(name for name in FLAVORS if name != "plain")  # ``plain`` is the form of no framework
 
 
 def _as_in_convert(name: str, help_text: str | None = None, scope: Scope = EVERYWHERE) -> Any:
@@ -100,6 +102,15 @@ class DiffOptions(OptionRecord):
 class VerifyOptions(OptionRecord):
     """Options of ``fsdpckpt verify``."""
 
+    flavor: str | None = option(
+        f"Also check whether this framework resumes from SRC: {', '.join(FRAMEWORKS)}.",
+        flag="--for",
+        metavar="FLAVOR",
+        completion=FRAMEWORKS,
+    )
+    world_size: int | None = option(
+        "With --for: on this many ranks (default: as many as saved it).", minimum=1, scope=Scope.FRAMEWORK
+    )
     digests: bool = option("Print a layout-independent SHA-256 of each tensor.", default=False)
     finite: bool = option("Report NaN and Inf in parameters and optimizer states; reads them all.", default=False)
     include: tuple[str, ...] = repeatable(

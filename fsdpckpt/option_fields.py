@@ -54,6 +54,7 @@ class Scope(Flag):
     LAUNCH = auto()  # a run that starts its workers itself
     CHECKPOINT = auto()  # units from a checkpoint
     FINITE = auto()  # a search for NaN and Inf
+    FRAMEWORK = auto()  # a check whether a framework resumes
     LIVE_MODEL = auto()  # units from a model that is built on the meta device
 
 

@@ -9,23 +9,26 @@ from fsdpckpt.cli.errors import as_fsdpckpt_error, show_error
 from fsdpckpt.cli.output import Colour, Line, Styled, labelled
 from fsdpckpt.command_options import VerifyOptions, keywords_of
 from fsdpckpt.errors import FsdpckptError, SourceError
-from fsdpckpt.text import key_text, shape_text
+from fsdpckpt.text import key_text, plural, shape_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
     from fsdpckpt.verify.integrity import Verification
+    from fsdpckpt.verify.resumption import Resumption
 
 EXAMPLES = """\b
 Examples:
   fsdpckpt verify runs/step-1000
   fsdpckpt verify full.pt --finite --exclude '*.attn_mask'
   fsdpckpt verify runs/step-1000 --digests -q > digests.txt
+  fsdpckpt verify checkpoint-500 --for trainer --world-size 6
 
 \b
-The exit code is 1 if there is any problem, and 3 if SRC cannot be read as a
-checkpoint: a rank's file is missing, a file is cut short. A digest is the
-SHA-256 of the tensor's elements in row-major order: it does not depend on
-layout, container or world size.
+The exit code is 1 if there is any problem, or if the framework of --for does
+not resume from SRC. It is 3 if SRC cannot be read as a checkpoint: a rank's
+file is missing, a file is cut short. A digest is the SHA-256 of the tensor's
+elements in row-major order: it does not depend on layout, container or world
+size.
 """
 
 
@@ -53,7 +56,27 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
     for note in result.notes:
         output.message(f"note: {note}")
     output.message(_verdict(result))
-    return 0 if result.whole else 1
+    resumption = result.resumption
+    if resumption is not None:
+        _show_resumption(output, result.source, resumption)
+    return 0 if result.whole and (resumption is None or resumption.resumes) else 1
+
+
+def _show_resumption(output: Output, source: str, resumption: Resumption) -> None:
+    """What the framework would do with the checkpoint, and the command that makes one from which it resumes."""
+    ranks = plural(resumption.world_size, "rank")
+    for reason in resumption.missing:
+        output.data(labelled("problem:", f"resume: {reason}", Colour.BAD, output.columns))
+    for change in resumption.changes:
+        output.message(f"warning: {change}")
+    if resumption.resumes:
+        output.message(f"{resumption.flavor} resumes from {source} on {ranks}")
+        return
+    output.message(f"{resumption.flavor} does not resume from {source} on {ranks}")
+    for reason in resumption.still_missing:
+        output.message(f"no conversion adds this: {reason}" if resumption.command else f"cannot be converted: {reason}")
+    if resumption.command is not None:
+        output.message(f"next: {resumption.command}")
 
 
 def _verdict(result: Verification) -> Line:
@@ -69,4 +92,10 @@ def _refused_document(source: str, error: FsdpckptError) -> dict[str, object]:
 
 
 def _document(result: Verification) -> dict[str, object]:
-    return {"source": result.source, "whole": result.whole, **asdict(result)}
+    document = {"source": result.source, "whole": result.whole, **asdict(result)}
+    found = result.resumption
+    if found is None:
+        del document["resumption"]
+    else:
+        document["resumption"] = {**asdict(found), "resumes": found.resumes}
+    return document

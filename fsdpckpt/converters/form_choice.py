@@ -21,17 +21,17 @@ _AMBIGUOUS = frozenset({"several-models", "several-optimizers"})  # notes on ext
 _ALIASES = {"hf": HUGGINGFACE.name, "transformers": HUGGINGFACE.name}
 
 
-def writable_flavor(name: str) -> Flavor:
-    """Look up a flavor by name. Raises UsageError for one that cannot be written."""
+def writable_flavor(name: str, option: str = "--flavor") -> Flavor:
+    """Look up a flavor by name, the value of ``option``. Raises UsageError for one that cannot be written."""
     flavor = flavor_named(name)
     if flavor is None or not flavor.forms:
         near = get_close_matches(_ALIASES.get(name, name), WRITABLE, n=1) if flavor is None else []
         what = "is a flavor that fsdpckpt reads, but does not write" if flavor is not None else "is an unknown flavor"
         raise UsageError(
-            f"--flavor {name} {what}",
+            f"{option} {name} {what}",
             expected=", ".join(WRITABLE),
             found=name,
-            next_step=f"--flavor {near[0]}" if near else "choose one of these, or drop --flavor",
+            next_step=f"{option} {near[0]}" if near else f"choose one of these, or drop {option}",
         )
     return flavor
 

@@ -36,6 +36,7 @@ from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads
 from fsdpckpt.verify.checksums import TensorsInFiles, check_ranges, checksummed_ranges, chunk_ends, damaged_files
 from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
 from fsdpckpt.verify.measures import Finite, buffer_keys, count_not_finite, digest
+from fsdpckpt.verify.resumption import Resumption
 
 # Kinds of notes on slices of flat parameters without names: nothing proves that these are complete.
 _UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous"})
@@ -55,7 +56,7 @@ class TensorDigest:
 @dataclass(frozen=True, slots=True, repr=False)
 class Verification:
     """What was checked, and all ``problems``. ``nbytes``: of tensor data; ``records``: ranges with a checksum;
-    ``replicas``: copies compared with the first.
+    ``replicas``: copies compared with the first. ``resumption``: whether a framework resumes, if one was named.
     """
 
     source: str
@@ -66,6 +67,7 @@ class Verification:
     records: int
     replicas: int
     notes: tuple[str, ...] = ()
+    resumption: Resumption | None = None
 
     @property
     def whole(self) -> bool:

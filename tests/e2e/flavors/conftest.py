@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from fsdpckpt.api import verify
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters import Report
 from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
+from fsdpckpt.verify.resumption import Resumption
 from tests.oracle.launch import torchrun
 from tests.oracle.session import Oracle, void
 
@@ -68,3 +70,10 @@ def library(oracle: Oracle) -> Callable[[str], Library]:
 
 def written(source: Path, target: Path, **options: object) -> Report:
     return convert(Solo(), str(source), str(target), ConvertOptions(**options), NoProgress())  # type: ignore[arg-type]
+
+
+def resumption(path: Path, flavor: str, *, ranks: int | None = LOADED_BY) -> Resumption:
+    """What ``verify --for`` says."""
+    found = verify(path, flavor=flavor, world_size=ranks).resumption
+    assert found is not None
+    return found

@@ -17,7 +17,7 @@ import torch
 
 from fsdpckpt.api import inspect, verify
 from fsdpckpt.ir.checkpoint import Container, Layout
-from tests.e2e.flavors.conftest import Job, Library, written
+from tests.e2e.flavors.conftest import Job, Library, resumption, written
 from tests.fuzz.corpus import GOLDEN
 from tests.oracle.compare import differences
 
@@ -110,6 +110,36 @@ def converted(saved: Library, by_deepspeed: Path, tmp_path_factory: pytest.TempP
         path = saved.saved / f"trainer-sharded{trained}" / STEP
         jobs.append(Job(f"trainer: {trained}{loaded}", f"trainer-sharded{loaded}", path))
     return {job.id: job for job in jobs}
+
+
+def test_verify_says_which_of_them_resume(converted: dict[str, Job], saved: Library, tmp_path: Path) -> None:
+    """Those from which the libraries go on, in the other tests, and what stops them or makes them start afresh."""
+    for name, job in converted.items():
+        found = resumption(job.path, "trainer" if name.startswith(("trainer", "deepspeed: trainer")) else "accelerate")
+        if name in ("trainer: without-state", "trainer: by-accelerate"):
+            continue  # below
+        assert found.missing == () and found.command is None, name
+    (reason,) = resumption(converted["trainer: without-state"].path, "trainer").missing
+    assert "no trainer_state.json: without it trainer stops with FileNotFoundError" in reason
+    source = saved.saved / "trainer-sharded2" / STEP
+    for removed, expected in (("optimizer_0", "optimizer is missing"), ("scheduler.pt", "starts with a new optimizer")):
+        target = tmp_path / removed / STEP
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(removed))
+        if removed == "optimizer_0":
+            (target / "scheduler.pt").unlink()
+            (target / "rng_state_0.pth").unlink()
+            (target / "rng_state_1.pth").unlink()
+            (target / "rng_state_2.pth").unlink()
+        found = resumption(target, "trainer")
+        assert any(expected in reason for reason in found.missing), found
+    other = resumption(source, "accelerate")
+    assert not other.resumes and other.command is not None and "--flavor accelerate --world-size 2" in other.command
+    assert other.still_missing == ()
+    ranks = resumption(saved.saved / "accelerate-ranks2", "accelerate")
+    assert "load only on the 3 ranks" in ranks.missing[0] and ranks.command is not None
+    assert resumption(saved.saved / "accelerate-ranks2", "accelerate", ranks=3).resumes
+    more = resumption(saved.saved / "accelerate-sharded2", "accelerate", ranks=5)
+    assert more.resumes and any(change.startswith("ranks 3, 4 of 5: no random_states_N.pkl") for change in more.changes)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from fsdpckpt.api import inspect
 from fsdpckpt.ir.checkpoint import Layout
-from tests.e2e.flavors.conftest import Job, Library, written
+from tests.e2e.flavors.conftest import Job, Library, resumption, written
 
 SHARDED: dict[str, object] = {"to": Layout.SHARDED, "world_size": 2}
 # What was saved, what Lightning loads, and the conversion between them.
@@ -46,6 +46,15 @@ def test_training_goes_on_from_every_form_as_from_pytorchs_own_resharding(lightn
     jobs.append(Job("from fabric", "trainer-sharded", foreign))
     for form in ("fabric-sharded", "trainer-sharded", "parallel-sharded"):
         jobs.append(Job(form, form, lightning.saved / form))
+    for job in jobs:
+        flavor = {"trainer": "lightning", "parallel": "lightning-model-parallel"}.get(
+            job.form.partition("-")[0], "fabric"
+        )
+        said = resumption(job.path, flavor)
+        assert said.resumes or job.form == "fabric-full", (
+            job.id,
+            said,
+        )  # as anyone saves it: nothing shows whose it is
     losses = lightning.losses(jobs, tmp_path)
     for source, form, _ in PATHS:
         found, expected = losses[f"{source} to {form}"], losses[form.partition("-")[0] + "-sharded"]

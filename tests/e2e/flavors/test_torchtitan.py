@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from fsdpckpt.api import inspect
 from fsdpckpt.ir.checkpoint import Layout
-from tests.e2e.flavors.conftest import Job, Library, written
+from tests.e2e.flavors.conftest import Job, Library, resumption, written
 from tests.e2e.flavors.truth import of_reference
 
 SHARDED: dict[str, object] = {"to": Layout.SHARDED, "world_size": 2}
@@ -56,6 +56,17 @@ def test_torchtitan_goes_on_as_from_its_own_resharding(
     _, losses = loaded
     assert "'step': 3" in losses["reference"][0][-1]
     assert losses[name] == losses["reference"]
+
+
+def test_verify_says_which_generation_of_torchtitan_resumes(
+    loaded: tuple[Path, dict[str, list[list[str]]]], torchtitan: Library
+) -> None:
+    for name, flavor in (("new", "torchtitan"), ("old", "torchtitan-old")):
+        path = loaded[0] / name / "step-3"
+        other = {"torchtitan": "torchtitan-old", "torchtitan-old": "torchtitan"}[flavor]
+        assert resumption(path, flavor).resumes
+        said = resumption(path, other)
+        assert not said.resumes and said.command is not None and f"--flavor {other}" in said.command
 
 
 @pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed: scripts/env installs it")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from fsdpckpt.api import inspect
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Layout
-from tests.e2e.flavors.conftest import Job, Library, written
+from tests.e2e.flavors.conftest import Job, Library, resumption, written
 from tests.e2e.flavors.truth import differences, of_reference
 
 UNITS: dict[str, object] = {"unit": ("model.layers.*",)}
@@ -79,6 +79,17 @@ def test_verl_goes_on_from_every_form_as_from_pytorchs_own_resharding(
         assert [rank[:4] for rank in losses[f"{saved}-{goes_on}"]] == expected, (saved, goes_on)
         drawn = [rank[4:] for rank in losses[f"{saved}-{goes_on}"]]
         assert len(drawn[0]) == 3 and drawn[0] != drawn[1], "each rank has random states of its own"
+
+
+def test_verify_says_which_of_them_verl_resumes_from(
+    loaded: tuple[Path, dict[str, list[list[str]]]], verl: Library
+) -> None:
+    scratch, _ = loaded
+    for saved, goes_on, _ in PATHS:
+        assert resumption(scratch / f"{saved}-{goes_on}", "verl").resumes, (saved, goes_on)
+    said = resumption(verl.saved / "verl2", "verl", ranks=6)
+    assert said.command is not None and "--world-size 6" in said.command
+    assert [reason for reason in said.missing if "load only on the 4 ranks" in reason] == list(said.missing)
 
 
 def test_verl_goes_on_with_replicas(verl: Library, tmp_path: Path) -> None:

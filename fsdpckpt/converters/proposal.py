@@ -1,0 +1,43 @@
+"""Finds the conversion that makes a checkpoint from which a framework resumes, by planning it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import replace
+
+from fsdpckpt.converters.prepare import prepare
+from fsdpckpt.errors import FsdpckptError, UsageError
+from fsdpckpt.options import ConvertOptions
+from fsdpckpt.producers import Flavor
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.verify.resumption import Resumption
+
+
+def with_proposal(found: Resumption, source: str, flavor: Flavor, sources: Sources) -> Resumption:
+    """``found`` with the command that makes a checkpoint that ``flavor`` resumes from, if it does not from ``source``.
+
+    The conversion is planned, so a command that would be refused is never shown without the reason.
+    """
+    if found.resumes:
+        return found
+    target = f"{os.path.basename(source.rstrip('/')) or 'checkpoint'}-for-{flavor.name}"
+    refused: FsdpckptError | None = None
+    # Some forms are the same for any number of ranks, and take no --world-size.
+    for world_size in (found.world_size, None):
+        options = ConvertOptions.of(flavor=flavor.name, world_size=world_size, dry_run=True)
+        ranks = [] if world_size is None else ["--world-size", str(world_size)]
+        command = shlex.join(["fsdpckpt", "convert", source, target, "--flavor", flavor.name, *ranks])
+        try:
+            prepared = prepare(source, target, options, sources)
+        except UsageError as error:
+            refused = error
+            continue
+        except FsdpckptError as error:
+            refused = error
+            break
+        notes = (*prepared.transformed.checkpoint.notes, *prepared.output.notes)
+        lacking = tuple(dict.fromkeys(note.message for note in notes if note.kind == "unconfigured"))
+        return replace(found, command=command, still_missing=lacking)
+    reasons = () if refused is None else (refused.what, *([refused.next_step] if refused.next_step else []))
+    return replace(found, still_missing=reasons)

@@ -1,0 +1,177 @@
+"""Checks whether a framework resumes from a checkpoint on a number of ranks: ``verify --for``.
+
+The rules are those of the frameworks' loaders, as the table of producers states them: the form of the files, the keys
+of the optimizer, what the loader opens, and what it does if that is absent. Reads names and headers only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, Section
+from fsdpckpt.ir.values import Value
+from fsdpckpt.producers import Flavor, Form
+from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.readers.side_files import missing_file_warnings
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import listed, plural
+
+_CONFIGURATION = "config.json"  # ``from_pretrained`` reads the model's class and sizes from it
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Whether ``flavor`` resumes from a checkpoint on ``world_size`` ranks.
+
+    ``missing``: what stops it, or makes it start fresh without a word. ``changes``: what it goes on without.
+    ``command``: the conversion that makes a checkpoint that it resumes from, None if it resumes from this one.
+    ``still_missing``: what that conversion cannot make, or why it is refused.
+    """
+
+    flavor: str
+    world_size: int
+    missing: tuple[str, ...]
+    changes: tuple[str, ...]
+    command: str | None = None
+    still_missing: tuple[str, ...] = ()
+
+    @property
+    def resumes(self) -> bool:
+        return not self.missing
+
+
+def check_resumption(checkpoint: Checkpoint, flavor: Flavor, world_size: int | None, sources: Sources) -> Resumption:
+    """Compare ``checkpoint`` with what the loader of ``flavor`` needs. ``world_size``: None for that of the source."""
+    ranks = world_size or checkpoint.world_size
+    entries = sources.list_directory(checkpoint.directory) if checkpoint.directory else []
+    names = frozenset(entry.name for entry in entries)
+    form = _own_form(checkpoint, flavor)
+    if form is None:
+        return Resumption(flavor.name, ranks, (_other_form(checkpoint, flavor),), ())
+    missing = [
+        *_missing_sections(checkpoint, flavor, form),
+        *_wrong_ranks(checkpoint, form, ranks),
+        *_missing_files(checkpoint, flavor, form, names),
+        *_missing_extras(checkpoint, flavor, form),
+    ]
+    return Resumption(flavor.name, ranks, tuple(missing), tuple(_changes(checkpoint, flavor, form, names, ranks)))
+
+
+def _own_form(checkpoint: Checkpoint, flavor: Flavor) -> Form | None:
+    """The form of ``flavor`` that the checkpoint has; None if its loader looks for other names or keys."""
+    saved_by = flavor_named(checkpoint.flavor)
+    if saved_by is None:
+        return None
+    layout = checkpoint.layout
+    if checkpoint.container == Container.DCP and layout is Layout.FULL:
+        layout = Layout.SHARDED  # one rank saved it: its tensors are whole, and it loads like any DCP directory
+    for form in saved_by.forms:
+        if (form.layout, form.container) == (layout, checkpoint.container) and form in flavor.forms:
+            return form if _has_keys_of(form, checkpoint) else None
+    return None
+
+
+def _has_keys_of(form: Form, checkpoint: Checkpoint) -> bool:
+    """Whether a DCP directory has its sections below the keys of ``form``. In torch files the names of the files, or
+    the keys that identify the framework, have shown that already.
+    """
+    if form.keeps_source_keys or checkpoint.container != Container.DCP:
+        return True
+    if checkpoint.optim is not None and form.flattened != checkpoint.flattened_keys:
+        return False
+    places = {Section.MODEL: form.model, Section.OPTIM: form.optim}
+    return all(
+        place is None or section not in checkpoint.nesting or checkpoint.nesting[section] == place.keys
+        for section, place in places.items()
+    )
+
+
+def _other_form(checkpoint: Checkpoint, flavor: Flavor) -> str:
+    found = f"{checkpoint.layout}, {checkpoint.container}, flavor {checkpoint.flavor}"
+    return f"{flavor.name} looks for other file names or keys: {checkpoint.source} is {found}"
+
+
+def _missing_sections(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Iterator[str]:
+    if checkpoint.model is None:
+        yield "the model is missing"
+    if form.optim is None:
+        return
+    optim = checkpoint.optim
+    if optim is None:
+        yield "the optimizer is missing"
+        return
+    if optim.param_groups is None and not flavor.groups_without_params:
+        yield "the optimizer has no param groups, so its learning rates are unknown"
+    if form.key_type is not None and optim.key_type not in (None, form.key_type):
+        yield f"the optimizer is keyed by {optim.key_type}, and {flavor.name} loads one keyed by {form.key_type}"
+    if flavor.two_groups and optim.param_groups is not None and len(optim.param_groups) != 2:
+        count = plural(len(optim.param_groups), "param group")
+        yield f"the optimizer has {count}; that of {flavor.name} has two, and does not load this one"
+    without = _without_state(optim)
+    if without:
+        yield f"{plural(len(without), 'parameter')} of the optimizer have no state, {without[0]} first"
+
+
+def _without_state(optim: OptimState) -> list[str]:
+    """The parameters without states, if others have some: PyTorch's loaders ask for the states of all."""
+    if not any(optim.state.values()):
+        return []  # SGD without momentum has none
+    return [str(key) for key in optim.grouped_keys() if not optim.state.get(key)]
+
+
+def _wrong_ranks(checkpoint: Checkpoint, form: Form, ranks: int) -> Iterator[str]:
+    if _has_rank_files(form) and ranks != checkpoint.world_size:
+        yield f"files by rank load only on the {plural(checkpoint.world_size, 'rank')} that saved them, not on {ranks}"
+
+
+def _has_rank_files(form: Form) -> bool:
+    return form.container is Container.TORCH and form.layout is not Layout.FULL
+
+
+def _missing_files(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collection[str]) -> Iterator[str]:
+    if form.directory and form.optim is not None:
+        yield from missing_file_warnings("it", flavor, names)
+    saved_by, schedule = flavor_named(checkpoint.flavor), flavor.schedule_file
+    if saved_by is not None and saved_by.schedule_file in names and schedule and schedule not in names:
+        yield f"its LR schedule is in {saved_by.schedule_file}, and {flavor.name} opens {schedule}"
+    if form.weights and _CONFIGURATION not in names:
+        yield f"it has no {_CONFIGURATION}, which from_pretrained needs"
+    for name, _ in form.small_files:
+        if name not in names:
+            yield f"it has no {name}"
+
+
+def _missing_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Iterator[str]:
+    for key, _ in form.defaults:
+        if key not in checkpoint.extra:
+            yield f"it has no {key}, which the loader of {flavor.name} needs"
+    for key, needed in form.loader_opens:
+        value = checkpoint.extra.get(key)
+        if value is not None and not _has_keys(value, needed):
+            yield f"its {key} is not what {flavor.name} keeps there: expected {', '.join(sorted(needed))}"
+
+
+def _has_keys(value: Value, keys: frozenset[str]) -> bool:
+    return isinstance(value, dict) and keys <= value.keys()
+
+
+def _changes(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collection[str], ranks: int) -> Iterator[str]:
+    """What the framework goes on without, or counts differently."""
+    devices = " and ".join(sorted(checkpoint.mesh_devices - {form.mesh.device}))
+    if _has_rank_files(form) and devices:
+        yield f"its DTensors name a mesh of {devices} devices: a job on {form.mesh.device} does not load them"
+    for kind in flavor.rank_files:
+        absent = [rank for rank in range(ranks) if kind.of(rank, ranks) not in names]
+        saved_any = any(kind.rank_of(name) is not None or name == kind.single for name in names)
+        if absent and saved_any:
+            of_ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(absent)}"
+            yield f"{of_ranks} of {ranks}: no {kind.name.format(rank='N')}, so random states start anew there"
+    if ranks != checkpoint.world_size:
+        yield (
+            f"saved on {plural(checkpoint.world_size, 'rank')}: with the same batch size on each rank, the global "
+            f"batch and the place in the data change on {ranks}"
+        )
+        if flavor.counts_processes and any(re.search(r"^scheduler(_\d+)?\.(bin|pt)$", name) for name in names):
+            yield f"the LR schedule advances {ranks} steps where it advanced {checkpoint.world_size}: one for each rank"

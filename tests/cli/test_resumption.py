@@ -1,0 +1,44 @@
+"""``verify --for``: what is printed, the exit code, the JSON, and that the command it names does what it says."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.cli.test_schemas import checked
+
+
+def test_it_says_what_stops_a_framework_and_its_command_mends_it(
+    run: Run, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("verify", saved, "--for", "torchtitan", "--world-size", "2")
+    assert done.code == 1
+    assert "problem: resume: torchtitan looks for other file names or keys" in done.out
+    assert f"torchtitan does not resume from {saved} on 2 ranks" in done.err
+    (line,) = (line for line in done.err.splitlines() if line.startswith("next: fsdpckpt "))
+    command = shlex.split(line.removeprefix("next: fsdpckpt "))
+    assert run(*command).code == 0
+    done = run("verify", command[2], "--for", "torchtitan", "--world-size", "2")
+    assert (done.code, done.out) == (0, "")
+    assert f"torchtitan resumes from {command[2]} on 2 ranks" in done.err
+
+
+def test_its_json_follows_the_schema(run: Run, saved: Path) -> None:
+    done = run("verify", saved, "--for", "trainer", "--json", "-q")
+    found = checked(done.out)["resumption"]
+    assert done.code == 1 and isinstance(found, dict)
+    assert (found["flavor"], found["resumes"], found["world_size"]) == ("trainer", False, 1)
+    assert any("trainer_state.json" in reason for reason in found["still_missing"])
+    assert "resumption" not in json.loads(run("verify", saved, "--json", "-q").out)
+
+
+def test_a_flavor_that_is_unknown_or_missing_is_a_mistake_in_the_command_line(run: Run, saved: Path) -> None:
+    done = run("verify", saved, "--for", "trainr")
+    assert done.code == 2 and "--for trainer" in done.err
+    done = run("verify", saved, "--world-size", "2")
+    assert done.code == 2 and "add --for FLAVOR" in done.err
