@@ -7,7 +7,9 @@ import pickle
 import random
 import runpy
 import struct
+import sys
 import tarfile
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -534,3 +536,18 @@ def test_megatrons_files_are_read_in_runs(path: Path, monkeypatch: pytest.Monkey
     assert chunks > 0 and items > 30
     fast, general = both(data, monkeypatch)
     assert fast == general and isinstance(fast[0], dict)  # type: ignore[index]
+
+
+def test_the_storage_records_of_olmo_core_are_read_as_torchs_in_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its storage writer pickles a dataclass of its own with the same three fields."""
+    of_torch = saved(6, SHAPES)
+    module = types.ModuleType("olmo_core.distributed.checkpoint.filesystem")
+    module._StorageInfo = _StorageInfo  # type: ignore[attr-defined]
+    for package in ("olmo_core", "olmo_core.distributed", "olmo_core.distributed.checkpoint", module.__name__):
+        monkeypatch.setitem(sys.modules, package, module)
+    monkeypatch.setattr(_StorageInfo, "__module__", module.__name__)
+    of_olmo = saved(6, SHAPES)
+    assert b"olmo_core" in of_olmo and outcome(of_olmo) == outcome(of_torch)
+    assert read_in_runs(of_olmo) == read_in_runs(of_torch) != (0, 0)
+    fast, general = both(of_olmo, monkeypatch)
+    assert fast == general

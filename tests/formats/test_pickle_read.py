@@ -7,12 +7,15 @@ import builtins
 import collections
 import copyreg
 import datetime
+import decimal
+import fractions
 import io
 import os
 import pathlib
 import pickle
 import subprocess
 import types
+import uuid
 from typing import Any
 
 import numpy as np
@@ -158,6 +161,9 @@ def test_what_a_training_script_saves_beside_tensors_is_read_and_not_built() -> 
         datetime.datetime(2024, 2, 29, 1, 2),
         datetime.timedelta(3),
         datetime.UTC,
+        uuid.uuid1(),
+        decimal.Decimal("0.10"),
+        fractions.Fraction(1, 3),
         pathlib.PurePosixPath("/a/b"),
         pathlib.Path("c"),
         types.SimpleNamespace(x=1),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import decimal
+import fractions
 import hashlib
 import pathlib
 import random
+import uuid
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,8 @@ EXTRAS: dict[str, Any] = {
     "ordered": OrderedDict([(np.int64(9), 1), (np.int64(2), 2)]),
     "when": datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
     "where": pathlib.PurePosixPath("runs/one"),
+    "identity": {"run": uuid.UUID(int=(7 << 100) + 5), "named": uuid.uuid5(uuid.NAMESPACE_DNS, "run")},
+    "exact": [decimal.Decimal("1.10"), decimal.Decimal("-Infinity"), fractions.Fraction(-7, 3)],
     "by day": OrderedDict([(datetime.date(2026, 1, 2), np.arange(2)), ("none", None)]),
     "sets": [{1, np.int64(2)}, frozenset({"a"})],
     "nested sets": {((1, 2), 3), ((1, 2), ((4,), 5))},
@@ -119,6 +124,8 @@ def test_torch_load_takes_the_file_by_default(source: Path, tmp_path: Path) -> N
         "arrays",
         "shared",
         "when",
+        "identity",
+        "exact",
         "where",
         "by day",
         "sets",

@@ -27,6 +27,7 @@ from fsdpckpt.formats.dcp.fields import NeedsGeneralReaderError
 from fsdpckpt.formats.dcp.reduce import Reduced, Run, reduce_pickle
 from fsdpckpt.formats.dcp.runs import CHUNK, INDEX
 from fsdpckpt.formats.pickle import ARGUMENTS, StubInstance, instance_class, load, stub_for
+from fsdpckpt.formats.pickle.allowlist import STORAGE_MODULES
 from fsdpckpt.formats.pickle.check import MAX_DEPTH
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
 from fsdpckpt.storage import ByteSource
@@ -39,7 +40,7 @@ _CLASSES = frozenset(
         ("torch.distributed.checkpoint.metadata", "Metadata MetadataIndex StorageMeta TensorProperties"),
         ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata"),
         ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix"),
+        *((module, "_StorageInfo _StoragePrefix") for module in STORAGE_MODULES),
         ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties MEM_FORMAT_ENCODING"),
         ("torch.serialization", "_get_layout"),
         # Megatron-core keeps every rank's plan in the metadata.

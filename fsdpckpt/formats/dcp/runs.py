@@ -17,13 +17,13 @@ from typing import TypeAlias
 import numpy as np
 
 from fsdpckpt.formats.dcp.fields import Block, BoolArray, NeedsGeneralReaderError
+from fsdpckpt.formats.pickle.allowlist import STORAGE_MODULES
 from fsdpckpt.ir.tensors import Int64Array
 
 METADATA = "torch.distributed.checkpoint.metadata"
-FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 CHUNK = (METADATA.encode(), b"ChunkStorageMetadata")
 INDEX = (METADATA.encode(), b"MetadataIndex")
-_INFO = (FILESYSTEM.encode(), b"_StorageInfo")
+_INFOS = frozenset((module.encode(), b"_StorageInfo") for module in STORAGE_MODULES)
 _SIZE = (b"torch", b"Size")
 _MEMOIZE = b"\x94"
 _BUILD = b"ub"
@@ -258,12 +258,13 @@ class _Cursor:
         self._require(self._data.startswith(text, self._at))
         self._at += len(text)
 
-    def name(self, name: tuple[bytes, bytes]) -> None:
-        self._require(self._memo.names.get(self._reference()) == name)
+    def name(self, *names: tuple[bytes, bytes]) -> None:
+        """Read a reference to one of ``names``."""
+        self._require(self._memo.names.get(self._reference()) in names)
 
-    def new(self, name: tuple[bytes, bytes]) -> None:
-        """Read an instance, its attributes, a dict, and a mark before them."""
-        self.name(name)
+    def new(self, *names: tuple[bytes, bytes]) -> None:
+        """Read an instance of one of ``names``, its attributes, a dict, and a mark before them."""
+        self.name(*names)
         self.memoize = _MEMOIZE if self._data.startswith(b")\x81\x94", self._at) else b""
         self.literal(b")\x81%b}%b(" % (self.memoize, self.memoize))
 
@@ -321,7 +322,7 @@ def _learn_item(cursor: _Cursor) -> ItemForm:
     start = cursor.take()
     cursor.value(Block.sizes, cursor.memoize)
     cursor.literal(_BUILD)
-    cursor.new(_INFO)
+    cursor.new(*_INFOS)
     cursor.attribute(b"relative_path")
     path = cursor.take()
     cursor.shared_text()

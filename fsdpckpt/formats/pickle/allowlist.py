@@ -59,6 +59,10 @@ _MESH_MODULES = (
     "torch.distributed.tensor.device_mesh",
 )
 
+# Where each item of a DCP directory is stored. OLMo-core's storage writer pickles a class of its own, with the three
+# fields of torch's (olmo_core/distributed/checkpoint/filesystem.py).
+STORAGE_MODULES = ("torch.distributed.checkpoint.filesystem", "olmo_core.distributed.checkpoint.filesystem")
+
 # (module, names, kind); names separated by blanks
 _ROWS: tuple[tuple[str, str, Kind], ...] = (
     # Python
@@ -70,6 +74,9 @@ _ROWS: tuple[tuple[str, str, Kind], ...] = (
     ("collections", "OrderedDict", Kind.PYTHON),
     ("collections", "defaultdict Counter deque", Kind.CALL),
     ("datetime", "datetime date time timedelta timezone", Kind.CALL),
+    ("uuid", "UUID", Kind.CLASS),
+    ("decimal", "Decimal", Kind.CALL),
+    ("fractions", "Fraction", Kind.CALL),
     ("pathlib", "PosixPath PurePosixPath WindowsPath PureWindowsPath Path", Kind.CALL),
     ("pathlib._local", "PosixPath PurePosixPath WindowsPath PureWindowsPath Path", Kind.CALL),
     ("_io", "BytesIO", Kind.CLASS),
@@ -152,7 +159,7 @@ _ROWS: tuple[tuple[str, str, Kind], ...] = (
         " ChunkStorageMetadata _MEM_FORMAT_ENCODING",
         Kind.CLASS,
     ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix", Kind.CLASS),
+    *((module, "_StorageInfo _StoragePrefix", Kind.CLASS) for module in STORAGE_MODULES),
 )
 
 # The only attributes allowed for getattr: pickle protocol 2 writes a nested class as getattr(outer, name).
