@@ -272,14 +272,15 @@ def require_linked(target: Target, files: Sequence[SourceFile], path: str) -> No
 
 
 def check_linked(target: Target, checkpoint: Checkpoint, sources: Sources) -> None:
-    """Read the records of linked files that have a checksum in the source, and compare them with it.
+    """Read what linked files have a checksum for, in themselves or in ``fsdpckpt.json``, and compare.
 
-    Raises SourceCorruptError for a record that does not match.
+    Raises SourceCorruptError for bytes that do not match.
     """
     checksums = checkpoint.checksums
     linked = np.isin(checksums.file, [link.source for link in target.links])
     summed = np.isin(checksums.file, checksums.file[linked & (checksums.crc != 0)])  # all 0: saved without checksums
     columns = (checksums.file, checksums.offset, checksums.nbytes, checksums.crc)
     for file, offset, nbytes, crc in zip(*(column[linked & summed].tolist() for column in columns), strict=True):
-        path = checkpoint.files[file].path
-        require_checksum(path, offset, nbytes, crc, sum_of(sources.open(path), offset, nbytes))
+        path, length = checkpoint.files[file].path, checkpoint.files[file].nbytes
+        recorded = (offset, nbytes) == (0, length)
+        require_checksum(path, offset, nbytes, crc, sum_of(sources.open(path), offset, nbytes), recorded=recorded)

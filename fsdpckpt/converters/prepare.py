@@ -20,10 +20,11 @@ from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec, refuse
 from fsdpckpt.converters.transform import TransformedCheckpoint, transform, units_request
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.execute.job import Budget
+from fsdpckpt.execute.recorded import recorded_checksums
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout
-from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.ir.checkpoint import Checksums, Note
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
@@ -66,6 +67,10 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     output = lay_out(transformed, spec, side_files, linking.files)
     output, plan = link_equal_files(output, make_plan(output, totals_only=totals_only), linking, files, sources)
     output.notes += linking.notes(output, files)
+    checkpoint = transformed.checkpoint
+    recorded = recorded_checksums(plan, checkpoint, frozenset(link.source for link in output.links))
+    checkpoint.checksums = Checksums.joined([checkpoint.checksums, recorded.checksums])
+    output.notes += recorded.notes
     return Prepared(transformed, spec, output, plan, linking)
 
 

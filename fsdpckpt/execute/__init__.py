@@ -279,36 +279,36 @@ class _Run:
             raise
 
     def _read_missing_parts(self) -> None:
-        """Read what no rank has read of records, and check these records. Rank 0 knows the parts that were read."""
+        """Read what no rank has read of records, and of files that are compared as a whole; check these. Rank 0 knows
+        the parts that were read.
+        """
         group, missing = self.group, cast("object", None)
         if group.rank == 0:
             with group.heartbeat():
                 self.check.finish()
                 claims = self.journaled.claims()
-                missing = self.check.missing_parts(unverified_spans(self.job.plan, claims[claims[:, 4] > 0]))
-        missing = group.broadcast_object(missing, name="missing parts")
-        if not missing:
+                of_records = self.check.missing_parts(unverified_spans(self.job.plan, claims[claims[:, 4] > 0]))
+                missing = np.concatenate([of_records, self.check.rest_of_files(self.job.plan)])
+        ranges = cast("Int64Array", group.broadcast_object(missing, name="missing parts"))
+        if not len(ranges):
             return
-        ranges = cast("list[tuple[int, int, int, int]]", missing)
         with group.step("read missing parts of records"), group.heartbeat():
-            parts = [
-                (file, record, offset, nbytes, sum_of(self._source(file), offset, nbytes))
-                for file, record, offset, nbytes in self._own_ranges(ranges)
-            ]
-        by_rank = group.all_gather_objects(np.array(parts, np.int64).reshape(-1, 5), name="missing parts")
+            own = self._own_ranges(ranges)
+            crcs = [sum_of(self._source(file), offset, nbytes) for file, _, offset, nbytes in own.tolist()]
+        parts = np.column_stack([own, np.array(crcs, np.int64)])
+        by_rank = group.all_gather_objects(parts, name="missing parts")
         with group.step("compare checksums"):
             if group.rank == 0:
                 self.check.absorb(cast("list[Int64Array]", by_rank))
                 self.check.finish()
 
-    def _own_ranges(self, ranges: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    def _own_ranges(self, ranges: Int64Array) -> Int64Array:
         """The ranges that this rank reads. Each begins with its file: the ranks that see that file take turns."""
-        readers = [np.flatnonzero(self.visible[file]) for file, *_ in ranges]
-        return [
-            row
-            for number, (row, ranks) in enumerate(zip(ranges, readers, strict=True))
-            if ranks[number % len(ranks)] == self.group.rank
-        ]
+        own = np.zeros(len(ranges), np.bool_)
+        for file in np.unique(ranges[:, 0]).tolist():
+            rows, ranks = np.flatnonzero(ranges[:, 0] == file), np.flatnonzero(self.visible[file])
+            own[rows] = ranks[rows % len(ranks)] == self.group.rank
+        return ranges[own]
 
     def _source(self, file: int) -> ByteSource:
         return self.sources.open_file(self.job.files[file])

@@ -25,6 +25,7 @@ from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import Copies, Plan, rows_of, split_copies
+from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import bytes_text
 
@@ -55,7 +56,9 @@ def patch_effect(value: bytes, following: int) -> int:
 class SourceCheck:
     """Compares every record that is read completely with the CRC-32 that the source stores for it.
 
-    Parts of records are rows of source file, number of the record in it, offset, bytes and CRC-32.
+    Parts of records are rows of source file, number of the record in it, offset, bytes and CRC-32. A file may also have
+    one checksum for all of it (``fsdpckpt.json``). If it is the only one, the file is a record like others. Else it is
+    combined from those of the records and of the bytes between them, which ``rest_of_files`` lists.
 
     A flipped byte in the source is thus an error and never gets a fresh, valid checksum in the target. A file whose
     checksums are all 0 was saved without any (``torch.serialization.set_crc32_options``) and is not checked.
@@ -64,6 +67,7 @@ class SourceCheck:
     def __init__(self, files: Sequence[SourceFile], checksums: Checksums) -> None:
         self._files = files
         self._records: dict[int, Int64Array] = {}  # by file: offset, nbytes and CRC-32 of its records, by offset
+        self._whole: dict[int, int] = {}  # by file that also has records: the CRC-32 of all of it
         self._parts = array("q")  # of records, read here
         self._absorbed: list[Int64Array] = []  # of records, read elsewhere
         self._reported: int | None = None  # how many numbers of ``_parts`` ``new_parts`` has returned
@@ -73,8 +77,15 @@ class SourceCheck:
         numbers = checksums.file[order]
         for number in numbers[np.diff(numbers, prepend=-1) != 0].tolist():
             rows = order[slice(*np.searchsorted(numbers, [number, number + 1]).tolist())]
-            if checksums.crc[rows].any():
-                self._records[number] = np.stack([checksums.offset[rows], checksums.nbytes[rows], checksums.crc[rows]])
+            table = np.stack([checksums.offset[rows], checksums.nbytes[rows], checksums.crc[rows]])
+            whole = (table[0] == 0) & (table[1] == files[number].nbytes)
+            if table[2][~whole].any():
+                self._whole.update((number, crc) for crc in table[2][whole].tolist())
+                table = table[:, ~whole]
+            elif whole.any():
+                table = table[:, whole]
+            if table[2].any():
+                self._records[number] = table
 
     def add_bytes(self, file: int, offset: int, data: memoryview) -> int:
         """``add_sum`` for ``data`` that was read from ``offset`` of ``file``; returns its CRC-32."""
@@ -117,9 +128,43 @@ class SourceCheck:
     def finish(self) -> None:
         """Compare the records that were read in parts. ``missing_parts`` lists those that still lack parts."""
         for file, index, parts in self._by_record():
+            if index == self._rest(file):
+                self._compare_whole(file, parts)
+                continue
             crc = self._sum(file, index, parts)
             if crc is not None:
                 self._compare(file, index, crc)
+
+    def _rest(self, file: int) -> int:
+        """The number under which the bytes of ``file`` between its records are parts."""
+        return len(self._records[file][0])
+
+    def _compare_whole(self, file: int, rest: list[Part]) -> None:
+        """Compare a file with its checksum, combined from ``rest`` and the records between, which were compared."""
+        begins = np.array([offset for offset, _, _ in rest], np.int64)
+        ends = begins + [nbytes for _, nbytes, _ in rest]
+        records = self._records[file]
+        number = np.searchsorted(begins, records[0], side="right") - 1
+        between = (number < 0) | (ends[number] <= records[0])
+        crc = combine([*rest, *map(tuple, records[:, between].T.tolist())])
+        require_checksum(self._files[file].path, 0, self._files[file].nbytes, self._whole[file], crc, recorded=True)
+
+    def rest_of_files(self, plan: Plan) -> Int64Array:
+        """What to read of files that are compared as a whole, beyond the records that ``plan`` reads: rows of file,
+        ``_rest``, offset, nbytes.
+        """
+        spans = copy_spans(plan) if self._whole else {}
+        tables = [np.zeros((4, 0), np.int64)]
+        for file in sorted(self._whole.keys() & spans.keys()):
+            records = self._records[file][:2, self._touched(file, *spans[file])]
+            begins = np.append(0, records[0] + records[1])
+            nbytes = np.append(records[0], self._files[file].nbytes) - begins
+            if (nbytes < 0).any():  # records overlap: the file is read once more
+                begins, nbytes = np.zeros(1, np.int64), np.array([self._files[file].nbytes])
+            rows = nbytes > 0
+            same = np.ones((2, rows.sum()), np.int64) * [[file], [self._rest(file)]]
+            tables.append(np.vstack([same, begins[rows], nbytes[rows]]))
+        return np.concatenate(tables, axis=1).T
 
     def _rows(self) -> Int64Array:
         """All parts."""
@@ -166,8 +211,9 @@ class SourceCheck:
                 raise _read_differently(self._files[file].path, begin, end - begin, before[end], total)
         return before.get(begin + length)
 
-    def missing_parts(self, spans: Mapping[int, Int64Array]) -> list[tuple[int, int, int, int]]:
-        """What must be read so that every record that was read in parts is complete: (file, record, offset, nbytes).
+    def missing_parts(self, spans: Mapping[int, Int64Array]) -> Int64Array:
+        """What must be read so that every record that was read in parts is complete: rows of file, record, offset,
+        nbytes.
 
         These are padding of flat parameters, or the part of a storage that no tensor uses; if parts overlap, the whole
         record. ``spans[file]``: begins and ends of ranges that were read without checksums: a record in them is missing
@@ -185,7 +231,7 @@ class SourceCheck:
                 touched = self._touched(file, begins, ends)
                 touched[parts_read[parts_read[:, 0] == file, 1]] = False
                 missing += [(file, index, *self._record(file, index)[:2]) for index in np.flatnonzero(touched).tolist()]
-        return missing
+        return np.array(missing, np.int64).reshape(-1, 4)
 
     def _touched(self, file: int, begins: Int64Array, ends: Int64Array) -> npt.NDArray[np.bool_]:
         """For each record of ``file`` whether one of the ranges [begin, end) has bytes of it."""
@@ -215,7 +261,10 @@ class SourceCheck:
         return offset, nbytes, crc
 
     def _compare(self, file: int, index: int, crc: int) -> None:
-        require_checksum(self._files[file].path, *self._record(file, index), crc)
+        offset, nbytes, expected = self._record(file, index)
+        path = self._files[file].path
+        recorded = (offset, nbytes) == (0, self._files[file].nbytes)
+        require_checksum(path, offset, nbytes, expected, crc, recorded=recorded)
 
 
 def _record_of(rows: Int64Array) -> Int64Array:
@@ -266,12 +315,24 @@ def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums, ord
         )
 
 
-def require_checksum(path: str, offset: int, nbytes: int, expected: int, found: int) -> None:
+def require_checksum(path: str, offset: int, nbytes: int, expected: int, found: int, *, recorded: bool = False) -> None:
     """Raises SourceCorruptError if the CRC-32 of the record at ``offset`` of ``path`` is ``found`` and not
     ``expected``.
+
+    ``recorded``: the record is the whole file, and ``fsdpckpt.json`` has its checksum.
     """
     if found == expected:
         return
+    if recorded:
+        raise SourceCorruptError(
+            f"{path} is damaged: it does not match the checksum that {MANIFEST} recorded when it was written",
+            file=path,
+            expected=f"CRC-32 {expected:08x}",
+            found=f"{found:08x}",
+            why=f"bytes changed since (disk, copy or transfer), or another program wrote here (then remove {MANIFEST})",
+            next_step="copy the file again",
+            run_again=True,
+        )
     raise SourceCorruptError(
         f"{path} is damaged: the record of {bytes_text(nbytes)} at offset {offset:,} does not match its checksum",
         file=path,
@@ -315,6 +376,15 @@ def unverified_spans(plan: Plan, received: Int64Array) -> dict[int, Int64Array]:
             widths = plan.source_bytes(copies.width, copies.cast)
             _add_spans(spans, copies, widths, (copies.rows > 1) & (copies.source_pitch != widths))
     return {source: np.concatenate(parts_of_spans, axis=1) for source, parts_of_spans in spans.items()}
+
+
+def copy_spans(plan: Plan) -> dict[int, Int64Array]:
+    """By source file, begins and ends of what the copies of ``plan`` read, with the gaps between their rows."""
+    spans: dict[int, list[Int64Array]] = {}
+    for file in plan.files:
+        widths = plan.source_bytes(file.copies.width, file.copies.cast)
+        _add_spans(spans, file.copies, widths, np.ones(len(widths), np.bool_))
+    return {source: np.concatenate(parts, axis=1) for source, parts in spans.items()}
 
 
 def _add_spans(

@@ -38,7 +38,7 @@ NoteKind: TypeAlias = (
     | Literal["units", "units-ambiguous", "units-unreadable", "flattened-names", "unflattened"]
     | Literal["cast", "dropped", "encoded", "filled", "ignored", "rekeyed", "renamed"]
     | Literal["groups-flattened", "groups-rebuilt", "plain", "unconfigured"]
-    | Literal["carried", "cleared", "linked", "manifest", "not-carried", "resumed", "staged"]
+    | Literal["carried", "cleared", "linked", "manifest", "not-carried", "resumed", "staged", "unchecked"]
 )
 """What a note is about, in ``fsdpckpt.json`` and ``--json``: what was found, how it was read, and what was written."""
 
@@ -137,10 +137,14 @@ class ChunkChecksums:
 
 @dataclass(frozen=True, slots=True)
 class ManifestFile:
-    """Length and CRC-32 of a whole file. ``crc`` is None for a file that was linked, not read."""
+    """Length and CRC-32 of a whole file. ``crc`` is None for a file that was linked, not read.
+
+    ``stored``: how many of its bytes belong to tensors of the checkpoint; None if that is not known.
+    """
 
     nbytes: int
     crc: int | None
+    stored: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,10 @@ class Manifest:
     directory: str
     files: Mapping[str, ManifestFile]
     digests: Mapping[str, str]
+
+    def path_of(self, name: str) -> str:
+        """The path of one of ``files``."""
+        return f"{self.directory}/{name}" if self.directory else name
 
 
 class EvidenceKind(StrEnum):

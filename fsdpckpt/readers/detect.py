@@ -34,7 +34,15 @@ from fsdpckpt.process import without_collection
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, recognise
 from fsdpckpt.readers import READERS
 from fsdpckpt.readers.join import ReadPart, join, read_part, without_exports
-from fsdpckpt.readers.manifest import FoundUnits, find_units, read_manifest, with_manifest, with_units
+from fsdpckpt.readers.manifest import (
+    FoundUnits,
+    find_units,
+    read_manifest,
+    with_manifest,
+    with_manifest_beside,
+    with_manifests_of_parts,
+    with_units,
+)
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Items, Part, ReadOptions
 from fsdpckpt.readers.side_files import UNSETTLED, missing_sections, resuming_producer, with_flavor
 from fsdpckpt.readers.torch_ranks import may_be_torch
@@ -162,6 +170,7 @@ class _Opening:
         units = None if is_url(self.source) else _nearest_units([os.path.dirname(self.source) or "."], self.sources)
         if units is not None:
             with_units(checkpoint, units)
+        with_manifest_beside(checkpoint, self.source, self.sources.all)
         return checkpoint
 
     def directory(self) -> Checkpoint:
@@ -196,6 +205,7 @@ class _Opening:
         if units is not None:
             with_units(checkpoint, units)
         checkpoint = with_manifest(checkpoint, manifest, self.sources.all)
+        with_manifests_of_parts(checkpoint, searched.path, self.sources.all)
         checkpoint.problems = (*checkpoint.problems, *missing_sections(checkpoint, searched.names))
         return checkpoint
 

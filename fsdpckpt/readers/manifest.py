@@ -28,6 +28,7 @@ from fsdpckpt.ir.checkpoint import (
     Problem,
     ProblemKind,
 )
+from fsdpckpt.ir.spans import stored_bytes
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.producers.table import flavor_named
@@ -159,7 +160,7 @@ def read_manifest(directory: str, names: Collection[str], sources: Sources) -> R
     digests = recorded if isinstance(recorded, dict) else {}
     digests = {key: value for key, value in digests.items() if isinstance(value, str)}
     manifest = Manifest(path, directory.rstrip("/"), _files(document.get("files")), digests)
-    paths = (f"{manifest.directory}/{name}" for name in manifest.files)
+    paths = map(manifest.path_of, manifest.files)
     without_slices = frozenset(paths) if document.get("layout") in _WHOLE else frozenset()
     return ReadManifest(manifest, (), document, _units(document.get("units"), path), without_slices)
 
@@ -183,7 +184,7 @@ def with_manifest(checkpoint: Checkpoint, read: ReadManifest, sources: Sources) 
         notes = (Note("manifest", problem.message) for problem in read.problems)  # a conversion reports these
         checkpoint.notes = (*checkpoint.notes, *notes)
         return checkpoint
-    checkpoint.manifest = manifest
+    checkpoint.manifest = _with_stored_bytes(manifest, checkpoint)
     present = present_files(manifest, sources)
     contradictions = _contradictions(manifest, present, sources)
     checkpoint.problems = (*checkpoint.problems, *check_listing(manifest, present), *contradictions)
@@ -201,6 +202,67 @@ def with_manifest(checkpoint: Checkpoint, read: ReadManifest, sources: Sources) 
     evidence = Evidence(EvidenceKind.MANIFEST, f"{MANIFEST}: written by fsdpckpt {document.get('version')}")
     checkpoint.evidence = (*checkpoint.evidence, evidence)
     return checkpoint
+
+
+def with_manifests_of_parts(checkpoint: Checkpoint, directory: str, sources: Sources) -> None:
+    """Add to the manifest of ``checkpoint``, which was found in ``directory``, those of the directories below it that
+    hold its parts: what was written on its own keeps the checksums that were recorded for it.
+    """
+    top = directory.rstrip("/")
+    listed = set() if checkpoint.manifest is None else {f"{top}/{name}" for name in checkpoint.manifest.files}
+    files = [file.path for file in checkpoint.files if file.path.startswith(f"{top}/") and file.path not in listed]
+    for folder in sorted({posixpath.dirname(path) for path in files} - {top}):
+        read = read_manifest(folder, [entry.name for entry in sources.list_directory(folder)], sources)
+        present = present_files(read.manifest, sources) if read.manifest is not None else {}
+        _add_manifest(checkpoint, read, present, top, sources)
+
+
+def with_manifest_beside(checkpoint: Checkpoint, path: str, sources: Sources) -> None:
+    """Apply to ``checkpoint``, which is the file at ``path``, what a manifest in its directory says of this file."""
+    directory, name = os.path.split(path)
+    if path.startswith(("http://", "https://")):  # a server may answer for any name
+        return
+    beside = sources.stat(os.path.join(directory, MANIFEST))
+    entry = sources.stat(path)
+    if beside is None or beside.directory or entry is None:
+        return
+    read = read_manifest(directory or ".", (MANIFEST,), sources)
+    if read.manifest is not None:
+        listed = read.manifest.files.get(name)
+        files = {name: listed} if listed is not None else {}
+        read = replace(read, manifest=replace(read.manifest, directory=directory, files=files, digests={}))
+    _add_manifest(checkpoint, read, {name: entry}, directory, sources)
+
+
+def _add_manifest(
+    checkpoint: Checkpoint, read: ReadManifest, present: Mapping[str, Entry], top: str, sources: Sources
+) -> None:
+    """Add the files of a manifest, and what is wrong with them, to ``checkpoint``. Names become relative to ``top``.
+
+    ``present``: as for ``check_listing``.
+    """
+    manifest = read.manifest
+    checkpoint.problems = (*checkpoint.problems, *read.problems)
+    if manifest is None or not manifest.files:
+        return
+    problems = (*check_listing(manifest, present), *_contradictions(manifest, present, sources))
+    checkpoint.problems = (*checkpoint.problems, *problems)
+    folder = manifest.directory.removeprefix(top).strip("/")
+    files = {posixpath.join(folder, name): listed for name, listed in manifest.files.items()}
+    whole = checkpoint.manifest
+    whole = Manifest(manifest.path, top, files, {}) if whole is None else replace(whole, files={**whole.files, **files})
+    checkpoint.manifest = _with_stored_bytes(whole, checkpoint)
+
+
+def _with_stored_bytes(manifest: Manifest, checkpoint: Checkpoint) -> Manifest:
+    """``manifest`` with how much of each file belongs to tensors."""
+    stored = stored_bytes(checkpoint.leaves())
+    if stored is None:
+        return manifest
+    by_path = {checkpoint.files[number].path: nbytes for number, nbytes in stored.items() if number >= 0}
+    paths = {name: manifest.path_of(name) for name in manifest.files}
+    files = {name: replace(listed, stored=by_path.get(paths[name], 0)) for name, listed in manifest.files.items()}
+    return replace(manifest, files=files)
 
 
 def _seal_broken(data: bytes) -> bool:
@@ -235,7 +297,7 @@ def _contradictions(manifest: Manifest, present: Collection[str], sources: Sourc
     for name, listed in manifest.files.items():
         if name not in present or not name.endswith(_SMALL) or listed.crc is None:
             continue
-        source = sources.open(f"{manifest.directory}/{name}")
+        source = sources.open(manifest.path_of(name))
         if source.nbytes != listed.nbytes or _crc(source) != listed.crc:
             message = (
                 f"{source.path} does not match {manifest.path}: it is damaged, or another program wrote here since "
@@ -275,7 +337,7 @@ def _with_ids(optim: OptimState) -> OptimState:
 _DECIDING = (".metadata", ".index.json")  # small, and without them the others mean nothing
 
 
-def check_listing(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
+def check_listing(manifest: Manifest, present: Mapping[str, Entry]) -> list[Problem]:
     """Problems of files that are missing or have a different length, and of files in the same directories that the
     manifest does not list.
 
@@ -283,7 +345,7 @@ def check_listing(manifest: Manifest, present: dict[str, Entry]) -> list[Problem
     """
     problems: list[Problem] = []
     for name, listed in manifest.files.items():
-        path = f"{manifest.directory}/{name}"
+        path = manifest.path_of(name)
         entry = present.get(name)
         if entry is None:
             message = f"{path} is missing, and {MANIFEST} lists it (if that is meant, remove {MANIFEST} too)"
@@ -300,7 +362,7 @@ def present_files(manifest: Manifest, sources: Sources) -> dict[str, Entry]:
     """The files in every directory that the manifest names, by their path relative to its own."""
     files: dict[str, Entry] = {}
     for folder in sorted({"", *(posixpath.dirname(name) for name in manifest.files)}):
-        path = posixpath.join(manifest.directory, folder).rstrip("/")
+        path = posixpath.join(manifest.directory, folder).rstrip("/") or "."
         entry = sources.stat(path)
         if entry is not None and entry.directory:
             for inner in sources.list_directory(path):
@@ -309,10 +371,10 @@ def present_files(manifest: Manifest, sources: Sources) -> dict[str, Entry]:
     return files
 
 
-def _stray_problems(manifest: Manifest, present: dict[str, Entry]) -> list[Problem]:
+def _stray_problems(manifest: Manifest, present: Mapping[str, Entry]) -> list[Problem]:
     """Problems of files that look like those of the checkpoint but were not written with it."""
     kinds = {os.path.splitext(name)[1] for name in manifest.files} - {"", ".json"}
     strays = [name for name in present if os.path.splitext(name)[1] in kinds and name not in manifest.files]
     why = f"is not among the files that {MANIFEST} lists: another save left it, or it was put there since"
-    paths = [f"{manifest.directory}/{name}" for name in sorted(strays)]
+    paths = map(manifest.path_of, sorted(strays))
     return [Problem("stray", f"{path} {why}", fatal=False, file=path) for path in paths]

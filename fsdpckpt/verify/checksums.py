@@ -19,7 +19,8 @@ from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedE
 from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch import open_archive
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Manifest, NamedTensor, Problem, ProblemKind, problem_of
-from fsdpckpt.ir.tensors import Int64Array, Tensor
+from fsdpckpt.ir.spans import chunk_ends
+from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.readers.manifest import check_listing, present_files, read_manifest
 from fsdpckpt.readers.protocol import MANIFEST
@@ -81,7 +82,7 @@ def _manifest_files(manifest: Manifest, sources: Sources) -> list[tuple[str, int
     """(path, nbytes, crc) of the files in ``manifest`` that exist with the recorded length."""
     sizes = {name: entry.nbytes for name, entry in present_files(manifest, sources).items()}
     return [
-        (f"{manifest.directory}/{name}", file.nbytes, file.crc)
+        (manifest.path_of(name), file.nbytes, file.crc)
         for name, file in manifest.files.items()
         if sizes.get(name) == file.nbytes and file.crc is not None
     ]
@@ -258,15 +259,6 @@ def _stored_checksums(number: int, entry: Entry, sources: Sources) -> Checksums:
     if not head.startswith(b"PK") or entry.name.endswith(".distcp"):  # .distcp: many archives, listed in .metadata
         return Checksums.of([])
     return open_archive(source).checksums(number)
-
-
-def chunk_ends(tensor: Tensor) -> Int64Array:
-    """The offset behind the last byte of each chunk, in its file."""
-    chunks = tensor.chunks
-    ends: Int64Array = (
-        chunks.offset + (((chunks.size - 1).clip(0) * chunks.stride).sum(axis=1) + 1) * tensor.dtype.itemsize
-    )
-    return ends
 
 
 class TensorsInFiles:

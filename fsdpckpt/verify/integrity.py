@@ -26,6 +26,7 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import numpy_dtype
+from fsdpckpt.ir.spans import chunk_ends
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, as_float
 from fsdpckpt.progress import NO_PROGRESS, Progress
@@ -33,7 +34,7 @@ from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, size_text, some_of, step_text
 from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads_for
-from fsdpckpt.verify.checksums import TensorsInFiles, check_ranges, checksummed_ranges, chunk_ends, damaged_files
+from fsdpckpt.verify.checksums import TensorsInFiles, check_ranges, checksummed_ranges, damaged_files
 from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
 from fsdpckpt.verify.measures import Finite, buffer_keys, count_not_finite, digest
 from fsdpckpt.verify.resumption import Resumption

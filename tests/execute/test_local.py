@@ -75,7 +75,7 @@ def test_a_flipped_byte_in_a_source_record_is_found_while_copying(tmp_path, nbyt
     os.unlink(tmp_path / "out")
     damaged = bytearray(data)
     damaged[nbytes // 2] ^= 4
-    with pytest.raises(SourceCorruptError, match="does not match its checksum"):
+    with pytest.raises(SourceCorruptError, match="does not match the checksum"):
         _one_record(str(tmp_path), bytes(damaged), zlib.crc32(data))
 
 

@@ -1,0 +1,85 @@
+"""Decides which source files a conversion compares with the checksum that ``fsdpckpt.json`` records for the whole file.
+
+A conversion that takes every tensor of a file reads the few bytes between them, too, and compares the file. One that
+takes only a part of it (``--only``) does not read the rest for that: what it takes is then checked by the file's own
+checksums, and a container without any (safetensors) is named in a note.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdpckpt.execute.checks import copy_spans
+from fsdpckpt.execute.window import MAX_GAP
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ManifestFile, Note
+from fsdpckpt.ir.spans import covered_bytes, stored_bytes
+from fsdpckpt.plan import Plan
+from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage import is_url
+from fsdpckpt.storage.remote_file import REQUEST_COST
+from fsdpckpt.text import names_text
+
+# What may be read for the comparison beyond the tensors, where each request counts as the bytes it costs.
+_FREE_BYTES = 16 << 20
+_SHARE = 8  # and so large a part of the file: one eighth
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedChecksums:
+    """``checksums``: those of whole files to compare. ``notes``: what is read and cannot be compared with any."""
+
+    checksums: Checksums
+    notes: tuple[Note, ...] = ()
+
+
+def recorded_checksums(plan: Plan, checkpoint: Checkpoint, linked: frozenset[int] = frozenset()) -> RecordedChecksums:
+    """The checksums in ``fsdpckpt.json`` of the files of ``checkpoint`` that ``plan`` reads, or that are ``linked``."""
+    manifest = checkpoint.manifest
+    if manifest is None:
+        return RecordedChecksums(Checksums.of([]))
+    by_path = {manifest.path_of(name): listed for name, listed in manifest.files.items()}
+    sums = checkpoint.checksums
+    own = np.bincount(sums.file, minlength=len(checkpoint.files))
+    summed = set(np.unique(sums.file[sums.crc != 0]).tolist())  # all 0: saved without checksums
+    read, selected = _bytes_read(plan), stored_bytes(checkpoint.leaves()) or {}
+    rows: list[tuple[int, int, int, int]] = []
+    unchecked: list[str] = []
+    for number, file in enumerate(checkpoint.files):
+        listed = by_path.get(file.path)
+        if listed is None or listed.crc is None or listed.nbytes != file.nbytes or not file.nbytes:
+            continue
+        records = int(own[number]) if number in summed else 0
+        whole = number in read and listed.stored in (read[number], selected.get(number, 0))
+        if number in linked or (whole and _is_cheap(listed, read[number], records, url=is_url(file.path))):
+            rows.append((number, 0, file.nbytes, listed.crc))
+        elif number in read and not records:
+            unchecked.append(file.path)
+    return RecordedChecksums(Checksums.of(rows), _notes(unchecked))
+
+
+def _bytes_read(plan: Plan) -> dict[int, int]:
+    """By source file, how many of its bytes the plan reads."""
+    spans = copy_spans(plan)
+    if not spans:
+        return {}
+    file = np.repeat(list(spans), [each.shape[1] for each in spans.values()])
+    return covered_bytes(file, *np.concatenate(list(spans.values()), axis=1))
+
+
+def _is_cheap(listed: ManifestFile, read: int, records: int, *, url: bool) -> bool:
+    """Whether it costs little to read what the plan does not: what lies between tensors, and copies of tensors that are
+    read from another file.
+    """
+    cost = listed.nbytes - read + (records + 1) * (REQUEST_COST if url else MAX_GAP)
+    return cost <= _FREE_BYTES + listed.nbytes // _SHARE
+
+
+def _notes(unchecked: list[str]) -> tuple[Note, ...]:
+    if not unchecked:
+        return ()
+    read = "was read in part, so its checksum" if len(unchecked) == 1 else "were read in part, so their checksums"
+    checks = "checks it" if len(unchecked) == 1 else "checks them"
+    message = f"{names_text(unchecked, 3)} {read} in {MANIFEST} could not be compared; `fsdpckpt verify` {checks}"
+    return (Note("unchecked", message, keys=tuple(unchecked)),)
