@@ -16,6 +16,7 @@ from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import TransformedCheckpoint
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Note
+from fsdpckpt.ir.parameters import undetermined
 from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.options import LinkMode
@@ -160,7 +161,7 @@ def encode_manifest(
             {"kind": note.kind, "key": without_paths(note.key or "") or None, "message": without_paths(note.message)}
             for note in notes
         ],
-        "undetermined": [key for note in notes if note.kind == "undetermined" for key in note.keys],
+        "undetermined": undetermined(checkpoint),
         "files": {
             **{linked.path: _linked_entry(linked, link, checkpoint, without_paths) for linked in target.links},
             **{file.path: {"nbytes": file.nbytes, "crc32": f"{crcs[file.path]:08x}"} for file in target.files},

@@ -28,6 +28,7 @@ from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, La
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import SourceNames, leading_wrapper, normalise, under_first_names
+from fsdpckpt.ir.optimizer import Table
 from fsdpckpt.ir.quantized import unwrapped
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
@@ -52,6 +53,7 @@ from fsdpckpt.transform.sharded import (
     ShardingHints,
     decide_sharded,
     mark_sharded,
+    note_undetermined,
     refuse_casts,
     refuse_in_blocks,
     require_whole_blocks,
@@ -99,9 +101,8 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     leading = leading_wrapper(opened_names) if resolved is not None else ""
     checkpoint, source_names = normalise(checkpoint, leading=leading, like=opened_names)
     checkpoint = _with_equal_copies(checkpoint)
-    if options.clean_names and (to_flattened or not source_names.wrapped):
-        names = "flat parameters" if to_flattened else f"the names in {checkpoint.source}"
-        checkpoint = _with_unused(checkpoint, f"--clean-names had no effect: {names} have no prefixes of wrappers")
+    if options.clean_names:
+        checkpoint = _with_clean_words(checkpoint, wrapped=source_names.wrapped, to_flattened=to_flattened)
     steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources), source_names)
     if to_flattened:
         checkpoint = source_names.noted(steps.finish(steps.select(steps.key(checkpoint, "name"))))
@@ -125,7 +126,7 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     if spec.layout is Layout.SHARDED and spec.world_size is not None:
         require_whole_blocks(checkpoint, spec.world_size, placed=spec.mesh is not None)
     return TransformedCheckpoint(
-        steps.finish(source_names.restored(checkpoint) if keep_names else source_names.noted(checkpoint))
+        steps.finish(source_names.restored(checkpoint) if keep_names else source_names.noted(checkpoint), spec.mesh)
     )
 
 
@@ -185,6 +186,15 @@ def _note_unused(checkpoint: Checkpoint, spec: TargetSpec, key_types: set[KeyTyp
         return checkpoint
     why = f"{checkpoint.source} itself says all that this conversion needs"
     return _with_unused(checkpoint, f"{' and '.join(names)} had no effect: {why}")
+
+
+def _with_clean_words(checkpoint: Checkpoint, *, wrapped: bool, to_flattened: bool) -> Checkpoint:
+    """Clean ``param_names``, as the keys are already. ``wrapped``: whether any key was not."""
+    cleaned = Table.of(checkpoint).with_plain_words().written(checkpoint)
+    if to_flattened or not (wrapped or cleaned.optim != checkpoint.optim):
+        names = "flat parameters" if to_flattened else f"the names in {checkpoint.source}"
+        cleaned = _with_unused(cleaned, f"--clean-names had no effect: {names} have no prefixes of wrappers")
+    return cleaned
 
 
 def _with_unused(checkpoint: Checkpoint, message: str) -> Checkpoint:
@@ -270,10 +280,12 @@ class _Steps:
             checkpoint, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename
         )
 
-    def finish(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Rename, and give each key its own tensor if any is cast."""
+    def finish(self, checkpoint: Checkpoint, mesh: TargetMesh | None = None) -> Checkpoint:
+        """Rename, and give each key its own tensor if any is cast. What is said of keys says their new names."""
         cast = self.options.dtype is not None or self.options.optim_dtype is not None
-        return with_own_tensors(self.rename(checkpoint)) if cast else self.rename(checkpoint)
+        renamed = with_own_tensors(self.rename(checkpoint)) if cast else self.rename(checkpoint)
+        rules = mesh.placing if mesh is not None else None
+        return note_undetermined(renamed, rules.file if isinstance(rules, Rules) else None)
 
     def apply_placements(self, checkpoint: Checkpoint, target: TargetMesh | None) -> Checkpoint:
         """Place every sharded tensor on the target's mesh, by the names it will have there."""

@@ -13,12 +13,12 @@ from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Note, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import parameter_shapes
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
 from fsdpckpt.layouts import on_mesh
-from fsdpckpt.text import first_lines, plural, shape_text, some_of
+from fsdpckpt.text import first_lines, plural, shape_text
 from fsdpckpt.transform.meshes import mesh_options, whole_of
 
 _KEYS_IN_MESSAGE = 12
@@ -97,6 +97,7 @@ def apply_placements(checkpoint: Checkpoint, named: Checkpoint, target: TargetMe
     keyed by name. Raises UsageError, with the keys, for rules that do not match them.
     """
     shardings: dict[Tensor, Sharding | None] = {}
+    unproved: set[Tensor] = set()
     match target.placing:
         case None:
             pass
@@ -107,10 +108,10 @@ def apply_placements(checkpoint: Checkpoint, named: Checkpoint, target: TargetMe
             _place_new_states(checkpoint, shardings)
         case Rules() as rules:
             shardings = _by_rules(named, rules)
-            checkpoint = _note_undetermined(checkpoint, named, rules, shardings)
+            unproved = _undetermined(named, rules, shardings)
         case LikeCheckpoint() as other:
             shardings = _by_name(named, other)
-    return _with_shardings(checkpoint, shardings)
+    return _with_shardings(checkpoint, shardings, unproved)
 
 
 def replaced_on(sharding: Sharding, mesh: MeshShape) -> Sharding:
@@ -156,25 +157,17 @@ def _by_rules(named: Checkpoint, rules: Rules) -> dict[Tensor, Sharding | None]:
     return shardings
 
 
-def _note_undetermined(
-    checkpoint: Checkpoint, named: Checkpoint, rules: Rules, shardings: Mapping[Tensor, Sharding | None]
-) -> Checkpoint:
-    """Add a note on tensors that a glob cuts although nothing shows that they are parameters."""
+def _undetermined(named: Checkpoint, rules: Rules, shardings: Mapping[Tensor, Sharding | None]) -> set[Tensor]:
+    """The tensors that a glob cuts although nothing shows that they are parameters."""
     globs = {rule.glob for rule in rules.entries}  # a rule may also be the name of one parameter
     listed = set(named.optim.all_keys()) if named.optim is not None else set()
     params = named.model.params if named.model is not None else {}
-    keys = [
-        name
+    return {
+        leaf
         for name, leaf in params.items()
         if isinstance(leaf, Tensor) and leaf.sharded is None and shardings.get(leaf) is not None
         if name not in listed and name not in globs
-    ]
-    if not keys:
-        return checkpoint
-    may_be, are = ("parameters or buffers", "are") if len(keys) > 1 else ("a parameter or a buffer", "is")
-    message = f"{plural(len(keys), 'model key')} may be {may_be}, and {are} cut as {rules.file} says; "
-    message += f"write null for buffers: {some_of(keys, _KEYS_IN_MESSAGE)}"
-    return replace(checkpoint, notes=(*checkpoint.notes, Note("undetermined", message, keys=tuple(keys))))
+    }
 
 
 def _whole_tensors(named: Checkpoint) -> dict[str, Tensor]:
@@ -311,11 +304,14 @@ def place_remaining(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
     return _with_shardings(checkpoint, {**shardings, **dict.fromkeys([leaf.tensor for leaf in remaining], rest)})
 
 
-def _with_shardings(checkpoint: Checkpoint, shardings: Mapping[Tensor, Sharding | None]) -> Checkpoint:
+def _with_shardings(
+    checkpoint: Checkpoint, shardings: Mapping[Tensor, Sharding | None], unproved: Collection[Tensor] = ()
+) -> Checkpoint:
     def change(tensor: Tensor) -> Tensor:
         if tensor not in shardings:
             return replace(tensor, sharding=None) if tensor.sharding is not None else tensor
         sharding = shardings[tensor]
-        return replace(tensor, sharding=sharding, sharded=sharding is not None)
+        unproved_here = tensor.undetermined or tensor in unproved
+        return replace(tensor, sharding=sharding, sharded=sharding is not None, undetermined=unproved_here)
 
     return checkpoint.map_tensors(change)

@@ -25,6 +25,7 @@ from fsdpckpt.ir.checkpoint import (
     Section,
 )
 from fsdpckpt.ir.names import WRAPPERS
+from fsdpckpt.ir.optimizer import Table
 from fsdpckpt.ir.tensors import Int64Array, Tensor, first_equal
 from fsdpckpt.ir.values import with_tensors
 from fsdpckpt.text import plural, some_of
@@ -177,12 +178,8 @@ def _list_keys(source: str) -> str:
 
 
 def parameter_names(checkpoint: Checkpoint) -> list[str]:
-    """Every parameter name in the model and a name-keyed optimizer, once, in order."""
-    names: dict[str, None] = dict.fromkeys(checkpoint.model.params if checkpoint.model is not None else ())
-    optim = checkpoint.optim
-    if optim is not None and optim.key_type == "name":
-        names.update(dict.fromkeys(map(str, optim.all_keys())))
-    return list(names)
+    """Every parameter name in the model and the optimizer, once, in order."""
+    return Table.of(checkpoint).names()
 
 
 def _stripped(name: str, prefix: str) -> str | None:
@@ -223,24 +220,19 @@ def _refuse_collisions(names: Mapping[str, str]) -> None:
 
 
 def _with_names(checkpoint: Checkpoint, names: Mapping[str, str], note: Note) -> Checkpoint:
-    """Keep the keys of ``names`` (old to new) under their new names: the model's, and those of an optimizer that is
-    keyed by name.
-    """
-    model = checkpoint.model
+    """Keep the parameters of ``names`` (old to new) under their new names, in the model and in the optimizer."""
+    table = Table.of(checkpoint)
+    dropped = {row for row, name in enumerate(table.names()) if name not in names}
+    # A number among names is an entry that the user added: it stays a number.
+    changed = (table.without(dropped) if dropped else table).renamed(names).written(checkpoint)
     notes = [*checkpoint.notes, note]
-    if model is not None:
-        params = {names[name]: leaf for name, leaf in model.params.items() if name in names}
-        same = list(params) == list(model.params)
-        if not same and model.metadata is not None:
+    model, before = changed.model, checkpoint.model
+    if model is not None and before is not None and list(model.params) != list(before.params):
+        if model.metadata is not None:
             message = "the module versions in the model's _metadata were left out: their keys no longer fit"
             notes.append(Note("dropped", message))
-        model = ModelState(params, model.metadata if same else None)
-    optim = checkpoint.optim
-    if optim is not None and optim.key_type == "name":
-        keys = [key for key in optim.all_keys() if str(key) in names]
-        # A number among names is an entry that the user added: it stays a number.
-        optim = optim.renamed({key: names[key] if isinstance(key, str) else key for key in keys})
-    return replace(checkpoint, model=model, optim=optim, notes=tuple(notes))
+        model = ModelState(model.params)
+    return replace(changed, model=model, notes=tuple(notes))
 
 
 def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from functools import partial
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError, to_copy
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, Note, OptimState, ParamKey
+from fsdpckpt.ir.parameters import undetermined
 from fsdpckpt.ir.quantized import (
     BITSANDBYTES,
     CODES,
@@ -66,7 +67,7 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
     """Set every ``Tensor.sharded`` to True or False, and add notes on what was inferred.
 
     ``strict`` (rank files, where a wrong answer does not load): raises NeedsInformationError for tensors that remain
-    undecided. Otherwise (DCP, where any sharding loads) they are sharded like parameters, with a note.
+    undecided. Otherwise (DCP, where any sharding loads) they are sharded like parameters, and marked.
     """
     model, undecided, inferred, whole = _decide_model(checkpoint, hints)
     if undecided and strict:
@@ -99,14 +100,24 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
     if inferred:
         are_parameters, them = ("key is a parameter", "it") if inferred == 1 else ("keys are parameters", "them")
         notes.append(Note("inferred", f"{inferred} model {are_parameters}: the optimizer lists {them}"))
-    if undecided:
-        may_be, are = ("parameters or buffers", "are") if len(undecided) > 1 else ("a parameter or a buffer", "is")
-        message = f"{plural(len(undecided), 'model key')} may be {may_be}, and {are} cut like parameters: "
-        message += ", ".join(first_lines(undecided, _KEYS_IN_NOTE))
-        notes.append(Note("undetermined", message, keys=tuple(undecided)))
     _require_buffers(checkpoint, hints)
     decided = replace(checkpoint, model=model, optim=optim, notes=tuple(notes))
     return decided.with_extras(partial(with_tensors, change=_sharded_only_if_source_says))
+
+
+def note_undetermined(checkpoint: Checkpoint, placements: str | None = None) -> Checkpoint:
+    """``checkpoint`` with a note on the model keys that are cut without proof, under the names that they have now.
+
+    ``placements``: the file of rules that cut them, if any.
+    """
+    keys = undetermined(checkpoint)
+    if not keys:
+        return checkpoint
+    may_be, are = ("parameters or buffers", "are") if len(keys) > 1 else ("a parameter or a buffer", "is")
+    message = f"{plural(len(keys), 'model key')} may be {may_be}, and {are} cut "
+    message += f"as {placements} says; write null for buffers: " if placements is not None else "like parameters: "
+    message += some_of(keys, _KEYS_IN_NOTE)
+    return replace(checkpoint, notes=(*checkpoint.notes, Note("undetermined", message, keys=tuple(keys))))
 
 
 def mark_sharded(checkpoint: Checkpoint, hints: ShardingHints) -> Checkpoint:
@@ -156,9 +167,10 @@ def _decide_model(checkpoint: Checkpoint, hints: ShardingHints) -> tuple[ModelSt
         if sharded is None and not listed.isdisjoint(tied.get(name, (name,))):
             sharded = True
             inferred += 1
+        params[name] = leaf.with_sharded(True if sharded is None else sharded)
         if sharded is None:
             undecided.append(name)
-        params[name] = leaf.with_sharded(True if sharded is None else sharded)
+            params[name] = replace(leaf, sharded=True, undetermined=True)
     return ModelState(params, model.metadata), undecided, inferred, whole
 
 

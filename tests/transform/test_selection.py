@@ -11,9 +11,10 @@ import pytest
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Note, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.parameters import undetermined
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.transform.selection import rename, select_keys, select_section, with_own_tensors
-from fsdpckpt.transform.sharded import ShardingHints, decide_sharded, mark_sharded
+from fsdpckpt.transform.sharded import ShardingHints, decide_sharded, mark_sharded, note_undetermined
 
 
 def _tensor(*shape: int, sharded: bool | None = None, offset: int = 0) -> Tensor:
@@ -193,11 +194,19 @@ def test_what_the_source_says_wins_over_inference() -> None:
 
 def test_a_dcp_target_cuts_what_is_undetermined_and_says_so() -> None:
     decided = decide_sharded(_checkpoint(), ShardingHints(), strict=False)
-    (note,) = [note for note in decided.notes if note.kind == "undetermined"]
+    assert undetermined(decided) == ["net.running"]
+    (note,) = [note for note in note_undetermined(decided).notes if note.kind == "undetermined"]
     assert note.keys == ("net.running",)
     assert note.message == "1 model key may be a parameter or a buffer, and is cut like parameters: net.running"
-    both = decide_sharded(replace(_checkpoint(), optim=None), ShardingHints(), strict=False).notes
+    both = note_undetermined(decide_sharded(replace(_checkpoint(), optim=None), ShardingHints(), strict=False)).notes
     assert "4 model keys may be parameters or buffers, and are cut" in both[0].message
+
+
+def test_what_is_undetermined_is_said_under_its_new_name() -> None:
+    decided = decide_sharded(_checkpoint(), ShardingHints(), strict=False)
+    renamed = rename(decided, strip_prefix=None, add_prefix="model.", pairs=[("net.running", "net.mean")])
+    assert undetermined(renamed) == ["model.net.mean"]
+    assert note_undetermined(renamed).notes[-1].keys == ("model.net.mean",)
 
 
 def test_as_many_ids_as_model_tensors_prove_all_of_them_parameters() -> None:
