@@ -304,7 +304,14 @@ class _Steps:
 
     def shard(self, checkpoint: Checkpoint, *, strict: bool) -> Checkpoint:
         """Decide which tensors are sharded, with ``--buffers`` and ``--reference``."""
-        return decide_sharded(checkpoint, self.hints(checkpoint), strict=strict)
+        checkpoint = decide_sharded(checkpoint, self.hints(checkpoint), strict=strict)
+        uncut = self.units.unit_of().keys() - self.units.cut_in_sharded() if self.units is not None else frozenset()
+        keys = tuple(name for name in parameter_names(checkpoint) if name in uncut)
+        if not keys:
+            return checkpoint
+        message = f"{plural(len(keys), 'parameter', 'are')} whole on every rank, as FSDP1 has those of NO_SHARD units: "
+        note = Note("no-shard", message + some_of(keys, KEYS_IN_MESSAGE), keys=keys)
+        return replace(checkpoint, notes=(*checkpoint.notes, note))
 
     def hints(self, checkpoint: Checkpoint) -> ShardingHints:
         """The hints from ``--buffers``, and from ``--reference`` or the units of the source."""
@@ -368,7 +375,7 @@ class _Steps:
 
 def _in_units(units: Units, checkpoint: Checkpoint) -> dict[str, bool]:
     """Each model key (without wrapper prefixes) to whether it names a parameter that FSDP1 shards."""
-    sharded, first_names = units.unit_of(), dict(units.shared)
+    sharded, first_names = units.cut_in_sharded(), dict(units.shared)
     params = checkpoint.model.params if checkpoint.model is not None else {}
     return {name: first_names.get(name, name) in sharded for name in params}
 

@@ -54,16 +54,17 @@ def _model(model: ModelState, match: FlatMatch, notes: list[Note]) -> ModelState
     flat = {clean(key) for key in model.params if is_flat_key(key)}
     by_key = {unit.key: unit for unit in match.units.units if unit.key in flat}
     split = {param.name for unit in by_key.values() for param in unit.params}
-    in_units = match.units.unit_of()
+    cut = match.units.cut_in_sharded()
     params: dict[str, Tensor | Value] = {}
     for key, leaf in model.params.items():
         name = clean(key)
         unit = by_key.get(name)
         if unit is not None and isinstance(leaf, Tensor):
-            params.update(_split_params(unit, leaf.dtype, _sorted_runs(leaf), match.layouts[unit.key]))
+            tensors = _split_params(unit, leaf.dtype, _sorted_runs(leaf), match.layouts[unit.key])
+            params.update({param: tensor.with_sharded(param in cut) for param, tensor in tensors.items()})
         elif name not in split:
             whole = _read_whole(leaf)
-            params[name] = whole.with_sharded(sharded=True) if name in in_units and isinstance(whole, Tensor) else whole
+            params[name] = whole.with_sharded(name in cut) if isinstance(whole, Tensor) else whole
     for later, first in match.units.shared:
         if first in params:
             params[later] = params[first]
@@ -116,6 +117,9 @@ def _optimizer(optim: OptimState, match: FlatMatch, world_size: int, notes: list
             state.update(_unit_states(by_key[name], states, match, world_size))
         else:
             state[name] = _param_states(params[name], units.get(name), states, match, world_size)
+    if match.units.use_orig_params:  # FSDP1 cuts the states of whole flat parameters even where it cuts no weights
+        for name in (units.keys() - match.units.cut_in_sharded()) & state.keys():
+            state[name] = {item: _as_whole(leaf) for item, leaf in state[name].items()}
     groups = None
     if optim.param_groups is not None:
         groups = [_group(group, match, by_key) for group in optim.param_groups]
@@ -123,6 +127,11 @@ def _optimizer(optim: OptimState, match: FlatMatch, world_size: int, notes: list
         Note("unflattened", f"optimizer: states of {plural(len(state), 'parameter')}, from {len(optim.state)} keys")
     )
     return OptimState(state, groups, optim.extra)
+
+
+def _as_whole(leaf: Tensor | Value) -> Tensor | Value:
+    """A state of a parameter that a sharded checkpoint has whole on every rank."""
+    return leaf.with_sharded(False) if isinstance(leaf, Tensor) else leaf
 
 
 def _unit_states(

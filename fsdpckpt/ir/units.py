@@ -138,6 +138,15 @@ class Units:
         """The unit of each sharded original parameter."""
         return {param.name: unit for unit in self.units for param in unit.params}
 
+    def cut_in_sharded(self) -> frozenset[str]:
+        """The parameters that ``SHARDED_STATE_DICT`` cuts: those in units.
+
+        Those of a NO_SHARD unit stay whole (``_replace_with_full_state_dict_type``), unless all units are such: then the
+        job cut nothing, and what is written is for one that does.
+        """
+        cut = [unit for unit in self.units if unit.strategy is not Strategy.NO_SHARD]
+        return frozenset(param.name for unit in cut or self.units for param in unit.params)
+
     def optimizer_keys(self) -> tuple[str, ...]:
         """What ``model.parameters()`` of the wrapped model holds, in order: the order of ids in a single group.
 
