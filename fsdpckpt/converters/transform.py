@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from fsdpckpt.converters.target_spec import TargetSpec, refuse_flat_options
 from fsdpckpt.errors import (
@@ -21,6 +21,8 @@ from fsdpckpt.errors import (
 from fsdpckpt.flat.flatten.states import require_equal_states
 from fsdpckpt.flat.names import model_names, name_contradictions
 from fsdpckpt.flat.unflatten import name_slices
+from fsdpckpt.flat.units import any_module
+from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, load_units
 from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.flat.units.target import target_units
@@ -43,6 +45,8 @@ from fsdpckpt.transform.rekey import apply_key_type
 from fsdpckpt.transform.selection import (
     KEYS_IN_MESSAGE,
     differing_copies,
+    is_selected,
+    new_name,
     parameter_names,
     rename,
     select_keys,
@@ -105,8 +109,11 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
         checkpoint = _with_clean_words(checkpoint, wrapped=source_names.wrapped, to_flattened=to_flattened)
     steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources), source_names)
     if to_flattened:
-        checkpoint = source_names.noted(steps.finish(steps.select(steps.key(checkpoint, "name"))))
-        return steps.flatten(checkpoint, resolved, spec, source_keys)
+        keyed = steps.key(checkpoint, "name")
+        selected = steps.select(keyed)
+        renamed = source_names.noted(steps.finish(selected))
+        changes = steps.name_changes(keyed, selected)
+        return steps.flatten(renamed, resolved, changes, spec, source_keys)
     by_name = bool(options.include or options.exclude or options.missing_state or options.placements or options.like)
     weights = spec.form is not None and spec.form.weights
     if resolved is None and not weights:
@@ -287,15 +294,33 @@ class _Steps:
         rules = mesh.placing if mesh is not None else None
         return note_undetermined(renamed, rules.file if isinstance(rules, Rules) else None)
 
-    def apply_placements(self, checkpoint: Checkpoint, target: TargetMesh | None) -> Checkpoint:
-        """Place every sharded tensor on the target's mesh, by the names it will have there."""
+    def name_changes(self, keyed: Checkpoint, selected: Checkpoint) -> NameChanges:
+        """What ``select`` made of ``keyed``, and what ``rename`` makes of names; both for any name."""
+        options = self.options
+        present, kept = set(parameter_names(keyed)), set(parameter_names(selected))
+
+        def keeps(name: str) -> bool:
+            if name in present:
+                return name in kept
+            return is_selected((name,), include=options.include, exclude=options.exclude)
+
+        new = partial(new_name, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename)
+        return NameChanges(keeps, new)
+
+    def apply_placements(
+        self, checkpoint: Checkpoint, target: TargetMesh | None, *, renamed: bool = False
+    ) -> Checkpoint:
+        """Place every sharded tensor on the target's mesh, by the names it will have there.
+
+        ``renamed``: whether ``checkpoint`` has these names already.
+        """
         if target is None:
             return checkpoint
         if target.note is not None:
             checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("inferred", target.note)))
         if isinstance(target.placing, Rules | LikeCheckpoint):
             checkpoint = mark_sharded(checkpoint, self.hints(checkpoint))
-        named, _ = normalise(self.written(checkpoint))
+        named, _ = normalise(checkpoint if renamed else self.written(checkpoint))
         return apply_placements(checkpoint, named, target)
 
     def written(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -310,7 +335,7 @@ class _Steps:
         if not keys:
             return checkpoint
         message = f"{plural(len(keys), 'parameter', 'are')} whole on every rank, as FSDP1 has those of NO_SHARD units: "
-        note = Note("no-shard", message + some_of(keys, KEYS_IN_MESSAGE), keys=keys)
+        note = Note("units", message + some_of(keys, KEYS_IN_MESSAGE), keys=keys)
         return replace(checkpoint, notes=(*checkpoint.notes, note))
 
     def hints(self, checkpoint: Checkpoint) -> ShardingHints:
@@ -333,18 +358,30 @@ class _Steps:
         self,
         checkpoint: Checkpoint,
         source: ResolvedUnits | None,
+        changes: NameChanges,
         spec: TargetSpec,
         source_keys: KeyType | None,
     ) -> TransformedCheckpoint:
-        """Check that the whole tensors by name are complete and consistent within each unit of the target."""
+        """Check that the whole tensors by name are complete and consistent within each unit of the target.
+
+        ``changes``: of names, which were applied to ``checkpoint`` and are still to be applied to all units.
+        """
         options = self.options
         if checkpoint.model is None and checkpoint.optim is None:
             raise UsageError(
                 f"{checkpoint.source} has neither a model nor an optimizer to flatten",
                 next_step=to_copy("see what it holds", f"fsdpckpt inspect {shlex.quote(checkpoint.source)}"),
             )
+        request = replace(self.request, changes=changes)
+        if source is not None:
+            old, new = source.units.parameters, parameter_names(checkpoint)
+            if any_module(request.globs, old) and not any_module(request.globs, new):
+                request = replace(request, globs=())  # they name the units of the source, which the target has too
+            source = replace(source, units=changes.applied_to(source.units))
+        if checkpoint.units is not None:
+            checkpoint = replace(checkpoint, units=changes.applied_to(checkpoint.units))
         cast = DTYPES[options.dtype] if options.dtype is not None else None
-        target = target_units(checkpoint, self.request, source, spec.world_size or 1, self.sources, dtype=cast)
+        target = target_units(checkpoint, request, source, spec.world_size or 1, self.sources, dtype=cast)
         checkpoint = under_first_names(checkpoint, target.units)
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *(Note("units", line) for line in target.how)))
         checkpoint = self.fill(checkpoint, target.units)
@@ -360,7 +397,8 @@ class _Steps:
             key_type = "id"
         if spec.form is not None:  # which may shard one section and flatten the other
             hints = ShardingHints(reference=_in_units(target.units, checkpoint))
-            checkpoint = self.apply_placements(decide_sharded(checkpoint, hints, strict=True), spec.mesh)
+            checkpoint = decide_sharded(checkpoint, hints, strict=True)
+            checkpoint = self.apply_placements(checkpoint, spec.mesh, renamed=True)
             checkpoint = place_remaining(checkpoint, spec.mesh) if spec.mesh is not None else checkpoint
         return TransformedCheckpoint(checkpoint, target.units, key_type)
 

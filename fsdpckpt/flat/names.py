@@ -75,6 +75,14 @@ class ParameterNames:
         label = f"{self.label}, ordered by {label}"
         return replace(self, params=tuple(params), ordered=True, in_model_order=True, label=label)
 
+    def renamed(self, names: Mapping[str, str]) -> ParameterNames:
+        """The parameters in ``names`` (old to new), under their new names."""
+        return replace(
+            self,
+            params=tuple(replace(param, name=names[param.name]) for param in self.params if param.name in names),
+            shared=tuple((names.get(later, later), names[first]) for later, first in self.shared if first in names),
+        )
+
 
 def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
     """The whole tensors of a model section; None if it has none, or holds flat parameters (only buffers are

@@ -131,7 +131,7 @@ def _optimizer(optim: OptimState, match: FlatMatch, world_size: int, notes: list
 
 def _as_whole(leaf: Tensor | Value) -> Tensor | Value:
     """A state of a parameter that a sharded checkpoint has whole on every rank."""
-    return leaf.with_sharded(False) if isinstance(leaf, Tensor) else leaf
+    return leaf.with_sharded(sharded=False) if isinstance(leaf, Tensor) else leaf
 
 
 def _unit_states(

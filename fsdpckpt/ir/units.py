@@ -141,8 +141,8 @@ class Units:
     def cut_in_sharded(self) -> frozenset[str]:
         """The parameters that ``SHARDED_STATE_DICT`` cuts: those in units.
 
-        Those of a NO_SHARD unit stay whole (``_replace_with_full_state_dict_type``), unless all units are such: then the
-        job cut nothing, and what is written is for one that does.
+        Those of a NO_SHARD unit stay whole (``_replace_with_full_state_dict_type``), unless all units are such: then
+        the job cut nothing, and what is written is for one that does.
         """
         cut = [unit for unit in self.units if unit.strategy is not Strategy.NO_SHARD]
         return frozenset(param.name for unit in cut or self.units for param in unit.params)

@@ -106,12 +106,7 @@ def select_keys(
     require_globs("--include", include, list(names_of_each.values()), checkpoint.source)
     require_globs("--exclude", exclude, list(names_of_each.values()), checkpoint.source)
 
-    def matches(name: str, globs: Sequence[str]) -> bool:
-        return any(fnmatchcase(alias, glob) for glob in globs for alias in names_of_each[name])
-
-    kept = {
-        name: name for name in names_of_each if (not include or matches(name, include)) and not matches(name, exclude)
-    }
+    kept = {name: name for name, names in names_of_each.items() if is_selected(names, include=include, exclude=exclude)}
     if not kept:
         raise UsageError(
             f"--include and --exclude leave none of the {plural(len(names_of_each), 'key')} of {checkpoint.source}",
@@ -122,6 +117,15 @@ def select_keys(
     message = f"--include/--exclude: {count} left out: {some_of(dropped, KEYS_IN_MESSAGE)}"
     note = Note("dropped", message, keys=tuple(dropped))
     return _with_names(checkpoint, kept, note)
+
+
+def is_selected(names: Sequence[str], *, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether the globs keep a parameter that has these ``names``."""
+
+    def matches(globs: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, glob) for glob in globs for name in names)
+
+    return (not include or matches(include)) and not matches(exclude)
 
 
 def rename(
@@ -139,11 +143,7 @@ def rename(
     for old, new in pairs:
         _apply(names, "--rename", old, partial(_renamed, old=old, new=new), checkpoint)
     if add_prefix is not None:
-        once = add_prefix.removesuffix(".") in WRAPPERS  # a module is compiled once
-        names = {
-            source: name if once and name.startswith(add_prefix) else add_prefix + name
-            for source, name in names.items()
-        }
+        names = {source: _prefixed(name, add_prefix) for source, name in names.items()}
     _refuse_collisions(names)
     changed = [f"{source} -> {name}" for source, name in names.items() if source != name]
     examples = f": {some_of(changed, KEYS_IN_MESSAGE)}" if changed else ""
@@ -180,6 +180,21 @@ def _list_keys(source: str) -> str:
 def parameter_names(checkpoint: Checkpoint) -> list[str]:
     """Every parameter name in the model and the optimizer, once, in order."""
     return Table.of(checkpoint).names()
+
+
+def new_name(name: str, *, strip_prefix: str | None, add_prefix: str | None, pairs: Sequence[tuple[str, str]]) -> str:
+    """The name that ``rename`` with these arguments gives ``name``."""
+    if strip_prefix is not None:
+        name = name.removeprefix(strip_prefix)
+    for old, new in pairs:
+        changed = _renamed(name, old, new)
+        name = name if changed is None else changed
+    return name if add_prefix is None else _prefixed(name, add_prefix)
+
+
+def _prefixed(name: str, prefix: str) -> str:
+    once = prefix.removesuffix(".") in WRAPPERS  # a module is compiled once
+    return name if once and name.startswith(prefix) else prefix + name
 
 
 def _stripped(name: str, prefix: str) -> str | None:

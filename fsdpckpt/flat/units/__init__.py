@@ -181,6 +181,14 @@ def expand_globs(globs: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
     return tuple(path for path in paths if path in matched_paths)
 
 
+def any_module(globs: Sequence[str], names: Iterable[str]) -> bool:
+    """Whether the globs of ``--unit`` match a module of these parameters, or say that none is wrapped."""
+    paths = module_paths(names)
+    return tuple(globs) == (ROOT_ONLY,) or any(
+        module_pattern(glob, "--unit").fullmatch(path) for glob in globs for path in paths
+    )
+
+
 def module_pattern(glob: str, option: str) -> re.Pattern[str]:
     """The pattern of the whole module paths that ``glob``, the value of ``option``, matches. Raises UsageError."""
     text = ""

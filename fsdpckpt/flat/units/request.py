@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -24,6 +24,7 @@ from fsdpckpt.errors import (
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.names import ParameterNames, model_names, name_contradictions, optimizer_names, order_contradictions
 from fsdpckpt.flat.units import Settings, expand_globs, innermost_unit, listed_keys
+from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
@@ -42,7 +43,8 @@ class UnitsRequest(Settings):
     ``file``: a units file. ``globs``: module paths of units, ``("none",)`` for the root alone. ``reference``: a
     checkpoint with names and shapes. ``parameters``: names in the order of ``model.parameters()``. ``buffers``: globs
     of model keys that are not parameters, ``("none",)`` if all are parameters. ``one_group``: all ranks shard together,
-    even if units of a different run have HYBRID_SHARD.
+    even if units of a different run have HYBRID_SHARD. ``changes``: what was done to the source's names, which these
+    options may use in place of the target's.
     """
 
     file: str | None = None
@@ -51,6 +53,11 @@ class UnitsRequest(Settings):
     parameters: tuple[str, ...] | None = None
     buffers: tuple[str, ...] = ()
     one_group: bool = False
+    changes: NameChanges | None = None
+
+    def names_in(self, names: Iterable[str], present: Collection[str]) -> dict[str, str]:
+        """Each of ``names``, an option's, with its name among ``present``, the target's; without what is left out."""
+        return {name: name for name in names} if self.changes is None else self.changes.follow(names, present)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +133,25 @@ def reference_names(path: str, sources: Sources) -> ParameterNames:
     return replace(names, from_reference=True)
 
 
+def target_file(request: UnitsRequest, present: Collection[str], sources: Sources) -> Units | None:
+    """The units in the file of ``request``, with the names of the target, ``present``; None without a file."""
+    if request.file is None:
+        return None
+    units = load_units(request.file, sources)
+    names = request.names_in(units.params(), present)
+    as_in_file = len(names) == len(units.params()) and all(old == new for old, new in names.items())
+    return units if request.changes is None or as_in_file else request.changes.applied_to(units)
+
+
+def target_reference(request: UnitsRequest, present: Collection[str], sources: Sources) -> ParameterNames | None:
+    """The names of the reference of ``request``, as the target, ``present``, has them; None without a reference."""
+    if request.reference is None:
+        return None
+    names = reference_names(request.reference, sources)
+    name_of = request.names_in([param.name for param in names.params], present)
+    return names.renamed(name_of)
+
+
 def require_agreement(units: Units, request: UnitsRequest, sources: Sources, described: str) -> None:
     """Raises SourceCorruptError if other options contradict ``units``; ``described``: their name in the message."""
     wrong = option_contradictions(units, request, sources)
@@ -145,11 +171,12 @@ def option_contradictions(units: Units, request: UnitsRequest, sources: Sources)
     """What ``--unit``, ``--parameters`` and ``--reference`` contradict in ``units``; empty if they agree."""
     wrong = list(_wrapping_contradictions(units, request.globs))
     if request.parameters is not None:
-        for number, (listed, name) in enumerate(zip_longest(request.parameters, units.parameters)):
+        given = request.names_in(request.parameters, units.parameters).values()
+        for number, (listed, name) in enumerate(zip_longest(given, units.parameters)):
             if listed != name:
                 wrong.append(f"parameter {number} is {name} in the units, {listed} in --parameters")
-    if request.reference is not None:
-        names = reference_names(request.reference, sources)
+    names = target_reference(request, units.parameters, sources)
+    if names is not None:
         contradicted = [*name_contradictions(units, names, whole_model=False)]
         if not contradicted and names.ordered:
             order = [param.name for param in names.params]

@@ -18,11 +18,11 @@ from fsdpckpt.flat.units.request import (
     UnitsRequest,
     contradictions,
     listed_names,
-    load_units,
     order_unknown,
-    reference_names,
     require_agreement,
     require_model_order,
+    target_file,
+    target_reference,
 )
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
@@ -31,6 +31,7 @@ from fsdpckpt.ir.units import Groups, Strategy, Unit, UnitParam, Units, flaws
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.parameter_order import NO_BUFFERS, from_param_names
+from fsdpckpt.transform.selection import parameter_names
 
 
 def target_units(
@@ -81,8 +82,9 @@ def _wrapping(
     checkpoint: Checkpoint, request: UnitsRequest, source: ResolvedUnits | None, sources: Sources
 ) -> tuple[Units, str]:
     """Which parameters are in which unit, and how that is known."""
-    if request.file is not None:
-        return load_units(request.file, sources), f"target units: from {request.file}"
+    from_file = target_file(request, parameter_names(checkpoint), sources)
+    if from_file is not None:
+        return from_file, f"target units: from {request.file}"
     source_units, label = checkpoint.units, f"the units of {checkpoint.units_from}"
     if source is not None:
         require_model_order(source, checkpoint.source)
@@ -314,17 +316,19 @@ def target_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources
     if checkpoint_names is None:
         checkpoint_names = optimizer_names(checkpoint, "the optimizer's own names")
     chosen = checkpoint_names
-    if request.reference is not None and (
+    reference = target_reference(request, parameter_names(checkpoint), sources)
+    if reference is not None and (
         checkpoint_names is None or not (checkpoint_names.ordered and checkpoint_names.in_model_order)
     ):
-        chosen = _with_reference(checkpoint_names, reference_names(request.reference, sources))
+        chosen = _with_reference(checkpoint_names, reference)
     if chosen is None:
         raise NeedsInformationError(
             f"{checkpoint.source} has no names and shapes to make units from",
             next_step="add --units FILE, or --reference PATH of a full or sharded checkpoint of this model",
         )
     if request.parameters is not None:
-        return _listed_only(chosen, request.parameters, checkpoint)
+        listed = request.names_in(request.parameters, [param.name for param in chosen.params])
+        return _listed_only(chosen, tuple(listed.values()), checkpoint)
     return _require_settled(_separate_buffers(chosen, request.buffers), checkpoint)
 
 

@@ -1,0 +1,216 @@
+"""Flat shards to flat shards with every option that changes names, selects, casts or fills.
+
+The truth: the same is done to the full state dicts in plain Python, and these are flattened with a wrapping of the new
+names. Flat shards made in one step are the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdpckpt
+from fsdpckpt.errors import UsageError
+from tests.oracle.compare import differences
+
+Named = dict[str, Any]
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Named:
+    """A model, and its optimizer by name in two groups that do not follow the model's order."""
+    torch.manual_seed(3)
+    layers = nn.ModuleList([nn.Linear(3, 5), nn.Linear(5, 3)])
+    model = nn.ModuleDict({"embed": nn.Embedding(7, 3), "layers": layers, "norm": nn.LayerNorm(3)})
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    vectors = [parameter for parameter in names if parameter.ndim == 1]
+    matrices = [parameter for parameter in names if parameter.ndim > 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": vectors[::-1], "weight_decay": 0.0}, {"params": matrices}], lr=1e-2, foreach=False
+    )
+    for parameter in names:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    content = optimizer.state_dict()
+    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    groups = [{**group, "params": [order[number] for number in group["params"]]} for group in content["param_groups"]]
+    state = {order[number]: states for number, states in content["state"].items()}
+    return {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
+
+
+def flattened(content: Named, directory: Path, *, orig: bool, world_size: int, layers: str, **options: Any) -> Path:
+    torch.save(content, directory.with_suffix(".pt"))
+    fsdpckpt.convert(
+        directory.with_suffix(".pt"),
+        directory,
+        to="flattened",
+        world_size=world_size,
+        unit=layers,
+        use_orig_params=orig,
+        **{**({"key_type": "id"} if options.get("only") != "model" else {}), **options},
+    )
+    return directory
+
+
+def mapped(content: Named, new_name: Callable[[str], str | None]) -> Named:
+    """``content`` under new names, without those of which there is none."""
+
+    def renamed(named: Named) -> Named:
+        return {new: value for name, value in named.items() if (new := new_name(name)) is not None}
+
+    optimizer = content["optimizer"]
+    groups = [
+        {**group, "params": [new for name in group["params"] if (new := new_name(name)) is not None]}
+        for group in optimizer["param_groups"]
+    ]
+    return {
+        "model": renamed(content["model"]),
+        "optimizer": {"state": renamed(optimizer["state"]), "param_groups": groups},
+    }
+
+
+def require_same(found: Path, expected: Path) -> None:
+    """Both directories hold the same files: the model's byte for byte, the optimizer's by value."""
+    names = sorted(path.name for path in expected.glob("*.pt"))
+    assert sorted(path.name for path in found.glob("*.pt")) == names
+    for name in names:
+        if name.startswith("model"):
+            assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+        else:
+            one, other = (torch.load(path / name, weights_only=True) for path in (found, expected))
+            assert not differences(one, other), name
+
+
+NAMES: dict[str, tuple[Named, Callable[[str], str | None], str]] = {
+    "a prefix more": ({"add_prefix": "net."}, lambda name: f"net.{name}", "net.layers.*"),
+    "a prefix less": (
+        {"strip_prefix": "layers."},
+        lambda name: name.removeprefix("layers."),
+        "[01]",
+    ),
+    "a module renamed": (
+        {"rename": {"layers": "blocks", "norm.weight": "norm.gain"}},
+        lambda name: name.replace("layers", "blocks").replace("norm.weight", "norm.gain"),
+        "blocks.*",
+    ),
+    "a unit left out": (
+        {"exclude": ["layers.0.*"]},
+        lambda name: None if name.startswith("layers.0.") else name,
+        "layers.*",
+    ),
+    "a part of every unit, under another name": (
+        {"include": ["*.weight"], "rename": [("layers.1", "last")]},
+        lambda name: name.replace("layers.1", "last") if name.endswith(".weight") else None,
+        "la*",
+    ),
+}
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("case", NAMES)
+def test_names_change_as_they_do_through_a_full_checkpoint(case: str, orig: bool, full: Named, tmp_path: Path) -> None:
+    options, new_name, layers = NAMES[case]
+    if case.startswith("a part"):
+        layers = "**"
+    content = full if orig else _one_group(full)
+    flat = flattened(content, tmp_path / "flat", orig=orig, world_size=2, layers="layers.*")
+    wanted = mapped(content, new_name)
+    expected = flattened(
+        wanted,
+        tmp_path / "expected",
+        orig=orig,
+        world_size=RANKS,
+        layers=["layers.0", "last"] if case.startswith("a part") else layers,
+    )
+    fsdpckpt.convert(flat, tmp_path / "found", to="flattened", world_size=RANKS, **options)
+    require_same(tmp_path / "found", expected)
+    recorded, truth = (
+        json.loads((path / "fsdpckpt.json").read_text())["units"] for path in (tmp_path / "found", expected)
+    )
+    assert recorded == truth
+
+
+def _one_group(content: Named) -> Named:
+    """With ``use_orig_params=False`` a flat parameter is in one group."""
+    first, *_ = content["optimizer"]["param_groups"]
+    group = {**first, "params": list(content["optimizer"]["state"])}
+    return {**content, "optimizer": {**content["optimizer"], "param_groups": [group]}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"optim_dtype": "bfloat16"},
+        {"key_type": "name"},
+        {"missing_state": "zeros"},
+        {"clean_names": True, "rename": {"norm": "last"}},
+    ],
+    ids=str,
+)
+def test_every_other_option_does_what_it_does_to_a_full_checkpoint(options: Named, full: Named, tmp_path: Path) -> None:
+    content = full
+    if "missing_state" in options:
+        state = {name: entry for name, entry in full["optimizer"]["state"].items() if name != "norm.bias"}
+        content = {**full, "optimizer": {**full["optimizer"], "state": state}}
+    flat = flattened(content, tmp_path / "flat", orig=True, world_size=2, layers="layers.*")
+    expected = flattened(content, tmp_path / "expected", orig=True, world_size=RANKS, layers="layers.*", **options)
+    fsdpckpt.convert(flat, tmp_path / "found", to="flattened", world_size=RANKS, **options)
+    require_same(tmp_path / "found", expected)
+
+
+@pytest.mark.parametrize("section", ["model", "optim"])
+def test_one_section_alone_gets_the_new_names_too(section: str, full: Named, tmp_path: Path) -> None:
+    flat = flattened(full, tmp_path / "flat", orig=True, world_size=2, layers="layers.*")
+    wanted = mapped(full, lambda name: f"net.{name}")
+    expected = flattened(wanted, tmp_path / "expected", orig=True, world_size=RANKS, layers="net.layers.*")
+    for path in expected.glob("*.pt"):
+        if not path.name.startswith(section):
+            path.unlink()
+    fsdpckpt.convert(flat, tmp_path / "found", to="flattened", world_size=RANKS, only=section, add_prefix="net.")
+    require_same(tmp_path / "found", expected)
+
+
+def test_what_is_given_of_the_units_may_have_the_sources_names_or_the_targets(full: Named, tmp_path: Path) -> None:
+    flat = flattened(full, tmp_path / "flat", orig=True, world_size=2, layers="layers.*")
+    new = flattened(
+        mapped(full, lambda name: f"net.{name}"), tmp_path / "new", orig=True, world_size=RANKS, layers="net.layers.*"
+    )
+    for number, source in enumerate((flat, new)):
+        units = tmp_path / f"units{number}.json"
+        units.write_text(json.dumps(json.loads((source / "fsdpckpt.json").read_text())["units"]))
+        target = tmp_path / f"found{number}"
+        fsdpckpt.convert(flat, target, to="flattened", world_size=RANKS, add_prefix="net.", units=units)
+        require_same(target, new)
+    (tmp_path / "order").write_text("".join(f"{name}\n" for name in full["model"]))
+    fsdpckpt.convert(
+        flat,
+        tmp_path / "listed",
+        to="flattened",
+        world_size=RANKS,
+        add_prefix="net.",
+        reference=tmp_path / "flat.pt",
+        parameters=tmp_path / "order",
+    )
+    require_same(tmp_path / "listed", new)
+
+
+def test_a_glob_that_matches_no_module_under_either_name_is_refused(full: Named, tmp_path: Path) -> None:
+    flat = flattened(full, tmp_path / "flat", orig=True, world_size=2, layers="layers.*")
+    with pytest.raises(UsageError, match=r"layer\.\* matches no module"):
+        fsdpckpt.convert(
+            flat,
+            tmp_path / "found",
+            to="flattened",
+            world_size=2,
+            add_prefix="net.",
+            unit="layer.*",
+            use_orig_params=True,
+        )
