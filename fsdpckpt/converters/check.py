@@ -38,6 +38,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.parameter_order import from_units
 from fsdpckpt.transform.rekey import to_names
 from fsdpckpt.verify.elements import first_difference
+from fsdpckpt.writers.dtensor_pickle import has_fsdp_empties, target_version
 
 Compared: TypeAlias = "dict[str, tuple[str, int | None]]"
 """By ``Pair.name``: the SHA-256 of a tensor, and the number of its first element that differs; None if it is equal."""
@@ -179,7 +180,7 @@ def _match(
     written = _reopen(path, opener, units, locate=compares)
     if units is not None:
         written = _unflatten(written, units, path)
-    wrong = [problem.message for problem in written.problems if problem.fatal]
+    wrong = [problem.message for problem in written.problems if problem.fatal or problem.kind == "local-shape"]
     empty = frozenset(name for name, param in units.params().items() if not param.numel) if units else frozenset()
     unmatched: dict[tuple[Section, str], list[NamedTensor]] = {}  # several where 0 and "0" are both keys, in order
     for named in _comparable(written, empty):
@@ -195,6 +196,8 @@ def _match(
         elif (other.tensor.shape, other.tensor.dtype) != (named.tensor.shape, dtype):
             forms = f"{_form_text(other.tensor, other.tensor.dtype)}, not as {_form_text(named.tensor, dtype)}"
             wrong.append(f"{named.section} {named.key} was written as {forms}")
+        elif _cut_by_fsdp(named.tensor) and not _cut_by_fsdp(other.tensor) and _has_fsdp_empties(options):
+            wrong.append(f"{named.section} {named.key} was written with empty shards in other shapes than FSDP2's")
         elif compares:
             unique = counts[named.section, named.key] == 1
             name = f"{named.section} {named.key}" + ("" if unique else f" {len(others or ())}")
@@ -256,6 +259,14 @@ def _comparable(checkpoint: Checkpoint, empty: Collection[str]) -> Iterator[Name
         state = named.section is Section.OPTIM and named.state is not None and named.param not in empty
         if named.section is Section.MODEL or state:
             yield named
+
+
+def _has_fsdp_empties(options: ConvertOptions) -> bool:
+    return has_fsdp_empties(target_version(options.torch_version)[0])
+
+
+def _cut_by_fsdp(tensor: Tensor) -> bool:
+    return tensor.sharding is None or tensor.sharding.by_fsdp
 
 
 def _form_text(tensor: Tensor, dtype: DType) -> str:

@@ -44,7 +44,7 @@ NoteKind: TypeAlias = (
 
 ProblemKind: TypeAlias = (
     Literal["checksum", "digest", "length", "missing-file", "missing-rank", "not-finite", "truncated", "unreadable"]
-    | Literal["aliased-states", "incomplete", "outside", "overlap", "quantized", "replica", "step"]
+    | Literal["aliased-states", "incomplete", "local-shape", "outside", "overlap", "quantized", "replica", "step"]
     | Literal["flattened", "flattened-lost", "names", "parameter-order", "rank-mismatch", "state", "units"]
     | Literal["manifest", "missing-key", "missing-section", "stray"]
 )

@@ -99,11 +99,13 @@ class Sharding:
     """One tensor's placements on ``mesh``, one for each mesh dimension.
 
     None: the tensor is a DTensor on a submesh without that dimension, as FSDP2 makes of a parameter that tensor
-    parallelism does not cut. All ranks along it hold the same.
+    parallelism does not cut. All ranks along it hold the same. ``by_fsdp``: FSDP2 cut it last; False for DTensor's cuts
+    alone, which differ in the shape of a local tensor without elements (``layouts.local_sizes``).
     """
 
     mesh: MeshShape
     placements: tuple[Placement | None, ...]
+    by_fsdp: bool = True
 
     def __str__(self) -> str:
         return placements_text([placement for placement in self.placements if placement is not None])

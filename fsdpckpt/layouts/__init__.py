@@ -12,10 +12,14 @@ What torch 2.13 holds and saves on meshes of two and three dimensions (observed,
 - After ``parallelize_module``, FSDP cuts each rank's tensor-parallel shard. Where both cut one dimension FSDP's
   placement is ``_StridedShard(dim, split_factor=<tensor-parallel shards>)`` (``_init_sharding_spec_tp``), else plain.
   A parameter that tensor parallelism leaves alone is a DTensor on FSDP's own submesh.
-- ``dcp.save`` stores one item for each distinct offset of a tensor. An empty shard's offset is the end of every
-  dimension that leaves it empty (``compute_local_shape_and_global_offset`` in ``tensor/_utils.py``), and all empty ones
-  there are one item. For ``_StridedShard`` and sizes that do not divide evenly that function computes other boxes than
-  the ranks hold; here are those they hold.
+- A local tensor without elements has the sizes that the cuts give it, but FSDP2, which cuts last, takes no row of a
+  tensor-parallel shard without elements: it is empty along FSDP's dimension too, ``(0, 0)`` and not ``(4, 0)``
+  (``length = ... if sharded_param.numel() > 0 else 0``; torch 2.4 and 2.5 slice, and keep ``(4, 0)``).
+- ``dcp.save`` declares the sizes that the cuts give, and stores the local tensor as it is: a declared ``(4, 0)`` is
+  stored as ``(0, 0)``. It stores one item for each distinct offset of a tensor. An empty shard's offset is the end of
+  every dimension that leaves it empty (``compute_local_shape_and_global_offset`` in ``tensor/_utils.py``), and all
+  empty ones there are one item. For ``_StridedShard`` and sizes that do not divide evenly that function computes other
+  boxes than the ranks hold; here are those they hold.
 - Among the ranks that hold an item, the first with the fewest bytes so far writes it
   (``checkpoint/_dedup_save_plans.py``).
 """
@@ -23,7 +27,8 @@ What torch 2.13 holds and saves on meshes of two and three dimensions (observed,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -86,7 +91,7 @@ def on_mesh(sharding: Sharding, mesh: MeshShape) -> Sharding:
     order = _shard_order(sharding)
     if order is None:
         raise InternalError(f"{sharding} on {sharding.mesh} has no shard order")
-    return _with_order(mesh, sharding.placements, order)
+    return replace(_with_order(mesh, sharding.placements, order), by_fsdp=sharding.by_fsdp)
 
 
 def _with_order(
@@ -120,6 +125,53 @@ def mesh_box(shape: tuple[int, ...], sharding: Sharding, rank: int) -> Box:
         if not sizes[dim]:
             offsets[dim] = shape[dim]
     return Box(tuple(offsets), tuple(sizes))
+
+
+def emptied_dimension(sharding: Sharding) -> int | None:
+    """The tensor dimension along which every local tensor without elements is empty: the one that FSDP2 cuts, with the
+    first mesh dimension that cuts at all. None if it is not FSDP2 that cuts.
+    """
+    if not sharding.by_fsdp:
+        return None
+    cuts = (placement.dim for placement in sharding.placements if isinstance(placement, Shard | StridedShard))
+    return next(cuts, None)
+
+
+def emptied(size: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+    """``size``, with 0 in dimension ``dim`` if it has no elements anyway."""
+    return size if dim is None or 0 not in size else (*size[:dim], 0, *size[dim + 1 :])
+
+
+def local_sizes(shape: tuple[int, ...], sharding: Sharding, rank: int) -> tuple[int, ...]:
+    """The shape of the local tensor of ``rank``: that of its box, unless it has no elements."""
+    return emptied(mesh_box(shape, sharding, rank).sizes, emptied_dimension(sharding))
+
+
+class Cutter(Enum):
+    """Who cut a tensor last, and so chose the shape of a local tensor without elements."""
+
+    FSDP2 = auto()
+    DTENSOR = auto()  # alone, or FSDP2 of torch 2.4 and 2.5
+
+
+BOTH: Final = frozenset(Cutter)
+"""Both may have cut a tensor: they agree on every rank that has elements."""
+
+
+def cutters_of_empty(
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    coordinate: tuple[int, ...],
+    size: tuple[int, ...],
+) -> frozenset[Cutter]:
+    """Who gives the rank at ``coordinate``, which holds no element, a local tensor of ``size``."""
+    sharding = Sharding(MeshShape(mesh), placements)
+    rank = 0
+    for at, extent in zip(coordinate, mesh, strict=True):
+        rank = rank * extent + at
+    fits = {Cutter.FSDP2: local_sizes(shape, sharding, rank), Cutter.DTENSOR: mesh_box(shape, sharding, rank).sizes}
+    return frozenset(cutter for cutter, expected in fits.items() if expected == size)
 
 
 @lru_cache(maxsize=4096)

@@ -32,7 +32,15 @@ from fsdpckpt.ir.quantized import CODES, QMAP, Blocks, Blockwise
 from fsdpckpt.ir.targets import PER_ITEM, ItemKinds, LinkedFile, Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Box, Chunks, Int64Array, Tensor, contiguous_stride, first_equal
 from fsdpckpt.ir.values import Value, leaf_tensors
-from fsdpckpt.layouts import DistinctChunks, RankBoxes, SharedChunk, mesh_chunks, source_chunks
+from fsdpckpt.layouts import (
+    DistinctChunks,
+    RankBoxes,
+    SharedChunk,
+    emptied,
+    emptied_dimension,
+    mesh_chunks,
+    source_chunks,
+)
 from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.state_dicts import Leaf, flatten
 from fsdpckpt.writers.torch_full import lay_out_file
@@ -58,7 +66,8 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     assigned = _dedup(leaves, held_chunks, casts, ranks)
     links = _Links([(leaf.tensor, boxes) for leaf, boxes in zip(leaves, assigned, strict=True)], casts, spec.linkable)
     names = [links.free_name(rank) for rank in range(ranks)]
-    files, entries = _Items(casts, names, links).lay_out(leaves, assigned)
+    empty_along = [_empty_along(leaf, spec) for leaf in leaves]
+    files, entries = _Items(casts, names, links).lay_out(leaves, assigned, empty_along)
     pickled = metadata_pickle(entries, [*names, *links.names.values()])
     metadata = TargetFile(
         _METADATA, nbytes=len(pickled), blob=pickled, literal_columns=array("q", (0, 0, len(pickled)))
@@ -82,6 +91,14 @@ def _held_chunks(value: Value | Blockwise, spec: WriteSpec) -> DistinctChunks | 
     if spec.world_size is None:
         return source_chunks(value)
     return mesh_chunks(value.shape, spec.sharding(value)) if value.sharded and value.shape else None
+
+
+def _empty_along(leaf: Leaf, spec: WriteSpec) -> int | None:
+    """The dimension along which a local tensor without elements is empty, in any case (``emptied_dimension``)."""
+    value = leaf.value.tensors[CODES] if isinstance(leaf.value, Blockwise) else leaf.value
+    if spec.world_size is None or not isinstance(value, Tensor) or not value.sharded or not value.shape:
+        return None
+    return emptied_dimension(spec.sharding(value))
 
 
 def _of_elements(chunks: DistinctChunks, blocks: Blocks) -> DistinctChunks:
@@ -262,11 +279,16 @@ class _Items:
     kind_numbers: dict[tuple[str, tuple[int, ...]] | bytes, int] = field(default_factory=dict)
     rows_by_cut: dict[tuple[object, ...], _ItemRows] = field(default_factory=dict)
 
-    def lay_out(self, leaves: list[Leaf], assigned: list[RankBoxes]) -> tuple[list[TargetFile], list[DcpEntry]]:
-        """The data files, by rank, and the entries of ``.metadata``."""
+    def lay_out(
+        self, leaves: list[Leaf], assigned: list[RankBoxes], empty_along: list[int | None]
+    ) -> tuple[list[TargetFile], list[DcpEntry]]:
+        """The data files, by rank, and the entries of ``.metadata``.
+
+        ``empty_along``: for each leaf, the dimension along which items without elements are empty, whatever their box.
+        """
         item_rows = [
-            self._items_of(leaf.value, self._written(number, leaf.value, boxes))
-            for number, (leaf, boxes) in enumerate(zip(leaves, assigned, strict=True))
+            self._items_of(leaf.value, self._written(number, leaf.value, boxes), dim)
+            for number, (leaf, boxes, dim) in enumerate(zip(leaves, assigned, empty_along, strict=True))
         ]
         tensors = [
             self.data.add_tensor(leaf.value, self._dtype(leaf.value)) if isinstance(leaf.value, Tensor) else -1
@@ -325,18 +347,18 @@ class _Items:
     def _dtype(self, tensor: Tensor) -> DType:
         return self.casts.get(tensor, tensor.dtype)
 
-    def _items_of(self, value: Value | Blockwise, boxes: RankBoxes) -> _ItemRows:
+    def _items_of(self, value: Value | Blockwise, boxes: RankBoxes, dim: int | None) -> _ItemRows:
         if isinstance(value, Blockwise):
             pairs = zip(boxes.start.tolist(), boxes.size.tolist(), strict=True)
-            cut = [Box(tuple(start), tuple(size)) for start, size in pairs]
+            cut = [Box(tuple(start), emptied(tuple(size), dim)) for start, size in pairs]
             return self._item_rows([self._blocks(value, box) for box in cut], [0] * len(cut), boxes)
         columns = (boxes.rank.tobytes(), boxes.start.tobytes(), boxes.size.tobytes())
         if isinstance(value, Tensor):
             dtype = self._dtype(value)
-            key = (dtype.name, value.ndim, *columns)
+            key = (dtype.name, value.ndim, dim, *columns)
             rows = self.rows_by_cut.get(key)
             if rows is None:
-                kinds = [self._tensor(dtype, tuple(size)) for size in boxes.size.tolist()]
+                kinds = [self._tensor(dtype, emptied(tuple(size), dim)) for size in boxes.size.tolist()]
                 indexes = [
                     self.data.add_box(*box) for box in zip(boxes.start.tolist(), boxes.size.tolist(), strict=True)
                 ]

@@ -31,7 +31,7 @@ from fsdpckpt.ir.tensors import (
     Tensor,
     contiguous_stride,
 )
-from fsdpckpt.layouts import mesh_box, shard_order_of
+from fsdpckpt.layouts import emptied, emptied_dimension, mesh_box, shard_order_of
 from fsdpckpt.producers import MeshForm
 from fsdpckpt.writers.rank_pickle import BUILD, NEW, RankPickle
 
@@ -69,7 +69,12 @@ class DTensorPickle(RankPickle):
 
     def sharded(self, tensor: Tensor, dtype: DType, sharding: Sharding) -> None:
         box = mesh_box(tensor.shape, sharding, self.rank)
-        self._dtensor(tensor.shape, dtype, sharding, lambda: self.view(self.stored(tensor, dtype, box)))
+        size = self._local_size(box.sizes, sharding)
+
+        def local() -> None:
+            self.view(self.stored(tensor, dtype, box)._replace(shape=size))  # its strides stay those of the box
+
+        self._dtensor(tensor.shape, dtype, sharding, local)
 
     def sharded_blocks(self, value: Blockwise, sharding: Sharding) -> None:
         blocks = value.blocks
@@ -79,9 +84,14 @@ class DTensorPickle(RankPickle):
             if prod(size):
                 self.whole_blocks(value, self._part)
             else:  # as in torchao, which does not quantize so few elements
-                self.view(self.literal(blocks.dtype, b"")._replace(shape=size, stride=contiguous_stride(size)))
+                empty = self._local_size(size, sharding)
+                self.view(self.literal(blocks.dtype, b"")._replace(shape=empty, stride=contiguous_stride(size)))
 
         self._dtensor(blocks.shape, blocks.dtype, sharding, local)
+
+    def _local_size(self, size: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
+        """The shape of the local tensor that holds a box of ``size``."""
+        return emptied(size, emptied_dimension(sharding)) if has_fsdp_empties(self._torch) else size
 
     def _dtensor(self, shape: tuple[int, ...], dtype: DType, sharding: Sharding, local: Callable[[], None]) -> None:
         """A DTensor; ``local`` writes what this rank holds of it."""
@@ -274,6 +284,11 @@ def target_version(given: str | None) -> tuple[TorchVersion, list[Note]]:
         )
     note = f"DTensors are pickled for PyTorch {major}.{minor}, {why} (--torch-version changes it)"
     return version, [] if given is not None else [Note("inferred", note)]
+
+
+def has_fsdp_empties(torch: TorchVersion) -> bool:
+    """Whether FSDP2 of this version gives local tensors without elements a shape of its own (``layouts``)."""
+    return torch >= (2, 6)
 
 
 def _ranks_along(mesh: MeshShape, dims: tuple[int, ...], rank: int) -> tuple[int, ...]:

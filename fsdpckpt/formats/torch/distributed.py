@@ -41,15 +41,24 @@ from fsdpckpt.ir.tensors import (
     contiguous_stride,
     placements_text,
 )
-from fsdpckpt.layouts import LocalBox, distribute_tensor_boxes, local_boxes, local_shape, shard_order_of
+from fsdpckpt.layouts import (
+    BOTH,
+    Cutter,
+    LocalBox,
+    cutters_of_empty,
+    distribute_tensor_boxes,
+    local_boxes,
+    local_shape,
+    shard_order_of,
+)
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import truncate
 
 BoxInLocal: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 """What a rank holds of a tensor: start and size of the box, and how many elements into the local tensor it begins."""
 
-CutBoxes: TypeAlias = tuple[tuple[BoxInLocal, ...], Sharded, Sharding | None]
-"""The boxes that a local tensor holds, its placements in words, and its sharding."""
+CutBoxes: TypeAlias = tuple[tuple[BoxInLocal, ...], Sharded, Sharding | None, frozenset[Cutter]]
+"""The boxes that a local tensor holds, its placements in words, its sharding, and who may have cut it so."""
 
 
 class Cut(NamedTuple):
@@ -79,6 +88,7 @@ class Distributed:
     recorded). ``holders``: the ranks that together hold it; ``world``: all ranks of the job, as far as the file shows.
     ``device``: the device type of a DTensor's mesh, "" if not recorded. ``sharding``: a DTensor's placements on its own
     mesh; None if its ranks hold interleaved boxes, or the mesh has another order than ``init_device_mesh`` makes.
+    ``cut_by``: who gives a rank without elements a local tensor of this shape; empty if nobody does.
     """
 
     form: str
@@ -91,6 +101,7 @@ class Distributed:
     boxes: tuple[BoxInFile, ...]
     device: str = ""
     sharding: Sharding | None = None
+    cut_by: frozenset[Cutter] = BOTH
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,11 +193,21 @@ class DistributedParser(FileParser):
         if any(not isinstance(p, Replicate) and not 0 <= p.dim < len(wrapped.shape) for p in placements):
             self._corrupt(key, f"placements do not fit shape {wrapped.shape}", "dimensions", str(placements))
         order = self._shard_order(spec.get("shard_order"), placements, key) if len(placements) > 1 else None
-        held, how, sharding = self.boxes_of(Cut(wrapped.shape, mesh, placements, order, local), key)
+        held, how, sharding, cut_by = self.boxes_of(Cut(wrapped.shape, mesh, placements, order, local), key)
         first, itemsize, stride = local.offset, local.dtype.itemsize, local.stride
         boxes = tuple([BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in held])
         return Distributed(
-            "DTensor", local.dtype, wrapped.shape, how, mesh.rank, mesh.ranks, mesh.world, boxes, mesh.device, sharding
+            "DTensor",
+            local.dtype,
+            wrapped.shape,
+            how,
+            mesh.rank,
+            mesh.ranks,
+            mesh.world,
+            boxes,
+            mesh.device,
+            sharding,
+            cut_by,
         )
 
     def boxes_of(self, cut: Cut, key: str) -> CutBoxes:
@@ -203,7 +224,7 @@ class DistributedParser(FileParser):
     def _cut(self, cut: Cut, key: str) -> CutBoxes:
         shape, mesh, placements, order, local = cut
         if mesh.coordinate is None:
-            return (), Sharded(placements), None
+            return (), Sharded(placements), None, BOTH
         decoded = shard_order_of(mesh.shape, placements)
         sharding = None
         if decoded is not None and order in (None, decoded) and mesh.ascending:
@@ -222,7 +243,10 @@ class DistributedParser(FileParser):
                 f"{local.shape}",
             )
         held = [(part.box.offsets, part.box.sizes, sum(map(mul, part.local_offsets, local.stride))) for part in boxes]
-        return tuple(held), Sharded(placements), sharding
+        cut_by = BOTH
+        if not boxes and sharding is not None:
+            cut_by = cutters_of_empty(shape, mesh.shape, placements, mesh.coordinate, local.shape)
+        return tuple(held), Sharded(placements), sharding, cut_by
 
     def _placements(self, pickled: object, key: str) -> tuple[Placement, ...]:
         if not isinstance(pickled, (tuple, list)):
@@ -308,7 +332,9 @@ class DistributedParser(FileParser):
 
 def _fits(boxes: Sequence[LocalBox], shape: Sequence[int], local: Sequence[int]) -> bool:
     wanted = local_shape(boxes, shape)
-    return prod(local) == 0 if wanted is None else wanted == tuple(local)
+    if wanted is None:
+        return prod(local) == 0 and len(local) == len(shape)
+    return wanted == tuple(local)
 
 
 @lru_cache(maxsize=1024)

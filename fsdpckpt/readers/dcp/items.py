@@ -177,6 +177,13 @@ class _Contents:
             declared = [(tensor.chunks.size, tensor.chunks.stride) for tensor in tensors]
             begins = np.cumsum(counts[numbers]) - counts[numbers]
             differs = [stored[at] != np.concatenate(column) for at, column in enumerate(zip(*declared, strict=True))]
+            if differs[0].any():
+                # FSDP2 stores (0, 0) where it declares (4, 0). Such a chunk stays as declared: no element is elsewhere.
+                declared_size = np.concatenate([size for size, _ in declared])
+                empty = (declared_size == 0).any(axis=1) & (stored[0] == 0).any(axis=1)
+                stored[0, empty] = declared_size[empty]
+                for column in differs:
+                    column[empty] = False
             sizes, strides = (np.logical_or.reduceat(column.any(axis=1), begins) for column in differs)
             for at in np.flatnonzero(sizes | strides).tolist():
                 tensor, rows_of_it = tensors[at], slice(begins[at], begins[at] + counts[numbers[at]])

@@ -27,6 +27,7 @@ from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.quantized import BITSANDBYTES, Blocks, blocks_of, is_codes, parts_in, unwrapped
 from fsdpckpt.ir.tensors import Chunks, Slices, Tensor
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, like
+from fsdpckpt.layouts import Cutter
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.optimizer_forms import is_optimizer
 from fsdpckpt.readers.protocol import KeyPath, dotted
@@ -55,7 +56,7 @@ class Merge:
     """One merge of the state dicts of ``groups`` of ranks.
 
     ``sharded``: some value is distributed, so plain tensors are whole on every rank. After ``value``: ``problems``,
-    ``rank_values`` and ``absences``, as in ``Tree``.
+    ``rank_values`` and ``absences``, as in ``Tree``; ``cut_by``: who cut tensors, as far as empty shards show it.
     """
 
     def __init__(self, groups: Sequence[Group], *, sharded: bool) -> None:
@@ -63,6 +64,7 @@ class Merge:
         self._sharded = False if sharded else None
         self._on_one_rank = False  # whether the optimizer at hand was gathered there (rank0_only=True)
         self.problems: list[Problem] = []
+        self.cut_by: set[Cutter] = set()
         self.rank_values: dict[KeyPath, tuple[Value, ...]] = {}
         self.absences: dict[KeyPath, frozenset[int]] = {}
 
@@ -192,7 +194,26 @@ class Merge:
             file = self._groups[present[0]].files[0]
             chunks = _chunks([(file.rank, file.file, 0, *(0,) * ndim, *first.shape, *(1,) * ndim)], ndim)
         sharding = first.sharding if all(values[i].sharding is first.sharding for i in present) else None
+        self._check_empty(values, present, path)
         return Tensor(first.dtype, first.shape, chunks, sharded=True, cut=first.cut, sharding=sharding)
+
+    def _check_empty(self, values: Sequence[Distributed], present: list[int], path: KeyPath) -> None:
+        """Report local tensors without elements in shapes that no job gives them: the model of that rank refuses them.
+
+        Ranks with elements say nothing of who cut the tensor; those without do, and agree.
+        """
+        by_cutter: dict[frozenset[Cutter], list[int]] = {}
+        for i in present:
+            by_cutter.setdefault(values[i].cut_by, []).append(i)
+        cut_by = frozenset.intersection(*by_cutter)
+        if cut_by:
+            self.cut_by |= cut_by if len(cut_by) == 1 else set()
+            return
+        wrong = by_cutter.get(frozenset()) or min(by_cutter.values(), key=len)
+        ranks = self._ranks_of(wrong)
+        message = f"{dotted(path)} is empty on {_ranks_text(ranks)}, in another shape than FSDP2 or DTensor gives it"
+        message += ": load_state_dict refuses it there"
+        self.problems.append(Problem("local-shape", message, fatal=False, key=dotted(path), rank=ranks[0]))
 
     def _are_slices(self, vectors: Sequence[object], place: _Place) -> bool:
         """Whether vectors in ``place`` are certain to be slices, judging by the ranks that have them."""
