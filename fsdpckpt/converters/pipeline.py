@@ -47,7 +47,7 @@ from fsdpckpt.execute import execute
 from fsdpckpt.execute.job import MAX_THREADS, Budget, Job, for_worker, make_budget, pack_job, threads_for, unpack_job
 from fsdpckpt.execute.journal import JournaledWindows, Record, RunIdentity, first_record, identity_of, joined
 from fsdpckpt.execute.output import target_differs
-from fsdpckpt.ir.checkpoint import Note, SourceFile
+from fsdpckpt.ir.checkpoint import Note, NoteKind, SourceFile
 from fsdpckpt.ir.files import Stored, pack_files, unpack_files
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.plan.transfer import Visible
@@ -55,7 +55,7 @@ from fsdpckpt.process import set_aside, without_collection
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage import FileIdentity, is_url
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import clear_leftover, was_interrupted
+from fsdpckpt.storage.staging import clear_leftover, restore_backup, was_interrupted
 from fsdpckpt.storage.target_checks import Contents, check_target, refuse_links_into
 
 
@@ -117,6 +117,7 @@ class _Conversion:
     _opened: list[str] = field(default_factory=list)  # every file that rank 0 has read; later those without chunks
     _staged: StagedOutput = field(default_factory=StagedOutput)
     _note: Note | None = None
+    _warnings: list[Note] = field(default_factory=list)  # of all ranks: what DST does not need and could not be done
     _replaces: Contents = field(default_factory=dict)  # on rank 0: what was at DST
     _manifest: bytes = b""  # fsdpckpt.json as it was written
     _compares: bool = False  # whether DST may exist and is then compared with the planned output
@@ -174,6 +175,8 @@ class _Conversion:
     def _check_request(self, workers_here: int) -> Budget:
         options = self.options
         with self.group.step("check the request"):
+            if self.group.rank == 0 and not options.dry_run:
+                restore_backup(self.target)
             self._compares = self._may_be_complete()
             if self.group.rank == 0:
                 check_flavor(options)
@@ -208,7 +211,9 @@ class _Conversion:
                 self._prepared = prepare(self.source, self.target, self.options, files)
                 self._opened = list(files.opened)
                 if self.options.overwrite and not is_url(self.source):
-                    refuse_links_into(self.target, self.source, self._opened)
+                    units = self.options.units
+                    local_units = units if units is not None and not is_url(units) else None
+                    refuse_links_into(self.target, self.source, self._opened, units=local_units)
             self.progress.end()
 
     def _share_files(self) -> tuple[list[SourceFile], bool]:
@@ -383,9 +388,10 @@ class _Conversion:
             self._require_unchanged()
         with self.group.step("commit"):
             staging = self._staged.staging
+            warnings: list[Note] = []
             if staging is None:
                 if self.group.rank in directories.leaders:
-                    clear_leftover(self.target)
+                    warnings = clear_leftover(self.target)
             elif files_in(job, directories.of_worker[self.group.rank])[0] or self._linked:
                 if staging.replaces is not None:  # files that appeared there meanwhile must not be deleted
                     staging.replaces = still_replaceable(self.target, staging.replaces)
@@ -393,6 +399,10 @@ class _Conversion:
             else:
                 staging.discard()
         self._staged.close()
+        warnings = warnings if staging is None else staging.warnings
+        rows = [[note.kind, note.message] for note in warnings]
+        for of_rank in self.group.all_gather_objects(rows, name="warnings"):
+            self._warnings += [Note(*row) for row in cast("list[tuple[NoteKind, str]]", of_rank)]
 
     def _undo(self, error: BaseException) -> None:
         """Kill ranks that are stopped, and remove the staged output unless it may be resumed."""
@@ -410,7 +420,7 @@ class _Conversion:
         if self._prepared is not None:
             report = make_report(
                 *(self._prepared, self.target, budget, self.group.world_size, self._manifest),
-                notes=[] if self._note is None else [self._note],
+                notes=[*([] if self._note is None else [self._note]), *dict.fromkeys(self._warnings)],
                 replaced=replaced_files(self._replaces),
                 seconds=time.monotonic() - begun,
             )

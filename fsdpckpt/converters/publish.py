@@ -48,6 +48,7 @@ from fsdpckpt.progress import Progress
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import UPLOADING, is_url
 from fsdpckpt.storage.remote_store import RemoteStore, filesystem_of
+from fsdpckpt.storage.target_checks import require_apart
 from fsdpckpt.storage.upload import RemoteTarget, UploadOptions, open_target
 
 T = TypeVar("T")
@@ -165,6 +166,8 @@ class Upload:
             raise foreign_files_error(remote.url, foreign)
 
     def _lock(self, directory: UploadDirectory) -> str:
+        if not is_url(self._source):
+            require_apart(directory.root, self._source)
         if self._requested.dry_run:
             return ""
         return self._locks.enter_context(directory.locked(resume=self._requested.resume is not False))

@@ -12,7 +12,6 @@ The same command resumes without being asked. What another command or another so
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -50,15 +49,9 @@ from fsdpckpt.option_fields import output_options
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.storage import FileIdentity, changed_error, is_url
+from fsdpckpt.storage.hidden import Lock, journal_path, journal_paths, lock_as_writer, staging_root
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import (
-    InterruptedRun,
-    Staging,
-    journal_path,
-    journal_paths,
-    lock_as_writer,
-    staging_root,
-)
+from fsdpckpt.storage.staging import InterruptedRun, Staging
 from fsdpckpt.text import bytes_text, size_text
 from fsdpckpt.version import __version__
 
@@ -229,7 +222,7 @@ class StagedOutput:
     staging: Staging | None = None
     recorder: Recorder | None = None
     _staged_now: bool = False  # the staged files are this run's, not an earlier run's
-    _lock: int | None = None  # of a rank that writes beside others
+    _lock: Lock | None = None  # of a rank that writes beside others
 
     def prepare(
         self,
@@ -289,7 +282,7 @@ class StagedOutput:
             self.staging.close()
             self.staging = None
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
 
 

@@ -38,8 +38,9 @@ from fsdpckpt.plan import Plan
 from fsdpckpt.plan.transfer import NOTHING_WRITTEN, Segment, Visible, partition, target_node
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import remote_identity
+from fsdpckpt.storage.hidden import Lock, lock_path, open_own_file, read_own_file, write_own_file
 from fsdpckpt.storage.local import target_errors
-from fsdpckpt.storage.staging import Staging, lock_path
+from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.target_checks import Contents, existing_and_missing, is_empty_directory
 
 _RANK_FILE = re.compile(r"(?:.*_rank_?(\d+)\.(?:pt|bin)|(?:.*/)?__(\d+)_\d+\.distcp)")
@@ -157,8 +158,7 @@ def _write_marker(root: str, group: Group) -> str:
     """Write what the other workers recognise the directory ``root`` by, if there are any; return it."""
     token = uuid.uuid4().hex
     if group.world_size > 1:
-        with open(os.path.join(root, _MARKER), "w", encoding="utf-8") as file:
-            file.write(token)
+        write_own_file(os.path.join(root, _MARKER), token.encode())
     return token
 
 
@@ -179,9 +179,8 @@ def _state(path: str) -> str:
 def _read_text(path: str) -> str:
     """The content of the file ``path``; empty if there is none, or this process does not see it."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except OSError:
+        return read_own_file(path).decode()
+    except (OSError, ValueError):
         return ""
 
 
@@ -324,12 +323,12 @@ class UploadDirectory:
             with contextlib.suppress(OSError):
                 if os.listdir(self.root) == [_UPLOAD]:  # else it is kept for the next run
                     self.remove()
-            os.close(lock)
+            lock.close()
             for directory in created:
                 with contextlib.suppress(OSError):  # not empty
                     os.rmdir(directory)
 
-    def _lock(self) -> int:
+    def _lock(self) -> Lock:
         while True:
             os.makedirs(self.root, mode=0o700, exist_ok=True)
             status = os.lstat(self.root)
@@ -355,26 +354,25 @@ class UploadDirectory:
 
     def _begin(self) -> str:
         upload = uuid.uuid4().hex
-        with open(os.path.join(self.root, _UPLOAD), "w", encoding="utf-8") as file:
-            file.write(upload)
+        write_own_file(os.path.join(self.root, _UPLOAD), upload.encode())
         return upload
 
     def note_sent(self, upload: str, rank: int, name: str, info: Mapping[str, object]) -> None:
         """Note that ``rank`` sent the file ``name``, and the ``info`` that the store returned."""
         line = json.dumps([upload, name, remote_identity(name, info).tag])
-        with open(os.path.join(self.root, f"{_SENT}{rank}"), "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        notes = open_own_file(os.path.join(self.root, f"{_SENT}{rank}"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with os.fdopen(notes, "ab") as file:
+            file.write(line.encode() + b"\n")
 
     def sent(self, upload: str) -> dict[str, str]:
         """What earlier runs of ``upload`` sent: the store's tag for each name."""
         tags: dict[str, str] = {}
         for path in self._notes():
-            with open(path, encoding="utf-8") as file:
-                for line in file:
-                    with contextlib.suppress(ValueError):  # the last one, cut short by a kill
-                        noted, name, tag = json.loads(line)
-                        if noted == upload:
-                            tags[name] = tag
+            for line in read_own_file(path).splitlines():
+                with contextlib.suppress(ValueError):  # the last one, cut short by a kill
+                    noted, name, tag = json.loads(line)
+                    if noted == upload:
+                        tags[name] = tag
         return tags
 
     def _notes(self) -> list[str]:

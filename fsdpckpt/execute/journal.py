@@ -26,6 +26,7 @@ import numpy as np
 from fsdpckpt.execute.checks import Part
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage import FileIdentity, change_between
+from fsdpckpt.storage.hidden import open_own_file, read_own_file
 from fsdpckpt.storage.local import WritableFile, sync_directory, target_errors
 from fsdpckpt.text import plural
 
@@ -59,7 +60,7 @@ class Journal:
     def _open(self) -> bool:
         """Open after the last valid record; returns whether there was none."""
         end = _scan(self.path)[1]
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = open_own_file(self.path, os.O_WRONLY | os.O_CREAT)
         os.ftruncate(self._fd, end)
         os.lseek(self._fd, end, os.SEEK_SET)
         return end == 0
@@ -78,8 +79,7 @@ def read_records(path: str) -> list[Record]:
 def _scan(path: str) -> tuple[list[Record], int]:
     """The records, and the offset where the last one ends."""
     try:
-        with open(path, "rb") as file:
-            data = file.read()
+        data = read_own_file(path)
     except FileNotFoundError:
         return [], 0
     records: list[Record] = []

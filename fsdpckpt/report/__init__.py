@@ -12,6 +12,7 @@ from fsdpckpt.describe import Description
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import replace_file
+from fsdpckpt.storage.places import Tree
 
 MARK = "<!doctype html>\n<!-- fsdpckpt inspect --report -->\n"
 """The beginning of every page: a file that begins otherwise is never replaced."""
@@ -65,14 +66,12 @@ def _refuse_source(path: str, source: str) -> None:
         raise UsageError("--report takes the name of a file", found=repr(path), next_step="--report report.html")
     if is_url(path):
         raise UsageError(f"--report {path}: a report is written to a local file", next_step="--report report.html")
-    if not is_url(source) and os.path.isdir(source):
-        real, inside = os.path.realpath(path), os.path.realpath(source)
-        if os.path.commonpath([real, inside]) == inside:
-            raise UsageError(
-                f"--report {path} is inside the source, which is never written to",
-                file=path,
-                next_step="give --report a file outside of SRC",
-            )
+    if not is_url(source) and os.path.exists(source) and Tree(source).holds(path):
+        raise UsageError(
+            f"--report {path} is inside the source, which is never written to",
+            file=path,
+            next_step="give --report a file outside of SRC",
+        )
 
 
 def _require_free(path: str) -> None:

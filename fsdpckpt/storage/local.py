@@ -346,14 +346,23 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
         done += os.pwrite(descriptor, view[done:], offset + done)
 
 
-def sync_directory(path: str) -> None:
-    """Make the file names in a directory durable."""
+# What a file system answers that cannot sync directories: some network ones and FUSE.
+_NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+
+def sync_directory(path: str) -> bool:
+    """Make the file names in a directory durable. False if the file system cannot do that."""
     with target_errors(path):
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY_SYNC:
+                raise
+            return False
         finally:
             os.close(descriptor)
+    return True
 
 
 def replace_file(path: str, content: bytes) -> None:
@@ -373,5 +382,5 @@ def replace_file(path: str, content: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(partial)
         raise
-    with contextlib.suppress(TargetUnwritableError):  # some network file systems cannot sync a directory
+    with contextlib.suppress(TargetUnwritableError):  # the file is complete, and visible under its name
         sync_directory(folder)

@@ -20,101 +20,43 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
-import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
+from fsdpckpt.errors import FsdpckptError, TargetExistsError, TargetUnwritableError
+from fsdpckpt.ir.checkpoint import Note, NoteKind
+from fsdpckpt.storage.hidden import (
+    OUTPUT,
+    Lock,
+    backup_path,
+    has_writers,
+    is_directory,
+    is_free,
+    journal_path,
+    journal_paths,
+    lock_file,
+    lock_path,
+    open_own_file,
+    read_own_file,
+    require_own_kind,
+    staging_root,
+    write_own_file,
+)
 from fsdpckpt.storage.local import sync_directory, target_errors
 from fsdpckpt.storage.target_checks import (
-    NAME_LIMIT,
     Contents,
     added_since,
     contents_of,
     existing_and_missing,
-    files_below,
     is_empty_directory,
     space_error,
 )
 
-_OUTPUT, _JOURNAL, _WRITER = "output", "journal", "writer"
 _MAX_NAMES = 10  # files that are named in an error
-
-
-def _hidden_name(name: str, suffix: str) -> str:
-    """A name for a file beside DST, whose own name is ``name``; contains a hash of it if it is too long."""
-    hidden = f".{name}.fsdpckpt-{suffix}"
-    if len(os.fsencode(hidden)) <= NAME_LIMIT:
-        return hidden
-    return f".{hashlib.sha256(os.fsencode(name)).hexdigest()[:32]}.fsdpckpt-{suffix}"
-
-
-def staging_root(target: str) -> str:
-    """The path of the staging directory of ``target``, whether it exists or not."""
-    parent, name = os.path.split(os.path.realpath(target))
-    return os.path.join(parent, _hidden_name(name, "staging"))
-
-
-def journal_path(root: str, writer: int | None = None) -> str:
-    """The journal in the staging directory ``root`` of a single process, or of number ``writer`` of several."""
-    return os.path.join(root, _JOURNAL if writer is None else f"{_JOURNAL}-{writer}")
-
-
-def journal_paths(root: str) -> list[str]:
-    """All journals in the staging directory ``root``; empty if it does not exist."""
-    return [os.path.join(root, name) for name in _names(root, _JOURNAL)]
-
-
-def lock_path(path: str, flags: int, *, wait: bool = False, shared: bool = False) -> int:
-    """Open ``path`` with ``flags``, and lock it until the returned descriptor is closed.
-
-    ``shared``: others may share the lock. Raises BlockingIOError if another process holds the lock, unless this process
-    is to ``wait`` for it.
-    """
-    while True:
-        lock = os.open(path, flags | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
-            # The previous owner may have removed it between our open and our lock: then the lock guards nothing.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.lstat(path), os.fstat(lock)):
-                    return lock
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
-
-
-def lock_as_writer(root: str, writer: int) -> int:
-    """Lock ``root`` as number ``writer`` of several, until the returned descriptor is closed."""
-    path = os.path.join(root, f"{_WRITER}-{writer}")
-    with target_errors(path):
-        return lock_path(path, os.O_RDWR | os.O_CREAT, wait=True)
-
-
-def _has_writers(root: str) -> bool:
-    """Whether a process that locked the staging directory ``root`` as a writer is still running."""
-    return not all(_is_free(os.path.join(root, name)) for name in _names(root, _WRITER))
-
-
-def _is_free(path: str) -> bool:
-    try:
-        os.close(lock_path(path, os.O_RDWR, shared=True))  # all workers of a run look at once
-    except FileNotFoundError:
-        return True
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _names(root: str, kind: str) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(root) if name == kind or name.startswith(f"{kind}-"))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+_PUBLISHED = "published"  # in a staging directory: the inode of the output that replaces a DST that was moved aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +75,13 @@ class InterruptedRun:
     @classmethod
     def of(cls, target: str, *, resume: bool) -> InterruptedRun:
         root = staging_root(target)
-        resumed = resume and bool(journal_paths(root)) and os.path.isdir(os.path.join(root, _OUTPUT))
-        return cls(root, os.path.lexists(root), resumed, 0 if resumed else _allocated(root))
+        with target_errors(root):
+            exists = is_directory(root)
+            output = is_directory(os.path.join(root, OUTPUT))
+            for journal in journal_paths(root):
+                os.close(open_own_file(journal, os.O_RDONLY))
+        resumed = resume and output and bool(journal_paths(root))
+        return cls(root, exists, resumed, 0 if resumed else _allocated(root))
 
 
 class Staging:
@@ -143,20 +90,21 @@ class Staging:
     ``root``: the directory itself. ``path``: the directory in it to write to. ``journal``: the path of this process's
     journal (``journal_paths(root)``: all of them). ``interrupted``: what an interrupted run had left there.
     ``replaces``: what ``commit`` may delete at DST; None where DST has to be new, or an empty directory.
-    ``committed``: DST is complete.
+    ``committed``: DST is complete. ``warnings``: what could not be done that DST does not need.
     """
 
     def __init__(self, target: str, *, directory: bool, replaces: Contents | None = None, resume: bool = False) -> None:
         self._target = os.path.realpath(target)
         self._directory = directory
         self.replaces = replaces
-        parent, name = os.path.split(self._target)
+        parent = os.path.dirname(self._target)
         self.root = staging_root(target)
-        self.path = os.path.join(self.root, _OUTPUT)
+        self.path = os.path.join(self.root, OUTPUT)
         self.journal = journal_path(self.root)
-        self._aside = os.path.join(parent, _hidden_name(name, "old"))
-        self._lock_path = os.path.join(parent, _hidden_name(name, "lock"))
+        self._aside = backup_path(target)
+        self._lock_path = lock_file(target)
         self.committed = False
+        self.warnings: list[Note] = []
         _, self._created = existing_and_missing(parent)
         with target_errors(self._target):
             try:
@@ -174,8 +122,7 @@ class Staging:
     def _prepare(self, *, resume: bool) -> None:
         """Remove what an interrupted run left, unless it is resumed, and move back a DST that it moved aside."""
         with target_errors(self._target):
-            if os.path.lexists(self._aside):
-                self._restore_backup()
+            _restore_backup(self._target)
             self._refuse_writers()
             self.interrupted = InterruptedRun.of(self._target, resume=resume)
             if self.interrupted.exists and not self.interrupted.resumed:
@@ -184,24 +131,9 @@ class Staging:
             if not self.interrupted.resumed:
                 self._make()
 
-    def _restore_backup(self) -> None:
-        """Remove the older DST if the new one is in its place, else move it back."""
-        if not os.path.lexists(self._target):
-            os.rename(self._aside, self._target)
-        elif not os.path.lexists(self.visible):
-            _remove(self._aside)
-        else:
-            raise TargetExistsError(
-                f"another program wrote {self._target} while an earlier run was replacing it",
-                details=[f"what was there before is in {self._aside}"],
-                file=self._target,
-                next_step=f"move {self._target} away",
-                run_again=True,
-            )
-
     def _refuse_writers(self) -> None:
         """Workers outlive a killed leader by a few seconds, in which they still write."""
-        if _has_writers(self.root):
+        if has_writers(self.root):
             raise self._busy_error()
 
     def _busy_error(self) -> TargetExistsError:
@@ -225,11 +157,15 @@ class Staging:
             self.discard()
             self._make()
 
-    def _acquire(self) -> int:
+    def _acquire(self) -> Lock:
         try:
-            return lock_path(self._lock_path, os.O_RDWR | os.O_CREAT)
+            lock = lock_path(self._lock_path, os.O_RDWR | os.O_CREAT)
         except BlockingIOError:
             raise self._busy_error() from None
+        if not lock.effective:
+            no_locks = f"the file system of {self._target} has no locks (flock)"
+            self._warn("unlocked", f"{no_locks}: nothing keeps a second run from writing there at the same time")
+        return lock
 
     @property
     def visible(self) -> str:
@@ -271,25 +207,31 @@ class Staging:
                 )
 
     def keep_only(self, paths: Iterable[str]) -> None:
-        """Remove every staged file but the target files ``paths``: an earlier run may have staged others.
+        """Remove everything staged but the target files ``paths``: an earlier run may have staged others.
 
-        Symbolic and hard links, too: after a kill right after the names were swapped, the older DST is here, and its
-        links lead out of it.
+        Also whatever else has their names: links, pipes, directories. Of files those with a second name: after a kill
+        right after the names were swapped, the older DST is here, and its links lead out of it.
         """
         kept = set(map(self.locate, paths))
         with target_errors(self._target):
-            for path in [os.path.join(self.path, name) for name in files_below(self.path)]:
-                if path not in kept or os.path.islink(path) or os.lstat(path).st_nlink > 1:
-                    os.unlink(path)
+            for folder, directories, files in os.walk(self.path, topdown=False):
+                for path in [os.path.join(folder, name) for name in (*files, *directories)]:
+                    status = os.lstat(path)
+                    if stat.S_ISDIR(status.st_mode):
+                        with contextlib.suppress(OSError):  # not empty: kept files are in it
+                            os.rmdir(path)
+                    elif path not in kept or not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+                        os.unlink(path)
 
     def commit(self) -> None:
         """Make the output durable and visible under DST's name. The files in it must be synced already.
 
-        Raises TargetExistsError, with DST as it was, when something came there that ``replaces`` does not have.
+        Raises TargetExistsError, with DST as it was, when something came there that ``replaces`` does not have. Once
+        DST is complete nothing is raised: what then fails is in ``warnings``.
         """
         with target_errors(self._target):
-            for folder, _, _ in os.walk(self.path):
-                sync_directory(folder)
+            folders = [folder for folder, _, _ in os.walk(self.path)]
+            durable = [sync_directory(folder) for folder in folders].count(False) == 0
             self._refuse_to_replace()
             if not os.path.lexists(self._target) or self.replaces is None:
                 self._rename_into_place()
@@ -299,24 +241,64 @@ class Staging:
                 self._check_replaced(self._target, lambda: None)
                 os.rename(self.visible, self._target)
             else:
-                os.rename(self._target, self._aside)
-                self._check_replaced(self._aside, lambda: os.rename(self._aside, self._target))
-                os.rename(self.visible, self._target)
-            sync_directory(os.path.dirname(self._target))
-            self.committed = True
+                self._replace_in_two_steps()
+        self.committed = True
+        self._clean_up(durable=durable)
+
+    def _replace_in_two_steps(self) -> None:
+        """Move DST aside and the output to its place; after a kill in between the next run moves DST back."""
+        number = os.lstat(self.visible).st_ino
+        write_own_file(os.path.join(self.root, _PUBLISHED), b"%d" % number)
+        sync_directory(self.root)
+        os.rename(self._target, self._aside)
+        try:
+            self._check_replaced(self._aside, lambda: None)
+            os.rename(self.visible, self._target)
+        except BaseException:
+            os.rename(self._aside, self._target)
+            raise
+
+    def _clean_up(self, *, durable: bool) -> None:
+        """DST is complete: make its name durable, and remove the rest."""
+        try:
+            durable &= sync_directory(os.path.dirname(self._target))
+        except FsdpckptError as error:
+            where = " and ".join(filter(os.path.lexists, (self._aside, self.path)))
+            kept = f"; what was at DST before is kept in {where}" if self.replaces and where else ""
+            message = f"{self._target} is complete, but its name may not be on the disk yet ({error.what}){kept}"
+            self._warn("not-synced", message)
+            if kept:  # after a crash of the machine it may be all that is left
+                return
+        if not durable:
+            what = f"the file system of {self._target} does not make file names durable on request"
+            self._warn("not-synced", f"{what}: look whether DST is there if this machine crashes within a minute")
+        try:
             if os.path.lexists(self._aside):
                 _remove(self._aside)
             self.discard()
+        except OSError as error:
+            left = " and ".join(filter(os.path.lexists, (self._aside, self.root)))
+            what = f"{self._target} is complete, but what the run no longer needs could not be removed"
+            self._warn("left-behind", f"{what} ({error.strerror}): remove {left}")
+
+    def _warn(self, kind: NoteKind, message: str) -> None:
+        self.warnings.append(Note(kind, message))
 
     def _rename_into_place(self) -> None:
-        if is_empty_directory(self._target):
+        empty = is_empty_directory(self._target)
+        if empty:
             os.rmdir(self._target)
         try:
             if not _rename(self.visible, self._target, _NOREPLACE):
                 self._refuse_to_replace()
                 os.rename(self.visible, self._target)
-        except FileExistsError:
-            raise self._exists_error() from None
+        except OSError as error:
+            if empty:
+                with contextlib.suppress(OSError):
+                    os.mkdir(self._target)
+            if isinstance(error, FileExistsError):
+                raise self._exists_error() from None
+            raise
 
     def _check_replaced(self, path: str, undo: Callable[[], object]) -> None:
         """Nobody reaches ``path``, the older DST, by its name any more: what is there now is what is deleted."""
@@ -357,9 +339,12 @@ class Staging:
 
     def close(self) -> None:
         """Release the lock, and remove directories that were created for an output that was never written."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._lock_path)
-        os.close(self._lock)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._lock_path)
+        except OSError as error:  # nobody is kept out by a lock that nobody holds
+            self._warn("left-behind", f"{self._lock_path} could not be removed ({error.strerror}): remove it")
+        self._lock.close()
         self._remove_created()
 
     def _remove_created(self) -> None:
@@ -369,20 +354,69 @@ class Staging:
                 os.rmdir(directory)
 
 
-def clear_leftover(target: str) -> None:
-    """Remove what a run left that was killed after DST became visible."""
-    parent, name = os.path.split(os.path.realpath(target))
-    if any(os.path.lexists(os.path.join(parent, _hidden_name(name, suffix))) for suffix in ("staging", "lock", "old")):
-        staging = Staging(target, directory=os.path.isdir(target), replaces={})
-        staging.discard()
-        staging.close()
+def clear_leftover(target: str) -> list[Note]:
+    """Remove what a run left that was killed after DST became visible. Returns the warnings."""
+    if not any(map(os.path.lexists, (staging_root(target), lock_file(target), backup_path(target)))):
+        return []
+    staging = Staging(target, directory=os.path.isdir(target), replaces={})
+    with target_errors(target):
+        try:
+            staging.discard()
+        finally:
+            staging.close()
+    return staging.warnings
+
+
+def restore_backup(target: str) -> None:
+    """Move an older DST back that a run had moved aside when it was killed. Nothing while a run is going on."""
+    lock = lock_file(target)
+    if not os.path.lexists(backup_path(target)):
+        return
+    with target_errors(target):
+        existed = os.path.lexists(lock)
+        with contextlib.suppress(BlockingIOError), contextlib.closing(lock_path(lock, os.O_RDWR | os.O_CREAT)):
+            try:
+                _restore_backup(os.path.realpath(target))
+            finally:
+                if not existed:
+                    os.unlink(lock)
+
+
+def _restore_backup(target: str) -> None:
+    """Remove the older DST if the new one is in its place, else move it back."""
+    aside = backup_path(target)
+    if not os.path.lexists(aside):
+        return
+    require_own_kind(aside)
+    if _is_published(target):
+        _remove(aside)
+        return
+    if is_empty_directory(target):  # as good as none
+        os.rmdir(target)
+    if os.path.lexists(target):
+        raise TargetExistsError(
+            f"another program wrote {target} while an earlier run was replacing it",
+            details=[f"what was there before is in {aside}"],
+            file=target,
+            next_step=f"move {target} away",
+            run_again=True,
+        )
+    os.rename(aside, target)
+
+
+def _is_published(target: str) -> bool:
+    """Whether DST is what an earlier run put in the place of what it had moved aside."""
+    try:
+        number = read_own_file(os.path.join(staging_root(target), _PUBLISHED))
+        return number == b"%d" % os.lstat(target).st_ino
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def was_interrupted(target: str) -> bool:
     """Whether a run that wrote ``target`` left something, maybe after DST became visible, and none is going on."""
-    parent, name = os.path.split(os.path.realpath(target))
-    lock = os.path.join(parent, _hidden_name(name, "lock"))
-    return (os.path.lexists(staging_root(target)) or os.path.lexists(lock)) and _is_free(lock)
+    lock = lock_file(target)
+    return (os.path.lexists(staging_root(target)) or os.path.lexists(lock)) and is_free(lock)
 
 
 def free_bytes(target: str) -> int | None:

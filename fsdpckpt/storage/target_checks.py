@@ -16,13 +16,13 @@ from typing import TypeAlias
 
 from fsdpckpt.errors import EMPTY, TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage import FileIdentity, identity_of_status, is_url
+from fsdpckpt.storage.hidden import NAME_LIMIT, hidden_place_of
 from fsdpckpt.storage.local import target_errors
+from fsdpckpt.storage.places import Tree, is_within
 from fsdpckpt.text import bytes_text
 
 Contents: TypeAlias = "Mapping[str, FileIdentity]"
 """The files and links at and below a path, by their paths below it; "" when the path is a file itself."""
-
-NAME_LIMIT = 255  # bytes of one file name on every file system in use; some allow fewer
 
 LINK = "link"
 """The tag of a symbolic link."""
@@ -102,10 +102,16 @@ def check_target(target: str, source: str, *, overwrite: bool, compare: bool = F
     _refuse_tilde(target)
     with target_errors(target):
         real = os.path.realpath(target)
-        if source and not is_url(source):  # opening an empty SRC reports that
-            _refuse_source(target, real, os.path.realpath(source), overwrite=overwrite)
+        local = bool(source) and not is_url(source)  # opening an empty SRC reports that
+        if local:
+            require_outside(target, source)
+            _refuse_hidden(target, source)
+        if local and overwrite and is_within(source, real):
+            raise _holds_source(target)
         if (os.path.lexists(target) or os.path.lexists(real)) and not compare:
             _refuse_existing(target, real, overwrite=overwrite)
+        if local and overwrite and Tree(real).holds(source):  # not earlier: nobody wants a walk through / or ~
+            raise _holds_source(target)
         _require_parent(target, real)
 
 
@@ -121,23 +127,58 @@ def _refuse_tilde(target: str) -> None:
         )
 
 
-def _refuse_source(target: str, real: str, source: str, *, overwrite: bool) -> None:
-    if _is_within(real, source):
-        relation = "is the source" if real == source else "lies inside the source"
+def require_outside(path: str, source: str, *, what: str = "DST") -> None:
+    """Raises UsageError if ``path``, which is to be written, is the local ``source`` or lies in it, by whatever path
+    it is reached. ``what``: how messages call it.
+    """
+    tree = Tree(source)
+    if not tree.holds(path):
+        return
+    relation = "is the source" if is_within(source, path) else "lies inside the source"
+    visibly = os.path.commonpath([os.path.realpath(path), tree.path]) == tree.path
+    raise UsageError(
+        f"{path} {relation}{'' if visibly else f' ({source}) by another path'}, which is never written to",
+        file=path,
+        why=None if visibly else "both paths lead to one directory: a bind mount, or a file system mounted twice",
+        next_step=f"give a {what} outside of SRC",
+    )
+
+
+def _refuse_hidden(target: str, source: str) -> None:
+    """What a run keeps beside DST is removed by the next one: nothing is converted from there."""
+    place = hidden_place_of(target, source)
+    if place is not None:
         raise UsageError(
-            f"{target} {relation}, which is never written to", file=target, next_step="give a DST outside of SRC"
-        )
-    if overwrite and _is_within(source, real):
-        raise UsageError(
-            f"replacing {target} would delete the source, which is inside it",
-            file=target,
-            next_step="give a DST that does not exist yet",
+            f"{source} is part of what an interrupted run left for {target}, which this run would remove",
+            file=place,
+            next_step=f"give another DST, or move {source} out of {place}",
         )
 
 
-def refuse_links_into(target: str, source: str, opened: Iterable[str]) -> None:
-    """Refuse to replace ``target`` if links in the local ``source`` lead into it. ``opened``: every file that was read;
-    those of another checkpoint, such as a reference, may be in DST.
+def require_apart(directory: str, source: str) -> None:
+    """Raises UsageError if the ``directory`` to upload from lies in the local ``source``, or the source in it."""
+    require_outside(directory, source, what="--staging DIR")
+    if is_within(source, directory):
+        raise UsageError(
+            f"{source} is part of what an interrupted upload left in {directory}, which this run would remove",
+            file=directory,
+            next_step=f"give another --staging DIR, or move {source} out of {directory}",
+        )
+
+
+def _holds_source(target: str) -> UsageError:
+    return UsageError(
+        f"replacing {target} would delete the source, which is inside it",
+        file=target,
+        next_step="give a DST that does not exist yet",
+    )
+
+
+def refuse_links_into(target: str, source: str, opened: Iterable[str], *, units: str | None = None) -> None:
+    """Refuse to replace ``target`` if links in the local ``source`` lead into it, or if it holds the file ``units``,
+    without which the source may not be understood again.
+
+    ``opened``: every file that was read; those of another checkpoint, such as a reference, may be in DST.
 
     Raises UsageError.
     """
@@ -148,8 +189,8 @@ def refuse_links_into(target: str, source: str, opened: Iterable[str]) -> None:
         paths += [path for path in opened if path.startswith(below)]  # also what is behind a link to a directory
     else:  # an index lies beside its shards
         paths = [path for path in opened if os.path.dirname(path) == os.path.dirname(source)]
-    real = os.path.realpath(target)
-    links = {path: inside for path in paths if _is_within(inside := os.path.realpath(path), real)}
+    tree = Tree(target)
+    links = {path: os.path.realpath(path) for path in paths if tree.holds(path)}
     if links:
         raise UsageError(
             f"replacing {target} would delete data of the source, which has links into it",
@@ -157,13 +198,19 @@ def refuse_links_into(target: str, source: str, opened: Iterable[str]) -> None:
             file=target,
             next_step="give a DST that does not exist yet",
         )
+    if units is not None and tree.holds(units):
+        raise UsageError(
+            f"replacing {target} would delete {units}, which says what the source holds",
+            file=target,
+            next_step="copy that file out of DST and give the copy with --units, or give a DST that does not exist yet",
+        )
 
 
 def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
     kind = None
-    if _is_within(os.getcwd(), real):
+    if is_within(os.curdir, real):
         kind = "the current directory, or contains it"
-    elif _is_within(os.path.realpath(os.path.expanduser("~")), real):
+    elif is_within(os.path.expanduser("~"), real):
         kind = "the home directory, or contains it"
     elif os.path.ismount(real):
         kind = "a mount point"
@@ -229,8 +276,3 @@ def _name_limit(directory: str) -> int:
         return os.pathconf(directory, "PC_NAME_MAX")
     except (OSError, ValueError):  # the file system does not say
         return NAME_LIMIT
-
-
-def _is_within(path: str, directory: str) -> bool:
-    """Whether ``path`` is ``directory`` or lies below it; both are absolute."""
-    return os.path.commonpath([path, directory]) == directory

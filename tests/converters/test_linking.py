@@ -27,7 +27,8 @@ from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.options import LinkMode
 from fsdpckpt.plan import make_plan
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import InterruptedRun, Staging, staging_root
+from fsdpckpt.storage.hidden import staging_root
+from fsdpckpt.storage.staging import InterruptedRun, Staging
 
 DCP: dict[str, Any] = {"container": "dcp"}  # one file of data alone reads as full, which would become a torch file
 PARAMS = {"layers.0.w": (37, 5), "layers.1.w": (11, 3), "norm": (7,), "empty": (0, 3)}

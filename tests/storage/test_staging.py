@@ -15,15 +15,13 @@ from types import SimpleNamespace
 import pytest
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
+from fsdpckpt.storage.hidden import journal_path, journal_paths, lock_as_writer, staging_root
 from fsdpckpt.storage.local import WritableFile, aligned_buffer
 from fsdpckpt.storage.staging import (
     Staging,
     clear_leftover,
     free_bytes,
-    journal_path,
-    journal_paths,
-    lock_as_writer,
-    staging_root,
+    restore_backup,
     swap_names,
     was_interrupted,
 )
@@ -397,7 +395,7 @@ def test_nobody_begins_while_a_worker_whose_leader_is_gone_still_writes(tmp_path
     with pytest.raises(TargetExistsError, match="another fsdpckpt is writing"):
         Staging(str(tmp_path / "out"), directory=True, resume=resume)
     assert journal_paths(staging_root(str(tmp_path / "out")))
-    os.close(lock)
+    lock.close()
     staging = Staging(str(tmp_path / "out"), directory=True, resume=resume)
     assert staging.interrupted.resumed is resume
     staging.discard()
@@ -489,12 +487,65 @@ def test_what_a_run_left_that_ended_just_after_its_target_appeared_can_be_cleare
     assert os.listdir(tmp_path / "out") == ["theirs"]
 
 
-def test_what_a_run_left_that_replaced_a_directory_by_a_file_is_cleared(tmp_path) -> None:
+@pytest.mark.parametrize("by_us", [True, False])
+def test_what_a_run_moved_aside_goes_only_if_the_target_is_what_it_put_there(tmp_path, by_us: bool) -> None:
     """It was killed after its second rename: the file is in place, and nothing of it is staged any more."""
-    target = tmp_path / "out.pt"
+    target, aside = tmp_path / "out.pt", tmp_path / ".out.pt.fsdpckpt-old"
     target.write_bytes(b"new")
-    (tmp_path / ".out.pt.fsdpckpt-old").mkdir()
-    (tmp_path / ".out.pt.fsdpckpt-old" / "older").write_bytes(b"replaced")
+    aside.mkdir()
+    (aside / "older").write_bytes(b"replaced")
     (tmp_path / ".out.pt.fsdpckpt-staging" / "output").mkdir(parents=True)
-    clear_leftover(str(target))
-    assert os.listdir(tmp_path) == ["out.pt"] and target.read_bytes() == b"new"
+    number = target.stat().st_ino + (0 if by_us else 1)
+    (tmp_path / ".out.pt.fsdpckpt-staging" / "published").write_text(str(number))
+    if by_us:
+        clear_leftover(str(target))
+        assert os.listdir(tmp_path) == ["out.pt"]
+    else:
+        with pytest.raises(TargetExistsError, match="another program wrote"):
+            clear_leftover(str(target))
+        assert (aside / "older").read_bytes() == b"replaced"
+    assert target.read_bytes() == b"new"
+
+
+def test_an_empty_target_beside_what_was_moved_aside_costs_nothing(tmp_path) -> None:
+    """A job script makes its output directory first; what a killed run had moved aside was taken for replaced."""
+    target, aside = tmp_path / "out", tmp_path / ".out.fsdpckpt-old"
+    target.mkdir()
+    aside.mkdir()
+    (aside / "theirs").write_bytes(b"someone's")
+    restore_backup(str(target))
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+    assert (target / "theirs").read_bytes() == b"someone's"
+
+
+@pytest.mark.parametrize("killed_before", ["first", "second", "removal"])
+def test_a_replacement_in_two_renames_that_is_killed_is_settled_by_the_next_run(
+    tmp_path, monkeypatch, killed_before: str
+) -> None:
+    monkeypatch.setattr("fsdpckpt.storage.staging.swap_names", lambda *_: False)
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "old").write_bytes(b"old")
+    staging = Staging(str(target), directory=True, replaces=contents_of(str(target)))
+    _write(staging.locate("new"), b"new")
+    process = os.fork()
+    if process == 0:  # it dies where a kill would hit it: no handler runs
+        renames, rename = {"first": 0, "second": 1, "removal": 2}[killed_before], os.rename
+
+        def counted(one: str, other: str) -> None:
+            nonlocal renames
+            if renames == 0:
+                os._exit(9)
+            renames -= 1
+            rename(one, other)
+
+        os.rename = counted
+        if killed_before == "removal":
+            shutil.rmtree = lambda *_: os._exit(9)
+        staging.commit()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 9
+    staging._lock.close()
+    restore_backup(str(target))
+    assert os.listdir(target) == (["new"] if killed_before == "removal" else ["old"])
+    assert not (tmp_path / ".out.fsdpckpt-old").exists()

@@ -16,7 +16,7 @@ from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.errors import SourceError, TargetError
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
-from fsdpckpt.storage.staging import journal_paths, staging_root
+from fsdpckpt.storage.hidden import journal_paths, staging_root
 from tests.e2e.distributed.cases import CASES, disks, options, unequal, write_plan
 from tests.e2e.distributed.disks import can_bind
 from tests.oracle.forked import ROOT, run

@@ -1,0 +1,225 @@
+"""What others put under the names that this program uses beside DST is not followed, waited for, written or removed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdpckpt.errors import FsdpckptError, TargetUnwritableError
+from fsdpckpt.execute.journal import Journal, read_records
+from fsdpckpt.storage.hidden import lock_as_writer, lock_path, staging_root
+from fsdpckpt.storage.staging import InterruptedRun, Staging, clear_leftover, restore_backup, was_interrupted
+from fsdpckpt.storage.target_checks import contents_of
+
+STAGING = ".out.fsdpckpt-staging"
+
+
+def _linked(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def _hard_linked(path: Path) -> None:
+    (path.parent / "second-name").write_bytes(b"someone's")
+    os.link(path.parent / "second-name", path)
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "link": _linked,
+    "pipe": os.mkfifo,
+    "directory": Path.mkdir,
+    "hard link": _hard_linked,
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_hangs() -> Iterator[None]:
+    """A pipe that is waited for would stop the suite."""
+    import signal
+
+    def hung(*_: object) -> None:
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, hung)
+    signal.alarm(5)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def _everything(tmp_path: Path) -> list[str]:
+    return sorted(str(path) for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [".out.fsdpckpt-lock", f"{STAGING}/journal", f"{STAGING}/journal-1"])
+def test_a_file_of_ours_that_is_something_else_is_named_and_left(tmp_path: Path, name: str, kind: str) -> None:
+    target = str(tmp_path / "out")
+    (tmp_path / STAGING / "output").mkdir(parents=True)
+    KINDS[kind](tmp_path / name)
+    before = _everything(tmp_path)
+    for act in (
+        lambda: Staging(target, directory=True, resume=True),
+        lambda: Staging(target, directory=True),
+        lambda: clear_leftover(target),
+        lambda: was_interrupted(target) if name.endswith("lock") else InterruptedRun.of(target, resume=True),
+    ):
+        with pytest.raises(TargetUnwritableError, match="not what fsdpckpt keeps there") as error:
+            act()
+        assert f"rm {'-r ' if kind == 'directory' else ''}{tmp_path / name}" in (error.value.next_step or "")
+        assert error.value.exit_code == 5
+        assert _everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("name", [STAGING, f"{STAGING}/output"])
+def test_a_directory_of_ours_that_is_something_else_is_named_and_left(tmp_path: Path, name: str, kind: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "output").mkdir(parents=True)
+    (elsewhere / "journal").write_bytes(b"someone's")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    if kind == "link":
+        (tmp_path / name).symlink_to(elsewhere)
+    else:
+        os.mkfifo(tmp_path / name)
+    before = _everything(tmp_path)
+    for resume in (True, False):
+        with pytest.raises(TargetUnwritableError, match="not what fsdpckpt keeps there"):
+            Staging(str(tmp_path / "out"), directory=True, resume=resume)
+    with pytest.raises(TargetUnwritableError):
+        clear_leftover(str(tmp_path / "out"))
+    assert _everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_backup_that_is_something_else_is_named_and_left(tmp_path: Path, kind: str) -> None:
+    KINDS[kind](tmp_path / ".out.fsdpckpt-old")
+    with pytest.raises(TargetUnwritableError, match="not what fsdpckpt keeps there"):
+        restore_backup(str(tmp_path / "out"))
+    assert os.listdir(tmp_path) == [".out.fsdpckpt-old"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_lock_of_a_worker_that_is_something_else_is_named(tmp_path: Path, kind: str) -> None:
+    KINDS[kind](tmp_path / "writer-3")
+    with pytest.raises(TargetUnwritableError, match="not what fsdpckpt keeps there"):
+        lock_as_writer(str(tmp_path), 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_journal_that_is_something_else_is_neither_read_nor_written(tmp_path: Path, kind: str) -> None:
+    KINDS[kind](tmp_path / "journal")
+    for act in (read_records, lambda path: Journal(path).append([{}])):
+        with pytest.raises(TargetUnwritableError, match="not what fsdpckpt keeps there"):
+            act(str(tmp_path / "journal"))
+    if kind == "hard link":
+        assert (tmp_path / "second-name").read_bytes() == b"someone's"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_has_the_name_of_a_staged_file_gives_way(tmp_path: Path, kind: str) -> None:
+    (tmp_path / STAGING / "output").mkdir(parents=True)
+    (tmp_path / STAGING / "journal").touch()
+    staging = Staging(str(tmp_path / "out"), directory=True, resume=True)
+    Path(staging.locate("kept")).touch()
+    KINDS[kind](Path(staging.locate("data")))
+    staging.keep_only(["kept", "data"])
+    assert os.listdir(staging.path) == ["kept"]
+    staging.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_written_to_with_a_warning(tmp_path: Path, monkeypatch, number: int) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    staging = Staging(str(tmp_path / "out"), directory=True)
+    lock_as_writer(staging.root, 1).close()
+    staging.commit()
+    staging.close()
+    assert [note.kind for note in staging.warnings] == ["unlocked"]
+    assert "has no locks" in staging.warnings[0].message
+    assert os.listdir(tmp_path) == ["out"]
+    (tmp_path / ".out.fsdpckpt-lock").touch()
+    assert was_interrupted(str(tmp_path / "out"))
+
+
+def test_a_lock_that_cannot_be_taken_for_another_reason_is_an_error(tmp_path: Path, monkeypatch) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with pytest.raises(OSError, match="Input/output"):
+        lock_path(str(tmp_path / "lock"), os.O_RDWR | os.O_CREAT)
+
+
+def _fsync(path: Path, number: int) -> Callable[[int], None]:
+    """``os.fsync`` that fails for the directory ``path``."""
+    fsync, inode = os.fsync, path.stat().st_ino
+
+    def failing(descriptor: int) -> None:
+        if os.fstat(descriptor).st_ino == inode:
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    return failing
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_directory_that_cannot_be_synced_after_publishing_is_a_warning(
+    tmp_path: Path, monkeypatch, number: int, replaces: bool
+) -> None:
+    target = tmp_path / "out"
+    if replaces:
+        target.mkdir()
+        (target / "old").touch()
+    staging = Staging(str(target), directory=True, replaces=contents_of(str(target)) if replaces else None)
+    Path(staging.locate("new")).touch()
+    monkeypatch.setattr(os, "fsync", _fsync(tmp_path, number))
+    staging.commit()
+    staging.close()
+    assert staging.committed and os.listdir(target) == ["new"]
+    assert [note.kind for note in staging.warnings] == ["not-synced"]
+    kept = replaces and number == errno.EIO  # after a crash the older target may be all that is left
+    assert sorted(os.listdir(tmp_path)) == ([STAGING, "out"] if kept else ["out"])
+    assert (f"kept in {staging.path}" in staging.warnings[0].message) == kept
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_directory_of_the_output_that_cannot_be_synced_is_an_error_unless_the_file_system_never_does(
+    tmp_path: Path, monkeypatch, number: int
+) -> None:
+    staging = Staging(str(tmp_path / "out"), directory=True)
+    monkeypatch.setattr(os, "fsync", _fsync(Path(staging.path), number))
+    if number == errno.EINVAL:
+        staging.commit()
+        assert [note.kind for note in staging.warnings] == ["not-synced"]
+    else:
+        with pytest.raises(TargetUnwritableError):
+            staging.commit()
+        assert not staging.committed and not (tmp_path / "out").exists()
+    staging.close()
+
+
+def test_what_cannot_be_removed_after_publishing_is_a_warning(tmp_path: Path, monkeypatch) -> None:
+    staging = Staging(str(tmp_path / "out"), directory=True)
+
+    def refuses(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuses)
+        patched.setattr(os, "unlink", refuses)
+        staging.commit()
+        staging.close()
+    assert (tmp_path / "out").is_dir()
+    assert [note.kind for note in staging.warnings] == ["left-behind", "left-behind"]
+    assert f"remove {staging_root(str(tmp_path / 'out'))}" in staging.warnings[0].message
+    assert all(isinstance(note.message, str) and not isinstance(note, FsdpckptError) for note in staging.warnings)

@@ -1,0 +1,109 @@
+"""A place is one place, whatever paths lead to it: the source is never written to, replaced or removed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdpckpt.errors import UsageError
+from fsdpckpt.storage.places import Tree, is_within
+from fsdpckpt.storage.target_checks import check_target, refuse_links_into, require_apart
+
+MOUNTED = """
+import os, subprocess, sys
+from fsdpckpt.errors import UsageError
+from fsdpckpt.report import check_report
+from fsdpckpt.storage.places import Tree, is_within
+from fsdpckpt.storage.target_checks import check_target, refuse_links_into, require_apart
+
+def bind(one, other):
+    subprocess.run(["mount", "--bind", one, other], check=True)
+
+def refused(words, check, *arguments, **options):
+    try:
+        check(*arguments, **options)
+    except UsageError as error:
+        assert words in error.what, error.what
+    else:
+        raise SystemExit(f"{check.__name__} {arguments} {options} is allowed")
+
+os.chdir(sys.argv[1])
+for name in ("p/src/part/deep", "alias", "part", "target/inside", "other", "own"):
+    os.makedirs(name)
+for name in ("p/src/part/deep/data", "p/src/one.pt", "file.pt"):
+    open(name, "w").close()
+bind("p", "alias")
+bind("p/src/part", "part")
+bind("p/src", "target/inside")
+bind("p/src/one.pt", "file.pt")
+for overwrite in (False, True):
+    refused("alias/src is the source (p/src) by another path", check_target, "alias/src", "p/src", overwrite=overwrite)
+    refused("lies inside the source", check_target, "alias/src/out", "p/src", overwrite=overwrite)
+    refused("lies inside the source", check_target, "alias/src/not/there/yet", "p/src", overwrite=overwrite)
+    refused("lies inside the source", check_target, "part/out", "p/src", overwrite=overwrite)
+    refused("lies inside the source", check_target, "part", "alias/src", overwrite=overwrite)
+    refused("is the source", check_target, "file.pt", "p/src/one.pt", overwrite=overwrite)
+refused("would delete the source", check_target, "target", "p/src", overwrite=True)
+refused("would delete the source", check_target, "target", "part/deep", overwrite=True)
+refused("would delete the source", check_target, "p", "alias/src", overwrite=True)
+refused("would delete part/deep/data", refuse_links_into, "target", "own", [], units="part/deep/data")
+refused("lies inside the source", require_apart, "part/staged", "p/src")
+refused("an interrupted upload left", require_apart, "alias", "p/src")
+refused("inside the source", check_report, "part/page.html", "p/src")
+check_target("other/out", "p/src", overwrite=True)
+check_target("alias/out", "p/src", overwrite=False)
+print("passed")
+"""
+
+
+def test_a_second_path_to_the_source_is_the_source(tmp_path: Path) -> None:
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
+        pytest.skip("no mount namespace can be made here: a directory has one path only")
+    words = ["unshare", "-rm", sys.executable, "-c", MOUNTED, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "passed", done.stdout + done.stderr
+
+
+def test_a_link_to_the_source_is_the_source_and_another_name_of_a_file_is_not(tmp_path: Path) -> None:
+    (tmp_path / "src" / "deep").mkdir(parents=True)
+    (tmp_path / "src" / "deep" / "data").write_bytes(b"theirs")
+    (tmp_path / "link").symlink_to(tmp_path / "src" / "deep")
+    os.link(tmp_path / "src" / "deep" / "data", tmp_path / "mine")
+    tree = Tree(str(tmp_path / "src"))
+    assert tree.holds(str(tmp_path / "link" / "out"))
+    assert not tree.holds(str(tmp_path / "mine")), "removing one name of a file leaves the other"
+    assert not is_within(str(tmp_path / "mine"), str(tmp_path / "src" / "deep" / "data"))
+    assert not tree.holds(str(tmp_path)) and not tree.holds(str(tmp_path / "srcs"))
+
+
+@pytest.mark.parametrize("place", [".out.fsdpckpt-staging", ".out.fsdpckpt-old"])
+def test_what_an_interrupted_run_left_is_no_source_for_the_run_that_removes_it(tmp_path: Path, place: str) -> None:
+    source = tmp_path / place / "output"
+    source.mkdir(parents=True)
+    with pytest.raises(UsageError, match="part of what an interrupted run left"):
+        check_target(str(tmp_path / "out"), str(source), overwrite=False)
+    check_target(str(tmp_path / "other"), str(source), overwrite=False)
+
+
+def test_the_units_of_the_source_are_not_deleted_with_what_is_replaced(tmp_path: Path) -> None:
+    target, source = tmp_path / "out", tmp_path / "src"
+    target.mkdir()
+    source.mkdir()
+    (target / "units.json").touch()
+    (tmp_path / "link.json").symlink_to(target / "units.json")
+    for units in (target / "units.json", tmp_path / "link.json"):
+        with pytest.raises(UsageError, match="says what the source holds"):
+            refuse_links_into(str(target), str(source), [], units=str(units))
+    (tmp_path / "units.json").touch()
+    refuse_links_into(str(target), str(source), [], units=str(tmp_path / "units.json"))
+
+
+def test_a_directory_to_upload_from_lies_outside_of_the_source(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="lies inside the source"):
+        require_apart(str(tmp_path / "src" / "staged"), str(tmp_path / "src"))
+    require_apart(str(tmp_path / "staged"), str(tmp_path / "src"))
