@@ -26,8 +26,8 @@ from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.options import LinkMode
 from fsdpckpt.plan import make_plan
-from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.hidden import staging_root
+from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import InterruptedRun, Staging
 
 DCP: dict[str, Any] = {"container": "dcp"}  # one file of data alone reads as full, which would become a torch file
