@@ -6,9 +6,31 @@ TYPE_CHECKING = False  # typing's own, without the time that importing it takes
 if TYPE_CHECKING:
     from fsdpckpt import comm
     from fsdpckpt.api import convert, diff, inspect, open, save_units, verify  # noqa: A004
+    from fsdpckpt.errors import (
+        FsdpckptError,
+        FsdpckptWarning,
+        NeedsInformationError,
+        SourceCorruptError,
+        SourceError,
+        SourceIncompleteError,
+        SourceMissingError,
+        SourceUnrecognisedError,
+        SourceUnsafeError,
+        SourceUnsupportedError,
+        TargetError,
+        TargetExistsError,
+        TargetUnwritableError,
+        UsageError,
+        WorkerError,
+    )
     from fsdpckpt.loading import StorageReader
 
-__all__ = ["StorageReader", "__version__", "comm", "convert", "diff", "inspect", "open", "save_units", "verify"]
+__all__ = [
+    "FsdpckptError", "FsdpckptWarning", "NeedsInformationError", "SourceCorruptError", "SourceError",
+    "SourceIncompleteError", "SourceMissingError", "SourceUnrecognisedError", "SourceUnsafeError",
+    "SourceUnsupportedError", "StorageReader", "TargetError", "TargetExistsError", "TargetUnwritableError",
+    "UsageError", "WorkerError", "__version__", "comm", "convert", "diff", "inspect", "open", "save_units", "verify",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:
@@ -31,4 +53,5 @@ def __getattr__(name: str) -> object:
 
         require_torch("StorageReader needs")
         return import_module("fsdpckpt.loading").StorageReader
-    return getattr(import_module("fsdpckpt.api"), name)
+    module = "fsdpckpt.errors" if name.endswith(("Error", "Warning")) else "fsdpckpt.api"
+    return getattr(import_module(module), name)

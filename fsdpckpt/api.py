@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
@@ -20,7 +21,7 @@ from fsdpckpt.command_options import (
     takes_options,
     with_keywords,
 )
-from fsdpckpt.errors import UsageError, require_torch
+from fsdpckpt.errors import FsdpckptWarning, UsageError, require_torch
 from fsdpckpt.ir import Layout, Strategy
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.invariants import problems
@@ -167,7 +168,8 @@ def convert(
 
     ``options`` and ``launch`` hold all options of the conversion and of the processes that run it; single options, such
     as ``nproc_per_node=4``, replace their fields. Under torchrun or srun every rank calls this and gets the same
-    report. Raises UsageError for an option that does not exist, and the errors of ``fsdpckpt convert``.
+    report. Issues an FsdpckptWarning for each of ``report.warnings``. Raises UsageError for an option that does not
+    exist, and the errors of ``fsdpckpt convert``.
     """
     from fsdpckpt.worker import convert as run
 
@@ -179,7 +181,10 @@ def convert(
         )
     records = (ConvertOptions() if options is None else options, LaunchOptions() if launch is None else launch)
     chosen, launched = with_keywords(records, keywords)
-    return run(os.fsdecode(source), os.fsdecode(target), chosen, launched, progress or NO_PROGRESS)
+    report = run(os.fsdecode(source), os.fsdecode(target), chosen, launched, progress or NO_PROGRESS)
+    for message in report.warnings:
+        warnings.warn(message, FsdpckptWarning, stacklevel=2)
+    return report
 
 
 def diff(

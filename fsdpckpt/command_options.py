@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from inspect import Parameter, cleandoc, signature
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir import Section, Strategy
@@ -162,6 +162,7 @@ class OutputOptions(OptionRecord):
 
     as_json: bool = option("Print one JSON document on stdout, and nothing else there.", default=False, flag="--json")
     quiet: bool = option("Suppress messages and progress on stderr.", default=False, short="-q")
+    fail_on: Literal["warning"] | None = option("Exit with 1 if there is a warning; DST is written all the same.")
 
 
 def keywords_of(function: Callable[..., object], record: OptionRecord) -> dict[str, Any]:

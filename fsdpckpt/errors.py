@@ -160,6 +160,10 @@ def leftover_of(error: BaseException) -> Leftover | None:
     return getattr(error, "leftover", None)
 
 
+class FsdpckptWarning(UserWarning):
+    """A framework will stop because of this, start afresh, or train in another way than before."""
+
+
 class UsageError(FsdpckptError, ValueError):
     exit_code = 2
     title = ""

@@ -120,7 +120,8 @@ def command(
         def work() -> int:
             paths = [_gather_values(metavar, values[name]) for name, metavar, _ in arguments]
             filled = [_fill_record(record, values) for record in records]
-            return body(output, *paths, *filled)
+            code = body(output, *paths, *filled)
+            return 1 if code == 0 and output.warned and printing.fail_on is not None else code
 
         return guarded(output, work)
 

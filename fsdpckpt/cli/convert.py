@@ -6,11 +6,19 @@ import os
 import shlex
 import socket
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.errors import error_lines, ignore_signals
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, TargetUnwritableError, to_copy
+from fsdpckpt.errors import (
+    FsdpckptWarning,
+    SourceCorruptError,
+    SourceIncompleteError,
+    TargetUnwritableError,
+    to_copy,
+)
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.process import process_role
 from fsdpckpt.text import duration_text, plural, size_text
@@ -56,7 +64,8 @@ def convert_command(output: Output, source: str, target: str, options: ConvertOp
     from fsdpckpt.api import convert
 
     alone = not local and launch.nproc_per_node is None and launch.nnodes == 1 and not process_role.worker
-    with output.progress() as progress:
+    with output.progress() as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FsdpckptWarning)  # they are shown below
         try:
             report = convert(source, target, options, launch=launch, progress=progress)
         except BaseException as error:
@@ -68,6 +77,8 @@ def convert_command(output: Output, source: str, target: str, options: ConvertOp
                 _suggest_verify(error, source)
             raise
     output.document(report.to_json, "convert")
+    for warning in report.warnings:
+        output.warning(warning)
     if options.dry_run:
         output.data(plan_lines(report))
         if report.disk_free is not None and not report.disk_suffices:
@@ -116,7 +127,10 @@ def _heading_text(report: Report) -> str:
 
 
 def _note_lines(report: Report) -> Iterator[str]:
-    return (f"note: {note.message}" for note in report.notes)
+    """The notes that are no warnings. Equal ones, of several parts of the source, are one line."""
+    times = Counter(note.message for note in report.notes if not note.warning)
+    for message, count in times.items():
+        yield f"note: {message}" + (f" ({count} times)" if count > 1 else "")
 
 
 def _written_text(report: Report) -> str:
@@ -149,6 +163,8 @@ def done_lines(report: Report) -> Iterator[str]:
     if report.replaced:
         yield f"  replaced the checkpoint that was there: {_replaced_text(report)}"
     yield from _note_lines(report)
+    if report.loads:
+        yield f"load it with: {report.loads}"
 
 
 def _replaced_text(report: Report) -> str:

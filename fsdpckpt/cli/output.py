@@ -143,6 +143,7 @@ class Output:
     def __init__(self, *, as_json: bool, quiet: bool) -> None:
         self.as_json = as_json
         self.quiet = quiet
+        self.warned = False
 
     def data(self, lines: Iterable[Line]) -> None:
         """Print lines on stdout; nothing with ``--json``."""
@@ -174,6 +175,13 @@ class Output:
         """One line for a person, on stderr; nothing with ``--quiet``."""
         if not self.quiet:
             self._write(sys.stderr, _styled_text([text], sys.stderr))
+
+    def warning(self, text: str) -> None:
+        """A warning on stderr; not shown with ``--quiet``, but counted."""
+        self.warned = True
+        columns = shutil.get_terminal_size().columns if _is_terminal(sys.stderr) else None
+        for line in labelled("warning:", text, Colour.CHANGED, columns):
+            self.message(line)
 
     def error(self, lines: Iterable[Line]) -> None:
         """Print an error on stderr, also with ``--quiet``."""

@@ -68,7 +68,7 @@ def _show_resumption(output: Output, source: str, resumption: Resumption) -> Non
     for reason in resumption.missing:
         output.data(labelled("problem:", f"resume: {reason}", Colour.BAD, output.columns))
     for change in resumption.changes:
-        output.message(f"warning: {change}")
+        output.warning(change)
     if resumption.resumes:
         output.message(f"{resumption.flavor} resumes from {source} on {ranks}")
         return

@@ -28,7 +28,7 @@ from fsdpckpt.storage.target_checks import Contents
 from fsdpckpt.text import plural, size_text
 from fsdpckpt.version import __version__
 
-_DERIVED = ("disk_needed", "disk_suffices")
+_DERIVED = ("disk_needed", "disk_suffices", "warnings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Report:
     space when DST is in an object store. ``link``: how the linked files among ``files`` were made; their bytes count
     neither as read nor as written. ``replaced``: the files of the checkpoint at DST that ``--overwrite`` replaced (in a
     dry run: would replace). ``workers``: the number of processes, each with ``threads`` threads and
-    ``peak_memory_planned`` bytes.
+    ``peak_memory_planned`` bytes. ``loads``: how the framework's user loads DST, "" for a plain target.
     """
 
     source: str
@@ -79,6 +79,7 @@ class Report:
     staged_in: str | None = None
     link: str = LinkMode.COPY
     replaced: tuple[PlannedFile, ...] = ()
+    loads: str = ""
 
     def __repr__(self) -> str:
         """What a notebook shows. ``to_json`` has everything."""
@@ -91,6 +92,11 @@ class Report:
         )
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """The messages of the notes that are warnings, each once."""
+        return tuple(dict.fromkeys(note.message for note in self.notes if note.warning))
+
+    @property
     def disk_needed(self) -> int:
         return self.bytes_written
 
@@ -100,7 +106,7 @@ class Report:
         return None if self.disk_free is None else self.disk_needed <= self.disk_free
 
     def to_json(self) -> dict[str, object]:
-        """The report as JSON types; keys are the field names, plus ``disk_needed`` and ``disk_suffices``."""
+        """The report as JSON types; keys are the field names, plus ``disk_needed``, ``disk_suffices``, ``warnings``."""
         document: dict[str, object] = asdict(self)
         return document | {name: getattr(self, name) for name in _DERIVED}
 
@@ -158,7 +164,12 @@ def encode_manifest(
         "key_type": transformed.key_type if key_type is not None and transformed.units is not None else key_type,
         "units": encode(transformed.units) if transformed.units is not None else None,
         "notes": [
-            {"kind": note.kind, "key": without_paths(note.key or "") or None, "message": without_paths(note.message)}
+            {
+                "kind": note.kind,
+                "key": without_paths(note.key or "") or None,
+                "message": without_paths(note.message),
+                "warning": note.warning,
+            }
             for note in notes
         ],
         "undetermined": undetermined(checkpoint),

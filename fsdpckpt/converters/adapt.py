@@ -21,6 +21,7 @@ from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings, side_files
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.verify.resumption import changes_with_ranks, ranks_that_saved
 
 _LAMBDAS = "lr_lambdas"  # what LambdaLR has, and its load_state_dict() needs
 _SCHEDULERS = "_schedulers"  # those that SequentialLR and ChainedScheduler consist of
@@ -71,9 +72,20 @@ def adapt_to_form(
         why = f"left out, because flavor {flavor.name} saves them only with both the model and the optimizer"
         checkpoint = _without_extras(checkpoint, _extras_implying_both(checkpoint, flavor, form), why)
     checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *copied.notes))
+    if has_both and world_size is not None and form.optim is not None:
+        names = _names_beside(checkpoint, sources)
+        changes = changes_with_ranks(flavor, copied.files, ranks_that_saved(checkpoint, names), world_size)
+        changed = [Note("resumption", change, warning=True) for change in changes]
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *changed))
     if only is None and (has_both or not _extras_imply_both(flavor, form)):
         checkpoint = _adapt_extras(checkpoint, flavor, form, sources)
     return checkpoint, form, copied.files
+
+
+def _names_beside(checkpoint: Checkpoint, sources: Sources) -> list[str]:
+    """The names in the directory of ``checkpoint``; none if it is one file."""
+    entries = sources.list_directory(checkpoint.directory) if checkpoint.directory else []
+    return [entry.name for entry in entries]
 
 
 def _without_extras(checkpoint: Checkpoint, names: Collection[str], why: str | None = None) -> Checkpoint:
@@ -155,7 +167,9 @@ def _place_schedule(
         form, extra = replace(form, extra=SectionPath(file, container=Container.TORCH, layout=Layout.FULL)), schedule
         copied.notes.append(_schedule_note(file, schedule, checkpoint, flavor, sources))
         names.add(file)
-    copied.notes += [Note("unconfigured", message) for message in missing_file_warnings("the target", flavor, names)]
+    copied.notes += [
+        Note("unconfigured", message, warning=True) for message in missing_file_warnings("the target", flavor, names)
+    ]
     return form, extra
 
 
@@ -202,13 +216,16 @@ def _schedule_note(
     epochs, steps = schedule.get("last_epoch"), _optimizer_steps(checkpoint, sources)
     source = flavor_named(checkpoint.flavor)
     by_process = source is not None and source.counts_processes
+    counts_otherwise = True
     if by_process and not flavor.counts_processes and isinstance(epochs, int) and epochs != steps:
         message += (
             f"; it counts {epochs} steps, and the optimizer {steps}: {checkpoint.flavor} counts one for each process"
         )
     elif flavor.counts_processes and not by_process:
         message += f"; {flavor.name} will count one step for each process, unless split_batches is set"
-    return Note("inferred", message)
+    else:
+        counts_otherwise = False
+    return Note("inferred", message, warning=counts_otherwise)
 
 
 def _source_schedule(checkpoint: Checkpoint, required: frozenset[str]) -> dict[Key, Value] | None:

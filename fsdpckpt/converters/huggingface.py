@@ -57,7 +57,7 @@ def finish_export(
         _check_against(reference, checkpoint, sources)
         _check_configuration(reference, checkpoint, sources)
     if _CONFIG not in files:
-        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", _NEEDED)))
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", _NEEDED, warning=True)))
     return _without_tied_copies(checkpoint, folders, sources, reference), files
 
 

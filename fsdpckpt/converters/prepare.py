@@ -24,7 +24,7 @@ from fsdpckpt.execute.recorded import recorded_checksums
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout
-from fsdpckpt.ir.checkpoint import Checksums, Note
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Note
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
@@ -186,4 +186,11 @@ def make_report(
         evidence=tuple(map(str, checkpoint.evidence)),
         disk_free=free_bytes(target) if options.dry_run else None,
         replaced=replaced,
+        loads=_loads(spec, checkpoint, target),
     )
+
+
+def _loads(spec: TargetSpec, checkpoint: Checkpoint, target: str) -> str:
+    """How a user of the target's framework loads it; "" for a plain target, and for a model without its optimizer."""
+    resumes = spec.form is not None and (spec.form.optim is None or checkpoint.optim is not None)
+    return spec.flavor.loads.format(target=target) if spec.flavor is not None and resumes else ""

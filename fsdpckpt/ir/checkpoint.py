@@ -37,7 +37,7 @@ NoteKind: TypeAlias = (
     | Literal["missing-state", "undetermined", "unlisted", "unmatched", "unnamed"]
     | Literal["units", "units-ambiguous", "units-unreadable", "flattened-names", "unflattened"]
     | Literal["cast", "dropped", "encoded", "filled", "ignored", "rekeyed", "renamed"]
-    | Literal["groups-flattened", "groups-rebuilt", "plain", "unconfigured"]
+    | Literal["groups-flattened", "groups-rebuilt", "plain", "resumption", "unconfigured"]
     | Literal["carried", "cleared", "linked", "manifest", "not-carried", "resumed", "staged", "unchecked"]
     | Literal["left-behind", "not-synced", "unlocked"]
 )
@@ -72,13 +72,15 @@ class Problem:
 class Note:
     """Something that was inferred, cast, dropped, renamed, repaired or not carried over: every summary shows it.
 
-    ``key``: the one key concerned; ``keys``: all of them if there are many.
+    ``key``: the one key concerned; ``keys``: all of them if there are many. ``warning``: whether a framework will stop
+    because of it, start afresh, or train in another way than before; then it is shown as a warning.
     """
 
     kind: NoteKind
     message: str
     key: str | None = None
     keys: tuple[str, ...] = ()
+    warning: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -145,6 +145,7 @@ class Flavor:
     ``schedule_file``: the file with the LR scheduler's state dict.
     ``two_groups``: whether its optimizer always has two param groups, as the Trainer's has.
     ``groups_without_params``: whether its param groups list no parameters.
+    ``loads``: how its user loads a checkpoint at ``{target}``, in the framework's own words.
     ``universal_directory``: where it loads DeepSpeed's universal checkpoints from, "" if ``latest_universal`` says.
     """
 
@@ -168,3 +169,4 @@ class Flavor:
     two_groups: bool = False
     universal_directory: str = ""
     groups_without_params: bool = False
+    loads: str = ""

@@ -72,6 +72,7 @@ ACCELERATE = Flavor(
     training_files=(r"^scheduler(_\d+)?\.bin$", r"^random_states_\d+\.pkl$", r"^scaler\.pt$"),
     schedule_file="scheduler.bin",
     universal_directory="pytorch_model",
+    loads='accelerator.load_state("{target}")',
 )
 
 TRAINER = replace(
@@ -100,6 +101,7 @@ TRAINER = replace(
     schedule_file="scheduler.pt",
     two_groups=True,
     universal_directory="",
+    loads='trainer.train(resume_from_checkpoint="{target}")',
 )
 
 HUGGINGFACE = Flavor(
@@ -109,6 +111,7 @@ HUGGINGFACE = Flavor(
     forms=(Form(Layout.FULL, Container.SAFETENSORS, SectionPath("model"), None, weights=True),),
     state=r"\.safetensors(\.index\.json)?$",
     model_files="",
+    loads='AutoModel.from_pretrained("{target}")',
 )
 
 
@@ -152,6 +155,7 @@ LIGHTNING = Flavor(
     forms=(_lightning_sharded("model", "optimizer_0", _DEFAULTS), _LIGHTNING_FULL),
     state=r"^(meta\.pt|\.metadata|.*\.distcp)$",
     schedules=(("lr_schedulers", 0),),
+    loads='trainer.fit(model, ckpt_path="{target}")',
     training_keys=("lr_schedulers",),  # absent with save_weights_only
 )
 
@@ -169,6 +173,7 @@ FABRIC = Flavor(
     signs=(Signature(_META_FILES),),
     state=LIGHTNING.state,
     forms=(replace(_lightning_sharded("model", "optimizer"), keeps_source_keys=True), _FABRIC_FULL),
+    loads='fabric.load("{target}", state)',
 )
 
 
@@ -192,6 +197,7 @@ TORCHTITAN = Flavor(
     signs=(Signature((_DCP, _STEP), model=()), Signature((_DCP,), ("train_state",), model=())),
     forms=(_TORCHTITAN_FORM,),
     training_keys=("lr_scheduler", "train_state"),  # absent with last_save_model_only
+    loads="checkpoint.initial_load_path = {target} (an absolute path), checkpoint.initial_load_model_only = False",
 )
 
 TORCHTITAN_OLD = replace(
@@ -244,6 +250,7 @@ VERL = Flavor(
     model_files="huggingface/",
     schedules=((_SCHEDULE,),),
     training_files=(r"^extra_state_world_size_\d+_rank_\d+\.pt$",),  # what save_contents calls "extra"
+    loads="trainer.resume_mode=resume_path trainer.resume_from_path=DIR/global_step_N, with {target} as its actor/",
 )
 
 
@@ -304,6 +311,7 @@ DEEPSPEED_UNIVERSAL = Flavor(
     state=rf"{DEEPSPEED.state}|^zero$",
     contained_in=("trainer", "accelerate"),
     model_files="",
+    loads='engine.load_checkpoint("{target}"), with "checkpoint": {{"load_universal": true}} in its configuration',
     schedules=(_DEEPSPEED_SCHEDULE,),
 )
 

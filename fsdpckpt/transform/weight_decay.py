@@ -89,7 +89,7 @@ def note_one_group(checkpoint: Checkpoint) -> Checkpoint:
         "the optimizer has one param group: the Trainer's own has two, and does not load one. If DeepSpeed made this "
         "optimizer, add --no-weight-decay standard (none for vectors and biases, the Trainer's rule)"
     )
-    return replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", message)))
+    return replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", message, warning=True)))
 
 
 def _require_names(source: str, optim: OptimState) -> None:

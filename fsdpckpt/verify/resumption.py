@@ -18,6 +18,7 @@ from fsdpckpt.readers.side_files import missing_file_warnings
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import listed, plural
 
+_SCHEDULER_FILE = re.compile(r"scheduler(_\d+)?\.(bin|pt)")
 _CONFIGURATION = "config.json"  # ``from_pretrained`` reads the model's class and sizes from it
 
 
@@ -168,10 +169,34 @@ def _changes(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collecti
         if absent and saved_any:
             of_ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(absent)}"
             yield f"{of_ranks} of {ranks}: no {kind.name.format(rank='N')}, so random states start anew there"
-    if ranks != checkpoint.world_size:
+    yield from changes_with_ranks(flavor, names, ranks_that_saved(checkpoint, names), ranks)
+
+
+def ranks_that_saved(checkpoint: Checkpoint, names: Collection[str]) -> int | None:
+    """The number of ranks of the job that saved ``checkpoint``, beside which are ``names``; None if nothing shows it.
+
+    A full checkpoint is one file whatever their number was: only the files that each rank has show that.
+    """
+    if checkpoint.layout is not Layout.FULL:
+        return checkpoint.world_size
+    saved_by = flavor_named(checkpoint.flavor)
+    for kind in saved_by.rank_files if saved_by is not None else ():
+        by_rank = [name for name in names if kind.rank_of(name) is not None]
+        if by_rank or kind.single in names:
+            return max(len(by_rank), 1)
+    return None
+
+
+def changes_with_ranks(flavor: Flavor, names: Collection[str], saved_on: int | None, ranks: int) -> Iterator[str]:
+    """What a job of ``flavor`` does otherwise on ``ranks`` than on the ranks that saved. ``names``: its side files."""
+    if saved_on is None or ranks == saved_on:
+        return
+    yield (
+        f"saved on {plural(saved_on, 'rank')}, for {ranks}: with the same batch size per rank, the global batch "
+        "changes, and with it the number of steps in an epoch and the position in the data"
+    )
+    if flavor.counts_processes and any(_SCHEDULER_FILE.fullmatch(name) for name in names):
         yield (
-            f"saved on {plural(checkpoint.world_size, 'rank')}: with the same batch size on each rank, the global "
-            f"batch and the place in the data change on {ranks}"
+            f"{flavor.name} advances the LR schedule once per rank: {ranks} steps where it was {saved_on}, unless "
+            "split_batches is set"
         )
-        if flavor.counts_processes and any(re.search(r"^scheduler(_\d+)?\.(bin|pt)$", name) for name in names):
-            yield f"the LR schedule advances {ranks} steps where it advanced {checkpoint.world_size}: one for each rank"
