@@ -1,0 +1,220 @@
+"""Finds the name of every id of an optimizer, by a source of the order of parameters, and proves it by shapes.
+
+The proof: there are as many ids as parameters, and every state has a shape that its parameter allows. An order that
+contradicts either is refused, and the error lists all contradictions; if several maps are possible, the error lists the
+candidates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias
+
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
+from fsdpckpt.ir.checkpoint import OptimState, ParamKey, group_params
+from fsdpckpt.text import plural, some_of
+from fsdpckpt.transform.assignment import Answer, Fits, in_any_order, in_order
+from fsdpckpt.transform.parameter_order import (
+    ParameterOrder,
+    StateShapes,
+    fits,
+    shaped_states,
+    shapes_of_states,
+)
+
+NewKeys: TypeAlias = Mapping[ParamKey, ParamKey]
+"""The new key of each parameter of an optimizer, by the old one."""
+
+_IDS_LISTED = 48  # ids whose candidates a message lists: each is compared with every name
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """The ids of the optimizer of ``source``, group by group, and the shapes of each one's states.
+
+    ``group_sizes``: None without groups; then ``numbers`` are the ids that have states.
+    """
+
+    source: str
+    group_sizes: tuple[int, ...] | None
+    numbers: tuple[int, ...]
+    state_shapes: tuple[StateShapes, ...]
+
+    @classmethod
+    def of(cls, optim: OptimState, source: str) -> Ids:
+        """Collect the ids of ``optim``. Raises SourceCorruptError for a state that no group lists, or an id that two
+        groups list.
+        """
+        shaped = shaped_states(optim)
+        shapes = {key: shapes_of_states(states, shaped) for key, states in optim.state.items() if isinstance(key, int)}
+        if optim.param_groups is None:
+            numbers, group_sizes = sorted(shapes), None
+        else:
+            numbers = [key for key in optim.grouped_keys() if isinstance(key, int)]
+            group_sizes = tuple(len(group_params(group) or ()) for group in optim.param_groups)
+            wrong = [f"id {flaw}" for flaw in group_flaws(numbers, shapes)]
+            if wrong:
+                raise contradicted(f"the ids of the optimizer of {source} contradict each other", wrong)
+        return cls(source, group_sizes, tuple(numbers), tuple(shapes.get(key, frozenset()) for key in numbers))
+
+    def named(self, names: Iterable[str]) -> NewKeys:
+        """Each id with its name, from names in the order of the ids."""
+        return dict(zip(self.numbers, names, strict=True))
+
+    def may_be(self, names: Sequence[str], order: ParameterOrder) -> Fits:
+        """Whether the id at an index of ``numbers`` may be the parameter at an index of ``names``, by their shapes."""
+        shapes = [order.shape(name) for name in names]
+        return lambda number, name: fits(shapes[name], self.state_shapes[number])
+
+
+def group_flaws(grouped: Sequence[ParamKey], with_states: Iterable[ParamKey]) -> list[str]:
+    """The keys that have states and are in no group, and those that groups list twice."""
+    times = Counter(grouped)
+    flaws = [f"{key} has states, and no group lists it" for key in with_states if key not in times]
+    return flaws + [f"{key} is listed {count} times" for key, count in times.items() if count > 1]
+
+
+def shapes_text(shapes: StateShapes) -> str:
+    return ", ".join(str(list(shape)) for shape in sorted(shapes))
+
+
+def contradicted(what: str, details: Sequence[str]) -> SourceCorruptError:
+    return SourceCorruptError(
+        what,
+        details=details,
+        why="it belongs to a different model, or to another version of this one",
+        next_step="give the units, the reference or the parameters of the model that was saved",
+    )
+
+
+def does_not_fit(source: str, order: ParameterOrder, details: Sequence[str]) -> SourceCorruptError:
+    return contradicted(f"the optimizer of {source} does not fit {order.source}", details)
+
+
+def name_ids(ids: Ids, order: ParameterOrder) -> NewKeys:
+    """The name of each id; there must be at least one id.
+
+    Raises SourceCorruptError for an order that does not fit, NeedsInformationError for one that fits in several ways.
+    """
+    if order.groups is not None:
+        return _by_groups(ids, order, order.groups)
+    if ids.group_sizes is None and order.authoritative:
+        return _by_groups(ids, order, (order.names,))  # an id is an index into the names
+    _require_candidates(ids, order)
+    if ids.group_sizes is None or not order.ordered:
+        return _by_shapes(ids, order)
+    return _distribute(ids, ids.group_sizes, order)
+
+
+def _by_groups(ids: Ids, order: ParameterOrder, groups: Sequence[Sequence[str]]) -> NewKeys:
+    """If the groups are known, each id's name follows from its position; lengths and shapes must prove it."""
+    names = list(chain(*groups))
+    wrong = []
+    if ids.group_sizes is None:
+        if ids.numbers[-1] >= len(names):
+            wrong = [f"id {ids.numbers[-1]} is beyond the {plural(len(names), 'parameter')} of {order.source}"]
+        else:
+            names = [names[number] for number in ids.numbers]
+    elif ids.group_sizes != (sizes := tuple(map(len, groups))):
+        wrong = [
+            f"groups of {', '.join(map(str, ids.group_sizes))} ids in the optimizer",
+            f"groups of {', '.join(map(str, sizes))} parameters in {order.source}",
+        ]
+    wrong = wrong or _misfits(ids, names, order)
+    if wrong:
+        raise does_not_fit(ids.source, order, wrong)
+    return ids.named(names)
+
+
+def _by_shapes(ids: Ids, order: ParameterOrder) -> NewKeys:
+    """If the names have no order, or the ids no groups, only shapes can decide."""
+    may_be = ids.may_be(order.names, order)
+    answer = in_any_order(len(ids.numbers), len(order.names), may_be)
+    if answer is None:
+        why = "does not say in which groups they are" if order.ordered else "does not keep the order of the parameters"
+        raise _ambiguous(ids, order, f"{order.source} {why}", _candidates(ids, order.names, may_be))
+    return ids.named(order.names[index] for index in answer)
+
+
+def _distribute(ids: Ids, group_sizes: Sequence[int], order: ParameterOrder) -> NewKeys:
+    """If some names have no id, or their groups are not known: use the only way to distribute them in order."""
+    certain = tuple(name for name in order.names if name not in order.uncertain)
+    choices = [certain, order.names] if len(certain) == len(ids.numbers) else [order.names]
+    for names in dict.fromkeys(choices):
+        answers = in_order(group_sizes, len(names), ids.may_be(names, order))
+        if answers is None:
+            raise _ambiguous(ids, order, "there are more ways to name them than can be tried")
+        if len(answers) > 1:
+            what = "which of them it has" if len(group_sizes) == 1 else "which group has which of them"
+            why = f"{plural(len(names), 'parameter', 'are')} possible, and their shapes do not decide {what}"
+            raise _ambiguous(ids, order, why, _differences(ids, names, answers))
+        if answers:
+            return ids.named(names[index] for index in answers[0])
+    raise does_not_fit(ids.source, order, _count_mismatch(ids, order) + _misfits(ids, choices[0], order))
+
+
+def _misfits(ids: Ids, names: Sequence[str], order: ParameterOrder) -> list[str]:
+    """Every id whose states do not match the shape of its name."""
+    return [
+        f"id {number} has states of shape {shapes_text(state_shapes)}, {name} is {list(order.shape(name) or ())}"
+        for number, state_shapes, name in zip(ids.numbers, ids.state_shapes, names, strict=False)
+        if not fits(order.shape(name), state_shapes)
+    ]
+
+
+def _count_mismatch(ids: Ids, order: ParameterOrder) -> list[str]:
+    of_ids, of_names = len(ids.numbers), len(order.names)
+    text = f"the optimizer has {plural(of_ids, 'id')}, {order.source} {plural(of_names, 'parameter')}"
+    return [text] if of_ids != of_names else []
+
+
+def _require_candidates(ids: Ids, order: ParameterOrder) -> None:
+    """Raises SourceCorruptError if ids outnumber names, or an id's states fit no name at all."""
+    wrong = []
+    if len(order.names) < len(ids.numbers):
+        wrong = _count_mismatch(ids, order) + _misfits(ids, order.names, order)
+    shapes = {order.shape(name) for name in order.names}
+    for number, state_shapes in zip(ids.numbers, ids.state_shapes, strict=True):
+        if state_shapes and not any(fits(shape, state_shapes) for shape in shapes):
+            text = shapes_text(state_shapes)
+            wrong.append(f"id {number} has states of shape {text}, which no parameter of {order.source} has")
+    if wrong:
+        raise does_not_fit(ids.source, order, wrong)
+
+
+def _candidates(ids: Ids, names: Sequence[str], may_be: Fits) -> list[str]:
+    """The possible names of each of the first ids, one line each, for messages."""
+    lines = []
+    for at, number in enumerate(ids.numbers[:_IDS_LISTED]):
+        candidates = [name for index, name in enumerate(names) if may_be(at, index)]
+        if len(candidates) > 1:
+            lines.append(f"id {number} may be {some_of(candidates, 4)}")
+    return lines
+
+
+def _differences(ids: Ids, names: Sequence[str], answers: Sequence[Answer]) -> list[str]:
+    return [
+        f"id {number} may be {names[first]} or {names[second]}"
+        for number, first, second in zip(ids.numbers, *answers[:2], strict=True)
+        if first != second
+    ]
+
+
+def _ambiguous(ids: Ids, order: ParameterOrder, why: str, candidates: Sequence[str] = ()) -> NeedsInformationError:
+    options = []
+    if len(order.names) > len(ids.numbers):
+        options.append("--parameters FILE (the names of the optimizer's parameters in the order of model.parameters())")
+        options += [] if order.authoritative else ["--buffers GLOB for the model keys that are not parameters"]
+    elif not order.ordered:
+        options.append("--parameters FILE (the names in the order of model.parameters())")
+        options.append("--reference PATH of a torch or DCP checkpoint of this model")
+    options.append("--units FILE, which also says the parameters of every group")
+    return NeedsInformationError(
+        f"{order.source} cannot name the {len(ids.numbers)} optimizer ids of {ids.source} for certain",
+        details=candidates,
+        why=why,
+        next_step=f"add {', or '.join(options)}",
+    )
