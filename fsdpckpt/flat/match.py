@@ -18,12 +18,12 @@ from fsdpckpt.flat.names import first_misplaced_module, order_contradictions, pa
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState, ParamKey, group_params
 from fsdpckpt.ir.names import clean, keeps_order
 from fsdpckpt.ir.quantized import maps_in, scales_in
+from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.tensors import Int64Array, OneSlice, Slices, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, is_flat_key, place_units
 from fsdpckpt.text import plural
-from fsdpckpt.transform.parameter_order import fits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,13 +238,14 @@ class _Matching:
 
     def _whole_optimizer(self, optim: OptimState) -> Iterator[str]:
         """An optimizer by name beside flattened model files (accelerate's LOCAL_STATE_DICT)."""
-        for key, states in optim.state.items() if optim.key_type == "name" else ():
+        shown = ShownShapes(optim)
+        for key in optim.state if optim.key_type == "name" else ():
             param = self.params.get(clean(str(key)))
             if param is None:
                 continue
             self.keys[key] = param.name
-            shapes = frozenset(leaf.shape for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim)
-            if not fits(param.shape, shapes):  # factored states have other shapes than their parameter
+            shapes = shown.of(key)
+            if not fits(param.shape, shapes):
                 yield f"optim {key}: {list(param.shape)} in the units, {list(next(iter(shapes)))} in the checkpoint"
         if self.keys:
             self.proved.append(f"{len(self.keys)} optimizer entries have the names and shapes of the units")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from math import gcd
 
 import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.ir.attached_states import misshapen_states
 from fsdpckpt.ir.checkpoint import (
     BARE_VALUE,
     Checkpoint,
@@ -51,6 +52,7 @@ def problems(checkpoint: Checkpoint) -> list[Problem]:
     if checkpoint.optim is not None:
         all_problems.extend(aliased_states(checkpoint.optim, checkpoint))
         all_problems.extend(state_completeness(checkpoint.optim))
+        all_problems.extend(misshapen_states(checkpoint))
     return all_problems
 
 
@@ -286,6 +288,19 @@ def _describe(wrong: Sequence[Problem], source: str) -> tuple[type[SourceError],
         aliased = "has lost optimizer states", ALIASED_WHY, ALIASED_NEXT
         other = "has lost data", "the way it was saved lost it", None
         return SourceUnsupportedError, *(aliased if "aliased-states" in kinds else other)
+    return _contradiction(wrong, kinds, source)
+
+
+def _contradiction(
+    wrong: Sequence[Problem], kinds: Set[str], source: str
+) -> tuple[type[SourceError], str, str | None, str | None]:
+    """What ``_describe`` returns for things that are all there and do not fit together."""
+    if kinds == {"shape"}:
+        return SourceCorruptError, "holds a model and an optimizer of different shapes", *_why_misshapen(wrong)
+    if kinds == {"config"}:
+        why = "a shard of the model is missing, or one rank's part was saved; or config.json is another model's"
+        next_step = "copy the missing files; if config.json does not belong to these weights, add --ignore-file"
+        return SourceCorruptError, "does not hold the model that its config.json describes", why, next_step
     why = "files of different saves were mixed, or bytes were damaged"
     if kinds == {"replica"}:
         names = [(problem.key or "").rpartition(".")[2] for problem in wrong]
@@ -297,6 +312,23 @@ def _describe(wrong: Sequence[Problem], source: str) -> tuple[type[SourceError],
             "files of different saves were mixed; or the optimizer keeps states that only make sense on their own rank"
         )
     return SourceCorruptError, "contradicts itself", why, _verify(source)
+
+
+def _why_misshapen(wrong: Sequence[Problem]) -> tuple[str, str]:
+    """Why shapes differ, and what to do next."""
+    short = {problem.section for problem in wrong}
+    if short == {Section.MODEL}:
+        why = "a shard of the model is missing, or each rank saved what it holds of a tensor as if it were the tensor"
+        return why, (
+            "copy the missing files, or save the model again with get_model_state_dict; --only optim converts the "
+            "optimizer alone"
+        )
+    if short == {Section.OPTIM}:
+        why = "the states are what one rank holds of them, saved as if they were whole; or they are of another model"
+        return why, _ONLY_MODEL
+    return "the files are of different jobs, or the model was changed after the optimizer was saved", (
+        "give a model and an optimizer of one save"
+    )
 
 
 def _why_incomplete(first: Problem, source: str) -> tuple[str, str]:

@@ -16,11 +16,11 @@ from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.files import Zeros
+from fsdpckpt.ir.state_shapes import Shape, shaped_states
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import UnitParam, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.text import plural, some_of
-from fsdpckpt.transform.parameter_order import Shape, shaped_states
 
 Choice: TypeAlias = Literal["error", "zeros", "skip"]
 Read: TypeAlias = Callable[[Tensor], bytes]

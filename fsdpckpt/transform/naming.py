@@ -15,15 +15,10 @@ from typing import TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import OptimState, ParamKey, group_params
+from fsdpckpt.ir.state_shapes import ShownShapes, StateShapes, fits
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.assignment import Answer, Fits, in_any_order, in_order
-from fsdpckpt.transform.parameter_order import (
-    ParameterOrder,
-    StateShapes,
-    fits,
-    shaped_states,
-    shapes_of_states,
-)
+from fsdpckpt.transform.parameter_order import ParameterOrder
 
 NewKeys: TypeAlias = Mapping[ParamKey, ParamKey]
 """The new key of each parameter of an optimizer, by the old one."""
@@ -48,8 +43,8 @@ class Ids:
         """Collect the ids of ``optim``. Raises SourceCorruptError for a state that no group lists, or an id that two
         groups list.
         """
-        shaped = shaped_states(optim)
-        shapes = {key: shapes_of_states(states, shaped) for key, states in optim.state.items() if isinstance(key, int)}
+        shown = ShownShapes(optim)
+        shapes = {key: shown.of(key) for key in optim.state if isinstance(key, int)}
         if optim.param_groups is None:
             numbers, group_sizes = sorted(shapes), None
         else:

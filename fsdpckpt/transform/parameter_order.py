@@ -9,21 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TypeAlias
 
 import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, OptimState, group_params
 from fsdpckpt.ir.names import clean, keeps_order, without_module
-from fsdpckpt.ir.quantized import parameter_shapes
+from fsdpckpt.ir.state_shapes import Shape, has_scalars
 from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.ir.units import Units, first_misplaced
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
-
-Shape: TypeAlias = tuple[int, ...]
-StateShapes: TypeAlias = frozenset[Shape]
-"""The shapes of one parameter's states; empty if none shows the parameter's shape."""
 
 NO_BUFFERS = ("none",)
 """What ``--buffers`` says when every model key that may be a parameter is one."""
@@ -291,58 +286,3 @@ def _first_difference_in_order(used: ParameterOrder, other: ParameterOrder) -> l
         return []
     name, expected = misplaced
     return [f"{used.source} and {other.source} differ in order: one has {name} where the other has {expected}"]
-
-
-_FACTORS = frozenset({"row", "col"})  # words in the names of factored states
-
-
-def shaped_states(optim: OptimState) -> frozenset[str]:
-    """The names of states that have dimensions for some parameter, as moments do."""
-    return frozenset(
-        name
-        for states in optim.state.values()
-        for name, leaf in states.items()
-        if isinstance(leaf, Tensor) and leaf.ndim and name != "step"
-    )
-
-
-def shapes_of_states(states: Mapping[str, Tensor | Value], shaped: Collection[str] = ()) -> StateShapes:
-    """The shapes of the states that show a parameter's shape; empty if there are none.
-
-    ``shaped``: from ``shaped_states``. A parameter whose moments have no dimensions has none either.
-    """
-    shapes = frozenset(
-        shape
-        for name, state, shape in parameter_shapes(states)
-        if not isinstance(state.cut, Slices) and _FACTORS.isdisjoint(name.split("_"))
-    )
-    if not shapes and any(
-        isinstance(state, Tensor) and not state.ndim and name in shaped for name, state in states.items()
-    ):
-        return frozenset({()})
-    return shapes
-
-
-def has_scalars(optim: OptimState) -> bool:
-    """Whether the states show a parameter without dimensions (CLIP's ``logit_scale``)."""
-    shaped = shaped_states(optim)
-    return any(() in shapes_of_states(states, shaped) for states in optim.state.values())
-
-
-def fits(shape: Shape | None, state_shapes: StateShapes) -> bool:
-    """Whether a parameter of ``shape`` (None: not known) may have states of these shapes.
-
-    One of them must be its own shape, or there are several and all can be factors of it (as Adafactor's). A single
-    other shape never fits: it belongs to another parameter.
-    """
-    if shape is None or not state_shapes or shape in state_shapes:
-        return True
-    return len(state_shapes) > 1 and all(_is_factor(part, shape) for part in state_shapes)
-
-
-def _is_factor(part: Shape, whole: Shape) -> bool:
-    """Whether ``part`` is ``whole`` with some dimensions dropped, or with some shrunk to 1."""
-    if len(part) == len(whole):
-        return all(length in (1, size) for length, size in zip(part, whole, strict=True))
-    remaining = iter(whole)
-    return len(part) < len(whole) and all(size in remaining for size in part)  # in the same order

@@ -15,6 +15,7 @@ from itertools import chain
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, OptimState, group_params
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.text import plural
@@ -22,11 +23,8 @@ from fsdpckpt.transform.naming import Ids, NewKeys, contradicted, does_not_fit, 
 from fsdpckpt.transform.parameter_order import (
     ParameterOrder,
     contradictions,
-    fits,
     listed_param_names,
     parameter_orders,
-    shaped_states,
-    shapes_of_states,
 )
 
 
@@ -140,12 +138,12 @@ def _grouped_names(optim: OptimState, order: ParameterOrder, source: str) -> lis
 
 def _require_names_fit(optim: OptimState, source: str, groups: Sequence[Sequence[str]], order: ParameterOrder) -> None:
     """Raises SourceCorruptError for a name that the order lacks, is grouped twice or never, or has other shapes."""
-    names, in_order, shaped = list(chain(*groups)), set(order.names), shaped_states(optim)
+    names, in_order, shown = list(chain(*groups)), set(order.names), ShownShapes(optim)
     keys = dict.fromkeys((*names, *map(str, optim.param_keys())))
     wrong = [f"{name} is not in {order.source}" for name in keys if clean(name) not in in_order]
     wrong += group_flaws(names, [key for key in optim.state if clean(str(key)) in in_order])
     for name in names:
-        state_shapes = shapes_of_states(optim.state.get(name, {}), shaped)
+        state_shapes = shown.of(name)
         shape = order.shape(clean(name))
         if not fits(shape, state_shapes):
             text = shapes_text(state_shapes)

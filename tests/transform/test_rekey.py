@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, OptimState
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.tensors import Chunks, Slices, Tensor, Whole
 from fsdpckpt.transform.assignment import in_any_order, in_order
-from fsdpckpt.transform.parameter_order import ParameterOrder, fits, from_list, from_param_names, shapes_of_states
+from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_param_names
 from fsdpckpt.transform.rekey import to_ids, to_names
 
 SHAPES = {"e": (17, 9), "a": (28, 9), "b": (28,), "c": (9, 28), "n": (9,), "h": (9,)}
@@ -288,7 +289,8 @@ def test_param_names_of_one_group_contradict_the_order() -> None:
 def test_what_states_say_about_the_shape_of_their_parameter(
     shape: tuple[int, ...], states: dict[str, tuple[int, ...]], fit: bool
 ) -> None:
-    assert fits(shape, shapes_of_states({name: _tensor(*size) for name, size in states.items()})) is fit
+    optim = OptimState({0: {name: _tensor(*size) for name, size in states.items()}}, None)
+    assert fits(shape, ShownShapes(optim).of(0)) is fit
 
 
 def _all_answers(groups: list[int], names: int, allowed: list[list[bool]]) -> set[tuple[int, ...]]:

@@ -1,0 +1,165 @@
+"""Knows which states of an optimizer show the shape of their parameter: the one place that decides it.
+
+Most states *mirror* their parameter: one element for each of its elements, in its shape, as Adam's moments. They are
+known by name (``_MIRRORS``: those of torch.optim and of the usual libraries; each was compared with what the library
+makes for matrices, vectors, convolutions and scalars). A state that mirrors has its parameter's shape, except
+
+- one value (NovoGrad's second moment), or one for each row (Nero, NorMuon: the first dimension, then ones);
+- no element (a state that the library makes later);
+- the same elements with neighbouring dimensions joined (heavyball, SOAP with ``merge_dims``);
+- twice the elements in front (bitsandbytes' AdEMAMix: ``state1`` is two moments);
+- the states of a parameter with a low-rank projection (GaLore, APOLLO: the group has a ``rank``, the entry a
+  ``projector``) or of masked elements alone (SPAM: the entry has a ``mask``).
+
+Of every other state the shape proves nothing about one parameter: counters, factors (Adafactor, CAME, SM3),
+preconditioners and their lists (Shampoo, SOAP, Kron), bitsandbytes' scales and maps, Prodigy's samples, and LBFGS's
+vectors, which span all parameters. torchao's codes and scales stand for a state of the shape that they record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import TypeAlias
+
+from fsdpckpt.ir.checkpoint import OptimState, ParamKey, group_params
+from fsdpckpt.ir.quantized import parameter_shapes
+from fsdpckpt.ir.tensors import OneSlice, Slices, Tensor
+from fsdpckpt.ir.values import Value
+
+Shape: TypeAlias = tuple[int, ...]
+StateShapes: TypeAlias = frozenset[Shape]
+"""The shapes of one parameter's states; empty if none shows the parameter's shape."""
+
+_MIRRORS = frozenset(
+    {
+        # torch.optim
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "grad_avg", "acc_delta"),
+        *("exp_inf", "ax", "prev", "step_size"),
+        # schedulefree, pytorch_optimizer, bitsandbytes; fp32 masters beside the moments
+        *("z", "exp_avg_slow", "exp_avg_diff", "exp_avg_var", "exp_hessian_diag_sq", "hessian", "previous_grad"),
+        *("slow_buffer", "lookahead_params", "moments", "momentum", "state1", "state2"),
+        *("master_param", "master_params", "master_weight", "fp32_param"),
+    }
+)
+_FACTORS = frozenset({"row", "col", "r", "c"})  # words in the names of factored states
+_DOUBLED = "state1"
+_LOW_RANK_GROUP = "rank"
+_NOT_ALL_ELEMENTS = frozenset({"projector", "mask"})
+
+
+class ShownShapes:
+    """What the states of ``optim`` show about the shapes of its parameters."""
+
+    def __init__(self, optim: OptimState) -> None:
+        self._state = optim.state
+        self._in_low_rank = {
+            key
+            for group in optim.param_groups or ()
+            if isinstance(group.get(_LOW_RANK_GROUP), int)
+            for key in group_params(group) or ()
+        }
+        self._shaped = shaped_states(optim)
+
+    def of(self, key: ParamKey) -> StateShapes:
+        """The shapes of which one is the parameter's, or all are factors of it; empty if nothing shows it.
+
+        A parameter whose moments have no dimensions has none either.
+        """
+        states = self._state.get(key, {})
+        if self._covers_no_parameter(key, states):
+            return frozenset()
+        shapes = frozenset(shape for name, _, shape in _whole_states(states) if mirrors(name))
+        if not shapes:
+            others = [(name, shape) for name, _, shape in _whole_states(states)]
+            shapes = frozenset(shape for name, shape in others if _FACTORS.isdisjoint(name.split("_")))
+        if shapes:
+            return shapes
+        scalars = [name for name, leaf in states.items() if isinstance(leaf, Tensor) and not leaf.ndim]
+        return frozenset({()}) if any(name in self._shaped for name in scalars) else frozenset()
+
+    def mirrored(self, key: ParamKey) -> Iterator[tuple[str, Shape]]:
+        """Each state of the parameter that mirrors it: its name and shape."""
+        states = self._state.get(key, {})
+        if not self._covers_no_parameter(key, states):
+            for name, _, shape in _whole_states(states):
+                if mirrors(name):
+                    yield name, shape
+
+    def _covers_no_parameter(self, key: ParamKey, states: Mapping[str, Tensor | Value]) -> bool:
+        """Whether the states are known to be of a projection, or of chosen elements alone."""
+        return key in self._in_low_rank or not _NOT_ALL_ELEMENTS.isdisjoint(states)
+
+
+def mirrors(name: str) -> bool:
+    """Whether a state of this name, or one in blocks of which this is a part, has its parameter's shape."""
+    return name in _MIRRORS or name.partition(".")[0] in _MIRRORS
+
+
+def _whole_states(states: Mapping[str, Tensor | Value]) -> Iterator[tuple[str, Tensor, Shape]]:
+    """``parameter_shapes`` without slices of flat parameters, which have a length and no shape."""
+    for name, leaf, shape in parameter_shapes(states):
+        if not isinstance(leaf.cut, (Slices, OneSlice)):
+            yield name, leaf, shape
+
+
+def may_mirror(name: str, state: Shape, parameter: Shape) -> bool:
+    """Whether the state ``name`` of the first shape may mirror a parameter of the second. The rules are in the
+    module's text.
+    """
+    if state == parameter or prod(state) in (0, 1) or (name == _DOUBLED and state == (2, *parameter)):
+        return True
+    if len(state) == len(parameter) and state[0] == parameter[0] and set(state[1:]) == {1}:
+        return True
+    return _is_reshaped(state, parameter)
+
+
+def _is_reshaped(state: Shape, parameter: Shape) -> bool:
+    """Whether one of the shapes is the other with neighbouring dimensions joined."""
+    first, second = _places_of_cuts(state), _places_of_cuts(parameter)
+    return prod(state) == prod(parameter) and (first <= second or second <= first)
+
+
+def _places_of_cuts(shape: Shape) -> set[int]:
+    """The products of the leading dimensions, without those of one element: (64, 3, 1, 3) has 64, 192 and 576."""
+    return {prod(shape[: dim + 1]) for dim, size in enumerate(shape) if size != 1}
+
+
+def shaped_states(optim: OptimState) -> frozenset[str]:
+    """The names of states that have dimensions for some parameter, as moments do."""
+    return frozenset(
+        name
+        for states in optim.state.values()
+        for name, leaf in states.items()
+        if isinstance(leaf, Tensor) and leaf.ndim and name != "step"
+    )
+
+
+def has_scalars(optim: OptimState) -> bool:
+    """Whether the states show a parameter without dimensions (CLIP's ``logit_scale``)."""
+    shown = ShownShapes(optim)
+    return any(() in shown.of(key) for key in optim.state)
+
+
+def fits(shape: Shape | None, state_shapes: StateShapes) -> bool:
+    """Whether a parameter of ``shape`` (None: not known) may have states of these shapes.
+
+    One of them must be its own shape, or there are several and all can be factors of it (as Adafactor's). A single
+    other shape never fits: it belongs to another parameter.
+    """
+    if shape is None or not state_shapes or shape in state_shapes:
+        return True
+    return len(state_shapes) > 1 and all(_is_factor(part, shape) for part in state_shapes)
+
+
+def _is_factor(part: Shape, whole: Shape) -> bool:
+    """Whether ``part`` is ``whole`` with some dimensions dropped, or with some shrunk to 1."""
+    if len(part) == len(whole):
+        return all(length in (1, size) for length, size in zip(part, whole, strict=True))
+    remaining = iter(whole)
+    return len(part) < len(whole) and all(size in remaining for size in part)  # in the same order
+
+
+def is_part(part: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether a tensor of the first shape can be a part of one of the second."""
+    return len(part) == len(whole) and all(size <= extent for size, extent in zip(part, whole, strict=True))
