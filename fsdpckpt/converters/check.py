@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -17,10 +18,12 @@ import numpy as np
 
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.lay_out import dtype_rule
+from fsdpckpt.converters.linking import require_recorded
 from fsdpckpt.converters.shared_sources import UnionSources, serve_sources
 from fsdpckpt.converters.staging import StagingDirectories
 from fsdpckpt.converters.transform import TransformedCheckpoint
-from fsdpckpt.errors import FsdpckptError, InternalError
+from fsdpckpt.errors import FsdpckptError, InternalError, SourceError, TargetUnwritableError
+from fsdpckpt.execute.checks import sum_of
 from fsdpckpt.flat.match import Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section, SourceFile
@@ -34,6 +37,8 @@ from fsdpckpt.plan.transfer import Visible
 from fsdpckpt.process import without_collection
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.storage.local import LocalFile
+from fsdpckpt.storage.places import is_within
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.parameter_order import from_units
 from fsdpckpt.transform.rekey import to_names
@@ -63,8 +68,9 @@ class OutputCheck:
     """One rank's part of the check. ``transformed``: what was to be written, on rank 0; None on the others.
 
     ``files``: the source's files; ``visible``: which rank sees which of them. ``holders``: for each target file the
-    ranks that see it. ``path``: where rank 0 finds the output, a directory or one file. ``require_unchanged`` raises
-    SourceError if a source file changed after it was copied: differing bytes are then not the output's fault.
+    ranks that see it. ``crcs``: the CRC-32 of each file as it was written. ``path``: where rank 0 finds the output, a
+    directory or one file. ``require_unchanged`` raises SourceError if a source file changed after it was copied:
+    differing bytes are then not the output's fault.
     """
 
     group: Group
@@ -75,6 +81,7 @@ class OutputCheck:
     files: Sequence[SourceFile]
     visible: Visible
     holders: Mapping[str, Sequence[int]]
+    crcs: Mapping[str, int]
     path: str
     require_unchanged: Callable[[], None]
 
@@ -83,8 +90,8 @@ class OutputCheck:
         Collective.
 
         With ``--verify full`` read every element from both sides and compare, with casts applied; rank 0 gets the
-        SHA-256 of each tensor by ``<section> <key>``, otherwise the result is empty. Raises InternalError: an output
-        that fails is discarded, never published.
+        SHA-256 of each tensor by ``<section> <key>``, otherwise the result is empty. Raises InternalError, or
+        TargetUnwritableError if the output is not what was written: one that fails is discarded, never published.
         """
         group = self.group
         pairs, written = self._match()
@@ -104,14 +111,62 @@ class OutputCheck:
         with group.step("check that the sources did not change"), group.heartbeat():
             self.require_unchanged()
         with group.step("require equal tensors"):
-            return _digests(pairs, compared, self.path) if group.rank == 0 else {}
+            if group.rank:
+                return {}
+            with group.heartbeat(), self._blamed():
+                return _digests(pairs, compared, self.path)
+
+    @contextmanager
+    def _blamed(self) -> Iterator[None]:
+        """Decide whose fault it is that the output cannot be read, or is not as it was planned.
+
+        If this rank sees a file that does not have the bytes that were written, it is the disk's, or another program's:
+        TargetUnwritableError. If the source's bytes do not fit its checksums any more, SourceCorruptError.
+        """
+        try:
+            yield
+        except SourceError as error:
+            if type(error) is SourceError and error.file is not None and is_within(error.file, self.path):
+                raise _unreadable(error) from None
+            raise
+        except InternalError as error:
+            if isinstance(error.__cause__, FsdpckptError) and type(error.__cause__) is SourceError:
+                raise _unreadable(error.__cause__) from None
+            self._require_as_written()
+            if self.transformed is not None and self.options.verify is VerifyLevel.FULL:
+                checkpoint = self.transformed.checkpoint
+                with Sources() as sources:
+                    require_recorded(checkpoint, np.ones(len(checkpoint.checksums.file), np.bool_), sources)
+            raise
+
+    def _require_as_written(self) -> None:
+        for name, crc in self.crcs.items():
+            path = self.directories.locate(self.group.rank, name)
+            if not os.path.isfile(path):  # on another node
+                continue
+            try:
+                with closing(LocalFile(path)) as file:
+                    found = sum_of(file, 0, file.nbytes)
+            except SourceError as error:
+                raise _unreadable(error) from None
+            if found != crc:
+                raise TargetUnwritableError(
+                    f"{path} is not what was written to it",
+                    file=path,
+                    expected=f"CRC-32 {crc:08x}",
+                    found=f"{found:08x}",
+                    why="the disk returns other bytes than it was given, or another program writes there",
+                    next_step="check that disk, or choose another DST",
+                    run_again=True,
+                    resumable=False,
+                )
 
     def _match(self) -> tuple[list[Pair], Sequence[SourceFile]]:
         with self.group.step("check the output"):
             if self.transformed is None:
                 self._serve()
                 return [], []
-            with self.group.heartbeat(), UnionSources(self.group) as opener, without_collection():
+            with self.group.heartbeat(), UnionSources(self.group) as opener, without_collection(), self._blamed():
                 return _match(self.transformed, self.path, self.options, opener)
 
     def _serve(self) -> None:
@@ -133,7 +188,7 @@ class OutputCheck:
         """Compare this rank's share; return the results of all ranks."""
         paths = [self.directories.locate(self.group.rank, name) for name in names]
         written = [Stored(*each) for each in zip(paths, lengths, strict=True)]
-        with self.group.step("compare the output"), self.group.heartbeat(), Sources() as sources:
+        with self.group.step("compare the output"), self.group.heartbeat(), Sources() as sources, self._blamed():
             share = self._read(pairs, sources, written)
         compared: Compared = {}
         for each in self.group.all_gather_objects(share, name="what was compared"):
@@ -148,7 +203,7 @@ class OutputCheck:
             if self.group.rank:
                 self._serve()
                 return {}
-            with self.group.heartbeat(), UnionSources(self.group) as sources:
+            with self.group.heartbeat(), UnionSources(self.group) as sources, self._blamed():
                 return self._read(pairs, sources, written)
 
     def _read(self, pairs: Sequence[Pair], sources: Sources, written: Sequence[SourceFile]) -> Compared:
@@ -218,6 +273,16 @@ def _digests(pairs: Sequence[Pair], compared: Compared, path: str) -> dict[str, 
     if wrong:
         raise _not_as_planned(path, wrong)
     return {pair.name: compared[pair.name][0] for pair in pairs if pair.unique}
+
+
+def _unreadable(error: SourceError) -> TargetUnwritableError:
+    return TargetUnwritableError(
+        f"the output cannot be read back: {error.what}",
+        file=error.file,
+        why=error.why,
+        next_step="check that disk, or choose another DST",
+        run_again=True,
+    )
 
 
 def _not_as_planned(path: str, wrong: Sequence[str]) -> InternalError:

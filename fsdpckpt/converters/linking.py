@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdpckpt.errors import TargetUnwritableError, UsageError
 from fsdpckpt.execute.checks import require_checksum, sum_of
@@ -276,11 +277,15 @@ def check_linked(target: Target, checkpoint: Checkpoint, sources: Sources) -> No
 
     Raises SourceCorruptError for bytes that do not match.
     """
+    require_recorded(checkpoint, np.isin(checkpoint.checksums.file, [link.source for link in target.links]), sources)
+
+
+def require_recorded(checkpoint: Checkpoint, wanted: npt.NDArray[np.bool_], sources: Sources) -> None:
+    """Read the bytes of the ``wanted`` checksums of ``checkpoint``. Raises SourceCorruptError if they do not match."""
     checksums = checkpoint.checksums
-    linked = np.isin(checksums.file, [link.source for link in target.links])
-    summed = np.isin(checksums.file, checksums.file[linked & (checksums.crc != 0)])  # all 0: saved without checksums
+    summed = np.isin(checksums.file, checksums.file[wanted & (checksums.crc != 0)])  # all 0: saved without checksums
     columns = (checksums.file, checksums.offset, checksums.nbytes, checksums.crc)
-    for file, offset, nbytes, crc in zip(*(column[linked & summed].tolist() for column in columns), strict=True):
+    for file, offset, nbytes, crc in zip(*(column[wanted & summed].tolist() for column in columns), strict=True):
         path, length = checkpoint.files[file].path, checkpoint.files[file].nbytes
         recorded = (offset, nbytes) == (0, length)
         require_checksum(path, offset, nbytes, crc, sum_of(sources.open(path), offset, nbytes), recorded=recorded)

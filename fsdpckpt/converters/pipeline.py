@@ -167,7 +167,7 @@ class _Conversion:
         job = self._drop_columns(job)
         self._write_manifest(crcs, {}, directory=directory)
         if self.options.verify is not VerifyLevel.NONE and not all(directories.existing):
-            digests = self._verify(job, directories, visible)
+            digests = self._verify(job, directories, visible, crcs)
             if self.options.verify is VerifyLevel.FULL:
                 self._write_manifest(crcs, digests, directory=directory)
         self._publish(job, directories)
@@ -316,6 +316,7 @@ class _Conversion:
                     recorder=self._staged.recorder,
                     journaled=journaled,
                     compare=directories.existing[number or 0],
+                    reread=self.options.verify is VerifyLevel.FULL,
                 )
             except TargetExistsError:
                 if self.for_upload and self._single_rank:
@@ -354,7 +355,9 @@ class _Conversion:
             if self._staged.staging is not None:
                 put_manifest(self._staged.staging, data)
 
-    def _verify(self, job: Job, directories: StagingDirectories, visible: Visible) -> dict[str, str]:
+    def _verify(
+        self, job: Job, directories: StagingDirectories, visible: Visible, crcs: Mapping[str, int]
+    ) -> dict[str, str]:
         """Read the output back. Returns, on rank 0, the digests of its tensors."""
         staging = self._staged.staging
         check = OutputCheck(
@@ -366,6 +369,7 @@ class _Conversion:
             files=job.files,
             visible=visible,
             holders=self.holders,
+            crcs=crcs,
             path=staging.visible if staging is not None else os.path.realpath(self.target),
             require_unchanged=self._require_unchanged,
         )

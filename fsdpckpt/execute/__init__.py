@@ -13,19 +13,21 @@ A world of one sees every source and writes every file, by the same steps. All r
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import WorkerError
 from fsdpckpt.execute.checks import SourceCheck, sum_of, unverified_spans
-from fsdpckpt.execute.job import Job
+from fsdpckpt.execute.job import BUFFERS_PER_THREAD, Job
 from fsdpckpt.execute.journal import JournaledWindows, Recorder
 from fsdpckpt.execute.output import ComparedOutput, Output, OutputState, write_window
+from fsdpckpt.execute.staged import StagedCheck, StagedFile, staged_error
 from fsdpckpt.execute.window import PATIENCE, SLOWEST_DISK, Assembler, CopyPool, SourceReader
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.transfer import TransferPlan, Visible, Window, plan_transfers
@@ -37,6 +39,9 @@ from fsdpckpt.text import size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.execute.send_recv import TransferRun
+
+_Staged: TypeAlias = "tuple[Int64Array, str]"
+"""What one rank found in the staging directory: parts of records, and a record that does not match."""
 
 
 def execute(
@@ -51,20 +56,22 @@ def execute(
     recorder: Recorder | None,
     journaled: JournaledWindows,
     compare: bool,
+    reread: bool = False,
 ) -> dict[str, int]:
     """Write every file of ``job`` durably at ``locate(path)``, each part on the rank that owns it. Collective.
 
     ``visible[file, rank]``: which rank sees which source. ``sources`` opens those that this rank sees. ``recorder``
     keeps this rank's journal, if it writes. ``journaled``, on rank 0: the journals of an interrupted run;
-    ``job.claims`` from them are read back, and kept if they are as the journal says. ``compare``: the files exist and
-    are compared with what would be written; raises TargetExistsError if they differ.
+    ``job.claims`` from them are read back, and kept if they are as the journal says and ``execute.staged`` finds
+    nothing against them; ``reread``: they are also compared with the source. ``compare``: the files exist and are
+    compared with what would be written; raises TargetExistsError if they differ.
 
     Returns the CRC-32 of each target file by its path, on every rank. Holds at most the buffers that ``job.settings``
     and ``threads`` allow. Raises SourceCorruptError if a record does not match its checksum or a file ended early,
     TargetUnwritableError if the file system refuses; the first error stops all threads. With several ranks all raise
     WorkerError, with the error as its ``original``.
     """
-    run = _Run(group, job, visible, sources, locate, threads, progress, recorder, journaled, compare)
+    run = _Run(group, job, visible, sources, locate, threads, progress, recorder, journaled, compare, reread)
     try:
         claims = run.read_back() if len(job.claims) else job.claims
         progress.begin("compare" if compare else "copy", run.bytes_left())
@@ -96,11 +103,13 @@ class _Run:
     recorder: Recorder | None
     journaled: JournaledWindows
     compare: bool
+    reread: bool
     pool: CopyPool | None = None
 
     def __post_init__(self) -> None:
         job = self.job
         self.check = SourceCheck(job.files, job.checksums)
+        self.staged = StagedCheck(job.files, job.checksums)
         self.reader = SourceReader(job.files, self.sources)
         self.transfers: TransferPlan
         self.exchange: TransferRun | None = None
@@ -130,14 +139,26 @@ class _Run:
                 rows[Window(segment, begin, end, -1)] = row, crc
                 self.outputs[segment].windows_left += 1
         longest = max((window.end - window.begin for window in rows), default=0)
-        threads = max(min(self.threads, job.settings.window_memory // max(longest, 1)), 1)
+        step = min(job.settings.window, max(longest, 1))
+        memory = longest + (BUFFERS_PER_THREAD * step if self.reread else 0)
+        threads = max(min(self.threads, job.settings.window_memory // max(memory, 1)), 1)
         lost: list[int] = []
         with group.step("read back what was written"):
             buffers = [aligned_buffer(longest) for _ in range(threads)]
+            assemblers = [
+                Assembler(job.plan, self.reader, self.check, step) for _ in range(threads if self.reread else 0)
+            ]
 
             def read_back(thread: int, window: Window) -> None:
                 row, crc = rows[window]
-                if not self.outputs[window.segment].read_back(window.begin, window.end, crc, buffers[thread]):
+
+                def prove(file: StagedFile, view: memoryview) -> None:
+                    self.staged.add_all(file.sums(window.begin, view))
+                    if self.reread and self.visible[file.sources(window.begin, window.end), group.rank].all():
+                        file.require_source(window.begin, view, assemblers[thread], step)
+
+                output = self.outputs[window.segment]
+                if not output.read_back(window.begin, window.end, crc, buffers[thread], prove):
                     lost.append(row)
                 self.progress.advance(window.end - window.begin)
 
@@ -247,15 +268,20 @@ class _Run:
         with group.silent_for(nbytes / SLOWEST_DISK):
             states = {number: list(output.export()) for number, output in shared.items()}
         sent = self.exchange.sent if self.exchange is not None else {}
-        gathered = group.all_gather_objects((states, self.check.parts() if group.rank else None, sent), name="join")
-        by_rank = cast("list[tuple[dict[int, list[Any]], Int64Array, dict[int, int]]]", gathered)
-        self._check_streams([sums for _, _, sums in by_rank])
+        staged = (self.staged.parts(), self.staged.wrong)
+        parts = self.check.parts() if group.rank or len(self.job.claims) else np.zeros((0, 5), np.int64)
+        gathered = group.all_gather_objects((states, parts, sent, staged), name="join")
+        by_rank = cast("list[tuple[dict[int, list[Any]], Int64Array, dict[int, int], _Staged]]", gathered)
+        self._check_streams([sums for _, _, sums, _ in by_rank])
+        read = [parts for _, parts, _, _ in by_rank]
         if group.rank == 0:  # one rank is enough
-            self.check.absorb([self.journaled.parts, *(parts for _, parts, _ in by_rank[1:])])
-        self._read_missing_parts()
+            self.check.absorb([self.journaled.parts, *read[1:]])
+        read.append(self._read_missing_parts())
+        if len(self.job.claims):
+            self._check_staged(read, [staged for _, _, _, staged in by_rank])
         with group.silent_for(nbytes / SLOWEST_DISK):
             self._finish_shared(
-                {number: OutputState(*state) for exported, _, _ in by_rank for number, state in exported.items()}
+                {number: OutputState(*state) for exported, *_ in by_rank for number, state in exported.items()}
             )
         crcs = {output.plan.path: output.crc for output in self.outputs.values() if output.creates_file}
         for crcs_of_rank in group.all_gather_objects(crcs, name="checksums"):
@@ -278,9 +304,23 @@ class _Run:
                 self.recorder.retract()
             raise
 
-    def _read_missing_parts(self) -> None:
+    def _check_staged(self, read: Sequence[Int64Array], staged: Sequence[_Staged]) -> None:
+        """Compare what an interrupted run has staged with the source's checksums, which ``check`` has found right.
+
+        ``read``: the parts that this run has read. Raises TargetUnwritableError.
+        """
+        with self.group.step("check what was staged"), self.group.heartbeat():
+            if self.group.rank:
+                return
+            self.staged.absorb([*(parts for parts, _ in staged[1:]), *read])
+            wrong = next(filter(None, (wrong for _, wrong in staged)), "") or self.staged.find_wrong()
+            if wrong:
+                places = list(dict.fromkeys(os.path.dirname(output.path) for output in self.outputs.values()))
+                raise staged_error(places[0] if places else "what is staged", f"other bytes than {wrong}")
+
+    def _read_missing_parts(self) -> Int64Array:
         """Read what no rank has read of records, and of files that are compared as a whole; check these. Rank 0 knows
-        the parts that were read.
+        the parts that were read. Returns, on rank 0, what was read now.
         """
         group, missing = self.group, cast("object", None)
         if group.rank == 0:
@@ -291,7 +331,7 @@ class _Run:
                 missing = np.concatenate([of_records, self.check.rest_of_files(self.job.plan)])
         ranges = cast("Int64Array", group.broadcast_object(missing, name="missing parts"))
         if not len(ranges):
-            return
+            return np.zeros((0, 5), np.int64)
         with group.step("read missing parts of records"), group.heartbeat():
             own = self._own_ranges(ranges)
             crcs = [sum_of(self._source(file), offset, nbytes) for file, _, offset, nbytes in own.tolist()]
@@ -301,6 +341,7 @@ class _Run:
             if group.rank == 0:
                 self.check.absorb(cast("list[Int64Array]", by_rank))
                 self.check.finish()
+        return np.concatenate(cast("list[Int64Array]", by_rank))
 
     def _own_ranges(self, ranges: Int64Array) -> Int64Array:
         """The ranges that this rank reads. Each begins with its file: the ranks that see that file take turns."""

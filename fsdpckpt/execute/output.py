@@ -16,6 +16,7 @@ from isal.isal_zlib import crc32
 
 from fsdpckpt.errors import TargetExistsError
 from fsdpckpt.execute.checks import Part, combine, patch_effect
+from fsdpckpt.execute.staged import StagedFile
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.plan import FilePlan
 from fsdpckpt.storage.local import WritableFile, target_errors
@@ -50,6 +51,7 @@ class Output:
 
     def __post_init__(self) -> None:
         self.checks = TargetChecks(self.plan)
+        self._staged = StagedFile(self.plan, self.path)
         self.parts: list[Part] = []
         self._lock = threading.Lock()
         self._file: WritableFile | None = None
@@ -61,8 +63,18 @@ class Output:
         """The CRC-32 of the whole file, once it is finished."""
         return combine(self.parts) ^ self._patched
 
-    def read_back(self, begin: int, end: int, crc: int, buffer: memoryview) -> bool:
-        """Keep the window [begin, end) that an interrupted run has written, if its CRC-32 is ``crc``. Thread-safe."""
+    def read_back(
+        self,
+        begin: int,
+        end: int,
+        crc: int,
+        buffer: memoryview,
+        prove: Callable[[StagedFile, memoryview], None] | None = None,
+    ) -> bool:
+        """Keep the window [begin, end) that an interrupted run has written, if its CRC-32 is ``crc``. Thread-safe.
+
+        ``prove`` is called for a window that is kept. Raises TargetUnwritableError if its bytes are not the plan's.
+        """
         with self._lock:
             if self._file is None and self._is_left_over():
                 self._file = WritableFile(self.path, self.plan.nbytes, existing=True)
@@ -75,7 +87,11 @@ class Output:
             deferred.clear(begin, view)
             kept = crc32(view) == crc
             if kept:
+                self._staged.require_literals(begin, view)
                 self.checks.window(begin, view)
+                self._staged.require_checksums(crc, view)
+                if prove is not None:
+                    prove(self._staged, view)
         with self._lock:
             if kept:
                 self.parts.append((begin, end - begin, crc))

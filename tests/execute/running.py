@@ -44,6 +44,7 @@ def run_plan(
     progress: Progress | None = None,
     recorder: Recorder | None = None,
     compare: bool = False,
+    reread: bool = False,
 ) -> dict[str, int]:
     """Write every file of ``plan``, or compare it; returns their CRC-32."""
     journaled = recorder.journaled if recorder is not None else JournaledWindows()
@@ -58,4 +59,5 @@ def run_plan(
         recorder=recorder,
         journaled=journaled,
         compare=compare,
+        reread=reread,
     )
