@@ -406,7 +406,7 @@ class _Conversion:
         warnings = warnings if staging is None else staging.warnings
         rows = [[note.kind, note.message] for note in warnings]
         for of_rank in self.group.all_gather_objects(rows, name="warnings"):
-            self._warnings += [Note(*row) for row in cast("list[tuple[NoteKind, str]]", of_rank)]
+            self._warnings += [Note(*row, warning=True) for row in cast("list[tuple[NoteKind, str]]", of_rank)]
 
     def _undo(self, error: BaseException) -> None:
         """Kill ranks that are stopped, and remove the staged output unless it may be resumed."""

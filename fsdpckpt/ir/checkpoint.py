@@ -73,7 +73,8 @@ class Note:
     """Something that was inferred, cast, dropped, renamed, repaired or not carried over: every summary shows it.
 
     ``key``: the one key concerned; ``keys``: all of them if there are many. ``warning``: whether a framework will stop
-    because of it, start afresh, or train in another way than before; then it is shown as a warning.
+    because of it, start afresh, or train in another way than before, or something has to be done by hand; then it is
+    shown as a warning.
     """
 
     kind: NoteKind

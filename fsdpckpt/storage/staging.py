@@ -282,7 +282,7 @@ class Staging:
             self._warn("left-behind", f"{what} ({error.strerror}): remove {left}")
 
     def _warn(self, kind: NoteKind, message: str) -> None:
-        self.warnings.append(Note(kind, message))
+        self.warnings.append(Note(kind, message, warning=True))
 
     def _rename_into_place(self) -> None:
         empty = is_empty_directory(self._target)
