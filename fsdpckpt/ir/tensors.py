@@ -100,15 +100,27 @@ class Sharding:
 
     None: the tensor is a DTensor on a submesh without that dimension, as FSDP2 makes of a parameter that tensor
     parallelism does not cut. All ranks along it hold the same. ``by_fsdp``: FSDP2 cut it last; False for DTensor's cuts
-    alone, which differ in the shape of a local tensor without elements (``layouts.local_sizes``).
+    alone, which differ in the shape of a local tensor without elements (``layouts.local_sizes``). ``order``: the mesh
+    dimensions as the DTensor's own mesh lists them, if that is not their order in ``mesh``: FSDP2 over tensor
+    parallelism lists its own first, wherever they are.
     """
 
     mesh: MeshShape
     placements: tuple[Placement | None, ...]
     by_fsdp: bool = True
+    order: tuple[int, ...] | None = None
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dimensions of the DTensor's own mesh, in its order."""
+        if self.order is not None:
+            return self.order
+        return tuple(dim for dim, placement in enumerate(self.placements) if placement is not None)
 
     def __str__(self) -> str:
-        return placements_text([placement for placement in self.placements if placement is not None])
+        """The placements as the DTensor lists them."""
+        placements = (self.placements[dim] for dim in self.dims)
+        return placements_text([placement for placement in placements if placement is not None])
 
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]

@@ -83,7 +83,7 @@ def as_fully_shard(mesh: MeshShape, placements: Sequence[Placement | None]) -> S
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
             order[placement.dim] = (mesh_dim, *order.get(placement.dim, ()))
-    return _with_order(mesh, placements, order)
+    return Sharding(mesh, _with_order(mesh, placements, order, tuple(range(len(mesh.sizes)))))
 
 
 def on_mesh(sharding: Sharding, mesh: MeshShape) -> Sharding:
@@ -91,19 +91,27 @@ def on_mesh(sharding: Sharding, mesh: MeshShape) -> Sharding:
     order = _shard_order(sharding)
     if order is None:
         raise InternalError(f"{sharding} on {sharding.mesh} has no shard order")
-    return replace(_with_order(mesh, sharding.placements, order), by_fsdp=sharding.by_fsdp)
+    dims = sharding.order or tuple(range(len(mesh.sizes)))
+    return replace(sharding, mesh=mesh, placements=_with_order(mesh, sharding.placements, order, dims))
 
 
 def _with_order(
-    mesh: MeshShape, placements: Sequence[Placement | None], order: Mapping[int, Sequence[int]]
-) -> Sharding:
-    """As ``DTensorSpec._convert_shard_order_to_StridedShard``; ``shard_order_of`` is the inverse."""
+    mesh: MeshShape,
+    placements: Sequence[Placement | None],
+    order: Mapping[int, Sequence[int]],
+    dims: Sequence[int],
+) -> tuple[Placement | None, ...]:
+    """The placements that cut in ``order``, of a DTensor whose mesh lists the dimensions of ``mesh`` as ``dims``.
+
+    As ``DTensorSpec._convert_shard_order_to_StridedShard``; ``shard_order_of`` is the inverse.
+    """
     ordered = list(placements)
     for dim, mesh_dims in order.items():
         for number, mesh_dim in enumerate(mesh_dims):
-            factor = prod(mesh.sizes[before] for before in mesh_dims[:number] if before > mesh_dim)
+            later = dims[dims.index(mesh_dim) + 1 :]
+            factor = prod(mesh.sizes[before] for before in mesh_dims[:number] if before in later)
             ordered[mesh_dim] = StridedShard(dim, factor) if factor > 1 else Shard(dim)
-    return Sharding(mesh, tuple(ordered))
+    return tuple(ordered)
 
 
 @lru_cache(maxsize=65536)
@@ -133,8 +141,8 @@ def emptied_dimension(sharding: Sharding) -> int | None:
     """
     if not sharding.by_fsdp:
         return None
-    cuts = (placement.dim for placement in sharding.placements if isinstance(placement, Shard | StridedShard))
-    return next(cuts, None)
+    placements = (sharding.placements[dim] for dim in sharding.dims)
+    return next((each.dim for each in placements if isinstance(each, Shard | StridedShard)), None)
 
 
 def emptied(size: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
@@ -176,7 +184,13 @@ def cutters_of_empty(
 
 @lru_cache(maxsize=4096)
 def _shard_order(sharding: Sharding) -> Mapping[int, tuple[int, ...]] | None:
-    return shard_order_of(sharding.mesh.sizes, [placement or Replicate() for placement in sharding.placements])
+    dims = sharding.order or tuple(range(len(sharding.placements)))  # in the order that the split factors are for
+    own = shard_order_of(
+        [sharding.mesh.sizes[dim] for dim in dims], [sharding.placements[dim] or Replicate() for dim in dims]
+    )
+    if own is None or sharding.order is None:
+        return own
+    return {dim: tuple(dims[each] for each in mesh_dims) for dim, mesh_dims in own.items()}
 
 
 class SharedChunk(NamedTuple):

@@ -65,7 +65,7 @@ def resized(
     if not keep_replicas and any(
         world_size % _other_ranks(mesh, dim) for mesh, dim in shard_dims.items() if dim is not None
     ):
-        start = {mesh: _with_sizes(mesh, dict.fromkeys(range(dim or 0), 1)) for mesh, dim in shard_dims.items()}
+        start = {mesh: _without_replicas(mesh, dim, meshes[mesh]) for mesh, dim in shard_dims.items()}
     other_ranks = {mesh: _other_ranks(start[mesh], dim) for mesh, dim in shard_dims.items() if dim is not None}
     undetermined = [mesh for mesh in meshes if mesh not in other_ranks]
     misfits = [(mesh, dim) for mesh, dim in shard_dims.items() if dim is not None and world_size % other_ranks[mesh]]
@@ -111,6 +111,16 @@ def _with_sizes(mesh: MeshShape, sizes: Mapping[int, int]) -> MeshShape:
     return replace(mesh, sizes=tuple(sizes.get(dim, size) for dim, size in enumerate(mesh.sizes)))
 
 
+def _without_replicas(mesh: MeshShape, shard_dim: int | None, shardings: Sequence[Sharding]) -> MeshShape:
+    """``mesh`` with one rank in the dimensions before FSDP's that cut nothing."""
+    replicas = [
+        dim
+        for dim in range(shard_dim or 0)
+        if all(isinstance(sharding.placements[dim], Replicate | None) for sharding in shardings)
+    ]
+    return _with_sizes(mesh, dict.fromkeys(replicas, 1))
+
+
 def _with_one_changed(mesh: MeshShape, world_size: int) -> list[MeshShape]:
     """``mesh`` resized to ``world_size`` ranks, in every way that changes one dimension alone."""
     other_ranks = [_other_ranks(mesh, dim) for dim in range(len(mesh.sizes))]
@@ -136,7 +146,10 @@ def _shard_dimension(mesh: MeshShape, shardings: Sequence[Sharding]) -> int | No
     """The first dimension of ``mesh`` that cuts every tensor; if there is only one dimension, that one."""
     if len(mesh.sizes) == 1:
         return 0
-    for dim in range(len(mesh.sizes)):
+    # FSDP2 lists its own dimensions before those of other parallelism, even if tensor parallelism is outermost.
+    orders = [sharding.order for sharding in shardings if sharding.order is not None]
+    dims: list[int] = [*max(orders, key=len, default=()), *range(len(mesh.sizes))]
+    for dim in dict.fromkeys(dims):
         placements = [sharding.placements[dim] for sharding in shardings]
         if placements and all(not isinstance(placement, Replicate | None) for placement in placements):
             return dim

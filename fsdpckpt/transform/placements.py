@@ -122,7 +122,11 @@ def replaced_on(sharding: Sharding, mesh: MeshShape) -> Sharding:
     sizes = dict(zip(sharding.mesh.names or (), sharding.mesh.sizes, strict=False))
     names = mesh.names or ()
     before = replace(mesh, sizes=tuple(sizes.get(name, 1) for name in names))
-    return on_mesh(Sharding(before, tuple(placements.get(name) for name in names)), mesh)
+    placed = replace(sharding, mesh=before, placements=tuple(placements.get(name) for name in names))
+    if sharding.order is not None:
+        own_names = sharding.mesh.names or ()
+        placed = replace(placed, order=tuple(names.index(own_names[dim]) for dim in sharding.order))
+    return on_mesh(placed, mesh)
 
 
 def _place_new_states(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding | None]) -> None:

@@ -100,9 +100,9 @@ class DTensorPickle(RankPickle):
         raw(b"N}(" + text("_local_tensor"))
         local()
         raw(text("_spec") + name(self._specs, "DTensorSpec") + NEW + text("mesh"))
-        dims = tuple(dim for dim, placed in enumerate(sharding.placements) if placed is not None)
+        dims = sharding.dims
         self._mesh(sharding.mesh, dims)
-        placements = tuple(placement for placement in sharding.placements if placement is not None)
+        placements = tuple(placed for dim in dims if (placed := sharding.placements[dim]) is not None)
         raw(
             text("placements")
             + self.once(placements, lambda: tuple_of([self._placement_of(each) for each in placements]))
@@ -171,8 +171,9 @@ class DTensorPickle(RankPickle):
 
     def _whole_mesh(self, mesh: MeshShape, dims: tuple[int, ...]) -> None:
         """The mesh that contains the submesh of ``dims``; None if that is the whole mesh."""
-        if len(dims) < len(mesh.sizes):
-            self._mesh(mesh, tuple(range(len(mesh.sizes))))
+        whole = tuple(range(len(mesh.sizes)))
+        if dims != whole:
+            self._mesh(mesh, whole)
         else:
             self.raw(b"N")
 

@@ -377,13 +377,23 @@ def test_layouts_of_every_version_say_the_same_mesh(layout: dict[str, Any]) -> N
         _device_type="cuda",
         _mesh_dim_names=("dp", "tp"),
     )
-    assert mesh == Mesh((2, 3), tuple(range(6)), (1, 0), 3, tuple(range(6)), "cuda", ("dp", "tp"), ascending=True)
+    assert mesh == Mesh((2, 3), tuple(range(6)), (1, 0), 3, tuple(range(6)), "cuda", ("dp", "tp"), nesting=(0, 1))
 
 
-def test_a_mesh_whose_ranks_are_not_in_order_says_so() -> None:
-    layout, ranks = stub(shape=(2, 2), stride=(1, 2)), (0, 2, 1, 3)
-    mesh = mesh_of(_layout=layout, _flatten_rank_map=tuple(range(4)), _coordinate_on_dim=[1, 0])
-    assert (mesh.ranks, mesh.rank, mesh.names, mesh.device, mesh.ascending) == (ranks, 1, None, "", False)
+@pytest.mark.parametrize(
+    ("layout", "rank_map", "ranks", "nesting"),
+    [
+        ({"shape": (2, 2), "stride": (1, 2)}, (0, 1, 2, 3), (0, 2, 1, 3), (1, 0)),
+        ({"shape": (2, 1, 2), "stride": (1, 0, 2)}, (0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 0)),
+        ({"shape": (2, 2), "stride": (2, 1)}, (3, 1, 2, 0), (3, 1, 2, 0), None),
+    ],
+)
+def test_a_mesh_whose_ranks_are_not_in_order_says_in_which_they_are(
+    layout: dict[str, Any], rank_map: tuple[int, ...], ranks: tuple[int, ...], nesting: tuple[int, ...] | None
+) -> None:
+    coordinate = [1, *[0] * (len(layout["shape"]) - 1)]
+    mesh = mesh_of(_layout=stub(**layout), _flatten_rank_map=rank_map, _coordinate_on_dim=coordinate)
+    assert (mesh.ranks, mesh.names, mesh.device, mesh.nesting) == (ranks, None, "", nesting)
 
 
 def test_the_ranks_of_a_job_are_a_tensor_too() -> None:
@@ -422,8 +432,8 @@ def test_meshes_of_one_shape_in_another_order_have_no_sharding() -> None:
     parser = DistributedParser(MemoryFile(b"", "rank0.pt"))
     local = StoredTensor(DTYPES["float32"], (2,), (1,), 0)
     cuts = [
-        Cut((4,), Mesh((2,), ranks, (0,), 0, (0, 1, 2), "cpu", None, ascending), placements, None, local)
+        Cut((4,), Mesh((2,), ranks, (0,), 0, (0, 1, 2), "cpu", None, nesting), placements, None, local)
         for placements in [(Shard(0),)]
-        for ranks, ascending in [((0, 1), True), ((2, 1), False)]
+        for ranks, nesting in [((0, 1), (0,)), ((2, 1), None)]
     ]
     assert [parser.boxes_of(cut, "w")[2] is None for cut in cuts] == [False, True]

@@ -87,7 +87,7 @@ class Distributed:
     ``form``: ``DTensor`` or ``ShardedTensor``. ``rank``: the rank that saved it, according to the file (None: not
     recorded). ``holders``: the ranks that together hold it; ``world``: all ranks of the job, as far as the file shows.
     ``device``: the device type of a DTensor's mesh, "" if not recorded. ``sharding``: a DTensor's placements on its own
-    mesh; None if its ranks hold interleaved boxes, or the mesh has another order than ``init_device_mesh`` makes.
+    mesh; None if its ranks hold interleaved boxes, or the mesh has an order that ``init_device_mesh`` does not make.
     ``cut_by``: who gives a rank without elements a local tensor of this shape; empty if nobody does.
     """
 
@@ -215,7 +215,7 @@ class DistributedParser(FileParser):
         shape, mesh, placements, order, local = cut
         # Placements are one object for equal ones (see _placements): their id stands for them.
         cut_order = id(placements), order and tuple(order.items())
-        form = shape, mesh.shape, mesh.names, mesh.coordinate, mesh.ascending, cut_order, local.shape, local.stride
+        form = shape, mesh.shape, mesh.names, mesh.coordinate, mesh.nesting, cut_order, local.shape, local.stride
         known = self._boxes_by_cut.get(form)
         if known is None:
             known = self._boxes_by_cut[form] = self._cut(cut, key)
@@ -227,8 +227,8 @@ class DistributedParser(FileParser):
             return (), Sharded(placements), None, BOTH
         decoded = shard_order_of(mesh.shape, placements)
         sharding = None
-        if decoded is not None and order in (None, decoded) and mesh.ascending:
-            sharding = _sharding(MeshShape(mesh.shape, mesh.names), placements)
+        if decoded is not None and order in (None, decoded) and mesh.nesting is not None:
+            sharding = _sharding(MeshShape(mesh.shape, mesh.names), placements, mesh.nesting)
         boxes = local_boxes(shape, mesh.shape, placements, mesh.coordinate, order)
         # distribute_tensor itself and fully_shard over a cut tensor differ for uneven sizes, with the same placements.
         if not _fits(boxes, shape, local.shape) and any(isinstance(p, StridedShard) for p in placements):
@@ -338,9 +338,16 @@ def _fits(boxes: Sequence[LocalBox], shape: Sequence[int], local: Sequence[int])
 
 
 @lru_cache(maxsize=1024)
-def _sharding(mesh: MeshShape, placements: tuple[Placement, ...]) -> Sharding:
-    """Cached: one object for all files and tensors."""
-    return Sharding(mesh, placements)
+def _sharding(mesh: MeshShape, placements: tuple[Placement, ...], nesting: tuple[int, ...]) -> Sharding:
+    """Those placements, with the dimensions of ``mesh`` as ``init_device_mesh`` had them. Cached: one object for all
+    files and tensors.
+    """
+    if nesting == tuple(range(len(nesting))):
+        return Sharding(mesh, placements)
+    sizes, names = tuple(mesh.sizes[dim] for dim in nesting), mesh.names
+    outermost_first = MeshShape(sizes, None if names is None else tuple(names[dim] for dim in nesting))
+    order = tuple(nesting.index(dim) for dim in range(len(nesting)))
+    return Sharding(outermost_first, tuple(placements[dim] for dim in nesting), order=order)
 
 
 @lru_cache(maxsize=64)

@@ -30,8 +30,9 @@ class Mesh:
 
     ``coordinate``: that of the saving rank, None if it was outside. ``rank``: the saving rank, None if not recorded.
     ``world``: the ranks of the mesh that this one was cut from (of itself if it was not). ``device``: the type of its
-    devices, "" if not recorded. ``names``: its ``mesh_dim_names``, None without any. ``ascending``: its ranks are in
-    the order of ``init_device_mesh``; False if not recorded.
+    devices, "" if not recorded. ``names``: its ``mesh_dim_names``, None without any. ``nesting``: its
+    dimensions from outermost to innermost, in the order of ``init_device_mesh``; None if no order of them counts its
+    ranks up, or they are not recorded.
     """
 
     shape: tuple[int, ...]
@@ -41,7 +42,7 @@ class Mesh:
     world: tuple[int, ...]
     device: str
     names: tuple[str, ...] | None
-    ascending: bool
+    nesting: tuple[int, ...] | None
 
 
 def attributes_of(value: object) -> Mapping[object, object]:
@@ -151,6 +152,7 @@ class MeshParser(FileParser):
         device = attributes.get("_device_type", attributes.get("device_type"))
         names = attributes.get("_mesh_dim_names", attributes.get("mesh_dim_names"))
         named = isinstance(names, (tuple, list)) and len(names) == len(shape) and all(type(n) is str for n in names)
+        own_names = tuple(cast("Sequence[str]", names)) if named else None
         return Mesh(
             shape,
             ranks,
@@ -158,8 +160,8 @@ class MeshParser(FileParser):
             rank,
             world,
             device if isinstance(device, str) else "",
-            tuple(cast("Sequence[str]", names)) if named else None,
-            bool(ranks) and all(map(lt, ranks, ranks[1:])),
+            own_names,
+            _nesting(shape, ranks, own_names or (), (root.names if root is not None else None) or ()),
         )
 
     def _layout_ranks(
@@ -234,6 +236,27 @@ class MeshParser(FileParser):
         strides = [step * raw.itemsize for step in pickled.stride]
         values = np.lib.stride_tricks.as_strided(raw, pickled.shape, strides)
         return pickled.shape, tuple(int(n) for n in values.reshape(-1))
+
+
+def _nesting(
+    shape: tuple[int, ...], ranks: tuple[int, ...], names: tuple[str, ...], root: tuple[str, ...]
+) -> tuple[int, ...] | None:
+    """As ``Mesh.nesting``. ``names``: of the mesh; ``root``: of the mesh that it was cut from, which knows the order of
+    dimensions of one rank too.
+    """
+    if not ranks:
+        return None
+    dims = tuple(range(len(shape)))
+    grid = np.array(ranks).reshape(shape)
+    if names and set(names) <= set(root):
+        nesting = tuple(names.index(name) for name in root if name in names)
+    elif all(map(lt, ranks, ranks[1:])):
+        nesting = dims
+    else:
+        steps = [int(grid.take(min(1, n - 1), dim).flat[0]) - ranks[0] for dim, n in enumerate(shape)]
+        nesting = tuple(sorted(dims, key=lambda dim: (shape[dim] > 1, -steps[dim])))
+    counted = grid.transpose(nesting).ravel().tolist()
+    return nesting if all(map(lt, counted, counted[1:])) else None
 
 
 def _position(coordinate: Sequence[int], shape: Sequence[int]) -> int:

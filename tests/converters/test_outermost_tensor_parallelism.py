@@ -1,0 +1,87 @@
+"""Jobs whose mesh has tensor parallelism outside of FSDP: FSDP2 lists its own dimension first all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdpckpt
+from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.storage.sources import Sources
+from tests.converters.test_target_mesh import assert_held, save, to_ranks
+from tests.readers.played_ranks import as_rank
+from tests.writers.meshes import MeshCase, held, over_tp
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def outside(**shape: int) -> MeshCase:
+    return MeshCase(shape, tuple(name for name in shape if name != "tp"), "tp")
+
+
+SOURCE = outside(tp=2, dp_shard=2)
+INSIDE_REPLICAS = outside(dp_replicate=2, tp=2, dp_shard=2)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("outside")
+    save(SOURCE, base / "tp", size=1)
+    save(INSIDE_REPLICAS, base / "replicas", size=1)
+    return base
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "case"),
+    [
+        ("tp", {"world_size": 4}, SOURCE),
+        ("tp", {"world_size": 6}, outside(tp=2, dp_shard=3)),
+        ("tp", {"mesh": "tp=3,dp_shard=2"}, outside(tp=3, dp_shard=2)),
+        ("replicas", {"world_size": 12}, outside(dp_replicate=2, tp=2, dp_shard=3)),
+        ("replicas", {"mesh": "dp_replicate=1,tp=2,dp_shard=2"}, outside(dp_replicate=1, tp=2, dp_shard=2)),
+    ],
+    ids=str,
+)
+def test_its_ranks_hold_what_fsdp2_holds(
+    saved: Path, tmp_path: Path, source: str, options: dict[str, Any], case: MeshCase
+) -> None:
+    to_ranks(saved / source, tmp_path / "new", **options, verify="full")
+    assert_held(tmp_path / "new", case, size=1)
+
+
+def test_it_can_move_inside_and_back(saved: Path, tmp_path: Path) -> None:
+    save(over_tp(2, 2), tmp_path / "inside", size=1)
+    to_ranks(saved / "tp", tmp_path / "moved", like=tmp_path / "inside")
+    assert_held(tmp_path / "moved", over_tp(2, 2), size=1)
+    to_ranks(tmp_path / "moved", tmp_path / "back", like=saved / "tp")
+    assert_held(tmp_path / "back", SOURCE, size=1)
+
+
+def test_a_dcp_directory_has_it_in_the_files_of_its_ranks(saved: Path, tmp_path: Path) -> None:
+    fsdpckpt.convert(saved / "tp", tmp_path / "dcp", to="sharded", container="dcp")
+    assert fsdpckpt.diff(saved / "tp", tmp_path / "dcp").same
+    by_rank = open_checkpoint(str(tmp_path / "dcp"), sources=Sources(), locate=False)
+    assert by_rank.model is not None
+    chunks = by_rank.model.params["row.weight"].chunks  # type: ignore[union-attr]
+    for rank, start in zip(chunks.rank.tolist(), chunks.start.tolist(), strict=True):
+        with as_rank(rank, 4):
+            local = held(SOURCE, 3, 1)["model"]["row.weight"].to_local()
+        found = torch.load(saved / f"tp/model_world_size_4_rank_{rank}.pt", weights_only=True)
+        assert torch.equal(found["row.weight"].to_local(), local) and start == [3 * (rank % 2), 4 * (rank // 2)]
+
+
+@pytest.mark.parametrize("version", ["2.5", "2.8", "2.10", "2.14"])
+def test_it_is_written_in_the_form_of_every_version(saved: Path, tmp_path: Path, version: str) -> None:
+    to_ranks(saved / "replicas", tmp_path / "new", torch_version=version)
+    assert fsdpckpt.diff(saved / "replicas", tmp_path / "new").same
+    shardings = []
+    for path in (saved / "replicas", tmp_path / "new"):
+        opened = open_checkpoint(str(path), sources=Sources(), locate=False)
+        shardings.append([tensor.sharding for tensor in opened.leaves()])
+    assert shardings[0] == shardings[1]
+    assert {str(one.mesh) for one in shardings[0] if one is not None and len(one.dims) == 3} == {
+        str(INSIDE_REPLICAS.mesh)
+    }
