@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TypeAlias
 
 from fsdpckpt.converters.mesh_options import EXAMPLE_MESH, parse_meshes, parse_placements
@@ -11,15 +12,24 @@ from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import NeedsInformationError, UsageError, of_option
 from fsdpckpt.ir import Container, Layout, Strategy
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.tensors import MeshShape, Replicate, Shard, Sharded, Sharding, placements_text
-from fsdpckpt.layouts import row_sharding
+from fsdpckpt.ir.tensors import (
+    MeshShape,
+    Replicate,
+    Shard,
+    Sharded,
+    Sharding,
+    StridedShard,
+    Tensor,
+    placements_text,
+)
+from fsdpckpt.layouts import on_dimensions, row_sharding
 from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers import MeshForm
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
-from fsdpckpt.transform.meshes import mesh_options, resized, source_meshes, whole_of
+from fsdpckpt.transform.meshes import find_resized, mesh_options, resized, shard_dimension, source_meshes, whole_of
 from fsdpckpt.transform.placements import AsSource, LikeCheckpoint, TargetMesh, replaced_on
 
 
@@ -56,8 +66,9 @@ def meshes_of(checkpoint: Checkpoint) -> SourceMeshes:
     meshes: SourceMeshes = {mesh: [] for mesh in source_meshes(checkpoint)}
     for sharding in dict.fromkeys(tensor.sharding for tensor in checkpoint.leaves()):
         mesh = whole_of(sharding.mesh, meshes) if sharding is not None else None
-        if sharding is not None and mesh is not None:
-            meshes[mesh].append(sharding if sharding.mesh == mesh else replaced_on(sharding, mesh))
+        on_whole = replaced_on(sharding, mesh) if sharding is not None and mesh is not None else None
+        if on_whole is not None and mesh is not None:
+            meshes[mesh].append(on_whole)
     return meshes
 
 
@@ -76,15 +87,49 @@ def requested_mesh(
         return _like_checkpoint(options.like, options, meshes, sources)
     if not meshes:
         return None
+    flat = (options.to or source.layout) is Layout.FLATTENED
     pairs = _by_dimensions(meshes_of_source, meshes) if _cover_all_ranks(meshes_of_source, source) else None
     if pairs is not None:
-        return _as_source(pairs, {} if _reason_without_mesh(source, meshes_of_source) else meshes_of_source)
-    flat = (options.to or source.layout) is Layout.FLATTENED
+        known = {} if _reason_without_mesh(source, meshes_of_source) else meshes_of_source
+        return _as_source(pairs, known, None if flat else _note_on_dropped(source, pairs))
     hybrid = options.tensor is TensorForm.SHARDED_TENSOR or _has_hybrid(options.flavor or source.flavor)
     dimensions = len(meshes[0].sizes)
-    if len(meshes) == 1 and (dimensions == 1 or flat or (hybrid and dimensions == 2)):
+    if len(meshes) == 1 and (flat or _cuts_rows(meshes[0], meshes_of_source) or (hybrid and dimensions == 2)):
         return TargetMesh(meshes, None, _fsdp_default(meshes[0]))
-    raise _placements_needed_error(meshes, source, list(meshes_of_source))
+    raise _placements_needed_error(meshes, source, meshes_of_source)
+
+
+def _cuts_rows(mesh: MeshShape, meshes_of_source: SourceMeshes) -> bool:
+    """Whether ``mesh`` has one dimension, which FSDP cuts rows over: in the source, too, if that has it."""
+    if len(mesh.sizes) != 1:
+        return False
+    for before, shardings in meshes_of_source.items():
+        if mesh.names is not None and before.names is not None and mesh.names[0] in before.names:
+            dim = before.names.index(mesh.names[0])
+            kept = [on_dimensions(sharding, [dim]) for sharding in shardings]
+            rows = all(each is not None and each.placements == (Shard(0),) for each in kept)
+            if dim != shard_dimension(before, shardings) or not rows:
+                return False
+    return True
+
+
+def _note_on_dropped(source: Checkpoint, pairs: Mapping[MeshShape, MeshShape]) -> str | None:
+    """What becomes of tensors if some dimensions of the source's meshes are not in their targets."""
+    dropped: dict[str, None] = {}
+    for mesh, target in pairs.items():
+        dropped.update(dict.fromkeys(name for name in mesh.dimension_names if name not in target.dimension_names))
+    if not dropped:
+        return None
+    kept = AsSource(pairs)
+    tensors = source.model.params.values() if source.model is not None else source.leaves()
+    shardings = [each.sharding for each in tensors if isinstance(each, Tensor) and each.sharding is not None]
+    whole = sum(kept.sharding(sharding) is None for sharding in shardings)
+    names, targets = " and ".join(dropped), " and ".join(map(str, dict.fromkeys(pairs.values())))
+    what, verb = ("dimensions", "are") if len(dropped) > 1 else ("dimension", "is")
+    note = f"the {what} {names} of the source's mesh {verb} dropped: tensors keep their placements on {targets}"
+    if whole:
+        note += f", and {plural(whole, 'tensor', 'are')} whole on every rank, as {names} alone cut them"
+    return note
 
 
 def with_mesh(options: ConvertOptions, source_layout: Layout, mesh: TargetMesh | None) -> ConvertOptions:
@@ -135,19 +180,19 @@ def on_mesh(spec: TargetSpec, source: Checkpoint, meshes: SourceMeshes, mesh: Ta
     if spec.form is not None and spec.form.mesh.names is not None:  # it has meshes of its own
         return replace(spec, mesh=_of_framework(spec, source, meshes, spec.form.mesh, spec.world_size))
     reason = _reason_without_mesh(source, meshes)
-    if reason:
-        return replace(spec, mesh=_on_one_dimension(spec, source, reason, spec.world_size))
-    if not meshes:
+    if not reason and not meshes:
         return spec
-    targets = _resized(spec, source, meshes, spec.world_size)
-    placements = {sharding.placements for shardings in meshes.values() for sharding in shardings}
-    rows = len(meshes) == 1 and placements == {(Shard(0),)}
-    return replace(spec, mesh=_as_source(targets, meshes, None if rows else _note(targets)))
-
-
-def _resized(spec: TargetSpec, source: Checkpoint, meshes: SourceMeshes, world_size: int) -> dict[MeshShape, MeshShape]:
-    keep_replicas = spec.container is not Container.DCP  # which stores replicas once
-    return resized(meshes, world_size, source=source.source, keep_replicas=keep_replicas)
+    if not reason:
+        keep_replicas = spec.container is not Container.DCP  # which stores replicas once
+        targets = find_resized(meshes, spec.world_size, source=source.source, keep_replicas=keep_replicas)
+        if not isinstance(targets, NeedsInformationError):
+            rows = len(meshes) == 1 and {each.placements for each in chain(*meshes.values())} == {(Shard(0),)}
+            return replace(spec, mesh=_as_source(targets, meshes, None if rows else _note(targets)))
+        if spec.container is not Container.DCP:
+            raise targets
+        kept = " and ".join(map(str, meshes))
+        reason = f"no mesh of {plural(spec.world_size, 'rank')} has the other dimensions of {kept}"
+    return replace(spec, mesh=_on_one_dimension(spec, source, reason, spec.world_size))
 
 
 def _of_framework(
@@ -159,7 +204,7 @@ def _of_framework(
     if form.hybrid and len(meshes) == 1 and _cover_all_ranks(meshes, source):
         [(mesh, shardings)] = meshes.items()
         if len(mesh.sizes) == 2 and set(shardings) == {_fsdp_default(mesh)}:
-            target = replace(_resized(spec, source, meshes, world_size)[mesh], names=form.hybrid)
+            target = replace(resized(meshes, world_size, source=source.source)[mesh], names=form.hybrid)
             note = _note({replace(mesh, names=form.hybrid): target})
             return TargetMesh((target,), None, _fsdp_default(target), note)
     if not any(len(mesh.sizes) > 1 for mesh in meshes):
@@ -245,11 +290,25 @@ def _cover_all_ranks(meshes: Iterable[MeshShape], checkpoint: Checkpoint) -> boo
 
 
 def _by_dimensions(before: Collection[MeshShape], meshes: Sequence[MeshShape]) -> dict[MeshShape, MeshShape] | None:
-    """For each mesh of ``before`` the one of ``meshes`` with the same dimensions; None if they do not pair up."""
-    by_names = {mesh.dimension_names: mesh for mesh in meshes}
-    if not before or sorted(mesh.dimension_names for mesh in before) != sorted(by_names):
-        return None
-    return {mesh: by_names[mesh.dimension_names] for mesh in before}
+    """For each mesh of ``before`` the one of ``meshes`` that has its dimensions, or most of them, in their order; None
+    if they do not pair up.
+    """
+    pairs: dict[MeshShape, MeshShape] = {}
+    for mesh in before:
+        fitting = [each for each in meshes if _keeps_dimensions(mesh, each)]
+        most = max((len(each.sizes) for each in fitting), default=0)
+        fitting = [each for each in fitting if len(each.sizes) == most]
+        if len(fitting) != 1:
+            return None
+        pairs[mesh] = fitting[0]
+    return pairs if pairs and set(pairs.values()) == set(meshes) else None
+
+
+def _keeps_dimensions(mesh: MeshShape, target: MeshShape) -> bool:
+    """Whether the dimensions of ``target`` are those of ``mesh``, or some of them by name."""
+    names = tuple(name for name in mesh.dimension_names if name in target.dimension_names)
+    complete = len(target.sizes) == len(mesh.sizes)
+    return names == target.dimension_names and (complete or (mesh.names is not None and target.names is not None))
 
 
 def _like_checkpoint(path: str, options: ConvertOptions, meshes: Sequence[MeshShape], sources: Sources) -> TargetMesh:
@@ -286,24 +345,53 @@ def _like_checkpoint(path: str, options: ConvertOptions, meshes: Sequence[MeshSh
 
 
 def _placements_needed_error(
-    meshes: Sequence[MeshShape], source: Checkpoint, present: Sequence[MeshShape]
+    meshes: Sequence[MeshShape], source: Checkpoint, present: SourceMeshes
 ) -> NeedsInformationError:
     """``present``: the meshes of ``source``."""
     mesh = meshes[0]
-    for named in present:
-        if mesh.names is None and named.names is not None and len(named.sizes) == len(mesh.sizes):
-            return NeedsInformationError(
-                f"--mesh {mesh} has no names, and the mesh of {source.source} has: {named}",
-                why="placements are by the names of dimensions",
-                next_step=f"did you mean --mesh {replace(named, sizes=mesh.sizes)}?",
-            )
-    *others, last = mesh.dimension_names
-    placed = ", ".join([*(f'"{name}": "Replicate()"' for name in others), f'"{last}": "Shard(0)"'])
+    meant = next(filter(None, (_meant(mesh, before) for before in present)), None) if len(meshes) == 1 else None
+    if mesh.names is None and meant is not None:
+        return NeedsInformationError(
+            f"--mesh {mesh} has no names, and the mesh of {source.source} has: {' and '.join(map(str, present))}",
+            why="placements are by the names of dimensions",
+            next_step=f"did you mean --mesh {meant}?",
+        )
+    placed = ", ".join(f'"{name}": "{_example_placement(name, present)}"' for name in mesh.dimension_names)
     source_mesh = " and ".join(map(str, present))
-    several = f"give all its meshes ({mesh_options(present)} with other sizes), or " if len(present) > 1 else ""
+    keeping = ""
+    if len(present) > 1:
+        keeping = f"give all its meshes ({mesh_options(present)} with other sizes), or "
+    elif meant is not None:
+        keeping = f"give --mesh {meant}, which keeps the source's placements, or "
     return NeedsInformationError(
         f"nothing says how tensors are placed on {mesh_options(meshes)}",
         why=f"{source.source} is on {f'the mesh {source_mesh}' if source_mesh else 'no mesh of several dimensions'}",
-        next_step=f"{several}add --like PATH (per-rank DTensor files of this model on such a mesh), or --placements "
+        next_step=f"{keeping}add --like PATH (per-rank DTensor files of this model on such a mesh), or --placements "
         f'FILE, JSON like {{"GLOB": {{{placed}}}, ...}}',
     )
+
+
+def _meant(mesh: MeshShape, before: MeshShape) -> MeshShape | None:
+    """``before``, a mesh of the source, with the sizes of ``mesh``, whose dimensions have other names or another order;
+    None if it has more or fewer.
+    """
+    if before.names is None or len(before.sizes) != len(mesh.sizes):
+        return None
+    sizes = dict(zip(mesh.dimension_names, mesh.sizes, strict=True))
+    if set(sizes) == set(before.names):
+        return replace(before, sizes=tuple(sizes[name] for name in before.names))
+    return replace(before, sizes=mesh.sizes)
+
+
+def _example_placement(name: str, present: SourceMeshes) -> str:
+    """A placement along the dimension ``name``: one of the source's, if it has this dimension."""
+    recorded = [
+        sharding.placements[mesh.names.index(name)]
+        for mesh, shardings in present.items()
+        if mesh.names is not None and name in mesh.names
+        for sharding in shardings
+    ]
+    cut = next((placement.dim for placement in recorded if isinstance(placement, Shard | StridedShard)), None)
+    if cut is None and (recorded or "repl" in name or "ddp" in name):
+        return "Replicate()"
+    return f"Shard({cut or 0})"

@@ -74,7 +74,7 @@ def make_target_spec(target: str, options: ConvertOptions, source: Checkpoint) -
     elif options.flavor != PLAIN:
         flavor = writable_flavor(options.flavor)
         return _producer_spec(flavor, requested_form(flavor, file_suffix, options, source), options, source)
-    return replace(_plain_spec(suffix, options, source.layout), notes=notes)
+    return replace(_plain_spec(suffix, options, source), notes=notes)
 
 
 def refuse_unknown_suffix(target: str) -> None:
@@ -106,7 +106,8 @@ def require_file_name(target: str, spec: TargetSpec) -> None:
         )
 
 
-def _plain_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> TargetSpec:
+def _plain_spec(suffix: str, options: ConvertOptions, source: Checkpoint) -> TargetSpec:
+    source_layout = source.layout
     container = _container(suffix, options, source_layout)
     layout = _layout(container, suffix, options, source_layout)
     if layout is Layout.FULL:
@@ -121,8 +122,11 @@ def _plain_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> 
             f"--world-size says for how many ranks to shard, and {_why_full(container, suffix)} is not sharded",
             next_step="drop --world-size",
         )
+    world_size = options.world_size
     if is_per_rank(layout, container):
-        _require_ranks(options.world_size)
+        if world_size is None and _has_rank_files(source):
+            world_size = source.world_size  # files by rank stay those of as many ranks
+        _require_ranks(world_size)
     if layout is Layout.FLATTENED and container is not Container.TORCH:
         raise UsageError(
             f"flattened shards are written as torch files, one per rank, and --container says {container}",
@@ -135,7 +139,13 @@ def _plain_spec(suffix: str, options: ConvertOptions, source_layout: Layout) -> 
             f"--max-shard-size splits the files of a directory, and DST is one file ({suffix})",
             next_step="drop --max-shard-size, or give DST a name without a suffix",
         )
-    return TargetSpec(layout, container, options.world_size, options, directory=not one_file)
+    return TargetSpec(layout, container, world_size, options, directory=not one_file)
+
+
+def _has_rank_files(source: Checkpoint) -> bool:
+    return source.layout is Layout.FLATTENED or (
+        source.layout is Layout.SHARDED and source.container == Container.TORCH
+    )
 
 
 def _producer_spec(flavor: Flavor, form: Form, options: ConvertOptions, source: Checkpoint) -> TargetSpec:

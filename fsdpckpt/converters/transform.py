@@ -40,7 +40,14 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.missing_state import Choice, fill, require_complete
-from fsdpckpt.transform.placements import LikeCheckpoint, Rules, TargetMesh, apply_placements, place_remaining
+from fsdpckpt.transform.placements import (
+    LikeCheckpoint,
+    Rules,
+    TargetMesh,
+    apply_placements,
+    place_remaining,
+    warn_of_uneven_cuts,
+)
 from fsdpckpt.transform.rekey import apply_key_type
 from fsdpckpt.transform.selection import (
     KEYS_IN_MESSAGE,
@@ -130,6 +137,8 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
         checkpoint = steps.shard(checkpoint, strict=spec.container is Container.TORCH)
     if spec.mesh is not None:
         checkpoint = place_remaining(checkpoint, spec.mesh)
+        if spec.container is Container.TORCH:  # DCP loads on any mesh
+            checkpoint = warn_of_uneven_cuts(checkpoint)
     if spec.layout is Layout.SHARDED and spec.world_size is not None:
         require_whole_blocks(checkpoint, spec.world_size, placed=spec.mesh is not None)
     return TransformedCheckpoint(

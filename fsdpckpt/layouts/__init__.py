@@ -95,6 +95,27 @@ def on_mesh(sharding: Sharding, mesh: MeshShape) -> Sharding:
     return replace(sharding, mesh=mesh, placements=_with_order(mesh, sharding.placements, order, dims))
 
 
+def on_dimensions(sharding: Sharding, dims: Sequence[int]) -> Sharding | None:
+    """The same cuts without those of other mesh dimensions than ``dims`` (ascending); None if the tensor is on none of
+    them: then every rank holds it whole, as a plain tensor.
+    """
+    order = _shard_order(sharding)
+    if order is None:
+        raise InternalError(f"{sharding} on {sharding.mesh} has no shard order")
+    kept = [dim for dim in sharding.dims if dim in dims]
+    if not kept:
+        return None
+    mesh, new = sharding.mesh, {dim: number for number, dim in enumerate(dims)}
+    names = None if mesh.names is None else tuple(mesh.names[dim] for dim in dims)
+    smaller = MeshShape(tuple(mesh.sizes[dim] for dim in dims), names)
+    remaining = {dim: [new[each] for each in mesh_dims if each in new] for dim, mesh_dims in order.items()}
+    own = tuple(new[dim] for dim in kept)
+    placements = _with_order(smaller, [sharding.placements[dim] for dim in dims], remaining, own)
+    cuts = (dim for dim in sharding.dims if isinstance(sharding.placements[dim], Shard | StridedShard))
+    by_fsdp = sharding.by_fsdp and next(cuts, None) in (None, *dims)
+    return Sharding(smaller, placements, by_fsdp, None if own == tuple(sorted(own)) else own)
+
+
 def _with_order(
     mesh: MeshShape,
     placements: Sequence[Placement | None],
@@ -153,6 +174,22 @@ def emptied(size: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
 def local_sizes(shape: tuple[int, ...], sharding: Sharding, rank: int) -> tuple[int, ...]:
     """The shape of the local tensor of ``rank``: that of its box, unless it has no elements."""
     return emptied(mesh_box(shape, sharding, rank).sizes, emptied_dimension(sharding))
+
+
+def is_cut_unevenly(shape: tuple[int, ...], sharding: Sharding, mesh_dim: int) -> bool:
+    """Whether ``mesh_dim`` is FSDP2's and gives its ranks different parts of another tensor dimension than the first:
+    ``fully_shard`` refuses that (``_init_sharded_param``).
+    """
+    placement, order = sharding.placements[mesh_dim], _shard_order(sharding)
+    if not sharding.by_fsdp or not isinstance(placement, Shard | StridedShard) or not placement.dim or order is None:
+        return False
+    lengths = {shape[placement.dim]}  # before FSDP's cut, which is the last
+    for other in order[placement.dim]:
+        parts = sharding.mesh.sizes[other]
+        if other == mesh_dim:
+            return any(length % parts for length in lengths)
+        lengths = {chunk(length, parts, index)[1] for length in lengths for index in range(parts)}
+    return False
 
 
 class Cutter(Enum):

@@ -46,8 +46,18 @@ def is_submesh(mesh: MeshShape, whole: MeshShape) -> bool:
 
 
 def resized(
-    meshes: Mapping[MeshShape, Sequence[Sharding]], world_size: int, *, source: str, keep_replicas: bool = True
+    meshes: Mapping[MeshShape, Sequence[Sharding]], world_size: int, *, source: str
 ) -> dict[MeshShape, MeshShape]:
+    """As ``find_resized``, with all replicas. Raises NeedsInformationError, with the possible meshes, if none fits."""
+    found = find_resized(meshes, world_size, source=source)
+    if isinstance(found, NeedsInformationError):
+        raise found
+    return found
+
+
+def find_resized(
+    meshes: Mapping[MeshShape, Sequence[Sharding]], world_size: int, *, source: str, keep_replicas: bool = True
+) -> dict[MeshShape, MeshShape] | NeedsInformationError:
     """Resize the dimension that FSDP shards over in each of ``meshes``, so that the mesh has ``world_size`` ranks.
 
     ``meshes``: those of ``source``, all of the same size, and the shardings of the tensors on each. Returns the new
@@ -55,12 +65,12 @@ def resized(
 
     FSDP's dimension is the first that cuts every tensor: HSDP's replicas come before it and cut none, other parallelism
     comes after it. ``keep_replicas=False`` (DCP, which stores replicas once) drops replicas that do not divide
-    ``world_size``. Raises NeedsInformationError, with the possible meshes, if the other dimensions do not divide
+    ``world_size``. Returns the error to raise, with the possible meshes, if the other dimensions do not divide
     ``world_size`` or no dimension cuts every tensor.
     """
     if all(mesh.world_size == world_size for mesh in meshes):
         return {mesh: mesh for mesh in meshes}
-    shard_dims = {mesh: _shard_dimension(mesh, shardings) for mesh, shardings in meshes.items()}
+    shard_dims = {mesh: shard_dimension(mesh, shardings) for mesh, shardings in meshes.items()}
     start = {mesh: mesh for mesh in meshes}  # what is resized
     if not keep_replicas and any(
         world_size % _other_ranks(mesh, dim) for mesh, dim in shard_dims.items() if dim is not None
@@ -80,7 +90,7 @@ def resized(
     if choices:
         next_step = f"add {choices[0]}" + (", or another of those above" if len(choices) > 1 else "")
     if undetermined:
-        raise NeedsInformationError(
+        return NeedsInformationError(
             f"{source} is on the mesh {undetermined[0]}, and nothing says which of its dimensions changes for "
             f"{plural(world_size, 'rank')}",
             details=choices,
@@ -90,7 +100,7 @@ def resized(
     mesh, dim = misfits[0]
     sizes = " x ".join(str(size) for number, size in enumerate(start[mesh].sizes) if number != dim)
     name = mesh.names[dim] if mesh.names is not None else f"dimension {dim}"
-    raise NeedsInformationError(
+    return NeedsInformationError(
         f"--world-size {world_size} does not fit the mesh of {source}, {mesh}",
         details=choices,
         why=f"only {name} changes, which FSDP shards over: {world_size} is not divisible by the {sizes} ranks of "
@@ -142,9 +152,11 @@ def _consistent_meshes(fitting: Mapping[MeshShape, Sequence[MeshShape]]) -> Iter
             yield chosen
 
 
-def _shard_dimension(mesh: MeshShape, shardings: Sequence[Sharding]) -> int | None:
-    """The first dimension of ``mesh`` that cuts every tensor; if there is only one dimension, that one."""
-    if len(mesh.sizes) == 1:
+def shard_dimension(mesh: MeshShape, shardings: Sequence[Sharding], *, cuts_all: bool = False) -> int | None:
+    """The first dimension of ``mesh`` that cuts every tensor; if there is only one dimension, that one, unless it has
+    to be certain (``cuts_all``).
+    """
+    if len(mesh.sizes) == 1 and not cuts_all:
         return 0
     # FSDP2 lists its own dimensions before those of other parallelism, even if tensor parallelism is outermost.
     orders = [sharding.order for sharding in shardings if sharding.order is not None]

@@ -13,13 +13,13 @@ from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Note, Section
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import parameter_shapes
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
-from fsdpckpt.layouts import on_mesh
-from fsdpckpt.text import first_lines, plural, shape_text
-from fsdpckpt.transform.meshes import mesh_options, whole_of
+from fsdpckpt.layouts import is_cut_unevenly, on_dimensions, on_mesh
+from fsdpckpt.text import first_lines, plural, shape_text, some_of
+from fsdpckpt.transform.meshes import mesh_options, shard_dimension, whole_of
 
 _KEYS_IN_MESSAGE = 12
 
@@ -52,12 +52,14 @@ class LikeCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class AsSource:
-    """Each tensor keeps its placements. ``meshes``: the target mesh for each of the source's meshes of all ranks."""
+    """Each tensor keeps its placements. ``meshes``: the target mesh for each of the source's meshes of all ranks, with
+    all of its dimensions or some of them.
+    """
 
     meshes: Mapping[MeshShape, MeshShape]
 
-    def sharding(self, sharding: Sharding) -> Sharding:
-        """The same placements on the target mesh."""
+    def sharding(self, sharding: Sharding) -> Sharding | None:
+        """The same placements on the target mesh; None if they are along dimensions that it does not have."""
         whole = whole_of(sharding.mesh, self.meshes)
         if whole is None:
             meshes = " and ".join(map(str, self.meshes))
@@ -114,8 +116,14 @@ def apply_placements(checkpoint: Checkpoint, named: Checkpoint, target: TargetMe
     return _with_shardings(checkpoint, shardings, unproved)
 
 
-def replaced_on(sharding: Sharding, mesh: MeshShape) -> Sharding:
-    """The same placements on ``mesh``, which has the same dimensions, and perhaps more, in other sizes."""
+def replaced_on(sharding: Sharding, mesh: MeshShape) -> Sharding | None:
+    """The same placements on ``mesh``, which has the same dimensions, or more, or fewer, in other sizes. None if it has
+    none of the tensor's.
+    """
+    kept = [dim for dim, name in enumerate(sharding.mesh.dimension_names) if name in mesh.dimension_names]
+    if len(kept) < len(sharding.mesh.sizes):
+        remaining = on_dimensions(sharding, kept)
+        return None if remaining is None else replaced_on(remaining, mesh)
     if sharding.mesh.names == mesh.names:
         return on_mesh(sharding, mesh)
     placements = dict(zip(sharding.mesh.names or (), sharding.placements, strict=False))
@@ -306,6 +314,28 @@ def place_remaining(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
         return checkpoint
     shardings = {tensor: tensor.sharding for tensor in checkpoint.leaves() if tensor.sharding is not None}
     return _with_shardings(checkpoint, {**shardings, **dict.fromkeys([leaf.tensor for leaf in remaining], rest)})
+
+
+def warn_of_uneven_cuts(checkpoint: Checkpoint) -> Checkpoint:
+    """Add a warning if ``fully_shard`` does not cut as ``checkpoint`` is placed: no model of it has such shards."""
+    by_mesh: dict[MeshShape, dict[str, tuple[Tensor, Sharding]]] = {}
+    for name, leaf in checkpoint.model.params.items() if checkpoint.model is not None else ():
+        if isinstance(leaf, Tensor) and leaf.sharding is not None:
+            by_mesh.setdefault(leaf.sharding.mesh, {})[name] = leaf, leaf.sharding
+    uneven: list[str] = []
+    for mesh, placed in by_mesh.items():
+        dim = shard_dimension(mesh, [sharding for _, sharding in placed.values()], cuts_all=True)
+        for name, (tensor, sharding) in placed.items() if dim is not None else ():
+            if dim is not None and is_cut_unevenly(tensor.shape, sharding, dim):
+                ranks = f"{mesh.sizes[dim]} ranks of {mesh.dimension_names[dim]}"
+                uneven.append(f"{name} {shape_text(tensor.shape)}, {sharding}, over {ranks}")
+    if not uneven:
+        return checkpoint
+    message = (
+        "FSDP2 refuses such a mesh: fully_shard cuts other dimensions than the first evenly only, and "
+        f"{plural(len(uneven), 'parameter', 'do')} not divide: {some_of(uneven, 2)}"
+    )
+    return replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", message, warning=True)))
 
 
 def _with_shardings(

@@ -150,8 +150,14 @@ def test_replicas_that_do_not_divide_are_given_up_in_dcp_where_they_leave_no_tra
     assert fsdpckpt.diff(saved / "hsdp", tmp_path / "dcp").same
     with pytest.raises(NeedsInformationError, match="does not fit the mesh"):
         to_ranks(saved / "hsdp", tmp_path / "new", world_size=3)
-    with pytest.raises(NeedsInformationError, match="does not fit the mesh"):
-        fsdpckpt.convert(saved / "tp", tmp_path / "new", to="sharded", container="dcp", world_size=3)
+
+
+def test_dcp_takes_any_world_size_as_it_loads_on_any_mesh(saved: Path, tmp_path: Path) -> None:
+    for source, world_size in (("tp", 3), ("three", 5)):
+        path = tmp_path / source
+        report = fsdpckpt.convert(saved / source, path, to="sharded", container="dcp", world_size=world_size)
+        assert any(f"no mesh of {world_size} ranks has the other dimensions of" in one.message for one in report.notes)
+        assert fsdpckpt.diff(saved / source, path).same
 
 
 @pytest.mark.parametrize("key_type", ["name", "id"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fsdpckpt.converters.target_spec import make_target_spec
@@ -48,10 +50,8 @@ def test_options_suffix_and_source_together_say_what_is_written(
         ("out.pt", {"world_size": 4}, "one file .* is not sharded"),
         ("out", {"container": Container.SAFETENSORS, "world_size": 4}, "safetensors target is not sharded"),
         ("out", {"to": FULL, "buffers": ("x",)}, "--buffers has no effect"),
-        ("out", {"to": SHARDED, "container": TORCH}, "need a number of ranks"),
         ("out", {"to": SHARDED, "world_size": 2_000_000}, "--world-size has too many ranks"),
         ("out", {"flavor": "verl", "world_size": 2_000_000}, "--world-size has too many ranks"),
-        ("out", {"to": Layout.FLATTENED}, "need a number of ranks"),
         ("out", {"to": Layout.FLATTENED, "world_size": 2, "container": Container.DCP}, "one per rank"),
     ],
 )
@@ -61,6 +61,16 @@ def test_contradictions_are_refused_with_what_to_type_instead(
     with pytest.raises(UsageError, match=words) as caught:
         make_target_spec(target, ConvertOptions(**options), checkpoint(4, layout=SHARDED))
     assert caught.value.next_step or caught.value.expected
+
+
+@pytest.mark.parametrize("options", [{"to": SHARDED, "container": TORCH}, {"to": Layout.FLATTENED}], ids=str)
+def test_rank_files_keep_their_ranks_and_other_sources_need_a_number(options: dict[str, object]) -> None:
+    by_rank = checkpoint(4, layout=SHARDED)
+    assert make_target_spec("out", ConvertOptions(**options), by_rank).world_size == 4
+    for source in (replace(by_rank, container=DCP), checkpoint(1, layout=FULL)):
+        with pytest.raises(UsageError, match="need a number of ranks") as caught:
+            make_target_spec("out", ConvertOptions(**options), source)
+        assert caught.value.next_step == "add --world-size N"
 
 
 def test_a_world_size_for_a_full_source_says_what_to_add() -> None:

@@ -15,7 +15,7 @@ from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir.checkpoint import ModelState, OptimState
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Shard, Sharding
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.transform.meshes import resized, source_meshes, whole_of
+from fsdpckpt.transform.meshes import find_resized, resized, source_meshes, whole_of
 from fsdpckpt.transform.placements import AsSource, Rule, Rules, TargetMesh, apply_placements
 from tests.flat.flat_synthetic import checkpoint, whole
 
@@ -137,9 +137,11 @@ def test_the_meshes_of_a_source_are_in_the_order_of_its_tensors_and_parts_of_oth
 
 def test_replicas_are_given_up_on_all_meshes_or_on_none() -> None:
     meshes = cut("dp_replicate=2,fsdp=4 dp_replicate=2,efsdp=2,ep=2")
-    found = resized(meshes, 6, source="x", keep_replicas=False)
+    found = find_resized(meshes, 6, source="x", keep_replicas=False)
+    assert isinstance(found, dict)
     assert " ".join(map(str, found.values())) == "dp_replicate=1,fsdp=6 dp_replicate=1,efsdp=3,ep=2"
-    found = resized(meshes, 12, source="x", keep_replicas=False)
+    found = find_resized(meshes, 12, source="x", keep_replicas=False)
+    assert isinstance(found, dict)
     assert " ".join(map(str, found.values())) == "dp_replicate=2,fsdp=6 dp_replicate=2,efsdp=3,ep=2"
 
 
