@@ -132,7 +132,7 @@ class Exchanger:
         for peer in (*sends, *receives):
             group.check_rank("peer", [peer])
         counts = [sends.get(peer, 0) for peer in range(group.world_size)]
-        sends_by_rank = [counts] if group.transport is None else group.transport.all_counts(counts)
+        sends_by_rank = [counts] if group.control is None else group.control.all_counts(counts)
         for source, row in enumerate(sends_by_rank):
             if row[group.rank] != receives.get(source, 0):
                 raise InternalError(

@@ -1,7 +1,7 @@
 """Launches workers, and chooses the backend and the device of each.
 
 Backend ``auto`` is NCCL if every rank has a GPU of its own, else Gloo on the CPU. All ranks vote on that, because nodes
-may have different numbers of GPUs.
+may have different numbers of GPUs. With ``--backend nccl`` several ranks may share a GPU, where NCCL allows it.
 
 ``launch`` starts workers through PyTorch's elastic launch, and reports their failure as one error. Each worker writes
 its position, and its failure if it can, to a directory of the launcher, so that the error names rank and step even for
@@ -14,12 +14,13 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -38,9 +39,33 @@ Backend: TypeAlias = Literal["nccl", "gloo"]
 DeviceKind: TypeAlias = Literal["cuda", "cpu"]
 
 
-def has_own_gpu(local_world_size: int) -> bool:
-    """True if this node has a GPU for each of its workers, and torch was built with NCCL."""
-    return torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local_world_size
+@dataclass(frozen=True, slots=True)
+class GpuVotes:
+    """What all ranks said: whether each has a GPU of its ``own``, and whether each sees ``any``."""
+
+    own: bool
+    any: bool
+
+
+def has_gpu() -> bool:
+    """Whether this rank sees a GPU, and torch was built with NCCL."""
+    return torch.cuda.is_available() and dist.is_nccl_available()
+
+
+def gpu_identity(info: RankInfo) -> str:
+    """An identity of this rank's GPU, the same for every rank that uses it.
+
+    Its UUID, because a rank may see only one of its node's GPUs (``srun --gpus-per-task``) and call it number 0. Where
+    torch does not know it, the node and the number.
+    """
+    number = device_number(info)
+    uuid = getattr(torch.cuda.get_device_properties(number), "uuid", None)
+    return str(uuid) if uuid is not None else f"{socket.gethostname()}/{number}"
+
+
+def device_number(info: RankInfo) -> int:
+    """The number of this rank's GPU among those that it sees: its local rank, modulo their number."""
+    return info.local_rank % max(torch.cuda.device_count(), 1)
 
 
 def local_workers(nproc_per_node: str) -> int:
@@ -53,10 +78,10 @@ def local_workers(nproc_per_node: str) -> int:
     return int(nproc_per_node)
 
 
-def choose_backend(backend: str, device: str, *, all_have_gpu: Callable[[], bool]) -> tuple[Backend, DeviceKind]:
+def choose_backend(backend: str, device: str, *, votes: Callable[[], GpuVotes]) -> tuple[Backend, DeviceKind]:
     """The backend and device kind for the options ``--backend`` and ``--device``; either may be ``auto``.
 
-    ``all_have_gpu`` is collective, and called only if the answer matters: all workers need equal options.
+    ``votes`` is called only if the answer matters: all workers need equal options.
     """
     if backend not in {"auto", "nccl", "gloo"} or device not in {"auto", "cpu", "cuda"}:
         raise UsageError(f"no such backend or device: {backend}, {device}", expected="auto|nccl|gloo, auto|cpu|cuda")
@@ -67,21 +92,32 @@ def choose_backend(backend: str, device: str, *, all_have_gpu: Callable[[], bool
         return "gloo", "cpu"
     if device == "cpu":
         return "gloo", "cpu"
-    if all_have_gpu():
-        return "nccl", "cuda"
+    voted = votes()
     if backend == "nccl" or device == "cuda":
-        raise UsageError(
-            "not every worker has a GPU of its own, which NCCL needs",
-            next_step="--backend gloo, or fewer workers per node",
-        )
-    return "gloo", "cpu"
+        if not voted.any:
+            raise UsageError("not every worker sees a GPU, which NCCL needs", next_step="--backend gloo")
+        return "nccl", "cuda"  # workers may share a GPU: whether they can, NCCL itself says
+    return ("nccl", "cuda") if voted.own else ("gloo", "cpu")
+
+
+def nccl_refused(error: RuntimeError) -> UsageError | None:
+    """The error for workers that share a GPU where NCCL does not allow it; None if ``error`` is about anything else."""
+    said = next((line.strip() for line in str(error).splitlines() if "Duplicate GPU" in line), None)
+    if said is None:
+        return None
+    return UsageError(
+        "NCCL refused: several workers share one GPU",
+        found=said,
+        why="NCCL before 2.30 wants one GPU per worker, and newer versions want NCCL_MULTI_RANK_GPU_ENABLE=1 set",
+        next_step="start one worker per GPU, or add --backend gloo, which exchanges between the CPUs",
+    )
 
 
 def rank_device(kind: DeviceKind, info: RankInfo | None) -> torch.device:
     """This worker's device."""
     if kind == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", 0 if info is None else info.local_rank)
+    return torch.device("cuda", 0 if info is None else device_number(info))
 
 
 KILL_AFTER = 5  # seconds between SIGTERM and SIGKILL for the remaining workers when one has failed

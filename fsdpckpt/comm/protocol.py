@@ -26,8 +26,8 @@ class Group:
     The methods here are those of a world of one: ``Solo`` has no others; ``TorchGroup`` overrides most.
 
     ``device``: where data must be to be sent to other ranks, a ``torch.device`` or the name of one. ``backend``: the
-    process group's, None in a world of one. ``transport``: moves bytes between ranks (``comm.transport``), None in a
-    world of one; only the code that exchanges bytes uses it.
+    process group's, None in a world of one. ``transport``: moves tensor bytes between ranks (``comm.transport``), only
+    for the code that exchanges them; ``control``: moves everything else between their CPUs. None in a world of one.
     """
 
     rank: int
@@ -35,6 +35,7 @@ class Group:
     backend: str | None
     device: Any
     transport: Any
+    control: Any
 
     @classmethod
     def over(cls, process_group: Any = None, *, device: Any = None) -> Group:
@@ -179,3 +180,4 @@ class Solo(Group):
         self.backend = None
         self.device = device
         self.transport = None
+        self.control = None

@@ -1,5 +1,9 @@
 """``TorchGroup``: a group over a live process group of torch.
 
+Two planes: ``transport`` moves tensor bytes, over NCCL where the ranks have GPUs. ``control`` moves everything else
+(values, counts, requests for headers) between the ranks' CPUs, over Gloo: a small message over NCCL starts a kernel on
+each GPU, which spins until the other side has one, too.
+
 An exception of one rank inside a step is raised on every rank as the same ``WorkerError`` (rank, step, cause), within
 the limit, whatever the others wait for; see ``fsdpckpt.comm.store_monitor`` for how. A group that failed stays failed.
 """
@@ -21,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from fsdpckpt.comm.launch import choose_backend, has_own_gpu, rank_device
+from fsdpckpt.comm.launch import GpuVotes, choose_backend, gpu_identity, has_gpu, nccl_refused, rank_device
 from fsdpckpt.comm.liveness import end_with_launcher, heartbeat
 from fsdpckpt.comm.protocol import Group, Solo
 from fsdpckpt.comm.store_monitor import StoreMonitor
@@ -40,23 +44,28 @@ MAX_BROADCASTS = 4  # of values at a time: each has all its bytes on the device
 
 
 class TorchGroup(Group):
-    """The ranks of a process group; ``device``: where data must be to be sent between them.
+    """The ranks of a process group; ``device``: where tensors must be to be sent between them.
 
-    Made by ``over`` (a live process group, which stays the caller's) or ``start`` (makes its own).
+    ``control``: ``transport`` itself if that is Gloo's. Made by ``over`` (a live process group, which stays the
+    caller's) or ``start`` (makes its own).
     """
 
     backend: str
     device: torch.device
     transport: Transport
+    control: Transport
 
-    def __init__(self, *, device: torch.device, backend: str, transport: Transport, monitor: StoreMonitor) -> None:
+    def __init__(
+        self, *, device: torch.device, backend: str, transport: Transport, control: Transport, monitor: StoreMonitor
+    ) -> None:
         self.rank = monitor.rank
         self.world_size = monitor.world_size
         self.device = device
         self.backend = backend
         self.transport = transport
+        self.control = control
         self._monitor = monitor
-        self._started: dist.ProcessGroup | None = None  # what ``start`` made, and ``close`` destroys
+        self._made: list[dist.ProcessGroup] = []  # what ``start`` or ``over`` made, and ``close`` destroys
         self._steps: list[str] = []
 
     @classmethod
@@ -82,7 +91,19 @@ class TorchGroup(Group):
         backend = "nccl" if nccl and device.type == "cuda" else "gloo"
         store = _fresh_prefix(distributed_c10d._get_process_group_store(group), rank)
         monitor = StoreMonitor(store, rank, world_size, limit=limit)
-        return cls(device=device, backend=backend, transport=Transport(group, monitor, device), monitor=monitor)
+        transport = Transport(group, monitor, device)
+        made: list[dist.ProcessGroup] = []
+        if device.type == "cpu":
+            control = transport
+        elif _has_gloo(group):
+            control = Transport(group, monitor, _CPU)
+        else:
+            beside = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+            made.append(beside)
+            control = Transport(beside, monitor, _CPU)
+        joined = cls(device=device, backend=backend, transport=transport, control=control, monitor=monitor)
+        joined._made = made
+        return joined
 
     @classmethod
     def start(
@@ -95,19 +116,23 @@ class TorchGroup(Group):
         """
         info = rank_from_environment()
         if info is None:
-            _, kind = choose_backend(backend, device, all_have_gpu=lambda: has_own_gpu(1))
+            _, kind = choose_backend(backend, device, votes=lambda: GpuVotes(own=has_gpu(), any=has_gpu()))
             return Solo(rank_device(kind, None))
         end_with_launcher()
         if dist.is_initialized():  # its ranks may be numbered in a different order
             info = replace(info, rank=dist.get_rank(), world_size=dist.get_world_size())
         store = _fresh_prefix(_rendezvous(info, patience), info.rank)
-        store.add("own-gpu", int(has_own_gpu(info.local_world_size)))
+        store.add("has-gpu", int(has_gpu()))
+        store.add("own-gpu", int(has_gpu() and store.add(f"gpu/{gpu_identity(info)}", 1) == 1))
         part = PrefixStore("monitor", store)
         monitor = StoreMonitor(part, info.rank, info.world_size, limit=limit, patience=patience)
         try:
             monitor.barrier("start", json.dumps([backend, device]))
-            all_own = store.add("own-gpu", 0) == info.world_size  # all have voted: all have entered the step
-            name, kind = choose_backend(backend, device, all_have_gpu=lambda: all_own)
+            # All have voted: all have entered the step.
+            counted = GpuVotes(
+                own=store.add("own-gpu", 0) == info.world_size, any=store.add("has-gpu", 0) == info.world_size
+            )
+            name, kind = choose_backend(backend, device, votes=lambda: counted)
             own_device = rank_device(kind, info)
             if kind == "cuda":
                 torch.cuda.set_device(own_device)
@@ -118,8 +143,9 @@ class TorchGroup(Group):
             monitor.close()
             raise
         transport = Transport(process_group, monitor, own_device)
-        group = cls(device=own_device, backend=name, transport=transport, monitor=monitor)
-        group._started = process_group
+        control = transport if own_device.type == "cpu" else Transport(process_group, monitor, _CPU)
+        group = cls(device=own_device, backend=name, transport=transport, control=control, monitor=monitor)
+        group._made = [process_group]
         return group
 
     # steps
@@ -176,8 +202,8 @@ class TorchGroup(Group):
 
     def _broadcast_each(self, value: object, only: int | None = None) -> list[object]:
         """The values of all ranks, by rank; ``only``: the one rank that has a value."""
-        data = self._to_tensor(value) if only in {None, self.rank} else torch.empty(0, dtype=torch.uint8)
-        rows = self.transport.all_counts([len(data), *([] if only is None else [only])])
+        data = _to_tensor(value) if only in {None, self.rank} else torch.empty(0, dtype=torch.uint8)
+        rows = self.control.all_counts([len(data), *([] if only is None else [only])])
         if only is not None:
             self.check_rank("source", [source for _, source in rows])
         sizes = [row[0] for row in rows]
@@ -192,32 +218,26 @@ class TorchGroup(Group):
         for source in (rank for rank, size in enumerate(sizes) if size):
             if len(in_flight) == MAX_BROADCASTS:
                 complete()
-            tensor = data if source == self.rank else self._empty(sizes[source])
-            in_flight.append((source, tensor, self.transport.broadcast(tensor, source)))
+            tensor = data if source == self.rank else _empty(sizes[source])
+            in_flight.append((source, tensor, self.control.broadcast(tensor, source)))
         while in_flight:
             complete()
         return values
 
     def send_object(self, value: object, *, to: int) -> None:
         self.check_rank("to", [to])
-        data = self._to_tensor(value)
-        count = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        data = _to_tensor(value)
+        count = torch.tensor([len(data)], dtype=torch.int64)
         for tensor in (count, data):
-            self.transport.send_recv(send=(tensor, to)).wait()
+            self.control.send_recv(send=(tensor, to)).wait()
 
     def receive_object(self, *, source: int) -> object:
         self.check_rank("source", [source])
-        count = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.transport.send_recv(receive=(count, source)).wait()
-        data = self._empty(int(count))
-        self.transport.send_recv(receive=(data, source)).wait()
+        count = torch.zeros(1, dtype=torch.int64)
+        self.control.send_recv(receive=(count, source)).wait()
+        data = _empty(int(count))
+        self.control.send_recv(receive=(data, source)).wait()
         return _from_tensor(data)
-
-    def _to_tensor(self, value: object) -> torch.Tensor:
-        return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(self.device)
-
-    def _empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     # the end
 
@@ -231,19 +251,37 @@ class TorchGroup(Group):
             self._monitor.all_stopped()
 
     def close(self) -> None:
-        """Leave together; destroy the process group that ``start`` made. After a failure only release resources."""
+        """Leave together; destroy the process groups that this one made. After a failure only release resources."""
         failed = self._monitor.failure is not None
         if not failed:
             with self.step("close"):
                 pass
         self.transport.close()
+        if self.control is not self.transport:
+            self.control.close()
         self._monitor.close()
-        if self._started is not None and not failed:
-            dist.destroy_process_group(self._started)
+        for process_group in self._made if not failed else ():
+            dist.destroy_process_group(process_group)
+
+
+_CPU = torch.device("cpu")
+
+
+def _to_tensor(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
 
 
 def _from_tensor(data: torch.Tensor) -> object:
-    return decode(data.cpu().numpy().tobytes())
+    return decode(data.numpy().tobytes())
+
+
+def _empty(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _has_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` sends the CPU's tensors with Gloo, as one of ``cpu:gloo,cuda:nccl`` does."""
+    return "cpu:gloo" in str(dist.get_backend_config(group))
 
 
 def _connect(backend: str, device: torch.device, store: Store, info: RankInfo) -> dist.ProcessGroup:
@@ -253,16 +291,25 @@ def _connect(backend: str, device: torch.device, store: Store, info: RankInfo) -
     flight in it, so that the new one is made beside it. NCCL connects at once, to this rank's GPU, and not in the first
     operation: that would be a long call without progress.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # per thread: a new one begins on the first GPU
-    if dist.is_initialized():
-        group: dist.ProcessGroup = dist.new_group(backend=backend)
-        if device.type == "cuda":
-            dist.barrier(group, device_ids=[device.index])
-        return group
-    gpu = device if device.type == "cuda" else None
-    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, device_id=gpu)
-    return distributed_c10d._get_default_group()
+    if device.type == "cpu":
+        if dist.is_initialized():
+            beside: dist.ProcessGroup = dist.new_group(backend=backend)
+            return beside
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size)
+        return distributed_c10d._get_default_group()
+    torch.cuda.set_device(device)  # per thread: a new one begins on the first GPU
+    both = f"cpu:gloo,cuda:{backend}"
+    try:
+        if dist.is_initialized():
+            group: dist.ProcessGroup = dist.new_group(backend=both)
+        else:
+            dist.init_process_group(both, store=store, rank=info.rank, world_size=info.world_size, device_id=device)
+            group = distributed_c10d._get_default_group()
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # connects
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:  # what process groups raise; its subclasses differ between versions
+        raise nccl_refused(error) or error from error
+    return group
 
 
 def _fresh_prefix(store: Store, rank: int) -> Store:

@@ -32,6 +32,7 @@ from torch.masked import masked_tensor
 from fsdpckpt import comm
 from fsdpckpt.comm import torch_group
 from fsdpckpt.comm.exchanger import Exchanger, SendRecv
+from fsdpckpt.comm.launch import GpuVotes
 from fsdpckpt.errors import StateDictMismatchError, UsageError, WorkerError
 from fsdpckpt.process import FIRST_PORT
 from tests.comm.forked_workers import forked_workers
@@ -729,13 +730,14 @@ def work_under_srun(rank: int, out: str) -> int:
 
 def work_in_a_row(rank: int, out: str) -> int:
     """Several runs in one process, then two beside a process group of its own; writes what each group says."""
-    votes = []
+    seen = []
 
-    def choose(*_: str, all_have_gpu: Callable[[], bool]) -> tuple[str, str]:
-        votes.append(all_have_gpu())
+    def choose(*_: str, votes: Callable[[], GpuVotes]) -> tuple[str, str]:
+        seen.append([votes().own, votes().any])
         return "gloo", "cpu"
 
-    torch_group.has_own_gpu, torch_group.choose_backend = lambda _: True, choose  # type: ignore[assignment]
+    torch_group.has_gpu, torch_group.choose_backend = lambda: True, choose  # type: ignore[assignment]
+    torch_group.gpu_identity = lambda info: f"GPU {info.rank}"
     gathered = []
     for number in range(5):
         if number == 3:
@@ -752,7 +754,7 @@ def work_in_a_row(rank: int, out: str) -> int:
     total = torch.tensor([rank])
     dist.all_reduce(total)  # its own group still works
     with open(os.path.join(out, f"row-{rank}.json"), "w") as file:
-        json.dump({"votes": votes, "gathered": gathered, "total": int(total)}, file)
+        json.dump({"votes": seen, "gathered": gathered, "total": int(total)}, file)
     return 0
 
 

@@ -119,24 +119,35 @@ def test_a_flight_lands_once_the_device_is_through_on_the_thread_and_stream_that
     assert recorder.events == [f"device {GPU}", waited, waited, "host waits for own 1"]
 
 
+def plays_connecting(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first operation of a new group, without a GPU."""
+    monkeypatch.setattr(torch_group.torch, "zeros", lambda *_, device: device)
+    monkeypatch.setattr(torch_group.dist, "all_reduce", lambda _, *, group: recorder.events.append("connects"))
+    monkeypatch.setattr(torch_group.torch.cuda, "synchronize", lambda _: None)
+
+
 def test_nccl_connects_at_once_to_the_gpu_of_this_worker(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     def init(backend: str, **given: Any) -> None:
         recorder.events.append(f"{backend} {given['rank']} of {given['world_size']} device {given.get('device_id')}")
 
     monkeypatch.setattr(torch_group.dist, "init_process_group", init)
     monkeypatch.setattr(torch_group.distributed_c10d, "_get_default_group", lambda: None)
+    plays_connecting(recorder, monkeypatch)
     info = RankInfo(7, 8, 3, 4, "127.0.0.1", 1, "torchrun")
     torch_group._connect("nccl", GPU, None, info)  # type: ignore[arg-type]
     torch_group._connect("gloo", torch.device("cpu"), None, info)  # type: ignore[arg-type]
-    assert recorder.events == [f"device {GPU}", f"nccl 7 of 8 device {GPU}", "gloo 7 of 8 device None"]
+    assert recorder.events == [
+        f"device {GPU}",
+        f"cpu:gloo,cuda:nccl 7 of 8 device {GPU}",
+        "connects",
+        "gloo 7 of 8 device None",
+    ]
 
 
 def test_beside_a_live_group_nccl_connects_at_once_too(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_group.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(torch_group.dist, "new_group", lambda *, backend: recorder.events.append(f"new {backend}"))
-    monkeypatch.setattr(
-        torch_group.dist, "barrier", lambda _, *, device_ids: recorder.events.append(f"barrier on {device_ids}")
-    )
+    plays_connecting(recorder, monkeypatch)
     info = RankInfo(7, 8, 3, 4, "127.0.0.1", 1, "torchrun")
     torch_group._connect("nccl", GPU, None, info)  # type: ignore[arg-type]
-    assert recorder.events == [f"device {GPU}", "new nccl", "barrier on [3]"]
+    assert recorder.events == [f"device {GPU}", "new cpu:gloo,cuda:nccl", "connects"]

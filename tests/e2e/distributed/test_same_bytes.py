@@ -6,6 +6,7 @@ many; ``tests.execute.test_distributed_routes`` divides random plans between any
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,27 @@ def test_workers_of_which_each_has_a_disk_of_its_own_write_what_one_process_writ
     write_plan(tmp_path / "plan.json", base, tmp_path, machines, names)
     torchrun("tests.e2e.distributed.work", str(tmp_path / "plan.json"), world_size=workers, limit=LIMIT)
     assert _differences(base, tmp_path, names) == {}
+
+
+@pytest.mark.skipif(not can_bind(), reason="this machine allows no mount namespaces")
+def test_only_tensor_bytes_take_the_data_plane_and_only_while_data_is_copied(base: Path, tmp_path: Path) -> None:
+    """Over NCCL a small message occupies a GPU on each side: plans, counts, headers and errors take the other plane."""
+    (tmp_path / "disk").symlink_to(base / "disk")
+    machines, names = disks_of(base, tmp_path, 3), ["gather", "all to all", "rekey"]
+    write_plan(tmp_path / "plan.json", base, tmp_path, machines, names)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "planes").mkdir()
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, "planes": str(tmp_path / "planes")}))
+    torchrun("tests.e2e.distributed.work", str(tmp_path / "plan.json"), world_size=3, limit=LIMIT)
+    assert _differences(base, tmp_path, names) == {}
+    ranks = [json.loads((tmp_path / "planes" / f"{rank}.json").read_text()) for rank in range(3)]
+    steps = {step for rank in ranks for step, _ in rank["data"]}
+    assert steps and all("copy" in step for step in steps), steps
+    planned = {step for rank in ranks for step, _ in rank["control"] if "plan" in step}
+    assert planned, "rank 0 asked the others for headers"
+    moved = sum(nbytes for rank in ranks for _, nbytes in rank["data"])
+    said = max(nbytes for rank in ranks for step, nbytes in rank["control"] if "copy" in step)
+    assert moved > 1_000_000 and said < 1000
 
 
 def disks_of(base: Path, tmp_path: Path, workers: int) -> list[dict[str, str]]:
