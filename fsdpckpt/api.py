@@ -22,7 +22,7 @@ from fsdpckpt.command_options import (
     with_keywords,
 )
 from fsdpckpt.errors import FsdpckptWarning, UsageError, require_torch
-from fsdpckpt.ir import Layout, Strategy
+from fsdpckpt.ir import Layout, Section, SectionName, Strategy, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.option_fields import Scope, refuse_unused
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
         key_type: Literal["name", "id"] | None
         flavor: str | None
         max_shard_size: int | str
-        only: Section | Literal["model", "optim", "extra"] | None
+        only: Section | str | None
         include: str | Iterable[str]
         exclude: str | Iterable[str]
         ignore_file: str | Iterable[str]
@@ -216,7 +216,7 @@ def diff(
     with Sources() as sources:
         opened = _open_all([a, b], sources, options.units, options.ignore_file)
         named = [_name_slices(without_repeats(checkpoint, sources), sources, options.units) for checkpoint in opened]
-        first, second = (only_section(checkpoint, options.only) for checkpoint in named)
+        first, second = (only_section(_chosen(each, options.only), section_of(options.only)) for each in named)
         return compare(
             first,
             second,
@@ -226,6 +226,17 @@ def diff(
             threads=options.threads,
             progress=progress or NO_PROGRESS,
         )
+
+
+def _chosen(checkpoint: Checkpoint, only: Section | SectionName | None) -> Checkpoint:
+    """One side of a comparison with the section that ``only`` names as its main one: the one that it has, if it is the
+    only one of its kind, as ``convert --only`` writes it.
+    """
+    from fsdpckpt.transform.selection import choose_section
+
+    section = section_of(only)
+    alone = section is not None and not any(named.section is section for named in checkpoint.named)
+    return choose_section(checkpoint, section if alone else only)
 
 
 def verify(

@@ -17,7 +17,7 @@ from inspect import Parameter, cleandoc, signature
 from typing import Any, Literal, TypeVar
 
 from fsdpckpt.errors import UsageError
-from fsdpckpt.ir import Section, Strategy
+from fsdpckpt.ir import Section, SectionName, Strategy
 from fsdpckpt.option_fields import (
     EVERYWHERE,
     FLAG,
@@ -37,7 +37,7 @@ from fsdpckpt.option_fields import (
     options_of,
     repeatable,
 )
-from fsdpckpt.options import DTYPE, FLAVORS, SECTIONS, ConvertOptions, LaunchOptions
+from fsdpckpt.options import DTYPE, FLAVORS, ConvertOptions, LaunchOptions
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -86,7 +86,9 @@ class DiffOptions(OptionRecord):
 
     rtol: float | None = option("Relative tolerance (default: every byte must be equal).", metavar="X", minimum=0.0)
     atol: float | None = option("Absolute tolerance (default: every byte must be equal).", metavar="X", minimum=0.0)
-    only: Section | None = option("Compare only this section.", choices=SECTIONS)
+    only: Section | SectionName | None = _as_in_convert(
+        "only", "Compare only this section; NAME is one of several models or optimizers, as inspect lists them."
+    )
     all_keys: bool = option(
         "Print every key, also what is the same and of repeated layers.", default=False, flag="--all"
     )

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedTensor, Section, SourceFile
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTensor, OptimState, Section, SourceFile
 from fsdpckpt.ir.tensors import Stats, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value, value_text, walk
 from fsdpckpt.text import JsonText, plural
@@ -78,12 +78,22 @@ class Description:
             "sections": {str(name): json_value(asdict(summary)) for name, summary in self.sections.items()},
             "tensors": _rows_with_chunks(self) if ranks else _rows(self),
             "param_groups": [json_value(group) for group in (optim.param_groups or [])] if optim is not None else [],
+            "named": [_named_json(named) for named in checkpoint.named],
             "extra": extra_json(checkpoint),
             "problems": [json_value(asdict(problem)) for problem in checkpoint.problems],
             "notes": [json_value(asdict(note)) for note in checkpoint.notes],
             "evidence": list(map(str, checkpoint.evidence)),
             "files": [{"path": file.path, "nbytes": file.nbytes} for file in stored_files(checkpoint)],
         }
+
+
+def _named_json(named: NamedSection) -> Json:
+    """One of several models or optimizers: how ``--only`` and the state dict call it, and an optimizer's groups."""
+    row: dict[str, Json] = {"section": str(named.section), "name": named.name, "path": [str(key) for key in named.path]}
+    if isinstance(named.content, OptimState):
+        groups = named.content.param_groups or []
+        row |= {"key_type": named.content.key_type, "param_groups": [json_value(group) for group in groups]}
+    return row
 
 
 def describe(checkpoint: Checkpoint, keys: Sequence[str] = (), section: Section | None = None) -> Description:
@@ -94,7 +104,7 @@ def describe(checkpoint: Checkpoint, keys: Sequence[str] = (), section: Section 
     chosen: list[NamedTensor] = []
     by_section: dict[str, list[NamedTensor]] = {}
     for named in checkpoint.tensors():
-        by_section.setdefault(named.section, []).append(named)
+        by_section.setdefault(named.label, []).append(named)
         if section in (None, named.section) and (not keys or any(fnmatchcase(named.key, glob) for glob in keys)):
             chosen.append(named)
     sections = {name: _summary(tensors) for name, tensors in by_section.items()}
@@ -122,7 +132,7 @@ def _rows(description: Description) -> Iterator[dict[str, Json]]:
     for number, named in enumerate(description.tensors):
         tensor = named.tensor
         row: dict[str, Json] = {
-            "section": str(named.section),
+            "section": named.label,
             "param": named.param,
             "state": named.state,
             "key": named.key,

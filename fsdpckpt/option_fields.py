@@ -22,6 +22,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Literal, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from fsdpckpt.errors import EMPTY, UsageError
+from fsdpckpt.ir import Section, SectionName
 
 
 class Heading(StrEnum):
@@ -209,6 +210,20 @@ def one_of(
     return Kind(str, python_type, convert, metavar=metavar)
 
 
+def _section(flag: str, value: object) -> Section | SectionName:
+    """``model``, or ``model:NAME``."""
+    text = str(value)
+    section, colon, name = text.partition(":")
+    if section not in SECTIONS or bool(colon) != bool(name):
+        raise UsageError(
+            f"{flag} cannot be {value!r}",
+            expected=", ".join((*SECTIONS, *(f"{section}:NAME" for section in SECTIONS))),
+            found=text,
+            next_step=f"did you mean {flag} {near[0]}?" if (near := get_close_matches(text, SECTIONS, n=1)) else None,
+        )
+    return SectionName(text) if colon else Section(text)
+
+
 def parse_size(text: str) -> int:
     """``"128MiB"``, ``"5GB"``, ``"1000"`` to bytes. Raises ValueError for anything else."""
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.strip().lower(), re.ASCII)
@@ -226,6 +241,8 @@ def _torch_version(flag: str, value: object) -> str:
     return f"{int(match[1])}.{int(match[2])}"
 
 
+SECTIONS = (Section.MODEL.value, Section.OPTIM.value)  # what a conversion or a comparison may be limited to
+SECTION = Kind(str, "Section | str", _section, metavar="|".join((*SECTIONS, *(f"{name}:NAME" for name in SECTIONS))))
 TEXT = Kind(str, "str", _text)
 INTEGER = Kind(str, "int", _integer, metavar="N")
 NUMBER = Kind(str, "float", _number)

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from fsdpckpt.ir import Container, KeyType, Layout, Section, Strategy
+from fsdpckpt.ir import Container, KeyType, Layout, Section, SectionName, Strategy
 from fsdpckpt.option_fields import (
     PATH,
+    SECTION,
+    SECTIONS,
     SIZE,
     TORCH_VERSION,
     WORKERS,
@@ -45,7 +47,6 @@ DTYPE = one_of(CASTABLE_DTYPES, "a floating-point dtype", "bfloat16", "DTYPE", "
 # What ``torch.device`` takes, and the names of backends outside of PyTorch that train with FSDP.
 DEVICE_TYPES = ("cuda", "cpu", "xpu", "npu", "hpu", "mlu", "musa", "mps", "mtia", "xla", "ipu", "maia", "privateuseone")
 DEVICE_TYPE = one_of(DEVICE_TYPES, "a device type of PyTorch", "cuda", "TYPE")
-SECTIONS = ("model", "optim")  # the sections that a conversion or a comparison may be limited to
 
 
 class TensorForm(StrEnum):
@@ -165,8 +166,12 @@ class ConvertOptions(OptionRecord):
         minimum=1,
         scope=Scope.SAFETENSORS,
     )
-    only: Section | None = option(
-        "Convert only this section.", Heading.SELECTED, choices=SECTIONS, synonyms=("model-only", "weights-only")
+    only: Section | SectionName | None = option(
+        "Convert only this section; NAME is one of several models or optimizers, as inspect lists them.",
+        Heading.SELECTED,
+        kind=SECTION,
+        completion=SECTIONS,
+        synonyms=("model-only", "weights-only"),
     )
     include: tuple[str, ...] = repeatable(
         "Convert only parameters whose names match; may be repeated.", Heading.SELECTED

@@ -81,6 +81,7 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
 
 def _summary(description: Description, columns: int | None) -> Iterator[Line]:
     """``columns``: of the terminal. In a pipe, lines are not cut, and everything is listed."""
+    from fsdpckpt.ir.checkpoint import OptimState
     from fsdpckpt.transform.meshes import source_meshes
 
     checkpoint = description.checkpoint
@@ -91,13 +92,19 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
     yield from wrapped(title, columns)
     for line in _recognised_text(checkpoint.evidence):
         yield from wrapped(f"  recognised: {line.replace(f'{checkpoint.source}/', '')}", columns)
+    named_optimizers = {
+        named.label: named.content for named in checkpoint.named if isinstance(named.content, OptimState)
+    }
+    key_types = {label: optim.key_type for label, optim in named_optimizers.items()}
     for section, totals in description.sections.items():
         parts = [plural(totals.tensors, "tensor"), f"{count_text(totals.elements)} elements", size_text(totals.nbytes)]
-        if section == "optim":
-            parts.insert(0, f"keys: {description.key_type}")
+        if section == "optim" or section in key_types:
+            parts.insert(0, f"keys: {key_types.get(section, description.key_type)}")
         yield cut(f"{section}: {', '.join(parts)}, {dtypes_text(totals.dtypes)}", columns)
     if checkpoint.optim is not None:
         yield from _groups(checkpoint.optim.param_groups, columns)
+    for label, optim in named_optimizers.items():
+        yield from _groups(optim.param_groups, columns, f"{label}: ")
     yield from _extra_texts(checkpoint, columns)
     for note in checkpoint.notes:
         if note.kind == "not-carried" and note.keys:  # what convert does not copy
@@ -123,14 +130,15 @@ def _recognised_text(evidence: Iterable[Evidence]) -> Iterator[str]:
     yield from by_kind.get(EvidenceKind.LAYOUT, [])
 
 
-def _groups(groups: list[dict[Key, Value]] | None, columns: int | None) -> Iterator[str]:
+def _groups(groups: list[dict[Key, Value]] | None, columns: int | None, of: str = "") -> Iterator[str]:
+    """``of``: the optimizer, if there are several."""
     if groups is None:
-        yield "param groups: none in this checkpoint"
+        yield f"{of}param groups: none in this checkpoint"
         return
     if len(groups) != 1 or columns is None:
-        yield f"param groups: {len(groups)}"
+        yield f"{of}param groups: {len(groups)}"
     for number, group in enumerate(groups[: None if columns is None else MAX_GROUPS]):
-        label = "param group" if len(groups) == 1 and columns is not None else " "
+        label = f"{of}param group" if len(groups) == 1 and columns is not None else " "
         yield cut(f"{label} {number}: {_group_text(group, short=columns is not None)}", columns)
     if columns is not None and len(groups) > MAX_GROUPS:
         yield f"  and {len(groups) - MAX_GROUPS} more: --json lists them all"

@@ -28,7 +28,7 @@ class Row:
     ``first``: the place of the first of the keys in the checkpoint.
     """
 
-    section: Section
+    section: str
     key: str
     dtype: str
     shape: str
@@ -87,7 +87,7 @@ def _lines(cells: Sequence[Sequence[Cell]], headings: Sequence[str], columns: in
 
 def _by_section(rows: Sequence[Row], more: Sequence[str], columns: int) -> tuple[list[str], frozenset[int]]:
     """A heading for each section with what its rows have in common, which then needs no columns."""
-    sections = {row.section: [each for each in rows if each.section is row.section] for row in rows}
+    sections = {row.section: [each for each in rows if each.section == row.section] for row in rows}
     common = {section: _common_cells(of_section) for section, of_section in sections.items()}
     fields = [field for field in FIELDS[2:] if any(field not in each for each in common.values())]
     if more:  # which needs the room
@@ -112,7 +112,7 @@ def _common_cells(rows: Sequence[Row]) -> dict[str, str]:
 
 def _row(named: NamedTensor) -> Row:
     tensor = named.tensor
-    return Row(named.section, named.key, tensor.dtype.name, shape_text(tensor.shape), tensor.nbytes, tensor.placement)
+    return Row(named.label, named.key, tensor.dtype.name, shape_text(tensor.shape), tensor.nbytes, tensor.placement)
 
 
 def _rows(description: Description, *, short: bool) -> list[Row]:
@@ -167,13 +167,13 @@ def folded_rows(description: Description) -> list[Row]:
     """
     tensors = description.tensors
     extras = {named.key for named in tensors if named.section is Section.EXTRA}
-    by_section: dict[Section, list[NamedTensor]] = {}
+    by_section: dict[str, list[NamedTensor]] = {}
     for named in tensors:
         if named.section is not Section.EXTRA or f"rank0.{named.key}" not in extras:
-            by_section.setdefault(named.section, []).append(named)
+            by_section.setdefault(named.label, []).append(named)
     rows: list[Row] = []
     for section, of_section in by_section.items():
-        if section is Section.OPTIM:
+        if section == Section.OPTIM:
             optim = description.checkpoint.optim
             general, rest = _join_shared_states(optim, of_section, by_section.get(Section.MODEL, ()))
             rows += [*general, *_join_states(rest)]

@@ -240,11 +240,13 @@ def _match(
     unmatched: dict[tuple[Section, str], list[NamedTensor]] = {}  # several where 0 and "0" are both keys, in order
     for named in _comparable(written, empty):
         unmatched.setdefault((named.section, named.key), []).append(named)
+    # A named section may read back as extras where the file shows no other model beside it.
+    extras = {named.key: named for named in written.tensors() if named.section is Section.EXTRA}
     pairs = []
     counts = {key: len(others) for key, others in unmatched.items()}
     for named in _comparable(expected, empty):
         others = unmatched.get((named.section, named.key))
-        other = others.pop(0) if others else None
+        other = others.pop(0) if others else extras.get(_place_in_extras(named))
         dtype = dtypes.of(named.section, named.state, named.tensor)
         if other is None:
             wrong.append(f"{named.section} {named.key} was not written")
@@ -254,12 +256,17 @@ def _match(
         elif _cut_by_fsdp(named.tensor) and not _cut_by_fsdp(other.tensor) and _has_fsdp_empties(options):
             wrong.append(f"{named.section} {named.key} was written with empty shards in other shapes than FSDP2's")
         elif compares:
-            unique = counts[named.section, named.key] == 1
+            unique = counts.get((named.section, named.key), 1) == 1
             name = f"{named.section} {named.key}" + ("" if unique else f" {len(others or ())}")
             pairs.append(Pair(name, named.tensor, other.tensor, unique))
-    states = {Section.MODEL: expected.model, Section.OPTIM: expected.optim}
     # DCP makes every key text: extras may then read as a section that the source did not have.
-    stray = (named for others in unmatched.values() for named in others if states[named.section] is not None)
+    places = {(named.section, None if named.of is None else named.of.path) for named in expected.tensors()}
+    stray = (
+        named
+        for others in unmatched.values()
+        for named in others
+        if (named.section, None if named.of is None else named.of.path) in places
+    )
     wrong.extend(f"{named.section} {named.key} was written and should not be there" for named in stray)
     if wrong:
         raise _not_as_planned(path, wrong)
@@ -332,6 +339,14 @@ def _has_fsdp_empties(options: ConvertOptions) -> bool:
 
 def _cut_by_fsdp(tensor: Tensor) -> bool:
     return tensor.sharding is None or tensor.sharding.by_fsdp
+
+
+def _place_in_extras(named: NamedTensor) -> str:
+    """The key of a named section's tensor if it reads back as one of the extras; "" for any other tensor."""
+    if named.of is None:
+        return ""
+    inner = named.key.removeprefix(f"{named.of.dotted}.")
+    return f"{named.of.dotted}.state.{inner}" if named.section is Section.OPTIM else named.key
 
 
 def _form_text(tensor: Tensor, dtype: DType) -> str:

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import TransformedCheckpoint
 from fsdpckpt.flat import flatten as torch_flat
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import PLAIN_MESH, PLAIN_PATHS, Form, SectionPath
 from fsdpckpt.writers import DtypeRule, Writer, WriteSpec, dcp, safetensors, torch_full, torch_ranks, universal
+from fsdpckpt.writers.state_dicts import extras_of_rank
 
 WRITERS: Mapping[tuple[Container, Layout], Writer] = {
     (Container.TORCH, Layout.FULL): torch_full.lay_out,
@@ -56,16 +57,25 @@ def lay_out(
 
 
 def _source_paths(checkpoint: Checkpoint, spec: TargetSpec) -> tuple[Mapping[Section, SectionPath], bool]:
-    """From DCP to DCP, keep the keys that hold the sections and the form of the optimizer's keys."""
-    if checkpoint.container is not Container.DCP or spec.container is not Container.DCP:
-        return PLAIN_PATHS, False
+    """The keys of the main sections in a plain target, and whether the optimizer's are flattened.
+
+    From DCP to DCP both stay as they are. So does the place of a section if the extras or a named section have a key
+    that it would get: ``{"model": {"state_dict": ..., "config": ...}}``.
+    """
     paths = {
         section: tuple(key for key in path if isinstance(key, (str, int)))
         for section, path in checkpoint.nesting.items()
     }
-    moved = {section: replace(path, keys=paths.get(section, path.keys)) for section, path in PLAIN_PATHS.items()}
+    both_dcp = checkpoint.container is Container.DCP and spec.container is Container.DCP
+    taken = {key for rank in range(max(1, len(checkpoint.rank_extra))) for key in extras_of_rank(checkpoint, rank)}
+    moved = {
+        section: replace(path, keys=paths[section])
+        if (both_dcp and section in paths) or (path.keys and path.keys[0] in taken and paths.get(section))
+        else path
+        for section, path in PLAIN_PATHS.items()
+    }
     by_name = checkpoint.optim is not None and checkpoint.optim.key_type != "id"
-    return moved, checkpoint.flattened_keys and by_name
+    return moved, both_dcp and checkpoint.flattened_keys and by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,18 +173,31 @@ def _documents(checkpoint: Checkpoint, form: Form) -> Iterator[_Document]:
         Section.EXTRA: form.extra if checkpoint.extra or checkpoint.rank_extra or required else None,
     }
     documents: dict[tuple[str, Container, Layout], dict[Section, SectionPath]] = {}
+    named: dict[tuple[str, Container, Layout], list[NamedSection]] = {}
     for section, section_path in section_paths.items():
         if section_path is not None:
-            file = "{rank}" if "{rank}" in section_path.file else section_path.file
-            key = file, section_path.container or form.container, section_path.layout or form.layout
-            documents.setdefault(key, {})[section] = section_path
-    for (_, container, layout), shared in documents.items():
+            documents.setdefault(_document_of(section_path, form), {})[section] = section_path
+    for each in checkpoint.named:
+        section_path = form.model if each.section is Section.MODEL else form.optim
+        if section_path is not None:
+            key = _document_of(section_path, form)
+            documents.setdefault(key, {}).setdefault(each.section, section_path)
+            named.setdefault(key, []).append(each)
+    for key, shared in documents.items():
+        _, container, layout = key
         sections = replace(
             checkpoint,
             model=checkpoint.model if Section.MODEL in shared else None,
             optim=checkpoint.optim if Section.OPTIM in shared else None,
             extra=checkpoint.extra if Section.EXTRA in shared else {},
             rank_extra=checkpoint.rank_extra if Section.EXTRA in shared else (),
+            named=tuple(named.get(key, ())),
         )
         path = next(iter(shared.values())).file
         yield _Document(path, container, layout, sections, shared, flattened_keys=form.flattened)
+
+
+def _document_of(section_path: SectionPath, form: Form) -> tuple[str, Container, Layout]:
+    """The file, or the kind of file, that holds ``section_path``, with its container and layout."""
+    file = "{rank}" if "{rank}" in section_path.file else section_path.file
+    return file, section_path.container or form.container, section_path.layout or form.layout

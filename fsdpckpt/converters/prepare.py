@@ -15,15 +15,16 @@ from fsdpckpt.converters.adapt import adapt_to_form, schedule_of_two_groups
 from fsdpckpt.converters.huggingface import finish_export
 from fsdpckpt.converters.lay_out import lay_out
 from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_files
+from fsdpckpt.converters.sections import transform_sections
 from fsdpckpt.converters.target_mesh import meshes_of, on_mesh, requested_mesh, with_mesh
 from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec, refuse_section_options, require_file_name
-from fsdpckpt.converters.transform import TransformedCheckpoint, transform, units_request
+from fsdpckpt.converters.transform import TransformedCheckpoint, units_request
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.recorded import recorded_checksums
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
-from fsdpckpt.ir import Layout
+from fsdpckpt.ir import Layout, Section, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Note
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
@@ -34,6 +35,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST, Items, require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
+from fsdpckpt.transform.selection import choose_section
 from fsdpckpt.transform.weight_decay import has_one_group
 from fsdpckpt.verify.elements import without_repeats
 
@@ -98,9 +100,15 @@ def _read_and_transform(
     """Open ``source``, with the items located that ``ReadOptions.locate`` selects; with flat parameters all of them."""
     units = load_units(options.units, sources) if options.units is not None else None
     opened = open_checkpoint(
-        source, sources=sources, locate=locate, only=options.only, units=units, ignore_file=options.ignore_file
+        source,
+        sources=sources,
+        locate=locate,
+        only=section_of(options.only),
+        units=units,
+        ignore_file=options.ignore_file,
     )
-    opened = without_repeats(opened, sources)
+    opened = choose_section(without_repeats(opened, sources), options.only)
+    options = replace(options, only=section_of(options.only))
     if locate is not True and is_flattened(opened, sources, units_request(options)):
         return _read_and_transform(source, target, options, sources, locate=True)
     require_matches(options.ignore_file, opened)
@@ -122,12 +130,12 @@ def _read_and_transform(
             spec.form,
             world_size=spec.world_size,
             sources=sources,
-            only=options.only,
+            only=section_of(options.only),
             splits_param_group=splits_param_group,
         )
-        key_type = form.key_type if opened.optim is not None else None
+        key_type = form.key_type if opened.has(Section.OPTIM) else None
         spec = replace(spec, form=form, options=replace(options, key_type=key_type))
-    transformed = transform(opened, spec, sources)
+    transformed = transform_sections(opened, spec, sources)
     if spec.form is not None and spec.form.weights:
         weights, side_files = finish_export(transformed.checkpoint, side_files, options.reference, sources)
         transformed = replace(transformed, checkpoint=weights)

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from fsdpckpt.converters.form_choice import default_form, is_per_rank, ranks_of, requested_form, writable_flavor
 from fsdpckpt.errors import UsageError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
-from fsdpckpt.ir import Container, Layout, Section
+from fsdpckpt.ir import Container, Layout, Section, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.option_fields import Scope, given, refuse_unused
 from fsdpckpt.options import ConvertOptions
@@ -235,11 +235,11 @@ def refuse_section_options(spec: TargetSpec, opened: Checkpoint) -> None:
     """Raises UsageError for an option about a section that does not exist, is not selected, or is not written."""
     options, written = spec.options, spec.form is None or spec.form.optim is not None
     for section, scope, words, present in (
-        (Section.MODEL, Scope.MODEL, "model", opened.model is not None),
-        (Section.OPTIM, Scope.OPTIMIZER, "optimizer", opened.optim is not None),
+        (Section.MODEL, Scope.MODEL, "model", opened.has(Section.MODEL)),
+        (Section.OPTIM, Scope.OPTIMIZER, "optimizer", opened.has(Section.OPTIM)),
     ):
         why = None
-        if options.only not in (None, section):
+        if section_of(options.only) not in (None, section):
             why = f"--only {options.only} leaves the {words} out"
         elif not present:
             why = f"{opened.source} has no {words}"

@@ -26,6 +26,7 @@ from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, load_units
 from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.flat.units.target import target_units
+from fsdpckpt.ir import section_of
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, Layout, Note, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal
@@ -90,8 +91,8 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     Raises SourceError for a source that is incomplete or contradicts itself, NeedsInformationError, UsageError.
     """
     options, request = spec.options, units_request(spec.options)
-    checkpoint = select_section(opened, options.only)
-    _require_sound(checkpoint, options.only)
+    checkpoint = select_section(opened, section_of(options.only))
+    _require_sound(checkpoint, section_of(options.only))
     _refuse_states(checkpoint, spec)
     if spec.layout is Layout.FLATTENED:
         checkpoint = _unwrap_quantized_states(checkpoint)

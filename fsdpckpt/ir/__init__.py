@@ -30,6 +30,25 @@ class Section(StrEnum):
     EXTRA = "extra"
 
 
+class SectionName(str):
+    """One of several models or optimizers, as ``--only`` takes it: ``model:generator_ema``."""
+
+    __slots__ = ()
+
+    @property
+    def section(self) -> Section:
+        return Section(self.partition(":")[0])
+
+    @property
+    def name(self) -> str:
+        return self.partition(":")[2]
+
+
+def section_of(only: Section | SectionName | None) -> Section | None:
+    """Whether the model or the optimizer is selected; None: everything is."""
+    return only.section if isinstance(only, SectionName) else only
+
+
 class Strategy(StrEnum):
     """The values of ``torch.distributed.fsdp.ShardingStrategy`` that differ in layout."""
 

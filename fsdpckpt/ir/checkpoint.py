@@ -207,6 +207,10 @@ class ModelState:
     params: dict[str, Tensor | Value]
     metadata: Value = None
 
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> ModelState:
+        """The model with ``change`` applied to every tensor."""
+        return ModelState(with_tensors(self.params, change), self.metadata)
+
 
 def group_params(group: Mapping[Key, Value]) -> list[ParamKey] | None:
     """The parameter keys that one param group lists; None if it has no list, or the list was not read."""
@@ -233,6 +237,11 @@ class OptimState:
     state: dict[ParamKey, dict[str, Tensor | Value]]
     param_groups: list[dict[Key, Value]] | None
     extra: dict[Key, Value] = field(default_factory=dict)
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> OptimState:
+        """The optimizer with ``change`` applied to every tensor but those in param groups."""
+        state = {key: with_tensors(states, change) for key, states in self.state.items()}
+        return OptimState(state, self.param_groups, with_tensors(self.extra, change))
 
     @property
     def key_type(self) -> KeyType | None:
@@ -280,23 +289,54 @@ def _renamed_group(group: dict[Key, Value], names: Mapping[ParamKey, ParamKey]) 
     return changed
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedSection:
+    """A model or an optimizer beside the main one, or one of several of which none is the main one.
+
+    ``name``: what users call it, unique among the models or the optimizers. ``path``: the keys of its dict in the state
+    dict. All writers keep it there, among the extras.
+    """
+
+    section: Section
+    name: str
+    path: tuple[Key, ...]
+    content: ModelState | OptimState
+
+    @property
+    def label(self) -> str:
+        """What ``--only`` takes: ``model:generator_ema``."""
+        return f"{self.section}:{self.name}"
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(map(str, self.path))
+
+
 class NamedTensor(NamedTuple):
     """One tensor with its address. ``param`` is the FQN or id as text, or the dotted path in the extras.
 
     ``state``: the optimizer state's name. For a tensor inside a state or inside a model's value (SOAP's lists,
     bitsandbytes' dicts, ``_extra_state``) with the dotted path to it; None for the model's own tensors and for extras.
+    ``of``: the named section that it is in, None for the main ones and for extras.
     """
 
     section: Section
     param: str
     state: str | None
     tensor: Tensor
+    of: NamedSection | None = None
 
     @property
     def key(self) -> str:
         """The dotted address within the section: the FQN for ``model``, ``<param>.<state>`` for ``optim``, the dotted
-        path for ``extra``."""
-        return self.param if self.state is None else f"{self.param}.{self.state}"
+        path for ``extra``. In a named section it begins with the keys of that."""
+        key = self.param if self.state is None else f"{self.param}.{self.state}"
+        return key if self.of is None else f"{self.of.dotted}.{key}"
+
+    @property
+    def label(self) -> str:
+        """The section as users name it: ``optim``, ``model:generator_ema``."""
+        return str(self.section) if self.of is None else self.of.label
 
 
 def problem_of(
@@ -328,10 +368,11 @@ class Checkpoint:
     format that can only be read. ``units``: those beside the checkpoint, and ``units_from`` the file they come from.
     ``directory``: where it was found, at ``source`` or below; "" for one file. ``mesh_devices``: the device types of
     its DTensors' meshes. ``manifest``: that of the directory, if this program wrote it. ``nesting``: the path of keys
-    to each section of a DCP checkpoint, and ``flattened_keys`` whether its optimizer's keys are
+    to each main section in its file or DCP directory, and ``flattened_keys`` whether the optimizer's keys are
     ``state.<name>.<state>``. ``orders``: of the ranks whose optimizers number parameters in another order, according to
     the units or ``param_names``; in the IR an id is the same parameter on all ranks. ``ignored``: the files and
-    directories below ``source`` that the user asked to leave out, as relative paths.
+    directories below ``source`` that the user asked to leave out, as relative paths. ``named``: further models and
+    optimizers, or all of several if none is the main one; ``ir.sections`` has what is done with them.
     """
 
     source: str
@@ -357,6 +398,12 @@ class Checkpoint:
     mesh_devices: frozenset[str] = frozenset()
     orders: tuple[RankOrder, ...] = ()
     ignored: tuple[str, ...] = ()
+    named: tuple[NamedSection, ...] = ()
+
+    def has(self, section: Section) -> bool:
+        """Whether it has a model, or an optimizer: the main one or others."""
+        main = self.model if section is Section.MODEL else self.optim
+        return main is not None or any(named.section is section for named in self.named)
 
     def with_extras(self, change: Callable[[dict[Key, Value]], dict[Key, Value]]) -> Checkpoint:
         """The checkpoint with ``change`` applied to ``extra`` and to the extras of each rank."""
@@ -364,23 +411,21 @@ class Checkpoint:
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Checkpoint:
         """The checkpoint with ``change`` applied to every tensor but those in param groups."""
-        model, optim = self.model, self.optim
-        if model is not None:
-            model = ModelState(with_tensors(model.params, change), model.metadata)
-        if optim is not None:
-            state = {key: with_tensors(states, change) for key, states in optim.state.items()}
-            optim = OptimState(state, optim.param_groups, with_tensors(optim.extra, change))
-        changed = replace(self, model=model, optim=optim)
+        model = self.model.map_tensors(change) if self.model is not None else None
+        optim = self.optim.map_tensors(change) if self.optim is not None else None
+        named = tuple(replace(section, content=section.content.map_tensors(change)) for section in self.named)
+        changed = replace(self, model=model, optim=optim, named=named)
         return changed.with_extras(lambda extra: with_tensors(extra, change))
 
     def leaves(self) -> Iterator[Tensor]:
         """What ``tensors`` lists, without names, which take time to make: four times as fast."""
         values: list[Iterable[Value]] = []
-        if self.model is not None:
-            values.append(self.model.params.values())
-        if self.optim is not None:
-            values += [states.values() for states in self.optim.state.values()]
-            values.append([list(self.optim.param_groups or []), self.optim.extra])
+        for content in (self.model, self.optim, *(section.content for section in self.named)):
+            if isinstance(content, ModelState):
+                values.append(content.params.values())
+            elif content is not None:
+                values += [states.values() for states in content.state.values()]
+                values.append([list(content.param_groups or []), content.extra])
         values.append([self.extra, *self.rank_extra])
         for value in chain.from_iterable(values):
             if isinstance(value, Tensor):
@@ -389,31 +434,43 @@ class Checkpoint:
                 yield from (tensor for _, tensor in leaf_tensors(value))
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """Every tensor of every section: model, then optimizer (the user's entries last), then extra."""
-        for section, param, state, value in self._entries():
-            if isinstance(value, Tensor):
-                yield NamedTensor(section, str(param), state, value)
-            elif isinstance(value, (dict, list, tuple)):
-                for path, tensor in leaf_tensors(value):
-                    if param is None:
-                        yield NamedTensor(section, ".".join(map(str, path)), None, tensor)
-                    else:
-                        inner = path if state is None else (state, *path)
-                        yield NamedTensor(section, str(param), ".".join(map(str, inner)), tensor)
-
-    def _entries(self) -> Iterator[tuple[Section, ParamKey | None, str | None, Value]]:
-        """Every entry that may hold tensors: section, parameter, optimizer state, value.
-
-        Without a parameter, a dict of what belongs to none: param groups and the user's entries, extras.
-        """
+        """Every tensor of every section: model, then optimizer (the user's entries last), named sections, extra."""
         if self.model is not None:
-            for name, leaf in self.model.params.items():
-                yield Section.MODEL, name, None, leaf
+            yield from _named_tensors(Section.MODEL, _model_entries(self.model))
         if self.optim is not None:
-            for key, states in self.optim.state.items():
-                for state, leaf in states.items():
-                    yield Section.OPTIM, key, None if state == BARE_VALUE else state, leaf
-            groups: Value = list(self.optim.param_groups or [])
-            yield Section.OPTIM, None, None, {"param_groups": groups, **self.optim.extra}
-        yield Section.EXTRA, None, None, self.extra
-        yield Section.EXTRA, None, None, {f"rank{rank}": extra for rank, extra in enumerate(self.rank_extra)}
+            yield from _named_tensors(Section.OPTIM, _optim_entries(self.optim))
+        for named in self.named:
+            content = named.content
+            entries = _model_entries(content) if isinstance(content, ModelState) else _optim_entries(content)
+            yield from _named_tensors(named.section, entries, named)
+        of_ranks: Value = {f"rank{rank}": extra for rank, extra in enumerate(self.rank_extra)}
+        yield from _named_tensors(Section.EXTRA, [(None, None, self.extra), (None, None, of_ranks)])
+
+
+_Entries: TypeAlias = Iterable[tuple[ParamKey | None, str | None, Value]]
+"""What may hold tensors: parameter, optimizer state, value. Without a parameter, a dict of what belongs to none."""
+
+
+def _named_tensors(section: Section, entries: _Entries, named: NamedSection | None = None) -> Iterator[NamedTensor]:
+    for param, state, value in entries:
+        if isinstance(value, Tensor):
+            yield NamedTensor(section, str(param), state, value, named)
+        elif isinstance(value, (dict, list, tuple)):
+            for path, tensor in leaf_tensors(value):
+                if param is None:
+                    yield NamedTensor(section, ".".join(map(str, path)), None, tensor, named)
+                else:
+                    inner = path if state is None else (state, *path)
+                    yield NamedTensor(section, str(param), ".".join(map(str, inner)), tensor, named)
+
+
+def _model_entries(model: ModelState) -> _Entries:
+    return ((name, None, leaf) for name, leaf in model.params.items())
+
+
+def _optim_entries(optim: OptimState) -> _Entries:
+    for key, states in optim.state.items():
+        for state, leaf in states.items():
+            yield key, None if state == BARE_VALUE else state, leaf
+    groups: Value = list(optim.param_groups or [])
+    yield None, None, {"param_groups": groups, **optim.extra}

@@ -15,8 +15,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from fsdpckpt.converters.sections import transform_sections
 from fsdpckpt.converters.target_spec import TargetSpec
-from fsdpckpt.converters.transform import transform, units_request
+from fsdpckpt.converters.transform import units_request
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, StateDictMismatchError
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
@@ -65,7 +66,7 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
     try:
         # as for a conversion to whole tensors, up to the layout
         spec = TargetSpec(Layout.FULL, Container.DCP, None, options, directory=True)
-        return transform(without_repeats(checkpoint, sources), spec, sources).checkpoint
+        return transform_sections(without_repeats(checkpoint, sources), spec, sources).checkpoint
     except NeedsInformationError as error:
         if options.key_type == "name":
             error.alternative = "--key-type id for an optimizer.state_dict() that is keyed by id itself"
@@ -90,7 +91,8 @@ class Names:
         def path(section: Section, name: str | None) -> Path:
             if name is not None:
                 return tuple(name.split(".")) if name else ()
-            stored = checkpoint.nesting.get(section, PLAIN_PATHS[section].keys)
+            is_dcp = checkpoint.container is Container.DCP
+            stored = checkpoint.nesting.get(section, PLAIN_PATHS[section].keys) if is_dcp else PLAIN_PATHS[section].keys
             return tuple(key if isinstance(key, int) else str(key) for key in stored)
 
         given = {Section.MODEL: self.model, Section.OPTIM: self.optimizer}
@@ -116,7 +118,7 @@ def entries_of(checkpoint: Checkpoint, names: Names, rank: int) -> Entries:
 
     Raises SourceUnsupportedError if two entries would have one key, or the optimizer has ids and ``names`` flattens it.
     """
-    of_rank = replace(checkpoint, extra=extras_of_rank(checkpoint, rank), rank_extra=())
+    of_rank = replace(checkpoint, extra=extras_of_rank(checkpoint, rank), rank_extra=(), named=())
     paths = names.section_paths(checkpoint)
     try:
         leaves, _ = flatten(of_rank, paths, flattened_keys=names.flattened)

@@ -44,7 +44,7 @@ from fsdpckpt.readers.manifest import (
     with_units,
 )
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Items, Part, ReadOptions
-from fsdpckpt.readers.side_files import UNSETTLED, missing_sections, resuming_producer, with_flavor
+from fsdpckpt.readers.side_files import missing_sections, resuming_producer, with_flavor
 from fsdpckpt.readers.torch_ranks import may_be_torch
 from fsdpckpt.storage import UPLOADING, Entry, is_url
 from fsdpckpt.storage.sources import RemainingSources, Sources
@@ -357,7 +357,7 @@ class _Opening:
             return True
         finally:
             self.files.truncate(count)
-        if sections.optim is not None or sections.model_path or any(n.kind in UNSETTLED for n in sections.notes):
+        if sections.optim is not None or sections.model_path or sections.named:
             return True
         params = sections.model.params if sections.model is not None else {}
         if any("." in name for name in params):

@@ -176,29 +176,42 @@ def as_slices(tensor: Tensor) -> Tensor:
 def convert_slices(
     tree: Tree, sections: Sections, model: ModelState | None, label: str, *, possible: bool = True
 ) -> None:
-    """Convert the optimizer of one part to slices, in ``tree`` and ``sections``, if it holds slices of flat parameters.
+    """Convert the optimizers of one part to slices, in ``tree`` and ``sections``, where they hold slices of flat
+    parameters.
 
     ``model``: the checkpoint's, from whichever part; ``label``: the part's name in messages. ``possible``: False if it
     is known that it holds none.
     """
     if tree.container is not Container.TORCH:
         return
-    optim = sections.optim
-    reason = why_sliced(optim.state, model, tree) if optim is not None and possible else None
-    if optim is not None and reason is not None:
-        sections.optim = read_as_slices(optim)
-        tree.layout = Layout.FLATTENED
-        tree.evidence.append(Evidence(EvidenceKind.LAYOUT, f"{reason}: slices of flat parameters"))
-        states = (*(sections.optim_path or ()), "state")
-        _drop_missing_keys(tree, states)
-        _prefer_values_of_holders(tree, sections.optim, states)
-    elif optim is not None:
-        tree.problems.extend(_unlike_copies(tree, optim, label))
+    if sections.optim is not None:
+        sections.optim = _converted(tree, sections.optim, sections.optim_path or (), model, label, possible=possible)
+    for number, named in enumerate(sections.named):
+        if isinstance(named.content, OptimState):
+            content = _converted(tree, named.content, named.path, model, label, possible=possible)
+            sections.named[number] = replace(named, content=content)
     if tree.world_size > 1:
         tree.problems.extend(_flattened_extras(tree, sections, label))
-    if optim is not None and optim.key_type == "id":
-        problem = _take_differing_orders(tree, (*(sections.optim_path or ()), "param_groups"), label)
+
+
+def _converted(
+    tree: Tree, optim: OptimState, path: KeyPath, model: ModelState | None, label: str, *, possible: bool
+) -> OptimState:
+    """The optimizer at ``path``, as slices if it holds any; what its values by rank mean is settled in ``tree``."""
+    reason = why_sliced(optim.state, model, tree) if possible else None
+    if reason is not None:
+        optim = read_as_slices(optim)
+        tree.layout = Layout.FLATTENED
+        tree.evidence.append(Evidence(EvidenceKind.LAYOUT, f"{reason}: slices of flat parameters"))
+        states = (*path, "state")
+        _drop_missing_keys(tree, states)
+        _prefer_values_of_holders(tree, optim, states)
+    else:
+        tree.problems.extend(_unlike_copies(tree, optim, label))
+    if optim.key_type == "id":
+        problem = _take_differing_orders(tree, (*path, "param_groups"), label)
         tree.problems += [problem] if problem is not None else []
+    return optim
 
 
 def _unlike_copies(tree: Tree, optim: OptimState, label: str) -> Iterator[Problem]:

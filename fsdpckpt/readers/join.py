@@ -19,11 +19,13 @@ from fsdpckpt.ir.checkpoint import (
     EvidenceKind,
     Layout,
     ModelState,
+    NamedSection,
     Note,
     Problem,
     Section,
 )
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.sections import section_names
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, replaced, without
 from fsdpckpt.producers import EXTRA_STEM, PLAIN
@@ -59,14 +61,14 @@ class ReadPart:
 
     @property
     def section_names(self) -> set[str]:
-        """Which of model and optimizer it holds."""
+        """Which of the main model and optimizer it holds."""
         sections = (("model", self.sections.model), ("optimizer", self.sections.optim))
         return {name for name, section in sections if section is not None}
 
     @property
     def auxiliary(self) -> bool:
-        """Whether it holds neither a model nor an optimizer."""
-        return not self.section_names
+        """Whether it holds neither a model nor an optimizer, or only such as belong to the main ones elsewhere."""
+        return not self.section_names and (not self.sections.named or self.stem in _EXTRA_STEMS)
 
     def whole(self) -> bool:
         """Whether every rank's file holds all of it, judging by this part alone."""
@@ -77,12 +79,14 @@ class ReadPart:
 
 
 def read_part(part: Part, tree: Tree) -> ReadPart:
-    """Split ``tree`` into its sections. A part whose name says that it holds ``extras`` has only these."""
-    only_extras = part.extras or part.stem == EXTRA_STEM
-    if only_extras:
+    """Split ``tree`` into its sections. A part whose name says that it holds ``extras`` has only these; in the files
+    of this name that we write, further models and optimizers are among them.
+    """
+    if part.extras:
         return ReadPart(part, tree, Sections(None, None, dict(cast("dict[Key, Value]", tree.root))))
     called_model = "model" in part.stem.lower() and "optim" not in part.stem.lower()
-    return ReadPart(part, tree, split(tree.root, called_model=called_model))
+    called_extra = part.stem == EXTRA_STEM
+    return ReadPart(part, tree, split(tree.root, called_model=called_model, called_extra=called_extra))
 
 
 def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequence[Note]) -> Checkpoint:
@@ -97,7 +101,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
     with_model = next((part for part in parts if part.sections.model is not None), None)
     with_optim = next((part for part in parts if part.sections.optim is not None), None)
     notes = [*notes, *(_unmatched_names(source, with_model, with_optim) if with_model and with_optim else ())]
-    main = with_model or with_optim or parts[0]
+    main = with_model or with_optim or next((part for part in parts if not part.auxiliary), parts[0])
     world_size = max(part.tree.world_size for part in parts if not part.auxiliary or part is main)
     model = main.sections.model
     possible = not files.hold_no_slices()
@@ -105,7 +109,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
         convert_slices(part.tree, part.sections, model, part.label, possible=possible)
         problems = (_slices_of_one_rank(part), _reused_ids(part, model))
         part.tree.problems += [problem for problem in problems if problem is not None]
-    extra, rank_extra = _extras(parts)
+    extra, rank_extra, named = _extras(parts)
     return Checkpoint(
         source=source,
         layout=_layout(parts),
@@ -125,15 +129,15 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
         flattened_keys=any(part.sections.flattened for part in parts),
         mesh_devices=frozenset(device for part in parts for device in part.tree.devices),
         orders=next((part.tree.orders for part in parts if part.tree.orders), ()),
+        named=named,
     )
 
 
 def _nesting(parts: Sequence[ReadPart]) -> dict[Section, KeyPath]:
-    """The keys under which the sections of DCP parts were saved, and must be loaded."""
+    """The keys under which the main sections were saved in their files."""
     return {
         section: path
         for part in parts
-        if part.tree.container is Container.DCP
         for section, path in ((Section.MODEL, part.sections.model_path), (Section.OPTIM, part.sections.optim_path))
         if path is not None
     }
@@ -347,8 +351,8 @@ def _problems(part: ReadPart) -> list[Problem]:
     for path, values in part.tree.rank_values.items():
         if part.sections.overlaps(path):
             key = dotted(path)
-            optim = part.sections.optim_path
-            section = Section.OPTIM if optim is not None and path[: len(optim)] == optim else Section.MODEL
+            place = part.sections.place_of(path)
+            section = place if isinstance(place, Section) else place.section
             message = f"{key} is not the same on every rank{_values_text(values)}"
             problems.append(Problem("replica", message, file=part.label, key=key, section=section))
     return problems
@@ -368,11 +372,15 @@ def _values_text(values: Sequence[Value]) -> str:
     return ": " + "; ".join(parts[:_MAX_VALUES]) + ("; ..." if len(parts) > _MAX_VALUES else "")
 
 
-def _extras(parts: Sequence[ReadPart]) -> tuple[dict[Key, Value], tuple[dict[Key, Value], ...]]:
-    """The extras of all ranks, with rank 0's values where ranks differ; and the extras as each rank saved them, empty
-    if all saved the same. A key that a rank lacks is missing from its extras.
+def _extras(
+    parts: Sequence[ReadPart],
+) -> tuple[dict[Key, Value], tuple[dict[Key, Value], ...], tuple[NamedSection, ...]]:
+    """The extras of all ranks, with rank 0's values where ranks differ; the extras as each rank saved them, empty if
+    all saved the same; and the named sections, which have places among the extras. A key that a rank lacks is missing
+    from its extras.
     """
     extra: dict[Key, Value] = {}
+    named: list[NamedSection] = []
     changes: list[tuple[KeyPath, tuple[Value, ...]]] = []
     absences: list[tuple[KeyPath, frozenset[int], int]] = []  # with the number of ranks of the part
     for part in parts:
@@ -384,9 +392,10 @@ def _extras(parts: Sequence[ReadPart]) -> tuple[dict[Key, Value], tuple[dict[Key
             stem = part.stem
             while stem in extra:
                 stem += "_"
-            if below or part.auxiliary:
-                extra[stem] = tree.root if part.auxiliary else dict(below)
+            if below or (part.auxiliary and not sections.named):
+                extra[stem] = tree.root if part.auxiliary and not sections.named else dict(below)
             prefix = (stem,)
+        named += [replace(section, path=(*prefix, *section.path)) for section in sections.named]
         changes += [
             ((*prefix, *path), values) for path, values in tree.rank_values.items() if not sections.overlaps(path)
         ]
@@ -396,7 +405,7 @@ def _extras(parts: Sequence[ReadPart]) -> tuple[dict[Key, Value], tuple[dict[Key
             if not sections.owns(path)
         ]
     if not changes and not absences:
-        return extra, ()
+        return extra, (), _with_names(named)
     common: Value = extra
     for path, values in changes:
         common = replaced(common, path, values[0]) if values and values[0] is not None else common
@@ -410,4 +419,14 @@ def _extras(parts: Sequence[ReadPart]) -> tuple[dict[Key, Value], tuple[dict[Key
         for path, absent_ranks, ranks in absences:
             of_rank = without(of_rank, path) if rank in absent_ranks or rank >= ranks else of_rank
         of_ranks.append(of_rank if isinstance(of_rank, dict) else {})
-    return common if isinstance(common, dict) else extra, tuple(of_ranks)
+    return common if isinstance(common, dict) else extra, tuple(of_ranks), _with_names(named)
+
+
+def _with_names(named: Sequence[NamedSection]) -> tuple[NamedSection, ...]:
+    """``named``, which come from several parts, with names that are unique among them."""
+    renamed: dict[int, NamedSection] = {}
+    for section in (Section.MODEL, Section.OPTIM):
+        numbers = [number for number, each in enumerate(named) if each.section is section]
+        names = section_names([named[number].path for number in numbers])
+        renamed |= {number: replace(named[number], name=name) for number, name in zip(numbers, names, strict=True)}
+    return tuple(renamed[number] for number in range(len(named)))

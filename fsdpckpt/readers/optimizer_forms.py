@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import cast
 
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Note, OptimState, ParamKey, group_params
+from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, encode
 from fsdpckpt.readers.protocol import KeyPath
@@ -78,6 +79,21 @@ def is_flattened(value: Mapping[Key, Value]) -> bool:
     if settings:
         return not any(isinstance(entry, Tensor) and entry.ndim for entry in settings)
     return any(str(key).rpartition(".")[2] in _STATE_NAMES for key in value)
+
+
+def flattened_beside(root: Mapping[Key, Value]) -> frozenset[Key]:
+    """The keys of a flattened optimizer among those of its model: ``state.<fqn>.<name>`` and
+    ``param_groups.<fqn>.<setting>`` for names that ``root`` has as well. Empty if any such key is of no parameter.
+    """
+    keys = [key for key in root if isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}."))]
+    names = {clean(key) for key in root if isinstance(key, str)}.difference(keys)
+    if not keys or not is_flattened({key: root[key] for key in keys}):
+        return frozenset()
+    begins = [rest.split(".") for _, _, rest in (key.partition(".") for key in keys)]
+    of_parameters = all(
+        any(clean(".".join(words[:count])) in names for count in range(1, len(words))) for words in begins
+    )
+    return frozenset(keys) if of_parameters else frozenset()
 
 
 def _is_half(value: Mapping[Key, Value], *, named: bool) -> bool:

@@ -1,32 +1,48 @@
-"""Splits a nested state dict into its sections: model, optimizer, and everything else.
+"""Splits a nested state dict into its sections: models, optimizers, and everything else.
 
-Structure decides, and names only break ties. A model is a mapping from names to tensors; ``optimizer_forms`` has the
-forms of an optimizer. Nothing is dropped: everything else stays in ``extra`` under its keys.
+Structure decides, and names only break ties. ``model_forms`` has the forms of a model, ``optimizer_forms`` those of an
+optimizer. Every entry goes to exactly one place (``Sections.place_of``): nothing is dropped, and what is neither model
+nor optimizer stays in ``extra`` under its keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 
-from fsdpckpt.ir.checkpoint import ModelState, Note, OptimState, stored_entry
+from fsdpckpt.ir.checkpoint import ModelState, NamedSection, Note, OptimState, Section
+from fsdpckpt.ir.sections import section_names
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value, like, replaced, value_at, without
-from fsdpckpt.readers.optimizer_forms import containers, is_flattened, is_nested, optimizer_of
+from fsdpckpt.ir.values import Key, Value, like, value_at, without
+from fsdpckpt.readers.model_forms import (
+    MODEL_NAMES,
+    WEIGHTS,
+    is_another_model,
+    is_below,
+    is_generator_state,
+    is_model,
+    is_model_entry,
+    joined,
+    metadata_of,
+    modules_of,
+    without_empty,
+)
+from fsdpckpt.readers.optimizer_forms import containers, flattened_beside, is_flattened, is_nested, optimizer_of
 from fsdpckpt.readers.protocol import KeyPath, dotted
+from fsdpckpt.text import plural
 
-_WEIGHTS = "weights"  # also the name of dicts of weights of classes and losses
-_MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network", _WEIGHTS)
 _OPTIM_NAMES = frozenset({"optim", "optimizer", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "opt"})
+_BUFFERS = "buffer_names"  # DeepSpeed's list of the buffers among a module's tensors
 
 
 @dataclass(slots=True)
 class Sections:
     """``model_path`` and ``optim_path``: where in the root they were (None: absent, () the root itself).
 
-    ``model_keys``: the root's keys that belong to the model if it has no container of its own, else None.
-    ``flattened``: whether the optimizer's keys were ``state.<name>.<state>``.
+    ``model_keys``, ``optim_keys``: the root's keys that belong to the section if it has no container of its own, else
+    None. ``named``: further models and optimizers, or all of several if none is the main one. ``flattened``: whether
+    the optimizer's keys were ``state.<name>.<state>``.
     """
 
     model: ModelState | None
@@ -35,44 +51,60 @@ class Sections:
     model_path: KeyPath | None = None
     optim_path: KeyPath | None = None
     model_keys: frozenset[Key] | None = None
+    optim_keys: frozenset[Key] | None = None
+    named: list[NamedSection] = field(default_factory=list)
     flattened: bool = False
     notes: list[Note] = field(default_factory=list)
 
+    def place_of(self, path: KeyPath) -> Section | NamedSection:
+        """The one section that the value at ``path`` of the root went to."""
+        if _is_in(path, self.optim_path, self.optim_keys):
+            return Section.OPTIM
+        if _is_in(path, self.model_path, self.model_keys):
+            return Section.MODEL
+        return next((named for named in self.named if is_below(path, named.path)), Section.EXTRA)
+
     def owns(self, path: KeyPath) -> bool:
-        """Whether the value at ``path`` of the root went into the model or the optimizer."""
-        if self.optim_path is not None and path[: len(self.optim_path)] == self.optim_path:
-            return True
-        if self.model_path is None or path[: len(self.model_path)] != self.model_path:
-            return False
-        return self.model_keys is None or path[len(self.model_path)] in self.model_keys
+        """Whether the value at ``path`` of the root went into a model or an optimizer."""
+        return self.place_of(path) is not Section.EXTRA
 
     def overlaps(self, path: KeyPath) -> bool:
-        """Whether the value at ``path`` of the root is part of the model or the optimizer, or contains one of them."""
-        paths = (self.optim_path, self.model_path)
-        return any(section is not None and path == section[: len(path)] for section in paths) or self.owns(path)
+        """Whether the value at ``path`` of the root is part of a model or an optimizer, or contains one of them."""
+        paths = (self.optim_path, self.model_path, *(named.path for named in self.named))
+        return any(section is not None and is_below(section, path) for section in paths) or self.owns(path)
+
+    def has(self, section: Section) -> bool:
+        """Whether it has a model, or an optimizer."""
+        main = self.model if section is Section.MODEL else self.optim
+        return main is not None or any(named.section is section for named in self.named)
 
 
-def split(root: Value, *, called_model: bool = False) -> Sections:
+def _is_in(path: KeyPath, section: KeyPath | None, keys: frozenset[Key] | None) -> bool:
+    if section is None or not is_below(path, section):
+        return False
+    return keys is None or (len(path) > len(section) and path[len(section)] in keys)
+
+
+def split(root: Value, *, called_model: bool = False, called_extra: bool = False) -> Sections:
     """Split ``root``, a state dict as its producer nested it, into sections. ``root`` is not changed.
 
-    ``called_model``: the name of its file calls it a model. If it is not a mapping, all of it is ``extra`` under the
-    key ``""``.
+    ``called_model``: the name of its file calls it a model. ``called_extra``: its name says that the main sections are
+    elsewhere, so what it has is named. If it is not a mapping, all of it is ``extra`` under the key ``""``.
     """
     if not isinstance(root, dict):
         return Sections(None, None, {"": root})
     root = regroup(root)
     sections = Sections(None, None, {})
     optimizers = _find_optimizers(root, called_model=called_model)
-    if len(optimizers) > 1:
-        root = _repair_several_optimizers(root, optimizers, sections.notes)
-    elif optimizers:
+    if len(optimizers) == 1 and not called_extra:
         ((path, (optim, notes)),) = optimizers.items()
-        if optim is not None:
-            if path and path not in {("optim",), ("optimizer",)}:
-                notes.insert(0, Note("optimizer-found", f"the optimizer was found under {dotted(path)}"))
-            sections.optim, sections.optim_path, sections.flattened = optim, path, is_flattened(value_at(root, path))
-            sections.notes += notes
-    _find_model(root, sections)
+        _take_optimizer(root, path, optim, notes, sections)
+    elif optimizers:
+        _name_optimizers(optimizers, sections)
+    elif keys := flattened_beside(root):
+        _take_optimizer_at_root(root, keys, sections)
+    _find_models(root, sections, called_extra=called_extra)
+    _mark_buffers(root, sections)
     sections.extra = _remainder(root, sections)
     return sections
 
@@ -126,7 +158,7 @@ def _find_optimizers(root: dict[Key, Value], *, called_model: bool) -> _Optimize
     """
     optimizers: _Optimizers = {}
     for path, value in containers(root):
-        if any(path[: len(outer)] == outer for outer in optimizers):
+        if any(is_below(path, outer) for outer in optimizers):
             continue
         notes: list[Note] = []
         named = _named_optimizer(path) or (not path and not called_model and is_flattened(value))
@@ -136,112 +168,176 @@ def _find_optimizers(root: dict[Key, Value], *, called_model: bool) -> _Optimize
     return optimizers
 
 
-def _repair_several_optimizers(root: dict[Key, Value], optimizers: _Optimizers, notes: list[Note]) -> dict[Key, Value]:
-    """``root`` with the ids in all of its optimizers repaired; they stay extras."""
-    message = f"{len(optimizers)} optimizers found ({', '.join(map(dotted, optimizers))}): all are kept as extras"
-    notes.append(Note("several-optimizers", message))
-    for path, (optim, read_notes) in optimizers.items():
-        repairs = [note for note in read_notes if note.kind == "ids-repaired"]
-        if repairs and optim is not None:
-            state = {key: stored_entry(states) for key, states in optim.state.items()}
-            root = cast("dict[Key, Value]", replaced(root, (*path, "state"), cast(Value, state)))
-            notes += repairs
-    return root
-
-
-def _is_model_entry(key: Key, value: Value) -> bool:
-    return isinstance(key, str) and (isinstance(value, Tensor) or key.rpartition(".")[2] == "_extra_state")
-
-
-def _is_generator_state(value: Value) -> bool:
-    """``torch.get_rng_state`` returns a 1-D tensor of bytes; a dict of nothing else is not a model."""
-    return isinstance(value, Tensor) and value.dtype.name == "uint8" and value.ndim == 1
-
-
-def _is_model(value: Mapping[Key, Value], *, named: bool) -> bool:
-    """Whether it maps names to tensors; if its own key calls it a model (``named``), it may hold plain values too."""
-    if not value or not all(isinstance(key, str) for key in value):
-        return False
-    entries = sum(1 for key, entry in value.items() if _is_model_entry(key, entry))
-    if not any(isinstance(entry, Tensor) and not _is_generator_state(entry) for entry in value.values()):
-        return False
-    if named:
-        return not any(isinstance(entry, dict) and not _is_model_entry(key, entry) for key, entry in value.items())
-    return entries == len(value) and any("." in str(key) for key in value)
-
-
-def _without_empty(value: Mapping[Key, Value]) -> Mapping[Key, Value]:
-    """``value`` as it comes back from a DCP directory, which cannot hold empty dicts."""
-    return {key: entry for key, entry in value.items() if not isinstance(entry, dict) or entry}
-
-
-def _find_model(root: dict[Key, Value], sections: Sections) -> None:
-    if sections.optim_path == ():
+def _take_optimizer(
+    root: dict[Key, Value], path: KeyPath, optim: OptimState | None, notes: list[Note], sections: Sections
+) -> None:
+    if optim is None:
         return
-    optim = sections.optim_path
-    candidates = [
-        path
-        for path, value in containers(root)
-        if path
-        and (optim is None or path[: len(optim)] != optim)
-        and _is_model(_without_empty(value), named=path[-1] in _MODEL_NAMES)
-    ]
-    named = [path for path in candidates if path[-1] in _MODEL_NAMES]
+    if path and path not in {("optim",), ("optimizer",)}:
+        notes.insert(0, Note("optimizer-found", f"the optimizer was found under {dotted(path)}"))
+    sections.optim, sections.optim_path, sections.flattened = optim, path, is_flattened(value_at(root, path))
+    sections.notes += notes
+
+
+def _take_optimizer_at_root(root: dict[Key, Value], keys: frozenset[Key], sections: Sections) -> None:
+    """A flattened optimizer whose keys are beside those of the model: ``dcp.save({**model, **optimizer})``."""
+    notes: list[Note] = []
+    sections.optim = optimizer_of({key: root[key] for key in root if key in keys}, notes, named=True)
+    sections.optim_path, sections.optim_keys, sections.flattened = (), keys, True
+    message = "the optimizer's flattened keys (state.*, param_groups.*) are at the top level, beside the model's"
+    sections.notes += [Note("optimizer-found", message), *notes]
+
+
+def _name_optimizers(optimizers: _Optimizers, sections: Sections) -> None:
+    """Name each of several optimizers by its path."""
+    for (path, (optim, notes)), name in zip(optimizers.items(), section_names(list(optimizers)), strict=True):
+        if optim is not None:
+            sections.named.append(NamedSection(Section.OPTIM, name, path, optim))
+            sections.notes += [note for note in notes if note.kind in ("ids-repaired", "groups-rebuilt")]
+    message = f"{len(optimizers)} optimizers found ({', '.join(map(dotted, optimizers))})"
+    unnamed = [dotted(path) for path, (optim, _) in optimizers.items() if optim is None]
+    if unnamed:
+        message += f"; the states of {', '.join(unnamed)} have no names: kept as extras"
+    sections.notes.insert(0, Note("several-optimizers", message))
+
+
+def _find_models(root: dict[Key, Value], sections: Sections, *, called_extra: bool) -> None:
+    optimizers = [named.path for named in sections.named]
+    if sections.optim_path is not None and sections.optim_keys is None:
+        optimizers.append(sections.optim_path)
+    if () in optimizers:
+        return
+    found = _candidates(root, optimizers)
+    if not called_extra:
+        _find_main_model(root, found, sections)
+    _name_models(root, found, sections, beside_main=called_extra or sections.model is not None)
+
+
+def _find_main_model(root: dict[Key, Value], candidates: Mapping[KeyPath, bool], sections: Sections) -> None:
+    """Take the main model; none if nothing shows which of several it is."""
+    named = [path for path in candidates if path[-1] in MODEL_NAMES]
     if named:  # "model" beside "ema.model": the outer one is the model
         named = [path for path in named if len(path) == min(map(len, named))]
-    called_model = [path for path in named if path[-1] != _WEIGHTS]
+    called_model = [path for path in named if path[-1] != WEIGHTS]
     if len(called_model) == 1 < len(named):
         weights = ", ".join(dotted(path) for path in named if path not in called_model)
         message = f"{dotted(called_model[0])} is the model; {weights}, which may be those of a loss, is an extra"
         sections.notes.append(Note("model-found", message))
         named = called_model
-    direct = [key for key, value in root.items() if _is_model_entry(key, value)]
-    if all(_is_generator_state(root[key]) for key in direct):
+    rest = _without_optimizer(root, sections)
+    direct = [key for key, value in rest.items() if is_model_entry(key, value)]
+    if all(is_generator_state(root[key]) for key in direct):
         direct = []
-    if len(named) == 1 and not (direct and _is_model(root, named=True)):
-        _take_model(value_at(root, named[0]), named[0], sections)
-    elif len(named) > 1:
-        _several(named, sections)
-    elif direct:
-        _take_top_level(root, direct, sections)
+    if len(named) == 1 and not (direct and is_model(rest, named=True)):
+        _take_model(root, named[0], sections, nested=candidates[named[0]])
+    elif len(named) <= 1 and direct:
+        _take_top_level(rest, direct, sections)
     elif len(candidates) == 1:
-        _take_model(value_at(root, candidates[0]), candidates[0], sections)
-    elif candidates:
-        _several(candidates, sections)
+        _take_model(root, next(iter(candidates)), sections, nested=False)
 
 
-def _several(paths: list[KeyPath], sections: Sections) -> None:
-    message = f"{len(paths)} dicts may be the model ({', '.join(map(dotted, paths))}): all are kept as extras"
-    sections.notes.append(Note("several-models", message))
+def _candidates(root: dict[Key, Value], optimizers: list[KeyPath]) -> dict[KeyPath, bool]:
+    """The dicts that may be models, outermost first, and whether each is nested by module."""
+    candidates: dict[KeyPath, bool] = {}
+    for path, value in containers(root):
+        if not path or any(is_below(path, outer) for outer in optimizers):
+            continue
+        if any(nested and is_below(path, outer) for outer, nested in candidates.items()):
+            continue  # one of its modules
+        called_model = path[-1] in MODEL_NAMES
+        if is_model(without_empty(value), named=called_model):
+            candidates[path] = False
+        elif called_model and path[-1] != WEIGHTS and not any(is_below(outer, path) for outer in optimizers):
+            modules = modules_of(value)
+            if modules and not any(key in outer for key in modules for outer in optimizers):
+                candidates[path] = True  # with an optimizer each they would be models
+    return candidates
 
 
-def _take_model(value: dict[Key, Value], path: KeyPath, sections: Sections) -> None:
-    metadata = vars(value).get("_metadata") if hasattr(value, "__dict__") else None
-    sections.model = ModelState({str(key): entry for key, entry in value.items()}, metadata)
-    sections.model_path = path
-    if path not in {("model",), ()}:
+def _without_optimizer(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
+    keys = sections.optim_keys
+    return root if keys is None else like(root, {key: value for key, value in root.items() if key not in keys})
+
+
+def _take_model(root: dict[Key, Value], path: KeyPath, sections: Sections, *, nested: bool) -> None:
+    value = value_at(root, path)
+    sections.model, sections.model_path = _model_of(value, nested=nested), path
+    if nested:
+        modules = ", ".join(map(str, modules_of(value)))
+        message = f"the model under {dotted(path)} is nested by module, and its names begin with {modules}"
+        sections.notes.append(Note("model-found", message))
+    elif path not in {("model",), ()}:
         sections.notes.append(Note("model-found", f"the model was found under {dotted(path)}"))
+
+
+def _model_of(value: dict[Key, Value], *, nested: bool) -> ModelState:
+    if nested:
+        return joined(value)
+    return ModelState({str(key): entry for key, entry in value.items()}, metadata_of(value))
 
 
 def _take_top_level(root: dict[Key, Value], direct: list[Key], sections: Sections) -> None:
     """Tensors at the top level: the root is the model itself, or holds the model's names beside the other entries."""
-    if sections.optim is None and _is_model(root, named=True):
-        _take_model(root, (), sections)
+    if not sections.has(Section.OPTIM) and is_model(root, named=True):
+        sections.model, sections.model_path = _model_of(root, nested=False), ()
         return
     sections.model = ModelState({str(key): root[key] for key in direct})
     sections.model_path = ()
     sections.model_keys = frozenset(direct)
     others = ", ".join(str(key) for key in root if key not in sections.model_keys)
-    message = f"the model's names are at the top level, beside {others}"
-    sections.notes.append(Note("model-found", message, key=str(direct[0])))
+    if others:
+        message = f"the model's names are at the top level, beside {others}"
+        sections.notes.append(Note("model-found", message, key=str(direct[0])))
+
+
+def _name_models(
+    root: dict[Key, Value], candidates: Mapping[KeyPath, bool], sections: Sections, *, beside_main: bool
+) -> None:
+    """Name the models among ``candidates`` beside the main one or, without a main one, all of them."""
+    main = sections.model
+    outermost = [path for path in candidates if not any(is_below(path, other) for other in candidates if other != path)]
+    paths = [path for path in outermost if sections.place_of(path) is Section.EXTRA]
+    called_model = [path for path in paths if path[-1] in MODEL_NAMES and path[-1] != WEIGHTS]
+    if beside_main or called_model:
+        names = {str(key) for path in called_model for key in value_at(root, path)}
+        names.update(main.params if main is not None else ())
+        paths = [
+            path
+            for path in paths
+            if path in called_model or (path[-1] != WEIGHTS and is_another_model(value_at(root, path), names))
+        ]
+    found = [
+        NamedSection(Section.MODEL, name, path, _model_of(value_at(root, path), nested=candidates[path]))
+        for path, name in zip(paths, section_names(paths), strict=True)
+    ]
+    sections.named += found
+    names_text = ", ".join(named.name for named in found)
+    if found and not beside_main:
+        sections.notes.append(Note("several-models", f"{plural(len(found), 'model')} found ({names_text})"))
+    elif found:
+        sections.notes.append(Note("several-models", f"{plural(len(found), 'more model')} found: {names_text}"))
+
+
+def _mark_buffers(root: dict[Key, Value], sections: Sections) -> None:
+    """Note in the model which tensors are buffers, if the file lists them: DeepSpeed's does, whatever the stage."""
+    listed, model = root.get(_BUFFERS), sections.model
+    if model is None or not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        return
+    for name in cast("list[str]", listed):
+        leaf = model.params.get(name)
+        if isinstance(leaf, Tensor) and leaf.sharded is None:
+            model.params[name] = replace(leaf, sharded=False)
 
 
 def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
     """``root`` without its sections. A container that becomes empty is removed; one that was empty stays."""
-    keys = sections.model_keys
-    rest = root if keys is None else {key: value for key, value in root.items() if key not in keys}
-    places = (sections.optim_path, sections.model_path if keys is None else None)
-    paths = [path for path in places if path is not None]
+    keys = (sections.model_keys or frozenset()) | (sections.optim_keys or frozenset())
+    rest = {key: value for key, value in root.items() if key not in keys} if keys else root
+    paths = [named.path for named in sections.named]
+    if sections.optim_path is not None and sections.optim_keys is None:
+        paths.append(sections.optim_path)
+    if sections.model_path is not None and sections.model_keys is None:
+        paths.append(sections.model_path)
     if () in paths:
         return {}
     for path in sorted(paths, key=_path_order, reverse=True):  # removing an item from a list moves the later ones

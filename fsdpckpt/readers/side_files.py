@@ -186,9 +186,6 @@ def _by_rank(
     return chosen
 
 
-UNSETTLED = frozenset({"several-models", "several-optimizers"})  # then the section may be one of the extras
-
-
 def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Problem]:
     """A fatal problem if the model or the optimizer is absent, and a scheduler or random states show that both were
     saved; a problem that is not fatal if the framework would start without the optimizer.
@@ -197,10 +194,13 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
     this program wrote records which sections it has.
     """
     flavor, names = flavor_named(checkpoint.flavor), sorted(names)
-    if flavor is None or any(note.kind in UNSETTLED for note in checkpoint.notes):
+    if flavor is None:
         return []
-    sections = ((Section.MODEL, "model", checkpoint.model), (Section.OPTIM, "optimizer", checkpoint.optim))
-    absent = [(section, what) for section, what, content in sections if content is None]
+    absent = [
+        (section, what)
+        for section, what in ((Section.MODEL, "model"), (Section.OPTIM, "optimizer"))
+        if not checkpoint.has(section)
+    ]
     files = [name for name in names if any(re.search(pattern, name) for pattern in flavor.training_files)]
     beside = [*files, *(key for key in flavor.training_keys if checkpoint.extra.get(key))]
     place = checkpoint.directory or checkpoint.source

@@ -14,11 +14,13 @@ from functools import partial
 import numpy as np
 
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError, to_copy
+from fsdpckpt.ir import SectionName, section_of
 from fsdpckpt.ir.checkpoint import (
     Checkpoint,
     ChunkChecksums,
     Layout,
     ModelState,
+    NamedSection,
     Note,
     OptimState,
     Problem,
@@ -26,6 +28,7 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.names import WRAPPERS
 from fsdpckpt.ir.optimizer import Table
+from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Int64Array, Tensor, first_equal
 from fsdpckpt.ir.values import with_tensors
 from fsdpckpt.text import plural, some_of
@@ -33,23 +36,70 @@ from fsdpckpt.text import plural, some_of
 KEYS_IN_MESSAGE = 5  # of a note: its ``keys``, in --json, has them all
 
 
-def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
-    """Keep one section. Raises SourceMissingError if the checkpoint does not have it, NeedsInformationError if it has
-    several.
+def choose_section(checkpoint: Checkpoint, only: Section | SectionName | None) -> Checkpoint:
+    """``checkpoint`` with the section that ``only`` names as its main one.
+
+    Raises NeedsInformationError if it has several and none is the main one, UsageError for a name that it does not
+    have.
     """
+    section = section_of(only)
+    if only is None or section is None:
+        return checkpoint
+    others = [named for named in checkpoint.named if named.section is section]
+    main = checkpoint.model if section is Section.MODEL else checkpoint.optim
+    if not isinstance(only, SectionName):
+        if main is not None or not others:
+            return checkpoint
+        if len(others) > 1:
+            raise NeedsInformationError(
+                f"{checkpoint.source} has {len(others)} {_WORDS[section]}s, and --only {section} takes one",
+                details=[f"--only {named.label}" for named in others],
+                file=checkpoint.source,
+                next_step=f"--only {shlex.quote(others[0].label)}, or another of these",
+            )
+        return _chosen(checkpoint, others[0])
+    path = ".".join(map(str, checkpoint.nesting.get(section, ())))
+    if main is not None and only.name in (path, str(section), _WORDS[section]):
+        return checkpoint
+    for named in others:
+        if only.name in (named.name, named.dotted):
+            return _chosen(checkpoint, named)
+    names = [named.label for named in others]
+    names += [str(section)] if main is not None else []
+    near = get_close_matches(only.name, [named.name for named in others], n=1)
+    meant = f"--only {section}:{near[0]}" if near else next((f"--only {name}" for name in names), None)
+    raise UsageError(
+        f"{checkpoint.source} has no {_WORDS[section]} of the name {only.name}",
+        expected=", ".join(names) or f"no {_WORDS[section]} at all",
+        found=only.name,
+        next_step=f"did you mean {shlex.join(meant.split())}?" if meant else "drop --only",
+    )
+
+
+_WORDS = {Section.MODEL: "model", Section.OPTIM: "optimizer"}
+
+
+def _chosen(checkpoint: Checkpoint, named: NamedSection) -> Checkpoint:
+    """``named`` as the main section; the one whose place it takes is left out, with all other named ones."""
+    main = checkpoint.model if named.section is Section.MODEL else checkpoint.optim
+    out = [str(named.section)] if main is not None else []
+    out += [other.label for other in checkpoint.named if other is not named]
+    notes = [Note("dropped", f"--only {named.label}: the section {name} was left out") for name in out]
+    return replace(
+        alone(checkpoint, named),
+        extra=checkpoint.extra,
+        rank_extra=checkpoint.rank_extra,
+        problems=checkpoint.problems,
+        notes=(*checkpoint.notes, *notes),
+    )
+
+
+def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
+    """Keep the main section ``only``. Raises SourceMissingError if the checkpoint does not have it."""
     if only is None:
         return checkpoint
     sections = {Section.MODEL: checkpoint.model is not None, Section.OPTIM: checkpoint.optim is not None}
     if not sections[only]:
-        kind = "several-models" if only is Section.MODEL else "several-optimizers"
-        for note in checkpoint.notes:
-            if note.kind == kind:
-                raise NeedsInformationError(
-                    f"{checkpoint.source} does not show which {only} section to take",
-                    details=[note.message],
-                    file=checkpoint.source,
-                    next_step="save the one that you need to a file of its own, with torch.save, and give that file",
-                )
         present = (
             ", ".join(section for section, is_present in sections.items() if is_present)
             or "neither model nor optimizer"
@@ -60,7 +110,8 @@ def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
             found=present,
             next_step=to_copy("see what it holds", f"fsdpckpt inspect {shlex.quote(checkpoint.source)}"),
         )
-    dropped = [name for name, is_present in sections.items() if is_present and name != only]
+    dropped = [str(name) for name, is_present in sections.items() if is_present and name != only]
+    dropped += [named.label for named in checkpoint.named]
     dropped.extend([Section.EXTRA] if checkpoint.extra or checkpoint.rank_extra else [])
     notes = [Note("dropped", f"--only {only}: the section {name} was left out") for name in dropped]
     return replace(
@@ -69,6 +120,7 @@ def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
         optim=checkpoint.optim if only == Section.OPTIM else None,
         extra={},
         rank_extra=(),
+        named=(),
         notes=(*checkpoint.notes, *notes),
     )
 
@@ -86,6 +138,15 @@ def with_own_tensors(checkpoint: Checkpoint) -> Checkpoint:
         state = {key: with_tensors(states, replace) for key, states in optim.state.items()}
         optim = OptimState(state, optim.param_groups, optim.extra)
     return replace(checkpoint, model=model, optim=optim)
+
+
+class NoKeyMatchesError(UsageError):
+    """An option that selects or renames keys applies to none of one section; another section may have one.
+
+    ``given``: the glob or the prefix; None if what ``--include`` and ``--exclude`` leave is empty.
+    """
+
+    given: str | None = None
 
 
 def select_keys(
@@ -108,7 +169,7 @@ def select_keys(
 
     kept = {name: name for name, names in names_of_each.items() if is_selected(names, include=include, exclude=exclude)}
     if not kept:
-        raise UsageError(
+        raise NoKeyMatchesError(
             f"--include and --exclude leave none of the {plural(len(names_of_each), 'key')} of {checkpoint.source}",
             next_step=_list_keys(checkpoint.source),
         )
@@ -158,9 +219,12 @@ def require_globs(option: str, globs: Iterable[str], names_of_each: Sequence[Seq
             raise unmatched_error(f"{option} {glob!r} matches", glob, source, [names[0] for names in names_of_each])
 
 
-def unmatched_error(what: str, given: str, source: str, names: Sequence[str]) -> UsageError:
+def unmatched_error(what: str, given: str, source: str, names: Sequence[str]) -> NoKeyMatchesError:
     """The error for ``given``, a glob or a prefix that matches none of ``names``. ``what``: subject and verb."""
-    return UsageError(f"{what} no key of {source}", details=_closest(given, names), next_step=_list_keys(source))
+    closest = _closest(given, names)
+    error = NoKeyMatchesError(f"{what} no key of {source}", details=closest, next_step=_list_keys(source))
+    error.given = given
+    return error
 
 
 def _closest(given: str, names: Sequence[str]) -> list[str]:

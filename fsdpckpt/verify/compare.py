@@ -18,12 +18,14 @@ from fsdpckpt.ir.checkpoint import (
     Checkpoint,
     Layout,
     ModelState,
+    NamedSection,
     OptimState,
     ParamKey,
     Section,
     group_params,
 )
 from fsdpckpt.ir.names import clean, keeps_order, under_first_names, without_fsdp
+from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, value_text, walk
 from fsdpckpt.producers import PLAIN
@@ -113,6 +115,11 @@ def compare(
     matched = _match_optimizers(a, b)
     notes = [_UNWRAPPED] if a is not saved[0] or b is not saved[1] else []
     leaves_a, leaves_b = _leaves(a, {}, matched.positions), _leaves(b, matched.keys, matched.positions)
+    for named_a, named_b in _pair_sections(saved[0], saved[1]):
+        more_a, more_b, more_notes = _named_leaves(saved, named_a, named_b, bare=bare)
+        leaves_a.update(more_a)
+        leaves_b.update(more_b)
+        notes += more_notes
     in_b = _match_addresses(leaves_a, leaves_b)
     pair = _Pair(a, b, sources, leaves_b)
     details = pair.compare(
@@ -138,6 +145,55 @@ def compare(
         if address not in in_both
     ]
     return Difference(tuple(entries), (*notes, *matched.notes), (a.source, b.source))
+
+
+_PairedSections: TypeAlias = "tuple[NamedSection | None, NamedSection | None]"
+
+
+def _pair_sections(a: Checkpoint, b: Checkpoint) -> Iterator[_PairedSections]:
+    """The named sections of A with those of B: by place, else by name, else by their order if as many are left.
+
+    A framework renames them: the optimizers of Lightning are ``optimizer_0`` or ``optimizer_states.0``.
+    """
+    for section in (Section.MODEL, Section.OPTIM):
+        of_a, of_b = ([named for named in each.named if named.section is section] for each in (a, b))
+        for same in ("path", "name"):
+            for named in list(of_a):
+                other = next((other for other in of_b if getattr(other, same) == getattr(named, same)), None)
+                if other is not None:
+                    of_a.remove(named)
+                    of_b.remove(other)
+                    yield named, other
+        if len(of_a) == len(of_b):
+            yield from zip(of_a, of_b, strict=True)
+        else:
+            yield from ((named, None) for named in of_a)
+            yield from ((None, named) for named in of_b)
+
+
+def _named_leaves(
+    sides: tuple[Checkpoint, Checkpoint], a: NamedSection | None, b: NamedSection | None, *, bare: bool
+) -> tuple[_Leaves, _Leaves, list[str]]:
+    """The leaves of one named section of A and of that of B, by addresses below A's place, and notes."""
+    alone_a, alone_b = (
+        _without_wrappers(alone(side, named), bare=bare) if named is not None else None
+        for side, named in zip(sides, (a, b), strict=True)
+    )
+    matched = _match_optimizers(alone_a, alone_b) if alone_a is not None and alone_b is not None else _Match()
+    place = a or b
+    if place is None:
+        return {}, {}, []
+
+    def below(checkpoint: Checkpoint | None, renamed: Mapping[ParamKey, ParamKey]) -> _Leaves:
+        leaves = _leaves(checkpoint, renamed, matched.positions) if checkpoint is not None else {}
+        return {
+            (section, (*place.path, *path), rank): value
+            for (section, path, rank), value in leaves.items()
+            if section is place.section
+        }
+
+    notes = [f"{place.label}: {note}" for note in matched.notes]
+    return below(alone_a, {}), below(alone_b, matched.keys), notes
 
 
 @dataclass(frozen=True, eq=False)
@@ -498,4 +554,5 @@ def only_section(checkpoint: Checkpoint, section: Section | None) -> Checkpoint:
         optim=checkpoint.optim if section is Section.OPTIM else None,
         extra=checkpoint.extra if section is Section.EXTRA else {},
         rank_extra=checkpoint.rank_extra if section is Section.EXTRA else (),
+        named=(),
     )

@@ -19,10 +19,10 @@ from fsdpckpt.ir.checkpoint import (
     OptimState,
     Section,
     group_params,
-    stored_entry,
 )
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import Blockwise, joined_states
+from fsdpckpt.ir.sections import in_extras, optimizer_dict, placed
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.producers import PLAIN_PATHS, PathKey, SectionPath
@@ -30,15 +30,20 @@ from fsdpckpt.text import plural
 
 
 def extras_of_rank(checkpoint: Checkpoint, rank: int) -> dict[Key, Value]:
-    """The extras of target rank ``rank``: source rank ``rank``'s (modulo their number), and what was added for all."""
+    """The extras of target rank ``rank``: source rank ``rank``'s (modulo their number), what was added for all, and the
+    named sections at their places.
+    """
     if not checkpoint.rank_extra:
-        return checkpoint.extra
+        return in_extras(checkpoint.extra, checkpoint.named)
     of_rank = checkpoint.rank_extra[rank % len(checkpoint.rank_extra)]
-    return {**of_rank, **{key: value for key, value in checkpoint.extra.items() if key not in of_rank}}
+    added = {key: value for key, value in checkpoint.extra.items() if key not in of_rank}
+    return in_extras({**of_rank, **added}, checkpoint.named)
 
 
 def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]:
-    """The extras of a target without ranks: rank 0's, and a note for each extra that differs on other ranks."""
+    """The extras of a target without ranks: rank 0's with the named sections, and a note for each extra that differs on
+    other ranks.
+    """
     notes = []
     if len(checkpoint.rank_extra) > 1:
         ranks = len(checkpoint.rank_extra)
@@ -53,16 +58,10 @@ def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]
 
 
 def nested(sections: Sequence[tuple[tuple[PathKey, ...], Value]]) -> Value:
-    """One dict of ``sections``, each under its path; a position in a path makes a list with one section."""
-    root: dict[Key, Value] = {}
+    """One dict of ``sections``, each under its path; dicts that share a path are merged."""
+    root: Value = {}
     for path, section in sections:
-        if not path:
-            root.update(section if isinstance(section, dict) else {})
-            continue
-        value = section
-        for step in reversed(path[1:]):
-            value = {step: value} if isinstance(step, str) else [value]
-        root[path[0]] = value
+        root = placed(root, path, section)
     return root
 
 
@@ -73,15 +72,6 @@ def model_dict(model: ModelState) -> dict[Key, Value]:
     params: OrderedDict[Key, Value] = OrderedDict(model.params)
     vars(params)["_metadata"] = model.metadata
     return params
-
-
-def optim_dict(optim: OptimState) -> dict[Key, Value]:
-    """The dict that ``Optimizer.load_state_dict`` takes, with the entries that users added."""
-    state = {key: stored_entry(states) for key, states in optim.state.items()}
-    root: dict[Key, Value] = {"state": state}  # type: ignore[dict-item]
-    if optim.param_groups is not None:
-        root["param_groups"] = optim.param_groups  # type: ignore[assignment]
-    return {**root, **optim.extra}
 
 
 def extra_notes(checkpoint: Checkpoint, world_size: int) -> list[Note]:
@@ -199,7 +189,7 @@ def flatten(
         if flattened_keys:
             leaves.extend(_flat_optimizer(checkpoint.optim, path, notes))
         else:
-            root, state = optim_dict(checkpoint.optim), (*path, "state")
+            root, state = optimizer_dict(checkpoint.optim), (*path, "state")
             _Walk(leaves, notes, double, ids=state).enter(state, _dotted(state), root.pop("state"))
             if root:
                 walk.mapping(path, _dotted(path), root)

@@ -22,13 +22,14 @@ from fsdpckpt.formats.torch.loadable import ARRAY, Array, array_of, encode_stand
 from fsdpckpt.formats.zip_write import Records
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.sections import optimizer_dict
 from fsdpckpt.ir.targets import Target, TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride, spans_of
 from fsdpckpt.ir.values import Global, Object, Value, leaf_tensors, walk
 from fsdpckpt.producers import PathKey
 from fsdpckpt.text import some_of
 from fsdpckpt.writers import WriteSpec
-from fsdpckpt.writers.state_dicts import extras_of_one, model_dict, nested, optim_dict
+from fsdpckpt.writers.state_dicts import extras_of_one, model_dict, nested
 
 
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
@@ -42,7 +43,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     if checkpoint.model is not None:
         sections.append((spec.section_paths[Section.MODEL].keys, model_dict(checkpoint.model)))
     if checkpoint.optim is not None:
-        sections.append((spec.section_paths[Section.OPTIM].keys, optim_dict(checkpoint.optim)))
+        sections.append((spec.section_paths[Section.OPTIM].keys, optimizer_dict(checkpoint.optim)))
     if len(sections) == 1 and not extra and (spec.unwrap or not sections[0][0]):
         value = sections[0][1]
     else:

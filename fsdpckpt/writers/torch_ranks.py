@@ -23,6 +23,7 @@ from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.formats.pickle.opcodes import integer
 from fsdpckpt.formats.zip_write import TorchZip
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
+from fsdpckpt.ir.sections import optimizer_dict
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
 from fsdpckpt.ir.tensors import Int64Array, Replicate, Shard, Sharding, Tensor
 from fsdpckpt.ir.values import Value
@@ -32,7 +33,7 @@ from fsdpckpt.text import size_text
 from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.dtensor_pickle import DTensorPickle, target_version
 from fsdpckpt.writers.rank_pickle import RankPickle, ShardedTensorPickle
-from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank, model_dict, optim_dict
+from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank, model_dict
 from fsdpckpt.writers.torch_full import ties
 
 
@@ -194,7 +195,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         tied = {key: first for key, first in tied.items() if cut.get(key) == cut.get(first)}
         files += files_of(Section.MODEL, [model], tied)
     if checkpoint.optim is not None:
-        files += files_of(Section.OPTIM, [optim_dict(checkpoint.optim)])
+        files += files_of(Section.OPTIM, [optimizer_dict(checkpoint.optim)])
     extras: list[Value] = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
     if any(extras):
         files += files_of(Section.EXTRA, extras)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, S
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdpckpt
-from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, Layout, Section
 from fsdpckpt.ir.tensors import Slices, Tensor
 from tests.readers.contents import Held, held, opened, raw
@@ -478,28 +478,30 @@ def test_states_that_a_rank_lacks_are_slices_of_others_wherever_the_optimizer_is
     assert found.optim is not None and found.optim.state[0]["seen"] == 7
 
 
-def test_a_second_model_of_flat_parameters_is_refused(tmp_path: Path) -> None:
+def test_a_second_model_of_flat_parameters_is_converted_alone(tmp_path: Path) -> None:
     def state_of(rank: int) -> Any:
         flat = {"l._flat_param": randn(6, rank=rank)}
         return {"model": flat, "average": {"ema": flat}}
 
     found = opened(save(tmp_path / "c", 2, state_of, "model"))
     assert found.layout is Layout.FLATTENED
-    assert [(problem.kind, problem.key, problem.section) for problem in found.problems] == [
-        ("flattened", "average.ema", Section.EXTRA)
-    ]
+    assert (found.problems, [named.label for named in found.named]) == ((), ["model:average.ema"])
+    with pytest.raises(NeedsInformationError, match="flat parameters are those of one") as caught:
+        fsdpckpt.convert(tmp_path / "c", tmp_path / "out.pt", to="full")
+    assert "--only model:average.ema" in str(caught.value.next_step)
 
 
-def test_second_optimizers_and_models_in_slices_are_refused(tmp_path: Path) -> None:
+def test_several_optimizers_in_slices_are_slices_and_are_converted_one_at_a_time(tmp_path: Path) -> None:
     """GAN trainers: two optimizers in one file. As extras rank 0's slices would pass for whole tensors."""
 
     def state_of(rank: int) -> Any:
         return {name: optimizer({0: {"exp_avg": randn(6, rank=rank)}}) for name in ("opt_d", "opt_g")}
 
     found = opened(save(tmp_path / "c", 2, state_of))
-    assert [(problem.kind, problem.key, problem.fatal, problem.section) for problem in found.problems] == [
-        ("flattened", name, True, Section.EXTRA) for name in ("opt_d", "opt_g")
-    ]
+    assert [named.label for named in found.named] == ["optim:opt_d", "optim:opt_g"]
+    assert [(tensor.shape, tensor.cut) for tensor in found.leaves()] == [((12,), Slices())] * 2
+    with pytest.raises(NeedsInformationError, match="flat parameters are those of one"):
+        fsdpckpt.convert(tmp_path / "c", tmp_path / "out.pt", to="full")
 
 
 def test_the_file_of_one_rank_says_that_others_are_missing(tmp_path: Path) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Note, OptimState, Section
+from fsdpckpt.ir import SectionName
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import undetermined
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.transform.selection import rename, select_keys, select_section, with_own_tensors
+from fsdpckpt.transform.selection import choose_section, rename, select_keys, select_section, with_own_tensors
 from fsdpckpt.transform.sharded import ShardingHints, decide_sharded, mark_sharded, note_undetermined
 
 
@@ -56,15 +56,40 @@ def test_no_tensor_of_the_model_or_of_a_state_is_that_of_another_section() -> No
     assert with_own_tensors(replace(checkpoint, model=None, optim=None)).model is None
 
 
-@pytest.mark.parametrize(("only", "kind"), [(Section.MODEL, "several-models"), (Section.OPTIM, "several-optimizers")])
-def test_of_several_sections_none_is_taken(only: Section, kind: Any) -> None:
-    notes = (Note("stray", "x"), Note(kind, "2 dicts may be it (a, b): all are kept as extras"))
-    several = replace(_checkpoint(), model=None, optim=None, notes=notes)
-    with pytest.raises(NeedsInformationError, match=f"does not show which {only} section to take") as error:
-        select_section(several, only)
-    assert list(error.value.details) == [notes[1].message]
+def _several(section: Section, *names: str) -> Checkpoint:
+    """A checkpoint with several models or optimizers, none of which is the main one."""
+    one = _checkpoint()
+    content = one.model if section is Section.MODEL else one.optim
+    named = tuple(NamedSection(section, name, ("all", name), content) for name in names)
+    return replace(one, model=None, optim=None, named=named)
+
+
+@pytest.mark.parametrize("only", [Section.MODEL, Section.OPTIM])
+def test_of_several_sections_none_is_taken_but_the_one_that_is_named(only: Section) -> None:
+    several = _several(only, "critic", "generator_ema")
+    with pytest.raises(NeedsInformationError, match=r"has 2 .*, and --only .* takes one") as error:
+        choose_section(several, only)
+    assert list(error.value.details) == [f"--only {only}:critic", f"--only {only}:generator_ema"]
+    for name in ("generator_ema", "all.generator_ema"):
+        chosen = choose_section(several, SectionName(f"{only}:{name}"))
+        section = chosen.model if only is Section.MODEL else chosen.optim
+        assert section is several.named[1].content and not chosen.named
+        assert f"--only {only}:generator_ema: the section {only}:critic was left out" in [
+            n.message for n in chosen.notes
+        ]
+    with pytest.raises(UsageError, match="of the name generator_em") as wrong:
+        choose_section(several, SectionName(f"{only}:generator_em"))
+    assert str(wrong.value.next_step) == f"did you mean --only {only}:generator_ema?"
+    other = Section.OPTIM if only is Section.MODEL else Section.MODEL
     with pytest.raises(SourceMissingError):
-        select_section(several, Section.OPTIM if only is Section.MODEL else Section.MODEL)
+        select_section(choose_section(several, other), other)
+
+
+def test_the_main_section_has_a_name_too_and_the_only_other_one_needs_none() -> None:
+    one = replace(_checkpoint(), nesting={Section.MODEL: ("net",)})
+    for name in ("net", "model"):
+        assert choose_section(one, SectionName(f"model:{name}")) is one
+    assert choose_section(_several(Section.MODEL, "ema"), Section.MODEL).model is not None
 
 
 def test_a_section_that_is_not_there_is_an_error() -> None:

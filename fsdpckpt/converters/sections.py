@@ -1,0 +1,143 @@
+"""Transforms every model and every optimizer of a checkpoint: the main ones, and each named one like the only one."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+from fsdpckpt.converters.target_spec import TargetSpec
+from fsdpckpt.converters.transform import TransformedCheckpoint, transform, units_request
+from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.flat.units.source import is_flattened
+from fsdpckpt.ir import Layout
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, Note, Section
+from fsdpckpt.ir.sections import alone
+from fsdpckpt.options import ConvertOptions
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.selection import NoKeyMatchesError
+
+
+def transform_sections(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> TransformedCheckpoint:
+    """``transform`` for the main sections and for each named one. Raises what that raises, NeedsInformationError for
+    sections that a flattened target or source cannot tell apart.
+    """
+    if not opened.named or spec.options.only is not None:
+        return transform(opened, spec, sources)
+    _refuse_flattened(opened, spec, sources)
+    unmatched = _Unmatched(opened)
+    main = unmatched.transform(replace(opened, named=()), "", spec, sources)
+    notes = list(main.checkpoint.notes if main is not None else opened.notes)
+    named: list[NamedSection] = []
+    for section in opened.named:
+        if spec.layout is Layout.FLATTENED:  # a model beside the flattened one: it stays as it is
+            named.append(section)
+            continue
+        done = unmatched.transform(alone(opened, section), section.dotted, spec, sources)
+        if done is None:
+            notes.append(Note("dropped", f"--include and --exclude leave nothing of {section.label}"))
+            continue
+        content = done.checkpoint.model if section.section is Section.MODEL else done.checkpoint.optim
+        if content is not None:
+            named.append(replace(section, content=content))
+        added = [note for note in done.checkpoint.notes if note not in notes]
+        notes += [replace(note, message=f"{section.label}: {note.message}") for note in added]
+    unmatched.require_none()
+    if main is None:
+        main = TransformedCheckpoint(replace(opened, model=None, optim=None))
+    return replace(main, checkpoint=_promoted(replace(main.checkpoint, named=tuple(named), notes=tuple(notes))))
+
+
+def _promoted(checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint`` with its only section as the main one, if options have left just one."""
+    if checkpoint.model is not None or checkpoint.optim is not None or len(checkpoint.named) != 1:
+        return checkpoint
+    (only,) = checkpoint.named
+    main = alone(checkpoint, only)
+    return replace(checkpoint, model=main.model, optim=main.optim, nesting=main.nesting, named=())
+
+
+class _Unmatched:
+    """Transforms section by section, and remembers which options that select or rename keys applied to none of one.
+
+    A key may be named as ``inspect`` shows it, with the place of its section first.
+    """
+
+    def __init__(self, opened: Checkpoint) -> None:
+        self._opened = opened
+        self._sections = 0
+        self._errors: dict[str, list[NoKeyMatchesError]] = {}
+
+    def transform(
+        self, checkpoint: Checkpoint, place: str, spec: TargetSpec, sources: Sources
+    ) -> TransformedCheckpoint | None:
+        """``checkpoint``, one section or the main ones, without the options that apply to nothing of it. None if it has
+        no key that is selected.
+        """
+        options = spec.options
+        if checkpoint.model is None and checkpoint.optim is None:
+            return transform(checkpoint, replace(spec, options=_of_all_keys(options)), sources)
+        self._sections += 1
+        prefix = f"{place}." if place else ""
+        short = {glob.removeprefix(prefix): glob for glob in (*options.include, *options.exclude)}
+        options = replace(
+            options,
+            include=tuple(glob.removeprefix(prefix) for glob in options.include),
+            exclude=tuple(glob.removeprefix(prefix) for glob in options.exclude),
+        )
+        while True:
+            try:
+                return transform(checkpoint, replace(spec, options=options), sources)
+            except NoKeyMatchesError as error:
+                if error.given is None:
+                    return None
+                given = short.get(error.given, error.given)
+                self._errors.setdefault(given, []).append(error)
+                fewer = _without(options, error.given)
+                if options.include and not fewer.include:
+                    return None
+                options = fewer
+
+    def require_none(self) -> None:
+        """Raises the error of an option that applied to no section at all."""
+        for given, errors in self._errors.items():
+            if len(errors) == self._sections:
+                first = errors[0]
+                meant = next((named for named in self._opened.named if given.startswith(f"{named.dotted}.")), None)
+                if meant is not None:
+                    first.next_step = f"--only {shlex.quote(meant.label)} takes that section alone"
+                raise first
+
+
+def _of_all_keys(options: ConvertOptions) -> ConvertOptions:
+    return replace(options, include=(), exclude=(), rename=(), strip_prefix=None, add_prefix=None)
+
+
+def _without(options: ConvertOptions, given: str) -> ConvertOptions:
+    """``options`` without the glob or the prefix ``given``."""
+    return replace(
+        options,
+        include=tuple(glob for glob in options.include if glob != given),
+        exclude=tuple(glob for glob in options.exclude if glob != given),
+        rename=tuple(pair for pair in options.rename if pair[0] != given),
+        strip_prefix=None if options.strip_prefix == given else options.strip_prefix,
+    )
+
+
+def _refuse_flattened(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> None:
+    """Raises NeedsInformationError for several optimizers in a flattened target, and for named sections that hold
+    slices of flat parameters: units describe one model and one optimizer.
+    """
+    flat = [
+        named
+        for named in opened.named
+        if (spec.layout is Layout.FLATTENED and not isinstance(named.content, ModelState))
+        or is_flattened(alone(opened, named), sources, units_request(spec.options))
+    ]
+    if flat:
+        raise NeedsInformationError(
+            f"{opened.source} has several models or optimizers, and flat parameters are those of one",
+            details=[f"--only {named.label}" for named in flat],
+            file=opened.source,
+            why="the units of flat parameters describe one model and one optimizer",
+            next_step=f"convert one at a time: --only {shlex.quote(flat[0].label)}",
+        )

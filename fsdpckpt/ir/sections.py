@@ -1,0 +1,126 @@
+"""Named sections: the models and optimizers beside the main ones, or all of several of which none is the main one.
+
+A named section is converted like the only one: as a checkpoint of its own (``alone``), by the same code. Writers find
+it among the extras (``in_extras``), under the keys that it had in the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, OptimState, stored_entry
+from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.values import Key, Value, like
+
+# What says only that something is a model or an optimizer, not which one.
+_KINDS = frozenset({
+    "model", "models", "state_dict", "model_state_dict", "module", "model_state", "net", "network", "weights", "state",
+    "optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "opt",
+    "optimizer_states",
+})  # fmt: skip
+
+
+def section_names(paths: Sequence[tuple[Key, ...]]) -> list[str]:
+    """A name for the section at each of ``paths``, all models or all optimizers: the keys that say which one it is.
+
+    All keys joined by dots where the rest would be empty, a number, or the name of two.
+    """
+    whole = [".".join(map(str, path)) for path in paths]
+    short = [".".join(str(key) for key in path if key not in _KINDS) for path in paths]
+    return [
+        text if name.replace(".", "").isdigit() or not name or short.count(name) > 1 else name
+        for name, text in zip(short, whole, strict=True)
+    ]
+
+
+def alone(checkpoint: Checkpoint, named: NamedSection) -> Checkpoint:
+    """``named`` as the only section of its kind. An optimizer comes with the model that it updates, which says what its
+    ids mean. Extras, notes and problems stay behind.
+    """
+    model, optim = (named.content, None) if isinstance(named.content, ModelState) else (None, named.content)
+    if optim is not None:
+        model = model_of(checkpoint, named)
+    nesting = {section: path for section, path in checkpoint.nesting.items() if section is not named.section}
+    return replace(
+        checkpoint, model=model, optim=optim, extra={}, rank_extra=(), named=(), problems=(), notes=(),
+        nesting={**nesting, named.section: named.path},
+    )  # fmt: skip
+
+
+def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | None:
+    """The model that ``optimizer`` updates: the only one, else the one that has all of its names, or a key in common
+    with its path (``critic`` and ``critic_optimizer``); else the main one, None without any.
+    """
+    others = [named for named in checkpoint.named if isinstance(named.content, ModelState)]
+    models = [(), *(named.path for named in others)]
+    contents = [checkpoint.model, *(named.content for named in others)]
+    candidates = [
+        (path, content) for path, content in zip(models, contents, strict=True) if isinstance(content, ModelState)
+    ]
+    if isinstance(optimizer.content, OptimState) and optimizer.content.key_type == "name":
+        keys = {clean(str(key)) for key in optimizer.content.param_keys()}
+        with_names = [each for each in candidates if keys <= {clean(name) for name in each[1].params}]
+        candidates = with_names or candidates
+    if len(candidates) > 1:
+        near = [each for each in candidates if _alike(each[0], optimizer.path)]
+        candidates = near if len(near) == 1 else [each for each in candidates if not each[0]]
+    return candidates[0][1] if candidates else None
+
+
+def _alike(model: Iterable[Key], optimizer: Iterable[Key]) -> bool:
+    """Whether a key that says which model it is stands in a key of the optimizer too."""
+    words = [str(key) for key in model if key not in _KINDS]
+    texts = [str(key) for key in optimizer]
+    return any(word in text for word in words for text in texts)
+
+
+def section_dict(content: ModelState | OptimState) -> dict[Key, Value]:
+    """The state dict that ``load_state_dict`` takes."""
+    if isinstance(content, ModelState):
+        return dict(content.params.items())
+    return optimizer_dict(content)
+
+
+def optimizer_dict(optim: OptimState) -> dict[Key, Value]:
+    """The dict that ``Optimizer.load_state_dict`` takes, with the entries that users added."""
+    state = {key: stored_entry(states) for key, states in optim.state.items()}
+    root: dict[Key, Value] = {"state": state}  # type: ignore[dict-item]
+    if optim.param_groups is not None:
+        root["param_groups"] = optim.param_groups  # type: ignore[assignment]
+    return {**root, **optim.extra}
+
+
+def in_extras(extra: Mapping[Key, Value], named: Iterable[NamedSection]) -> dict[Key, Value]:
+    """``extra`` with the ``named`` sections at their places."""
+    root: Value = dict(extra)
+    for section in sorted(named, key=_place):  # the items of a list in their order
+        root = placed(root, section.path, section_dict(section.content))
+    return root if isinstance(root, dict) else {}
+
+
+def _place(named: NamedSection) -> list[tuple[int, str]]:
+    return [(key, "") if type(key) is int else (0, str(key)) for key in named.path]
+
+
+def placed(value: Value, path: tuple[Key, ...], new: Value) -> Value:
+    """A copy of ``value`` with ``new`` at ``path``, merged with a dict that is there already.
+
+    Containers that are missing are made: a list for a position.
+    """
+    if not path:
+        return _merged(value, new) if isinstance(value, dict) and isinstance(new, dict) else new
+    key, rest = path[0], path[1:]
+    if type(key) is int and not isinstance(value, dict):
+        items = list(value) if isinstance(value, (list, tuple)) else []
+        items.insert(key, placed(None, rest, new))
+        return items
+    mapping = value if isinstance(value, dict) else {}
+    return {**mapping, key: placed(mapping.get(key), rest, new)}
+
+
+def _merged(first: dict[Key, Value], second: dict[Key, Value]) -> dict[Key, Value]:
+    merged = like(first or second, first)
+    for key, value in second.items():
+        merged[key] = placed(merged[key], (), value) if key in merged else value
+    return merged
