@@ -5,7 +5,7 @@ from fsdpckpt.version import __version__
 TYPE_CHECKING = False  # typing's own, without the time that importing it takes
 if TYPE_CHECKING:
     from fsdpckpt import comm
-    from fsdpckpt.api import convert, diff, inspect, open, save_units, verify  # noqa: A004
+    from fsdpckpt.api import convert, diff, inspect, open, save_parameter_order, save_units, verify  # noqa: A004
     from fsdpckpt.errors import (
         FsdpckptError,
         FsdpckptWarning,
@@ -29,7 +29,8 @@ __all__ = [
     "FsdpckptError", "FsdpckptWarning", "NeedsInformationError", "SourceCorruptError", "SourceError",
     "SourceIncompleteError", "SourceMissingError", "SourceUnrecognisedError", "SourceUnsafeError",
     "SourceUnsupportedError", "StorageReader", "TargetError", "TargetExistsError", "TargetUnwritableError",
-    "UsageError", "WorkerError", "__version__", "comm", "convert", "diff", "inspect", "open", "save_units", "verify",
+    "UsageError", "WorkerError", "__version__", "comm", "convert", "diff", "inspect", "open",
+    "save_parameter_order", "save_units", "verify",
 ]  # fmt: skip
 
 

@@ -1,6 +1,8 @@
-"""Offers the Python API: ``inspect``, ``convert``, ``diff``, ``verify``, ``open`` and, for training, ``save_units``.
+"""Offers the Python API: ``inspect``, ``convert``, ``diff``, ``verify``, ``open``, and for training
+``save_parameter_order``.
 
-The commands are thin wrappers of these. Only ``save_units``, ``model_units`` and ``convert`` with workers import torch.
+The commands are thin wrappers of these. Only ``save_parameter_order``, ``model_units`` and ``convert`` with workers
+import torch.
 """
 
 from __future__ import annotations
@@ -326,18 +328,23 @@ def open(  # noqa: A001  # the contract's name
         return lazy
 
 
-def save_units(model: nn.Module, optimizer: Optimizer | None, path: Path) -> None:
-    """Write what FSDP1 does not save: the names, shapes and order of the parameters in each flat parameter.
+def save_parameter_order(model: nn.Module, optimizer: Optimizer | None, path: Path) -> None:
+    """Write what no checkpoint records: the order of ``model.parameters()`` and of the optimizer's groups, which the
+    ids of ``optimizer.state_dict()`` count in; for FSDP1 also the parameters of each flat parameter.
 
-    Call it once after wrapping, on every rank, or only on rank 0 if all optimizers list the same parameters in the same
-    order; rank 0 writes ``path``, a ``.json`` file or a directory that gets a ``units.json``. Write it beside the
-    checkpoints, where ``fsdpckpt`` finds it. Raises UsageError for a model without FSDP1 modules: FSDP2 needs no units
-    file.
+    Works for any model: FSDP1, FSDP2, DDP, or not wrapped. Call it once after wrapping, on every rank, or only on rank
+    0 if all optimizers list the same parameters in the same order; rank 0 writes ``path``, a ``.json`` file or a
+    directory that gets a ``units.json``. Write it beside the checkpoints, where ``fsdpckpt`` finds it, or give it as
+    ``--units FILE``. Raises UsageError for an optimizer that was made of another model.
     """
-    require_torch("save_units needs")
-    from fsdpckpt.flat.live.save import save_units as save
+    require_torch("save_parameter_order needs")
+    from fsdpckpt.flat.live.save import save_parameter_order as save
 
     save(model, optimizer, path)
+
+
+save_units = save_parameter_order
+"""The same function, by the name of what it writes for FSDP1."""
 
 
 def _open_all(

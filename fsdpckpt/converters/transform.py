@@ -34,7 +34,7 @@ from fsdpckpt.ir.names import SourceNames, leading_wrapper, normalise, under_fir
 from fsdpckpt.ir.optimizer import Table
 from fsdpckpt.ir.quantized import unwrapped
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import Units
+from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import ConvertOptions, MissingState
 from fsdpckpt.readers.detect import open_checkpoint
@@ -281,6 +281,7 @@ class _Steps:
             units=self.units,
             reference=self._reference,
             parameters=self.request.parameters,
+            parameter_groups=self.request.parameter_groups,
             buffers=self.options.buffers,
         )
 
@@ -436,6 +437,7 @@ def _describe_model(units: Units, checkpoint: Checkpoint) -> bool:
 
 def units_request(options: ConvertOptions) -> UnitsRequest:
     """The options about units. Raises SourceMissingError if the file of parameter names cannot be read."""
+    parts = _listed(options.parameters) if options.parameters is not None else ()
     return UnitsRequest(
         file=options.units,
         globs=options.unit,
@@ -444,20 +446,28 @@ def units_request(options: ConvertOptions) -> UnitsRequest:
         param_dtype=DTYPES[options.param_dtype] if options.param_dtype is not None else None,
         shard_size=options.shard_size,
         reference=options.reference,
-        parameters=_names_of(options.parameters) if options.parameters is not None else None,
+        parameters=tuple(name for part in parts for name in part) if parts else None,
+        parameter_groups=parts,
         buffers=options.buffers,
         one_group=bool(options.mesh) and options.strategy is None and options.shard_size is None,
     )
 
 
-def _names_of(path: str) -> tuple[str, ...]:
+def _listed(path: str) -> Groups:
+    """The names in the file of ``--parameters``, as blank lines divide them."""
     next_step = "write the names of model.named_parameters() into a text file, one per line"
+    parts: list[list[str]] = [[]]
     try:
         with open(path, encoding="utf-8") as file:
-            names = tuple(line.strip() for line in file if line.strip())
+            for line in file:
+                if line.strip():
+                    parts[-1].append(line.strip())
+                elif parts[-1]:
+                    parts.append([])
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path, bytes that are no text
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise SourceMissingError(f"--parameters {path}: {reason}", file=path, next_step=next_step) from error
+    names = [name for part in parts for name in part]
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice or not names:
         raise SourceCorruptError(
@@ -466,7 +476,7 @@ def _names_of(path: str) -> tuple[str, ...]:
             file=path,
             next_step=next_step,
         )
-    return names
+    return tuple(tuple(part) for part in parts if part)
 
 
 def fill_missing(checkpoint: Checkpoint, choice: Choice, *, units: Units | None, sources: Sources) -> Checkpoint:

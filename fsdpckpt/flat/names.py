@@ -176,6 +176,12 @@ def units_names(units: Units, label: str) -> ParameterNames:
     )
 
 
+def unwrapped_names(units: Units, label: str) -> ParameterNames:
+    """The parameters that the units file of a model without units lists, which may be in the units of another job."""
+    names = units_names(units, label)
+    return replace(names, params=tuple(replace(param, sharded=bool(param.shape)) for param in names.params))
+
+
 @dataclass(frozen=True, slots=True)
 class UnitPrefixes:
     """Prefixes of units, "" for the root. ``complete``: the root is a unit only if it is listed.

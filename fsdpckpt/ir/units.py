@@ -108,6 +108,9 @@ class RankOrder:
 class Units:
     """All units of one model, and what else is needed to read or write its flattened checkpoints.
 
+    A model without FSDP1 has no units: its parameters are all ``unmanaged``, and ``use_orig_params`` is True. The names
+    of its parameters, their order and the optimizer's groups are what its checkpoints may lack too.
+
     ``unmanaged``: parameters in no unit (ignored by FSDP, or of modules that are not wrapped), whole on every rank.
     ``shared``: (later name, first name) of shared parameters. ``parameters``: original names in the order of
     ``model.parameters()``, a shared parameter once. ``groups``: for each group of the optimizer its parameters in the
@@ -138,12 +141,19 @@ class Units:
         """The unit of each sharded original parameter."""
         return {param.name: unit for unit in self.units for param in unit.params}
 
+    @property
+    def flat(self) -> bool:
+        """Whether there are flat parameters. A model without FSDP1 has none: only names, order and groups are known."""
+        return bool(self.units)
+
     def cut_in_sharded(self) -> frozenset[str]:
         """The parameters that ``SHARDED_STATE_DICT`` cuts: those in units.
 
         Those of a NO_SHARD unit stay whole (``_replace_with_full_state_dict_type``), unless all units are such: then
-        the job cut nothing, and what is written is for one that does.
+        the job cut nothing, and what is written is for one that does. Without FSDP1 FSDP2 cuts, which cuts them all.
         """
+        if not self.flat:
+            return frozenset(param.name for param in self.unmanaged if param.shape)
         cut = [unit for unit in self.units if unit.strategy is not Strategy.NO_SHARD]
         return frozenset(param.name for unit in cut or self.units for param in unit.params)
 

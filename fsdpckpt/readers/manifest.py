@@ -107,7 +107,8 @@ def with_units(checkpoint: Checkpoint, found: FoundUnits) -> None:
     if checkpoint.layout is Layout.FLATTENED or (checkpoint.optim is not None and checkpoint.optim.key_type == "id"):
         checkpoint.notes = (*checkpoint.notes, *found.notes)  # without flat parameters no choice is needed
     if found.units is not None:
-        evidence = Evidence(EvidenceKind.UNITS, f"{found.path} says what lies in flat parameters")
+        what = "what lies in flat parameters" if found.units.flat else "the order of the parameters"
+        evidence = Evidence(EvidenceKind.UNITS, f"{found.path} says {what}")
         checkpoint.evidence = (*checkpoint.evidence, evidence)
 
 

@@ -199,17 +199,22 @@ def _differences(ids: Ids, names: Sequence[str], answers: Sequence[Answer]) -> l
 
 
 def _ambiguous(ids: Ids, order: ParameterOrder, why: str, candidates: Sequence[str] = ()) -> NeedsInformationError:
-    options = []
-    if len(order.names) > len(ids.numbers):
-        options.append("--parameters FILE (the names of the optimizer's parameters in the order of model.parameters())")
-        options += [] if order.authoritative else ["--buffers GLOB for the model keys that are not parameters"]
-    elif not order.ordered:
-        options.append("--parameters FILE (the names in the order of model.parameters())")
-        options.append("--reference PATH of a torch or DCP checkpoint of this model")
-    options.append("--units FILE, which also says the parameters of every group")
+    """The error for ids that have several possible names. It names what settles this very situation."""
+    several_groups = ids.group_sizes is not None and len(ids.group_sizes) > 1
+    too_many = len(order.names) > len(ids.numbers)
+    ways: list[str] = []
+    if too_many and not order.authoritative and not order.excludes_buffers:
+        ways.append("--buffers GLOB for the model keys that are not parameters (--buffers none if all are)")
+    listed = "--parameters FILE with the names of the optimizer's parameters in its order"
+    ways.append(listed + (", and a blank line between groups" if several_groups else ""))
+    if not order.ordered:
+        ways.append("--reference PATH of a torch or DCP checkpoint of this model")
+    elif several_groups:
+        ways.append("--reference PATH of a checkpoint of the same job whose optimizer is keyed by name")
+    ways.append("--units FILE, which save_parameter_order(model, optimizer, FILE) writes in the job")
     return NeedsInformationError(
         f"{order.source} cannot name the {len(ids.numbers)} optimizer ids of {ids.source} for certain",
         details=candidates,
         why=why,
-        next_step=f"add {', or '.join(options)}",
+        next_step=f"add {', or '.join(ways)}",
     )

@@ -1,22 +1,23 @@
-"""Finds the order of ``model.parameters()``, which maps optimizer ids to names and back.
+"""Finds the order of an optimizer's parameters, which maps its ids to names and back.
 
-Several sources may state it: a units file, ``--parameters``, ``param_names``, a model section. The first is used, and
-the others must agree with it.
+Several sources may state it: a units file, ``param_names``, ``--parameters``, the units or the groups of a reference of
+the same job; a model section has that of ``model.parameters()``. The first is used, and the others must agree with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import accumulate, chain
 
 import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, OptimState, group_params
 from fsdpckpt.ir.names import clean, keeps_order, without_module
-from fsdpckpt.ir.state_shapes import Shape, has_scalars
+from fsdpckpt.ir.state_shapes import Shape, ShownShapes, fits, has_scalars
 from fsdpckpt.ir.tensors import Slices, Tensor
-from fsdpckpt.ir.units import Units, first_misplaced
+from fsdpckpt.ir.units import Groups, Units, first_misplaced
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
 
@@ -34,7 +35,7 @@ class ParameterOrder:
     ``uncertain``: names that the optimizer may lack (buffers, frozen parameters). ``groups``: the optimizer's groups,
     each in the order of its ids, if known. ``shared``: later names of shared parameters; None if the source cannot say.
     ``excludes_buffers``: False if buffers may be among ``names``. ``in_model_order``: False if ``names`` are in the
-    optimizer's order, which may differ from the model's.
+    optimizer's order, which may differ from the model's. ``caution``: a warning for whoever uses this order.
     """
 
     names: tuple[str, ...]
@@ -47,6 +48,7 @@ class ParameterOrder:
     shared: frozenset[str] | None = None
     excludes_buffers: bool = True
     in_model_order: bool = True
+    caution: str | None = None
 
     def shape(self, name: str) -> Shape | None:
         return None if self.shapes is None else self.shapes.get(name)
@@ -65,9 +67,13 @@ def parameter_orders(
     units: Units | None,
     reference: Checkpoint | None,
     parameters: Sequence[str] | None,
+    parameter_groups: Groups = (),
     buffers: tuple[str, ...] = (),
 ) -> list[ParameterOrder]:
-    """Every source that states an order, the best one first; those that do not preserve the order come last."""
+    """Every source that states an order, the best one first; those that do not preserve the order come last.
+
+    ``parameter_groups``: how blank lines divide ``parameters``.
+    """
     units = units if units is not None else checkpoint.units
     names = _names_in(checkpoint)
     orders: list[ParameterOrder | None] = []
@@ -76,16 +82,139 @@ def parameter_orders(
         orders.append(from_units(units, f"the units of {checkpoint.units_from}" if of_checkpoint else "the units"))
     if checkpoint.optim is not None:
         orders.append(from_param_names(checkpoint.optim, names))
-    if parameters is not None:
-        orders.append(from_list(parameters, names))
-    keyed = _keyed_names(checkpoint).union(*(order.names for order in orders if order is not None))
+    keyed = _keyed_names(checkpoint).union(*(order.names for order in orders if order is not None), parameters or ())
     scalars = checkpoint.optim is not None and has_scalars(checkpoint.optim)
+    models: list[ParameterOrder | None] = []
     if reference is not None:
         label = f"the reference {reference.source}"
-        orders.append(from_model(reference, label, buffers, names, keyed, scalars=scalars))
+        models.append(from_model(reference, label, buffers, names, keyed, scalars=scalars))
     label = "the checkpoint's own model section"
-    orders.append(from_model(checkpoint, label, buffers, keyed=keyed, scalars=scalars))
+    models.append(from_model(checkpoint, label, buffers, keyed=keyed, scalars=scalars))
+    of_model = next((order for order in models if order is not None and order.ordered), None)
+    if parameters is not None:
+        listed = from_list(parameters, names)
+        orders.append(_as_optimizer_lists(listed, parameter_groups, checkpoint.optim, of_model))
+    if reference is not None:
+        orders.extend(_of_reference(reference, checkpoint, models[0], of_model))
+    orders.extend(models)
     return sorted((order for order in orders if order is not None), key=lambda order: not order.ordered)
+
+
+def _as_optimizer_lists(
+    listed: ParameterOrder, divided: Groups, optim: OptimState | None, of_model: ParameterOrder | None
+) -> ParameterOrder:
+    """``listed``, the user's list, with the optimizer's groups if it says them.
+
+    It does if blank lines divide it into as many parts as there are groups (``divided``), or if it has exactly the
+    optimizer's parameters in an order that is not the model's: then it is the optimizer's own. A list that is sorted by
+    name is nobody's order.
+    """
+    sizes = None if optim is None or optim.param_groups is None else _group_sizes(optim)
+    if not sizes:
+        return listed
+    if len(divided) == len(sizes) > 1:
+        kept = set(listed.names)
+        groups = [without_module(map(clean, group), listed.names) for group in divided]
+        if {*chain(*groups)} == kept:
+            return replace(listed, groups=tuple(groups), in_model_order=False)
+    names = listed.names
+    if sum(sizes) != len(names) or of_model is None or list(names) == sorted(names):
+        return listed
+    position = {name: index for index, name in enumerate(of_model.names) if name not in of_model.uncertain}
+    if first_misplaced(names, position) is None:
+        return listed
+    ends = list(accumulate(sizes))
+    cut = tuple(names[end - size : end] for end, size in zip(ends, sizes, strict=True))
+    if optim is not None and optim.key_type == "name" and not _have_the_keys(cut, optim):
+        return listed
+    return replace(listed, groups=cut, in_model_order=False, source=f"{listed.source}, in the optimizer's order")
+
+
+def _group_sizes(optim: OptimState) -> tuple[int, ...]:
+    return tuple(len(group_params(group) or ()) for group in optim.param_groups or ())
+
+
+def _of_reference(
+    reference: Checkpoint, checkpoint: Checkpoint, names: ParameterOrder | None, of_model: ParameterOrder | None
+) -> Iterator[ParameterOrder]:
+    """The orders that a reference of the same job states beside that of its model: its units, and its optimizer's
+    groups. One that does not fit the optimizer of ``checkpoint`` is of another job, and says nothing of this one.
+
+    ``names``: those of the reference's model. ``of_model``: the order of the model, if that is known.
+    """
+    optim = checkpoint.optim
+    if optim is None:
+        return
+    stated: list[ParameterOrder | None] = []
+    if reference.units is not None:
+        stated.append(from_units(reference.units, f"the units of {reference.units_from}"))
+    if reference.optim is not None:
+        source = f"the param groups of {reference.source}"
+        stated.append(from_param_names(reference.optim, _names_in(checkpoint)))
+        stated.append(from_groups(reference.optim, source, _names_in(checkpoint)))
+    for order in stated:
+        if order is None:
+            continue
+        ordered = _unsorted(order, of_model)
+        with_shapes = ordered.with_shapes_of([each for each in (names, of_model) if each is not None])
+        if _may_be_groups_of(optim, with_shapes):
+            yield with_shapes
+
+
+def from_groups(optim: OptimState, source: str, names_to_match: Collection[str] = ()) -> ParameterOrder | None:
+    """The groups of an optimizer that is keyed by name, each in its order. ``names_to_match``: as for
+    ``from_param_names``. None for other optimizers.
+    """
+    if optim.key_type != "name" or optim.param_groups is None:
+        return None
+    groups = [[clean(str(key)) for key in group_params(group) or ()] for group in optim.param_groups]
+    names = without_module(chain(*groups), names_to_match)
+    if not names or len(set(names)) != len(names) or any(map(is_flat_key, names)):
+        return None
+    remaining = iter(names)
+    regrouped = tuple(tuple(next(remaining) for _ in group) for group in groups)
+    return ParameterOrder(names=names, source=source, authoritative=True, groups=regrouped, in_model_order=False)
+
+
+def _unsorted(order: ParameterOrder, of_model: ParameterOrder | None) -> ParameterOrder:
+    """``order`` with groups in the model's order if they are only sorted by name (``FSDP.rekey_optim_state_dict``)."""
+    groups = order.groups
+    if groups is None or of_model is None or any(list(group) != sorted(group) for group in groups):
+        return order
+    position = {name: index for index, name in enumerate(of_model.names)}
+    if any(name not in position for group in groups for name in group):
+        return order
+    resorted = tuple(tuple(sorted(group, key=position.__getitem__)) for group in groups)
+    if resorted == groups:
+        return order
+    message = f"{order.source} are sorted by name, which is not the order of ids: inside a group that of the model is "
+    message += "assumed; if the optimizer lists its parameters otherwise, give --parameters FILE in its order"
+    return replace(
+        order,
+        groups=resorted,
+        names=tuple(chain(*resorted)),
+        source=f"{order.source}, in the order of {of_model.source}",
+        caution=message,
+    )
+
+
+def _may_be_groups_of(optim: OptimState, order: ParameterOrder) -> bool:
+    """Whether the groups of ``order`` may be those of ``optim``: as large, with states of these shapes."""
+    groups = order.groups
+    if groups is None or optim.param_groups is None or tuple(map(len, groups)) != _group_sizes(optim):
+        return False
+    if optim.key_type != "id":
+        return _have_the_keys(groups, optim)
+    shown = ShownShapes(optim)
+    return all(
+        fits(order.shape(name), shown.of(key)) for key, name in zip(optim.grouped_keys(), chain(*groups), strict=True)
+    )
+
+
+def _have_the_keys(groups: Groups, optim: OptimState) -> bool:
+    """Whether each group of ``optim``, which is keyed by name, has the names of one of ``groups``, in any order."""
+    of_optim = [{clean(str(key)) for key in group_params(group) or ()} for group in optim.param_groups or ()]
+    return of_optim == [set(group) for group in groups]
 
 
 def _names_in(checkpoint: Checkpoint) -> list[str]:
@@ -267,10 +396,11 @@ def _differing_groups(used: ParameterOrder, other: ParameterOrder) -> list[str]:
     groups, other_groups = used.groups or (), other.groups or ()
     if len(groups) != len(other_groups):
         return [f"{used.source} has {len(groups)} groups, {other.source} {len(other_groups)}"]
+    order_counts = used.caution is None and other.caution is None  # else one of them is assumed
     return [
         f"group {number}: {used.source} and {other.source} list different parameters, or list them in a different order"
         for number, (group, other_group) in enumerate(zip(groups, other_groups, strict=True))
-        if group != other_group
+        if (group != other_group if order_counts else {*group} != {*other_group})
     ]
 
 

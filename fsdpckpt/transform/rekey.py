@@ -16,7 +16,7 @@ from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, OptimState, group_params
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
-from fsdpckpt.ir.units import Units
+from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.text import plural
 from fsdpckpt.transform.naming import Ids, NewKeys, contradicted, does_not_fit, group_flaws, name_ids, shapes_text
@@ -35,12 +35,14 @@ def apply_key_type(
     units: Units | None,
     reference: Checkpoint | None,
     parameters: Sequence[str] | None,
+    parameter_groups: Groups = (),
     buffers: Sequence[str] = (),
 ) -> Checkpoint:
     """Key the optimizer of ``checkpoint`` by ``key_type``; None keeps the keys.
 
     ``units``: those of the source or of ``--units``; None for those beside the checkpoint. ``reference``: a checkpoint
-    whose model section states names, shapes and order. ``parameters``: names in the order of ``model.parameters()``.
+    whose model section states names, shapes and order, and whose optimizer the groups. ``parameters``: names in the
+    order of ``model.parameters()``, or in the optimizer's own; ``parameter_groups``: how blank lines divide them.
     ``buffers``: globs of model keys that are not parameters.
 
     Raises NeedsInformationError if nothing states the order or several orders are possible, and SourceCorruptError if
@@ -50,7 +52,12 @@ def apply_key_type(
     if optim is None or key_type is None or optim.key_type in (None, key_type):
         return checkpoint
     orders = parameter_orders(
-        checkpoint, units=units, reference=reference, parameters=parameters, buffers=tuple(buffers)
+        checkpoint,
+        units=units,
+        reference=reference,
+        parameters=parameters,
+        parameter_groups=parameter_groups,
+        buffers=tuple(buffers),
     )
     if not orders:
         raise NeedsInformationError(
@@ -61,6 +68,9 @@ def apply_key_type(
             "model.parameters(), one per line) or --units FILE",
         )
     first, *others = orders
+    if first.caution is not None:
+        caution = Note("rekeyed", first.caution, warning=True)
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, caution))
     return to_names(checkpoint, first, others) if key_type == "name" else to_ids(checkpoint, first, others)
 
 

@@ -402,7 +402,8 @@ class _Match:
 
 def _has_bare_names(checkpoint: Checkpoint) -> bool:
     """Whether its format has no prefixes of wrapper modules: flat parameters, and weights for other libraries."""
-    return checkpoint.layout is Layout.FLATTENED or checkpoint.units is not None or _is_weights(checkpoint)
+    flat = checkpoint.units is not None and checkpoint.units.flat
+    return checkpoint.layout is Layout.FLATTENED or flat or _is_weights(checkpoint)
 
 
 def _without_wrappers(checkpoint: Checkpoint, *, bare: bool) -> Checkpoint:

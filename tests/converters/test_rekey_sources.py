@@ -178,7 +178,7 @@ def test_ids_that_become_names_and_ids_again_are_what_they_were() -> None:
         ),
         (
             {"parameters": (NAMES[1], NAMES[0], NAMES[2])},
-            "the optimizer of run/step-7 does not fit --parameters",
+            "the optimizer of run/step-7 does not fit --parameters, in the optimizer's order",
             ("id 0 has states of shape [5, 3], b is [5]", "id 1 has states of shape [5], w is [5, 3]"),
         ),
         (

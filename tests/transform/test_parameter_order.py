@@ -170,10 +170,17 @@ def test_what_states_the_order_itself_comes_first_and_what_keeps_none_last() -> 
     def labels(checkpoint: Checkpoint, **options: Any) -> list[str]:
         return [found.source for found in parameter_orders(checkpoint, **{**given, **options})]
 
+    own_order = ", in the optimizer's order"
     own, recorded = "the checkpoint's own model section", "param_names in the groups"
     assert labels(source) == [recorded, own]
     everything = {"units": units, "reference": bare, "parameters": ["b", "a"]}
-    assert labels(source, **everything) == ["the units", recorded, "--parameters", "the reference ref.pt", own]
+    assert labels(source, **everything) == [
+        "the units",
+        recorded,
+        f"--parameters{own_order}",
+        "the reference ref.pt",
+        own,
+    ]
     beside = replace(source, units=units, units_from="units.json")
     assert labels(beside) == ["the units of units.json", recorded, own]
     assert labels(beside, units=replace(units)) == ["the units", recorded, own]

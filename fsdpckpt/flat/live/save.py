@@ -1,9 +1,10 @@
-"""Saves what FSDP1 knows of a live model and never writes to a checkpoint: the units file.
+"""Saves what a live model and its optimizer know and never write to a checkpoint: the units file.
 
-``save_units`` makes no rank wait for another. If ranks' optimizers list different parameters, the ranks exchange the
-differences through the store of the process group: the first rank to arrive sets the usual order, and every rank with
-a different order adds its own. The rank that writes the file reads the store again afterwards, so that the last write
-has every rank's order.
+That is the order of ``model.parameters()`` and of the optimizer's groups, which ids count in, and the units of FSDP1.
+``save_parameter_order`` makes no rank wait for another. If ranks' optimizers list different parameters, the ranks
+exchange the differences through the store of the process group: the first rank to arrive sets the usual order, and
+every rank with a different order adds its own. The rank that writes the file reads the store again afterwards, so that
+the last write has every rank's order.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.distributed
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from fsdpckpt.errors import InternalError, SourceUnsupportedError, UsageError
+from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from fsdpckpt.flat.live import (
     FsdpModule,
     contradictions,
@@ -35,6 +36,7 @@ from fsdpckpt.flat.live import (
     stride_of,
     with_aligning_dtype,
 )
+from fsdpckpt.flat.live.unwrapped import rank_of_unwrapped, units_without_fsdp1
 from fsdpckpt.flat.units.request import units_path, write_units
 from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, UnitParam, Units, flaws, unit_text
 from fsdpckpt.ir.units_json import decode, encode
@@ -48,17 +50,23 @@ _STRATEGIES = {
 }
 
 
-def save_units(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | os.PathLike[str]) -> None:
-    """Write the units file of a live FSDP1 model to ``path``: a ``.json`` file, or a directory for its ``units.json``.
+def save_parameter_order(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | os.PathLike[str]
+) -> None:
+    """Write the units file of a live model to ``path``: a ``.json`` file, or a directory for its ``units.json``.
 
-    Call it on every rank; no rank waits for another, and rank 0 of the model's process group writes. ``optimizer``
-    gives the order of ids in its state; None means one group in ``model.parameters()`` order. Ranks whose optimizers
-    list their parameters in a different order, or lack some, are recorded with their own order. Call it outside forward
-    and backward. Raises UsageError for a model without FSDP1 modules (FSDP2 needs no units file), TargetExistsError for
-    a file of anything else, and SourceUnsupportedError on a rank whose own order cannot be recorded, because it does
-    not see the file that rank 0 wrote.
+    Any model: FSDP1, FSDP2, DDP, or not wrapped at all. Call it on every rank; no rank waits for another, and rank 0 of
+    the model's process group writes. ``optimizer`` gives the order of ids in its state; None means one group in
+    ``model.parameters()`` order. Ranks of an FSDP1 model whose optimizers list their parameters in a different order,
+    or lack some, are recorded with their own order. Call it outside forward and backward. Raises UsageError for an
+    optimizer of another model, TargetExistsError for a file of anything else, and SourceUnsupportedError on a rank
+    whose own order cannot be recorded, because it does not see the file that rank 0 wrote.
     """
     units, target = units_of(model, optimizer), units_path(os.fsdecode(path))
+    if not units.flat:
+        if not rank_of_unwrapped(model):
+            write_units(units, target)
+        return
     rank, process_groups = _checkpoint_rank(model)
     orders = SharedOrders.of(units, process_groups, rank, target) if optimizer is not None else None
     if orders is None:
@@ -77,19 +85,14 @@ def save_units(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: 
 
 
 def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Units:
-    """The units of a live FSDP1 model, the same on every rank.
+    """The units of a live model, the same on every rank; none for a model without FSDP1.
 
-    They are proved against the numbers of the model's flat parameters. Raises UsageError for a model without FSDP1
-    modules or an optimizer of a different model, SourceUnsupportedError for FSDP1 on top of tensor parallelism.
+    Those of FSDP1 are proved against the numbers of the model's flat parameters. Raises UsageError for a model without
+    parameters or an optimizer of a different model, SourceUnsupportedError for FSDP1 on top of tensor parallelism.
     """
     modules = fsdp_modules(model)
     if not modules:
-        raise UsageError(
-            "this model has no FSDP1 module",
-            why="save_units is for FullyShardedDataParallel, whose flat parameters say nothing of what they hold; "
-            "checkpoints of FSDP2 (fully_shard) carry all names and shapes and need no units file",
-            next_step="save_units(model, optimizer, path) after the model is wrapped, with the wrapped model",
-        )
+        return units_without_fsdp1(model, optimizer)
     use_orig_params = _agreed_orig_params(modules)
     units = tuple(_unit(module) for module in modules)
     names = names_of(modules, model)
@@ -107,6 +110,10 @@ def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     )
     _require_proved(result, modules)
     return result
+
+
+save_units = save_parameter_order
+"""The name of this function for FSDP1, whose flat parameters it describes."""
 
 
 def _checkpoint_rank(model: nn.Module) -> tuple[int, list[Any]]:

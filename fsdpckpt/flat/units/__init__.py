@@ -144,6 +144,17 @@ def listed_keys(units: Units, names: Sequence[Sequence[str]]) -> list[list[str]]
     return [list(dict.fromkeys(key_of[name] for name in group if name in key_of)) for group in names]
 
 
+def regrouped(units: Units, names: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...] | None:
+    """The keys of groups of original names under ``units``, each group in the order of its names.
+
+    None if a flat parameter would be in two groups.
+    """
+    keys = listed_keys(units, names)
+    if sum(map(len, keys)) != len(set().union(*keys)):
+        return None
+    return tuple(map(tuple, keys))
+
+
 ROOT_ONLY = "none"
 """What ``--unit`` says when no module but the root is wrapped."""
 

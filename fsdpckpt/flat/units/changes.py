@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from fsdpckpt.flat.units import innermost_unit, listed_keys
+from fsdpckpt.flat.units import innermost_unit, regrouped
 from fsdpckpt.ir.units import Groups, RankOrder, Unit, UnitParam, Units
 
 _INSIDE = "\0"  # stands for the name of any parameter in a module
@@ -114,7 +114,4 @@ def _groups(units: Units, groups: Groups, renamed: Units, names: _NewNames) -> G
     for group in groups:
         originals = [name for key in group for name in ((key,) if units.use_orig_params else members.get(key, (key,)))]
         listed.append([names[name] for name in originals if name in names])
-    keys = listed_keys(renamed, listed)
-    if sum(map(len, keys)) != len(set().union(*keys)):
-        return None
-    return tuple(map(tuple, keys))
+    return regrouped(renamed, listed)

@@ -29,7 +29,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import Units, unit_text
+from fsdpckpt.ir.units import Groups, Units, unit_text
 from fsdpckpt.ir.units_json import MAX_BYTES, UNITS_FILE, encode, loads, render
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import replace_file
@@ -41,7 +41,8 @@ class UnitsRequest(Settings):
     """The options about units, including settings; None (and empty) for those not given.
 
     ``file``: a units file. ``globs``: module paths of units, ``("none",)`` for the root alone. ``reference``: a
-    checkpoint with names and shapes. ``parameters``: names in the order of ``model.parameters()``. ``buffers``: globs
+    checkpoint with names and shapes. ``parameters``: names in the order of ``model.parameters()``, or in that of an
+    optimizer whose ids are to get names; ``parameter_groups``: how blank lines divide them. ``buffers``: globs
     of model keys that are not parameters, ``("none",)`` if all are parameters. ``one_group``: all ranks shard together,
     even if units of a different run have HYBRID_SHARD. ``changes``: what was done to the source's names, which these
     options may use in place of the target's.
@@ -51,6 +52,7 @@ class UnitsRequest(Settings):
     globs: tuple[str, ...] = ()
     reference: str | None = None
     parameters: tuple[str, ...] | None = None
+    parameter_groups: Groups = ()
     buffers: tuple[str, ...] = ()
     one_group: bool = False
     changes: NameChanges | None = None

@@ -8,7 +8,15 @@ from dataclasses import replace
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.flat import describe_lengths, is_sliced
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
-from fsdpckpt.flat.names import ParameterNames, UnitPrefixes, model_names, optimizer_names, parameter_order, prefixes_of
+from fsdpckpt.flat.names import (
+    ParameterNames,
+    UnitPrefixes,
+    model_names,
+    optimizer_names,
+    parameter_order,
+    prefixes_of,
+    unwrapped_names,
+)
 from fsdpckpt.flat.units import Settings, expand_globs, layers_glob
 from fsdpckpt.flat.units.candidates import Candidate, candidates
 from fsdpckpt.flat.units.inference import Refusal, infer
@@ -55,6 +63,8 @@ def _is_sliced_by_units(
     units = checkpoint.units
     if units is None and request is not None and request.file is not None:
         units = load_units(request.file, sources)
+    if units is not None and not units.flat:
+        return checkpoint.layout is Layout.FLATTENED
     if units is not None:
         if checkpoint.layout is Layout.FLATTENED:
             return True
@@ -87,7 +97,7 @@ def source_units(
                 next_step="save the model with another name for this parameter",
             )
     beside = checkpoint.units
-    if beside is not None and (target_flattened or request.file is None):
+    if beside is not None and beside.flat and (target_flattened or request.file is None):
         source_request = UnitsRequest() if target_flattened else request
         return _given_units(
             checkpoint, beside, checkpoint.units_from or "beside the checkpoint", source_request, sources
@@ -99,9 +109,8 @@ def source_units(
             why="each describes a different model or wrapping, and only one can be this checkpoint's",
             next_step="name the one that belongs to it: --units FILE",
         )
-    if request.file is None:
+    if request.file is None or not (units := load_units(request.file, sources)).flat:
         return _infer_units(checkpoint, request, sources, target_flattened=target_flattened)
-    units = load_units(request.file, sources)
     if target_flattened:
         return _from_target_file(checkpoint, units, request.file, sources)
     return _given_units(checkpoint, units, request.file, request, sources)
@@ -174,6 +183,7 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
     lists = [model_names(checkpoint, "the model section"), optimizer_names(checkpoint, "the optimizer's own names")]
     if request.reference is not None:
         lists.append(reference_names(request.reference, sources))
+    lists.append(_recorded_names(checkpoint, request, sources))
     available = [names for names in lists if names is not None]
     if not available:
         unused = [note.message for note in checkpoint.notes if note.kind == "units-unreadable"]
@@ -190,6 +200,16 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
     if (best.ordered and best.in_model_order) or request.parameters is not None:
         return best
     return best.reordered(parameter_order(checkpoint), "the checkpoint's own names")
+
+
+def _recorded_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames | None:
+    """What a units file says of a model that had no units: names, shapes and order. None without such a file."""
+    if request.file is not None:
+        units = load_units(request.file, sources)
+        return None if units.flat else unwrapped_names(units, request.file)
+    if checkpoint.units is None or checkpoint.units.flat:
+        return None
+    return unwrapped_names(checkpoint.units, checkpoint.units_from or "the units file beside the checkpoint")
 
 
 def _unit_prefixes(

@@ -10,8 +10,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
-from fsdpckpt.flat.names import NamedParam, ParameterNames, model_names, optimizer_names, units_names
-from fsdpckpt.flat.units import Settings, build_units, expand_globs, keyed_groups, layers_glob, listed_keys
+from fsdpckpt.flat.names import NamedParam, ParameterNames, model_names, optimizer_names, units_names, unwrapped_names
+from fsdpckpt.flat.units import Settings, build_units, expand_globs, keyed_groups, layers_glob, listed_keys, regrouped
 from fsdpckpt.flat.units.inference import describe_settings, possibly_channels_last
 from fsdpckpt.flat.units.request import (
     ResolvedUnits,
@@ -83,7 +83,7 @@ def _wrapping(
 ) -> tuple[Units, str]:
     """Which parameters are in which unit, and how that is known."""
     from_file = target_file(request, parameter_names(checkpoint), sources)
-    if from_file is not None:
+    if from_file is not None and from_file.flat:
         return from_file, f"target units: from {request.file}"
     source_units, label = checkpoint.units, f"the units of {checkpoint.units_from}"
     if source is not None:
@@ -91,7 +91,9 @@ def _wrapping(
         source_units, label = source.units, "the source's units"
         if request.use_orig_params is None and "use_orig_params" in source.unsettled:
             raise _orig_params_unknown(checkpoint, "the source's bytes are the same with both")
-    if source_units is not None and not request.globs:
+    elif from_file is not None:  # it has names and groups, and no units
+        source_units, label = from_file, str(request.file)
+    if source_units is not None and source_units.flat and not request.globs:
         return source_units, f"target units: {label}"
     if not request.globs:
         raise NeedsInformationError(
@@ -102,11 +104,17 @@ def _wrapping(
             f"'{layers_glob(checkpoint.model.params if checkpoint.model is not None else ())}' (--unit none when only "
             "the root is wrapped)",
         )
-    if source_units is None and request.use_orig_params is None:
+    wrapped = source_units is not None and source_units.flat
+    if not wrapped and request.use_orig_params is None:
         raise _orig_params_unknown(checkpoint, "the source is not flattened")
-    names = units_names(source_units, label) if source_units is not None else target_names(checkpoint, request, sources)
+    if source_units is None:
+        names = target_names(checkpoint, request, sources)
+    else:
+        names = units_names(source_units, label) if wrapped else unwrapped_names(source_units, label)
     prefixes = {"", *expand_globs(request.globs, [param.name for param in names.params])}
-    settings = Settings(source_units.use_orig_params if source_units is not None else bool(request.use_orig_params))
+    settings = Settings(
+        source_units.use_orig_params if source_units is not None and wrapped else bool(request.use_orig_params)
+    )
     units = build_units(
         names.params,
         prefixes,
@@ -114,6 +122,10 @@ def _wrapping(
         unmanaged=[param.name for param in names.params if param.sharded is False],
         shared=names.shared,
     )
+    if source_units is not None and source_units.groups is not None:
+        # With original parameters the order is the optimizer's own; flat parameters have one of their own.
+        grouped = regrouped if units.use_orig_params else keyed_groups
+        units = replace(units, groups=grouped(units, source_units.named_groups() or ()))
     if source_units is not None and source_units.units:
         first = source_units.units[0]
         settings = Settings(None, first.strategy, first.param_dtype, source_units.shard_size)

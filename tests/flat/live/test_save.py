@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -338,15 +339,50 @@ def test_units_that_fsdp_contradicts_are_never_given_out(world: World) -> None:
         units_of(model)
 
 
-def test_a_model_without_fsdp1_is_told_that_it_needs_none(world: World, tmp_path: Path) -> None:
+def test_a_model_without_fsdp1_has_names_order_groups_and_no_units(world: World, tmp_path: Path) -> None:
+    model = TiedHead()
+    (tied,) = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(dict(model.named_parameters()))
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = torch.optim.SGD(
+        [{"params": list(model.parameters())[::-1][:2]}, {"params": [next(model.parameters())]}]
+    )
+    for rank in (1, 0):
+        world(2, rank=rank)
+        fsdpckpt.save_parameter_order(model, optimizer, tmp_path)
+        assert (tmp_path / "units.json").exists() is (rank == 0)
+    units = loads((tmp_path / "units.json").read_bytes(), source="units.json")
+    assert (units.units, units.parameters, [later for later, _ in units.shared]) == ((), tuple(names), [tied])
+    assert {param.name: param.shape for param in units.unmanaged} == {
+        name: tuple(param.shape) for name, param in model.named_parameters()
+    }
+    assert units.groups == ((names[-1], names[-2]), (names[0],))
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "ddp", "compiled", "checkpointed"])
+def test_wrappers_do_not_change_names_and_shapes(how: str, world: World) -> None:
+    world(2)
+    plain = units_of(Nested(), None)
+    model: nn.Module = Nested()
+    if how == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    elif how == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif how == "compiled":
+        model = torch.compile(model)  # type: ignore[assignment]
+    else:
+        model.outer = checkpoint_wrapper(model.outer)
+    assert replace(units_of(model, torch.optim.AdamW(model.parameters())), groups=None) == plain
+
+
+def test_an_optimizer_of_the_model_before_fsdp2_wrapped_it_is_refused(world: World, tmp_path: Path) -> None:
     world(2)
     model = Nested()
-    with pytest.raises(UsageError, match="no FSDP1 module") as error:
-        save_units(model, None, tmp_path / "units.json")
-    assert error.value.exit_code == 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(UsageError, match="FSDP2") as error:
-        save_units(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path)
+    with pytest.raises(UsageError, match="not in this model"):
+        save_units(model, optimizer, tmp_path)
+    with pytest.raises(UsageError, match="no parameters"):
+        save_units(nn.Identity(), None, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,223 @@
+"""FSDP2 rank files with the ids of ``optimizer.state_dict()``, whose groups shapes cannot tell apart.
+
+The truth: what ``get_optimizer_state_dict`` gives the same job by name.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+import fsdpckpt
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
+from tests.oracle.compare import differences
+from tests.oracle.fake_group import as_rank
+
+try:
+    from torch.distributed.fsdp import fully_shard
+except ImportError:  # torch before 2.6
+    from torch.distributed._composable.fsdp import fully_shard
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+RANKS = 2
+
+
+def job(*, reverse: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Linear and norm layers of one width: biases, gains and offsets look alike. Norms are a group of their own.
+
+    ``reverse``: a single group that lists the parameters from the last to the first.
+    """
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm(6))
+    generator = torch.Generator().manual_seed(8)
+    gradients = {name: torch.randn(param.shape, generator=generator) for name, param in model.named_parameters()}
+    fully_shard(model)
+    groups: list[dict[str, Any]] = [
+        {"params": [*model[2].parameters(), *model[0].parameters()]},
+        {"params": [*model[1].parameters(), *model[3].parameters()], "weight_decay": 0.0},
+    ]
+    if reverse:
+        groups = [{"params": list(model.parameters())[::-1]}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
+    for name, param in model.named_parameters():
+        local = gradients[name].chunk(RANKS)[torch.distributed.get_rank()]
+        param.grad = torch.distributed.tensor.DTensor.from_local(local, param.device_mesh, param.placements)
+    optimizer.step()
+    return model, optimizer
+
+
+def saved(directory: Path, **how: Any) -> list[list[str]]:
+    """``raw``: rank files with ids; ``named``: the same by name. Returns the names of each group in its order."""
+    for form in ("raw", "named"):
+        (directory / form).mkdir()
+    for rank in range(RANKS):
+        with as_rank(rank, RANKS):
+            model, optimizer = job(**how)
+            file = f"world_size_{RANKS}_rank_{rank}.pt"
+            named = get_optimizer_state_dict(model, optimizer)
+            for form, optim in (("raw", optimizer.state_dict()), ("named", named)):
+                torch.save(get_model_state_dict(model), directory / form / f"model_{file}")
+                torch.save(optim, directory / form / f"optim_{file}")
+            fsdpckpt.save_parameter_order(model, optimizer, directory / "order.json")
+    return [group["params"] for group in named["param_groups"]]
+
+
+@pytest.fixture(scope="module")
+def two_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+    directory = tmp_path_factory.mktemp("two-groups")
+    return directory, saved(directory)
+
+
+@pytest.fixture(scope="module")
+def reversed_group(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+    directory = tmp_path_factory.mktemp("reversed")
+    return directory, saved(directory, reverse=True)
+
+
+def full(source: Path, target: Path, **options: Any) -> Any:
+    report = fsdpckpt.convert(source, target, to="full", key_type="name", overwrite=True, **options)
+    return torch.load(target, weights_only=True), report
+
+
+def require_truth(directory: Path, tmp_path: Path, **options: Any) -> Any:
+    truth, _ = full(directory / "named", tmp_path / "truth.pt")
+    found, report = full(directory / "raw", tmp_path / "found.pt", **options)
+    assert not differences(found, truth)
+    return report
+
+
+def listed(path: Path, groups: list[list[str]], between: str = "") -> Path:
+    path.write_text(between.join("".join(f"{name}\n" for name in group) for group in groups))
+    return path
+
+
+def test_nothing_is_chosen_without_help(two_groups: tuple[Path, list[list[str]]], tmp_path: Path) -> None:
+    directory, _ = two_groups
+    with pytest.raises(NeedsInformationError) as error:
+        full(directory / "raw", tmp_path / "out.pt")
+    assert error.value.details[0] == "id 1 may be 0.bias or 1.weight"
+    for way in ("--parameters FILE", "a blank line between groups", "--reference PATH", "--units FILE"):
+        assert way in str(error.value)
+    assert "buffers" not in str(error.value)
+
+
+def test_a_reference_of_the_same_job_by_name_has_the_groups(
+    two_groups: tuple[Path, list[list[str]]], tmp_path: Path
+) -> None:
+    directory, _ = two_groups
+    report = require_truth(directory, tmp_path, reference=directory / "named")
+    assert any("from the param groups of" in note.message for note in report.notes)
+
+
+def test_a_list_in_the_optimizers_own_order_is_taken_as_that(
+    two_groups: tuple[Path, list[list[str]]], tmp_path: Path
+) -> None:
+    directory, groups = two_groups
+    report = require_truth(directory, tmp_path, parameters=listed(tmp_path / "order", groups))
+    assert any("in the optimizer's order" in note.message for note in report.notes)
+
+
+def test_blank_lines_divide_a_list_into_groups(two_groups: tuple[Path, list[list[str]]], tmp_path: Path) -> None:
+    directory, groups = two_groups
+    require_truth(directory, tmp_path, parameters=listed(tmp_path / "order", groups, between="\n"))
+    with pytest.raises(SourceCorruptError, match="does not fit"):
+        full(
+            directory / "raw",
+            tmp_path / "out.pt",
+            parameters=listed(tmp_path / "wrong", [groups[0][:3], groups[0][3:] + groups[1]], between="\n\n"),
+        )
+
+
+def test_a_list_in_the_models_order_does_not_say_the_groups(
+    two_groups: tuple[Path, list[list[str]]], tmp_path: Path
+) -> None:
+    directory, groups = two_groups
+    names = sorted(name for group in groups for name in group)
+    model = [name for layer in "0123" for name in (f"{layer}.weight", f"{layer}.bias")]
+    with pytest.raises(NeedsInformationError, match="a blank line between groups"):
+        full(directory / "raw", tmp_path / "out.pt", parameters=listed(tmp_path / "model", [model]))
+    with pytest.raises(NeedsInformationError):  # sorted by name: nobody's order
+        full(directory / "raw", tmp_path / "out.pt", parameters=listed(tmp_path / "sorted", [names]))
+
+
+def test_groups_that_were_sorted_by_name_are_in_the_models_order_and_this_is_a_warning(
+    two_groups: tuple[Path, list[list[str]]], tmp_path: Path
+) -> None:
+    """``FSDP.rekey_optim_state_dict`` sorts the lists. Here the optimizer lists layer 2 before layer 0: what is assumed
+    is wrong, and the warning says how to correct it.
+    """
+    directory, groups = two_groups
+    by_name, _ = full(directory / "named", tmp_path / "named.pt")
+    for group in by_name["optimizer"]["param_groups"]:
+        group["params"] = sorted(group["params"])
+    torch.save(by_name, tmp_path / "sorted.pt")
+    found, report = full(directory / "raw", tmp_path / "found.pt", reference=tmp_path / "sorted.pt")
+    (warning,) = (note.message for note in report.notes if note.warning)
+    assert "sorted by name" in warning and "--parameters FILE" in warning
+    assert found["optimizer"]["param_groups"][0]["params"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    require_truth(
+        directory,
+        tmp_path,
+        reference=tmp_path / "sorted.pt",
+        parameters=listed(tmp_path / "order", groups, between="\n"),
+    )
+
+
+def test_a_reference_of_another_job_says_nothing_of_the_groups(
+    two_groups: tuple[Path, list[list[str]]], reversed_group: tuple[Path, list[list[str]]], tmp_path: Path
+) -> None:
+    (directory, _), (other, _) = two_groups, reversed_group
+    with pytest.raises(NeedsInformationError):
+        full(directory / "raw", tmp_path / "out.pt", reference=other / "named")
+
+
+def test_a_single_group_in_an_order_of_its_own(reversed_group: tuple[Path, list[list[str]]], tmp_path: Path) -> None:
+    directory, groups = reversed_group
+    require_truth(directory, tmp_path, parameters=listed(tmp_path / "order", groups))
+    require_truth(directory, tmp_path, reference=directory / "named")
+
+
+def test_what_the_job_saved_of_its_parameters_names_the_ids_and_tells_parameters_from_buffers(
+    two_groups: tuple[Path, list[list[str]]], tmp_path: Path
+) -> None:
+    directory, _ = two_groups
+    require_truth(directory, tmp_path, units=directory / "order.json")
+    beside = tmp_path / "beside"
+    shutil.copytree(directory / "raw", beside)
+    shutil.copy(directory / "order.json", beside / "units.json")
+    found, _ = full(beside, tmp_path / "found.pt")
+    truth, _ = full(directory / "named", tmp_path / "truth.pt")
+    assert not differences(found, truth)
+    # A full file of the model alone: every parameter is cut, as FSDP2 does, without --buffers.
+    torch.save(truth["model"], tmp_path / "model.pt")
+    options = {"to": "sharded", "container": "torch", "world_size": 2}
+    fsdpckpt.convert(tmp_path / "model.pt", tmp_path / "cut", units=directory / "order.json", **options)
+    with as_rank(0, RANKS):
+        cut = torch.load(tmp_path / "cut" / "model_world_size_2_rank_0.pt", weights_only=False)
+        assert {type(value) for value in cut.values()} == {torch.distributed.tensor.DTensor}
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_its_order_serves_flat_shards_too_which_then_need_only_the_wrapping(
+    orig: bool, two_groups: tuple[Path, list[list[str]]], tmp_path: Path
+) -> None:
+    directory, groups = two_groups
+    options = {"to": "flattened", "world_size": 2, "use_orig_params": orig, "units": directory / "order.json"}
+    with pytest.raises(NeedsInformationError, match="nothing says which modules"):
+        fsdpckpt.convert(directory / "raw", tmp_path / "flat", **options)
+    fsdpckpt.convert(directory / "raw", tmp_path / "flat", unit=["0", "1", "2", "3"], key_type="id", **options)
+    ids = torch.load(tmp_path / "flat" / "optim_world_size_2_rank_0.pt", weights_only=True)
+    assert [len(group["params"]) for group in ids["param_groups"]] == ([4, 4] if orig else [2, 2])
+    found, _ = full(tmp_path / "flat", tmp_path / "found.pt")
+    assert [group["params"] for group in found["optimizer"]["param_groups"]] == (
+        groups if orig else [["0.weight", "0.bias", "2.weight", "2.bias"], groups[1]]
+    )
+    truth, _ = full(directory / "named", tmp_path / "truth.pt")
+    assert not differences(found["optimizer"]["state"], truth["optimizer"]["state"])
