@@ -46,10 +46,7 @@ class Scope(Flag):
     PER_RANK_FILES = auto()  # a sharded target in one torch file per rank
     SHARDED = auto()  # a sharded or flattened target
     DTENSORS = auto()  # per-rank files or flat parameters
-    SHARDED_OR_KEYED = auto()  # a sharded target, flat parameters, or --key-type
-    REFERENCE = auto()  # as SHARDED_OR_KEYED, and Hugging Face's weights
-    KEYED = auto()  # flat parameters, or --key-type
-    KNOWLEDGE = auto()  # what the source does not record: which tensors are parameters, and their order
+    KNOWLEDGE = auto()  # what the source may not record: parameters, their order, units. Never refused: noted if unused
     SAFETENSORS = auto()  # a safetensors target
     WORKERS = auto()  # a run of several workers
     LAUNCH = auto()  # a run that starts its workers itself

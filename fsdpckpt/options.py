@@ -219,13 +219,13 @@ class ConvertOptions(OptionRecord):
     buffers: tuple[str, ...] = repeatable(
         "Model keys that every rank holds whole, such as buffers ('none': there are none); may be repeated.",
         Heading.SELECTED,
-        scope=Scope.SHARDED_OR_KEYED | Scope.MODEL | Scope.KNOWLEDGE,
+        scope=Scope.KNOWLEDGE,
     )
     units: str | None = option(
-        "Units file: the parameters of each flat parameter (fsdpckpt units --help).",
+        "Units file: the parameters of each flat parameter, their order, the groups (fsdpckpt units --help).",
         Heading.UNITS,
         kind=PATH,
-        scope=Scope.FLAT_PARAMETERS | Scope.KNOWLEDGE,
+        scope=Scope.KNOWLEDGE,
     )
     unit: tuple[str, ...] = repeatable(
         "Names of the modules that FSDP1 wrapped ('none': only the root); may be repeated.",
@@ -249,18 +249,19 @@ class ConvertOptions(OptionRecord):
         "Number of ranks in one sharding group (hybrid-shard).", Heading.UNITS, minimum=1, scope=Scope.FLAT_PARAMETERS
     )
     reference: str | None = option(
-        "A checkpoint with the model's names, shapes and order; for Hugging Face's weights, a directory with its "
-        "config.json and tokenizer.",
+        "A checkpoint with the model's names, shapes and order, and of the same job the optimizer's groups by name; "
+        "for Hugging Face's weights, a directory with its config.json and tokenizer.",
         Heading.UNITS,
         kind=PATH,
         metavar="PATH",
-        scope=Scope.REFERENCE | Scope.KNOWLEDGE,
+        scope=Scope.KNOWLEDGE,
     )
     parameters: str | None = option(
-        "A text file with the names in the order of model.parameters(), one per line.",
+        "A text file with the names in the order of model.parameters() or of the optimizer, one per line; a blank "
+        "line ends a group of the optimizer.",
         Heading.UNITS,
         kind=PATH,
-        scope=Scope.KEYED | Scope.KNOWLEDGE,
+        scope=Scope.KNOWLEDGE,
     )
     dry_run: bool = option("Print the plan and write nothing.", Heading.SAFETY, default=False, changes_output=False)
     verify: VerifyLevel = option(

@@ -152,9 +152,7 @@ def _producer_spec(flavor: Flavor, form: Form, options: ConvertOptions, source: 
     world_size = ranks_of(flavor, form, options, source)
     if is_per_rank(form.layout, form.container):
         _require_ranks(world_size)
-    refuse_target_options(
-        options, layout=form.layout, container=form.container, source_layout=source.layout, weights=form.weights
-    )
+    refuse_target_options(options, layout=form.layout, container=form.container, source_layout=source.layout)
     return TargetSpec(form.layout, form.container, world_size, options, form.directory, flavor, form)
 
 
@@ -209,22 +207,15 @@ def check_flavor(options: ConvertOptions) -> None:
 
 
 def refuse_target_options(
-    options: ConvertOptions, *, layout: Layout, container: Container, source_layout: Layout, weights: bool = False
+    options: ConvertOptions, *, layout: Layout, container: Container, source_layout: Layout
 ) -> None:
-    """Raises UsageError for an option that has no effect on a target of this layout and container.
-
-    ``weights``: the target is for Hugging Face's libraries.
-    """
+    """Raises UsageError for an option that has no effect on a target of this layout and container."""
     per_rank = layout is Layout.SHARDED and container is Container.TORCH
     flat = Layout.FLATTENED in (layout, source_layout)
-    keyed = flat or options.key_type is not None
     for scope, applies, remedy in (
         (Scope.PER_RANK_FILES, per_rank, "--to sharded --container torch"),
         (Scope.SHARDED, layout is not Layout.FULL, "--to sharded"),
         (Scope.DTENSORS, flat or per_rank, "--to sharded --container torch"),
-        (Scope.KEYED, keyed, "--key-type name"),
-        (Scope.SHARDED_OR_KEYED, layout is Layout.SHARDED or keyed, "--to sharded or --key-type"),
-        (Scope.REFERENCE, layout is Layout.SHARDED or keyed or weights, "--to sharded or --flavor huggingface"),
         (Scope.SAFETENSORS, container is Container.SAFETENSORS, "--container safetensors"),
     ):
         if not applies:
@@ -251,12 +242,9 @@ def refuse_section_options(spec: TargetSpec, opened: Checkpoint) -> None:
 
 def refuse_flat_options(options: ConvertOptions, source: Checkpoint, *, has_flat: bool) -> None:
     """Raises UsageError for options about FSDP1's flat parameters if neither the source nor the target has any."""
-    # Keys and names need the order of the parameters, which a units file has.
-    ordered = options.key_type or options.include or options.exclude or options.missing_state
-    checked = replace(options, units=None) if ordered else options
-    if given(checked, Scope.FLAT_PARAMETERS) and not has_flat:
+    if given(options, Scope.FLAT_PARAMETERS) and not has_flat:
         why, remedy = f"neither {source.source} nor the target has flat parameters", "add --to flattened"
         if source.optim is not None and source.optim.key_type == "id" and not any(source.optim.state.values()):
             why = f"the optimizer of {source.source} has ids without states, which do not show what FSDP1 flattened"
             remedy = "give --units FILE (save_units or `fsdpckpt units` makes one), which says what each id is"
-        refuse_unused(checked, Scope.FLAT_PARAMETERS, why, remedy)
+        refuse_unused(options, Scope.FLAT_PARAMETERS, why, remedy)

@@ -124,7 +124,7 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
         return steps.flatten(renamed, resolved, changes, spec, source_keys)
     by_name = bool(options.include or options.exclude or options.missing_state or options.placements or options.like)
     weights = spec.form is not None and spec.form.weights
-    if resolved is None and not weights:
+    if resolved is None:
         wanted: set[KeyType | str | None] = {options.key_type or source_keys, *(["name"] if by_name else [])}
         checkpoint = _note_unused(checkpoint, spec, wanted)
     checkpoint = steps.select(steps.key(checkpoint, "name" if by_name else options.key_type))
@@ -196,6 +196,8 @@ def _note_unused(checkpoint: Checkpoint, spec: TargetSpec, key_types: set[KeyTyp
     """
     options, model, optim = spec.options, checkpoint.model, checkpoint.optim
     names = given(options, Scope.KNOWLEDGE)
+    if spec.form is not None and spec.form.weights:  # the reference is the model's directory
+        names = tuple(name for name in names if name != "--reference")
     leaves = model.params.values() if model is not None and spec.layout is Layout.SHARDED else ()
     undecided = any(isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is None for leaf in leaves)
     rekeyed = optim is not None and key_types != {optim.key_type}

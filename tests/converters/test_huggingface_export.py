@@ -14,7 +14,7 @@ import fsdpckpt
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters import Report
 from fsdpckpt.converters.pipeline import convert
-from fsdpckpt.errors import SourceCorruptError, SourceMissingError, SourceUnsupportedError, UsageError
+from fsdpckpt.errors import SourceCorruptError, SourceMissingError, SourceUnsupportedError
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 
@@ -126,12 +126,12 @@ def test_weights_that_are_not_the_references_are_refused_by_name_and_shape(tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_a_reference_that_is_not_there_and_one_that_nothing_needs_are_errors(tmp_path: Path) -> None:
+def test_a_reference_that_is_not_there_is_an_error_and_one_that_nothing_needs_is_noted(tmp_path: Path) -> None:
     source = saved(tmp_path / "run", WEIGHTS)
     with pytest.raises(SourceMissingError, match="does not exist"):
         export(source, tmp_path / "out", reference=str(tmp_path / "nowhere"))
-    with pytest.raises(UsageError, match="--reference has no effect"):
-        fsdpckpt.convert(source, tmp_path / "full.pt", reference=tmp_path)
+    report = fsdpckpt.convert(source, tmp_path / "full.pt", reference=tmp_path)
+    assert any("--reference had no effect" in note.message for note in report.notes)
 
 
 def test_no_safetensors_directory_says_where_it_was_made(tmp_path: Path) -> None:

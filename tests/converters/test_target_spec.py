@@ -49,7 +49,6 @@ def test_options_suffix_and_source_together_say_what_is_written(
         ("out", {"to": FULL, "world_size": 4}, "--to full is not"),
         ("out.pt", {"world_size": 4}, "one file .* is not sharded"),
         ("out", {"container": Container.SAFETENSORS, "world_size": 4}, "safetensors target is not sharded"),
-        ("out", {"to": FULL, "buffers": ("x",)}, "--buffers has no effect"),
         ("out", {"to": SHARDED, "world_size": 2_000_000}, "--world-size has too many ranks"),
         ("out", {"flavor": "verl", "world_size": 2_000_000}, "--world-size has too many ranks"),
         ("out", {"to": Layout.FLATTENED, "world_size": 2, "container": Container.DCP}, "one per rank"),

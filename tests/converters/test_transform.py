@@ -120,10 +120,12 @@ def test_an_option_about_units_that_nothing_needs_is_a_mistake(option: str, valu
         transformed(full(), key_type="name", **{option: value})
 
 
-def test_a_units_file_serves_keys_and_names_and_is_a_mistake_where_there_are_none(units_file: str) -> None:
+def test_a_units_file_serves_keys_and_names_and_is_noted_where_there_are_none(units_file: str) -> None:
     with pytest.raises(UsageError) as caught:
         transformed(full(), units=units_file, shard_size=2)
-    assert caught.value.what.startswith("--units and --shard-size have no effect")
+    assert caught.value.what.startswith("--shard-size has no effect")
+    notes = transformed(full(), units=units_file).checkpoint.notes
+    assert [note.message.partition(":")[0] for note in notes if note.kind == "unused"] == ["--units had no effect"]
     assert keys(transformed(full(), units=units_file, key_type="name")) == list(NAMES)
     assert keys(transformed(full(), units=units_file, include=("a.*",))) == [0, 1]
     assert keys(transformed(full(), units=units_file, exclude=("a.*",))) == [0, 1]
