@@ -1,4 +1,4 @@
-"""Kills conversions to every target container at random moments, and checks what they leave.
+"""Kills conversions to every target container, and checks what they leave.
 
 DST must be absent or complete, and the same command must then write the bytes of an undisturbed run. Each conversion is
 a fork of this process, which has the program loaded already, so that the kill (SIGKILL) hits its work and not its
@@ -8,6 +8,10 @@ complete.
 
 With ``--workers 2,3`` each conversion, and each run that resumes it, uses one process or that many workers, chosen at
 random; of the workers one or all are killed, and the others must end by themselves.
+
+With ``--inside N`` the moments are no random times but numbers of bytes (``kill_hooks``): N kills inside each of copy,
+read-back, verify and publish, for each target. The journal lists something by then, so each next run, by another number
+of workers, must take it over; most are killed once more while they resume. What is taken over is counted.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import argparse
 import filecmp
 import os
 import random
+import re
 import runpy
 import shutil
 import signal
@@ -30,6 +35,10 @@ from dataclasses import dataclass, field
 from fsdpckpt.cli import main as fsdpckpt
 from fsdpckpt.converters import pipeline  # noqa: F401  # loaded before the forks
 from fsdpckpt.execute import journal
+from fsdpckpt.storage.hidden import journal_paths, staging_root
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from kill_hooks import PHASES, Kill, install
 
 OLDER = "older.safetensors"  # what --overwrite is to replace: a checkpoint of one tensor
 _HEADER = b'{"older":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
@@ -40,7 +49,21 @@ SYNC_SECONDS = 0.003
 LIMIT = 5.0  # seconds within which the workers notice that one was killed
 PATIENCE = 120.0  # seconds for a conversion of a few MB on a busy machine
 PER_RANK = ["--to", "sharded", "--world-size", "3", "--buffers", "none"]
+FULL_CHECK = ["--verify", "full"]
 ORDINARY = ["--threads", "2", "--max-memory", "2MiB"]  # many windows
+
+
+@dataclass
+class Phase:
+    """What kills inside one phase came to. ``killed``; ``again``: killed once more while resuming; ``complete``: DST
+    was there already; ``resumed`` runs took over ``percent`` of the output, on average.
+    """
+
+    killed: int = 0
+    again: int = 0
+    complete: int = 0
+    resumed: int = 0
+    percents: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -56,12 +79,14 @@ class Job:
     options: list[str]
     seconds: dict[int, float] = field(default_factory=dict)
     writing: dict[int, float] = field(default_factory=dict)
+    totals: dict[tuple[str, int], int] = field(default_factory=dict)  # by phase and workers: bytes, or calls
     moments: int = 0
     absent: int = 0
     complete: int = 0
     continued: int = 0
     replacing: int = 0
     slowest: float = 0.0
+    phases: dict[str, Phase] = field(default_factory=lambda: {name: Phase() for name in PHASES})
 
 
 def jobs(units: str) -> list[Job]:
@@ -102,8 +127,11 @@ class Trial:
             if ends([process]) != [0]:
                 raise Failure(f"bench_make.py made no {form}")
 
-    def start(self, job: Job, target: str, *more: str, workers: int = 0) -> list[int]:
-        """The process ids of a conversion that has just begun, by one process, or by ``workers`` of them."""
+    def start(self, job: Job, target: str, *more: str, workers: int = 0, kill: Kill | None = None) -> list[int]:
+        """The process ids of a conversion that has just begun, by one process, or by ``workers`` of them.
+
+        ``kill``: when the first of them that comes so far dies.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -116,11 +144,12 @@ class Trial:
                     os.environ |= {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
                     os.environ["MASTER_PORT"] = str(port)
                 limit = ["--fault-limit", str(LIMIT)] if workers else []
-                self._convert([self.source, target, *job.options, *ORDINARY, *limit, *more], f"{self.log}-{rank}")
+                arguments = [self.source, target, *job.options, *ORDINARY, *limit, *more]
+                self._convert(arguments, f"{self.log}-{rank}", kill)
             processes.append(process)
         return processes
 
-    def _convert(self, arguments: Sequence[str], path: str) -> None:
+    def _convert(self, arguments: Sequence[str], path: str, kill: Kill | None) -> None:
         code = 99
         try:
             log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -128,6 +157,8 @@ class Trial:
             os.dup2(log, 2)
             journal.SYNC_SECONDS = SYNC_SECONDS
             sys.argv = ["fsdpckpt", "convert", *arguments]
+            if kill is not None:
+                install(kill)
             fsdpckpt()
         except SystemExit as end:
             code = int(end.code or 0)
@@ -222,6 +253,90 @@ class Trial:
             raise Failure(f"{job.name}: the next run left {left}")
         shutil.rmtree(folder)
 
+    def total(self, job: Job, phase: str, workers: int) -> int:
+        """How many bytes (calls, in ``publish``) the first of ``workers`` has in ``phase`` of an undisturbed run."""
+        if (phase, workers) not in job.totals:
+            target, counted = os.path.join(self.directory, "counting"), f"{self.log}-counted"
+            processes = self.start(job, target, *FULL_CHECK, workers=workers, kill=Kill(phase, 0, counted=counted))
+            if any(ends(processes)):
+                raise Failure(f"{job.name} by {workers} workers failed:\n{self.said(0)}")
+            with open(counted) as file:
+                job.totals[phase, workers] = int(file.read())
+            whole = os.path.join(self.directory, f"full-{job.target}")
+            if os.path.exists(whole):
+                require_same(whole, target, f"{job.name}: two undisturbed runs differ")
+                remove(target)
+            else:
+                os.rename(target, whole)
+        return job.totals[phase, workers]
+
+    def said(self, rank: int) -> str:
+        with open(f"{self.log}-{rank}") as file:
+            return file.read()
+
+    def inside(self, job: Job, rng: random.Random, kinds: Sequence[int], phase: str) -> None:
+        """Kill a conversion inside ``phase``, mostly another one that resumes it, and finish it."""
+        first, second, last = (rng.choice(kinds) for _ in range(3))
+        self.total(job, "verify", 0)  # makes what others are compared with
+        folder = os.path.join(self.directory, "work")
+        target = os.path.join(folder, job.target)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.mkdir(folder)
+        begins = "copy" if phase == "read-back" else phase
+        share = rng.uniform(0.3, 1.0) if begins == "copy" else rng.uniform(0, 1)
+        self._kill(job, target, begins, first, share)
+        if phase == "read-back" or (rng.random() < 0.7 and not os.path.lexists(target)):
+            staged, everything = self._staged(target), self.total(job, "copy", 0)
+            choices = ["read-back", "verify", *(["copy"] if everything - staged > everything // 10 else [])]
+            again = "read-back" if phase == "read-back" else rng.choice(choices)
+            of = {"read-back": staged, "copy": everything - staged}.get(again)
+            self._kill(job, target, again, second, rng.uniform(0.05, 0.9), of=of)
+            job.phases[phase].again += phase != "read-back"
+        row = job.phases[phase]
+        row.killed += 1
+        complete = os.path.lexists(target)
+        whole = os.path.join(self.directory, f"full-{job.target}")
+        if complete:
+            require_same(whole, target, f"{job.name}: a DST that is there is not complete")
+            row.complete += 1
+        text = self.finish(job, target, *FULL_CHECK, *(["--resume"] if complete else []), workers=last)
+        require_same(whole, target, f"{job.name}: what the next run made is not what an undisturbed run makes")
+        if not complete:
+            taken = re.search(r"continued an interrupted run: ([\d.,]+ \w*) of ([\d.,]+ \w*) were there", text)
+            if taken is None or nbytes_of(taken[1]) <= 0:
+                raise Failure(f"{job.name}: killed inside {phase}, and nothing was taken over:\n{text}")
+            row.resumed += 1
+            row.percents.append(100 * nbytes_of(taken[1]) / nbytes_of(taken[2]))
+        left = [name for name in os.listdir(folder) if name not in (job.target, f".{job.target}.fsdpckpt-lock")]
+        if left:
+            raise Failure(f"{job.name}: the next run left {left}")
+
+    def _staged(self, target: str) -> int:
+        """How many bytes the journals list."""
+        runs = [journal.read_run(path) for path in journal_paths(staging_root(target))]
+        return journal.joined([windows for _, windows in filter(None, runs)]).nbytes
+
+    def _kill(self, job: Job, target: str, phase: str, workers: int, share: float, *, of: int | None = None) -> None:
+        """Run until one process dies after ``share`` of what there is in ``phase``. ``of``: what all have to do."""
+        total = of if of is not None else self.total(job, phase, workers)
+        if of is not None and workers:  # each has a part of it, not always the same
+            total //= 4 * workers
+        journals = os.path.join(staging_root(target), "journal*") if phase == "copy" else ""
+        kill = Kill(phase, max(int(total * share), 1), journals)
+        processes = self.start(job, target, *FULL_CHECK, workers=workers, kill=kill)
+        began = time.perf_counter()
+        codes = ends(processes)
+        job.slowest = max(job.slowest, time.perf_counter() - began)
+        if -signal.SIGKILL not in codes or set(codes) - {6, 0, -signal.SIGKILL}:
+            said = "".join(self.said(rank) for rank in range(len(codes)))
+            raise Failure(f"{job.name}: to be killed inside {phase} of {workers} workers, ended with {codes}:\n{said}")
+
+
+def nbytes_of(text: str) -> float:
+    """The bytes that a size in a message is."""
+    number, unit = text.split()
+    return float(number) * {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
+
 
 def ends(processes: Sequence[int]) -> list[int]:
     """The exit codes of ``processes`` once all have ended; Failure when one outlives the others for long."""
@@ -266,6 +381,8 @@ def require_same(expected: str, found: str, otherwise: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/kill_test", description=__doc__)
     parser.add_argument("--moments", type=int, default=200, help="how many conversions are killed; default 200")
+    parser.add_argument("--inside", type=int, default=0, help="instead: so many kills inside each phase of each target")
+    parser.add_argument("--target", action="append", help="only these targets, by name; default: all")
     parser.add_argument("--size", type=int, default=120_000_000, help="bytes of the source")
     parser.add_argument("--seed", type=int, default=None, help="of the moments; they also depend on the machine")
     parser.add_argument("--directory", default=None, help="where to work; default: a temporary directory")
@@ -281,7 +398,16 @@ def main() -> int:
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="kill-test-") as directory:
         trial = Trial(directory, options.size)
-        table = jobs(trial.units)
+        table = [job for job in jobs(trial.units) if not options.target or job.name in options.target]
+        if options.inside:
+            for job in table:
+                for phase in PHASES:
+                    for _ in range(options.inside):
+                        trial.inside(job, rng, kinds, phase)
+                print(f"{job.name}: done", file=sys.stderr, flush=True)
+            print(f"seed {seed}, {options.size / 1e6:.0f} MB, no promise broken")
+            print_phases(table)
+            return 0
         for number in range(options.moments):
             trial.moment(table[number % len(table)], rng, kinds, replace=number % 4 == 3)
             if sys.stderr.isatty():
@@ -297,6 +423,16 @@ def main() -> int:
         seconds = ", ".join(f"{each * 1000:.0f}" for each in job.seconds.values())
         print(f"| {job.name} | {seconds} ms | {counts} | {job.slowest:.1f} s |")
     return 0
+
+
+def print_phases(table: Sequence[Job]) -> None:
+    print("| target | killed inside | kills | killed again | DST complete | resumed | taken over, on average |")
+    print("|---|---|---|---|---|---|---|")
+    for job in table:
+        for name, row in job.phases.items():
+            share = f"{sum(row.percents) / len(row.percents):.0f} %" if row.percents else "-"
+            counts = f"{row.killed} | {row.again} | {row.complete} | {row.resumed} | {share}"
+            print(f"| {job.name} | {name} | {counts} |")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from fsdpckpt.ir.units_json import encode
 from fsdpckpt.options import LinkMode
 from fsdpckpt.readers.manifest import SEAL
 from fsdpckpt.readers.protocol import MANIFEST
-from fsdpckpt.storage.local import WritableFile
+from fsdpckpt.storage.local import WritableFile, target_errors
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.target_checks import Contents
 from fsdpckpt.text import plural, size_text
@@ -212,7 +212,7 @@ def _without_directories(text: str, paths: Sequence[str]) -> str:
 def put_manifest(staging: Staging, data: bytes) -> None:
     """Write ``data`` as the ``fsdpckpt.json`` of the staged output, replacing an earlier one."""
     path = staging.locate(MANIFEST)
-    with contextlib.suppress(FileNotFoundError):
+    with target_errors(path), contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     file = WritableFile(path, len(data))
     file.write(0, data)

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from fsdpckpt.errors import FsdpckptError, NeedsInformationError, TargetExistsError, to_copy
+from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceError, TargetExistsError, to_copy
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, belongs, flavor_named
 from fsdpckpt.readers.detect import open_checkpoint
@@ -49,7 +49,10 @@ def find_replaceable(target: str) -> Contents:
         present = [name for name in contents if not is_system_file(name)]
         if not present or (present == [""] and not contents[""].nbytes):
             return contents
-        foreign = list(_foreign_files(where, target, contents, sources))
+        try:
+            foreign = list(_foreign_files(where, target, contents, sources))
+        except SourceError as error:
+            raise _refused_error(f"{target} cannot be read", target, [error.what], why=_ONLY_ONE) from error
     if foreign:
         raise foreign_files_error(target, foreign)
     return contents
