@@ -67,7 +67,7 @@ class Description:
         once.
         """
         checkpoint = self.checkpoint
-        optim = checkpoint.optim
+        optim, account = checkpoint.optim, checkpoint.account
         return {
             "source": checkpoint.source,
             "layout": str(checkpoint.layout),
@@ -84,6 +84,10 @@ class Description:
             "notes": [json_value(asdict(note)) for note in checkpoint.notes],
             "evidence": list(map(str, checkpoint.evidence)),
             "files": [{"path": file.path, "nbytes": file.nbytes} for file in stored_files(checkpoint)],
+            "account": {
+                "files": [{"path": file.path, "fate": file.fate, "detail": file.detail} for file in account.files],
+                "entries": [json_value(asdict(entry)) for entry in account.entries],
+            },
         }
 
 

@@ -47,7 +47,8 @@ class FsdpckptError(Exception):
     """What is wrong, the likely cause, and the command to type next.
 
     ``what``: one sentence; ``details``: every single finding if there are several (all missing ranks, all unknown
-    globals), ``files``: the file of each finding; ``why``: the likely cause; ``next_step``: a command or an option.
+    globals), of which a person sees the first ``most_shown`` if that is set; ``files``: the file of each finding;
+    ``why``: the likely cause; ``next_step``: a command or an option.
     ``run_again``: the same command may succeed, after ``next_step`` if there is one. ``alternative``: another way to
     the same goal. ``leftover``: what a failed run left for the next one; ``resumable``: False if that does not help.
     ``file``, ``key``, ``rank``, ``expected`` and ``found`` are for machines (``--json``) and tests.
@@ -66,6 +67,7 @@ class FsdpckptError(Exception):
     what: str
     _: KW_ONLY
     details: Sequence[str] = ()
+    most_shown: int | None = None
     files: Sequence[str | None] = ()
     why: str | None = None
     next_step: str | None = None
@@ -88,6 +90,13 @@ class FsdpckptError(Exception):
         """``details``, and what is left to resume."""
         return (*self.details, *([] if self.leftover is None else [self.leftover.what]))
 
+    def shown_findings(self, most: int | None = None) -> list[str]:
+        """``findings`` for a person: at most ``most``, and a line that says how many more there are."""
+        limits = [limit for limit in (most, self.most_shown) if limit is not None]
+        shown = self.findings[: min(limits, default=len(self.findings))]
+        more = len(self.findings) - len(shown)
+        return [*shown, *([f"and {more} more"] if more else [])]
+
     @property
     def expectation(self) -> list[str]:
         """The line of ``expected`` and ``found``, if either is known."""
@@ -109,7 +118,7 @@ class FsdpckptError(Exception):
     @property
     def text(self) -> str:
         """The whole error, in several lines, with the options of the command line."""
-        lines = [self.what, *self.expectation, *(f"  - {detail}" for detail in self.findings)]
+        lines = [self.what, *self.expectation, *(f"  - {detail}" for detail in self.shown_findings())]
         if self.why is not None:
             lines.append(f"  why: {self.why}")
         if self.next_steps is not None:

@@ -98,6 +98,12 @@ def first_lines(keys: Sequence[str], most: int) -> list[str]:
     return [*keys[:most], *([f"... and {len(keys) - most} more"] if len(keys) > most else [])]
 
 
+def natural(name: str) -> list[tuple[bool, int, str]]:
+    """A sort key with numbers in the order of their values: ``step-900`` before ``step-1000``."""
+    words = re.split(r"(\d{1,18})", name)
+    return [(word.isdecimal(), int(word), word) if word.isdecimal() else (False, 0, word) for word in words]
+
+
 def some_of(values: Sequence[object], most: int = 4) -> str:
     """The first ``most`` of ``values``, separated by commas, and how many more there are: ``a, b, c, d and 3 more``."""
     return ", ".join(map(str, values[:most])) + (f" and {len(values) - most} more" if len(values) > most else "")

@@ -204,9 +204,10 @@ def error_text(error: FsdpckptError) -> str:
         )
         if value is not None and not shown_already:  # once is enough
             lines.append(f"  {label}: {value}")
-    lines.extend("  - " + finding.replace("\n", "\\n") for finding in error.findings[:MAX_DETAILS])
+    shown_findings = error.shown_findings(MAX_DETAILS)
+    lines.extend("  - " + finding.replace("\n", "\\n") for finding in shown_findings)
     if len(error.findings) > MAX_DETAILS:
-        lines.append(f"  - and {len(error.findings) - MAX_DETAILS} more: --json lists them all")
+        lines[-1] += ": --json lists them all"
     if error.why is not None:
         lines.append(f"why:  {error.why}")
     lines.append(f"next: {error.next_steps or error.usual_next_step}".rstrip(" "))

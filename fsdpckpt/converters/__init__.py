@@ -15,6 +15,7 @@ from typing import Any
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import TransformedCheckpoint
 from fsdpckpt.execute.output import target_differs
+from fsdpckpt.ir.account import Fate
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Note
 from fsdpckpt.ir.parameters import undetermined
 from fsdpckpt.ir.targets import LinkedFile, Target
@@ -172,6 +173,8 @@ def encode_manifest(
             }
             for note in notes
         ],
+        "copied": [path for paths in checkpoint.account.paths(Fate.COPIED).values() for path in paths],
+        "left_out": checkpoint.account.paths(Fate.LEFT_OUT),
         "undetermined": undetermined(checkpoint),
         "files": {
             **{linked.path: _linked_entry(linked, link, checkpoint, without_paths) for linked in target.links},

@@ -20,7 +20,7 @@ from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings, side_files
-from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.sources import Sources, relative_path
 from fsdpckpt.verify.resumption import changes_with_ranks, ranks_that_saved
 
 _LAMBDAS = "lr_lambdas"  # what LambdaLR has, and its load_state_dict() needs
@@ -50,7 +50,9 @@ def adapt_to_form(
     copied = side_files(replace(checkpoint, ignored=others), flavor, world_size, sources, only=only)
     directory = f"{checkpoint.directory.rstrip('/')}/"  # ``copied`` lists its files again
     notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(directory)]
-    checkpoint = replace(checkpoint, notes=tuple(notes), files=(*checkpoint.files, *copied.sources))
+    account = checkpoint.account.with_copied([relative_path(path, checkpoint.source) for path in copied.paths])
+    files = (*checkpoint.files, *copied.sources)
+    checkpoint = replace(checkpoint, notes=tuple(notes), files=files, account=account)
     if checkpoint.optim is not None and form.optim is None:
         note = Note("not-carried", f"the optimizer is left out: flavor {flavor.name} has no place for it")
         checkpoint = replace(checkpoint, optim=None, notes=(*checkpoint.notes, note))

@@ -53,9 +53,9 @@ def _answer(sources: Sources, kind: str, path: str, offset: int, nbytes: int) ->
         return sources.open(path).read(offset, nbytes)
     if kind == "list":
         entries = sources.list_directory(path) if os.path.isdir(path) or is_url(path) else []
-        return [[entry.name, entry.nbytes, entry.directory] for entry in entries]
+        return [[entry.name, entry.nbytes, entry.directory, entry.link] for entry in entries]
     entry = sources.stat(path)
-    return [] if entry is None else [[entry.name, entry.nbytes, entry.directory]]
+    return [] if entry is None else [[entry.name, entry.nbytes, entry.directory, entry.link]]
 
 
 class UnionSources(Sources):
@@ -88,9 +88,10 @@ class UnionSources(Sources):
     def _union_entries(self, kind: str, path: str, entries: list[Entry], parent: str) -> list[Entry]:
         by_name = {entry.name: entry for entry in entries}
         for rank in range(1, self._group.world_size):
-            for name, nbytes, directory in cast("list[tuple[str, int, bool]]", self.request(rank, kind, path)):
+            answer = cast("list[tuple[str, int, bool, str]]", self.request(rank, kind, path))
+            for name, nbytes, directory, link in answer:
                 if name not in by_name:
-                    by_name[name] = Entry(name, f"{parent}{name}" if parent else path, nbytes, directory)
+                    by_name[name] = Entry(name, f"{parent}{name}" if parent else path, nbytes, directory, link)
                     self._holders[by_name[name].path] = rank
         return [by_name[name] for name in sorted(by_name)]
 

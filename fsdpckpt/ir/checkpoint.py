@@ -11,6 +11,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from fsdpckpt.ir import Container, KeyType, Layout, Section
+from fsdpckpt.ir.account import Account
 from fsdpckpt.ir.files import SourceFile
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.units import RankOrder, Units
@@ -373,6 +374,7 @@ class Checkpoint:
     the units or ``param_names``; in the IR an id is the same parameter on all ranks. ``ignored``: the files and
     directories below ``source`` that the user asked to leave out, as relative paths. ``named``: further models and
     optimizers, or all of several if none is the main one; ``ir.sections`` has what is done with them.
+    ``account``: what became of every file below ``source`` and of every entry in those that were read.
     """
 
     source: str
@@ -398,6 +400,7 @@ class Checkpoint:
     mesh_devices: frozenset[str] = frozenset()
     orders: tuple[RankOrder, ...] = ()
     ignored: tuple[str, ...] = ()
+    account: Account = field(default_factory=Account)
     named: tuple[NamedSection, ...] = ()
 
     def has(self, section: Section) -> bool:

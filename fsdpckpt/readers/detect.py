@@ -7,10 +7,9 @@ directory with exactly one checkpoint below it. If several answers are possible,
 from __future__ import annotations
 
 import os
-import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 
 from fsdpckpt.errors import (
@@ -26,14 +25,16 @@ from fsdpckpt.errors import (
     UsageError,
     to_copy,
 )
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
+from fsdpckpt.ir.account import Rule
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.process import without_collection
-from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, recognise
 from fsdpckpt.readers import READERS
-from fsdpckpt.readers.join import ReadPart, join, read_part, without_exports
+from fsdpckpt.readers.account import METADATA, AccountBook
+from fsdpckpt.readers.candidates import several_checkpoints
+from fsdpckpt.readers.join import join, without_exports
 from fsdpckpt.readers.manifest import (
     FoundUnits,
     find_units,
@@ -43,20 +44,17 @@ from fsdpckpt.readers.manifest import (
     with_manifests_of_parts,
     with_units,
 )
-from fsdpckpt.readers.protocol import MANIFEST, UNITS, FileTable, Items, Part, ReadOptions
-from fsdpckpt.readers.side_files import missing_sections, resuming_producer, with_flavor
-from fsdpckpt.readers.torch_ranks import may_be_torch
-from fsdpckpt.storage import UPLOADING, Entry, is_url
-from fsdpckpt.storage.sources import RemainingSources, Sources
+from fsdpckpt.readers.parts import ReadPart, read_part
+from fsdpckpt.readers.protocol import FileTable, Items, Part, ReadOptions, stem_of
+from fsdpckpt.readers.search import UNFINISHED, Found, Search, is_numbered
+from fsdpckpt.readers.side_files import missing_sections, section_of_name, with_flavor
+from fsdpckpt.storage import Entry, is_url
+from fsdpckpt.storage.sources import RemainingSources, Sources, relative_path
 from fsdpckpt.text import bytes_text, names_text, some_of
 
-# Sub-directories named like this are checkpoints of their own, not parts of one.
-_NUMBERED = re.compile(r"(?:^|[_-])(?:checkpoint|ckpt|step|global_step|epoch|ep|iter|iteration)[-_]?\d+", re.IGNORECASE)
 # A checkpoint in parts has directories for the model, the optimizer, data loaders, samplers, hardly for more.
 _MAX_DIRECTORIES = 6
-_EACH = "each of these directories is a checkpoint"
 _LEFT_OUT = (SourceUnsafeError, SourceUnrecognisedError, SourceUnsupportedError)  # of a file beside the checkpoint
-_DEPTH = 3  # levels below SRC that are searched for the one checkpoint: run / step / role
 
 
 def open_checkpoint(
@@ -92,58 +90,14 @@ def open_checkpoint(
     return checkpoint
 
 
-@dataclass(slots=True)
-class _Found:
-    """What was found in the directory ``path``: its parts, the ``names`` of all its entries, its ``subdirectories``
-    that no part needs, and ``left_out``, the files that are in no part.
-
-    ``notes`` and ``below``, subdirectories that contain parts, are those of a search.
-    """
-
-    path: str
-    names: list[str]
-    parts: list[Part]
-    subdirectories: list[Entry]
-    left_out: list[str]
-    notes: list[Note] = field(default_factory=list)
-    below: list[str] = field(default_factory=list)
-
-    def with_parts_of(self, below: Sequence[_Found]) -> _Found:
-        """Add the parts found in subdirectories, and a note on the files that are left out."""
-        if self.left_out:
-            message = f"not copied from {self.path}: {names_text(self.left_out, 6)}"
-            self.notes.append(Note("not-carried", message, self.path, keys=tuple(self.left_out)))
-        for found in below:
-            self.parts += found.parts
-            self.notes += found.notes
-            self.below += found.below or [found.path]
-        return self
-
-
-def _side_parts(names: Sequence[str], files: Mapping[str, Entry], sources: Sources) -> list[Part]:
-    """A part for each of ``files`` that is a side file of the framework with ``names`` in a directory."""
-    flavor = recognise(names)
-    side_files = [file for name, file in files.items() if flavor is not None and re.search(flavor.side_files, name)]
-    parts = [reader.recognise_file(file, sources) for file in side_files if may_be_torch(file) for reader in READERS]
-    return [replace(part, optional=True, extras=True) for part in parts if part is not None]
-
-
-def _refuse_uploads(path: str, entries: Sequence[Entry]) -> None:
-    if any(entry.name == UPLOADING for entry in entries):
-        raise SourceIncompleteError(
-            f"{path} is not complete: it is still being uploaded, or the upload was interrupted",
-            file=f"{path.rstrip('/')}/{UPLOADING}",
-            why=f"fsdpckpt deletes {UPLOADING} once everything is there",
-            next_step="wait for the upload to end, or run the command that began it again",
-        )
-
-
 class _Opening:
     def __init__(self, source: str, sources: RemainingSources, options: ReadOptions, units: Units | None) -> None:
         self.source = source
         self.sources = sources
         self.options = options
         self.files = FileTable(units)
+        self.book = AccountBook(source)
+        self.search = Search(source, sources, options, self.book, self._has_state)
 
     def file(self, entry: Entry) -> Checkpoint:
         part = next((part for reader in READERS if (part := reader.recognise_file(entry, self.sources))), None)
@@ -166,6 +120,8 @@ class _Opening:
             error.next_step = f"give the directory with all of them: {_parent_quoted(self.source)}"
             raise
         checkpoint = with_flavor(join(self.source, [read], self.files, []), [entry.name], "")
+        self.book.claimed([entry])
+        checkpoint.account = self.book.account([read], self.files.files(), self.sources)
         checkpoint.problems = (*checkpoint.problems, *missing_sections(checkpoint, ()))
         units = None if is_url(self.source) else _nearest_units([os.path.dirname(self.source) or "."], self.sources)
         if units is not None:
@@ -180,33 +136,40 @@ class _Opening:
                 file=self.source,
                 next_step="name the directory of one checkpoint",
             )
-        searched = self._search(self.source, _DEPTH)
-        if searched is None:
+        found = self.search.find(self.source)
+        if found is None:
             raise self._nothing_found()
-        units = _nearest_units(self._directories_above(searched.path), self.sources)
+        units = _nearest_units(self._directories_above(found.path), self.sources)
         # The manifest lists files that are ignored, too.
-        manifest = read_manifest(searched.path, searched.names, self.sources.all)
+        manifest = read_manifest(found.path, found.names, self.sources.all)
         recorded = manifest.units.units if manifest.units is not None else None
         if recorded is not None and recorded.orders:
             self.files.units = recorded
         elif units is not None and units.units is not None:
             self.files.units = units.units
         self.files.without_slices = manifest.without_slices
-        read = self._read_parts(searched)
+        read = self._read_parts(found)
         if self.options.as_dcp:
             read, exports = without_exports(read)
             if exports:
-                searched.notes.append(Note("not-carried", f"not in .metadata, and left out: {names_text(exports, 6)}"))
+                found.notes.append(Note("not-carried", f"not in .metadata, and left out: {names_text(exports, 6)}"))
         if self.sources.ignored:
             ignored = tuple(self.sources.ignored)
-            searched.notes.append(Note("ignored", f"left out by --ignore-file: {some_of(ignored, 6)}", keys=ignored))
-        checkpoint = join(self.source, read, self.files, searched.notes)
-        checkpoint = with_flavor(checkpoint, searched.names, searched.path)
+            for path, directory in self.sources.ignored.items():
+                self.book.left_out(f"{self.source.rstrip('/')}/{path}", Rule.IGNORED, directory=directory)
+            found.notes.append(Note("ignored", f"left out by --ignore-file: {some_of(ignored, 6)}", keys=ignored))
+        checkpoint = join(self.source, read, self.files, found.notes)
+        checkpoint = with_flavor(checkpoint, found.names, found.path)
         if units is not None:
             with_units(checkpoint, units)
+            if units.units is not None and relative_path(units.path, self.source) != units.path:
+                self.book.read(units.path, METADATA)
         checkpoint = with_manifest(checkpoint, manifest, self.sources.all)
-        with_manifests_of_parts(checkpoint, searched.path, self.sources.all)
-        checkpoint.problems = (*checkpoint.problems, *missing_sections(checkpoint, searched.names))
+        with_manifests_of_parts(checkpoint, found.path, self.sources.all)
+        absent = missing_sections(checkpoint, found.names)
+        unfinished = [problem for entry in found.unfinished if (problem := _unfinished(entry, checkpoint)) is not None]
+        checkpoint.problems = (*checkpoint.problems, *(unfinished or absent))
+        checkpoint.account = self.book.account(read, self.files.files(), self.sources)
         return checkpoint
 
     def _directories_above(self, path: str) -> list[str]:
@@ -218,35 +181,38 @@ class _Opening:
         while len(places[-1]) > len(top) and "/" in places[-1]:
             places.append(places[-1].rpartition("/")[0])
         parent, name = os.path.split(places[-1])
-        if _NUMBERED.search(name) and is_url(parent) == is_url(places[-1]):
+        if is_numbered(name) and is_url(parent) == is_url(places[-1]):
             places.append(parent or ".")
         return places
 
-    def _read_parts(self, searched: _Found) -> list[ReadPart]:
+    def _read_parts(self, found: Found) -> list[ReadPart]:
         """Read every part. Leaves out a file beside the checkpoint that cannot be read (a training script's classes).
 
         An error among many directories side by side means that they are several checkpoints.
         """
         read: list[ReadPart] = []
         refused: list[FsdpckptError] = []
-        for part in searched.parts:
+        for part in found.parts:
             count = len(self.files.files())
             try:
                 read.append(self._read(part))
             except SourceError as error:
-                if not part.optional and len(searched.below) > _MAX_DIRECTORIES:
-                    raise _several_candidates(searched.path, searched.below) from None
+                if not part.optional and len(found.below) > _MAX_DIRECTORIES:
+                    raise several_checkpoints(found.path, found.below, self.sources) from None
                 if not part.optional or not isinstance(error, _LEFT_OUT):
                     raise
+                for path in (part.label, *(file.path for file in self.files.files()[count:])):
+                    self.book.left_out(path, Rule.REFUSED)
                 self.files.truncate(count)
                 refused.append(error)
                 names = ", ".join(error.details[:5]) or error.what
-                searched.notes.append(Note("not-carried", f"{part.label} is left out: {names}", part.stem))
+                found.notes.append(Note("not-carried", f"{part.label} is left out: {names}", part.stem))
         if refused and all(part.auxiliary for part in read):
             raise refused[0]
         return read
 
     def _read(self, part: Part) -> ReadPart:
+        first = len(self.files.files())
         tree = part.read(self.files, self.sources)
         if not isinstance(tree.root, dict):
             kind = "tensor" if isinstance(tree.root, Tensor) else type(tree.root).__name__
@@ -257,92 +223,16 @@ class _Opening:
                 found=kind,
                 next_step="save a state dict: torch.save(model.state_dict(), new_path)",
             )
-        read = read_part(part, tree)
+        read = replace(read_part(part, tree), file_numbers=(first, len(self.files.files())))
         if part.ranks_inferred and not read.auxiliary and read.whole():
             raise NeedsInformationError(
                 f"{part.label}: each of these files holds whole tensors",
-                why="the numbers in their names may be ranks that hold the same, or different checkpoints",
-                next_step="name one of the files",
+                why="they may be different checkpoints, or the parts of tensor-parallel ranks: nothing in them tells",
+                next_step="if each is a checkpoint of its own, name one of them; parts have to be merged with the "
+                "script of the trainer that wrote them",
                 file=part.label,
             )
         return read
-
-    def _list(self, path: str) -> _Found:
-        """List the directory ``path`` without descending. Raises what ``Reader.recognise_directory`` raises."""
-        entries = self.sources.list_directory(path)
-        _refuse_uploads(path, entries)
-        names = [entry.name for entry in entries]
-        exports = export_files(names)
-        hidden = [f"{entry.name}/" for entry in entries if entry.directory and entry.name.startswith(".")]
-        directories = [entry for entry in entries if entry.directory and not entry.name.startswith(".")]
-        apart = {*exports, MANIFEST, UNITS}
-        files = {entry.name: entry for entry in entries if not entry.directory and entry.name not in apart}
-        # Numbers in the names of side files are not ranks, and tensors in them are not a model.
-        parts = _side_parts(names, files, self.sources)
-        for part in parts:
-            del files[part.name]
-        unwanted: list[str] = []
-        for reader in READERS:
-            claim = reader.recognise_directory(path, files, self.options, self.sources)
-            parts += claim.parts
-            unwanted += claim.left_out
-            directories = [entry for entry in directories if entry.name not in claim.directories]
-            files = {name: entry for name, entry in files.items() if name not in claim.names}
-        return _Found(path, names, parts, directories, [*sorted(exports), *hidden, *files, *unwanted])
-
-    def _search(self, path: str, depth: int) -> _Found | None:
-        """The parts at ``path``: those of the directory and its subdirectories, or of the one checkpoint below it."""
-        found = self._list(path)
-        numbered = [entry for entry in found.subdirectories if _NUMBERED.search(entry.name)]
-        others = [entry for entry in found.subdirectories if entry not in numbered]
-        if found.parts and all(part.optional for part in found.parts):
-            only = self._producer_below(found, others if depth else []) or self._below_settings(
-                found, numbered, others, depth
-            )
-            if only is not None:
-                return only
-        if found.parts:
-            separate = [*numbered, *(entry for entry in others if entry.name in EXPORT_DIRECTORIES)]
-            self._add_subdirectories(found, [entry for entry in others if entry not in separate], depth)
-            if separate:
-                names = ", ".join(entry.name for entry in separate)
-                message = f"{path}: not treated as parts of this checkpoint: {names}"
-                found.notes.append(Note("not-carried", message))
-            return found
-        searches = (self._search(entry.path, depth - 1) for entry in (*numbered, *others) if depth)
-        below = [search for search in searches if search is not None]
-        if not below:
-            return None
-        if len(below) == 1 and recognise(found.names) is None:
-            only = below[0]
-            if all(note.kind != "found-below" for note in only.notes):  # a deeper level may have added it already
-                only.notes.insert(0, Note("found-below", f"the checkpoint was found in {only.path}"))
-            return only
-        if sum(1 for entry in numbered if any(_is_in(search.path, entry.path) for search in below)) > 1:
-            raise _several_candidates(path, [search.path for search in below])
-        return found.with_parts_of(below)
-
-    def _producer_below(self, found: _Found, subdirectories: list[Entry]) -> _Found | None:
-        """The one subdirectory with everything that a producer saves, if no file above it is a model or optimizer."""
-        below = [search for search in self._search_each(subdirectories) if resuming_producer(search.names)]
-        if len(below) > 1:
-            raise _several_candidates(found.path, [search.path for search in below])
-        return _only_below(found, below[0]) if below else None
-
-    def _below_settings(self, found: _Found, numbered: list[Entry], others: list[Entry], depth: int) -> _Found | None:
-        """The one checkpoint below a directory whose own files have no model and no optimizer (settings)."""
-        if not depth or not (numbered or others) or any(map(self._has_state, found.parts)):
-            return None
-        parts_beside = [each for each in others if each.name not in EXPORT_DIRECTORIES]
-        if any(self._has_state(part) for beside in self._search_each(parts_beside) for part in beside.parts):
-            return None  # the files above belong to it
-        searches = (self._search(entry.path, depth - 1) for entry in (*numbered, *others))
-        below = [search for search in searches if search is not None and any(map(self._has_state, search.parts))]
-        unclear = [part.label for part in found.parts if below and self._has_state(part) is None]
-        if len(below) + len(unclear) > 1:
-            why = f"{names_text(unclear, 6)} may be a model, or only settings" if unclear else _EACH
-            raise _several_candidates(found.path, [*unclear, *(search.path for search in below)], why)
-        return _only_below(found, below[0]) if below else None
 
     def _has_state(self, part: Part) -> bool | None:
         """Whether ``part`` holds a model or an optimizer. None for a dict of tensors that may be anything."""
@@ -365,24 +255,19 @@ class _Opening:
         only_tensors = sections.model_keys is None and all(isinstance(leaf, Tensor) for leaf in params.values())
         return None if params and only_tensors else False
 
-    def _add_subdirectories(self, found: _Found, subdirectories: list[Entry], depth: int) -> None:
-        """Add the parts of those subdirectories that contain any."""
-        below = self._search_each(subdirectories) if depth else []
-        with_parts = {search.path for search in below}
-        found.left_out += [f"{entry.name}/" for entry in subdirectories if entry.path not in with_parts]
-        found.with_parts_of(below)
-
-    def _search_each(self, directories: Sequence[Entry]) -> list[_Found]:
-        """Those of ``directories`` that contain parts, without what is below them."""
-        listed = (self._list(entry.path) for entry in directories)
-        return [found.with_parts_of([]) for found in listed if found.parts]
-
-    def _nothing_found(self) -> SourceUnrecognisedError:
-        names = self._list(self.source).names
+    def _nothing_found(self) -> SourceUnrecognisedError | SourceIncompleteError:
+        names = self.search.listing(self.source).names
+        if UNFINISHED in names:
+            return SourceIncompleteError(
+                f"{self.source} holds nothing but {UNFINISHED}",
+                file=self.source,
+                why="the save did not finish, or still runs: the data files and .metadata are written later",
+                next_step="wait for the save, or use the checkpoint before this one",
+            )
         return SourceUnrecognisedError(
             f"no checkpoint was found in {self.source}",
             file=self.source,
-            expected=".metadata (DCP), *.safetensors, torch.save files, or one file per rank, here or one to three "
+            expected=".metadata (DCP), *.safetensors, torch.save files, or one file per rank, here or in the "
             "directories below",
             found=some_of(names, 8) or "an empty directory",
             next_step=to_copy(
@@ -391,32 +276,18 @@ class _Opening:
         )
 
 
+def _unfinished(entry: Entry, checkpoint: Checkpoint) -> Problem | None:
+    """The fatal problem of a directory or a file of a part that is empty; None if the part is there after all."""
+    section = section_of_name(entry.name) or Section.EXTRA
+    content = {Section.MODEL: checkpoint.model, Section.OPTIM: checkpoint.optim}.get(section)
+    if content is not None or (section is Section.EXTRA and stem_of(entry.name) in checkpoint.extra):
+        return None
+    message = f"{entry.path} is empty: the save of this part did not finish, or it was not copied"
+    return Problem("missing-section", message, file=entry.path, section=section)
+
+
 def _parent_quoted(path: str) -> str:
     return shlex.quote(path.rpartition("/")[0] or ".")
-
-
-def _is_in(path: str, directory: str) -> bool:
-    """Whether ``path`` is ``directory`` or below it."""
-    return f"{path.rstrip('/')}/".startswith(f"{directory.rstrip('/')}/")
-
-
-def _only_below(found: _Found, only: _Found) -> _Found:
-    """``only``, with a note that it is below ``found``, of which nothing is read."""
-    left_out = ", ".join([*(part.name for part in found.parts), *found.left_out])
-    where = Note("found-below", f"the checkpoint was found in {only.path}")
-    only.notes = [note for note in only.notes if note != where]
-    only.notes.insert(0, Note("found-below", f"{where.message}; not copied from {found.path}: {left_out}"))
-    return only
-
-
-def _several_candidates(path: str, candidates: list[str], why: str = _EACH) -> NeedsInformationError:
-    return NeedsInformationError(
-        f"{path} holds {len(candidates)} checkpoints",
-        details=candidates,
-        why=why,
-        next_step=f"name the one to read, for example {shlex.quote(candidates[-1])}",
-        file=path,
-    )
 
 
 def _nearest_units(places: Sequence[str], sources: Sources) -> FoundUnits | None:

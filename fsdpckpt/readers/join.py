@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import posixpath
-import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
+from fsdpckpt.errors import NeedsInformationError, SourceUnrecognisedError
 from fsdpckpt.ir.checkpoint import (
     BARE_VALUE,
     Checkpoint,
@@ -27,77 +24,34 @@ from fsdpckpt.ir.checkpoint import (
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.sections import section_names
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value, replaced, without
-from fsdpckpt.producers import EXTRA_STEM, PLAIN
-from fsdpckpt.readers.flat_slices import convert_slices, why_sliced
-from fsdpckpt.readers.protocol import FileTable, KeyPath, Part, Tree, dotted
-from fsdpckpt.readers.sections import Sections, split
+from fsdpckpt.ir.values import Key, Value, replaced, walk, without
+from fsdpckpt.producers import PLAIN
+from fsdpckpt.readers.candidates import require_one_each
+from fsdpckpt.readers.flat_slices import convert_slices
+from fsdpckpt.readers.parts import EXTRA_STEMS, ReadPart, read_part
+from fsdpckpt.readers.protocol import FileTable, KeyPath, dotted
 from fsdpckpt.readers.torch_ranks import named_rank
-from fsdpckpt.storage.sources import relative_path
 from fsdpckpt.text import listed, shape_text, some_of, truncate
 
-# A part of this name is a dict of extras itself; the extras of any other part are under that part's name.
-_EXTRA_STEMS = frozenset({EXTRA_STEM, "extra", "meta"})
 _MAX_VALUES = 4  # differing ranks in a message
 _MAX_NAMES = 3  # names in a message
+_MAX_KEYS = 8  # extras in a message
 _FLAT = "flat_param"  # part of the names of flat parameters in every version of FSDP1
 
 
-@dataclass(slots=True)
-class ReadPart:
-    """One part after reading: its tree and its sections. ``origin``: the part itself."""
-
-    origin: Part
-    tree: Tree
-    sections: Sections
-
-    @property
-    def label(self) -> str:
-        return self.origin.label
-
-    @property
-    def stem(self) -> str:
-        return self.origin.stem
-
-    @property
-    def section_names(self) -> set[str]:
-        """Which of the main model and optimizer it holds."""
-        sections = (("model", self.sections.model), ("optimizer", self.sections.optim))
-        return {name for name, section in sections if section is not None}
-
-    @property
-    def auxiliary(self) -> bool:
-        """Whether it holds neither a model nor an optimizer, or only such as belong to the main ones elsewhere."""
-        return not self.section_names and (not self.sections.named or self.stem in _EXTRA_STEMS)
-
-    def whole(self) -> bool:
-        """Whether every rank's file holds all of it, judging by this part alone."""
-        optim = self.sections.optim
-        if self.tree.layout is not Layout.FULL:
-            return False
-        return optim is None or why_sliced(optim.state, self.sections.model, self.tree) is None
-
-
-def read_part(part: Part, tree: Tree) -> ReadPart:
-    """Split ``tree`` into its sections. A part whose name says that it holds ``extras`` has only these; in the files
-    of this name that we write, further models and optimizers are among them.
-    """
-    if part.extras:
-        return ReadPart(part, tree, Sections(None, None, dict(cast("dict[Key, Value]", tree.root))))
-    called_model = "model" in part.stem.lower() and "optim" not in part.stem.lower()
-    called_extra = part.stem == EXTRA_STEM
-    return ReadPart(part, tree, split(tree.root, called_model=called_model, called_extra=called_extra))
-
-
 def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequence[Note]) -> Checkpoint:
-    """Join all ``parts`` into one checkpoint. Raises NeedsInformationError if two of them have the same section, or if
-    the model of one and the optimizer of another have no name in common.
+    """Join all ``parts`` into one checkpoint. Raises what ``require_one_each`` does if two of them have the same
+    section, NeedsInformationError if the model of one and the optimizer of another have no name in common, and
+    SourceUnrecognisedError if none has a model or an optimizer.
     """
     if len(parts) > 1:  # Lightning's meta.pt has extras, even if they are a dict of tensors like a model
         parts = [
-            read_part(replace(part.origin, extras=True), part.tree) if part.stem == "meta" else part for part in parts
+            replace(read_part(replace(part.origin, extras=True), part.tree), file_numbers=part.file_numbers)
+            if part.stem == "meta"
+            else part
+            for part in parts
         ]
-    _require_one_each(source, parts)
+    require_one_each(source, parts)
     with_model = next((part for part in parts if part.sections.model is not None), None)
     with_optim = next((part for part in parts if part.sections.optim is not None), None)
     notes = [*notes, *(_unmatched_names(source, with_model, with_optim) if with_model and with_optim else ())]
@@ -110,6 +64,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
         problems = (_slices_of_one_rank(part), _reused_ids(part, model))
         part.tree.problems += [problem for problem in problems if problem is not None]
     extra, rank_extra, named = _extras(parts)
+    _require_more_than_extras(source, parts, extra)
     return Checkpoint(
         source=source,
         layout=_layout(parts),
@@ -130,6 +85,26 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
         mesh_devices=frozenset(device for part in parts for device in part.tree.devices),
         orders=next((part.tree.orders for part in parts if part.tree.orders), ()),
         named=named,
+    )
+
+
+def _require_more_than_extras(source: str, parts: Sequence[ReadPart], extra: Mapping[Key, Value]) -> None:
+    """Raises SourceUnrecognisedError if no part has a model or an optimizer, and nothing that may be one: settings,
+    schedulers and random states say where a training stood, and are no checkpoint without the rest.
+    """
+    if any(part.section_names or part.sections.named for part in parts):
+        return
+    leaves = [leaf for part in parts for _, leaf in walk(part.tree.root) if isinstance(leaf, Tensor)]
+    if any(leaf.ndim and leaf.dtype.kind == "float" for leaf in leaves):
+        return
+    raise SourceUnrecognisedError(
+        f"{source} holds no model and no optimizer",
+        details=[part.label for part in parts],
+        file=source,
+        expected="tensors by name, or the state dict of an optimizer",
+        found=some_of(list(extra), _MAX_KEYS) or "nothing",
+        why="it is only that part of a checkpoint that says where the training stood",
+        next_step="name the directory that has the model, too",
     )
 
 
@@ -159,88 +134,6 @@ def without_exports(parts: Sequence[ReadPart]) -> tuple[list[ReadPart], list[str
 
     names = [part.origin.name for part in parts if is_export(part)]
     return [part for part in parts if not is_export(part)], names
-
-
-def _require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
-    for what in ("model", "optimizer"):
-        candidates = [part for part in parts if what in part.section_names]
-        labels = [part.label for part in candidates]
-        if len(labels) > 1:
-            if (absent := _rank_0_of_slices(candidates)) is not None:
-                raise SourceIncompleteError(
-                    f"{source}: what looks like slices of {len(labels)} ranks, without those of rank 0",
-                    expected=posixpath.basename(absent),
-                    found=some_of([part.origin.name for part in candidates], 4),
-                    file=absent,
-                    rank=0,
-                    why="all optimizer states in these files are one-dimensional, as FSDP1 cuts them, and the files "
-                    "are numbered from 1",
-                    next_step="copy the files of all ranks into one directory; or, if each is a checkpoint of its own, "
-                    "give one as SRC",
-                )
-            raise NeedsInformationError(
-                f"{source} holds {len(labels)} candidates for the {what}",
-                details=labels,
-                why="several checkpoints are in one directory, or the same weights in several forms (files that a tool "
-                "consolidated may hold zeros where the shards hold values)",
-                next_step=_how_to_choose(source, candidates, parts),
-                file=source,
-            )
-
-
-def _rank_0_of_slices(parts: Sequence[ReadPart]) -> str | None:
-    """The path of rank 0's file if ``parts`` are numbered 1, 2, 3 and hold optimizers of vectors only."""
-    numbered = [re.fullmatch(r"(.*\D)([1-9]\d*)", part.stem) for part in parts]
-    words = [match.groups() for match in numbered if match is not None]
-    numbers = sorted(int(number) for _, number in words)
-    if len({name for name, _ in words}) != 1 or numbers != list(range(1, len(parts) + 1)):
-        return None
-    optims = [part.sections.optim for part in parts]
-    states = [states for optim in optims if optim is not None for states in optim.state.values()]
-    leaves = [leaf for entry in states for leaf in entry.values()]
-    if None in optims or {leaf.ndim for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim} != {1}:
-        return None
-    return re.sub(rf"{words[0][1]}(\.[^./]*)$", r"0\1", parts[0].label)
-
-
-def _how_to_choose(source: str, candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) -> str:
-    """The next step for the user: the path of one candidate if they are in different directories, else the options
-    that leave only one.
-    """
-    named = _path_for_user(candidates, parts)
-    directories = [candidate.origin.directory for candidate in candidates]
-    if posixpath.commonpath([directory or "." for directory in directories]) not in directories:
-        return f"name the one to read, for example {shlex.quote(named)}"
-    globs = {candidate.label: glob_of(candidate.origin, source) for candidate in candidates}
-
-    def preference(candidate: ReadPart) -> tuple[bool, bool, bool]:
-        """The smallest is read: the source itself, shards, what a training job writes."""
-        tree = candidate.tree
-        return bool(globs[candidate.label]), tree.layout is Layout.FULL, tree.container == Container.SAFETENSORS
-
-    chosen = min(candidates, key=preference).label
-    ignored = " ".join(f"--ignore-file {shlex.quote(glob)}" for label, glob in globs.items() if label != chosen)
-    shown = "that one" if named == chosen else shlex.quote(named)
-    other = f"; or give {shown} as SRC" if named.rstrip("/") != source.rstrip("/") else ""
-    return f"to read {chosen}, add {ignored}{other}"
-
-
-def glob_of(part: Part, source: str) -> str:
-    """The glob that leaves out ``part``: "" if that is the whole source."""
-    path = relative_path(f"{part.directory}/{part.glob}" if part.glob else part.label, source)
-    shards = path.removesuffix(".safetensors.index.json")
-    return path if shards == path else f"{shards}*.safetensors*"
-
-
-def _path_for_user(candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) -> str:
-    """What to give as SRC for the first of ``candidates``: the directory of a set of files; its directory if that has
-    no other candidate and holds more than this part; otherwise the path itself.
-    """
-    part = candidates[0].origin
-    alone = part.directory and all(other.origin.directory != part.directory for other in candidates[1:])
-    if part.glob or (alone and sum(other.origin.directory == part.directory for other in parts) > 1):
-        return part.directory
-    return part.label
 
 
 def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) -> list[Note]:
@@ -386,7 +279,7 @@ def _extras(
     for part in parts:
         below, tree, sections = part.sections.extra, part.tree, part.sections
         prefix: KeyPath = ()
-        if (len(parts) == 1 or not part.auxiliary or part.stem in _EXTRA_STEMS) and not below.keys() & extra.keys():
+        if (len(parts) == 1 or not part.auxiliary or part.stem in EXTRA_STEMS) and not below.keys() & extra.keys():
             extra.update(below)
         else:
             stem = part.stem

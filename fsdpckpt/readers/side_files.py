@@ -55,11 +55,12 @@ def describes_model(name: str) -> bool:
 
 @dataclass(slots=True)
 class SideFiles:
-    """``files``: by target name, each file's bytes as a tensor. ``sources``: the source files that their chunks refer
-    to.
+    """``files``: by target name, each file's bytes as a tensor; ``paths``: of the files that are copied. ``sources``:
+    the source files that their chunks refer to, and that the checkpoint has not.
     """
 
     files: dict[str, Tensor] = field(default_factory=dict)
+    paths: list[str] = field(default_factory=list)
     sources: list[SourceFile] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
@@ -72,6 +73,7 @@ class SideFiles:
                 self.sources.append(Stored(entry.path, entry.nbytes))
             chunks = Chunks.whole(file=numbers[entry.path], offset=0, shape=(entry.nbytes,))
             self.files[target_name] = Tensor(DTYPES["uint8"], (entry.nbytes,), chunks)
+            self.paths.append(entry.path)
 
 
 def files_of_model(directory: str, files_read: Sequence[SourceFile], sources: Sources) -> SideFiles:

@@ -88,12 +88,13 @@ class ByteTarget(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name in a directory. ``nbytes`` is 0 for a directory."""
+    """One name in a directory. ``nbytes`` is 0 for a directory. ``link``: the path that a link leads to, else ""."""
 
     name: str
     path: str
     nbytes: int
     directory: bool
+    link: str = ""
 
 
 def is_url(path: str) -> bool:

@@ -54,7 +54,8 @@ def list_directory(path: str) -> list[Entry]:
                 nbytes = 0 if directory else item.stat().st_size
             except OSError:  # a dangling link, or a link to itself: opening it reports that
                 directory, nbytes = False, 0
-            entries.append(Entry(item.name, item.path, nbytes, directory))
+            link = os.path.realpath(item.path) if item.is_symlink() else ""
+            entries.append(Entry(item.name, item.path, nbytes, directory, link))
     return sorted(entries, key=lambda entry: entry.name)
 
 

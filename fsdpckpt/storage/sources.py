@@ -169,13 +169,13 @@ class Sources:
 class RemainingSources(Sources):
     """``sources`` without the files and directories below ``source`` whose name, or path from there, matches one of
     ``globs``: no directory lists them. ``ignored``: those that were left out so far, as relative paths. ``all``:
-    ``sources`` itself.
+    ``sources`` itself. The values of ``ignored`` say which are directories.
     """
 
     def __init__(self, sources: Sources, source: str, globs: Sequence[str]) -> None:
         super().__init__()
         self.all, self._source, self._globs = sources, source, globs
-        self.ignored: dict[str, None] = {}
+        self.ignored: dict[str, bool] = {}
 
     def _remains(self, entry: Entry) -> bool:
         if not entry.path.startswith(f"{self._source.rstrip('/')}/"):
@@ -183,7 +183,7 @@ class RemainingSources(Sources):
         path = relative_path(entry.path, self._source)
         if not any(matches(glob, path) for glob in self._globs):
             return True
-        self.ignored[path] = None
+        self.ignored[path] = entry.directory
         return False
 
     def stat(self, path: str) -> Entry | None:

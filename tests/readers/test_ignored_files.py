@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnrecognisedError, UsageError
-from fsdpckpt.readers.join import glob_of
+from fsdpckpt.readers.candidates import glob_of
 from fsdpckpt.readers.protocol import Part, Tree
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -148,10 +148,15 @@ def test_what_the_ranks_wrote_is_kept_and_not_what_was_gathered_from_it(tmp_path
         shutil.copy(
             GOLDEN / "torch-2.4/f2_plain_t" / f"model_{rank}.pt", tmp_path / f"model_world_size_2_rank_{rank}.pt"
         )
-    torch.save(EXPORT, tmp_path / "full.pt")
+    truth = torch.load(GOLDEN / "torch-2.4/f2_plain_t/truth/full.pt", weights_only=False)["model"]
+    torch.save(dict(truth), tmp_path / "full.pt")
     with pytest.raises(NeedsInformationError) as caught:
         fsdpckpt.inspect(tmp_path)
     assert typed(caught.value) == ["full.pt"]
+    torch.save({f"head.{name}": tensor for name, tensor in truth.items()}, tmp_path / "full.pt")
+    with pytest.raises(NeedsInformationError, match="they hold different parameters") as caught:
+        fsdpckpt.inspect(tmp_path)
+    assert typed(caught.value) == [], "it may be the rest of the model"
 
 
 @pytest.mark.parametrize(

@@ -719,6 +719,7 @@ def test_keys_in_a_dcp_directory_are_the_texts_that_torch_makes_of_them(tmp_path
 def test_extras_in_another_order_are_the_same_on_every_rank(tmp_path: Path) -> None:
     for rank, states in enumerate(({"seed": 1, "cuda": [2]}, {"cuda": [2], "seed": 1})):
         torch.save(states, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
+        torch.save({"w": torch.ones(2, 3)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
     found = opened(tmp_path)
     assert (found.extra, found.rank_extra, found.problems) == ({"seed": 1, "cuda": [2]}, (), ())
 
@@ -727,6 +728,7 @@ def test_what_a_rank_lacks_inside_a_list_is_absent_there(tmp_path: Path) -> None
     for rank in range(2):
         states = [{"seed": 1, **({"cuda": 2} if rank == 0 else {})}, ({"n": 3, **({"m": 4} if rank == 0 else {})},)]
         torch.save({"states": states}, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
+        torch.save({"w": torch.ones(2, 3)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
     first, second = opened(tmp_path).rank_extra
     assert first == {"states": [{"seed": 1, "cuda": 2}, ({"n": 3, "m": 4},)]}
     assert second == {"states": [{"seed": 1}, ({"n": 3},)]}

@@ -29,6 +29,8 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # protocol 2, then torch's magic number as a long
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _SECTION = re.compile(r"model|optim|extra_state|state_dict|weights|params", re.IGNORECASE)
+_FOLDER = re.compile(r"model|optim|extra_state|scheduler|rng|loader|train_state", re.IGNORECASE)
+_NO_STEM = "rank"  # of files whose names have nothing but the rank
 _MAX_NAMES = 1 << 16  # missing files that are named: a number in one file name can ask for a million
 
 _WITH_WORLD = re.compile(r"^(?P<stem>.+?)[_-]world_size_(?P<world>\d+)_rank_(?P<rank>\d+)(?P<suffix>\.[^.]+)$")
@@ -98,21 +100,24 @@ def _file_part(path: str, stem: str, *, optional: bool) -> Part:
 
 def _ranks_part(rank_set: RankSet, files: Mapping[str, Entry], directory: str) -> Part:
     paths = {rank: files[name].path for rank, name in sorted(rank_set.files.items())}
+    folder = directory.rstrip("/").rpartition("/")[2]
+    # ``extra_state/rank_0.pt``: what the files are is in the name of their directory.
+    stem = folder if rank_set.stem == _NO_STEM and _FOLDER.search(folder) else rank_set.stem
 
     def read(table: FileTable, sources: Sources) -> Tree:
         from fsdpckpt.readers.torch_ranks.read import read_torch_ranks
 
-        return read_torch_ranks(paths, table, sources, only_extras=rank_set.stem == EXTRA_STEM)
+        return read_torch_ranks(paths, table, sources, only_extras=stem == EXTRA_STEM)
 
     first, last = rank_set.name(min(paths)), rank_set.name(max(paths))
     several = len(paths) > 1
     return Part(
         f"{directory.rstrip('/')}/{first}" + (f" .. {last}" if several else ""),
-        rank_set.stem,
+        stem,
         read,
         glob=rank_set.glob if several else "",
         ranks_inferred=rank_set.bare,
-        optional=not _SECTION.search(rank_set.stem),
+        optional=not _SECTION.search(stem),
     )
 
 
@@ -147,7 +152,7 @@ def _ranks_by_content(names: Sequence[str], files: Mapping[str, Entry], sources:
             )
         first = next(iter(by_rank.values()))
         place = len(head), len(first) - len(tail)
-        sets.append(RankSet(head.strip("_.-") or "rank", bare=False, world=None, place=place, files=by_rank))
+        sets.append(RankSet(head.strip("_.-") or _NO_STEM, bare=False, world=None, place=place, files=by_rank))
     return sets
 
 
@@ -208,7 +213,7 @@ def _parse(name: str) -> NamedRank | None:
         stem = words["stem"] if "stem" in words else f"{words['head']}{words['tail']}".strip("_.-")
         world = int(words["world"]) if "world" in words else None
         bare = pattern in (_SHARD, _BARE)
-        return NamedRank(stem or "rank", bare, world, int(words["rank"]), words["suffix"], match.span("rank"))
+        return NamedRank(stem or _NO_STEM, bare, world, int(words["rank"]), words["suffix"], match.span("rank"))
     return None
 
 

@@ -1,0 +1,253 @@
+"""Says what to do if several containers may be the model or the optimizer: what belongs together, and what to choose.
+
+Files that differ in the number of a rank, a stage, an expert or a shard are parts of one model, whatever else they are.
+No message proposes to read one of them, or to leave one out.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+
+from fsdpckpt.errors import (
+    FsdpckptError,
+    NeedsInformationError,
+    SourceError,
+    SourceIncompleteError,
+    SourceUnsupportedError,
+)
+from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.readers.parts import ReadPart
+from fsdpckpt.readers.protocol import Part
+from fsdpckpt.storage.sources import Sources, relative_path
+from fsdpckpt.text import natural, plural, some_of
+
+MAX_CANDIDATES = 3  # that a message lists
+_EACH = "each of these directories is a checkpoint"
+_MAX_POINTER_BYTES = 1024
+_POINTER = re.compile(r"^latest", re.IGNORECASE)  # of DeepSpeed, Megatron, verl
+
+# The words before a number that say which part of one model a file holds. The first that fits names the kind.
+_COUNTERS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("experts", re.compile(r"(?:^|[^a-z])(?:experts?|exp|ep|expp)[-_=.]?(?:rank)?[-_=.]?$", re.IGNORECASE)),
+    ("pipeline stages", re.compile(r"(?:^|[^a-z])(?:pp|pipe|pipeline|stage)[-_=.]?(?:rank)?[-_=.]?$", re.IGNORECASE)),
+    ("tensor-parallel ranks", re.compile(r"(?:^|[^a-z])(?:tp|tensor|mp)[-_=.]?(?:rank)?[-_=.]?$", re.IGNORECASE)),
+    ("tensor-parallel ranks or pipeline stages", re.compile(r"(?:^|[^a-z])mp_rank_\d+_(?:\d+_)?$", re.IGNORECASE)),
+    ("shards", re.compile(r"(?:^|[^a-z])(?:shard|part|partition)[-_=.]?$|-of-$", re.IGNORECASE)),
+    ("ranks", re.compile(r"(?:^|[^a-z])(?:rank|dp|cp|node|worker)[-_=.]?(?:rank)?[-_=.]?$", re.IGNORECASE)),
+)
+_NUMBERS = re.compile(r"\d+")
+_OF_A_TOTAL = re.compile(r"^-of-\d+")
+
+
+def counted_parts(paths: Iterable[str]) -> tuple[str, list[str]] | None:
+    """What those of ``paths`` are that differ only in numbers which count parts of one model, and which they are.
+
+    ``model_tp-rank-0-of-2.pt`` and ``model_tp-rank-1-of-2.pt`` are tensor-parallel ranks. None if there are no two.
+    """
+    alike: dict[str, list[str]] = {}
+    for path in paths:
+        alike.setdefault(_NUMBERS.sub("#", path), []).append(path)
+    for group in alike.values():
+        numbers = [_NUMBERS.findall(path) for path in group]
+        for position, match in enumerate(_NUMBERS.finditer(group[0])):
+            kind = _kind(group[0], match)
+            if kind is not None and len({each[position] for each in numbers}) > 1:
+                return kind, sorted(group, key=natural)
+    return None
+
+
+def _kind(path: str, number: re.Match[str]) -> str | None:
+    """What ``number`` counts in ``path``; None if its name does not say."""
+    before = path[: number.start()]
+    kind = next((kind for kind, word in _COUNTERS if word.search(before)), None)
+    return kind or ("shards" if _OF_A_TOTAL.match(path[number.end() :]) else None)
+
+
+def refuse_counted_parts(source: str, labels: Sequence[str]) -> None:
+    """Raises SourceUnsupportedError if some of ``labels`` are parts of one model, each with tensors of its own."""
+    relative = {relative_path(label, source) or label: label for label in labels}
+    counted = counted_parts(relative)
+    if counted is None:
+        return
+    kind, parts = counted
+    raise SourceUnsupportedError(
+        f"{source} holds one model in parts: the files of {len(parts)} {kind}",
+        details=[relative[part] for part in parts],
+        most_shown=MAX_CANDIDATES,
+        file=source,
+        why="each holds plain tensors, and how these go together is in the code of the model, not in the files",
+        next_step="merge them with the script of the trainer that wrote them; or save DTensors, or a DCP checkpoint, "
+        "which record it",
+    )
+
+
+def require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
+    """Raises if several of ``parts`` hold a model, or an optimizer: SourceUnsupportedError for parts of one model,
+    SourceIncompleteError for slices without rank 0's, else NeedsInformationError.
+    """
+    for what in ("model", "optimizer"):
+        candidates = [part for part in parts if what in part.section_names]
+        if len(candidates) < 2:
+            continue
+        refuse_counted_parts(source, [_place(part.origin) for part in candidates])
+        _refuse_slices_without_rank_0(source, candidates)
+        labels = sorted((part.label for part in candidates), key=natural)
+        raise NeedsInformationError(
+            f"{source} holds {len(labels)} candidates for the {what}",
+            details=labels,
+            most_shown=MAX_CANDIDATES,
+            why="several checkpoints are in one directory, or the same weights in several forms (files that a tool "
+            "consolidated may hold zeros where the shards hold values)",
+            next_step=_how_to_choose(source, what, candidates, parts),
+            file=source,
+        )
+
+
+def _refuse_slices_without_rank_0(source: str, candidates: Sequence[ReadPart]) -> None:
+    """Raises SourceIncompleteError if ``candidates`` are numbered 1, 2, 3 and hold optimizers of vectors only."""
+    numbered = [re.fullmatch(r"(.*\D)([1-9]\d*)", part.stem) for part in candidates]
+    words = [match.groups() for match in numbered if match is not None]
+    numbers = sorted(int(number) for _, number in words)
+    if len({name for name, _ in words}) != 1 or numbers != list(range(1, len(candidates) + 1)):
+        return
+    optims = [part.sections.optim for part in candidates]
+    states = [states for optim in optims if optim is not None for states in optim.state.values()]
+    leaves = [leaf for entry in states for leaf in entry.values()]
+    if None in optims or {leaf.ndim for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim} != {1}:
+        return
+    absent = re.sub(rf"{words[0][1]}(\.[^./]*)$", r"0\1", candidates[0].label)
+    raise SourceIncompleteError(
+        f"{source}: what looks like slices of {len(candidates)} ranks, without those of rank 0",
+        expected=posixpath.basename(absent),
+        found=some_of([part.origin.name for part in candidates], 4),
+        file=absent,
+        rank=0,
+        why="all optimizer states in these files are one-dimensional, as FSDP1 cuts them, and the files are numbered "
+        "from 1",
+        next_step="copy the files of all ranks into one directory; or, if each is a checkpoint of its own, give one as "
+        "SRC",
+    )
+
+
+def _how_to_choose(source: str, what: str, candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) -> str:
+    """The next step for the user: the path of one candidate if they are in different directories, else the options
+    that leave only one. Files are left out only if they hold the same names: others may be the rest of one model.
+    """
+    named = _path_for_user(candidates, parts)
+    directories = [candidate.origin.directory for candidate in candidates]
+    name_one = f"name the one to read, for example {shlex.quote(named)}"
+    if posixpath.commonpath([directory or "." for directory in directories]) not in directories:
+        return name_one
+    if not _same_names(what, candidates):
+        return f"they hold different parameters: if each is a checkpoint of its own, {name_one}"
+    globs = {candidate.label: glob_of(candidate.origin, source) for candidate in candidates}
+
+    def preference(candidate: ReadPart) -> tuple[bool, bool, bool]:
+        """The smallest is read: the source itself, shards, what a training job writes."""
+        tree = candidate.tree
+        return bool(globs[candidate.label]), tree.layout is Layout.FULL, tree.container == Container.SAFETENSORS
+
+    chosen = min(candidates, key=preference).label
+    ignored = " ".join(f"--ignore-file {shlex.quote(glob)}" for label, glob in globs.items() if label != chosen)
+    shown = "that one" if named == chosen else shlex.quote(named)
+    other = f"; or give {shown} as SRC" if named.rstrip("/") != source.rstrip("/") else ""
+    return f"to read {chosen}, add {ignored}{other}"
+
+
+def _same_names(what: str, candidates: Sequence[ReadPart]) -> bool:
+    """Whether all ``candidates`` hold the same parameters, or those of the first among more (tied weights once)."""
+    names = [_names(what, candidate) for candidate in candidates]
+    smallest = min(names, key=len)
+    return all(smallest <= each for each in names)
+
+
+def _names(what: str, candidate: ReadPart) -> set[str]:
+    sections = candidate.sections
+    if what == "model":
+        return {clean(name) for name in sections.model.params} if sections.model is not None else set()
+    return {clean(str(key)) for key in sections.optim.all_keys()} if sections.optim is not None else set()
+
+
+def _place(part: Part) -> str:
+    """The path of the part; of a set of files their directory and glob."""
+    return f"{part.directory}/{part.glob}" if part.glob else part.label
+
+
+def glob_of(part: Part, source: str) -> str:
+    """The glob that leaves out ``part``: "" if that is the whole source."""
+    path = relative_path(_place(part), source)
+    shards, suffix = path.removesuffix(".index.json"), ""
+    if shards != path:
+        stem, _, suffix = shards.rpartition(".")
+        return f"{stem}*.{suffix}*"
+    return path
+
+
+def _path_for_user(candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) -> str:
+    """What to give as SRC for the first of ``candidates``: the directory of a set of files; its directory if that has
+    no other candidate and holds more than this part; otherwise the path itself.
+    """
+    part = candidates[0].origin
+    alone = part.directory and all(other.origin.directory != part.directory for other in candidates[1:])
+    if part.glob or (alone and sum(other.origin.directory == part.directory for other in parts) > 1):
+        return part.directory
+    return part.label
+
+
+def several_checkpoints(
+    path: str, candidates: Sequence[str], sources: Sources, why: str | None = None
+) -> FsdpckptError:
+    """The error for a directory with several ``candidates``: it lists the first in natural order, and names the newest.
+
+    Parts of one model in numbered directories are no candidates.
+    """
+    try:
+        refuse_counted_parts(path, candidates)
+    except SourceError as error:
+        return error
+    ordered = sorted(candidates, key=natural)
+    return NeedsInformationError(
+        f"{path} holds {plural(len(ordered), 'checkpoint')}",
+        details=ordered,
+        most_shown=MAX_CANDIDATES,
+        why=why or _EACH,
+        next_step=f"name the one to read, for example {shlex.quote(newest(path, ordered, sources))}",
+        file=path,
+    )
+
+
+def newest(path: str, candidates: Sequence[str], sources: Sources) -> str:
+    """The newest of ``candidates`` below ``path``: what the ``latest`` file there names, else the highest number.
+
+    Of several directories of one step, the first.
+    """
+    for named in _pointed_to(path, sources):
+        matching = [each for each in candidates if _names_step(relative_path(each, path), named)]
+        if matching:
+            return matching[0]
+    numbered = {each: list(map(int, _NUMBERS.findall(relative_path(each, path)))) for each in candidates}
+    highest = max(numbered.values(), default=[])
+    return next((each for each, numbers in numbered.items() if numbers == highest), candidates[0])
+
+
+def _pointed_to(path: str, sources: Sources) -> list[str]:
+    """What small files such as ``latest`` in ``path`` name."""
+    named = []
+    for entry in sources.list_directory(path):
+        if _POINTER.match(entry.name) and not entry.directory and 0 < entry.nbytes <= _MAX_POINTER_BYTES:
+            text = sources.open(entry.path).read(0, entry.nbytes).decode("utf-8", "replace").strip()
+            named.append(posixpath.basename(text))
+    return named
+
+
+def _names_step(path: str, named: str) -> bool:
+    """Whether a component of ``path`` is ``named``, or ends with that number (``global_step_14``, ``iter_0000014``)."""
+    if not named.isdecimal():
+        return named in path.split("/")
+    numbers = [re.search(r"(?:^|[_-])0*(\d+)$", word) for word in path.split("/")]
+    return any(match is not None and match[1] == str(int(named)) for match in numbers)

@@ -1,0 +1,264 @@
+"""Reading is accounting: every file below a source, and every entry in it, is read, or left out by a rule."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import fsdpckpt
+from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnrecognisedError
+from fsdpckpt.ir.account import Account, Fate, Rule
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import walk
+from fsdpckpt.readers import detect
+from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.parts import ReadPart
+from fsdpckpt.storage.sources import Sources
+from tests.readers.contents import opened
+from tests.readers.test_missing_sections import OPTIMIZER, trainer
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+MODEL = {"w": torch.randn(5, 3)}
+
+
+def save(value: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, path)
+
+
+def put(content: dict[str, Any], path: Path) -> None:
+    dcp.save(content, checkpoint_id=path, no_dist=True)
+
+
+def collection(unpacked: Path) -> Iterator[Path]:
+    """Every checkpoint in the repository."""
+    yield from (path for path in GOLDEN.glob("*/*") if path.is_dir() and path.name != "__pycache__")
+    for archive in sorted(GOLDEN.glob("*/*.tar.xz")):
+        target = unpacked / archive.parent.name / archive.name.partition(".")[0]
+        with tarfile.open(archive) as tar:
+            tar.extractall(target, filter="data")
+        yield target
+
+
+def unaccounted(path: Path, account: Account) -> list[str]:
+    """The files below ``path`` of which ``account`` says nothing."""
+    files = (file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    return [file for file in files if account.of(file) is None]
+
+
+def places(tensors: Iterator[Tensor]) -> set[tuple[int, int]]:
+    """Where the first chunk of each tensor is: its file and offset."""
+    return {(int(leaf.chunks.file[0]), int(leaf.chunks.offset[0])) for leaf in tensors if leaf.numel}
+
+
+def test_every_file_and_every_entry_of_the_collection_is_accounted_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[ReadPart] = []
+    joined = detect.join
+    monkeypatch.setattr(detect, "join", lambda source, read, *rest: parts.extend(read) or joined(source, read, *rest))
+    count = 0
+    for path in collection(tmp_path):
+        parts.clear()
+        try:
+            with Sources() as sources:
+                checkpoint = open_checkpoint(str(path), sources=sources, ignore_file=("truth*", "*[o]l.pt"))
+        except NeedsInformationError as error:  # several checkpoints in one directory
+            assert len(error.details) > 1
+            continue
+        count += 1
+        assert unaccounted(path, checkpoint.account) == [], path
+        assert all(entry.read_as for entry in checkpoint.account.entries), path
+        read = {file.path for file in checkpoint.account.files if file.fate is Fate.READ}
+        assert {os.path.relpath(file.path, path) for file in checkpoint.files if not file.generated} <= read
+        assert {entry.part for entry in checkpoint.account.entries} == {part.label for part in parts}
+        saved = (leaf for part in parts for _, leaf in walk(part.tree.root) if isinstance(leaf, Tensor))
+        assert places(saved) <= places(named.tensor for named in checkpoint.tensors()) | settings(checkpoint), path
+    assert count > 40
+
+
+def settings(checkpoint: Checkpoint) -> set[tuple[int, int]]:
+    """The places of tensors in param groups: equal ones of several parameters became one."""
+    groups = checkpoint.optim.param_groups if checkpoint.optim is not None else None
+    return places(leaf for group in groups or () for _, leaf in walk(group) if isinstance(leaf, Tensor))
+
+
+def test_what_is_left_out_says_by_which_rule(tmp_path: Path) -> None:
+    trainer(source := tmp_path / "checkpoint-4")
+    save_file(MODEL, source / "model.safetensors")
+    (source / ".cache").mkdir()
+    (source / ".cache" / "x").write_text("x")
+    save(MODEL, source / "checkpoint-2" / "model.pt")
+    (source / "notes.txt").write_text("x")
+    (source / "odd.xyz").write_text("x" * 50)
+    (source / "logs").mkdir()
+    (source / "again").symlink_to("optimizer_0")
+    account = opened(source).account
+    assert unaccounted(source, account) == []
+    rules = {path: rule for rule, paths in account.paths(Fate.LEFT_OUT).items() for path in paths}
+    assert rules == {
+        ".cache/": Rule.HIDDEN,
+        "again/": Rule.LINK,
+        "checkpoint-2/": Rule.SEPARATE,
+        "logs/": Rule.EMPTY,
+        "model.safetensors": Rule.EXPORT,
+        "notes.txt": Rule.DESCRIBES,
+        "odd.xyz": Rule.OTHER,
+        "trainer_state.json": Rule.DESCRIBES,
+    }
+    assert account.of("scheduler.pt").detail == "extras"  # type: ignore[union-attr]
+    assert account.of("optimizer_0/.metadata").detail == "metadata"  # type: ignore[union-attr]
+    shown = fsdpckpt.inspect(source).to_json()["account"]
+    assert {"path": "odd.xyz", "fate": "left-out", "detail": Rule.OTHER} in shown["files"]
+    assert {"part": f"{source}/optimizer_0", "key": "optimizer", "read_as": ("optimizer",)} in [
+        {**entry, "read_as": tuple(entry["read_as"])} for entry in shown["entries"]
+    ]
+
+
+def test_the_account_of_a_conversion_says_what_was_copied(tmp_path: Path) -> None:
+    trainer(source := tmp_path / "checkpoint-4")
+    (source / "notes.txt").write_text("x")
+    (source / ".hidden").write_text("x")
+    fsdpckpt.convert(source, tmp_path / "on-2", world_size=2)
+    document = json.loads((tmp_path / "on-2" / "fsdpckpt.json").read_text())
+    assert set(document["copied"]) == {"notes.txt", "rng_state.pth", "scheduler.pt", "trainer_state.json"}
+    assert document["left_out"] == {Rule.DESCRIBES: [".hidden"]}
+
+
+# --- no depth at which the search ends --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 4, 9])
+@pytest.mark.parametrize(("model", "optimizer"), [("model/ckpt", "model/optimizer"), ("model", "optimizer")])
+def test_parts_are_found_at_any_depth(depth: int, model: str, optimizer: str, tmp_path: Path) -> None:
+    """VeOmni has the parts of one step one directory deeper than slime, and its own files beside them."""
+    step = (source := tmp_path / "run").joinpath(*map(str, range(depth)), "global_step_3")
+    put({"model": MODEL}, step / model)
+    put({"optimizer": OPTIMIZER}, step / optimizer)
+    for folder in ("extra_state", "loader"):
+        for rank in range(3):
+            save({"global_step": 3, folder: rank}, step / folder / f"rank_{rank}.pt")
+    found = opened(source)
+    assert found.model is not None and found.optim is not None and found.problems == ()
+    assert [extra["loader"]["loader"] for extra in found.rank_extra] == [0, 1, 2]  # type: ignore[index, call-overload]
+    assert unaccounted(source, found.account) == []
+    fsdpckpt.convert(source, tmp_path / "full.pt")
+    assert torch.equal(torch.load(tmp_path / "full.pt")["model"]["w"], MODEL["w"])
+
+
+def test_a_part_below_another_is_read_or_a_candidate_and_never_passed_over(tmp_path: Path) -> None:
+    put({"model": MODEL}, tmp_path / "one" / "model")
+    put({"optimizer": OPTIMIZER}, tmp_path / "one" / "model" / "more" / "deep" / "optim")
+    assert opened(tmp_path).optim is not None
+    put({"model": MODEL}, tmp_path / "one" / "model" / "more" / "model")
+    with pytest.raises(NeedsInformationError, match="2 candidates for the model"):
+        opened(tmp_path)
+
+
+def test_a_search_of_more_directories_than_a_checkpoint_has_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdpckpt.readers.search._MAX_LISTED", 20)
+    for number in range(30):
+        (tmp_path / "a" / str(number)).mkdir(parents=True)
+    with pytest.raises(NeedsInformationError, match="more than 20 directories"):
+        opened(tmp_path)
+
+
+def test_settings_and_random_states_alone_are_no_checkpoint(tmp_path: Path) -> None:
+    for rank in range(2):
+        save({"global_step": 3, "rng": torch.get_rng_state()}, tmp_path / "run" / f"extra_state_rank_{rank}.pt")
+    save({"last_epoch": 3, "_last_lr": [0.1]}, tmp_path / "scheduler.pt")
+    for source, what in ((tmp_path / "run", "global_step, rng"), (tmp_path / "scheduler.pt", "last_epoch, _last_lr")):
+        with pytest.raises(SourceUnrecognisedError, match="no model and no optimizer") as error:
+            opened(source)
+        assert error.value.found == what and error.value.exit_code == 3
+
+
+# --- parts without content --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [(), (".metadata.tmp",)])
+@pytest.mark.parametrize("part", ["model", "optimizer", "lr_scheduler", "optimizer/deeper"])
+def test_a_directory_that_was_made_for_a_part_and_not_filled_is_a_problem(
+    part: str, left: tuple[str, ...], tmp_path: Path
+) -> None:
+    source = tmp_path / "iter_3"
+    put({"model": MODEL}, source / "model")
+    put({"optimizer": OPTIMIZER}, source / "optimizer")
+    put({"lr_scheduler": {"last_epoch": 3}}, source / "lr_scheduler")
+    assert fsdpckpt.verify(source).whole
+    shutil.rmtree(source / part.partition("/")[0])
+    (source / part).mkdir(parents=True)
+    for name in left:
+        (source / part / name).touch()
+    (problem,) = [problem for problem in fsdpckpt.verify(source).problems if problem.kind == "missing-section"]
+    assert problem.message.startswith(f"{source / part.partition('/')[0]} is empty")
+    with pytest.raises(SourceIncompleteError, match="not whole"):
+        fsdpckpt.convert(source, tmp_path / "out.pt")
+    other = "optim" if part == "model" else "model"
+    fsdpckpt.convert(source, tmp_path / "rest.pt", only=other)
+
+
+def test_a_file_of_a_part_without_bytes_is_a_problem(tmp_path: Path) -> None:
+    save(MODEL, tmp_path / "model.pt")
+    (tmp_path / "optimizer.pt").touch()
+    (problem,) = fsdpckpt.verify(tmp_path).problems
+    assert problem.file == f"{tmp_path}/optimizer.pt" and problem.fatal
+    (tmp_path / "optimizer.pt").unlink()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "empty.txt").touch()
+    assert fsdpckpt.verify(tmp_path).whole
+
+
+def test_a_step_whose_save_did_not_finish_is_named_beside_the_one_that_is_read(tmp_path: Path) -> None:
+    put({"model": MODEL, "optimizer": OPTIMIZER}, tmp_path / "step-10")
+    (tmp_path / "step-20").mkdir()
+    (tmp_path / "step-20" / ".metadata.tmp").touch()
+    found = opened(tmp_path)
+    assert found.model is not None and found.problems == ()
+    assert any(f"{tmp_path}/step-20 is empty" in note.message for note in found.notes)
+    with pytest.raises(SourceIncompleteError, match=r"nothing but \.metadata\.tmp"):
+        opened(tmp_path / "step-20")
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_link_to_a_sibling_is_that_sibling(tmp_path: Path) -> None:
+    trainer(tmp_path / "checkpoint-900")
+    (tmp_path / "latest").symlink_to("checkpoint-900")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert opened(tmp_path).directory == f"{tmp_path}/checkpoint-900"
+    assert opened(tmp_path / "latest").flavor == "trainer"
+    save(MODEL, tmp_path / "files" / "epoch=3.ckpt")
+    (tmp_path / "files" / "last.ckpt").symlink_to("epoch=3.ckpt")
+    found = opened(tmp_path / "files")
+    assert [Path(file.path).name for file in found.files] == ["epoch=3.ckpt"]
+    assert found.account.of("last.ckpt").detail == Rule.LINK  # type: ignore[union-attr]
+
+
+def test_what_only_a_link_leads_to_is_read_through_it(tmp_path: Path) -> None:
+    put({"model": MODEL}, tmp_path / "disk" / "a")
+    (tmp_path / "run" / ".store").mkdir(parents=True)
+    put({"optimizer": OPTIMIZER}, tmp_path / "run" / ".store" / "b")
+    (tmp_path / "run" / "model").symlink_to(tmp_path / "disk" / "a")
+    (tmp_path / "run" / "optimizer").symlink_to(".store/b")
+    found = opened(tmp_path / "run")
+    assert found.model is not None and found.optim is not None
+    for rank in (0, 1):
+        save({"seed": rank}, tmp_path / "run" / f"random_states_{rank}.pkl")
+    (tmp_path / "run" / "random_states_2.pkl").symlink_to("random_states_1.pkl")
+    seeds = [extra["random_states"] for extra in opened(tmp_path / "run").rank_extra]
+    assert seeds == [{"seed": 0}, {"seed": 1}, {"seed": 1}], "a rank's file may be a link to that of another"
