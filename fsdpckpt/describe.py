@@ -85,7 +85,7 @@ class Description:
             "evidence": list(map(str, checkpoint.evidence)),
             "files": [{"path": file.path, "nbytes": file.nbytes} for file in stored_files(checkpoint)],
             "account": {
-                "files": [{"path": file.path, "fate": file.fate, "detail": file.detail} for file in account.files],
+                "files": [{"path": file.path, "fate": str(file.fate), "detail": file.detail} for file in account.files],
                 "entries": [json_value(asdict(entry)) for entry in account.entries],
             },
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from fsdpckpt.errors import (
     FsdpckptError,
@@ -21,6 +21,7 @@ from fsdpckpt.errors import (
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.readers.counters import counted_parts
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.protocol import Part
 from fsdpckpt.storage.sources import Sources, relative_path
@@ -29,43 +30,8 @@ from fsdpckpt.text import natural, plural, some_of
 MAX_CANDIDATES = 3  # that a message lists
 _EACH = "each of these directories is a checkpoint"
 _MAX_POINTER_BYTES = 1024
-_POINTER = re.compile(r"^latest", re.IGNORECASE)  # of DeepSpeed, Megatron, verl
-
-# The words before a number that say which part of one model a file holds. The first that fits names the kind.
-_COUNTERS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("experts", re.compile(r"(?:^|[^a-z])(?:experts?|exp|ep|expp)[-_=.]?(?:rank)?[-_=.]?$", re.IGNORECASE)),
-    ("pipeline stages", re.compile(r"(?:^|[^a-z])(?:pp|pipe|pipeline|stage)[-_=.]?(?:rank)?[-_=.]?$", re.IGNORECASE)),
-    ("tensor-parallel ranks", re.compile(r"(?:^|[^a-z])(?:tp|tensor|mp)[-_=.]?(?:rank)?[-_=.]?$", re.IGNORECASE)),
-    ("tensor-parallel ranks or pipeline stages", re.compile(r"(?:^|[^a-z])mp_rank_\d+_(?:\d+_)?$", re.IGNORECASE)),
-    ("shards", re.compile(r"(?:^|[^a-z])(?:shard|part|partition)[-_=.]?$|-of-$", re.IGNORECASE)),
-    ("ranks", re.compile(r"(?:^|[^a-z])(?:rank|dp|cp|node|worker)[-_=.]?(?:rank)?[-_=.]?$", re.IGNORECASE)),
-)
 _NUMBERS = re.compile(r"\d+")
-_OF_A_TOTAL = re.compile(r"^-of-\d+")
-
-
-def counted_parts(paths: Iterable[str]) -> tuple[str, list[str]] | None:
-    """What those of ``paths`` are that differ only in numbers which count parts of one model, and which they are.
-
-    ``model_tp-rank-0-of-2.pt`` and ``model_tp-rank-1-of-2.pt`` are tensor-parallel ranks. None if there are no two.
-    """
-    alike: dict[str, list[str]] = {}
-    for path in paths:
-        alike.setdefault(_NUMBERS.sub("#", path), []).append(path)
-    for group in alike.values():
-        numbers = [_NUMBERS.findall(path) for path in group]
-        for position, match in enumerate(_NUMBERS.finditer(group[0])):
-            kind = _kind(group[0], match)
-            if kind is not None and len({each[position] for each in numbers}) > 1:
-                return kind, sorted(group, key=natural)
-    return None
-
-
-def _kind(path: str, number: re.Match[str]) -> str | None:
-    """What ``number`` counts in ``path``; None if its name does not say."""
-    before = path[: number.start()]
-    kind = next((kind for kind, word in _COUNTERS if word.search(before)), None)
-    return kind or ("shards" if _OF_A_TOTAL.match(path[number.end() :]) else None)
+_POINTER = re.compile(r"^latest", re.IGNORECASE)  # of DeepSpeed, Megatron, verl
 
 
 def refuse_counted_parts(source: str, labels: Sequence[str]) -> None:

@@ -86,7 +86,7 @@ def _claim(path: str, files: Mapping[str, Entry], options: ReadOptions, sources:
                 f"{path} has the files of a Megatron checkpoint, and no {_CONFIG}, which names its format",
                 file=f"{path.rstrip('/')}/{_CONFIG}",
                 why="the save or the copy did not finish, or the file was damaged",
-                next_step=f"copy {_CONFIG} again, or add --ignore-file {_COMMON} if that file is not Megatron's",
+                next_step=f"copy {_CONFIG} again",
             )
         return Claim()
     if backend != "torch_dist":

@@ -18,6 +18,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, damaged
 from fsdpckpt.formats.safetensors import Header, HeaderTensor, looks_like_safetensors, read_header
 from fsdpckpt.ir.checkpoint import Container, Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.tensors import Chunks
+from fsdpckpt.readers.counters import SHARDS, kind_of_number
 from fsdpckpt.readers.protocol import (
     ChunkedTensor,
     Claim,
@@ -63,7 +64,7 @@ class SafetensorsReader:
             if not name.endswith((".safetensors", _INDEX)):
                 continue
             claim.names.add(name)
-            shard = _PART.match(name)
+            shard = _numbered(name)
             stem = shard["stem"] if shard else stem_of(name)
             if not name.endswith(_INDEX) and (shard is None or stem not in indexed or name.startswith("shard-")):
                 groups.setdefault(stem, []).append(name)
@@ -73,6 +74,12 @@ class SafetensorsReader:
             label = f"{path.rstrip('/')}/{glob}" if glob else files[names[0]].path
             claim.parts.append(_files_part([files[name].path for name in names], label, glob))
         return claim
+
+
+def _numbered(name: str) -> re.Match[str] | None:
+    """The words of a shard's name; None for other names, also for one like ``w_tp-rank-0-of-2``."""
+    match = _PART.match(name)
+    return match if match is not None and kind_of_number(name, match.span("number")) == SHARDS else None
 
 
 def _index_part(path: str) -> Part:
@@ -180,7 +187,7 @@ def _require_all_parts(paths: Sequence[str]) -> None:
     ranks: set[int] = set()
     for path in paths:
         name = file_name(path)
-        numbered = _PART.match(name)
+        numbered = _numbered(name)
         if numbered is not None:
             parts.setdefault((numbered["stem"], int(numbered["total"])), set()).add(int(numbered["number"]))
         shard = _RANK_SHARD.match(name)
