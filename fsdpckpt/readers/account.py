@@ -91,7 +91,8 @@ def _above(path: str) -> list[str]:
 
 
 def _sections_text(part: ReadPart) -> str:
-    return " and ".join(sorted(part.section_names)) or _EXTRAS
+    names = [*sorted(part.section_names), *(named.label for named in part.sections.named)]
+    return " and ".join(names) or _EXTRAS
 
 
 def _entries(part: ReadPart) -> list[AccountedEntry]:
