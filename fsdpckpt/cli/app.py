@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Optional
 import typer
 from typer.core import TyperCommand
 
-from fsdpckpt.cli import convert, diff, inspect, units, verify
+from fsdpckpt.cli import convert, diff, formats, inspect, units, verify
 from fsdpckpt.cli.errors import catch_signals, guarded
 from fsdpckpt.cli.output import Output
 from fsdpckpt.command_options import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
@@ -250,6 +250,35 @@ app.command("verify", cls=HelpCommand, short_help="Check a checkpoint for damage
 app.command(
     "units", cls=HelpCommand, short_help="Make a units file for FSDP1's flattened shards.", epilog=units.EXAMPLES
 )(command(units.units_command, [], [UnitsOptions], "fsdpckpt.api"))
+app.command("formats", cls=HelpCommand, short_help="List what can be read and written.", epilog=formats.EXAMPLES)(
+    command(formats.formats_command, [], [], "fsdpckpt.producers.table")
+)
+
+
+@app.command("version", short_help="Show the version.")
+def _show_version() -> None:
+    """Show the version, as --version does."""
+    Output(as_json=False, quiet=False).data([f"fsdpckpt {__version__}"])
+
+
+@app.command("help", short_help="Show the help of a command.")
+def _show_help(
+    ctx: typer.Context,
+    words: Annotated[Optional[list[str]], typer.Argument(metavar="[COMMAND]", show_default=False)] = None,  # noqa: UP045
+) -> None:
+    """Show the help of COMMAND, as COMMAND --help does."""
+    program = ctx.parent
+    group = program.command if program is not None else ctx.command
+    name = (words or [""])[0]
+    command_named = group.get_command(program, name) if name else group  # type: ignore[attr-defined]
+    if command_named is None:
+        listed = ", ".join(group.list_commands(program))  # type: ignore[attr-defined]
+        raise UsageError(f"no such command: {name}", expected=listed, next_step="fsdpckpt --help")
+    names = ["--help", "-h"]
+    context = command_named.context_class(
+        command_named, info_name=name or "fsdpckpt", parent=program if name else None, help_option_names=names
+    )
+    Output(as_json=False, quiet=False).data(command_named.get_help(context).split("\n"))
 
 
 def _version(wanted: bool) -> None:  # noqa: FBT001  # typer calls it so
@@ -263,7 +292,7 @@ def _program(
     ctx: typer.Context,
     *,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     del version

@@ -145,6 +145,7 @@ class Flavor:
     ``schedule_file``: the file with the LR scheduler's state dict.
     ``two_groups``: whether its optimizer always has two param groups, as the Trainer's has.
     ``groups_without_params``: whether its param groups list no parameters.
+    ``tested``: the versions whose own code saved or loaded the checkpoints of the tests, "" if none did.
     ``loads``: how its user loads a checkpoint at ``{target}``, in the framework's own words.
     ``universal_directory``: where it loads DeepSpeed's universal checkpoints from, "" if ``latest_universal`` says.
     """
@@ -170,3 +171,4 @@ class Flavor:
     universal_directory: str = ""
     groups_without_params: bool = False
     loads: str = ""
+    tested: str = ""

@@ -73,6 +73,7 @@ ACCELERATE = Flavor(
     schedule_file="scheduler.bin",
     universal_directory="pytorch_model",
     loads='accelerator.load_state("{target}")',
+    tested="accelerate 1.15",
 )
 
 TRAINER = replace(
@@ -102,6 +103,7 @@ TRAINER = replace(
     two_groups=True,
     universal_directory="",
     loads='trainer.train(resume_from_checkpoint="{target}")',
+    tested="transformers 5.23",
 )
 
 HUGGINGFACE = Flavor(
@@ -112,6 +114,7 @@ HUGGINGFACE = Flavor(
     state=r"\.safetensors(\.index\.json)?$",
     model_files="",
     loads='AutoModel.from_pretrained("{target}")',
+    tested="transformers 5.23, safetensors 0.8",
 )
 
 
@@ -156,6 +159,7 @@ LIGHTNING = Flavor(
     state=r"^(meta\.pt|\.metadata|.*\.distcp)$",
     schedules=(("lr_schedulers", 0),),
     loads='trainer.fit(model, ckpt_path="{target}")',
+    tested="lightning 2.6",
     training_keys=("lr_schedulers",),  # absent with save_weights_only
 )
 
@@ -174,6 +178,7 @@ FABRIC = Flavor(
     state=LIGHTNING.state,
     forms=(replace(_lightning_sharded("model", "optimizer"), keeps_source_keys=True), _FABRIC_FULL),
     loads='fabric.load("{target}", state)',
+    tested="lightning 2.6",
 )
 
 
@@ -198,6 +203,7 @@ TORCHTITAN = Flavor(
     forms=(_TORCHTITAN_FORM,),
     training_keys=("lr_scheduler", "train_state"),  # absent with last_save_model_only
     loads="checkpoint.initial_load_path = {target} (an absolute path), checkpoint.initial_load_model_only = False",
+    tested="torchtitan 0.3",
 )
 
 TORCHTITAN_OLD = replace(
@@ -251,6 +257,7 @@ VERL = Flavor(
     schedules=((_SCHEDULE,),),
     training_files=(r"^extra_state_world_size_\d+_rank_\d+\.pt$",),  # what save_contents calls "extra"
     loads="trainer.resume_mode=resume_path trainer.resume_from_path=DIR/global_step_N, with {target} as its actor/",
+    tested="verl 0.9.1",
 )
 
 
@@ -282,6 +289,7 @@ TORCH_XLA = Flavor(
 )
 
 DEEPSPEED = Flavor(
+    tested="deepspeed 0.19",
     name="deepspeed",
     title="DeepSpeed's save_checkpoint",
     signs=(Signature((r"_optim_states\.pt$",)), Signature((r"^latest$", _STEP_DIRECTORY))),
@@ -312,10 +320,12 @@ DEEPSPEED_UNIVERSAL = Flavor(
     contained_in=("trainer", "accelerate"),
     model_files="",
     loads='engine.load_checkpoint("{target}"), with "checkpoint": {{"load_universal": true}} in its configuration',
+    tested="deepspeed 0.19",
     schedules=(_DEEPSPEED_SCHEDULE,),
 )
 
 MEGATRON = Flavor(
+    tested="megatron-core 0.12, 0.15, 0.16",
     name="megatron",
     title="Megatron-core's distributed checkpoints",
     signs=(Signature((r"^common\.pt$", r"^\.metadata$")),),

@@ -31,7 +31,15 @@ def checked(text: str) -> dict[str, object]:
 
 def test_the_schemas_are_schemas() -> None:
     names = sorted(path.name for path in SCHEMAS.iterdir())
-    assert names == ["convert.json", "diff.json", "error.json", "inspect.json", "units.json", "verify.json"]
+    assert names == [
+        "convert.json",
+        "diff.json",
+        "error.json",
+        "formats.json",
+        "inspect.json",
+        "units.json",
+        "verify.json",
+    ]
     for name in names:
         jsonschema.Draft202012Validator.check_schema(json.loads((SCHEMAS / name).read_text()))
 

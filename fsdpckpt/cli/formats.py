@@ -1,0 +1,73 @@
+"""Runs ``fsdpckpt formats``: what can be read and written, and with which versions it was tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from fsdpckpt.cli.output import Colour, Line, Styled, table_lines
+from fsdpckpt.producers import PLAIN
+from fsdpckpt.producers.table import FLAVORS
+
+if TYPE_CHECKING:
+    from fsdpckpt.cli.output import Output
+
+EXAMPLES = """\b
+Examples:
+  fsdpckpt formats
+  fsdpckpt formats --json
+
+\b
+A container is a file format, a flavor the file names and keys of a framework.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A container or a flavor. ``writes``: the layouts in which it is written, empty for one that is only read."""
+
+    kind: str
+    name: str
+    title: str
+    writes: tuple[str, ...]
+    tested: str
+
+
+CONTAINERS = (
+    Format(
+        "container",
+        "torch",
+        "torch.save files: one, or one per rank",
+        ("full", "sharded", "flattened"),
+        "torch 2.1 to 2.14",
+    ),
+    Format("container", "dcp", "torch.distributed.checkpoint directory", ("full", "sharded"), "torch 2.1 to 2.14"),
+    Format("container", "safetensors", "one file, or shards with an index", ("full",), "safetensors 0.8"),
+)
+
+
+def formats_command(output: Output) -> int:
+    """List the containers and flavors that can be read, in which layouts they are written, and what they were tried
+    with.
+    """
+    formats = list(all_formats())
+    output.document(lambda: {"formats": [asdict(each) for each in formats]}, "formats")
+    rows = [("kind", "name", "what it is", "written as", "tried with")]
+    rows += [
+        (each.kind, each.name, each.title, ", ".join(each.writes) or "(read only)", each.tested or "-")
+        for each in formats
+    ]
+    heading, *lines = table_lines(rows, right=())
+    table: list[Line] = [Styled(heading, Colour.HEADING), *lines]
+    output.data(table)
+    return 0
+
+
+def all_formats() -> Iterator[Format]:
+    """Every container and every flavor."""
+    yield from CONTAINERS
+    yield Format("flavor", PLAIN, "no framework: what PyTorch's own calls save", ("full", "sharded", "flattened"), "")
+    for flavor in sorted(FLAVORS, key=lambda flavor: (not flavor.forms, flavor.name)):
+        layouts = tuple(dict.fromkeys(str(form.layout) for form in flavor.forms))
+        yield Format("flavor", flavor.name, flavor.title, layouts, flavor.tested)
