@@ -217,7 +217,8 @@ class ConvertOptions(OptionRecord):
         scope=Scope.OPTIMIZER,
     )
     buffers: tuple[str, ...] = repeatable(
-        "Model keys that every rank holds whole, such as buffers ('none': there are none); may be repeated.",
+        "Model keys that every rank holds whole, such as buffers ('none': there are none); may be repeated. If ranks "
+        "hold different copies of one, the lowest rank's is taken.",
         Heading.SELECTED,
         scope=Scope.KNOWLEDGE,
     )

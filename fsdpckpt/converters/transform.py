@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from fsdpckpt.converters.copies import with_equal_copies
 from fsdpckpt.converters.target_spec import TargetSpec, refuse_flat_options
 from fsdpckpt.errors import (
     NeedsInformationError,
@@ -27,6 +28,7 @@ from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, load_units
 from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.flat.units.target import target_units
 from fsdpckpt.ir import section_of
+from fsdpckpt.ir.buffers import trained_keys
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, Layout, Note, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal
@@ -52,7 +54,6 @@ from fsdpckpt.transform.placements import (
 from fsdpckpt.transform.rekey import apply_key_type
 from fsdpckpt.transform.selection import (
     KEYS_IN_MESSAGE,
-    differing_copies,
     is_selected,
     new_name,
     parameter_names,
@@ -112,7 +113,7 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     opened_names = list(opened.model.params) if opened.model is not None else ()
     leading = leading_wrapper(opened_names) if resolved is not None else ""
     checkpoint, source_names = normalise(checkpoint, leading=leading, like=opened_names)
-    checkpoint = _with_equal_copies(checkpoint)
+    checkpoint, buffers_needed = with_equal_copies(checkpoint, trained_keys(opened), options.buffers, sources)
     if options.clean_names:
         checkpoint = _with_clean_words(checkpoint, wrapped=source_names.wrapped, to_flattened=to_flattened)
     steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources), source_names)
@@ -126,7 +127,7 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     weights = spec.form is not None and spec.form.weights
     if resolved is None:
         wanted: set[KeyType | str | None] = {options.key_type or source_keys, *(["name"] if by_name else [])}
-        checkpoint = _note_unused(checkpoint, spec, wanted)
+        checkpoint = checkpoint if buffers_needed else _note_unused(checkpoint, spec, wanted)
     checkpoint = steps.select(steps.key(checkpoint, "name" if by_name else options.key_type))
     checkpoint = steps.fill(checkpoint, resolved.units if resolved is not None else steps.units)
     checkpoint = steps.key(steps.apply_placements(checkpoint, spec.mesh), options.key_type or source_keys)
@@ -235,19 +236,6 @@ def _require_common_ids(checkpoint: Checkpoint, units: Units | None, layout: Lay
             why="one optimizer state for all ranks can only be keyed by what all ranks agree on",
             next_step="--key-type name",
         )
-
-
-def _with_equal_copies(checkpoint: Checkpoint) -> Checkpoint:
-    """Raises SourceCorruptError if ranks differ where they must agree; adds a note where they may differ."""
-    problems = list(differing_copies(checkpoint))
-    if any(problem.fatal for problem in problems):
-        raise fatal(problems, source=checkpoint.source)
-    if not problems:
-        return checkpoint
-    keys = tuple(str(problem.key) for problem in problems)
-    count = plural(len(keys), "model key", "differ")
-    message = f"{count} between ranks, and the lowest rank's copy is taken: {some_of(keys, KEYS_IN_MESSAGE)}"
-    return replace(checkpoint, notes=(*checkpoint.notes, Note("replicas", message, keys=keys)))
 
 
 def _ordered_units(resolved: ResolvedUnits | None, request: UnitsRequest, sources: Sources) -> Units | None:

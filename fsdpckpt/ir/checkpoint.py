@@ -48,7 +48,7 @@ ProblemKind: TypeAlias = (
     Literal["checksum", "digest", "length", "missing-file", "missing-rank", "not-finite", "truncated", "unreadable"]
     | Literal["aliased-states", "incomplete", "local-shape", "outside", "overlap", "quantized", "replica", "step"]
     | Literal["flattened", "flattened-lost", "names", "parameter-order", "rank-mismatch", "state", "units"]
-    | Literal["config", "manifest", "missing-key", "missing-section", "shape", "stray"]
+    | Literal["config", "copies", "manifest", "missing-key", "missing-section", "shape", "stray"]
 )
 """What is wrong, in ``--json``."""
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.ir.attached_states import misshapen_states
+from fsdpckpt.ir.buffers import undecided_copies
 from fsdpckpt.ir.checkpoint import (
     BARE_VALUE,
     Checkpoint,
@@ -49,6 +50,7 @@ def problems(checkpoint: Checkpoint) -> list[Problem]:
     for named in checkpoint.tensors() if len(covered) < len(distinct) else ():
         if _boxes(named.tensor) not in covered:
             all_problems.extend(_coverage_problem(named, flaw, checkpoint) for flaw in flaws(named.tensor))
+    all_problems.extend(undecided_copies(checkpoint))
     if checkpoint.optim is not None:
         all_problems.extend(aliased_states(checkpoint.optim, checkpoint))
         all_problems.extend(state_completeness(checkpoint.optim))

@@ -177,8 +177,18 @@ class OneSlice:
         return "whole, or one rank's slice"
 
 
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """What each rank saved under one name of a model of which other tensors are parts: copies of all of it, or each
+    rank's own part. Nothing in the source says which.
+    """
+
+    def __str__(self) -> str:
+        return "whole, or each rank's part"
+
+
 _WHOLE = Whole()
-TensorCut: TypeAlias = Whole | Sharded | Slices | Flattened | OneSlice
+TensorCut: TypeAlias = Whole | Sharded | Slices | Flattened | OneSlice | PerRank
 """How the source held a tensor. As text it is the ``placement`` of ``--json``."""
 
 

@@ -31,6 +31,7 @@ from fsdpckpt.readers.flat_slices import convert_slices
 from fsdpckpt.readers.parts import EXTRA_STEMS, ReadPart, read_part
 from fsdpckpt.readers.protocol import FileTable, KeyPath, dotted
 from fsdpckpt.readers.torch_ranks import named_rank
+from fsdpckpt.readers.torch_ranks.local_tensors import join_local_tensors
 from fsdpckpt.text import listed, shape_text, some_of, truncate
 
 _MAX_VALUES = 4  # differing ranks in a message
@@ -57,6 +58,9 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
     notes = [*notes, *(_unmatched_names(source, with_model, with_optim) if with_model and with_optim else ())]
     main = with_model or with_optim or next((part for part in parts if not part.auxiliary), parts[0])
     world_size = max(part.tree.world_size for part in parts if not part.auxiliary or part is main)
+    if with_model is not None:
+        optim = with_optim.sections.optim if with_optim is not None else None
+        join_local_tensors(with_model.tree, with_model.sections, optim)
     model = main.sections.model
     possible = not files.hold_no_slices()
     for part in parts:

@@ -1,35 +1,27 @@
-"""Selects sections and keys (``--only``, ``--include``), renames keys (``--rename``), and finds the copies of a tensor
-that differ between ranks.
-"""
+"""Selects sections and keys (``--only``, ``--include``), and renames keys (``--rename``)."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 
-import numpy as np
-
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError, to_copy
 from fsdpckpt.ir import SectionName, section_of
 from fsdpckpt.ir.checkpoint import (
     Checkpoint,
-    ChunkChecksums,
-    Layout,
     ModelState,
     NamedSection,
     Note,
     OptimState,
-    Problem,
     Section,
 )
 from fsdpckpt.ir.names import WRAPPERS
 from fsdpckpt.ir.optimizer import Table
 from fsdpckpt.ir.sections import alone
-from fsdpckpt.ir.tensors import Int64Array, Tensor, first_equal
 from fsdpckpt.ir.values import with_tensors
 from fsdpckpt.text import plural, some_of
 
@@ -312,55 +304,3 @@ def _with_names(checkpoint: Checkpoint, names: Mapping[str, str], note: Note) ->
             notes.append(Note("dropped", message))
         model = ModelState(model.params)
     return replace(changed, model=model, notes=tuple(notes))
-
-
-def differing_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """A problem for each tensor of the model or the optimizer of which two ranks have different copies.
-
-    Fatal if ranks must agree: for optimizer states, shards that have replicas, and matrices of a model of which nothing
-    is sharded. Other tensors of a model, such as buffers, may differ by rank: the first copy is taken. Compares the
-    CRC-32s in the source's files; ``fsdpckpt verify`` reads what has none.
-    """
-    if all(len(tensor.chunks) < 2 for tensor in checkpoint.leaves()):  # as in one file
-        return
-    checksums = ChunkChecksums(checkpoint.checksums)
-    seen: set[tuple[bytes, bytes]] = set()
-    copies: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]] = {}  # of tensors that share these columns
-    for named in checkpoint.tensors():
-        tensor, chunks = named.tensor, named.tensor.chunks
-        if len(chunks) < 2 or named.section is Section.EXTRA:
-            continue
-        columns = id(chunks.start), id(chunks.size), id(chunks.stride)
-        if columns not in copies:
-            copies[columns] = _copies_in(tensor)
-        rows, first = copies[columns]
-        stored_at = chunks.file.tobytes(), chunks.offset.tobytes()
-        if not len(rows) or stored_at in seen:  # the parameters of one unit share its ``step``
-            continue
-        seen.add(stored_at)
-        crcs = checksums.of(tensor, rows)
-        differing = np.flatnonzero((crcs >= 0) & (crcs[first] >= 0) & (crcs != crcs[first]))
-        if not len(differing):
-            continue
-        first_rank, rank = (int(chunks.rank[rows[index]]) for index in (first[differing[0]], differing[0]))
-        of_model = named.section is Section.MODEL and named.state is None
-        may_be_parts = of_model and checkpoint.layout is Layout.FULL and tensor.ndim > 1
-        fatal = may_be_parts or named.section is Section.OPTIM or bool(tensor.sharded)
-        consequence = "they are replicas" if fatal else "the first is taken"
-        if may_be_parts:
-            consequence = "nothing says whether they are parts (name one of the files to take it)"
-        ranks = f"the copies of rank {first_rank} and of rank {rank} differ"
-        message = f"{named.section} {named.key}: {ranks}, and {consequence}"
-        yield Problem("replica", message, fatal=fatal, key=named.key, rank=rank, section=named.section)
-
-
-def _copies_in(tensor: Tensor) -> tuple[Int64Array, Int64Array]:
-    """The rows of the chunks with elements, and for each which of these rows is the first with its box and strides.
-
-    No rows if there are no copies.
-    """
-    chunks = tensor.chunks
-    if int(chunks.size.prod(axis=1).sum()) <= tensor.numel:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    rows = np.flatnonzero((chunks.size > 0).all(axis=1))
-    return rows, first_equal(np.concatenate([chunks.start, chunks.size, chunks.stride], axis=1)[rows])

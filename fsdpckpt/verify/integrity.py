@@ -13,6 +13,7 @@ import numpy as np
 
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceError, SourceIncompleteError
 from fsdpckpt.ir import invariants
+from fsdpckpt.ir.buffers import known_buffers
 from fsdpckpt.ir.checkpoint import (
     STRAY,
     Checkpoint,
@@ -151,7 +152,9 @@ def verify_checkpoint(
     order = in_file_order([tensors[number].tensor for number in to_read])
     results = for_each(to_read, read, make_reader=make_readers, threads=threads, order=order)
     progress.end()
-    problems += [problem for of_tensor, _ in results for problem in of_tensor]
+    of_tensors = [problem for of_tensor, _ in results for problem in of_tensor]
+    differing = _differing_buffers(checkpoint, of_tensors)
+    problems += [problem for problem in of_tensors if problem not in differing]
     skipped = {tensors[number].key for number in incomplete}
     problems += check_steps(checkpoint, skipped, sources=sources, threads=threads, progress=progress)
     problems += _stray_problems(checkpoint)
@@ -169,8 +172,28 @@ def verify_checkpoint(
         nbytes=sum(named.tensor.nbytes for named in tensors),
         records=len(ranges),
         replicas=sum(len(rows) - 1 for sets in replicas for rows in sets),
-        notes=(*_notes(checkpoint, len(ranges)), *(finite.note(buffers) if finite is not None else ())),
+        notes=(
+            *_notes(checkpoint, len(ranges)),
+            *_buffer_notes(differing),
+            *(finite.note(buffers) if finite is not None else ()),
+        ),
     )
+
+
+def _differing_buffers(checkpoint: Checkpoint, problems: Sequence[Problem]) -> list[Problem]:
+    """Those of ``problems`` that say no more than that a known buffer differs between ranks, as FSDP's buffers may."""
+    buffers = known_buffers(checkpoint) if any(problem.kind == "replica" for problem in problems) else frozenset()
+    return [
+        problem
+        for problem in problems
+        if problem.kind == "replica" and problem.section is Section.MODEL and problem.key in buffers
+    ]
+
+
+def _buffer_notes(differing: Sequence[Problem]) -> list[str]:
+    keys = list(dict.fromkeys(str(problem.key) for problem in differing))
+    count = plural(len(keys), "buffer", "differ")
+    return [f"{count} between ranks, and a conversion takes the lowest rank's copy: {some_of(keys, 5)}"] if keys else []
 
 
 def _notes(checkpoint: Checkpoint, checksums: int) -> tuple[str, ...]:

@@ -192,14 +192,20 @@ def test_ranks_that_count_other_steps_are_refused_and_listed(oracle: Oracle, tmp
     assert not fsdpckpt.verify(source).whole
 
 
-def test_a_buffer_that_differs_between_ranks_is_the_lowest_ranks_and_said(oracle: Oracle, tmp_path: Path) -> None:
+def test_of_a_buffer_that_differs_between_ranks_the_lowest_ranks_copy_is_taken_if_it_is_known_to_be_one(
+    oracle: Oracle, tmp_path: Path
+) -> None:
     source = tmp_path / "source"
     shutil.copytree(oracle.checkpoints(2) / "f2_ranks", source)
     first, second = rank_files(source, "model")
     second["scale"] += 1
     torch.save(second, source / "model_world_size_2_rank_1.pt")
-    report = fsdpckpt.convert(source, tmp_path / "o.pt")
+    with pytest.raises(NeedsInformationError, match="nothing says whether one rank's copy of 1 model tensor") as error:
+        fsdpckpt.convert(source, tmp_path / "o.pt")
+    assert error.value.exit_code == 4 and "--buffers" in str(error.value.next_step) and not (tmp_path / "o.pt").exists()
+    report = fsdpckpt.convert(source, tmp_path / "o.pt", buffers=["scale"])
     assert torch.equal(torch.load(tmp_path / "o.pt")["model"]["scale"], first["scale"])
+    assert not [note for note in report.notes if note.kind == "unused"]
     (note,) = [note for note in report.notes if note.kind == "replicas"]
     assert note.message == "1 model key differs between ranks, and the lowest rank's copy is taken: scale"
 

@@ -7,12 +7,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Layout, ModelState, OptimState, Section
-from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.transform.selection import differing_copies
+from fsdpckpt.ir.buffers import trained_keys
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Layout, ModelState, OptimState, Problem
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Chunks, Sharded, Tensor
+from fsdpckpt.transform.copies import CopiesJudge, unsummed_copies
+from fsdpckpt.transform.copies import differing_copies as copies_judged
 from tests.flat.flat_synthetic import checkpoint, replicas, slices
 
 RANKS = 3
+
+
+def differing_copies(held: Checkpoint, buffers: tuple[str, ...] = ()) -> list[Problem]:
+    return list(copies_judged(held, CopiesJudge(held, buffers, trained_keys(held))))
+
+
+def copies(*shape: int) -> Tensor:
+    """A plain tensor that every rank holds whole, vectors included."""
+    ranks = list(range(RANKS))
+    zeros = [[0] * len(shape)] * RANKS
+    rows = Chunks.rows(ndim=len(shape), rank=ranks, file=ranks, offset=[64] * RANKS, start=zeros, size=[shape] * RANKS)
+    return Tensor(DTYPES["float32"], shape, rows, sharded=False)
 
 
 def source(state: Tensor, rows: list[tuple[int, int, int, int]]) -> Checkpoint:
@@ -59,12 +74,52 @@ def test_what_several_parameters_share_is_named_once() -> None:
     assert [problem.key for problem in differing_copies(held)] == ["w.step"]
 
 
-def test_the_models_buffers_may_differ_from_rank_to_rank() -> None:
-    """Running statistics of BatchNorm do: only FSDP's own replicas have to be equal."""
+def test_running_statistics_and_counters_may_differ_from_rank_to_rank() -> None:
+    """FSDP does not keep the buffers of ranks equal."""
+    held = replace(source(replicas(RANKS), records(7, 7, 9)), optim=None)
+    counter = replace(replicas(RANKS), dtype=DTYPES["int32"])
+    norm = {"n.running_mean": replicas(RANKS), "n.num_batches_tracked": counter, "running_var": replicas(RANKS)}
+    (found,) = differing_copies(replace(held, model=ModelState({"count": counter})))
+    assert (found.fatal, found.kind, found.key, found.rank) == (False, "replica", "count", 2)
+    of_norm = differing_copies(replace(held, model=ModelState({**norm, "n.weight": replicas(RANKS, 1)})))
+    assert [(one.fatal, one.kind, one.key) for one in of_norm] == [(False, "replica", "n.running_mean")]
+    assert not list(differing_copies(replace(held, extra={"count": replicas(RANKS)})))
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("shape", [(), (15,), (5, 3)])
+def test_whatever_its_shape_a_copy_that_differs_is_no_buffer_unless_that_is_known(
+    layout: Layout, shape: tuple[int, ...]
+) -> None:
+    """Experts by rank, norm gains and scalars that are parameters, ``ignored_params``: all look like buffers."""
+    nbytes = 4 * int(np.prod(shape))
+    held = source(replicas(RANKS), records(7, 7, 8, nbytes=nbytes))
+    held = replace(held, optim=None, layout=layout, model=ModelState({"m.w": copies(*shape)}))
+    (found,) = differing_copies(held)
+    assert (found.kind, found.key, found.rank) == ("copies", "m.w", 2)
+    (found,) = differing_copies(held, ("m.*",))
+    assert (found.kind, found.fatal) == ("replica", False) and "the first is taken" in found.message
+    (found,) = differing_copies(held, ("none",))
+    assert (found.kind, found.fatal) == ("replica", True)
+    trained = replace(held, optim=OptimState({"m.w": {"m": replicas(1, *shape)}}, None))
+    for globs in ((), ("m.w",)):
+        (found,) = differing_copies(trained, globs)
+        assert (found.kind, found.fatal) == ("replica", True) and "it is a parameter" in found.message
+
+
+def test_statistics_that_the_optimizer_trains_are_parameters() -> None:
     held = source(replicas(RANKS), records(7, 7, 9))
-    (found,) = differing_copies(replace(held, optim=None, model=ModelState({"count": replicas(RANKS)})))
-    assert (found.fatal, found.key, found.rank) == (False, "count", 2)
-    assert not list(differing_copies(replace(held, optim=None, extra={"count": replicas(RANKS)})))
+    params = {"n.running_mean": replicas(RANKS), "n.num_batches_tracked": 3}
+    optim = OptimState({}, [{"params": ["n.running_mean"]}])
+    (found,) = differing_copies(replace(held, model=ModelState(params), optim=optim))  # type: ignore[arg-type]
+    assert found.fatal
+
+
+def test_copies_without_checksums_are_listed_for_their_bytes_to_be_read() -> None:
+    weight, step = copies(5), replicas(RANKS)
+    held = replace(source(step, []), model=ModelState({"w": weight, "cut": replace(weight, cut=Sharded(()))}))
+    assert [named.key for named in unsummed_copies(held)] == ["w"]
+    assert not unsummed_copies(replace(held, checksums=Checksums.of(records(1, 2, 3, nbytes=20))))
 
 
 @pytest.mark.parametrize(("crcs", "ranks"), [((7, 8, 7, 8), None), ((7, 8, 7, 9), (1, 3)), ((7, 8, 9, 8), (0, 2))])
@@ -85,22 +140,6 @@ def test_replicas_of_shards_are_compared_with_those_of_their_own_rows(
     found = list(differing_copies(replace(held, layout=Layout.SHARDED, optim=None, checksums=Checksums.of(sums))))
     assert [problem.fatal for problem in found] == [True] * (ranks is not None)
     assert all(f"of rank {ranks[0]} and of rank {ranks[1]}" in problem.message for problem in found if ranks)
-
-
-@pytest.mark.parametrize(
-    ("layout", "shape", "found"), [("full", (5, 3), [True]), ("full", (15,), []), ("sharded", (5, 3), [False])]
-)
-def test_matrices_of_a_model_of_which_nothing_is_sharded_may_not_differ(
-    layout: str, shape: tuple[int, ...], found: list[bool]
-) -> None:
-    """Parts of a model that was cut by something else look like whole ones; the sums tell them from replicas."""
-    model = ModelState({"w": replicas(RANKS, *shape)})
-    held = replace(checkpoint(RANKS, model=model), layout=Layout(layout), optim=None)
-    assert not list(differing_copies(replace(held, checksums=Checksums.of(records(7, 7, 7, nbytes=60)))))
-    differing = list(differing_copies(replace(held, checksums=Checksums.of(records(7, 7, 8, nbytes=60)))))
-    assert [one.fatal for one in differing] == found
-    assert all((one.key, one.rank, one.section) == ("w", 2, Section.MODEL) for one in differing)
-    assert all(("name one of the files to take it" in one.message) is one.fatal for one in differing)
 
 
 def test_a_tensor_that_lies_nowhere_has_no_copies() -> None:

@@ -1,0 +1,80 @@
+"""Takes one copy of what every rank has whole, once it is certain that the copies are equal, or a buffer's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.ir.buffers import known_buffers, undecided_copies
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem
+from fsdpckpt.ir.invariants import fatal
+from fsdpckpt.ir.tensors import PerRank, Tensor, Whole
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import plural, some_of
+from fsdpckpt.transform.copies import CopiesJudge, differing_copies, unsummed_copies
+from fsdpckpt.transform.selection import KEYS_IN_MESSAGE
+from fsdpckpt.verify.blocks import BlockReader
+from fsdpckpt.verify.elements import check_replicas, replica_sets
+
+
+def with_equal_copies(
+    checkpoint: Checkpoint, trained: Collection[str], buffers: Sequence[str], sources: Sources
+) -> tuple[Checkpoint, bool]:
+    """``checkpoint``, with a note on the buffers that differ between ranks: the lowest rank's copy is taken.
+
+    ``trained``: see ``CopiesJudge``; ``buffers``: the globs of ``--buffers``. Also returns whether these were needed.
+    Raises SourceCorruptError if ranks differ where they must agree, NeedsInformationError if nothing says whether they
+    must.
+    """
+    judge = CopiesJudge(checkpoint, buffers, trained)
+    problems = [*differing_copies(checkpoint, judge), *_differing_bytes(checkpoint, judge, sources)]
+    wrong = [problem for problem in problems if problem.fatal and problem.kind != "copies"]
+    if wrong:
+        raise fatal(wrong, source=checkpoint.source)
+    open_cases = {problem.key: problem for problem in undecided_copies(checkpoint, buffers)}
+    open_cases |= {problem.key: problem for problem in problems if problem.kind == "copies"}
+    if open_cases:
+        raise _undecided(checkpoint.source, list(open_cases.values()))
+    keys = tuple(dict.fromkeys(str(problem.key) for problem in problems))
+    whole, settled = _with_whole_buffers(checkpoint, buffers)
+    needed = bool(settled) or any(key in known_buffers(checkpoint, buffers) - known_buffers(checkpoint) for key in keys)
+    if not keys:
+        return whole, needed
+    count = plural(len(keys), "model key", "differ")
+    message = f"{count} between ranks, and the lowest rank's copy is taken: {some_of(keys, KEYS_IN_MESSAGE)}"
+    return replace(whole, notes=(*whole.notes, Note("replicas", message, keys=keys))), needed
+
+
+def _undecided(source: str, problems: Sequence[Problem]) -> NeedsInformationError:
+    return NeedsInformationError(
+        f"{source}: nothing says whether one rank's copy of {plural(len(problems), 'model tensor')} is all of it",
+        details=[problem.message for problem in problems],
+        key=problems[0].key,
+        why="ranks have their own copies of a buffer; of a parameter each may have a part (tensor parallelism), or "
+        "another one than the others (experts, ignored_params)",
+        next_step="add --buffers GLOB for the buffers, of which the lowest rank's copy is taken; save parameters as "
+        "DTensors, or give the file of one rank",
+    )
+
+
+def _differing_bytes(checkpoint: Checkpoint, judge: CopiesJudge, sources: Sources) -> Iterator[Problem]:
+    """What ``differing_copies`` finds, for the copies of which some have no checksum: their bytes are read."""
+    readers = None
+    for named in unsummed_copies(checkpoint):
+        readers = readers or (BlockReader(checkpoint.files, sources), BlockReader(checkpoint.files, sources))
+        for rows in replica_sets(named.tensor):
+            for problem in check_replicas(readers, named, [rows]):
+                yield judge.problem(named, int(named.tensor.chunks.rank[rows[0]]), problem.rank or 0)
+
+
+def _with_whole_buffers(checkpoint: Checkpoint, buffers: Sequence[str]) -> tuple[Checkpoint, list[str]]:
+    """``checkpoint`` with the known buffers whole that might have been parts. Also returns their keys."""
+    params = checkpoint.model.params if checkpoint.model is not None else {}
+    per_rank = {key: leaf for key, leaf in params.items() if isinstance(leaf, Tensor) and isinstance(leaf.cut, PerRank)}
+    if not per_rank or checkpoint.model is None:
+        return checkpoint, []
+    known = known_buffers(checkpoint, buffers)
+    whole = {key: replace(leaf, sharded=False, cut=Whole()) for key, leaf in per_rank.items() if key in known}
+    model = ModelState({**params, **whole}, checkpoint.model.metadata)
+    return replace(checkpoint, model=model), list(whole)

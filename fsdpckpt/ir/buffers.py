@@ -1,0 +1,80 @@
+"""Knows which tensors of a model are buffers: of these alone a checkpoint may hold another copy on each rank.
+
+A parameter is the same on all ranks, or cut. Of a tensor that ranks hold differently, one rank's copy is therefore a
+part, or one of several experts, unless it is known to be a buffer: no name, shape or size shows that. It is known of
+
+- the running statistics of a normalization layer: ``running_mean`` and ``running_var`` beside ``num_batches_tracked``;
+- a number without dimensions that is an integer or a bool: a counter, which no optimizer trains and nothing cuts;
+- what the units file beside the checkpoint does not list: ``save_units`` lists every parameter;
+- what the user says (``--buffers``).
+
+What the optimizer has states for, or lists by name, is a parameter, whatever it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from fsdpckpt.ir.attached_states import param_keys
+from fsdpckpt.ir.checkpoint import Checkpoint, Problem, Section
+from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.tensors import PerRank, Tensor
+from fsdpckpt.ir.values import Value
+
+_COUNTER = "num_batches_tracked"
+_STATISTICS = frozenset({_COUNTER, "running_mean", "running_var"})
+
+
+def known_buffers(checkpoint: Checkpoint, globs: Sequence[str] = ()) -> frozenset[str]:
+    """The keys of the model that are known to be buffers. ``globs``: those of ``--buffers``."""
+    model = checkpoint.model
+    if model is None:
+        return frozenset()
+    trained = trained_keys(checkpoint)
+    listed: Collection[str] = ()
+    if checkpoint.units is not None:
+        units = checkpoint.units
+        listed = {*units.parameters, *(later for later, _ in units.shared)}
+    return frozenset(
+        key
+        for key, leaf in model.params.items()
+        if key not in trained
+        and (
+            _is_statistic(key, model.params)
+            or _is_counter(leaf)
+            or (bool(listed) and clean(key) not in listed)
+            or any(fnmatchcase(name, glob) for glob in globs for name in (key, clean(key)))
+        )
+    )
+
+
+def trained_keys(checkpoint: Checkpoint) -> frozenset[str]:
+    """The keys of the model that the optimizer has states for, or lists, by name."""
+    model, optim = checkpoint.model, checkpoint.optim
+    if model is None or optim is None:
+        return frozenset()
+    return frozenset(param_keys(model.params, optim).values())
+
+
+def _is_statistic(key: str, params: Mapping[str, Tensor | Value]) -> bool:
+    module, dot, name = key.rpartition(".")
+    return name in _STATISTICS and f"{module}{dot}{_COUNTER}" in params
+
+
+def _is_counter(leaf: Tensor | Value) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.ndim and leaf.dtype.kind in ("int", "uint", "bool")
+
+
+def undecided_copies(checkpoint: Checkpoint, globs: Sequence[str] = ()) -> Iterator[Problem]:
+    """A problem for each tensor of which a rank's own may be all or a part (``PerRank``), unless it is a known buffer.
+
+    It stops a conversion only as long as ``--buffers`` does not settle it: so it is not fatal.
+    """
+    params = checkpoint.model.params if checkpoint.model is not None else {}
+    per_rank = {key: leaf for key, leaf in params.items() if isinstance(leaf, Tensor) and isinstance(leaf.cut, PerRank)}
+    buffers = known_buffers(checkpoint, globs) if per_rank else frozenset()
+    for key, leaf in per_rank.items():
+        if key not in buffers:
+            held = f"each rank holds {list(leaf.shape)}, and nothing says whether that is all of it"
+            yield Problem("copies", f"model {key}: {held}", fatal=False, key=key, section=Section.MODEL)

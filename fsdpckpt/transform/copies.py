@@ -1,0 +1,115 @@
+"""Finds the copies of a tensor that differ between ranks, and says what that means (``ir.buffers`` has the rule)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from fsdpckpt.ir.buffers import known_buffers
+from fsdpckpt.ir.checkpoint import (
+    Checkpoint,
+    ChunkChecksums,
+    NamedTensor,
+    Problem,
+    ProblemKind,
+    Section,
+)
+from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.tensors import Int64Array, Sharded, Tensor, first_equal
+from fsdpckpt.transform.parameter_order import NO_BUFFERS
+
+
+def differing_copies(checkpoint: Checkpoint, judge: CopiesJudge) -> Iterator[Problem]:
+    """A problem for each tensor of the model or the optimizer of which two ranks have different copies.
+
+    Compares the CRC-32s in the source's files; ``unsummed_copies`` lists what has none.
+    """
+    if all(len(tensor.chunks) < 2 for tensor in checkpoint.leaves()):  # as in one file
+        return
+    checksums = ChunkChecksums(checkpoint.checksums)
+    for named, rows, first in _copied(checkpoint):
+        crcs = checksums.of(named.tensor, rows)
+        differing = np.flatnonzero((crcs >= 0) & (crcs[first] >= 0) & (crcs != crcs[first]))
+        if len(differing):
+            ranks = named.tensor.chunks.rank
+            yield judge.problem(named, int(ranks[rows[first[differing[0]]]]), int(ranks[rows[differing[0]]]))
+
+
+def unsummed_copies(checkpoint: Checkpoint) -> list[NamedTensor]:
+    """The plain tensors of which some rank's copy has no checksum: only their bytes show whether copies differ.
+
+    Without replicas of shards, which are marked as such, and numbers in the optimizer (``step``).
+    """
+    checksums = ChunkChecksums(checkpoint.checksums)
+    return [
+        named
+        for named, rows, _ in _copied(checkpoint)
+        if not isinstance(named.tensor.cut, Sharded)
+        and (named.tensor.ndim or named.section is Section.MODEL)
+        and (checksums.of(named.tensor, rows) < 0).any()
+    ]
+
+
+class CopiesJudge:
+    """Says what it means that two ranks have different copies of a tensor.
+
+    Fatal if ranks must agree: for optimizer states, trained parameters, and shards that have replicas. Of a known
+    buffer the first copy is taken. Of any other tensor of the model nothing says whether the copies are parts, or each
+    rank's own: a problem of kind "copies". ``buffers``: the globs of ``--buffers``; ``trained``: the names of trained
+    parameters, also where ``checkpoint`` has no optimizer any more.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, buffers: Sequence[str], trained: Collection[str]) -> None:
+        self._buffers = known_buffers(checkpoint, buffers)
+        self._trained = {name for key in trained for name in (clean(key), clean(key).removeprefix("module."))}
+        self._no_buffers = tuple(buffers) == NO_BUFFERS
+
+    def problem(self, named: NamedTensor, first_rank: int, rank: int) -> Problem:
+        """The problem of ``named``, of which ``rank`` has another copy than ``first_rank``."""
+        kind: ProblemKind = "replica"
+        of_model = named.section is Section.MODEL and named.state is None
+        parameter = of_model and (self._no_buffers or clean(named.param) in self._trained)
+        fatal = named.section is Section.OPTIM or bool(named.tensor.sharded) or parameter
+        if fatal:
+            consequence = "it is a parameter" if parameter else "they are replicas"
+        elif not of_model or named.param in self._buffers:
+            consequence = "the first is taken"
+        else:
+            kind, fatal = "copies", True
+            consequence = "nothing says whether they are a buffer's, or parts, or each rank's own"
+        message = f"{named.section} {named.key}: the copies of rank {first_rank} and of rank {rank} differ, and "
+        return Problem(kind, message + consequence, fatal=fatal, key=named.key, rank=rank, section=named.section)
+
+
+def _copied(checkpoint: Checkpoint) -> Iterator[tuple[NamedTensor, Int64Array, Int64Array]]:
+    """Each tensor of the model or the optimizer of which several chunks are copies, with what ``_copies_in`` returns;
+    what several parameters share once.
+    """
+    seen: set[tuple[bytes, bytes]] = set()
+    copies: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]] = {}  # of tensors that share these columns
+    for named in checkpoint.tensors():
+        tensor, chunks = named.tensor, named.tensor.chunks
+        if len(chunks) < 2 or named.section is Section.EXTRA:
+            continue
+        columns = id(chunks.start), id(chunks.size), id(chunks.stride)
+        if columns not in copies:
+            copies[columns] = _copies_in(tensor)
+        rows, first = copies[columns]
+        stored_at = chunks.file.tobytes(), chunks.offset.tobytes()
+        if not len(rows) or stored_at in seen:  # the parameters of one unit share its ``step``
+            continue
+        seen.add(stored_at)
+        yield named, rows, first
+
+
+def _copies_in(tensor: Tensor) -> tuple[Int64Array, Int64Array]:
+    """The rows of the chunks with elements, and for each which of these rows is the first with its box and strides.
+
+    No rows if there are no copies.
+    """
+    chunks = tensor.chunks
+    if int(chunks.size.prod(axis=1).sum()) <= tensor.numel:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    rows = np.flatnonzero((chunks.size > 0).all(axis=1))
+    return rows, first_equal(np.concatenate([chunks.start, chunks.size, chunks.stride], axis=1)[rows])
