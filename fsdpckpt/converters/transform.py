@@ -43,6 +43,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.missing_state import Choice, fill, require_complete
+from fsdpckpt.transform.parameter_order import NO_BUFFERS
 from fsdpckpt.transform.placements import (
     LikeCheckpoint,
     Rules,
@@ -306,7 +307,7 @@ class _Steps:
             return is_selected((name,), include=options.include, exclude=options.exclude)
 
         new = partial(new_name, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename)
-        return NameChanges(keeps, new)
+        return NameChanges(keeps, new, tuple(parameter_names(keyed)))
 
     def apply_placements(
         self, checkpoint: Checkpoint, target: TargetMesh | None, *, renamed: bool = False
@@ -373,7 +374,10 @@ class _Steps:
                 f"{checkpoint.source} has neither a model nor an optimizer to flatten",
                 next_step=to_copy("see what it holds", f"fsdpckpt inspect {shlex.quote(checkpoint.source)}"),
             )
-        request = replace(self.request, changes=changes)
+        buffers = changes.follow_globs(self.request.buffers, parameter_names(checkpoint))
+        if self.request.buffers and not buffers:
+            buffers = NO_BUFFERS  # all of those that were named are left out
+        request = replace(self.request, changes=changes, buffers=buffers)
         if source is not None:
             old, new = source.units.parameters, parameter_names(checkpoint)
             if any_module(request.globs, old) and not any_module(request.globs, new):

@@ -214,3 +214,17 @@ def test_a_glob_that_matches_no_module_under_either_name_is_refused(full: Named,
             unit="layer.*",
             use_orig_params=True,
         )
+
+
+@pytest.mark.parametrize("buffer", ["table", "new.table", "*table"])
+def test_buffers_may_be_named_as_in_the_source_or_as_they_will_be_written(buffer: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = {"table": torch.randn(3, 4), "weight": torch.randn(5, 7), "bias": torch.randn(5)}
+    torch.save({"model": model}, tmp_path / "full.pt")
+    given = {"to": "flattened", "world_size": 2, "unit": "none", "use_orig_params": True, "only": "model"}
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "flat", add_prefix="new.", buffers=buffer, **given)  # type: ignore[arg-type]
+    recorded = json.loads((tmp_path / "flat" / "fsdpckpt.json").read_text())["units"]
+    assert [param["name"] for unit in recorded["units"] for param in unit["params"]] == ["new.weight", "new.bias"]
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "without", exclude="table", buffers="table", **given)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="--buffers rope matches no name"):
+        fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", buffers="rope", **given)  # type: ignore[arg-type]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from glob import escape
 from typing import TypeAlias
 
 from fsdpckpt.flat.units import innermost_unit, regrouped
@@ -21,11 +23,13 @@ _NewNames: TypeAlias = Mapping[str, str]  # by the old ones; what has none is le
 class NameChanges:
     """What a conversion does to names.
 
-    ``keeps``: whether the parameter of a name is converted. ``new_name``: its name in the target.
+    ``keeps``: whether the parameter of a name is converted. ``new_name``: its name in the target. ``old_names``: all
+    names of the source.
     """
 
     keeps: Callable[[str], bool]
     new_name: Callable[[str], str]
+    old_names: tuple[str, ...] = ()
 
     def new_path(self, path: str) -> str:
         """The path of the module at ``path``; the root stays the root, whatever prefix its parameters get."""
@@ -43,6 +47,19 @@ class NameChanges:
         changed = {name: self.new_name(name) for name in same if self.keeps(name)}
         meant = len(set(present).intersection(changed.values())) > len(set(present).intersection(same))
         return changed if meant else same
+
+    def follow_globs(self, globs: Iterable[str], present: Collection[str]) -> tuple[str, ...]:
+        """Globs of an option that select among ``present``, the target's names, what they select by either name.
+
+        One that selects only what is left out selects nothing here; one that fits no name at all stays, to be refused.
+        """
+        followed: dict[str, None] = {}
+        for glob in globs:
+            old = [name for name in self.old_names if fnmatchcase(name, glob)]
+            followed.update(dict.fromkeys(escape(self.new_name(name)) for name in old if self.keeps(name)))
+            if not old or any(fnmatchcase(name, glob) for name in present):
+                followed[glob] = None
+        return tuple(followed)
 
     def applied_to(self, units: Units) -> Units:
         """``units`` of the parameters that are kept, under their new names."""
