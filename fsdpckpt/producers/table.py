@@ -109,9 +109,12 @@ TRAINER = replace(
 HUGGINGFACE = Flavor(
     name="huggingface",
     title="Hugging Face weights",
-    signs=(Signature((r"^model([-.].*)?\.safetensors(\.index\.json)?$", r"^config\.json$")),),
+    signs=(
+        Signature((r"^model([-.].*)?\.safetensors(\.index\.json)?$", r"^config\.json$")),
+        Signature((r"^pytorch_model([-.].*)?\.bin(\.index\.json)?$", r"^config\.json$")),
+    ),
     forms=(Form(Layout.FULL, Container.SAFETENSORS, SectionPath("model"), None, weights=True),),
-    state=r"\.safetensors(\.index\.json)?$",
+    state=r"\.safetensors(\.index\.json)?$|^pytorch_model([-.].*)?\.bin(\.index\.json)?$",
     model_files="",
     loads='AutoModel.from_pretrained("{target}")',
     tested="transformers 5.23, safetensors 0.8",

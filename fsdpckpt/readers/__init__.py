@@ -11,11 +11,13 @@ from fsdpckpt.readers.deepspeed import DeepSpeedReader
 from fsdpckpt.readers.protocol import Reader
 from fsdpckpt.readers.safetensors import SafetensorsReader
 from fsdpckpt.readers.torch_ranks import TorchReader
+from fsdpckpt.readers.torch_shards import TorchShardsReader
 
 READERS: tuple[Reader, ...] = (
     MegatronReader(),
     DcpReader(),
     SafetensorsReader(),
     DeepSpeedReader(),
+    TorchShardsReader(),
     TorchReader(),
 )

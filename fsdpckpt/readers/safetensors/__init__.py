@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain, islice
 from math import prod
 from typing import NamedTuple
 
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, damaged
+from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.safetensors import Header, HeaderTensor, looks_like_safetensors, read_header
 from fsdpckpt.ir.checkpoint import Container, Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.tensors import Chunks
-from fsdpckpt.readers.counters import SHARDS, kind_of_number
 from fsdpckpt.readers.protocol import (
     ChunkedTensor,
     Claim,
@@ -31,16 +29,14 @@ from fsdpckpt.readers.protocol import (
     stem_of,
 )
 from fsdpckpt.readers.safetensors.document import restore
+from fsdpckpt.readers.shard_index import NumberedName, numbered, open_index, require_all_numbers
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, truncate
 
 _INDEX = ".safetensors.index.json"
-_MAX_INDEX_BYTES = 1 << 28  # large enough for a million tensors
 _SHARDING_KEY = "DCP_SHARDING_INFO"
 _RANK_SHARD = re.compile(r"shard-(\d{1,6})-")
-_PART = re.compile(r"^(?:shard-\d+-)?(?P<stem>.*?)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.safetensors$")
-_MAX_NAMES = 1 << 16  # missing shards that are named: a number in one file name can ask for a million
 
 
 class SafetensorsReader:
@@ -65,7 +61,7 @@ class SafetensorsReader:
                 continue
             claim.names.add(name)
             shard = _numbered(name)
-            stem = shard["stem"] if shard else stem_of(name)
+            stem = shard.stem if shard else stem_of(name)
             if not name.endswith(_INDEX) and (shard is None or stem not in indexed or name.startswith("shard-")):
                 groups.setdefault(stem, []).append(name)
         sources.prefetch_ends([files[name].path for names in groups.values() for name in names], tails=False)
@@ -76,10 +72,14 @@ class SafetensorsReader:
         return claim
 
 
-def _numbered(name: str) -> re.Match[str] | None:
-    """The words of a shard's name; None for other names, also for one like ``w_tp-rank-0-of-2``."""
-    match = _PART.match(name)
-    return match if match is not None and kind_of_number(name, match.span("number")) == SHARDS else None
+def _numbered(name: str) -> NumberedName | None:
+    """The words of a shard's name."""
+    return numbered(_without_rank(name))
+
+
+def _without_rank(name: str) -> str:
+    """``name`` without the rank that DCP's writer puts before the words of a shard."""
+    return re.sub(r"^shard-\d+-", "", name)
 
 
 def _index_part(path: str) -> Part:
@@ -109,73 +109,12 @@ def read_safetensors_index(path: str, files: FileTable, sources: Sources) -> Tre
 
     Raises SourceIncompleteError that lists every missing shard or every missing tensor.
     """
-    weight_map = _weight_map(path, sources)
-    directory = path[: -len(file_name(path))]
-    present = {entry.name for entry in sources.list_directory(directory.rstrip("/") or ("/" if directory else "."))}
-    shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if shard not in present]
-    if missing:
-        raise SourceIncompleteError(
-            f"{file_name(path)} lists {plural(len(shards), 'file')}, and {len(missing):,} of them cannot be found",
-            details=missing,
-            files=[directory + shard for shard in missing],
-            why="the download or the save did not finish",
-            next_step="copy the missing files beside the index",
-            file=path,
-        )
-    headers = [(directory + shard, read_header(sources.open(directory + shard))) for shard in shards]
+    index = open_index(path, sources)
+    headers = [(index.directory + shard, read_header(sources.open(index.directory + shard))) for shard in index.shards]
     tree = _tree(headers, files)
-    _compare_with_index(path, weight_map, headers, tree)
-    message = f"{file_name(path)} lists {plural(len(weight_map), 'tensor')} in {plural(len(shards), 'file')}"
-    tree.evidence.insert(0, Evidence(EvidenceKind.CONTAINER, message))
+    tree.notes += [*index.notes, *index.compare({file_name(file): header.tensors for file, header in headers})]
+    tree.evidence.insert(0, index.evidence)
     return tree
-
-
-def _weight_map(path: str, sources: Sources) -> dict[str, str]:
-    source = sources.open(path)
-    try:
-        if source.nbytes > _MAX_INDEX_BYTES:
-            raise ValueError("too long")
-        document = json.loads(source.read(0, source.nbytes))
-        weight_map = document["weight_map"]
-        good = isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values())
-    except (ValueError, TypeError, KeyError, RecursionError):
-        good = False
-    if not good:
-        raise SourceCorruptError(
-            f"{path} is not a safetensors index",
-            file=path,
-            expected='a JSON object with a "weight_map" of names to files',
-            why="the file was truncated or edited",
-        )
-    outside = sorted({shard for shard in weight_map.values() if "/" in shard or "\\" in shard or shard in ("", "..")})
-    if outside:
-        raise SourceCorruptError(
-            f"{path} names files outside its directory", file=path, details=outside, why="somebody edited the index"
-        )
-    return dict(weight_map)
-
-
-def _compare_with_index(
-    path: str, weight_map: Mapping[str, str], headers: Sequence[tuple[str, Header]], tree: Tree
-) -> None:
-    by_shard = {file_name(file): header.tensors for file, header in headers}
-    absent = {key: shard for key, shard in weight_map.items() if key not in by_shard[shard]}
-    if absent:
-        raise SourceIncompleteError(
-            f"{file_name(path)} lists {plural(len(absent), 'tensor')} that their shard does not hold",
-            details=[f"{key} is not in {shard}" for key, shard in list(absent.items())[:50]],
-            files=[path[: -len(file_name(path))] + shard for shard in list(absent.values())[:50]],
-            why="shards of different saves are in one directory, or a shard was replaced",
-            next_step="copy index and shards from the same save again",
-            file=path,
-            key=next(iter(absent)),
-        )
-    unlisted = [key for tensors in by_shard.values() for key in tensors if key not in weight_map]
-    if unlisted:
-        count = plural(len(unlisted), "tensor", "are")
-        message = f"{count} in the shards but not in the index: {', '.join(unlisted[:5])}"
-        tree.notes.append(Note("unlisted", message, unlisted[0]))
 
 
 def _require_all_parts(paths: Sequence[str]) -> None:
@@ -183,34 +122,12 @@ def _require_all_parts(paths: Sequence[str]) -> None:
 
     The names of DCP's HF shards do not show the highest rank; a gap below it they do.
     """
-    parts: dict[tuple[str, int], set[int]] = {}
-    ranks: set[int] = set()
-    for path in paths:
-        name = file_name(path)
-        numbered = _numbered(name)
-        if numbered is not None:
-            parts.setdefault((numbered["stem"], int(numbered["total"])), set()).add(int(numbered["number"]))
-        shard = _RANK_SHARD.match(name)
-        if shard is not None:
-            ranks.add(int(shard[1]))
-    missing = (
-        f"{stem}-{number:05d}-of-{total:05d}.safetensors"
-        for (stem, total), numbers in sorted(parts.items())
-        for number in range(1, total + 1)
-        if number not in numbers
-    )
+    matches = [_RANK_SHARD.match(file_name(path)) for path in paths]
+    ranks = {int(match[1]) for match in matches if match is not None}
     below = (f"shard-{rank:05d}-*.safetensors" for rank in range(1, max(ranks, default=0)) if rank not in ranks)
-    named = list(islice(chain(missing, below), _MAX_NAMES))
-    if named:
-        more = " or more" if len(named) == _MAX_NAMES else ""
-        raise SourceIncompleteError(
-            f"{len(named)}{more} safetensors shards are missing",
-            details=named,
-            files=[paths[0][: -len(file_name(paths[0]))] + name for name in named],
-            why="the download or the save did not finish, or a rank's files are on another machine",
-            next_step="copy all shards into one directory",
-            file=paths[0],
-        )
+    directory = paths[0][: -len(file_name(paths[0]))]
+    names = [directory + _without_rank(file_name(path)) for path in paths]
+    require_all_numbers(names, more=below)
 
 
 def sharding_info(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | None:

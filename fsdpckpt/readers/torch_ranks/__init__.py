@@ -51,7 +51,7 @@ class TorchReader:
     """Files that begin as torch.save writes them, whatever their name."""
 
     def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
-        if not _is_torch(file, sources):
+        if not looks_like_torch(file, sources):
             return None
         return _file_part(file.path, stem_of(file_name(file.path)), optional=False)
 
@@ -62,7 +62,7 @@ class TorchReader:
         incomplete sets of other sections.
         """
         sources.prefetch_ends([file.path for name, file in files.items() if name.endswith(_SUFFIXES)])
-        names = [name for name, file in files.items() if may_be_torch(file) and _is_torch(file, sources)]
+        names = [name for name, file in files.items() if may_be_torch(file) and looks_like_torch(file, sources)]
         sets, single = group_ranks(names, path)
         claim = Claim(names=set(names))
         if options.only is not None:
@@ -85,7 +85,8 @@ def may_be_torch(file: Entry) -> bool:
     return file.nbytes >= 16 and not auxiliary(file.name)
 
 
-def _is_torch(file: Entry, sources: Sources) -> bool:
+def looks_like_torch(file: Entry, sources: Sources) -> bool:
+    """Whether the file begins as torch.save writes it."""
     return sources.open(file.path).read(0, min(16, file.nbytes)).startswith((_ZIP_MAGIC, _LEGACY_MAGIC))
 
 
