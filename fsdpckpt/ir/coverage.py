@@ -1,7 +1,9 @@
 """Checks that the chunks of a tensor hold every element once. Equal boxes are replicas; other overlaps are flaws.
 
 Three steps, cheapest first: a whole chunk; a grid (each dimension cut into intervals that tile it, every cell present),
-as FSDP, HSDP and FSDP x TP make; and counting on the grid of all edges, which finds what is wrong.
+as FSDP, HSDP and FSDP x TP make; and counting on the grid of all edges, which finds what is wrong. The grid of n boxes
+in d dimensions may have n**d cells. If it is too large, ``_Cells`` proves by a random sum that each cell is in one box,
+or finds one that is not: in time and memory that grow with n.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import numpy.typing as npt
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 
 _FEW_CHUNKS = 48  # up to this many, plain Python is faster than numpy's cost per call
-_MAX_CELLS = 1 << 24  # of the counting grid: 64 MiB of counters; above it, boxes are compared in pairs
+_MAX_CELLS = 1 << 20  # of the counting grid: 4 MiB of counters ...
+_CELLS_PER_BOX = 64  # ... and for each box
 _MAX_CUT_DIMENSIONS = 8  # each doubles the corners to count
-_PAIRS_AT_ONCE = 1 << 22  # bounds the memory of comparing boxes pairwise
+_PRIME = (1 << 31) - 1  # products of two numbers below it fit into 64 bits
 
 
 FlawKind: TypeAlias = Literal["incomplete", "overlap", "outside"]
@@ -137,8 +140,9 @@ def _find_flaws(shape: tuple[int, ...], start: Int64Array, size: Int64Array, ran
     cut = [k for k, edge in enumerate(edges) if len(edge) > 2]
     if 0 in shape:
         return flaws
-    if len(cut) > _MAX_CUT_DIMENSIONS or prod(len(edges[k]) for k in cut) > _MAX_CELLS:
-        return flaws + _compare_pairwise(shape, box_start, box_size, holders)
+    most = max(_MAX_CELLS, _CELLS_PER_BOX * len(boxes))
+    if len(cut) > _MAX_CUT_DIMENSIONS or prod(len(edges[k]) for k in cut) > most:
+        return flaws + _first_wrong_cell(shape, box_start, box_size, holders, edges)
     return flaws + _count_boxes(shape, box_start, box_size, holders, edges)
 
 
@@ -198,22 +202,75 @@ def _holding_ranks(
     return tuple(ranks)
 
 
-def _compare_pairwise(
-    shape: tuple[int, ...], start: Int64Array, size: Int64Array, holders: tuple[Int64Array, Int64Array, Int64Array]
+def _first_wrong_cell(
+    shape: tuple[int, ...],
+    start: Int64Array,
+    size: Int64Array,
+    holders: tuple[Int64Array, Int64Array, Int64Array],
+    edges: list[Int64Array],
 ) -> list[Flaw]:
-    """For boxes too irregular to count: any two that overlap, else what is missing according to the volumes."""
-    end = start + size
-    step = max(_PAIRS_AT_ONCE // max(len(start), 1), 1)
-    for begin in range(0, len(start), step):
-        rows = slice(begin, begin + step)
-        low = np.maximum(start[rows, None], start[None])
-        high = np.minimum(end[rows, None], end[None])
-        common = (low < high).all(axis=2)
-        common[np.arange(common.shape[0]), np.arange(begin, begin + common.shape[0])] = False
-        if common.any():
-            pair = np.unravel_index(int(np.argmax(common)), common.shape)
-            first, last = low[pair].tolist(), high[pair].tolist()
-            box = tuple(e - b for b, e in zip(first, last, strict=True))
-            return [Flaw("overlap", prod(box), tuple(first), box, _holding_ranks(holders, first, last))]
+    """For boxes of too many cells to count: one that is in no box, or in several."""
+    cells = _Cells(start, size, edges)
+    wrong = cells.first_wrong()
+    if wrong is None:
+        return []
+    cell, boxes = wrong
+    begin = [int(edge[at]) for edge, at in zip(edges, cell, strict=True)]
+    end = [int(edge[at + 1]) for edge, at in zip(edges, cell, strict=True)]
+    box = tuple(e - b for b, e in zip(begin, end, strict=True))
+    if boxes:
+        return [Flaw("overlap", prod(box), tuple(begin), box, _holding_ranks(holders, begin, end))]
     missing = prod(shape) - sum(prod(row) for row in size.tolist())
-    return [Flaw("incomplete", missing, (0,) * len(shape), shape, ())] if missing else []
+    return [Flaw("incomplete", max(missing, prod(box)), tuple(begin), box, ())]
+
+
+class _Cells:
+    """The cells between neighbouring edges, each with the number of boxes that it is in.
+
+    Every interval of every dimension gets a secret random number, and a cell the product of its intervals' numbers. A
+    box then sums up to the product of its sides' sums. If each cell of a region is in one box, its boxes sum up to the
+    region's own product. If not, they hardly ever do: the difference is a polynomial in the random numbers that is not
+    zero (Schwartz and Zippel), and two draws modulo a prime leave a chance of 1 in 10**16.
+    """
+
+    def __init__(self, start: Int64Array, size: Int64Array, edges: list[Int64Array]) -> None:
+        self._low = np.stack([np.searchsorted(edge, start[:, k]) for k, edge in enumerate(edges)], axis=1)
+        self._high = np.stack([np.searchsorted(edge, start[:, k] + size[:, k]) for k, edge in enumerate(edges)], axis=1)
+        self._counts = [len(edge) - 1 for edge in edges]
+        draw = np.random.default_rng()
+        self._sums = [  # by draw and dimension: the sum of the numbers of all intervals before an edge
+            [np.append(0, np.cumsum(draw.integers(1, _PRIME, count, np.int64)) % _PRIME) for count in self._counts]
+            for _ in range(2)
+        ]
+
+    def first_wrong(self) -> tuple[list[int], int] | None:
+        """The first cell that is not in exactly one box, as the number of its interval in each dimension, and the
+        number of boxes that it is in; None if there is none.
+        """
+        low, high = [0] * len(self._counts), list(self._counts)
+        rows = np.arange(len(self._low))
+        if self._is_right(rows, low, high):
+            return None
+        while any(end - begin > 1 for begin, end in zip(low, high, strict=True)):
+            dimension = next(k for k, (begin, end) in enumerate(zip(low, high, strict=True)) if end - begin > 1)
+            middle = (low[dimension] + high[dimension]) // 2
+            first_half = [*high[:dimension], middle, *high[dimension + 1 :]]
+            inside = rows[self._low[rows, dimension] < middle]
+            if self._is_right(inside, low, first_half):
+                low[dimension] = middle
+                rows = rows[self._high[rows, dimension] > middle]
+            else:
+                high, rows = first_half, inside
+        return low, len(rows)
+
+    def _is_right(self, rows: npt.NDArray[np.intp], low: list[int], high: list[int]) -> bool:
+        """Whether each cell of the region from ``low`` to ``high`` is in one of the boxes ``rows``."""
+        for sums in self._sums:
+            total, expected = np.ones(len(rows), np.int64), 1
+            for k, of_dimension in enumerate(sums):
+                begins, ends = self._low[rows, k].clip(low[k], high[k]), self._high[rows, k].clip(low[k], high[k])
+                total = total * ((of_dimension[ends] - of_dimension[begins]) % _PRIME) % _PRIME
+                expected = expected * int(of_dimension[high[k]] - of_dimension[low[k]]) % _PRIME
+            if int(total.sum()) % _PRIME != expected:
+                return False
+        return True

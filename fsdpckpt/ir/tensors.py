@@ -226,7 +226,7 @@ def first_equal(rows: Int64Array) -> Int64Array:
     return first
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 10)  # no more: a file may be made of shapes that have one hash
 def _whole_box(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Start, size and stride of a chunk that is a whole tensor. Cached: a model has few shapes, and many tensors of
     each.

@@ -18,6 +18,7 @@ import numpy as np
 
 from fsdpckpt.errors import (
     FsdpckptError,
+    InternalError,
     SourceError,
     SourceMissingError,
     SourceUnrecognisedError,
@@ -25,7 +26,16 @@ from fsdpckpt.errors import (
     to_copy,
 )
 from fsdpckpt.ir.files import ZEROS_TEXT
-from fsdpckpt.storage import ByteSource, Entry, identity_of_status, too_short_error
+from fsdpckpt.storage import (
+    ByteSource,
+    Entry,
+    FileIdentity,
+    change_between,
+    changed_error,
+    identity_of_status,
+    too_short_error,
+)
+from fsdpckpt.storage.descriptors import PooledDescriptor
 from fsdpckpt.text import bytes_text
 
 BLOCK = 4096  # bytes: the alignment that direct writes need on every disk in use
@@ -71,6 +81,8 @@ def _missing_error(path: str) -> SourceMissingError:
 
 
 def _read_error(path: str, offset: int, error: OSError) -> SourceError:
+    if isinstance(error, FileNotFoundError):  # opened again, after it was closed for other files
+        return _missing_error(path)
     return SourceError(
         f"{path} cannot be read at offset {offset}: {error.strerror}",
         file=path,
@@ -79,24 +91,60 @@ def _read_error(path: str, offset: int, error: OSError) -> SourceError:
     )
 
 
+def _open_error(path: str, error: OSError) -> SourceError:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return SourceError(
+            f"{path} cannot be opened: {error.strerror}",
+            file=path,
+            why="this process may have only few files open, and others than those of SRC are open",
+            next_step=to_copy("allow more", "ulimit -n 1024"),
+            run_again=True,
+        )
+    return SourceError(
+        f"{path} cannot be opened: {error.strerror}",
+        file=path,
+        why="it belongs to another user, or the disk is failing",
+        next_step=to_copy("see whose it is", f"ls -l {shlex.quote(path)}"),
+    )
+
+
 class LocalFile(ByteSource):
-    """A local file, read with pread."""
+    """A local file, read with pread. It may be closed for other files and opened again (``descriptors``): raises
+    SourceCorruptError if it is another one by then.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._first: FileIdentity | None = None
+        self._pooled = PooledDescriptor(self._open)
         try:
-            # Without O_NONBLOCK, opening a pipe waits for a writer, maybe for ever; regular files ignore it.
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with self._pooled:  # open now, so that what is no file is refused now
+                pass
         except FileNotFoundError:
             raise _missing_error(path) from None
         except OSError as error:
-            raise SourceError(
-                f"{path} cannot be opened: {error.strerror}",
-                file=path,
-                why="it belongs to another user, or the disk is failing",
-                next_step=to_copy("see whose it is", f"ls -l {shlex.quote(path)}"),
-            ) from None
-        status = os.fstat(self._fd)
+            raise _open_error(path, error) from None
+
+    @property
+    def identity(self) -> FileIdentity:
+        """What it was when it was opened first."""
+        if self._first is None:
+            raise InternalError(f"{self.path} was never opened")
+        return self._first
+
+    def _open(self) -> int:
+        # Without O_NONBLOCK, opening a pipe waits for a writer, maybe for ever; regular files ignore it.
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._take(os.fstat(descriptor))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _take(self, status: os.stat_result) -> None:
+        """Take the identity and the length, or compare them."""
+        path = self.path
         if modes.S_ISDIR(status.st_mode):
             raise SourceUnrecognisedError(
                 f"{path} is a directory, and a file is needed", file=path, next_step="give a file in it"
@@ -107,19 +155,23 @@ class LocalFile(ByteSource):
                 file=path,
                 next_step="write it to a file first, and give that file",
             )
-        self.nbytes = status.st_size
-        self.identity = identity_of_status(path, status)
+        now = identity_of_status(path, status)
+        if self._first is None:
+            self._first, self.nbytes = now, status.st_size
+        elif (change := change_between(self._first, now)) is not None:
+            raise changed_error(path, change)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0:
             raise too_short_error(self.path, offset, nbytes, 0)
         try:
-            data = os.pread(self._fd, nbytes, offset)
-            while len(data) < nbytes:
-                more = os.pread(self._fd, nbytes - len(data), offset + len(data))
-                if not more:
-                    raise too_short_error(self.path, offset, nbytes, len(data))
-                data += more
+            with self._pooled as descriptor:
+                data = os.pread(descriptor, nbytes, offset)
+                while len(data) < nbytes:
+                    more = os.pread(descriptor, nbytes - len(data), offset + len(data))
+                    if not more:
+                        raise too_short_error(self.path, offset, nbytes, len(data))
+                    data += more
         except OSError as error:
             raise _read_error(self.path, offset, error) from error
         return data
@@ -128,23 +180,22 @@ class LocalFile(ByteSource):
         if offset < 0:  # preadv takes -1 for the current position
             raise too_short_error(self.path, offset, len(buffer), 0)
         done = 0
-        while done < len(buffer):
-            try:
-                got = os.preadv(self._fd, [buffer[done:]], offset + done)
-            except OSError as error:
-                raise _read_error(self.path, offset + done, error) from error
-            if got == 0:
-                raise too_short_error(self.path, offset, len(buffer), done)
-            done += got
+        try:
+            with self._pooled as descriptor:
+                while done < len(buffer):
+                    got = os.preadv(descriptor, [buffer[done:]], offset + done)
+                    if got == 0:
+                        raise too_short_error(self.path, offset, len(buffer), done)
+                    done += got
+        except OSError as error:
+            raise _read_error(self.path, offset + done, error) from error
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._pooled.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            self.close()
+        if hasattr(self, "_pooled"):
+            self._pooled.close()
 
 
 class MemoryFile(ByteSource):

@@ -26,7 +26,7 @@ from fsdpckpt.storage.remote_store import RemoteStore
 
 T = TypeVar("T")
 
-MAX_OPEN = 256  # files: descriptors are finite
+MAX_OPEN = 256  # sources: each may hold buffers; descriptors are counted by themselves (``descriptors``)
 
 
 class Sources:

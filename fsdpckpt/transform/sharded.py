@@ -151,8 +151,9 @@ def _decide_model(checkpoint: Checkpoint, hints: ShardingHints) -> tuple[ModelSt
     model = checkpoint.model
     if model is None:
         return None, [], 0, []
-    tied = _ties(model)
-    listed = _listed_by_optimizer(checkpoint.optim, model, tied)
+    first_names = _first_names(model)
+    listed = _listed_by_optimizer(checkpoint.optim, model, first_names)
+    first_listed = {first_names.get(name, name) for name in listed}
     undecided: list[str] = []
     whole: list[str] = []
     inferred = 0
@@ -164,7 +165,7 @@ def _decide_model(checkpoint: Checkpoint, hints: ShardingHints) -> tuple[ModelSt
         if leaf.ndim and leaf.sharded is False and name in listed:
             whole.append(name)
         sharded = _from_source_or_hints(leaf, name, hints)
-        if sharded is None and not listed.isdisjoint(tied.get(name, (name,))):
+        if sharded is None and first_names.get(name, name) in first_listed:
             sharded = True
             inferred += 1
         params[name] = leaf.with_sharded(True if sharded is None else sharded)
@@ -187,7 +188,7 @@ def _from_source_or_hints(tensor: Tensor, name: str, hints: ShardingHints) -> bo
     return None
 
 
-def _listed_by_optimizer(optim: OptimState | None, model: ModelState, tied: Mapping[str, tuple[str, ...]]) -> set[str]:
+def _listed_by_optimizer(optim: OptimState | None, model: ModelState, first_names: Mapping[str, str]) -> set[str]:
     """The names that the optimizer proves to be parameters: its keys, or all names if there are as many ids as model
     tensors.
     """
@@ -196,17 +197,20 @@ def _listed_by_optimizer(optim: OptimState | None, model: ModelState, tied: Mapp
     if optim.key_type == "name":
         return set(map(str, optim.all_keys()))
     tensors = [name for name, leaf in model.params.items() if isinstance(leaf, Tensor)]
-    distinct = len({tied.get(name, (name,)) for name in tensors})
+    distinct = len({first_names.get(name, name) for name in tensors})
     return set(tensors) if distinct == len(set(optim.param_keys())) else set()
 
 
-def _ties(model: ModelState) -> dict[str, tuple[str, ...]]:
-    """Each model key of a tensor that is stored somewhere, to all keys that share its bytes."""
-    locations: dict[tuple[object, ...], list[str]] = {}
-    for name, leaf in model.params.items():
-        if isinstance(leaf, Tensor) and (location := leaf.location()) is not None:
-            locations.setdefault(location, []).append(name)
-    return {name: tuple(names) for names in locations.values() for name in names}
+def _first_names(model: ModelState) -> dict[str, str]:
+    """Each model key of a tensor that is stored somewhere, to the first key that shares its bytes. Not to all of these:
+    any number of keys may share them, and that would take the square of their number.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    return {
+        name: first.setdefault(location, name)
+        for name, leaf in model.params.items()
+        if isinstance(leaf, Tensor) and (location := leaf.location()) is not None
+    }
 
 
 def _decide_optim(optim: OptimState | None, model: ModelState | None) -> tuple[OptimState | None, list[str]]:

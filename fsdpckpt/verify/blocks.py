@@ -68,20 +68,6 @@ class BlockReader:
         require_whole(tensor)
         return self._blocks(tensor, rows_to_read(tensor.chunks))
 
-    def chunk(self, tensor: Tensor, row: int) -> Iterator[Bytes]:
-        """``blocks`` for the chunk in ``row`` alone, row-major within its box."""
-        chunks = tensor.chunks
-        size = tuple(chunks.size[row].tolist())
-        alone = Chunks(
-            chunks.rank[row : row + 1],
-            chunks.file[row : row + 1],
-            chunks.offset[row : row + 1],
-            np.zeros((1, len(size)), np.int64),
-            chunks.size[row : row + 1],
-            chunks.stride[row : row + 1],
-        )
-        return self._blocks(Tensor(tensor.dtype, size, alone), [0] if 0 not in size else [])
-
     def _blocks(self, tensor: Tensor, rows: list[int]) -> Iterator[Bytes]:
         if not rows:
             return
@@ -127,6 +113,14 @@ class BlockReader:
     @property
     def limit(self) -> int:
         return self._limit
+
+
+def one_chunk(tensor: Tensor, row: int) -> Tensor:
+    """The chunk in ``row`` as a tensor by itself."""
+    chunks = tensor.chunks.take(np.array([row], np.intp))
+    start = np.zeros_like(chunks.size)
+    alone = Chunks(chunks.rank, chunks.file, chunks.offset, start, chunks.size, chunks.stride)
+    return Tensor(tensor.dtype, tuple(chunks.size[0].tolist()), alone)
 
 
 def require_whole(tensor: Tensor) -> None:

@@ -35,6 +35,8 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import count_text
 from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads_for
 from fsdpckpt.verify.elements import Tolerance, compare_tensors
+from fsdpckpt.verify.measures import digest
+from fsdpckpt.verify.repeated import is_endless, nbytes_to_read
 
 Sigil: TypeAlias = Literal["=", "*", "-", "+"]
 
@@ -204,6 +206,7 @@ class _Pair:
     b: Checkpoint
     sources: Sources
     leaves_b: _Leaves
+    _digests_b: dict[tuple[tuple[int, ...], str], set[str]] = field(default_factory=dict)  # of tensors of one form
 
     def readers(self) -> tuple[BlockReader, BlockReader]:
         return BlockReader(self.a.files, self.sources), BlockReader(self.b.files, self.sources)
@@ -227,7 +230,7 @@ class _Pair:
         def work(readers: tuple[BlockReader, BlockReader], pair: tuple[_Address, Tensor, Tensor]) -> str:
             return compare_tensors(readers[0], pair[1], readers[1], pair[2], tolerance, progress)
 
-        progress.begin("compare", sum(tensor.nbytes for _, tensor, _ in tensors))
+        progress.begin("compare", sum(nbytes_to_read(tensor) for _, tensor, _ in tensors))
         order = in_file_order([tensor for _, tensor, _ in tensors])
         differences = for_each(tensors, work, make_reader=self.readers, threads=threads, order=order)
         progress.end()
@@ -259,14 +262,18 @@ class _Pair:
 
     def _is_in_b(self, value: Value) -> bool:
         """Whether B's model has these bytes under a different name: some frameworks store tied weights once."""
-        reader_a, reader_b = self.readers()
-        return isinstance(value, Tensor) and any(
-            isinstance(candidate, Tensor)
-            and (candidate.shape, candidate.dtype) == (value.shape, value.dtype)
-            and not compare_tensors(reader_a, value, reader_b, candidate, None)
-            for (section, _, _), candidate in self.leaves_b.items()
-            if section is Section.MODEL
-        )
+        if not isinstance(value, Tensor) or is_endless(value):
+            return False
+        form = value.shape, value.dtype.name
+        if form not in self._digests_b:  # once: comparing each with each would read the square of their number
+            _, reader_b = self.readers()
+            self._digests_b[form] = {
+                digest(reader_b, candidate)
+                for (section, _, _), candidate in self.leaves_b.items()
+                if section is Section.MODEL and isinstance(candidate, Tensor)
+                if (candidate.shape, candidate.dtype.name) == form and not is_endless(candidate)
+            }
+        return digest(self.readers()[0], value) in self._digests_b[form]
 
 
 _UNWRAPPED = "prefixes of wrapper modules in the names do not count as differences"

@@ -33,8 +33,9 @@ from fsdpckpt.ir.values import Value
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.readers.protocol import file_name
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import listed, names_text, plural
-from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes, ChunkReader, slabs
+from fsdpckpt.text import listed, names_text, plural, size_text
+from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes, ChunkReader, one_chunk, slabs
+from fsdpckpt.verify.repeated import collapsed, extent, is_endless, stored_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,10 @@ def compare_tensors(
         return ", ".join(filter(None, (shapes, dtypes)))
     differences = _Differences()
     compared = 0  # elements
+    numel = a.numel
+    (a, b), repeats = collapsed(a, b)
+    if is_endless(a) and is_endless(b):
+        return _compare_stored(reader_a, a, reader_b, b)
     for block_a, block_b in _blocks_of_both(reader_a.blocks(a), reader_b.blocks(b)):
         if not np.array_equal(block_a, block_b):
             _add_differences(differences, block_a, block_b, a.dtype, tolerance, compared)
@@ -80,8 +85,19 @@ def compare_tensors(
     if not differences.elements:
         return ""
     index = [int(at) for at in np.unravel_index(differences.first, a.shape)] if a.shape else []
-    text = f"{differences.elements} of {a.numel} elements differ, first at {index}"
+    text = f"{differences.elements * repeats} of {numel} elements differ, first at {index}"
     return text if differences.largest is None else f"{text}, by up to {differences.largest:.3g}"
+
+
+def _compare_stored(reader_a: BlockReader, a: Tensor, reader_b: BlockReader, b: Tensor) -> str:
+    """``compare_tensors`` for two tensors of which too many elements would be read: by what is stored of them."""
+    many = (
+        f"{size_text(a.nbytes)} of elements from {size_text(stored_nbytes(a))} are too many to be compared one by one"
+    )
+    if len(a.chunks) > 1 or len(b.chunks) > 1 or not np.array_equal(a.chunks.stride, b.chunks.stride):
+        return f"stored in different ways, and {many}"
+    pairs = _blocks_of_both(reader_a.blocks(extent(a)), reader_b.blocks(extent(b)))
+    return "" if all(np.array_equal(*pair) for pair in pairs) else f"the stored bytes differ, and {many}"
 
 
 def _add_differences(
@@ -229,11 +245,8 @@ def check_replicas(
 
 def _equal(readers: tuple[BlockReader, BlockReader], tensor: Tensor, a: int, b: int, progress: Progress) -> bool:
     """Whether the chunks in rows ``a`` and ``b`` hold the same bytes."""
-    for block_a, block_b in _blocks_of_both(readers[0].chunk(tensor, a), readers[1].chunk(tensor, b)):
-        progress.advance(len(block_a))
-        if not np.array_equal(block_a, block_b):
-            return False
-    return True
+    alone = (one_chunk(tensor, a), one_chunk(tensor, b))
+    return not compare_tensors(readers[0], alone[0], readers[1], alone[1], None, progress)
 
 
 def without_repeats(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:

@@ -38,6 +38,7 @@ from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads
 from fsdpckpt.verify.checksums import TensorsInFiles, check_ranges, checksummed_ranges, damaged_files
 from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
 from fsdpckpt.verify.measures import Finite, buffer_keys, count_not_finite, digest
+from fsdpckpt.verify.repeated import is_endless, nbytes_to_read, stored_nbytes
 from fsdpckpt.verify.resumption import Resumption
 
 # Kinds of notes on slices of flat parameters without names: nothing proves that these are complete.
@@ -46,7 +47,9 @@ _UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous"})
 
 @dataclass(frozen=True, slots=True)
 class TensorDigest:
-    """``sha256``: hexadecimal, as ``measures.digest``; None when the tensor cannot be read completely."""
+    """``sha256``: hexadecimal, as ``measures.digest``; None when the tensor cannot be read completely, or stands for
+    far more bytes than are stored (``repeated.is_endless``).
+    """
 
     section: str
     key: str
@@ -140,14 +143,17 @@ def verify_checkpoint(
         try:
             of_tensor = check_replicas(readers, named, replicas[number], progress)
             of_tensor += _not_finite(readers[0], named, progress) if number in searched else []
-            return of_tensor, digest(readers[0], named.tensor, progress) if digests else None
+            hashed = digests and not is_endless(named.tensor)
+            return of_tensor, digest(readers[0], named.tensor, progress) if hashed else None
         except SourceError as error:
             return [problem_of("unreadable", [named], error.what, file=error.file)], None
 
     nbytes = 0
     for number in to_read:
-        tensor, passes = tensors[number].tensor, int(digests) + int(number in searched)
-        nbytes += tensor.nbytes * passes + replica_bytes(tensor, replicas[number])
+        tensor = tensors[number].tensor
+        nbytes += tensor.nbytes if digests and not is_endless(tensor) else 0
+        nbytes += nbytes_to_read(tensor) if number in searched else 0
+        nbytes += replica_bytes(tensor, replicas[number])
     progress.begin("tensors", nbytes)
     order = in_file_order([tensors[number].tensor for number in to_read])
     results = for_each(to_read, read, make_reader=make_readers, threads=threads, order=order)
@@ -176,6 +182,7 @@ def verify_checkpoint(
             *_notes(checkpoint, len(ranges)),
             *_buffer_notes(differing),
             *(finite.note(buffers) if finite is not None else ()),
+            *_without_digest([tensors[number] for number in to_read] if digests else []),
         ),
     )
 
@@ -203,6 +210,17 @@ def _notes(checkpoint: Checkpoint, checksums: int) -> tuple[str, ...]:
         return unproved
     why = "were saved without" if len(checkpoint.checksums.crc) else "carry no"
     return (*unproved, f"the files {why} checksums, so changed bytes cannot be detected")
+
+
+def _without_digest(tensors: Sequence[NamedTensor]) -> tuple[str, ...]:
+    """A note on those of ``tensors`` of which no digest is computed because it would take too long."""
+    endless = [named for named in tensors if is_endless(named.tensor)]
+    if not endless:
+        return ()
+    first = endless[0]
+    sizes = f"{size_text(first.tensor.nbytes)} from {size_text(stored_nbytes(first.tensor))}"
+    names = some_of([f"{named.section} {named.key}" for named in endless], 3)
+    return (f"no digest of {names}: it would be made of {sizes} that are stored",)
 
 
 def _truncated(

@@ -21,6 +21,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.selection import require_globs
 from fsdpckpt.verify.blocks import BlockReader, Bytes, for_each, in_file_order, threads_for
+from fsdpckpt.verify.repeated import collapsed, extent, is_endless, nbytes_to_read
 
 VERY_LARGE = 2.0**480  # an element from which on the sum of squares may be infinite
 DOWNSCALE = 2.0**-560  # the factor that keeps it finite
@@ -95,12 +96,14 @@ class _RunningStats:
         finite: npt.NDArray[np.generic] = part[np.isfinite(part)]
         return finite
 
-    def result(self) -> Stats:
+    def result(self, repeats: int = 1) -> Stats:
+        """The statistics if each element so far stands ``repeats`` times."""
+        nan, inf = self.nan * repeats, self.inf * repeats
         if not self._count:
-            return Stats(None, None, None, None, None, self.nan, self.inf)
-        std, norm = math.sqrt(self._squares / self._count), math.sqrt(self._norm)
+            return Stats(None, None, None, None, None, nan, inf)
+        std, norm = math.sqrt(self._squares / self._count), math.sqrt(self._norm) * math.sqrt(repeats)
         mean, std, norm = (value / self._scale for value in (self._mean, std, norm))
-        return Stats(self._low, self._high, mean, std, norm, self.nan, self.inf)
+        return Stats(self._low, self._high, mean, std, norm, nan, inf)
 
 
 def _not_finite(part: npt.NDArray[np.generic]) -> tuple[int, int]:
@@ -110,8 +113,11 @@ def _not_finite(part: npt.NDArray[np.generic]) -> tuple[int, int]:
 
 
 def stats(reader: BlockReader, tensor: Tensor, progress: Progress = NO_PROGRESS) -> Stats | None:
-    """The statistics of ``tensor``, None for a dtype without arithmetic (bits, complex32)."""
-    if tensor.dtype.numpy is None:
+    """The statistics of ``tensor``; None for a dtype without arithmetic (bits, complex32), and for a tensor that stands
+    for too many elements (``repeated.is_endless``).
+    """
+    (tensor,), repeats = collapsed(tensor)
+    if tensor.dtype.numpy is None or is_endless(tensor):
         return None
     running = _RunningStats()
     with np.errstate(all="ignore"):
@@ -119,7 +125,7 @@ def stats(reader: BlockReader, tensor: Tensor, progress: Progress = NO_PROGRESS)
             for part in _cache_sized(block, tensor.dtype):
                 running.add(part)
             progress.advance(len(block))
-    return running.result()
+    return running.result(repeats)
 
 
 def stats_of(
@@ -139,7 +145,9 @@ def stats_of(
     def make_reader() -> BlockReader:
         return BlockReader(checkpoint.files, sources)
 
-    progress.begin("stats", sum(named.tensor.nbytes for named, read in zip(tensors, whole, strict=True) if read))
+    progress.begin(
+        "stats", sum(nbytes_to_read(named.tensor) for named, read in zip(tensors, whole, strict=True) if read)
+    )
     order = in_file_order([named.tensor for named in tensors])
     count = threads if threads is not None else threads_for(checkpoint)
     results = for_each(range(len(tensors)), work, make_reader=make_reader, threads=count, order=order)
@@ -149,9 +157,12 @@ def stats_of(
 
 def count_not_finite(reader: BlockReader, tensor: Tensor, progress: Progress = NO_PROGRESS) -> tuple[int, int]:
     """(NaN, Inf) elements of ``tensor``; (0, 0) for a dtype that has neither."""
+    (tensor,), repeats = collapsed(tensor)
     if tensor.dtype.kind not in ("float", "complex"):
         progress.advance(tensor.nbytes)
         return 0, 0
+    if is_endless(tensor):  # its elements are those that are stored, each any number of times
+        tensor, repeats = extent(tensor), 1
     nan = inf = 0
     for block in reader.blocks(tensor):
         for part in _cache_sized(block, tensor.dtype):
@@ -159,7 +170,7 @@ def count_not_finite(reader: BlockReader, tensor: Tensor, progress: Progress = N
                 nans, infs = _not_finite(part)
                 nan, inf = nan + nans, inf + infs
         progress.advance(len(block))
-    return nan, inf
+    return nan * repeats, inf * repeats
 
 
 def digest(reader: BlockReader, tensor: Tensor, progress: Progress = NO_PROGRESS) -> str:

@@ -105,7 +105,7 @@ def _has_number(value: Value) -> bool:
     return isinstance(value, Object) and value.number is not None
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=1 << 10)
 def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
     """The order (slowest dimension first, None for row-major) and strides that a compact copy keeps.
 

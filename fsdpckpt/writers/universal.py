@@ -193,6 +193,15 @@ def _require_states(weights: Mapping[str, Tensor], states: Mapping[int | str, Ma
             why="DeepSpeed opens the states of every parameter that it trains",
             next_step="add --missing-state zeros",
         )
+    apart = [str(key) for key in states if key not in weights]
+    if apart:
+        raise SourceUnsupportedError(
+            f"the optimizer has states of {plural(len(apart), 'key')} in no param group: {some_of(apart, _LISTED)}",
+            details=apart,
+            key=apart[0],
+            why="a universal checkpoint has states of its weights only",
+            next_step="write a different --flavor, which keeps such entries",
+        )
     unfit = [
         f"{name}.{state}"
         for name in weights

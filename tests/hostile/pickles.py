@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import product
 
 from tests.hostile.opcodes import P2, P4, integer, name, text, tuple_bomb
 
@@ -149,6 +150,11 @@ _REDUCED = b"Nq\x00" + b"".join(
     name("torch", "device") + b"h%ch%c\x86Rq%c" % (level, level, level + 1) for level in range(60)
 )
 
+
+# -1 and -2, which are in the memo, have one hash, and so have all tuples of so many of them.
+_ONE_HASH = [b"(" + b"".join(each) + b"t" for each in product((b"h\x00", b"h\x01"), repeat=15)]
+_MEMO = integer(-1) + b"q\x000" + integer(-2) + b"q\x010"
+
 # Small files that would fill the memory or go on for ever.
 BOMBS: dict[str, bytes] = {
     "a key of 2^60 items": P2 + b"}" + tuple_bomb(60) + b"Ns.",
@@ -182,6 +188,15 @@ BOMBS: dict[str, bytes] = {
     "an object in itself": P2 + _NAMESPACE + b")\x81q\x00}" + text("a") + b"h\x00sb.",
     "sets of 224 bytes an opcode": P4 + b"(" + b"\x8f" * 1_500_000 + b"t.",
     "lists of 64 bytes an opcode": P4 + b"(" + b"]" * 9_000_000 + b"t.",
+    "32,768 keys of one hash": P2 + _MEMO + b"}(" + b"N".join(_ONE_HASH) + b"Nu.",
+    "32,768 keys of one hash, set one by one": P2 + _MEMO + b"}" + b"".join(key + b"Ns" for key in _ONE_HASH) + b".",
+    "a set of 32,768 of one hash": P4 + _MEMO + b"\x8f(" + b"".join(_ONE_HASH) + b"\x90.",
+    "a set made of 32,768 of one hash": P2
+    + _MEMO
+    + name("builtins", "set")
+    + (b"](" + b"".join(_ONE_HASH) + b"e\x85R."),
+    "a frozen set of 32,768 of one hash": P4 + _MEMO + b"(" + b"".join(_ONE_HASH) + b"\x91.",
+    "an ordered dict of 32,768 of one hash": P2 + _MEMO + _ORDERED + b")R(" + b"N".join(_ONE_HASH) + b"Nu.",
     "a state copied 100,000 times": _copies_of_a_state(30_000),
     "a list copied 100,000 times": _copies_by_calls(100_000),
     "a large key hashed 100,000 times": P2

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+import tracemalloc
 from collections.abc import Sequence
 from itertools import product
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -119,20 +121,44 @@ def test_any_boxes_give_the_flaws_that_counting_element_by_element_gives(
 
 
 @given(partitions(), st.data())
-def test_comparing_pairs_agrees_with_counting(cut: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
+def test_where_the_cells_are_too_many_to_count_one_that_is_wrong_is_found(
+    cut: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
     shape, boxes = cut
     if data.draw(st.booleans()):
         boxes = boxes[1:]
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     if data.draw(st.booleans()):
         boxes = [*boxes, (start, (1,) * len(shape))]
+    boxes = list(dict.fromkeys(box for box in boxes if 0 not in box[1]))
     missing, twice = counted(shape, boxes)
-    whole = tensor(shape, list(dict.fromkeys(box for box in boxes if 0 not in box[1])))
-    columns = whole.chunks.start, whole.chunks.size
-    found = coverage._compare_pairwise(shape, *columns, (*columns, whole.chunks.rank))
-    assert bool(found) == bool(missing or twice)
-    if found:
-        assert found[0].kind == ("overlap" if twice else "incomplete")
+    with patch.object(coverage, "_MAX_CELLS", 0), patch.object(coverage, "_CELLS_PER_BOX", 0):
+        found = flaws(tensor(shape, boxes)) if boxes else []
+    assert bool(found) == bool(boxes and (missing or twice))
+    for flaw in found:
+        inside = [
+            box for box in boxes if all(b <= f < b + n for b, f, n in zip(box[0], flaw.start, box[1], strict=True))
+        ]
+        assert len(inside) > 1 if flaw.kind == "overlap" else not inside
+        if flaw.kind == "incomplete" and not twice:
+            assert flaw.elements == missing
+
+
+def test_a_staircase_of_boxes_takes_time_and_memory_that_grow_with_their_number() -> None:
+    """Its grid has 60,000 * 60,000 cells, and as many pairs of boxes."""
+    steps = 60_000
+    columns = np.arange(steps)
+    start = np.stack([columns, steps - 1 - columns], axis=1)
+    place = np.zeros(steps, np.int64)
+    chunks = Chunks(columns, place, columns * 4, start, np.ones((steps, 2), np.int64), np.ones((steps, 2), np.int64))
+    tracemalloc.start()
+    begun = time.process_time()
+    (found,) = flaws(Tensor(DTYPES["float32"], (steps, steps), chunks))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (found.kind, found.elements, found.start) == ("incomplete", steps * steps - steps, (0, 0))
+    assert time.process_time() - begun < 10
+    assert peak < 100 << 20
 
 
 def test_a_box_that_reaches_outside_is_named_with_its_rank() -> None:

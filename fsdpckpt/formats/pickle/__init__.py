@@ -1,11 +1,12 @@
 """Reads a pickle without executing anything of it: names become inert stubs, calls become records.
 
-The C unpickler does the parsing. Everything it could act on is replaced: ``find_class`` never imports, and what it
-returns instead is called, filled and extended by the unpickler. REDUCE and NEWOBJ make ``ir.values.Object`` records;
-BUILD, APPENDS and SETITEMS land in those records, or in a ``StubInstance`` for the classes that DTensor, ShardedTensor
-and DCP's metadata are made of; extension codes are refused. Only plain containers, ``collections.OrderedDict``,
-``set``, ``complex``, ``bytes`` and ``bytearray`` become themselves. Names outside ``allowlist`` are collected while the
-rest is parsed and refused all at once. No class or name can be changed by a pickle.
+The C unpickler does the parsing, or Python's own where keys may have been chosen to collide (``collisions``).
+Everything it could act on is replaced: ``find_class`` never imports, and what it returns instead is called, filled and
+extended by the unpickler. REDUCE and NEWOBJ make ``ir.values.Object`` records; BUILD, APPENDS and SETITEMS land in
+those records, or in a ``StubInstance`` for the classes that DTensor, ShardedTensor and DCP's metadata are made of;
+extension codes are refused. Only plain containers, ``collections.OrderedDict``, ``set``, ``complex``, ``bytes`` and
+``bytearray`` become themselves. Names outside ``allowlist`` are collected while the rest is parsed and refused all at
+once. No class or name can be changed by a pickle.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Protocol, cast
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.formats.pickle.allowlist import ALLOWED, NESTED_CLASSES, Kind, canonical, kind_of, unsafe_error
 from fsdpckpt.formats.pickle.check import check_pickle
+from fsdpckpt.formats.pickle.collisions import FREE_KEYS, CountingUnpickler, count_new
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.text import truncate
 
@@ -55,6 +57,7 @@ class _Load:
     names: list[Global] = field(default_factory=list)
     dicts: list[OrderedDict[object, object]] = field(default_factory=list)
     refused: dict[str, None] = field(default_factory=dict)
+    complexes: dict[int, set[complex]] = field(default_factory=dict)  # by hash: they may become keys
 
     def finish(self) -> None:
         """Turn what was made into plain ir values.
@@ -174,6 +177,11 @@ def _python(name: Global, arguments: tuple[object, ...]) -> object:
     value = _PYTHON[name.name](*arguments)
     if isinstance(value, OrderedDict):
         _THREAD.load.dicts.append(value)
+    elif isinstance(value, complex):
+        of_hash = _THREAD.load.complexes.setdefault(hash(value), set())
+        of_hash.add(value)
+        if len(of_hash) > FREE_KEYS:
+            raise pickle.UnpicklingError("many complex numbers with one hash, chosen to exhaust whoever reads them")
     return value
 
 
@@ -205,6 +213,7 @@ def _set(items: object = ()) -> set[object]:
     if not isinstance(items, (list, tuple)):
         raise pickle.UnpicklingError("a set of something that is not a list")
     _charge_hashing(items)
+    count_new(items)
     return set(items)
 
 
@@ -378,7 +387,9 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-class _Unpickler(pickle.Unpickler):
+class _Resolving:
+    """What both unpicklers make of names and persistent ids."""
+
     def find_class(self, module_name: str, global_name: str, /) -> object:
         module, name = canonical(module_name, global_name)
         stub = _THREAD.load.stubs(module, name)
@@ -392,6 +403,14 @@ class _Unpickler(pickle.Unpickler):
         if tensors is None:
             raise pickle.UnpicklingError("unexpected persistent id")
         return tensors.storage(persistent_id)
+
+
+class _Unpickler(_Resolving, pickle.Unpickler):
+    """The C unpickler."""
+
+
+class _CountingUnpickler(_Resolving, CountingUnpickler):
+    """Python's own unpickler, for a pickle whose keys may have been chosen to have one hash."""
 
 
 # Everything the C unpickler raises on bytes that are not a pickle; nothing in the file runs, so there are no others.
@@ -423,13 +442,14 @@ def load(
     value. ``stubs`` returns what stands for an importable name, None for one outside the closed set. Raises
     SourceUnsafeError that lists every such name, SourceCorruptError for bytes that are not a whole pickle.
     """
-    check_pickle(data, file, what)
+    chosen_keys = check_pickle(data, file, what)
+    unpickler = _CountingUnpickler if chosen_keys > FREE_KEYS else _Unpickler
     outer = _THREAD.load
     current = _THREAD.load = _Load(tensors, stubs, _FREE_COPIES + 16 * len(data))
     # The C unpickler reads a buffered stream fastest: it asks a plain BytesIO for every few bytes.
     stream = io.BufferedReader(cast(io.RawIOBase, io.BytesIO(data)), min(len(data) + 1, 1 << 17))
     try:
-        value = cast(Value, _Unpickler(stream, encoding="utf-8").load())
+        value = cast(Value, unpickler(stream, encoding="utf-8").load())
         if current.refused:
             raise unsafe_error(file, current.refused)
         current.finish()

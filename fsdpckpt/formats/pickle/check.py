@@ -31,17 +31,16 @@ _FREE_BYTES = 256 << 20  # bytes that a pickle of any size may allocate ...
 _BYTES_PER_BYTE = 32  # ... and for each of its bytes; honest ones need 6 to 10
 _FREE_ITEMS = 1_000_000  # items that may be hashed, copied or expanded in any pickle: no noticeable time ...
 _ITEMS_PER_BYTE = 20  # ... and for each byte of the pickle
-# Integers that differ by a multiple of 2^61 - 1 have one hash, and a dict compares all keys of one hash in pairs. Of
-# those that fit into so many bytes, few have the same; of larger ones only so many may be keys.
+# Integers that differ by a multiple of 2^61 - 1 have one hash. Of those that fit into so many bytes, few have the same;
+# of larger ones, and of tuples, any number can be chosen (``collisions``).
 _NARROW_BYTES, _NARROW_TEXT = 9, 23  # the text with its opcode and the end of its line
-_MAX_WIDE_KEYS = 1 << 12
 
 # Each value is represented by one number: its items, all references followed, plus these constants. A call's result
 # is an object unless the call had no arguments, as for a container.
 _LEAF, _OBJECT, _CONTAINER = 1, 2, 3
 _DEPTH = 1 << 40  # for each level of nested tuples
 _SHARED = 1 << 56  # it is, or holds, a container that was referred back to
-_WIDE = 1 << 57  # it is, or holds, an integer of more than _NARROW_BYTES
+_WIDE = 1 << 57  # it is an integer of more than _NARROW_BYTES
 _ITEMS = _DEPTH - 1
 _DEPTHS = _SHARED - _DEPTH
 
@@ -84,14 +83,17 @@ def check_size(nbytes: int, file: str) -> None:
         raise _corrupt(f"{file} holds an impossibly large pickle", file, limit, size_text(nbytes))
 
 
-def check_pickle(data: bytes, file: str, what: str = "holds a pickle that cannot be read") -> None:
+def check_pickle(data: bytes, file: str, what: str = "holds a pickle that cannot be read") -> int:
     """Check that the pickle ``data`` consists of whole opcodes up to a STOP, with counts and numbers no larger than it.
+    Returns how many of its keys have a hash that can be chosen (``collisions``).
 
     Loading it then allocates at most 256 MiB and some 50 bytes for each of its bytes, in time proportional to its
     length. So does this check. Raises SourceCorruptError otherwise (``file`` and ``what`` form its sentence),
     SourceUnsafeError for extension codes, which can stand for any object.
     """
-    OpcodeWalk(data, file, what).run()
+    walk = OpcodeWalk(data, file, what)
+    walk.run()
+    return walk.chosen_keys
 
 
 def _corrupt(message: str, file: str, expected: str, found: str) -> SourceCorruptError:
@@ -136,7 +138,7 @@ class OpcodeWalk:
         self._data, self._file, self._what = data, file, what
         self._max_items = _FREE_ITEMS + _ITEMS_PER_BYTE * len(data)
         self._largest_container = 1 + len(data) // 8  # items that it may have in this pickle
-        self._spent = self._wide_keys = 0
+        self.chosen_keys = self._spent = 0
 
     def _refuse(self, expected: str, found: str) -> NoReturn:
         raise _corrupt(f"{self._file} {self._what}", self._file, expected, found)
@@ -250,7 +252,7 @@ class OpcodeWalk:
         for item in items:
             total += item & _ITEMS
             depth = max(depth, item & _DEPTHS)
-            shared |= item & (_SHARED | _WIDE)
+            shared |= item & _SHARED
         depth += _DEPTH
         if depth > MAX_DEPTH * _DEPTH:
             self._refuse("values of bounded cost", f"tuples more than {MAX_DEPTH} deep")
@@ -259,9 +261,7 @@ class OpcodeWalk:
         return total + depth + shared
 
     def _charge_hash(self, items: Sequence[int]) -> None:
-        self._wide_keys += sum(1 for item in items if item & _WIDE)
-        if self._wide_keys > _MAX_WIDE_KEYS:
-            self._refuse(f"at most {_MAX_WIDE_KEYS} keys that are integers of more than {_NARROW_BYTES} bytes", "more")
+        self.chosen_keys += sum(1 for item in items if item >= _DEPTH)
         self._charge(sum(item & _ITEMS for item in items))
 
     def _charge_copy(self, item: int) -> None:

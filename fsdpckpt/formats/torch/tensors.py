@@ -24,6 +24,8 @@ from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.text import bytes_text, truncate
 
 _CLONED = "_has_been_cloned"  # FSDP1 marks what it gathered into a full state dict
+_SHAPES_KEPT = 256  # checked shapes, with their strides: a model has few
+_LARGEST_STRIDE = 1 << 59  # as the number of elements
 _HARMLESS_ATTRIBUTES = frozenset({_CLONED, "_is_param", "_is_buffer", "persistent"})
 
 # Rebuild functions whose result is not one strided tensor, and what that is.
@@ -158,6 +160,8 @@ class TensorBuilder:
                 return Refused(f"a tensor of type {named}")
         known = self._shapes.get((size, stride))
         if known is None:
+            if len(self._shapes) >= _SHAPES_KEPT:  # a file may be made of shapes that have one hash
+                self._shapes.clear()
             known = self._shapes[size, stride] = self._shape(size, stride)
         shape, strides, extent = known
         if type(first) is not int or first < 0:
@@ -178,6 +182,9 @@ class TensorBuilder:
         if len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) >= 1 << 59:  # times the largest element: 2**63
             self._corrupt("a tensor is larger than any can be", f"{MAX_DIMENSIONS} dimensions", truncate(shape))
         extent = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        if max(strides, default=0) > _LARGEST_STRIDE:  # of a dimension in which no step is taken
+            rows = zip(shape, strides, contiguous_stride(shape), strict=True)
+            strides = tuple(step if n > 1 and extent else contiguous for n, step, contiguous in rows)
         return shape, strides, extent
 
     def _parameter(self, arguments: tuple[object, ...]) -> object:

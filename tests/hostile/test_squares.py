@@ -1,0 +1,83 @@
+"""Files made so that work for one thing is done for each other thing: time and memory stay in proportion to the file.
+
+The limits are generous, and the square of the count would exceed them many times.
+"""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsdpckpt
+from fsdpckpt.errors import SourceUnsupportedError
+from tests.hostile.opcodes import P2, name, text
+
+SECONDS = 12.0  # of processor time
+STORED = bytes(400)
+
+
+def number(value: int) -> bytes:
+    if value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little")
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def tensor(size: tuple[int, ...] = (100,), stride: tuple[int, ...] = (1,)) -> bytes:
+    """A tensor of float32 on the storage 0 of 100 elements."""
+    storage = b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + text("cpu") + number(100) + b"tQ"
+    sizes, strides = (b"(" + b"".join(map(number, numbers)) + b"t" for numbers in (size, stride))
+    arguments = storage + b"K\x00" + sizes + strides + b"\x89" + name("collections", "OrderedDict") + b")R"
+    return name("torch._utils", "_rebuild_tensor_v2") + b"(" + arguments + b"tR"
+
+
+def write(path: Path, tensors: list[bytes]) -> Path:
+    items = b"".join(text(f"w{number}") + each for number, each in enumerate(tensors))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", P2 + b"}(" + items + b"u.")
+        archive.writestr("archive/data/0", STORED)
+        archive.writestr("archive/version", "3\n")
+        archive.writestr("archive/byteorder", "little")
+    return path
+
+
+def test_views_of_one_storage_take_no_list_of_all_for_each(tmp_path: Path) -> None:
+    count = 8_000  # the square of it, as addresses, is 512 MB
+    write(tmp_path / "views.pt", [tensor()] * count)
+    code = """
+import fsdpckpt
+report = fsdpckpt.convert("views.pt", "out", to="sharded", world_size=2, buffers=("none",))
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(report.tensors, int(peak.split()[1]) >> 10)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    tensors, peak = map(int, done.stdout.split())
+    assert tensors == count
+    assert peak < 250, f"{peak} MiB"
+
+
+def test_shapes_and_strides_of_one_hash_are_not_compared_with_each_other(tmp_path: Path) -> None:
+    """0 and 2**61 - 1 have one hash. A dimension of one element may have any stride."""
+    strides = [(*each, 1) for each in product((0, (1 << 61) - 1), repeat=14)]
+    assert len(set(map(hash, strides))) == 1
+    source = write(tmp_path / "shapes.pt", [tensor((*([1] * 14), 100), stride) for stride in strides])
+    begun = time.process_time()
+    fsdpckpt.inspect(source)
+    assert time.process_time() - begun < SECONDS
+
+
+def test_states_in_no_group_are_named_where_a_format_has_no_place_for_them(tmp_path: Path) -> None:
+    weight = torch.randn(3, 4)
+    states = {key: {"exp_avg": weight + 1, "exp_avg_sq": weight + 2, "step": torch.tensor(1.0)} for key in (0, "0", 1)}
+    optim = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    torch.save({"model": {"a": weight, "b": weight * 2}, "optimizer": optim}, tmp_path / "source.pt")
+    with pytest.raises(SourceUnsupportedError, match="states of 1 key in no param group: 0"):
+        fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out", flavor="deepspeed-universal")
