@@ -33,12 +33,13 @@ from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, La
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import SourceNames, leading_wrapper, normalise, under_first_names
-from fsdpckpt.ir.optimizer import Table
+from fsdpckpt.ir.optimizer import IdRule, Table
 from fsdpckpt.ir.quantized import unwrapped
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import ConvertOptions, MissingState
+from fsdpckpt.producers.table import id_rule_of
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
@@ -52,7 +53,7 @@ from fsdpckpt.transform.placements import (
     place_remaining,
     warn_of_uneven_cuts,
 )
-from fsdpckpt.transform.rekey import apply_key_type
+from fsdpckpt.transform.rekey import apply_key_type, recounted
 from fsdpckpt.transform.selection import (
     KEYS_IN_MESSAGE,
     is_selected,
@@ -117,14 +118,15 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     checkpoint, buffers_needed = with_equal_copies(checkpoint, trained_keys(opened), options.buffers, sources)
     if options.clean_names:
         checkpoint = _with_clean_words(checkpoint, wrapped=source_names.wrapped, to_flattened=to_flattened)
-    steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources), source_names)
+    rules = _id_rules(opened, spec)
+    steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources), source_names, *rules)
     if to_flattened:
         keyed = steps.key(checkpoint, "name")
         selected = steps.select(keyed)
         renamed = source_names.noted(steps.finish(selected))
         changes = steps.name_changes(keyed, selected)
         return steps.flatten(renamed, resolved, changes, spec, source_keys)
-    by_name = bool(options.include or options.exclude or options.missing_state or options.placements or options.like)
+    by_name = steps.needs_names(source_keys)
     weights = spec.form is not None and spec.form.weights
     if resolved is None:
         wanted: set[KeyType | str | None] = {options.key_type or source_keys, *(["name"] if by_name else [])}
@@ -133,20 +135,18 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     checkpoint = steps.fill(checkpoint, resolved.units if resolved is not None else steps.units)
     checkpoint = steps.key(steps.apply_placements(checkpoint, spec.mesh), options.key_type or source_keys)
     _require_common_ids(checkpoint, steps.units, spec.layout)
+    checkpoint = steps.cut(checkpoint, spec)
     # Rename last: sections are matched by names without wrapper prefixes.
     keep_names = not (options.clean_names or weights)
-    if spec.layout is Layout.SHARDED:
-        # A cut that a DCP loader does not expect costs nothing; a DTensor where the model has a buffer does not load.
-        checkpoint = steps.shard(checkpoint, strict=spec.container is Container.TORCH)
-    if spec.mesh is not None:
-        checkpoint = place_remaining(checkpoint, spec.mesh)
-        if spec.container is Container.TORCH:  # DCP loads on any mesh
-            checkpoint = warn_of_uneven_cuts(checkpoint)
-    if spec.layout is Layout.SHARDED and spec.world_size is not None:
-        require_whole_blocks(checkpoint, spec.world_size, placed=spec.mesh is not None)
     return TransformedCheckpoint(
         steps.finish(source_names.restored(checkpoint) if keep_names else source_names.noted(checkpoint), spec.mesh)
     )
+
+
+def _id_rules(opened: Checkpoint, spec: TargetSpec) -> tuple[IdRule, IdRule]:
+    """How the source and the target count ids."""
+    source = id_rule_of(opened.flavor, opened.layout, opened.container)
+    return source, spec.form.id_rule if spec.form is not None else IdRule.GROUPS
 
 
 def _refuse_states(checkpoint: Checkpoint, spec: TargetSpec) -> None:
@@ -248,13 +248,17 @@ def _ordered_units(resolved: ResolvedUnits | None, request: UnitsRequest, source
 
 @dataclass(frozen=True)
 class _Steps:
-    """The single steps. ``units``: see ``_ordered_units``; ``source_names``: the names in the source."""
+    """The single steps. ``units``: see ``_ordered_units``; ``source_names``: the names in the source;
+    ``source_ids``, ``target_ids``: how each counts ids.
+    """
 
     options: ConvertOptions
     request: UnitsRequest
     sources: Sources
     units: Units | None
     source_names: SourceNames
+    source_ids: IdRule
+    target_ids: IdRule
 
     def select(self, checkpoint: Checkpoint) -> Checkpoint:
         options, names = self.options, self.source_names
@@ -262,10 +266,11 @@ class _Steps:
         return select_keys(checkpoint, include=options.include, exclude=options.exclude, aliases=aliases)
 
     def key(self, checkpoint: Checkpoint, key_type: KeyType | None) -> Checkpoint:
-        """Rekey the optimizer to ``key_type``; None keeps the keys."""
+        """Rekey the optimizer to ``key_type``; None keeps the keys. Ids are counted as the target counts them."""
         optim = checkpoint.optim
         if optim is None or key_type is None or optim.key_type in (None, key_type):
-            return checkpoint
+            group_by_group = self.source_ids is IdRule.MODEL and self.target_ids is IdRule.GROUPS
+            return recounted(checkpoint) if group_by_group else checkpoint
         return apply_key_type(
             checkpoint,
             key_type,
@@ -274,7 +279,17 @@ class _Steps:
             parameters=self.request.parameters,
             parameter_groups=self.request.parameter_groups,
             buffers=self.options.buffers,
+            rule=self.target_ids,
         )
+
+    def needs_names(self, source_keys: KeyType | None) -> bool:
+        """Whether the optimizer has to be keyed by name on the way, whatever its keys are in the end."""
+        options = self.options
+        if options.include or options.exclude or options.missing_state or options.placements or options.like:
+            return True
+        # Only names say which ids the target gives the parameters that the source has ids of.
+        counts_otherwise = self.target_ids is IdRule.MODEL and self.source_ids is not IdRule.MODEL
+        return source_keys == "id" and options.key_type != "name" and counts_otherwise
 
     def fill(self, checkpoint: Checkpoint, units: Units | None) -> Checkpoint:
         """Apply ``--missing-state``. Without it no state is made, and a note lists the parameters that have none."""
@@ -339,6 +354,19 @@ class _Steps:
         message = f"{plural(len(keys), 'parameter', 'are')} whole on every rank, as FSDP1 has those of NO_SHARD units: "
         note = Note("units", message + some_of(keys, KEYS_IN_MESSAGE), keys=keys)
         return replace(checkpoint, notes=(*checkpoint.notes, note))
+
+    def cut(self, checkpoint: Checkpoint, spec: TargetSpec) -> Checkpoint:
+        """Decide which tensors are sharded, and how, if the target is."""
+        if spec.layout is Layout.SHARDED:
+            # A cut that a DCP loader does not expect costs nothing; a DTensor in place of a buffer does not load.
+            checkpoint = self.shard(checkpoint, strict=spec.container is Container.TORCH)
+        if spec.mesh is not None:
+            checkpoint = place_remaining(checkpoint, spec.mesh)
+            if spec.container is Container.TORCH:  # DCP loads on any mesh
+                checkpoint = warn_of_uneven_cuts(checkpoint)
+        if spec.layout is Layout.SHARDED and spec.world_size is not None:
+            require_whole_blocks(checkpoint, spec.world_size, placed=spec.mesh is not None)
+        return checkpoint
 
     def hints(self, checkpoint: Checkpoint) -> ShardingHints:
         """The hints from ``--buffers``, and from ``--reference`` or the units of the source."""

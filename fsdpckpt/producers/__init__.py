@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fsdpckpt.ir.checkpoint import Container, KeyType, Layout, Section
+from fsdpckpt.ir.optimizer import IdRule
 
 PLAIN = "plain"
 EXTRA_STEM = "extra_state"  # begins the names of verl's and fsdpckpt's files that hold only extras
@@ -60,7 +61,8 @@ PLAIN_PATHS: Mapping[Section, SectionPath] = {
 class Form:
     """One way in which a framework saves. ``optim``, ``extra`` None: it does not save that section.
 
-    ``key_type``: the one that its loader takes, None where the form fixes the keys. ``flattened``: the optimizer's keys
+    ``key_type``: the one that its loader takes, None where the form fixes the keys. ``id_rule``: how it counts ids.
+    ``flattened``: the optimizer's keys
     are ``state.<name>.<state>`` and ``param_groups.<name>.<setting>``, as
     ``StateDictOptions(flatten_optimizer_state_dict=True)`` makes them.
     ``mesh``: that of its DTensors. ``weights``: tensors only, tied ones once. ``small_files``: further files that it
@@ -80,6 +82,7 @@ class Form:
     optim: SectionPath | None
     extra: SectionPath | None = None
     key_type: KeyType | None = None
+    id_rule: IdRule = IdRule.GROUPS
     flattened: bool = False
     mesh: MeshForm = PLAIN_MESH
     weights: bool = False

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import Container, Layout, Section
+from fsdpckpt.ir.optimizer import IdRule
 from fsdpckpt.producers import PLAIN, PLAIN_PATHS, Flavor, Form, MeshForm, RankFileName, SectionPath, Signature
 
 # accelerate, the Trainer of transformers, Hugging Face
@@ -151,6 +152,7 @@ _LIGHTNING_FULL = replace(
     model=SectionPath("", ("state_dict",)),
     optim=SectionPath("", ("optimizer_states", 0)),
     key_type="id",
+    id_rule=IdRule.MODEL,  # FSDPStrategy and ModelParallelStrategy, optimizer_state and load_checkpoint
     defaults=_DEFAULTS,
 )
 
@@ -349,6 +351,15 @@ FLAVORS: tuple[Flavor, ...] = (  # the first with a sign that matches wins
 WRITABLE = (PLAIN, *sorted(flavor.name for flavor in FLAVORS if flavor.forms))
 
 EXPORT_DIRECTORIES = frozenset(name for flavor in FLAVORS for name in flavor.export_directories)
+
+
+def id_rule_of(flavor: str, layout: Layout, container: str) -> IdRule:
+    """How a framework counts the ids of an optimizer in a checkpoint of this layout and container."""
+    found = flavor_named(flavor)
+    for form in found.forms if found is not None else ():
+        if (form.layout, form.container) == (layout, container):
+            return form.id_rule
+    return IdRule.GROUPS
 
 
 def flavor_named(name: str) -> Flavor | None:

@@ -18,6 +18,7 @@ from fsdpckpt.ir.checkpoint import OptimState, ParamKey, group_params
 from fsdpckpt.ir.state_shapes import ShownShapes, StateShapes, fits
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.assignment import Answer, Fits, in_any_order, in_order
+from fsdpckpt.transform.model_positions import by_place, counts_over_model
 from fsdpckpt.transform.parameter_order import ParameterOrder
 
 NewKeys: TypeAlias = Mapping[ParamKey, ParamKey]
@@ -99,9 +100,26 @@ def name_ids(ids: Ids, order: ParameterOrder) -> NewKeys:
     if ids.group_sizes is None and order.authoritative:
         return _by_groups(ids, order, (order.names,))  # an id is an index into the names
     _require_candidates(ids, order)
+    if ids.group_sizes is not None and order.ordered and counts_over_model(ids.numbers):
+        names = _by_place(ids, order)
+        if names is not None:
+            return names
     if ids.group_sizes is None or not order.ordered:
         return _by_shapes(ids, order)
     return _distribute(ids, ids.group_sizes, order)
+
+
+def _by_place(ids: Ids, order: ParameterOrder) -> NewKeys | None:
+    """The names of ids that count over all parameters of the model; None if they cannot.
+
+    Raises NeedsInformationError if several names fit.
+    """
+    doubtful = [index for index, name in enumerate(order.names) if name in order.doubtful]
+    answers = by_place(ids.numbers, len(order.names), doubtful, ids.may_be(order.names, order))
+    if len(answers) > 1:
+        why = "the ids count over all parameters of the model, and nothing says which of these names are buffers"
+        raise _ambiguous(ids, order, why, _differences(ids, order.names, answers))
+    return ids.named(order.names[index] for index in answers[0]) if answers else None
 
 
 def _by_groups(ids: Ids, order: ParameterOrder, groups: Sequence[Sequence[str]]) -> NewKeys:

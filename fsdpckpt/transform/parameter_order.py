@@ -20,6 +20,10 @@ from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.ir.units import Groups, Units, first_misplaced
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
+from fsdpckpt.transform.id_order import in_model_order, listed_order
+
+BY_USER = "--parameters"
+"""The source of the order that the user gives."""
 
 NO_BUFFERS = ("none",)
 """What ``--buffers`` says when every model key that may be a parameter is one."""
@@ -36,6 +40,8 @@ class ParameterOrder:
     each in the order of its ids, if known. ``shared``: later names of shared parameters; None if the source cannot say.
     ``excludes_buffers``: False if buffers may be among ``names``. ``in_model_order``: False if ``names`` are in the
     optimizer's order, which may differ from the model's. ``caution``: a warning for whoever uses this order.
+    ``doubtful``: names that ``model.parameters()`` may lack: buffers, and later names of shared parameters.
+    ``by_unit``: the names as FSDP1 lists those of flat parameters, () if it has none.
     """
 
     names: tuple[str, ...]
@@ -49,6 +55,8 @@ class ParameterOrder:
     excludes_buffers: bool = True
     in_model_order: bool = True
     caution: str | None = None
+    doubtful: frozenset[str] = frozenset()
+    by_unit: tuple[str, ...] = ()
 
     def shape(self, name: str) -> Shape | None:
         return None if self.shapes is None else self.shapes.get(name)
@@ -151,12 +159,11 @@ def _of_reference(
     if reference.optim is not None:
         source = f"the param groups of {reference.source}"
         stated.append(from_param_names(reference.optim, _names_in(checkpoint)))
-        stated.append(from_groups(reference.optim, source, _names_in(checkpoint)))
+        stated.append(_as_job_lists(from_groups(reference.optim, source, _names_in(checkpoint)), of_model))
     for order in stated:
         if order is None:
             continue
-        ordered = _unsorted(order, of_model)
-        with_shapes = ordered.with_shapes_of([each for each in (names, of_model) if each is not None])
+        with_shapes = order.with_shapes_of([each for each in (names, of_model) if each is not None])
         if _may_be_groups_of(optim, with_shapes):
             yield with_shapes
 
@@ -176,25 +183,24 @@ def from_groups(optim: OptimState, source: str, names_to_match: Collection[str] 
     return ParameterOrder(names=names, source=source, authoritative=True, groups=regrouped, in_model_order=False)
 
 
-def _unsorted(order: ParameterOrder, of_model: ParameterOrder | None) -> ParameterOrder:
-    """``order`` with groups in the model's order if they are only sorted by name (``FSDP.rekey_optim_state_dict``)."""
-    groups = order.groups
-    if groups is None or of_model is None or any(list(group) != sorted(group) for group in groups):
+def _as_job_lists(order: ParameterOrder | None, of_model: ParameterOrder | None) -> ParameterOrder | None:
+    """``order``, that of groups, in the model's order if their lists prove nothing of the job's (``listed_order``)."""
+    groups = order.groups if order is not None else None
+    if order is None or groups is None or of_model is None:
         return order
     position = {name: index for index, name in enumerate(of_model.names)}
     if any(name not in position for group in groups for name in group):
         return order
-    resorted = tuple(tuple(sorted(group, key=position.__getitem__)) for group in groups)
-    if resorted == groups:
+    listed = listed_order(groups, position)
+    if listed is None or listed.own:
         return order
-    message = f"{order.source} are sorted by name, which is not the order of ids: inside a group that of the model is "
-    message += "assumed; if the optimizer lists its parameters otherwise, give --parameters FILE in its order"
+    resorted = tuple(tuple(in_model_order(group, position)) for group in groups)
     return replace(
         order,
         groups=resorted,
         names=tuple(chain(*resorted)),
         source=f"{order.source}, in the order of {of_model.source}",
-        caution=message,
+        caution=f"{order.source}: {listed.doubt}",
     )
 
 
@@ -243,6 +249,7 @@ def from_units(units: Units, source: str) -> ParameterOrder:
         uncertain=frozenset(name for name in names if not params[name].requires_grad),
         groups=units.named_groups(),
         shared=frozenset(later for later, _ in units.shared),
+        by_unit=() if units.use_orig_params else tuple(params),
     )
 
 
@@ -277,7 +284,7 @@ def listed_param_names(group: Mapping[Key, Value]) -> list[str] | None:
 def from_list(names: Sequence[str], names_to_match: Collection[str] = ()) -> ParameterOrder:
     """The order listed by the user. ``names_to_match``: as for ``from_param_names``."""
     cleaned = without_module(dict.fromkeys(clean(name) for name in names), names_to_match)
-    return ParameterOrder(names=cleaned, source="--parameters", authoritative=True)
+    return ParameterOrder(names=cleaned, source=BY_USER, authoritative=True)
 
 
 def from_model(
@@ -313,6 +320,8 @@ def from_model(
         return None
     shared, uncertain = _repeats(tensors, checkpoint.checksums)
     names = tuple(name for name in tensors if name not in shared)
+    told = [] if buffers else [name for name in names if tensors[name].sharded is not True and name not in keyed]
+    doubtful = frozenset((*uncertain, *told))
     if not no_buffers and any(tensor.sharded for tensor in tensors.values()):
         uncertain.update(name for name in names if tensors[name].sharded is not True)
     excludes_buffers = no_buffers or any(tensor.sharded is not None for tensor in tensors.values())
@@ -323,6 +332,7 @@ def from_model(
         ordered=keeps_order(checkpoint, names),
         uncertain=frozenset(uncertain),
         excludes_buffers=excludes_buffers,
+        doubtful=doubtful,
     )
 
 

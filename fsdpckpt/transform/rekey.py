@@ -1,31 +1,35 @@
 """Rekeys an optimizer from ids to names and from names to ids, for every layout, by a proved parameter order.
 
-``torch.optim`` numbers ids group by group, and within a group in the order of ``model.parameters()``, a shared
-parameter once (``FSDP.rekey_optim_state_dict``). The proof: there are as many ids as parameters, and every state has a
-shape that its parameter allows. An order that contradicts either is refused, and the error lists all contradictions; if
-several maps are possible, the error lists the candidates.
+A key is a way of writing a member of the optimizer (``ir.optimizer``): by the name of its row, or by its position.
+``IdRule`` says what position. The proof of names: there are as many ids as parameters, and every state has a shape that
+its parameter allows (``naming``). The proof of ids: the order in which the source's groups list names (``id_order``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, OptimState, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.optimizer import IdRule, MemberNumber, Table
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.units import Groups, Units
-from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.text import plural
+from fsdpckpt.text import first_lines, plural
+from fsdpckpt.transform.id_order import OWN_GROUPS, in_model_order, listed_order
+from fsdpckpt.transform.model_positions import places_in_model
 from fsdpckpt.transform.naming import Ids, NewKeys, contradicted, does_not_fit, group_flaws, name_ids, shapes_text
 from fsdpckpt.transform.parameter_order import (
+    BY_USER,
     ParameterOrder,
     contradictions,
     listed_param_names,
     parameter_orders,
 )
+
+_KEYS_IN_MESSAGE = 12
 
 
 def apply_key_type(
@@ -37,13 +41,14 @@ def apply_key_type(
     parameters: Sequence[str] | None,
     parameter_groups: Groups = (),
     buffers: Sequence[str] = (),
+    rule: IdRule = IdRule.GROUPS,
 ) -> Checkpoint:
     """Key the optimizer of ``checkpoint`` by ``key_type``; None keeps the keys.
 
     ``units``: those of the source or of ``--units``; None for those beside the checkpoint. ``reference``: a checkpoint
     whose model section states names, shapes and order, and whose optimizer the groups. ``parameters``: names in the
     order of ``model.parameters()``, or in the optimizer's own; ``parameter_groups``: how blank lines divide them.
-    ``buffers``: globs of model keys that are not parameters.
+    ``buffers``: globs of model keys that are not parameters. ``rule``: how ids count.
 
     Raises NeedsInformationError if nothing states the order or several orders are possible, and SourceCorruptError if
     the sources contradict the optimizer or each other.
@@ -59,19 +64,20 @@ def apply_key_type(
         parameter_groups=parameter_groups,
         buffers=tuple(buffers),
     )
+    if orders and orders[0].caution is not None:
+        caution = Note("unproved-order", orders[0].caution, warning=True)
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, caution))
+    if key_type == "id":
+        first = orders[0] if orders else None
+        return to_ids(checkpoint, first, orders[1:], rule=rule)
     if not orders:
         raise NeedsInformationError(
-            f"nothing in {checkpoint.source} says which parameter each optimizer "
-            + ("id is" if key_type == "name" else "name's id is"),
+            f"nothing in {checkpoint.source} says which parameter each optimizer id is",
             why="it has no model section, and its param groups have no param_names",
             next_step="add --reference PATH (a checkpoint of this model), --parameters FILE (the names of "
             "model.parameters(), one per line) or --units FILE",
         )
-    first, *others = orders
-    if first.caution is not None:
-        caution = Note("rekeyed", first.caution, warning=True)
-        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, caution))
-    return to_names(checkpoint, first, others) if key_type == "name" else to_ids(checkpoint, first, others)
+    return to_names(checkpoint, orders[0], orders[1:])
 
 
 def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[ParameterOrder] = ()) -> Checkpoint:
@@ -90,27 +96,180 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
     message = f"{plural(len(names), 'optimizer id')} became {plural(len(names), 'name')}, from {order.source}; the "
     with_shapes = sum(map(bool, ids.state_shapes))
     message += f"states of {plural(with_shapes, 'parameter')} have the shapes that this needs"
-    return _with_keys(checkpoint, optim, names, message)
+    table = Table.of(checkpoint)
+    members = table.optimizer.members if table.optimizer is not None else ()
+    keys = {number: names.get(member.key, member.key) for number, member in enumerate(members)}
+    return _with_keys(checkpoint, table, keys, message)
 
 
-def to_ids(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[ParameterOrder] = ()) -> Checkpoint:
+def to_ids(
+    checkpoint: Checkpoint,
+    order: ParameterOrder | None,
+    others: Sequence[ParameterOrder] = (),
+    *,
+    rule: IdRule = IdRule.GROUPS,
+) -> Checkpoint:
     """Key the optimizer by id; groups list their parameters in the order of their ids.
 
-    Arguments and errors as for ``to_names``.
+    ``order``: None if only the groups list names. Arguments and errors otherwise as for ``to_names``.
     """
     optim = checkpoint.optim
     if optim is None or optim.key_type != "name":
         return checkpoint
-    order = order.with_shapes_of(others)
+    if order is not None:
+        order = order.with_shapes_of(others)
     groups = _grouped_names(optim, order, checkpoint.source)
     _require_names_fit(optim, checkpoint.source, groups, order)
-    _require_agreement(checkpoint.source, order, others, [clean(name) for name in chain(*groups)])
-    names = chain(*(_in_id_order(group, index, order, checkpoint) for index, group in enumerate(groups)))
-    ids: NewKeys = {name: number for number, name in enumerate(names)}
+    if order is not None:
+        _require_agreement(checkpoint.source, order, others, [clean(name) for name in chain(*groups)])
+    if rule is IdRule.MODEL:
+        known = [each for each in (order, *others) if each is not None]
+        counted = _over_model(groups, known, checkpoint)
+    else:
+        counted = _group_by_group(groups, order, checkpoint)
+    table = Table.of(checkpoint)
+    if table.optimizer is None:
+        return checkpoint
+    names = table.optimizer.names(table.parameters)
+    member_of = {name: member for member, name in names.items()}
     if optim.param_groups is not None:
-        optim = replace(optim, param_groups=[_sorted_group(group, ids) for group in optim.param_groups])
-    message = f"{plural(len(ids), 'optimizer key')} became {plural(len(ids), 'id')}, in the order of {order.source}"
-    return _with_keys(checkpoint, optim, ids, message)
+        listed = [[member_of[name] for name in group] for group in counted.groups]
+        table = replace(table, optimizer=table.optimizer.reordered(listed))
+    keys: dict[MemberNumber, ParamKey] = {}
+    for member, name in names.items():
+        keys[member] = counted.ids.get(str(name), counted.ids.get(clean(str(name)), name))
+    message = f"{plural(len(counted.ids), 'optimizer key')} became {plural(len(counted.ids), 'id')}, {counted.how}"
+    found = _with_keys(checkpoint, table, keys, message)
+    doubt = (Note("unproved-order", counted.doubt, warning=True),) if counted.doubt else ()
+    return replace(found, notes=(*found.notes, *doubt))
+
+
+def recounted(checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint`` with the ids that ``torch.optim`` gives its parameters, from any others in the same groups."""
+    table = Table.of(checkpoint)
+    if table.optimizer is None or checkpoint.optim is None or checkpoint.optim.key_type != "id":
+        return checkpoint
+    keys = table.optimizer.counted()
+    if all(keys.get(number) == member.key for number, member in enumerate(table.optimizer.members)):
+        return checkpoint
+    if len(keys) < len(table.optimizer.members):
+        return checkpoint  # states that no group lists
+    message = f"{plural(len(keys), 'optimizer id')} counted all parameters of the model; now they count group by group"
+    return _with_keys(checkpoint, table, keys, message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """The ids of names, and the names of each group in the order in which it lists them. ``how``: for the summary.
+
+    ``doubt``: what is not proved, "" if nothing.
+    """
+
+    ids: Mapping[str, int]
+    groups: Sequence[Sequence[str]]
+    how: str
+    doubt: str = ""
+
+
+def _group_by_group(groups: Sequence[Sequence[str]], order: ParameterOrder | None, checkpoint: Checkpoint) -> _Counted:
+    """Ids as ``torch.optim`` counts them. Raises NeedsInformationError if nothing says in which order."""
+    doubt = ""
+    if order is not None and (order.groups is not None or order.source == BY_USER or checkpoint.optim is None):
+        ordered = [_as_listed(group, index, order, checkpoint) for index, group in enumerate(groups)]
+        how = f"in the order of {order.source}"
+    else:
+        position = _position(order)
+        by_unit = order.by_unit if order is not None else ()
+        listed = listed_order(groups, position, by_unit=by_unit)
+        if listed is None:
+            raise _unknown_order(checkpoint, order)
+        if position is not None and not (listed.own and listed.in_model_order):
+            _require_groups_of_source(checkpoint, order)
+        if listed.own:
+            ordered = [list(group) for group in groups]
+            how = f"in the order of {OWN_GROUPS}"
+            if order is not None and listed.in_model_order:
+                how = f"in the order of {order.source}"
+            elif order is not None and position is not None:
+                how += f", which is not that of {order.source}"
+        else:
+            ordered = [in_model_order(group, position or {}) for group in groups]
+            how = f"in the order of {order.source if order is not None else 'the model'}"
+        doubt = listed.doubt
+    return _Counted({name: number for number, name in enumerate(chain(*ordered))}, ordered, how, doubt)
+
+
+def _position(order: ParameterOrder | None) -> dict[str, int] | None:
+    """The place of each parameter in the model, None if it is not known."""
+    if order is None or not order.ordered or not order.in_model_order:
+        return None
+    return {name: place for place, name in enumerate(order.names)}
+
+
+def _as_listed(names: Sequence[str], index: int, order: ParameterOrder, checkpoint: Checkpoint) -> list[str]:
+    """The names of group ``index`` in the order of an ``order`` that is the optimizer's own."""
+    groups = order.groups
+    in_order = order.names if groups is None else groups[index] if index < len(groups) else ()
+    position = {name: at for at, name in enumerate(in_order)}
+    wrong = [f"{name} is not in group {index} of {order.source}" for name in names if clean(name) not in position]
+    if wrong:
+        raise contradicted(f"the groups of {checkpoint.source} do not fit {order.source}", wrong)
+    return in_model_order(names, position)
+
+
+def _unknown_order(checkpoint: Checkpoint, order: ParameterOrder | None) -> NeedsInformationError:
+    if order is None:
+        what = f"nothing in {checkpoint.source} says in which order its optimizer has its parameters"
+        why = "its groups list names that were sorted, or flat parameter by flat parameter, and ids count in that order"
+    else:
+        what = f"the optimizer of {checkpoint.source} cannot get ids in the order of {order.source}"
+        why = f"{order.source} does not keep the order of the parameters, and ids count in it"
+    return NeedsInformationError(
+        what,
+        why=why,
+        next_step="add --parameters FILE (the names in the order in which the job gives them to its optimizer, one a "
+        "line), --units FILE, or --reference PATH of a torch or DCP checkpoint of this model",
+    )
+
+
+def _require_groups_of_source(checkpoint: Checkpoint, order: ParameterOrder | None) -> None:
+    """Raises NeedsInformationError if the groups, which list another order than the model, are not the source's own."""
+    if any(note.kind == "groups-rebuilt" for note in checkpoint.notes):
+        raise NeedsInformationError(
+            f"the optimizer of {checkpoint.source} lists its parameters in a different order than "
+            f"{order.source if order is not None else 'the model'}",
+            why="its groups were rebuilt from equal hyper-parameters, so there may have been more of them, and ids "
+            "count group by group",
+            next_step="add --units FILE, which says the parameters of every group",
+        )
+
+
+def _over_model(groups: Sequence[Sequence[str]], orders: Sequence[ParameterOrder], checkpoint: Checkpoint) -> _Counted:
+    """Ids that count over all of ``model.parameters()``. Raises NeedsInformationError if a key before them may be a
+    frozen parameter or a buffer.
+    """
+    of_model = [order for order in orders if order.ordered and order.in_model_order]
+    by_user = next((order for order in of_model if order.source == BY_USER), None)
+    order = next((order for order in of_model if order.source != BY_USER), by_user)
+    if order is None:
+        raise _unknown_order(checkpoint, orders[0] if orders else None)
+    trained = {clean(name) for name in chain(*groups)}
+    names: Sequence[str] = order.names
+    if by_user is not None:  # which says what is a parameter
+        parameters = {*by_user.names, *trained}
+        names = [name for name in names if name in parameters or name not in order.doubtful]
+    places, undecided = places_in_model(names, trained, order.doubtful if by_user is None else ())
+    if undecided:
+        raise NeedsInformationError(
+            f"{plural(len(undecided), 'model key')} of {checkpoint.source} may be frozen parameters or buffers",
+            details=first_lines(undecided, _KEYS_IN_MESSAGE),
+            why="the target's ids count over all parameters of the model, frozen ones included, and no buffers",
+            next_step="add --buffers GLOB for the buffers (--buffers none when there are none), or --parameters FILE "
+            "(the names of model.parameters(), one per line)",
+        )
+    ids = {name: places[clean(name)] for group in groups for name in group}
+    ordered = [sorted(group, key=lambda name: ids[name]) for group in groups]
+    return _Counted(ids, ordered, f"their places among all parameters, in the order of {order.source}")
 
 
 def _require_agreement(source: str, used: ParameterOrder, others: Sequence[ParameterOrder], names: list[str]) -> None:
@@ -133,22 +292,31 @@ def _require_param_names(source: str, optim: OptimState, names: NewKeys, order: 
         raise contradicted(f"the param_names of {source} contradict {order.source}", wrong)
 
 
-def _grouped_names(optim: OptimState, order: ParameterOrder, source: str) -> list[list[str]]:
+def _grouped_names(optim: OptimState, order: ParameterOrder | None, source: str) -> list[list[str]]:
     """The names that each group lists; without groups, those of an authoritative order."""
     if optim.param_groups is not None:
         return [[str(key) for key in group_params(group) or ()] for group in optim.param_groups]
-    if not order.authoritative:
+    if order is None or not order.authoritative:
+        says = f"{order.source} does not say" if order is not None else "nothing says"
         raise NeedsInformationError(
-            f"the optimizer of {source} has no param_groups, so {order.source} does not say which ids its states get",
+            f"the optimizer of {source} has no param_groups, so {says} which ids its states get",
             why="ids count in the order of the groups, over parameters without state too",
             next_step="add --parameters FILE (the parameters of the optimizer, one name a line) or --units FILE",
         )
     return [list(group) for group in order.groups] if order.groups is not None else [list(order.names)]
 
 
-def _require_names_fit(optim: OptimState, source: str, groups: Sequence[Sequence[str]], order: ParameterOrder) -> None:
+def _require_names_fit(
+    optim: OptimState, source: str, groups: Sequence[Sequence[str]], order: ParameterOrder | None
+) -> None:
     """Raises SourceCorruptError for a name that the order lacks, is grouped twice or never, or has other shapes."""
-    names, in_order, shown = list(chain(*groups)), set(order.names), ShownShapes(optim)
+    names = list(chain(*groups))
+    if order is None:
+        wrong = group_flaws(names, [key for key, states in optim.state.items() if states and isinstance(key, str)])
+        if wrong:
+            raise contradicted(f"the names of the optimizer of {source} contradict each other", wrong)
+        return
+    in_order, shown = set(order.names), ShownShapes(optim)
     keys = dict.fromkeys((*names, *map(str, optim.param_keys())))
     wrong = [f"{name} is not in {order.source}" for name in keys if clean(name) not in in_order]
     wrong += group_flaws(names, [key for key in optim.state if clean(str(key)) in in_order])
@@ -162,59 +330,15 @@ def _require_names_fit(optim: OptimState, source: str, groups: Sequence[Sequence
         raise does_not_fit(source, order, wrong)
 
 
-def _in_id_order(names: Sequence[str], index: int, order: ParameterOrder, checkpoint: Checkpoint) -> list[str]:
-    """The names of group ``index`` in the order of their ids."""
-    groups = order.groups
-    in_order = order.names if groups is None else groups[index] if index < len(groups) else ()
-    position = {name: at for at, name in enumerate(in_order)}
-    wrong = [f"{name} is not in group {index} of {order.source}" for name in names if clean(name) not in position]
-    if wrong:
-        raise contradicted(f"the groups of {checkpoint.source} do not fit {order.source}", wrong)
-    if groups is None and not order.ordered and len(names) > 1:
-        raise NeedsInformationError(
-            f"the optimizer of {checkpoint.source} cannot get ids in the order of {order.source}",
-            why=f"{order.source} does not keep the order of the parameters, and ids count in it",
-            next_step="add --parameters FILE (model.parameters(), one name a line), --units FILE, or --reference PATH "
-            "of a torch or DCP checkpoint of this model",
-        )
-    result = sorted(names, key=lambda name: position[clean(name)])
-    rebuilt = any(note.kind == "groups-rebuilt" for note in checkpoint.notes)
-    if groups is None and rebuilt and result != list(names):
-        raise NeedsInformationError(
-            f"the optimizer of {checkpoint.source} lists its parameters in a different order than {order.source}",
-            why="its groups were rebuilt from equal hyper-parameters, so there may have been more of them, and ids "
-            "count group by group",
-            next_step="add --units FILE, which says the parameters of every group",
-        )
-    return result
-
-
-def _with_keys(checkpoint: Checkpoint, optim: OptimState, keys: NewKeys, message: str) -> Checkpoint:
-    """``checkpoint`` with new ``keys`` in its optimizer, and a note. Entries that a user added keep theirs.
+def _with_keys(checkpoint: Checkpoint, table: Table, keys: Mapping[MemberNumber, ParamKey], message: str) -> Checkpoint:
+    """``checkpoint`` with these ``keys`` of its members, and a note. Entries that a user added keep theirs.
 
     Raises SourceCorruptError if such an entry has the new key of a parameter.
     """
     new = set(keys.values())
-    both = [str(key) for key in optim.state if key not in keys and key in new]
+    entries = table.optimizer.entries if table.optimizer is not None else ()
+    both = [str(entry.key) for entry in entries if entry.member is None and entry.key in new]
     if both:
         raise contradicted(f"the optimizer of {checkpoint.source} has states under both kinds of key", both)
-    optim = optim.renamed({key: keys.get(key, key) for key in optim.all_keys()})
-    return replace(checkpoint, optim=optim, notes=(*checkpoint.notes, Note("rekeyed", message)))
-
-
-def _sorted_group(group: dict[Key, Value], ids: NewKeys) -> dict[Key, Value]:
-    """``group`` with its parameters in the order of their ids.
-
-    ``param_names`` are sorted with ``params``, unless both list the same names in different orders: then ``params``
-    alone had been sorted by name, by ``FSDP.rekey_optim_state_dict``.
-    """
-    params, names = group_params(group), group.get("param_names")
-    if params is None:
-        return group
-    indices = sorted(range(len(params)), key=lambda index: ids[params[index]])
-    result: dict[Key, Value] = {**group, "params": [params[index] for index in indices]}
-    if isinstance(names, (list, tuple)) and len(names) == len(params):
-        keys, param_names = [clean(str(key)) for key in params], [clean(str(name)) for name in names]
-        if keys == param_names or sorted(keys) != sorted(param_names):
-            result["param_names"] = type(names)(names[index] for index in indices)
-    return result
+    found = table.written(checkpoint, keys)
+    return replace(found, notes=(*found.notes, Note("rekeyed", message)))

@@ -33,6 +33,8 @@ from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import count_text
+from fsdpckpt.transform.id_order import listed_order
+from fsdpckpt.transform.model_positions import counts_over_model
 from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads_for
 from fsdpckpt.verify.elements import Tolerance, compare_tensors
 from fsdpckpt.verify.measures import digest
@@ -382,7 +384,8 @@ def _optimizer_leaves(
                 params = [renamed.get(item, item) if isinstance(item, (int, str)) else item for item in value]
                 if positions:
                     params.sort(key=lambda item: positions.get(item, 0) if isinstance(item, (int, str)) else 0)
-                yield ("param_groups", index, key), params
+                exact = isinstance(value, tuple) and not positions  # a list and a tuple are two things
+                yield ("param_groups", index, key), tuple(params) if exact else params
             elif _has_dict_or_tensor(value):  # DCP stores these separately, and keys of dicts become text there
                 yield from walk(value, ("param_groups", index, key))
             else:  # a tuple of betas is easiest to read whole
@@ -441,7 +444,9 @@ def _match_optimizers(a: Checkpoint, b: Checkpoint) -> _Match:
     types = a.optim.key_type, b.optim.key_type
     groups_a, groups_b = _listed_keys(a.optim), _listed_keys(b.optim)
     if types == ("name", "name"):
-        return _match_order(groups_a or [], groups_b or [])
+        return _match_order(groups_a or [], groups_b or [], proved=all(map(_lists_in_order, (a, b))))
+    if types == ("id", "id") and groups_a is not None and groups_b is not None:
+        return _match_ids(groups_a, groups_b)
     if types[0] == types[1] or None in types:
         return _Match()
     if groups_a is None or groups_b is None:
@@ -452,8 +457,10 @@ def _match_optimizers(a: Checkpoint, b: Checkpoint) -> _Match:
         pairs = _pair_keys(groups_a, groups_b)
         mismatch = _find_mismatch(a.optim, b.optim, pairs)
         matches = [_Match(pairs, notes=(_note("the param groups", types),))] if mismatch is None else []
-        # Names may be listed in any order; ids count in the order of the model.
+        # Where the names were sorted, ids count in the order of the model.
+        named = groups_a if types[0] == "name" else groups_b
         positions = _model_order(a if types[0] == "id" else b)
+        listed = listed_order([list(map(str, names)) for names in named], _positions_by_name(positions))
         in_model_order = (
             [sorted(keys, key=lambda key: positions.get(key, 0)) for keys in groups] for groups in (groups_a, groups_b)
         )
@@ -461,7 +468,9 @@ def _match_optimizers(a: Checkpoint, b: Checkpoint) -> _Match:
         if positions and _find_mismatch(a.optim, b.optim, pairs) is None:
             if types[0] == "id":
                 positions = {key: key for keys in groups_a for key in keys if isinstance(key, int)}
-            matches.append(_Match(pairs, positions, (_note("the model's parameters", types),)))
+            by_model = _Match(pairs, positions, (_note("the model's parameters", types),))
+            first = listed is None or not listed.own
+            matches.insert(0 if first else len(matches), by_model)
         if matches:
             return min(matches, key=partial(_count_stateless, a.optim, b.optim))
         problem = str(mismatch)
@@ -474,9 +483,31 @@ def _match_optimizers(a: Checkpoint, b: Checkpoint) -> _Match:
     )
 
 
-def _match_order(groups_a: Sequence[Sequence[ParamKey]], groups_b: Sequence[Sequence[ParamKey]]) -> _Match:
-    """Match groups of names, in which a name's position has no meaning: the name alone identifies the parameter."""
-    if len(groups_a) != len(groups_b) or groups_a == groups_b:
+def _lists_in_order(checkpoint: Checkpoint) -> bool:
+    """Whether the order in which the groups of a checkpoint list names is that of the job's optimizer.
+
+    Flat parameters, flattened keys and names that FSDP sorted have lost it.
+    """
+    if checkpoint.layout is Layout.FLATTENED or checkpoint.units is not None or checkpoint.flattened_keys:
+        return False
+    groups = _listed_keys(checkpoint.optim) if checkpoint.optim is not None else None
+    places = _positions_by_name(_model_order(checkpoint))
+    listed = listed_order([list(map(str, keys)) for keys in groups or ()], places)
+    return listed is not None and listed.own
+
+
+def _positions_by_name(positions: Mapping[ParamKey, int]) -> dict[str, int] | None:
+    """``positions`` of names without the prefixes of wrappers; None if there are none."""
+    return {clean(str(name)): position for name, position in positions.items()} or None
+
+
+def _match_order(
+    groups_a: Sequence[Sequence[ParamKey]], groups_b: Sequence[Sequence[ParamKey]], *, proved: bool
+) -> _Match:
+    """Match groups that list the same names in different orders. ``proved``: both list them as the optimizers did, so
+    that the difference counts: it decides which ids the parameters get.
+    """
+    if proved or len(groups_a) != len(groups_b) or groups_a == groups_b:
         return _Match()
     if any(sorted(map(str, a)) != sorted(map(str, b)) for a, b in zip(groups_a, groups_b, strict=True)):
         return _Match()
@@ -485,6 +516,17 @@ def _match_order(groups_a: Sequence[Sequence[ParamKey]], groups_b: Sequence[Sequ
         positions=positions,
         notes=("the param groups list the same names in a different order, which does not count as a difference",),
     )
+
+
+def _match_ids(groups_a: Sequence[Sequence[ParamKey]], groups_b: Sequence[Sequence[ParamKey]]) -> _Match:
+    """Match ids of one kind by number; those that count over the model, and those of ``torch.optim``, by place."""
+    counted = [counts_over_model([int(key) for group in groups for key in group]) for groups in (groups_a, groups_b)]
+    if counted[0] == counted[1] or list(map(len, groups_a)) != list(map(len, groups_b)):
+        return _Match()
+    note = (
+        "optimizer keys matched by their places in the param groups: only one side counts all parameters of the model"
+    )
+    return _Match(_pair_keys(groups_a, groups_b), notes=(note,))
 
 
 def _note(order: str, types: tuple[str | None, str | None]) -> str:

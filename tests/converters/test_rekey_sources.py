@@ -95,16 +95,15 @@ def test_each_direction_uses_the_first_source() -> None:
     assert by_id.optim is not None and tuple(by_id.optim.state) == (0, 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("held", "key_type", "message"),
-    [(full(), "name", "optimizer id is"), (full(NAMES), "id", "optimizer name's id is")],
-)
-def test_without_any_source_the_question_is_asked_in_the_direction_that_was_wanted(
-    held: Checkpoint, key_type: str, message: str
-) -> None:
+def test_without_any_source_ids_are_a_question_and_names_count_as_they_are_listed() -> None:
     with pytest.raises(NeedsInformationError) as caught:
-        rekeyed(held, key_type, units=None)
-    assert caught.value.what.endswith(message)
+        rekeyed(full(), "name", units=None)
+    assert caught.value.what.endswith("optimizer id is")
+    found = rekeyed(full(NAMES), "id", units=None)
+    assert found.optim is not None and tuple(found.optim.state) == (0, 1, 2)
+    assert found.notes[-1].message == "3 optimizer keys became 3 ids, in the order of the optimizer's own groups"
+    with pytest.raises(NeedsInformationError, match="in which order its optimizer has"):
+        rekeyed(full(tuple(sorted(NAMES))), "id", units=None)
 
 
 @pytest.mark.parametrize("named_by", ["keys", "param_names", "parameters", "reference"])

@@ -146,7 +146,7 @@ def test_an_optional_name_is_taken_where_the_others_are_too_few_or_do_not_fit() 
 
 def test_two_groups_leave_out_what_is_optional_first() -> None:
     by = order("eabcnh", uncertain=frozenset("n"))
-    found = to_names(source([[0, 1, 3], [2, 4]], "eabch"), by)
+    found = to_names(source([[0, 1, 2], [3, 4]], "eacbh"), by)
     assert [group["params"] for group in found.optim.param_groups] == [["e", "a", "c"], ["b", "h"]]  # type: ignore[union-attr]
 
 

@@ -169,16 +169,39 @@ def test_entries_a_user_put_into_state_survive_both_ways() -> None:
     assert list(again.optim.state) == [0, 1, "mine"] and _groups(again) == [[0, 1]]
 
 
-def test_names_get_ids_group_by_group_in_the_order_of_the_parameters() -> None:
-    named = _checkpoint([["h", "b", "n"], ["c", "e", "a"]], {name: SHAPES[name] for name in "hbncea"})
+def test_names_get_ids_group_by_group_in_the_order_in_which_the_groups_list_them() -> None:
+    named = _checkpoint([["h", "b", "n"], ["c", "e", "a"]], {name: SHAPES[name] for name in "hnbeca"})
     named.optim.param_groups[0]["param_names"] = ["m.h", "m.b", "m.n"]
     found = to_ids(named, _order())
     assert _groups(found) == [[0, 1, 2], [3, 4, 5]]
     assert {
-        key: states is named.optim.state[name] for key, states, name in _numbered(found, "bnheac")
+        key: states is named.optim.state[name] for key, states, name in _numbered(found, "hbncea")
     } == dict.fromkeys(range(6), True)
+    assert found.optim.param_groups[0]["param_names"] == ["m.h", "m.b", "m.n"]
+    assert list(found.optim.state) == [0, 2, 1, 4, 3, 5]  # as in the source, as rekey_optim_state_dict leaves it
+    (note,) = found.notes
+    assert note.message.endswith("in the order of the optimizer's own groups, which is not that of the order")
+
+
+def test_names_that_were_sorted_get_ids_in_the_order_of_the_model_and_a_warning() -> None:
+    named = _checkpoint([["b", "h", "n"], ["a", "c", "e"]], {name: SHAPES[name] for name in "hbncea"})
+    named.optim.param_groups[0]["param_names"] = ["m.b", "m.h", "m.n"]
+    found = to_ids(named, _order())
+    assert [states is named.optim.state[name] for _, states, name in _numbered(found, "bnheac")] == [True] * 6
     assert found.optim.param_groups[0]["param_names"] == ["m.b", "m.n", "m.h"]
-    assert list(found.optim.state) == [2, 0, 1, 5, 3, 4]  # as in the source, as rekey_optim_state_dict leaves it
+    rekeyed, doubt = found.notes
+    assert rekeyed.message.endswith("in the order of the order")
+    assert doubt.kind == "unproved-order" and "sorted by name" in doubt.message and "--parameters" in doubt.message
+    own = _order("hbncea", groups=(("h", "b", "n"), ("c", "e", "a")), in_model_order=False)
+    listed = to_ids(named, own, [_order()])
+    assert [states is named.optim.state[name] for _, states, name in _numbered(listed, "hbncea")] == [True] * 6
+
+
+def test_one_list_that_is_not_sorted_shows_that_none_was() -> None:
+    named = _checkpoint([["a", "b", "e"], ["h", "c", "n"]], {name: SHAPES[name] for name in "hbncea"})
+    found = to_ids(named, _order())
+    assert [states is named.optim.state[name] for _, states, name in _numbered(found, "abehcn")] == [True] * 6
+    assert len(found.notes) == 1
 
 
 def _numbered(checkpoint: Checkpoint, names: str) -> list[tuple[int, object, str]]:
@@ -206,9 +229,11 @@ def test_a_parameter_whose_state_is_listed_by_no_group_is_no_entry_of_a_user() -
 
 
 def test_names_cannot_get_ids_by_an_order_that_is_uncertain() -> None:
-    named = _checkpoint([["e", "a"]], {"e": (17, 9), "a": (28, 9)})
+    named = _checkpoint([["a", "e"]], {"e": (17, 9), "a": (28, 9)})
     with pytest.raises(NeedsInformationError, match="cannot get ids"):
         to_ids(named, _order(ordered=False))
+    listed = _checkpoint([["e", "a"]], {"e": (17, 9), "a": (28, 9)})
+    assert _groups(to_ids(listed, _order(ordered=False))) == [[0, 1]]
     single = _checkpoint([["e"], ["a"]], {"e": (17, 9), "a": (28, 9)})
     assert _groups(to_ids(single, _order(ordered=False))) == [[0], [1]]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import groupby
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.flat.names import NamedParam, ParameterNames, model_names, optimizer_names, units_names, unwrapped_names
@@ -30,6 +31,7 @@ from fsdpckpt.ir.names import under_first_names
 from fsdpckpt.ir.units import Groups, Strategy, Unit, UnitParam, Units, flaws
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
+from fsdpckpt.transform.id_order import listed_order
 from fsdpckpt.transform.parameter_order import NO_BUFFERS, from_param_names
 from fsdpckpt.transform.selection import parameter_names
 
@@ -61,7 +63,8 @@ def target_units(
         units = Settings(strategy=Strategy.FULL_SHARD).applied_to(units)
     units = _sharding(units, request, world_size)
     _require_orders(wrapped, units, world_size, checkpoint, given=request.file is not None)
-    groups, reordered = _groups(units, checkpoint)
+    source_units = source.units if source is not None else checkpoint.units
+    groups, reordered = _groups(units, checkpoint, source_units, by_user=request.parameters is not None)
     units = replace(units, world_size=world_size, groups=groups)
     _require_same_model(units, checkpoint, request, dtype)
     described = f"the units of {request.file}" if request.file is not None else "the target's units"
@@ -241,11 +244,14 @@ def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Un
     return units
 
 
-def _groups(units: Units, checkpoint: Checkpoint) -> tuple[Groups | None, list[str]]:
+def _groups(
+    units: Units, checkpoint: Checkpoint, source: Units | None, *, by_user: bool
+) -> tuple[Groups | None, list[str]]:
     """The optimizer's groups under these units: as recorded, else as the checkpoint's groups list the parameters.
 
-    Their order is that of ``model.parameters()``, unless ``param_names`` state the optimizer's own order. Also returns
-    a note if the checkpoint lists them in a different order.
+    Their order is the one in which ``param_names``, or else the groups, list them, unless that list proves nothing
+    (``listed_order``): then it is that of ``model.parameters()``. Also returns a note if the two differ.
+    ``source``: the units of the source. ``by_user``: whether ``--parameters`` says the order.
     """
     optim = checkpoint.optim
     if units.groups is not None or optim is None or optim.param_groups is None or optim.key_type == "id":
@@ -257,10 +263,29 @@ def _groups(units: Units, checkpoint: Checkpoint) -> tuple[Groups | None, list[s
     named = from_param_names(optim, units.parameters) if units.use_orig_params else None
     if named is not None and named.groups is not None and [*map(set, named.groups)] == [*map(set, by_order)]:
         return named.groups, []
-    pairs = zip(listed_keys(units, names), by_order, strict=True)
+    keys = listed_keys(units, names)
+    pairs = zip(keys, by_order, strict=True)
     moved = [str(number) for number, (listed, ordered) in enumerate(pairs) if tuple(listed) != ordered]
-    note = f"ids follow model.parameters() within a group: the source lists a different order in group {some_of(moved)}"
-    return by_order, [note] if moved else []
+    if not moved:
+        return by_order, []
+    position = {name: place for place, name in enumerate(units.parameters)}
+    by_unit = tuple(source.params()) if source is not None and not source.use_orig_params else ()
+    listed_by_job = listed_order(names, position, by_unit=by_unit)
+    rebuilt = any(note.kind == "groups-rebuilt" for note in checkpoint.notes)
+    # Lists that come back to a flat parameter say nothing of the order of flat parameters.
+    whole = units.use_orig_params or not any(_returns(units, group) for group in names)
+    if listed_by_job is not None and listed_by_job.own and whole and not (rebuilt or by_user):
+        note = "ids follow the optimizer's own groups, which are not in the order of the model in group "
+        return tuple(map(tuple, keys)), [note + some_of(moved)]
+    note = "ids follow model.parameters() within a group: the source lists a different order in group "
+    return by_order, [note + some_of(moved)]
+
+
+def _returns(units: Units, names: Sequence[str]) -> bool:
+    """Whether ``names`` come back to a flat parameter after those of another one."""
+    unit_of = units.unit_of()
+    keys = [key for key, _ in groupby(unit_of[name].key if name in unit_of else name for name in names)]
+    return len(keys) != len(set(keys))
 
 
 def _require_undivided(units: Units, checkpoint: Checkpoint) -> None:

@@ -1,0 +1,289 @@
+"""Every form that has ids counts them as its loader does: two groups of one shape, a frozen parameter, a shared one.
+
+The loaders are those of the libraries, or call PyTorch exactly as they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdpckpt
+from fsdpckpt.errors import NeedsInformationError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Net(nn.Module):
+    """Five matrices of one shape: one frozen, one that two modules share; a buffer stands before all but the first."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(6, 6)
+        self.register_buffer("rope", torch.ones(2, 2))
+        self.frozen = nn.Linear(6, 6, bias=False).requires_grad_(False)
+        self.body = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.gate = nn.Linear(6, 6, bias=False)
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.embed(tokens))
+        return self.head(self.gate(self.body[1](self.body[0](x))))
+
+
+def optimizer_of(model: Net) -> torch.optim.Optimizer:
+    """As in the recipe of Muon: a group of its own for what is not hidden, the last module first."""
+    outer = [*model.gate.parameters(), *model.embed.parameters()]
+    inner = [*model.body[1].parameters(), *model.body[0].parameters()]
+    return torch.optim.AdamW([{"params": outer, "lr": 0.02}, {"params": inner}], lr=0.01, foreach=False)
+
+
+def trained(seed: int = 1) -> tuple[Net, torch.optim.Optimizer]:
+    model = Net(seed)
+    optimizer = optimizer_of(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(5)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def truth(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The first moment of each parameter."""
+    return {name: optimizer.state[param]["exp_avg"] for name, param in model.named_parameters() if param.requires_grad}
+
+
+def same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def names_file(path: Path) -> Path:
+    path.write_text("\n".join(name for name, _ in Net(0).named_parameters()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint by name, as ``get_state_dict`` lists it: in the order of the job's own groups."""
+    model, optimizer = trained()
+    weights, states = get_state_dict(model, optimizer)
+    path = tmp_path_factory.mktemp("ids") / "named.pt"
+    torch.save({"model": weights, "optimizer": states}, path)
+    return path, truth(model, optimizer)
+
+
+def loaded(state: Any) -> dict[str, torch.Tensor]:
+    model, optimizer = trained(seed=2)
+    optimizer.load_state_dict(state)
+    return truth(model, optimizer)
+
+
+# torch.optim: group by group.
+
+
+def test_a_plain_file_gets_the_ids_of_the_jobs_own_optimizer(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    source, expected = saved
+    report = fsdpckpt.convert(source, tmp_path / "ids.pt", key_type="id")
+    assert same(loaded(load(tmp_path / "ids.pt")["optimizer"]), expected)
+    (rekeyed,) = [note for note in report.notes if note.kind == "rekeyed"]
+    assert "the optimizer's own groups, which is not that of" in rekeyed.message and not rekeyed.warning
+    assert fsdpckpt.diff(source, tmp_path / "ids.pt").same
+
+
+def test_the_storage_reader_counts_ids_in_the_same_order(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    source, expected = saved
+    model, optimizer = trained(seed=2)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, storage_reader=fsdpckpt.StorageReader(source, key_type="id"))
+    optimizer.load_state_dict(state["optimizer"])
+    assert same(truth(model, optimizer), expected)
+
+
+def test_names_that_fsdp_sorted_are_counted_in_the_models_order_with_a_warning_and_by_parameters(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    source, expected = saved
+    model, optimizer = trained()
+    names = FullyShardedDataParallel.rekey_optim_state_dict(
+        optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=optimizer
+    )
+    torch.save({"model": model.state_dict(), "optimizer": names}, tmp_path / "sorted.pt")
+    report = fsdpckpt.convert(tmp_path / "sorted.pt", tmp_path / "model.pt", key_type="id")
+    (doubt,) = [note for note in report.notes if note.kind == "unproved-order"]
+    assert doubt.warning and "--parameters" in doubt.message
+    listed = [name for group in load(source)["optimizer"]["param_groups"] for name in group["params"]]
+    (tmp_path / "order.txt").write_text("\n".join(listed))
+    fsdpckpt.convert(tmp_path / "sorted.pt", tmp_path / "own.pt", key_type="id", parameters=tmp_path / "order.txt")
+    assert same(loaded(load(tmp_path / "own.pt")["optimizer"]), expected)
+    assert not same(loaded(load(tmp_path / "model.pt")["optimizer"]), expected)
+
+
+@contextmanager
+def ranks(rank: int, world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_verls_files_are_loaded_as_verl_loads_them(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, rank: int
+) -> None:
+    source, expected = saved
+    fsdpckpt.convert(source, tmp_path / "verl", flavor="verl", world_size=2, mesh_device="cpu", buffers="rope")
+    with ranks(rank, 2):
+        model = Net(3)
+        for module in (model.frozen, *model.body, model.gate):
+            fully_shard(module)
+        fully_shard(model)
+        optimizer = optimizer_of(model)
+        optimizer.load_state_dict(torch.load(tmp_path / f"verl/optim_world_size_2_rank_{rank}.pt", weights_only=False))
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                part = expected[name].chunk(2)[rank]
+                assert torch.equal(optimizer.state[param]["exp_avg"].to_local(), part), name
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_flat_parameters_are_counted_in_the_jobs_own_order(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, use_orig_params: bool
+) -> None:
+    source, expected = saved
+    options = {"to": "flattened", "world_size": 1, "unit": ["body.*", "gate", "embed"], "key_type": "id"}
+    fsdpckpt.convert(
+        source, tmp_path / "flat", use_orig_params=use_orig_params, buffers="rope", exclude="frozen.*", **options
+    )  # type: ignore[arg-type]
+    states = load(tmp_path / "flat/optim_world_size_1_rank_0.pt")
+    listed = [id_ for group in states["param_groups"] for id_ in group["params"]]
+    assert listed == list(range(len(listed)))
+    order = ["gate.weight", "embed.weight", "body.1.weight", "body.1.bias", "body.0.weight", "body.0.bias"]
+    held = torch.cat([states["state"][id_]["exp_avg"].flatten() for id_ in listed])
+    assert torch.equal(held, torch.cat([expected[name].flatten() for name in order]))
+    found = fsdpckpt.diff(source, tmp_path / "flat")
+    assert [entry.key for entry in found.entries if entry.counts and entry.sigil != "="] == ["frozen.weight"]
+
+
+# Lightning: all parameters of the model.
+
+
+def by_lightning(states: Any, model: nn.Module, key_type: OptimStateKeyType) -> Any:
+    """``optimizer_state`` and ``load_checkpoint`` of FSDPStrategy, ``_rekey_optimizer_state_if_needed`` of Fabric."""
+    return FullyShardedDataParallel.rekey_optim_state_dict(states, key_type, model)
+
+
+def moments(states: Any) -> dict[str, torch.Tensor]:
+    return {name: entry["exp_avg"] for name, entry in states["state"].items()}
+
+
+@pytest.mark.parametrize("flavor", ["lightning", "lightning-model-parallel"])
+def test_lightning_names_the_ids_of_a_converted_file_as_they_were(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, flavor: str
+) -> None:
+    source, expected = saved
+    target = tmp_path / "x.ckpt"
+    with pytest.raises(NeedsInformationError, match="may be frozen parameters or buffers") as asked:
+        fsdpckpt.convert(source, target, flavor=flavor)
+    assert asked.value.details == ("rope", "frozen.weight")
+    report = fsdpckpt.convert(source, target, flavor=flavor, buffers="rope")
+    assert any("their places among all parameters" in note.message for note in report.notes)
+    states = load(target)["optimizer_states"][0]
+    assert [group["params"] for group in states["param_groups"]] == [[0, 6], [2, 3, 4, 5]]
+    assert same(moments(by_lightning(states, Net(5), OptimStateKeyType.PARAM_NAME)), expected)
+
+
+def lightning_file(path: Path) -> dict[str, torch.Tensor]:
+    model, optimizer = trained()
+    weights, states = get_state_dict(model, optimizer)
+    ids = by_lightning(states, model, OptimStateKeyType.PARAM_ID)
+    assert [group["params"] for group in ids["param_groups"]] == [[0, 6], [2, 3, 4, 5]]
+    torch.save({"state_dict": weights, "optimizer_states": [ids], "pytorch-lightning_version": "2.6.0"}, path)
+    return truth(model, optimizer)
+
+
+def test_the_ids_of_lightnings_own_file_are_named_by_their_places(tmp_path: Path) -> None:
+    expected = lightning_file(tmp_path / "own.ckpt")
+    fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "named.pt", flavor="plain", key_type="name")
+    assert same(moments(load(tmp_path / "named.pt")["optimizer"]), expected)
+    names = names_file(tmp_path / "names.txt")
+    fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "listed.pt", flavor="plain", key_type="name", parameters=names)
+    assert same(moments(load(tmp_path / "listed.pt")["optimizer"]), expected)
+
+
+def test_lightnings_ids_count_group_by_group_in_a_plain_file_and_need_no_names_for_it(tmp_path: Path) -> None:
+    lightning_file(tmp_path / "own.ckpt")
+    report = fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "plain.pt", flavor="plain")
+    states = load(tmp_path / "plain.pt")["optimizer"]
+    assert [group["params"] for group in states["param_groups"]] == [[0, 1], [2, 3, 4, 5]]
+    assert any("now they count group by group" in note.message for note in report.notes)
+    assert fsdpckpt.diff(tmp_path / "own.ckpt", tmp_path / "plain.pt").same
+
+
+def test_a_lightning_file_stays_what_it_is_when_nothing_is_rekeyed(tmp_path: Path) -> None:
+    lightning_file(tmp_path / "own.ckpt")
+    fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "half.ckpt", dtype="bfloat16")
+    ids = [load(tmp_path / f"{name}.ckpt")["optimizer_states"][0] for name in ("own", "half")]
+    assert ids[0]["param_groups"] == ids[1]["param_groups"] and list(ids[0]["state"]) == list(ids[1]["state"])
+
+
+def test_ids_of_torch_optim_become_lightnings_through_names(tmp_path: Path) -> None:
+    """Or not at all: groups of one shape cannot be told apart."""
+    model, optimizer = trained()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ids.pt")
+    with pytest.raises(NeedsInformationError):
+        fsdpckpt.convert(tmp_path / "ids.pt", tmp_path / "x.ckpt", flavor="lightning", buffers="rope")
+    named = [{**group, "params": [(name_of(model, param), param) for param in group["params"]]}
+             for group in optimizer.param_groups]  # fmt: skip
+    again = torch.optim.AdamW(named, foreach=False)
+    again.load_state_dict(optimizer.state_dict())
+    torch.save({"model": model.state_dict(), "optimizer": again.state_dict()}, tmp_path / "words.pt")
+    fsdpckpt.convert(tmp_path / "words.pt", tmp_path / "x.ckpt", flavor="lightning", buffers="rope")
+    states = load(tmp_path / "x.ckpt")["optimizer_states"][0]
+    expected = truth(model, optimizer)
+    assert same(moments(by_lightning(states, Net(5), OptimStateKeyType.PARAM_NAME)), expected)
+
+
+def name_of(model: nn.Module, param: Any) -> str:
+    return next(name for name, each in model.named_parameters() if each is param)
+
+
+# diff.
+
+
+def test_diff_sees_the_order_inside_a_group_and_a_list_from_a_tuple(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    source, _ = saved
+    for change in (lambda names: [*names[::-1]], tuple):
+        content = load(source)
+        group = content["optimizer"]["param_groups"][1]
+        group["params"] = change(group["params"])
+        torch.save(content, tmp_path / "other.pt")
+        found = fsdpckpt.diff(source, tmp_path / "other.pt")
+        assert [entry.key for entry in found.entries if entry.sigil != "="] == ["param_groups.1.params"]
+    content["optimizer"]["param_groups"][1]["params"] = sorted(group["params"])
+    content["optimizer"]["param_groups"][0]["params"].sort()
+    torch.save(content, tmp_path / "sorted.pt")
+    assert fsdpckpt.diff(source, tmp_path / "sorted.pt").same
