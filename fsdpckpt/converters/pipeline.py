@@ -56,7 +56,7 @@ from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage import FileIdentity, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import clear_leftover, restore_backup, was_interrupted
-from fsdpckpt.storage.target_checks import Contents, check_target, refuse_links_into
+from fsdpckpt.storage.target_checks import Contents, check_target, refuse_links_into, require_outside_opened
 
 
 def convert(
@@ -210,6 +210,8 @@ class _Conversion:
                 self._sources.append(files)
                 self._prepared = prepare(self.source, self.target, self.options, files)
                 self._opened = list(files.opened)
+                if not is_url(self.source):
+                    require_outside_opened(self.target, self.source, self._opened)
                 if self.options.overwrite and not is_url(self.source):
                     units = self.options.units
                     local_units = units if units is not None and not is_url(units) else None

@@ -197,6 +197,9 @@ class Upload:
             self._send(report, holders)
         above = os.path.dirname(self._directory.root)
         notes = (*report.notes, Note("staged", f"converted in {above}, then uploaded"))
+        if not report.dry_run and self._owns_directory and os.path.lexists(self._directory.path):
+            left = f"{self._target} is complete, but {self._directory.root} could not be removed: remove it"
+            notes = (*notes, Note("left-behind", left, warning=True))
         seconds = time.monotonic() - self._begun
         return replace(
             report, target=self._target, staged_in=above, notes=notes, replaced=self._replaced, seconds=seconds

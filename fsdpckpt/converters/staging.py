@@ -121,7 +121,8 @@ def open_staging(
                 contents = still_replaceable(target, replaces) if options.overwrite else None
                 resume = options.resume is not False
                 staging = Staging(target, directory=directory, replaces=contents, resume=resume)
-                opened = (staging.path, staging.locate(""), _write_marker(staging.root, group))
+                with target_errors(staging.root):
+                    opened = (staging.path, staging.locate(""), _write_marker(staging.root, group))
         compared = cast("list[bool]", group.all_gather_objects(existing, name="where DST exists"))
         paths = cast("list[tuple[str, str, str]]", group.all_gather_objects(opened, name="staging"))
         leader = leaders[numbers[group.rank]]
@@ -129,7 +130,8 @@ def open_staging(
         access = group.all_gather_objects(sees, name="who sees staging")
         with group.step("check access to staging"):
             if staging is not None and group.world_size > 1:
-                os.unlink(os.path.join(staging.root, _MARKER))
+                with target_errors(staging.root):
+                    os.unlink(os.path.join(staging.root, _MARKER))
             without = [worker for worker, sees in enumerate(access) if not sees]
             if without and visibility is Visibility.NODE and group.rank == 0:
                 raise UsageError(
@@ -360,8 +362,8 @@ class UploadDirectory:
     def note_sent(self, upload: str, rank: int, name: str, info: Mapping[str, object]) -> None:
         """Note that ``rank`` sent the file ``name``, and the ``info`` that the store returned."""
         line = json.dumps([upload, name, remote_identity(name, info).tag])
-        notes = open_own_file(os.path.join(self.root, f"{_SENT}{rank}"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        with os.fdopen(notes, "ab") as file:
+        path = os.path.join(self.root, f"{_SENT}{rank}")
+        with target_errors(path), os.fdopen(open_own_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
             file.write(line.encode() + b"\n")
 
     def sent(self, upload: str) -> dict[str, str]:
@@ -396,8 +398,8 @@ class UploadDirectory:
             os.unlink(self.path)
 
     def remove(self) -> None:
-        """Delete the directory, beginning with the file that makes the notes valid."""
-        with contextlib.suppress(FileNotFoundError):
+        """Delete the directory, beginning with the file that makes the notes valid. What cannot be removed stays."""
+        with contextlib.suppress(OSError):
             os.unlink(os.path.join(self.root, _UPLOAD))
         shutil.rmtree(self.root, ignore_errors=True)
 

@@ -144,6 +144,21 @@ def require_outside(path: str, source: str, *, what: str = "DST") -> None:
     )
 
 
+def require_outside_opened(target: str, source: str, opened: Iterable[str]) -> None:
+    """Raises UsageError if ``target`` lies in a directory that a link in the directory ``source`` leads to, and from
+    which the source was read. ``opened``: every file that was read.
+    """
+    above, below = os.path.realpath(source), os.path.join(source, "")
+    folders = {os.path.realpath(os.path.dirname(path)) for path in opened if path.startswith(below)}
+    for folder in sorted(folders):
+        if os.path.commonpath([folder, above]) != above and Tree(folder).holds(target):
+            raise UsageError(
+                f"{target} lies inside {folder}, which is a part of the source: a link in {source} leads there",
+                file=target,
+                next_step="give a DST outside of SRC and of what its links lead to",
+            )
+
+
 def _refuse_hidden(target: str, source: str) -> None:
     """What a run keeps beside DST is removed by the next one: nothing is converted from there."""
     place = hidden_place_of(target, source)

@@ -12,7 +12,7 @@ import pytest
 
 from fsdpckpt.errors import UsageError
 from fsdpckpt.storage.places import Tree, is_within
-from fsdpckpt.storage.target_checks import check_target, refuse_links_into, require_apart
+from fsdpckpt.storage.target_checks import check_target, refuse_links_into, require_apart, require_outside_opened
 
 MOUNTED = """
 import os, subprocess, sys
@@ -107,3 +107,17 @@ def test_a_directory_to_upload_from_lies_outside_of_the_source(tmp_path: Path) -
     with pytest.raises(UsageError, match="lies inside the source"):
         require_apart(str(tmp_path / "src" / "staged"), str(tmp_path / "src"))
     require_apart(str(tmp_path / "staged"), str(tmp_path / "src"))
+
+
+def test_what_a_link_in_the_source_leads_to_is_the_source_where_it_was_read(tmp_path: Path) -> None:
+    source, data, cache = tmp_path / "src", tmp_path / "data", tmp_path / "cache"
+    for folder in (source, data, cache):
+        folder.mkdir()
+    (source / "dcp").symlink_to(data)
+    (source / "model.pt").symlink_to(cache / "blob")  # as a Hugging Face cache has it
+    opened = [str(source / "dcp" / "__0_0.distcp"), str(source / "model.pt")]
+    with pytest.raises(UsageError, match="leads there"):
+        require_outside_opened(str(data / "out"), str(source), opened)
+    require_outside_opened(str(data / "out"), str(source), opened[1:])
+    for target in (tmp_path / "out", cache / "out", data.parent / "datas"):
+        require_outside_opened(str(target), str(source), opened)
