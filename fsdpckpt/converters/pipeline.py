@@ -14,7 +14,8 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -175,17 +176,17 @@ class _Conversion:
     def _check_request(self, workers_here: int) -> Budget:
         options = self.options
         with self.group.step("check the request"):
-            if self.group.rank == 0 and not options.dry_run:
-                restore_backup(self.target)
+            restored = self.group.rank == 0 and not options.dry_run and restore_backup(self.target)
             self._compares = self._may_be_complete()
             if self.group.rank == 0:
                 check_flavor(options)
                 check_mesh(options)
                 if self.visibility is Visibility.NODE and not self._single_rank:
                     self.options = options = without_links(options, "each node has a DST of its own")
-                check_target(self.target, self.source, overwrite=options.overwrite, compare=self._compares)
-                if options.overwrite:
-                    self._replaces = find_replaceable(self.target)
+                with _say_restored(self.target) if restored else nullcontext():
+                    check_target(self.target, self.source, overwrite=options.overwrite, compare=self._compares)
+                    if options.overwrite:
+                        self._replaces = find_replaceable(self.target)
             threads = options.threads
             if threads is None and self._single_rank and is_url(self.source):
                 threads = MAX_THREADS  # a store answers slowly, and many requests at once: the threads mostly wait
@@ -434,3 +435,14 @@ class _Conversion:
                 return report
         document = None if report is None else json.loads(json.dumps(report.to_json()))
         return Report.from_json(cast("dict[str, object]", self.group.broadcast_object(document, name="report")))
+
+
+@contextmanager
+def _say_restored(target: str) -> Iterator[None]:
+    """Make an error in the block say why there is something at ``target`` that was not there before the command."""
+    try:
+        yield
+    except TargetExistsError as error:
+        moved = f"an interrupted run that was to replace {target} had moved this aside; it was moved back now"
+        error.details = (*error.details, moved)
+        raise

@@ -367,30 +367,33 @@ def clear_leftover(target: str) -> list[Note]:
     return staging.warnings
 
 
-def restore_backup(target: str) -> None:
-    """Move an older DST back that a run had moved aside when it was killed. Nothing while a run is going on."""
-    lock = lock_file(target)
-    if not os.path.lexists(backup_path(target)):
-        return
+def restore_backup(target: str) -> bool:
+    """Move an older DST back that a run had moved aside when it was killed; returns whether it did. Not while a run is
+    going on.
+    """
+    aside, lock = backup_path(target), lock_file(target)
+    if not os.path.lexists(aside):
+        return False
     with target_errors(target):
         existed = os.path.lexists(lock)
         with contextlib.suppress(BlockingIOError), contextlib.closing(lock_path(lock, os.O_RDWR | os.O_CREAT)):
             try:
-                _restore_backup(os.path.realpath(target))
+                return _restore_backup(os.path.realpath(target))
             finally:
                 if not existed:
                     os.unlink(lock)
+    return False
 
 
-def _restore_backup(target: str) -> None:
-    """Remove the older DST if the new one is in its place, else move it back."""
+def _restore_backup(target: str) -> bool:
+    """Remove the older DST if the new one is in its place, else move it back; returns whether it did that."""
     aside = backup_path(target)
     if not os.path.lexists(aside):
-        return
+        return False
     require_own_kind(aside)
     if _is_published(target):
         _remove(aside)
-        return
+        return False
     if is_empty_directory(target):  # as good as none
         os.rmdir(target)
     if os.path.lexists(target):
@@ -402,6 +405,7 @@ def _restore_backup(target: str) -> None:
             run_again=True,
         )
     os.rename(aside, target)
+    return True
 
 
 def _is_published(target: str) -> bool:

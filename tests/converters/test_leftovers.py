@@ -13,7 +13,7 @@ import fsdpckpt
 from fsdpckpt.converters import pipeline
 from fsdpckpt.converters.publish import attach_leftovers
 from fsdpckpt.converters.staging import UploadDirectory
-from fsdpckpt.errors import SourceCorruptError, SourceError, TargetUnwritableError, leftover_of
+from fsdpckpt.errors import SourceCorruptError, SourceError, TargetExistsError, TargetUnwritableError, leftover_of
 from fsdpckpt.execute.journal import Journal, JournaledWindows, RunIdentity, first_record, windows_record
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.storage.staging import Staging
@@ -88,3 +88,22 @@ def test_whether_a_complete_target_is_compared_is_decided_once(tmp_path: Path, m
     monkeypatch.setattr(pipeline, "was_interrupted", lambda _target: next(answers, False))
     report = fsdpckpt.convert(tmp_path / "model.pt", tmp_path / "out.pt")
     assert [note.kind for note in report.notes if "complete already" in note.message] == ["resumed"]
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_target_that_was_moved_aside_is_back_and_the_error_says_so(tmp_path: Path, empty: bool) -> None:
+    torch.save({"model": {"w": torch.randn(3)}}, tmp_path / "source.pt")
+    target, aside = tmp_path / "out", tmp_path / ".out.fsdpckpt-old"
+    fsdpckpt.convert(tmp_path / "source.pt", target, container="dcp")
+    target.rename(aside)
+    if empty:
+        target.mkdir()
+    with pytest.raises(TargetExistsError, match="had moved this aside; it was moved back now"):
+        fsdpckpt.convert(tmp_path / "source.pt", target, container="dcp", add_prefix="new.")
+    assert fsdpckpt.verify(target).whole and not aside.exists()
+    target.rename(aside)
+    if empty:
+        target.mkdir()
+    report = fsdpckpt.convert(tmp_path / "source.pt", target, container="dcp", add_prefix="new.", overwrite=True)
+    assert [file.path for file in report.replaced] == [".metadata", "__0_0.distcp", "fsdpckpt.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source.pt"]
