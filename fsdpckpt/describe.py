@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTensor, OptimState, Section, SourceFile
-from fsdpckpt.ir.tensors import Stats, Tensor
+from fsdpckpt.ir.tensors import Boxes, Stats, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value, value_text, walk
 from fsdpckpt.text import JsonText, plural
 
@@ -163,10 +163,10 @@ def _chunk_texts(description: Description) -> Iterator[str]:
     paths = [
         "null" if file.generated else json.dumps(file.path, ensure_ascii=False) for file in description.checkpoint.files
     ]
-    box_texts: dict[tuple[int, int, int], list[str]] = {}  # by the columns that tensors of one layout share
+    box_texts: dict[tuple[Boxes, int], list[str]] = {}  # of tensors that are cut alike
     for named in description.tensors:
         chunks, itemsize = named.tensor.chunks, named.tensor.dtype.itemsize
-        layout = id(chunks.start), id(chunks.size), itemsize
+        layout = chunks.boxes, itemsize
         if layout not in box_texts:
             if len(box_texts) == _CACHED_LAYOUTS:
                 box_texts.clear()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overlo
 from fsdpckpt.errors import SourceUnsupportedError, require_torch
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.tensors import Box, Tensor
+from fsdpckpt.ir.tensors import Box, Boxes, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, shape_text, size_text, truncate
@@ -166,9 +166,7 @@ def _part_of(tensor: Tensor, ranges: Sequence[range]) -> Tensor:
     moved = ((first + begin * step - chunks.start) * chunks.stride).sum(axis=1)
     part = replace(
         chunks,
-        start=begin,
-        size=np.maximum(end - begin, 0),
-        stride=chunks.stride * step,
+        boxes=Boxes(begin, np.maximum(end - begin, 0), chunks.stride * step),
         offset=chunks.offset + moved * tensor.dtype.itemsize,
     )
     return Tensor(tensor.dtype, tuple(map(len, ranges)), part)

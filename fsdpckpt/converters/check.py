@@ -30,7 +30,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.names import normalise
-from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
+from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.plan.transfer import Visible
@@ -392,8 +392,8 @@ def unpack_pairs(value: object) -> list[Pair]:
     )
     tensors, chunk, number = [], 0, 0  # the next of columns and of boxes
     for dtype, shape, count in forms:
-        column = columns[:, chunk : chunk + count]
+        rank, file, offset = columns[:, chunk : chunk + count]
         box = boxes[number : number + 3 * count * len(shape)].reshape(3, count, len(shape))
-        tensors.append(Tensor(DTYPES[dtype], tuple(shape), Chunks(*column, *box)))
+        tensors.append(Tensor(DTYPES[dtype], tuple(shape), Chunks(rank, file, offset, Boxes(*box))))
         chunk, number = chunk + count, number + box.size
     return [Pair(*each) for each in zip(names, tensors[::2], tensors[1::2], strict=True)]

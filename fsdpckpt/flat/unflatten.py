@@ -99,7 +99,7 @@ def _read_whole(leaf: Tensor | Value) -> Tensor | Value:
         return replace(leaf, sharded=False)
     chunks = leaf.chunks
     length = int(chunks.size[0, 0])
-    return Tensor(leaf.dtype, (length,), replace(chunks, start=np.zeros_like(chunks.start)), sharded=False)
+    return Tensor(leaf.dtype, (length,), chunks.with_boxes(start=np.zeros_like(chunks.start)), sharded=False)
 
 
 # The optimizer.

@@ -27,7 +27,7 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.quantized import maps_in, parts_in, scales_in
-from fsdpckpt.ir.tensors import Chunks, Tensor, spans_of
+from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, spans_of
 from fsdpckpt.ir.values import Value
 from fsdpckpt.text import plural, some_of
 
@@ -58,8 +58,8 @@ def problems(checkpoint: Checkpoint) -> list[Problem]:
     return all_problems
 
 
-def _boxes(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
-    return tensor.shape, id(tensor.chunks.start), id(tensor.chunks.size)
+def _boxes(tensor: Tensor) -> tuple[tuple[int, ...], Boxes]:
+    return tensor.shape, tensor.chunks.boxes
 
 
 def _coverage_problem(named: NamedTensor, flaw: Flaw, checkpoint: Checkpoint) -> Problem:

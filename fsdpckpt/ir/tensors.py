@@ -226,16 +226,35 @@ def first_equal(rows: Int64Array) -> Int64Array:
     return first
 
 
-@lru_cache(maxsize=1 << 10)  # no more: a file may be made of shapes that have one hash
-def _whole_box(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Start, size and stride of a chunk that is a whole tensor. Cached: a model has few shapes, and many tensors of
-    each.
+@dataclass(slots=True, eq=False)  # Final, not frozen: see Chunks
+class Boxes:
+    """n boxes of a tensor of d dimensions, one row each, and the strides with which each is stored.
+
+    ``start``, ``size`` (n, d): in elements of the global tensor. ``stride`` (n, d): elements between neighbours in the
+    file, as ``torch.Tensor.stride``. Equal only to itself: tensors that are cut alike share one, which is then the key
+    of what is computed once for all of them.
     """
+
+    start: Final[Int64Array]
+    size: Final[Int64Array]
+    stride: Final[Int64Array]
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def take(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Boxes:
+        """The rows that ``index`` selects."""
+        return Boxes(self.start[index], self.size[index], self.stride[index])
+
+
+@lru_cache(maxsize=1 << 10)  # no more: a file may be made of shapes that have one hash
+def _whole_box(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> Boxes:
+    """The box of a chunk that is a whole tensor. Cached: a model has few shapes, and many tensors of each."""
     box = np.zeros((3, 1, len(shape)), np.int64)
     box[1, 0] = shape
     box[2, 0] = contiguous_stride(shape) if stride is None else stride
     box.flags.writeable = False
-    return box[0], box[1], box[2]
+    return Boxes(box[0], box[1], box[2])
 
 
 @lru_cache(maxsize=1 << 12)
@@ -250,22 +269,31 @@ def _number(value: int) -> Int64Array:
     slots=True, eq=False
 )  # Final, not frozen: frozen objects take four times as long to make, and there are many
 class Chunks:
-    """The chunks of one tensor, one row each: n rows; d is the tensor's number of dimensions.
+    """The chunks of one tensor, one row each: n rows.
 
     ``rank`` (n,): the rank that held or wrote the chunk. ``file`` (n,): index into ``Checkpoint.files``. ``offset``
     (n,): byte offset in that file of the chunk's first element, -1 until the reader has located it (``locate=False``).
-    ``start``, ``size`` (n, d): the box, in elements of the global tensor. ``stride`` (n, d): elements between
-    neighbours in the file, as ``torch.Tensor.stride``. ``item`` (n, 2), for chunks stored by DCP: the first byte and
-    the length of the archive in that file that holds the chunk.
+    ``boxes``: their boxes and strides, which tensors that are cut alike share. ``item`` (n, 2), for chunks stored by
+    DCP: the first byte and the length of the archive in that file that holds the chunk.
     """
 
     rank: Final[Int64Array]
     file: Final[Int64Array]
     offset: Final[Int64Array]
-    start: Final[Int64Array]
-    size: Final[Int64Array]
-    stride: Final[Int64Array]
+    boxes: Final[Boxes]
     item: Final[Int64Array | None] = None
+
+    @property
+    def start(self) -> Int64Array:
+        return self.boxes.start
+
+    @property
+    def size(self) -> Int64Array:
+        return self.boxes.size
+
+    @property
+    def stride(self) -> Int64Array:
+        return self.boxes.stride
 
     def __len__(self) -> int:
         return len(self.file)
@@ -275,8 +303,8 @@ class Chunks:
         cls, *, file: int, offset: int, shape: Sequence[int], stride: Sequence[int] | None = None, rank: int = 0
     ) -> Chunks:
         """One chunk that is the whole tensor. All arrays but ``offset`` are shared and read-only."""
-        start, size, steps = _whole_box(tuple(shape), None if stride is None else tuple(stride))
-        return cls(_number(rank), _number(file), np.array((offset,), np.int64), start, size, steps)
+        boxes = _whole_box(tuple(shape), None if stride is None else tuple(stride))
+        return cls(_number(rank), _number(file), np.array((offset,), np.int64), boxes)
 
     @classmethod
     def rows(
@@ -297,9 +325,11 @@ class Chunks:
             np.asarray(rank, np.int64).reshape(n),
             np.asarray(file, np.int64).reshape(n),
             np.asarray(offset, np.int64).reshape(n),
-            np.asarray(start, np.int64).reshape(n, ndim),
-            sizes,
-            contiguous_strides(sizes) if stride is None else np.asarray(stride, np.int64).reshape(n, ndim),
+            Boxes(
+                np.asarray(start, np.int64).reshape(n, ndim),
+                sizes,
+                contiguous_strides(sizes) if stride is None else np.asarray(stride, np.int64).reshape(n, ndim),
+            ),
         )
 
     @classmethod
@@ -311,7 +341,7 @@ class Chunks:
         rank, file, offset, start, size, stride = map(np.concatenate, zip(*columns, strict=True))
         items = [part.item for part in parts if part.item is not None]
         item = np.concatenate(items) if len(items) == len(parts) else None
-        return cls(rank, file, offset, start, size, stride, item)
+        return cls(rank, file, offset, Boxes(start, size, stride), item)
 
     def take(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Chunks:
         """The rows that ``index`` selects."""
@@ -319,11 +349,21 @@ class Chunks:
             self.rank[index],
             self.file[index],
             self.offset[index],
-            self.start[index],
-            self.size[index],
-            self.stride[index],
+            self.boxes.take(index),
             self.item[index] if self.item is not None else None,
         )
+
+    def with_boxes(
+        self, *, start: Int64Array | None = None, size: Int64Array | None = None, stride: Int64Array | None = None
+    ) -> Chunks:
+        """The same places with other boxes; what is not given stays."""
+        boxes = self.boxes
+        changed = Boxes(
+            boxes.start if start is None else start,
+            boxes.size if size is None else size,
+            boxes.stride if stride is None else stride,
+        )
+        return Chunks(self.rank, self.file, self.offset, changed, self.item)
 
 
 @dataclass(slots=True, eq=False)
@@ -403,15 +443,15 @@ class Stats:
 
 def spans_of(tensors: Sequence[Tensor]) -> Int64Array:
     """The bytes from the first element to the end of the last, for each chunk of ``tensors``; 0 for an empty one."""
-    by_arrays: dict[tuple[int, int, int], Int64Array] = {}  # by the ids of sizes and strides, which many tensors share
+    by_boxes: dict[tuple[Boxes, int], Int64Array] = {}  # and the bytes of an element
     spans = [np.zeros(0, np.int64)]
     for tensor in tensors:
-        size, stride, itemsize = tensor.chunks.size, tensor.chunks.stride, tensor.dtype.itemsize
-        key = id(size), id(stride), itemsize
-        if key not in by_arrays:
-            elements = ((size - 1) * stride).sum(axis=1) + 1
-            by_arrays[key] = np.where(size.all(axis=1), elements * itemsize, 0)
-        spans.append(by_arrays[key])
+        boxes, itemsize = tensor.chunks.boxes, tensor.dtype.itemsize
+        of_tensor = by_boxes.get((boxes, itemsize))
+        if of_tensor is None:
+            elements = ((boxes.size - 1) * boxes.stride).sum(axis=1) + 1
+            of_tensor = by_boxes[boxes, itemsize] = np.where(boxes.size.all(axis=1), elements * itemsize, 0)
+        spans.append(of_tensor)
     return np.concatenate(spans)
 
 

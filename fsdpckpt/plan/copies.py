@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import WrittenTensor
-from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor
+from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor
 
 CopyTable = tuple[Int64Array, ...]
 """The number of the write item of each copy, then the columns of ``Copies``."""
@@ -196,17 +196,15 @@ def _unique_boxes(
     by_tensor: Sequence[Chunks], count: Int64Array, ndim: int
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
     """Starts, sizes and strides of all boxes, and the box of each chunk. Tensors that are cut alike share boxes."""
-    first: dict[tuple[int, int, int], int] = {}  # keyed by the arrays that tensors share
-    parts: list[Chunks] = []
+    first: dict[Boxes, int] = {}
     begins = np.empty(len(by_tensor), np.int64)
     total = 0
     for number, chunks in enumerate(by_tensor):
-        begins[number] = first.setdefault((id(chunks.start), id(chunks.size), id(chunks.stride)), total)
+        begins[number] = first.setdefault(chunks.boxes, total)
         if begins[number] == total:
-            parts.append(chunks)
             total += len(chunks.file)
     start, size, stride = (
-        np.concatenate([getattr(chunks, name) for chunks in parts]) for name in ("start", "size", "stride")
+        np.concatenate([getattr(boxes, name) for boxes in first]) for name in ("start", "size", "stride")
     )
     if not start.shape[1]:
         start, size = np.zeros((total, ndim), np.int64), np.ones((total, ndim), np.int64)

@@ -169,7 +169,7 @@ def as_slices(tensor: Tensor) -> Tensor:
         return tensor
     size = tensor.chunks.size
     start = np.cumsum(size, axis=0, dtype=np.int64) - size
-    chunks = replace(tensor.chunks, start=start)
+    chunks = tensor.chunks.with_boxes(start=start)
     return Tensor(tensor.dtype, (int(size.sum()),), chunks, sharded=True, cut=Slices())
 
 

@@ -21,7 +21,7 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.files import Inline, Stored
-from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Tensor, Whole
+from fsdpckpt.ir.tensors import Boxes, Chunks, Shard, Sharded, Tensor, Whole
 from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.storage import Entry
@@ -210,10 +210,10 @@ def build_tensors(tensors: Sequence[ChunkedTensor], *, world_size: int) -> dict[
     """Make the tensors. ``world_size``: how many ranks wrote them. The chunks alone decide whether and how FSDP shards
     a tensor.
     """
-    cut_of: dict[tuple[tuple[int, ...], int], list[int] | None] = {}  # tensors that are cut alike share their sizes
+    cut_of: dict[tuple[tuple[int, ...], Boxes], list[int] | None] = {}  # tensors that are cut alike share their boxes
     cuts = []
     for tensor in tensors:
-        alike = (tensor.shape, id(tensor.chunks.size))
+        alike = (tensor.shape, tensor.chunks.boxes)
         if alike not in cut_of:
             cut_of[alike] = _cut_dimensions(tensor)
         cuts.append(cut_of[alike])

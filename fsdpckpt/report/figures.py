@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.ir.coverage import flaws
-from fsdpckpt.ir.tensors import Int64Array, Tensor
+from fsdpckpt.ir.tensors import Boxes, Int64Array, Tensor
 from fsdpckpt.text import count_text, plural, size_text
 
 WIDTH = 900  # units of the drawing: the axis of bytes
@@ -109,12 +109,12 @@ class Holdings:
 def holdings(root: Module, world_size: int) -> Holdings:
     """The grid of everything under ``root``. A replica counts in ``share`` for each rank, and once in ``covered``."""
     scale = COLUMNS / root.nbytes if root.nbytes else 0.0
-    by_layout: dict[tuple[tuple[int, ...], int, int], _Fractions] = {}  # by the columns that many tensors share
+    by_layout: dict[tuple[tuple[int, ...], Boxes], _Fractions] = {}
     stretches = []
     covered = np.ones(COLUMNS)
     for begin, tensor in root.leaves():
         chunks = tensor.chunks
-        layout = tensor.shape, id(chunks.start), id(chunks.size)
+        layout = tensor.shape, chunks.boxes
         if layout not in by_layout:
             by_layout[layout] = _fractions(tensor)
         fractions = by_layout[layout]

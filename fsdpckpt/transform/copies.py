@@ -16,7 +16,7 @@ from fsdpckpt.ir.checkpoint import (
     Section,
 )
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.tensors import Int64Array, Sharded, Tensor, first_equal
+from fsdpckpt.ir.tensors import Boxes, Int64Array, Sharded, Tensor, first_equal
 from fsdpckpt.transform.parameter_order import NO_BUFFERS
 
 
@@ -87,15 +87,14 @@ def _copied(checkpoint: Checkpoint) -> Iterator[tuple[NamedTensor, Int64Array, I
     what several parameters share once.
     """
     seen: set[tuple[bytes, bytes]] = set()
-    copies: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]] = {}  # of tensors that share these columns
+    copies: dict[Boxes, tuple[Int64Array, Int64Array]] = {}  # of tensors that are cut alike
     for named in checkpoint.tensors():
         tensor, chunks = named.tensor, named.tensor.chunks
         if len(chunks) < 2 or named.section is Section.EXTRA:
             continue
-        columns = id(chunks.start), id(chunks.size), id(chunks.stride)
-        if columns not in copies:
-            copies[columns] = _copies_in(tensor)
-        rows, first = copies[columns]
+        if chunks.boxes not in copies:
+            copies[chunks.boxes] = _copies_in(tensor)
+        rows, first = copies[chunks.boxes]
         stored_at = chunks.file.tobytes(), chunks.offset.tobytes()
         if not len(rows) or stored_at in seen:  # the parameters of one unit share its ``step``
             continue

@@ -118,8 +118,7 @@ class BlockReader:
 def one_chunk(tensor: Tensor, row: int) -> Tensor:
     """The chunk in ``row`` as a tensor by itself."""
     chunks = tensor.chunks.take(np.array([row], np.intp))
-    start = np.zeros_like(chunks.size)
-    alone = Chunks(chunks.rank, chunks.file, chunks.offset, start, chunks.size, chunks.stride)
+    alone = chunks.with_boxes(start=np.zeros_like(chunks.size))
     return Tensor(tensor.dtype, tuple(chunks.size[0].tolist()), alone)
 
 

@@ -44,9 +44,7 @@ def _whole_row(tensor: Tensor) -> int | None:
 def _with_shape(tensor: Tensor, row: int, shape: tuple[int, ...]) -> Tensor:
     """The elements of the chunk in ``row``, which is all of ``tensor``, from the first on in each dimension."""
     chunks = tensor.chunks.take(np.array([row], np.intp))
-    size = np.array([shape], np.int64)
-    boxed = Chunks(chunks.rank, chunks.file, chunks.offset, chunks.start, size, chunks.stride)
-    return replace(tensor, shape=shape, chunks=boxed)
+    return replace(tensor, shape=shape, chunks=chunks.with_boxes(size=np.array([shape], np.int64)))
 
 
 def stored_nbytes(tensor: Tensor) -> int:

@@ -24,7 +24,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.sections import optimizer_dict
 from fsdpckpt.ir.targets import Target, TargetFile, WrittenTensor
-from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride, spans_of
+from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, contiguous_stride, spans_of
 from fsdpckpt.ir.values import Global, Object, Value, leaf_tensors, walk
 from fsdpckpt.producers import PathKey
 from fsdpckpt.text import some_of
@@ -151,13 +151,13 @@ class Storages:
         self._shared = shared
         self._records = records
         self._keys: dict[Tensor, str] = {}  # of the records that are not shared
-        self._orders: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...] | None, tuple[int, ...]]] = {}
+        self._orders: dict[tuple[Boxes, tuple[int, ...]], tuple[tuple[int, ...] | None, tuple[int, ...]]] = {}
 
     def __call__(self, tensor: Tensor) -> StorageView:
         shared = self._shared.get(tensor)
         if shared is not None:
             return self._view(tensor, shared)
-        alike = (id(tensor.chunks.stride), tensor.shape)  # tensors of one shape share the array, and keep it
+        alike = (tensor.chunks.boxes, tensor.shape)
         order_and_stride = self._orders.get(alike)
         if order_and_stride is None:
             order_and_stride = self._orders[alike] = order_of(tensor)

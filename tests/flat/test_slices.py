@@ -31,7 +31,7 @@ def strided(*rows: tuple[int, int, int]) -> Tensor:
         ndim=1, rank=[row[0] for row in rows], file=zeros, offset=zeros, start=[[0] for _ in rows],
         size=[[row[1]] for row in rows],
     )  # fmt: skip
-    return Tensor(FLOAT, (9,), replace(chunks, stride=np.asarray([[row[2]] for row in rows])))
+    return Tensor(FLOAT, (9,), chunks.with_boxes(stride=np.asarray([[row[2]] for row in rows])))
 
 
 def test_a_slice_is_one_dense_chunk_of_a_vector_on_each_rank_that_has_it() -> None:

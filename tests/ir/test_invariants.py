@@ -30,7 +30,7 @@ from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.invariants import fatal, problems
-from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor
 
 F32 = DTYPES["float32"]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -150,7 +150,8 @@ def test_a_staircase_of_boxes_takes_time_and_memory_that_grow_with_their_number(
     columns = np.arange(steps)
     start = np.stack([columns, steps - 1 - columns], axis=1)
     place = np.zeros(steps, np.int64)
-    chunks = Chunks(columns, place, columns * 4, start, np.ones((steps, 2), np.int64), np.ones((steps, 2), np.int64))
+    ones = np.ones((steps, 2), np.int64)
+    chunks = Chunks(columns, place, columns * 4, Boxes(start, ones, ones))
     tracemalloc.start()
     begun = time.process_time()
     (found,) = flaws(Tensor(DTYPES["float32"], (steps, steps), chunks))

@@ -37,7 +37,7 @@ def source(folder: Path, order: tuple[int, ...], data: bytes = b"") -> tuple[Ten
     back = np.argsort(order)
     stride = [stored.strides[dim] // 4 for dim in back]
     chunks = Chunks.whole(file=0, offset=AT, shape=shape)
-    chunks = Chunks(chunks.rank, chunks.file, chunks.offset, chunks.start, chunks.size, np.asarray([stride], np.int64))
+    chunks = chunks.with_boxes(stride=np.asarray([stride], np.int64))
     return Tensor(DTYPES["float32"], shape, chunks), stored.transpose(back)
 
 
@@ -132,7 +132,7 @@ def test_rows_that_overlap_in_the_source_and_are_nearly_as_long_as_a_buffer_fit_
     stored = np.random.default_rng(3).random(700, np.float32)
     (tmp_path / "source").write_bytes(stored.tobytes())
     one = Chunks.whole(file=0, offset=0, shape=(9, 240))
-    chunks = Chunks(one.rank, one.file, one.offset, one.start, one.size, np.asarray([[50, 1]], np.int64))
+    chunks = one.with_boxes(stride=np.asarray([[50, 1]], np.int64))
     expected = np.lib.stride_tricks.sliding_window_view(stored, 240)[:401:50]
     tensor = Tensor(DTYPES["float32"], (9, 240), chunks)
     assert copied(tmp_path, tensor, dtype="float16", window=1000) == expected.astype("float16").tobytes()

@@ -158,5 +158,5 @@ def test_copies_in_another_memory_order_are_not_held_against_each_other() -> Non
     state = replicas(RANKS, 5, 3)
     stride = state.chunks.stride.copy()
     stride[1] = (1, 5)
-    turned = replace(state, chunks=replace(state.chunks, stride=np.asarray(stride)))
+    turned = replace(state, chunks=state.chunks.with_boxes(stride=np.asarray(stride)))
     assert not list(differing_copies(source(turned, records(7, 8, 7, nbytes=60))))

@@ -30,6 +30,7 @@ from fsdpckpt.formats.pickle import ARGUMENTS, StubInstance, instance_class, loa
 from fsdpckpt.formats.pickle.allowlist import STORAGE_MODULES
 from fsdpckpt.formats.pickle.check import MAX_DEPTH
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
+from fsdpckpt.ir.tensors import Boxes, contiguous_strides
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import plural, truncate
 
@@ -396,8 +397,9 @@ def merge_metadata(parts: Iterable[tuple[str, DcpMetadata]]) -> DcpMetadata:
                 raise damaged(file, "two ranks disagree on a tensor", expected, found, key=key, why=_WHY)
     merged.files = list(numbers)
     for key, rows in chunks.items():
-        columns = ([part.start for part in rows], [part.size for part in rows], [part.file for part in rows])
-        joined = (*map(np.concatenate, columns), np.concatenate([part.item for part in rows]))
-        merged.tensors[key] = replace(merged.tensors[key], chunks=StoredChunks(*joined))
+        size = np.concatenate([part.size for part in rows])
+        boxes = Boxes(np.concatenate([part.start for part in rows]), size, contiguous_strides(size))
+        places = np.concatenate([part.file for part in rows]), np.concatenate([part.item for part in rows])
+        merged.tensors[key] = replace(merged.tensors[key], chunks=StoredChunks(boxes, *places))
     merged.order = list(dict.fromkeys(merged.order))
     return merged

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fsdpckpt.formats.dcp.fields import NeedsGeneralReaderError
 from fsdpckpt.formats.dcp.reduce import Columns, Reduced, Run
 from fsdpckpt.formats.dcp.repeats import ENTRY
-from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.ir.tensors import Boxes, Int64Array, contiguous_strides
 
 Indexes: TypeAlias = tuple[int, ...]
 _Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -38,20 +38,27 @@ class ItemLocation(NamedTuple):
 class StoredChunks:
     """The chunks of one tensor of d dimensions, one row each, each offset once.
 
-    ``start``, ``size`` (n, d): the box in elements. ``file`` (n,): the data file, a position in ``DcpMetadata.files``.
-    ``item`` (n, 2): first byte and length in it of the item that holds the chunk.
+    ``boxes``: their boxes, row-major, which tensors that are cut alike share. ``file`` (n,): the data file, a position
+    in ``DcpMetadata.files``. ``item`` (n, 2): first byte and length in it of the item that holds the chunk.
     """
 
-    start: Final[Int64Array]
-    size: Final[Int64Array]
+    boxes: Final[Boxes]
     file: Final[Int64Array]
     item: Final[Int64Array]
+
+    @property
+    def start(self) -> Int64Array:
+        return self.boxes.start
+
+    @property
+    def size(self) -> Int64Array:
+        return self.boxes.size
 
     def __len__(self) -> int:
         return len(self.file)
 
 
-class _Boxes:
+class _BoxColumns:
     """Starts and sizes of all chunks of ``ndim`` dimensions, in the order they are added. ``rows_of``: the rows of each
     run, which tensors with the same run share.
     """
@@ -118,7 +125,7 @@ class ChunkTable:
         self._numbers: dict[str, int] = {}
         self._reduced = reduced
         self._unused = {run for run in reduced.runs if run.kind != ENTRY} if reduced is not None else set()
-        self._boxes: dict[int, _Boxes] = {}
+        self._boxes: dict[int, _BoxColumns] = {}
         self._tensors: list[_TensorRows] = []
         self._in_columns: dict[str, int] = {}  # tensors whose chunks were added as runs: their numbers
         self._fitting: set[tuple[Indexes, _Ranges]] = set()  # lists of chunks that are inside a tensor of this shape
@@ -150,7 +157,7 @@ class ChunkTable:
 
     def add(self, key: str, ndim: int, boxes: Iterable[tuple[Indexes, Indexes]]) -> None:
         """Add a tensor with these boxes."""
-        columns = self._boxes.setdefault(ndim, _Boxes(ndim))
+        columns = self._boxes.setdefault(ndim, _BoxColumns(ndim))
         first_box, first = columns.count, self._count
         for start, size in boxes:
             item = self.single.get((key, start))
@@ -165,7 +172,7 @@ class ChunkTable:
         the tensor.
         """
         ranges = tuple([(run.begin, run.end) for run in runs])
-        boxes = self._boxes.setdefault(len(shape), _Boxes(len(shape)))
+        boxes = self._boxes.setdefault(len(shape), _BoxColumns(len(shape)))
         if (shape, ranges) not in self._fitting:
             start, size = map(np.concatenate, zip(*map(self.boxes_of, runs), strict=True))
             if not disjoint_and_inside(shape, start, size):
@@ -213,20 +220,21 @@ class ChunkTable:
         if missing:
             return [], list(self._name_of(missing))
         self._sort_files(where[:, 0])
-        cuts: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]] = {}
+        cuts: dict[tuple[int, int, int], Boxes] = {}
         return [self._chunks_of(tensor, where, cuts) for tensor in self._tensors], []
 
     def _chunks_of(
-        self, tensor: _TensorRows, where: Int64Array, cuts: dict[tuple[int, int, int], tuple[Int64Array, Int64Array]]
+        self, tensor: _TensorRows, where: Int64Array, cuts: dict[tuple[int, int, int], Boxes]
     ) -> StoredChunks:
-        """The chunks of one tensor. ``cuts``: starts and sizes, which tensors that are cut alike share."""
+        """The chunks of one tensor. ``cuts``: the boxes that tensors that are cut alike share."""
         _, first, rows, ndim, box = tensor
         cut = cuts.get((ndim, box, rows))
         if cut is None:
             boxes = self._boxes[ndim]
-            cut = cuts[ndim, box, rows] = boxes.start[box : box + rows], boxes.size[box : box + rows]
+            start, size = boxes.start[box : box + rows], boxes.size[box : box + rows]
+            cut = cuts[ndim, box, rows] = Boxes(start, size, contiguous_strides(size))
         here = where[first : first + rows]
-        return StoredChunks(*cut, here[:, 0], here[:, 1:])
+        return StoredChunks(cut, here[:, 0], here[:, 1:])
 
     def _file(self, path: str) -> int:
         number = self._numbers.get(path)

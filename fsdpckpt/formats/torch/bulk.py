@@ -214,7 +214,7 @@ class _Tensors(TensorBuilder):
         self._made: list[Tensor] = []
         for number, offset in zip(scanned.form, offsets, strict=True):
             dtype, shape, _, _, whole, sharded = forms[number]
-            chunks = Chunks(whole.rank, whole.file, offset, whole.start, whole.size, whole.stride)
+            chunks = Chunks(whole.rank, whole.file, offset, whole.boxes)
             self._made.append(Tensor(dtype, shape, chunks, sharded))
 
     def _form(self, opcodes: tuple[bytes, ...], memo: _Memo, before: int, file_id: int) -> _Form:

@@ -16,7 +16,7 @@ from fsdpckpt.formats.torch import open_archive
 from fsdpckpt.formats.torch.tensors import StoredBlocks, TensorBuilder, Wrapped, stored_blocks
 from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks, is_blockwise, split_state
-from fsdpckpt.ir.tensors import Box, Chunks, Tensor
+from fsdpckpt.ir.tensors import Box, Boxes, Chunks, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.readers.dcp import DcpDirectory
 from fsdpckpt.readers.protocol import ChunkedTensor, Tree, build_tensors
@@ -32,7 +32,7 @@ def read_blockwise(directory: DcpDirectory, sources: Sources, tree: Tree) -> tup
     metadata = directory.metadata
     sums: list[Checksums] = []
     parts: dict[str, dict[str, Value]] = {}
-    numel: dict[int, int] = {}
+    numel: dict[Boxes, int] = {}
     for key, tensor in metadata.tensors.items():
         if _is_short(tensor, numel):
             items = [_item(directory, tensor, row, key, sources, sums) for row in range(len(tensor.chunks.file))]
@@ -54,16 +54,16 @@ def read_blockwise(directory: DcpDirectory, sources: Sources, tree: Tree) -> tup
     return replace(metadata, order=order, paths=paths, tensors=tensors), values
 
 
-def _is_short(tensor: DcpTensor, numel: dict[int, int]) -> bool:
-    """Whether an item is too short for its tensor. ``numel``: elements of a first chunk, by the id of its sizes, which
-    tensors that are cut alike share.
+def _is_short(tensor: DcpTensor, numel: dict[Boxes, int]) -> bool:
+    """Whether an item is too short for its tensor. ``numel``: elements of a first chunk, for tensors that are cut
+    alike.
     """
-    size = tensor.chunks.size
-    if not len(size):
+    boxes = tensor.chunks.boxes
+    if not len(boxes):
         return False
-    if id(size) not in numel:
-        numel[id(size)] = prod(size[0].tolist())
-    return 0 < tensor.chunks.item.item(0, 1) < numel[id(size)] * tensor.dtype.itemsize
+    if boxes not in numel:
+        numel[boxes] = prod(boxes.size[0].tolist())
+    return 0 < tensor.chunks.item.item(0, 1) < numel[boxes] * tensor.dtype.itemsize
 
 
 def _item(

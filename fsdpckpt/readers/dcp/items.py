@@ -21,7 +21,15 @@ from fsdpckpt.formats.dcp.items import ItemReader, Structures
 from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch import ChecksumRow, load_torch, notes_on_defaultdicts
 from fsdpckpt.ir.checkpoint import Checksums, Note, SourceFile
-from fsdpckpt.ir.tensors import Chunks, Int64Array, MeshShape, Shard, Tensor, contiguous_stride, contiguous_strides
+from fsdpckpt.ir.tensors import (
+    Boxes,
+    Chunks,
+    Int64Array,
+    MeshShape,
+    Shard,
+    Tensor,
+    contiguous_stride,
+)
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.layouts import as_fully_shard, mesh_box
 from fsdpckpt.readers.dcp import DcpDirectory
@@ -38,7 +46,6 @@ def declared_chunks(directory: DcpDirectory, offset: Int64Array | None = None) -
     """
     ranks, numbers = directory.by_file(directory.ranks), directory.by_file(directory.numbers)
     as_named, one_each = np.array_equal(numbers, np.arange(len(numbers))), np.array_equal(ranks, numbers)
-    strides: dict[int, Int64Array] = {}  # keyed by the id of the sizes, which tensors that are cut alike share
     unknown: dict[int, Int64Array] = {}
     first = 0
     declared: list[ChunkedTensor] = []
@@ -53,10 +60,7 @@ def declared_chunks(directory: DcpDirectory, offset: Int64Array | None = None) -
             at = unknown[len(file)]
         else:
             at = unknown[len(file)] = np.broadcast_to(np.array(-1, np.int64), (len(file),))
-        stride = strides.get(id(stored.size))
-        if stride is None:
-            stride = strides[id(stored.size)] = contiguous_strides(stored.size)
-        chunks = Chunks(rank, file, at, stored.start, stored.size, stride, stored.item)
+        chunks = Chunks(rank, file, at, stored.boxes, stored.item)
         declared.append(ChunkedTensor(key, tensor.dtype, tensor.shape, chunks))
     return declared
 
@@ -81,8 +85,8 @@ def locate_chunks(directory: DcpDirectory, sources: Sources, tree: Tree) -> list
     mismatched = contents.mismatched_rows()
     if len(mismatched):
         _refuse(contents, directory, mismatched)
-    located = contents.located()
-    uneven = [tensor for tensor in declared if located[tensor.key].chunks.size is not tensor.chunks.size]
+    located, resized = contents.located()
+    uneven = [tensor for tensor in declared if tensor.key in resized]
     if uneven:
         _correct_uneven(directory, uneven, located, tree)
     return list(located.values())
@@ -104,12 +108,8 @@ class _Contents:
         self._first = np.cumsum([0, *map(len, chunks)])
         self.file = np.concatenate([rows.file for rows in chunks])
         self.item = np.concatenate([rows.item for rows in chunks if rows.item is not None])
-        nbytes: dict[tuple[int, int], Int64Array] = {}
-        forms = [(id(each.chunks.size), each.dtype.itemsize) for each in declared]  # shared by tensors cut alike
-        for form, tensor in zip(forms, declared, strict=True):
-            if form not in nbytes:
-                nbytes[form] = tensor.chunks.size.prod(axis=1) * tensor.dtype.itemsize
-        of_data = np.concatenate([nbytes[form] for form in forms])
+        elements = {boxes: boxes.size.prod(axis=1) for boxes in dict.fromkeys(each.chunks.boxes for each in declared)}
+        of_data = np.concatenate([elements[each.chunks.boxes] * each.dtype.itemsize for each in declared])
         self.overhead = self.item[:, 1] - of_data  # bytes: an archive is always longer than its data
         self.is_blob = self.overhead == 0
         names = np.zeros(max(paths, default=0) + 1, np.int64)
@@ -160,9 +160,13 @@ class _Contents:
         stored = np.array([(names[dtype.name], len(shape)) for dtype, shape, _ in kinds], np.int64).reshape(-1, 2)
         return np.flatnonzero((stored[self.kind] != np.repeat(declared, np.diff(self._first), axis=0)).any(axis=1))
 
-    def located(self) -> dict[str, ChunkedTensor]:
-        """Every tensor by its key, with the offsets, sizes and strides found in its items."""
+    def located(self) -> tuple[dict[str, ChunkedTensor], frozenset[str]]:
+        """Every tensor by its key, with the offsets, sizes and strides found in its items; and the keys of those that
+        have other sizes than declared.
+        """
         located = {tensor.key: tensor for tensor in self.declared}
+        resized: list[str] = []
+        found: dict[tuple[Boxes, bytes, bytes], Boxes] = {}  # tensors whose items are alike share boxes, as before
         kinds, counts = self.structures.kinds, np.diff(self._first)
         ndim = np.array([len(tensor.shape) for tensor in self.declared], np.int64)
         for dimensions in {len(shape) for _, shape, _ in kinds if shape}:
@@ -187,10 +191,14 @@ class _Contents:
             sizes, strides = (np.logical_or.reduceat(column.any(axis=1), begins) for column in differs)
             for at in np.flatnonzero(sizes | strides).tolist():
                 tensor, rows_of_it = tensors[at], slice(begins[at], begins[at] + counts[numbers[at]])
-                size = stored[0, rows_of_it].copy() if sizes[at] else tensor.chunks.size
-                stride = stored[1, rows_of_it].copy() if strides[at] else tensor.chunks.stride
-                located[tensor.key] = tensor._replace(chunks=replace(tensor.chunks, size=size, stride=stride))
-        return located
+                size, stride = stored[:, rows_of_it]
+                alike = tensor.chunks.boxes, size.tobytes(), stride.tobytes()
+                if alike not in found:
+                    found[alike] = Boxes(tensor.chunks.start, size.copy(), stride.copy())
+                located[tensor.key] = tensor._replace(chunks=replace(tensor.chunks, boxes=found[alike]))
+                if sizes[at]:
+                    resized.append(tensor.key)
+        return located, frozenset(resized)
 
 
 def _refuse(contents: _Contents, directory: DcpDirectory, mismatched: npt.NDArray[np.intp]) -> NoReturn:
@@ -241,7 +249,7 @@ def _correct_uneven(
             unexplained[tensor.key] = _difference(tensor, chunks)
             continue
         start = np.column_stack([possible[0], chunks.start[:, 1:]])
-        located[tensor.key] = tensor._replace(chunks=replace(chunks, start=start))
+        located[tensor.key] = tensor._replace(chunks=chunks.with_boxes(start=start))
     if unexplained:
         raise SourceCorruptError(
             f"{directory.path}: {plural(len(unexplained), 'tensor', 'have')} items that do not have the declared size",
@@ -424,8 +432,9 @@ def locate_rows(
         return None
     if len(contents.mismatched_rows()):
         return None
-    for number, before, after in zip(unplaced, declared, contents.located().values(), strict=True):
-        if after.chunks.size is not before.chunks.size:
-            return None
+    found, resized = contents.located()
+    if resized:
+        return None
+    for number, after in zip(unplaced, found.values(), strict=True):
         located[number] = replace(located[number], chunks=after.chunks)
     return located

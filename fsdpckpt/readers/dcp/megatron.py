@@ -378,7 +378,7 @@ def _join_pair(gate: Tensor, value: Tensor, name: str, path: str) -> Tensor:
     rows = gate.shape[0]
     start = value.chunks.start.copy()
     start[:, 0] += rows
-    chunks = Chunks.joined([gate.chunks, replace(value.chunks, start=start)])
+    chunks = Chunks.joined([gate.chunks, value.chunks.with_boxes(start=start)])
     return replace(gate, shape=(2 * rows, *gate.shape[1:]), chunks=chunks, sharded=True, cut=Sharded((Shard(0),)))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.dcp import DcpMetadata, DcpTensor, PathElement
 from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note, Problem, ProblemKind, Section
-from fsdpckpt.ir.tensors import Chunks, OneSlice, Tensor, contiguous_strides
+from fsdpckpt.ir.tensors import Boxes, Chunks, OneSlice, Tensor, contiguous_strides
 from fsdpckpt.ir.values import UNREAD, Key, Value
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.dcp import DcpDirectory, open_directory
@@ -153,7 +153,7 @@ def _in_shape(tensor: ChunkedTensor, shape: tuple[int, ...], *, file: str) -> Ch
     strides = contiguous_strides(size) * step[:, None]
     # An item holds a range, in another shape than its boxes: no target may refer to it as the item of a box.
     item = chunks.item[row] if chunks.item is not None and (offset < 0).any() else None
-    boxed = Chunks(chunks.rank[row], chunks.file[row], offset, start, size, strides, item)
+    boxed = Chunks(chunks.rank[row], chunks.file[row], offset, Boxes(start, size, strides), item)
     return tensor._replace(shape=shape, chunks=boxed)
 
 

@@ -175,5 +175,5 @@ def _joined(held: _RankTensors, layout: _Layout) -> Tensor:
     with_elements: npt.NDArray[np.bool_] = np.all(leaf.chunks.size > 0, axis=1)
     filled = leaf.chunks.take(with_elements)
     own = held.chunks.take(np.array([rows[rank] for rank in filled.rank.tolist()], np.intp))
-    chunks = Chunks(own.rank, own.file, own.offset, filled.start, filled.size, own.stride)
+    chunks = own.with_boxes(start=filled.start, size=filled.size)
     return Tensor(held.tensor.dtype, leaf.shape, chunks, sharded=True, cut=leaf.cut, sharding=leaf.sharding)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from enum import Enum, auto
 from itertools import chain
 from math import prod
@@ -25,7 +24,7 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Problem, Section
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.quantized import BITSANDBYTES, Blocks, blocks_of, is_codes, parts_in, unwrapped
-from fsdpckpt.ir.tensors import Chunks, Slices, Tensor
+from fsdpckpt.ir.tensors import Boxes, Chunks, Slices, Tensor
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, like
 from fsdpckpt.layouts import Cutter
 from fsdpckpt.layouts.flattened import is_flat_key
@@ -239,7 +238,7 @@ class Merge:
             return self._contradiction(values, present, path)
         chunks = _join([self._groups[i].plain(values[i]) for i in present], 1)
         ends = np.cumsum(chunks.size[:, 0])
-        chunks = replace(chunks, start=(ends - chunks.size[:, 0]).reshape(-1, 1))
+        chunks = chunks.with_boxes(start=(ends - chunks.size[:, 0]).reshape(-1, 1))
         return Tensor(dtype, (int(ends[-1]),), chunks, sharded=True, cut=Slices())
 
     def _plain(self, values: Sequence[StoredTensor], present: list[int], path: KeyPath) -> Value:
@@ -307,7 +306,7 @@ def _chunks(rows: Sequence[tuple[int, ...]], ndim: int) -> Chunks:
     table = np.array(rows, np.int64).reshape(len(rows), 3 + 3 * ndim)
     rank, file, offset = table[:, :3].T
     start, size, stride = table[:, 3:].reshape(len(rows), 3, ndim).transpose(1, 0, 2)
-    return Chunks(rank, file, offset, start, size, stride)
+    return Chunks(rank, file, offset, Boxes(start, size, stride))
 
 
 def _join(parts: Sequence[Chunks | list[tuple[int, ...]]], ndim: int) -> Chunks:

@@ -12,7 +12,7 @@ from fsdpckpt.formats.torch.alike import Differences, RankLocations, RankTemplat
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Checksums
-from fsdpckpt.ir.tensors import Chunks, Int64Array
+from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.storage.sources import Sources
 
@@ -89,6 +89,7 @@ class Group:
         self.root, self.files = root, files
         self._starts: Int64Array | None = None
         self._cuts: dict[int, Int64Array] = {}
+        self._boxes: dict[tuple[object, tuple[int, ...]], Boxes] = {}  # of a cut or a shape, and strides
 
     @property
     def ranks(self) -> list[int]:
@@ -105,8 +106,12 @@ class Group:
             table = self._cuts[number] = self._cut(number, len(leaf.shape))
         index, ndim = table[:, 0], len(leaf.shape)
         offset = self._offsets(local.offset)[index] + table[:, 3] * local.dtype.itemsize
-        stride = np.broadcast_to(np.array(local.stride, np.int64), (len(table), ndim))
-        return Chunks(table[:, 1], table[:, 2], offset, table[:, 4 : 4 + ndim], table[:, 4 + ndim :], stride)
+        boxes = self._boxes.get((number, local.stride))
+        if boxes is None:
+            stride = np.broadcast_to(np.array(local.stride, np.int64), (len(table), ndim))
+            boxes = Boxes(table[:, 4 : 4 + ndim], table[:, 4 + ndim :], stride)
+            self._boxes[number, local.stride] = boxes
+        return Chunks(table[:, 1], table[:, 2], offset, boxes)
 
     def plain(self, leaf: StoredTensor) -> Chunks | list[tuple[int, ...]]:
         """The ranks' replicas of ``leaf``, in the form of ``distributed``."""
@@ -117,9 +122,11 @@ class Group:
         table = self._cuts.get(-1)
         if table is None:
             table = self._cuts[-1] = np.array([(file.rank, file.file) for file in self.files], np.int64)
-        box = np.array([(0,) * ndim, leaf.shape, leaf.stride], np.int64).reshape(3, 1, ndim)
-        start, size, stride = np.broadcast_to(box, (3, len(table), ndim))
-        return Chunks(table[:, 0], table[:, 1], self._offsets(leaf.offset), start, size, stride)
+        boxes = self._boxes.get((leaf.shape, leaf.stride))
+        if boxes is None:
+            box = np.array([(0,) * ndim, leaf.shape, leaf.stride], np.int64).reshape(3, 1, ndim)
+            boxes = self._boxes[leaf.shape, leaf.stride] = Boxes(*np.broadcast_to(box, (3, len(table), ndim)))
+        return Chunks(table[:, 0], table[:, 1], self._offsets(leaf.offset), boxes)
 
     def _cut(self, number: int, ndim: int) -> Int64Array:
         """Rows of (index of the file, rank, file, elements into the local tensor, start..., size...)."""

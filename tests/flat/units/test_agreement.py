@@ -90,7 +90,7 @@ def test_a_cast_leaves_integers_what_they_are() -> None:
 def turned(name: str, *shape: int) -> Tensor:
     """A dense matrix whose columns lie one after the other."""
     one = whole(*shape, offset=4096)
-    return replace(one, chunks=replace(one.chunks, stride=np.asarray([[1, shape[0]]])))
+    return replace(one, chunks=one.chunks.with_boxes(stride=np.asarray([[1, shape[0]]])))
 
 
 def test_another_memory_order_is_named_for_a_flat_parameter_holds_the_memory() -> None:
