@@ -15,9 +15,12 @@ _Path: TypeAlias = tuple["_Path | None", int]
 """The names of the ids so far, last first: those before, then the index of the last one's name."""
 
 
-def counts_over_model(numbers: Sequence[int]) -> bool:
-    """Whether ids, in the order in which groups list them, cannot be those of ``torch.optim``, which counts in it."""
-    return list(numbers) != list(range(len(numbers)))
+def counts_over_model(groups: Sequence[Sequence[int]]) -> bool:
+    """Whether the ids that ``groups`` list are places in the model: each list is sorted, and they are not those of
+    ``torch.optim``, which counts in the order of the lists.
+    """
+    numbers = [number for group in groups for number in group]
+    return numbers != list(range(len(numbers))) and all(list(group) == sorted(group) for group in groups)
 
 
 def by_place(numbers: Sequence[int], name_count: int, optional: Collection[int], fits: Fits) -> list[Answer]:

@@ -60,6 +60,16 @@ class Ids:
         """Each id with its name, from names in the order of the ids."""
         return dict(zip(self.numbers, names, strict=True))
 
+    def by_group(self) -> list[list[int]]:
+        """The ids of each group; without groups, all of them."""
+        remaining = iter(self.numbers)
+        return [[next(remaining) for _ in range(size)] for size in self.group_sizes or (len(self.numbers),)]
+
+    @property
+    def over_model(self) -> bool:
+        """Whether they count over all parameters of the model (``IdRule.MODEL``)."""
+        return self.group_sizes is not None and counts_over_model(self.by_group())
+
     def may_be(self, names: Sequence[str], order: ParameterOrder) -> Fits:
         """Whether the id at an index of ``numbers`` may be the parameter at an index of ``names``, by their shapes."""
         shapes = [order.shape(name) for name in names]
@@ -90,6 +100,42 @@ def does_not_fit(source: str, order: ParameterOrder, details: Sequence[str]) -> 
     return contradicted(f"the optimizer of {source} does not fit {order.source}", details)
 
 
+def name_places(ids: Ids, orders: Sequence[ParameterOrder]) -> tuple[NewKeys, ParameterOrder] | None:
+    """The names of ids that count over all parameters of the model, and the order that gives them. None if they do not.
+
+    ``orders``: all that are known. A source that knows the names of each group, in whatever order, makes the names
+    certain. Raises NeedsInformationError if several names fit.
+    """
+    model = next((order for order in orders if order.ordered and order.in_model_order), None)
+    if model is None or not ids.over_model:
+        return None
+    groups = ids.by_group()
+    for order in orders:
+        if order.groups is not None and [*map(len, order.groups)] == [*map(len, groups)]:
+            names = _by_place_in_group(ids, groups, order.groups, model)
+            if names is not None:
+                return names, model
+    found = _by_place(ids, model)
+    return None if found is None else (found, model)
+
+
+def _by_place_in_group(
+    ids: Ids, groups: Sequence[Sequence[int]], named: Sequence[Sequence[str]], model: ParameterOrder
+) -> NewKeys | None:
+    """The names of ids whose groups have these ``named`` parameters: both are sorted by place. None if that is no
+    order of the model, or if shapes contradict it.
+    """
+    place = {name: index for index, name in enumerate(model.names)}
+    if any(name not in place for names in named for name in names):
+        return None
+    ordered = [sorted(names, key=place.__getitem__) for names in named]
+    found: dict[ParamKey, ParamKey] = {}
+    for group, names in zip(groups, ordered, strict=True):
+        found.update(zip(group, names, strict=True))
+    by_id = [place[str(found[number])] for number in sorted(ids.numbers)]
+    return found if by_id == sorted(by_id) and not _misfits(ids, list(chain(*ordered)), model) else None
+
+
 def name_ids(ids: Ids, order: ParameterOrder) -> NewKeys:
     """The name of each id; there must be at least one id.
 
@@ -100,10 +146,6 @@ def name_ids(ids: Ids, order: ParameterOrder) -> NewKeys:
     if ids.group_sizes is None and order.authoritative:
         return _by_groups(ids, order, (order.names,))  # an id is an index into the names
     _require_candidates(ids, order)
-    if ids.group_sizes is not None and order.ordered and counts_over_model(ids.numbers):
-        names = _by_place(ids, order)
-        if names is not None:
-            return names
     if ids.group_sizes is None or not order.ordered:
         return _by_shapes(ids, order)
     return _distribute(ids, ids.group_sizes, order)

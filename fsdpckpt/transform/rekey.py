@@ -20,7 +20,16 @@ from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.text import first_lines, plural
 from fsdpckpt.transform.id_order import OWN_GROUPS, in_model_order, listed_order
 from fsdpckpt.transform.model_positions import places_in_model
-from fsdpckpt.transform.naming import Ids, NewKeys, contradicted, does_not_fit, group_flaws, name_ids, shapes_text
+from fsdpckpt.transform.naming import (
+    Ids,
+    NewKeys,
+    contradicted,
+    does_not_fit,
+    group_flaws,
+    name_ids,
+    name_places,
+    shapes_text,
+)
 from fsdpckpt.transform.parameter_order import (
     BY_USER,
     ParameterOrder,
@@ -90,9 +99,13 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
         return checkpoint
     ids = Ids.of(optim, checkpoint.source)
     order = order.with_shapes_of(others)
-    names = name_ids(ids, order)
-    _require_agreement(checkpoint.source, order, others, [str(name) for name in names.values()])
-    _require_param_names(checkpoint.source, optim, names, order)
+    placed = name_places(ids, [each.with_shapes_of(others) for each in (order, *others)])
+    if placed is not None:
+        names, order = placed
+    else:
+        names = name_ids(ids, order)
+        _require_agreement(checkpoint.source, order, others, [str(name) for name in names.values()])
+        _require_param_names(checkpoint.source, optim, names, order)
     message = f"{plural(len(names), 'optimizer id')} became {plural(len(names), 'name')}, from {order.source}; the "
     with_shapes = sum(map(bool, ids.state_shapes))
     message += f"states of {plural(with_shapes, 'parameter')} have the shapes that this needs"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Literal, TypeAlias
 
-from fsdpckpt.errors import NeedsInformationError, to_copy
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, to_copy
 from fsdpckpt.ir.checkpoint import (
     BARE_VALUE,
     Checkpoint,
@@ -35,6 +35,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import count_text
 from fsdpckpt.transform.id_order import listed_order
 from fsdpckpt.transform.model_positions import counts_over_model
+from fsdpckpt.transform.rekey import apply_key_type
 from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads_for
 from fsdpckpt.verify.elements import Tolerance, compare_tensors
 from fsdpckpt.verify.measures import digest
@@ -449,6 +450,9 @@ def _match_optimizers(a: Checkpoint, b: Checkpoint) -> _Match:
         return _match_ids(groups_a, groups_b)
     if types[0] == types[1] or None in types:
         return _Match()
+    by_place = _match_places(a, b)
+    if by_place is not None:
+        return by_place
     if groups_a is None or groups_b is None:
         problem = "one of them has no param groups, so nothing says which id is which name"
     elif [len(group) for group in groups_a] != [len(group) for group in groups_b]:
@@ -520,13 +524,36 @@ def _match_order(
 
 def _match_ids(groups_a: Sequence[Sequence[ParamKey]], groups_b: Sequence[Sequence[ParamKey]]) -> _Match:
     """Match ids of one kind by number; those that count over the model, and those of ``torch.optim``, by place."""
-    counted = [counts_over_model([int(key) for group in groups for key in group]) for groups in (groups_a, groups_b)]
+    counted = [_over_model(groups) for groups in (groups_a, groups_b)]
     if counted[0] == counted[1] or list(map(len, groups_a)) != list(map(len, groups_b)):
         return _Match()
     note = (
         "optimizer keys matched by their places in the param groups: only one side counts all parameters of the model"
     )
     return _Match(_pair_keys(groups_a, groups_b), notes=(note,))
+
+
+def _over_model(groups: Sequence[Sequence[ParamKey]]) -> bool:
+    return counts_over_model([[key for key in group if isinstance(key, int)] for group in groups])
+
+
+def _match_places(a: Checkpoint, b: Checkpoint) -> _Match | None:
+    """Match names with ids that count over all parameters of the model, which are not in the order of the lists; None
+    if the ids are none of these, or if nothing names them.
+    """
+    ids, names = (a, b) if a.optim is not None and a.optim.key_type == "id" else (b, a)
+    if ids.optim is None or not _over_model(_listed_keys(ids.optim) or []):
+        return None
+    try:
+        named = apply_key_type(ids, "name", units=None, reference=names, parameters=None)
+    except (NeedsInformationError, SourceCorruptError):
+        return None
+    if named.optim is None:
+        return None
+    keys = dict(zip(ids.optim.grouped_keys(), named.optim.grouped_keys(), strict=True))
+    pairs = keys if ids is b else {name: number for number, name in keys.items()}
+    positions = {key: place for place, key in enumerate(pairs.values())}
+    return _Match(pairs, positions, ("optimizer keys matched by the places of ids in the model",))
 
 
 def _note(order: str, types: tuple[str | None, str | None]) -> str:

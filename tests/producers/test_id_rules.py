@@ -212,6 +212,9 @@ def test_lightning_names_the_ids_of_a_converted_file_as_they_were(
     states = load(target)["optimizer_states"][0]
     assert [group["params"] for group in states["param_groups"]] == [[0, 6], [2, 3, 4, 5]]
     assert same(moments(by_lightning(states, Net(5), OptimStateKeyType.PARAM_NAME)), expected)
+    for pair in ((source, target), (target, source)):
+        found = fsdpckpt.diff(*pair)
+        assert [entry.key for entry in found.entries if entry.sigil != "=" and entry.section == "optim"] == []
 
 
 def lightning_file(path: Path) -> dict[str, torch.Tensor]:
@@ -230,6 +233,15 @@ def test_the_ids_of_lightnings_own_file_are_named_by_their_places(tmp_path: Path
     names = names_file(tmp_path / "names.txt")
     fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "listed.pt", flavor="plain", key_type="name", parameters=names)
     assert same(moments(load(tmp_path / "listed.pt")["optimizer"]), expected)
+
+
+def test_a_reference_of_the_job_names_lightnings_ids_although_it_lists_them_in_another_order(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    source, _ = saved
+    expected = lightning_file(tmp_path / "own.ckpt")
+    fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "named.pt", flavor="plain", key_type="name", reference=source)
+    assert same(moments(load(tmp_path / "named.pt")["optimizer"]), expected)
 
 
 def test_lightnings_ids_count_group_by_group_in_a_plain_file_and_need_no_names_for_it(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fsdpckpt.ir.optimizer import IdRule
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.transform.model_positions import by_place, counts_over_model
-from fsdpckpt.transform.parameter_order import ParameterOrder, from_list
+from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_param_names
 from fsdpckpt.transform.rekey import recounted, to_ids, to_names
 from tests.flat.flat_synthetic import checkpoint, whole
 
@@ -35,12 +35,28 @@ def lists(held: Checkpoint) -> list[object]:
 
 def test_ids_out_of_the_order_of_the_groups_are_places_in_the_model() -> None:
     """A frozen parameter has a place, and shapes say nothing here."""
-    named = to_names(optimizer([[4, 0], [2]]), MODEL)
-    assert lists(named) == [["e", "a"], ["c"]]
+    named = to_names(optimizer([[0, 4], [2]]), MODEL)
+    assert lists(named) == [["a", "e"], ["c"]]
     assert lists(to_ids(named, MODEL, rule=IdRule.MODEL)) == [[0, 4], [2]]
     assert lists(to_ids(named, MODEL)) == [[0, 1], [2]]
-    assert lists(recounted(optimizer([[4, 0], [2]]))) == [[0, 1], [2]]
-    assert not counts_over_model([0, 1, 2]) and counts_over_model([1, 2]) and counts_over_model([1, 0])
+    assert lists(recounted(optimizer([[0, 4], [2]]))) == [[0, 1], [2]]
+    assert not counts_over_model([[0, 1], [2]]) and counts_over_model([[1, 2]]) and counts_over_model([[1], [0]])
+    assert not counts_over_model([[4, 0], [2]])  # FSDP sorts what it lists
+
+
+def test_a_source_that_knows_the_groups_names_the_places_in_whatever_order_it_lists_them() -> None:
+    """Even where buffers may be among the names, and beside ``param_names`` that FSDP left in the optimizer's order."""
+    doubtful = ParameterOrder(MODEL.names, MODEL.shapes, "the model", doubtful=frozenset("bd"))
+    known = ParameterOrder(tuple("eac"), MODEL.shapes, "it", groups=(("e", "a"), ("c",)), in_model_order=False)
+    assert lists(to_names(optimizer([[0, 3], [2]]), known, [doubtful])) == [["a", "e"], ["c"]]
+    assert lists(to_names(optimizer([[0, 3], [2]]), doubtful, [known])) == [["a", "e"], ["c"]]
+    held = optimizer([[0, 4], [2]])
+    assert held.optim is not None and held.optim.param_groups is not None
+    for group, names in zip(held.optim.param_groups, (["e", "a"], ["c"]), strict=True):
+        group["param_names"] = names
+    words = from_param_names(held.optim)
+    assert words is not None
+    assert lists(to_names(held, words, [MODEL])) == [["a", "e"], ["c"]]
 
 
 def test_what_may_be_a_buffer_is_a_question_only_before_the_last_id() -> None:
