@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from fsdpckpt.ir.adapters import without_adapter
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, OptimState, ParamKey, Problem, Section, group_params
 from fsdpckpt.ir.names import clean, without_module
 from fsdpckpt.ir.state_shapes import Shape, ShownShapes, is_part, may_mirror
@@ -58,7 +59,8 @@ def _comparable(model: ModelState) -> dict[str, Tensor]:
 def param_keys(model_keys: Collection[str], optim: OptimState) -> dict[ParamKey, str]:
     """The model key of each key of ``optim`` for which names say it: the key itself, or its name in ``param_names``.
 
-    Prefixes of wrappers do not count. A name that stands for two keys, or that the model lacks, is left out.
+    Prefixes of wrappers and the name of an adapter do not count. A name that stands for two keys, or that the model
+    lacks, is left out.
     """
     names: dict[ParamKey, str] = {key: clean(key) for key in optim.all_keys() if isinstance(key, str)}
     for group in optim.param_groups or ():
@@ -68,7 +70,9 @@ def param_keys(model_keys: Collection[str], optim: OptimState) -> dict[ParamKey,
             names.update({key: clean(name) for key, name in pairs if isinstance(key, int) and isinstance(name, str)})
     in_model = [clean(key) for key in model_keys]
     in_optim = without_module(names.values(), in_model)
-    by_name = _unique(without_module(in_model, list(names.values())), model_keys)
+    in_model = list(without_module(in_model, list(names.values())))
+    in_optim = without_adapter(in_optim, in_model)
+    by_name = _unique(in_model, model_keys)
     return {key: by_name[name] for key, name in zip(names, in_optim, strict=True) if name in by_name}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.ir.adapters import without_adapter
 from fsdpckpt.ir.checkpoint import (
     Checkpoint,
     Container,
@@ -100,13 +101,15 @@ class SourceNames:
     """The names that a source gives its parameters, by the name without wrapper prefixes, for each section.
 
     ``metadata``: the model's, without such prefixes and as it is in the source. ``leading``: the prefix of all names
-    that ``model`` does not list.
+    that ``model`` does not list. ``adapters``: the names in the optimizer, by the model's, of parameters whose name in
+    the model lacks that of the adapter: no option takes it away, because the live model has it.
     """
 
     model: Mapping[str, str] = field(default_factory=dict)
     optim: Mapping[str, str] = field(default_factory=dict)
     metadata: tuple[Value, Value] = (None, None)
     leading: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def wrapped(self) -> bool:
@@ -134,7 +137,11 @@ class SourceNames:
 
     def noted(self, checkpoint: Checkpoint) -> Checkpoint:
         """``checkpoint`` with a note that lists the names that lost a prefix."""
-        pairs = [(wrapped, name) for names in (self.model, self.optim) for name, wrapped in names.items()]
+        optim = checkpoint.optim
+        if optim is not None and self.adapters:
+            checkpoint = replace(checkpoint, optim=_renamed(optim, self.adapters))
+        in_optim = {self.adapters.get(name, name): wrapped for name, wrapped in self.optim.items()}
+        pairs = [(wrapped, name) for names in (self.model, in_optim) for name, wrapped in names.items()]
         listed = list(dict.fromkeys(f"{wrapped} -> {name}" for wrapped, name in pairs if wrapped != name))
         if not listed:
             return checkpoint
@@ -164,6 +171,9 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
         by_section = in_model, in_optim
         in_model = _without_module(in_model, by_section[1].values())
         in_optim = _without_module(in_optim, by_section[0].values())
+    of_live_model = dict(in_optim)
+    if in_model and in_optim:
+        in_optim = dict(zip(in_optim, without_adapter(in_optim.values(), in_model.values()), strict=True))
     if not any(old != new for names in (in_model, in_optim) for old, new in names.items()):
         return checkpoint, SourceNames(leading=leading)
     _refuse_collisions(checkpoint, in_model, "model")
@@ -182,7 +192,8 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
         of_optim = {name: without_fsdp(wrapped) for name, wrapped in of_optim.items()}
         message = f"{plural(len(lost), 'key')} of the optimizer lost the prefixes of FSDP1's wrappers: {lost[0]}, ..."
         notes = (*notes, Note("normalised", message, keys=tuple(lost)))
-    names = SourceNames(of_model, of_optim, metadata, leading)
+    adapters = {new: of_live_model[old] for old, new in in_optim.items() if of_live_model[old] != new}
+    names = SourceNames(of_model, of_optim, metadata, leading, adapters)
     return replace(checkpoint, model=model, optim=optim, notes=notes), names
 
 

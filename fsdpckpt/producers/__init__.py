@@ -136,7 +136,8 @@ class Flavor:
     ``signs``: one match is enough. ``state``: a pattern for the files and directories that are converted; others are
     side files, which are copied. ``rank_files``: side files that each rank has; ``side_files``: a pattern for the other
     side files of the framework.
-    ``exports``: patterns of files that hold a second copy of the model; ``export_directories``: directories that do.
+    ``exports``: patterns of files that hold a second copy of the model or of an adapter, provided that a name beside
+    them matches ``exports_beside``; ``export_directories``: directories that do.
     ``model_files``: the directory of Hugging Face's configuration and tokenizer, None if the framework saves neither.
     ``schedules``: the paths in its extras at which the LR scheduler's state dict may be, the usual one first; () if it
     saves none in torch's form. ``counts_processes``: whether that scheduler counts one step for each process, as
@@ -161,6 +162,7 @@ class Flavor:
     rank_files: tuple[RankFileName, ...] = ()
     side_files: str = r"^$"
     exports: tuple[str, ...] = ()
+    exports_beside: str = ""
     export_directories: tuple[str, ...] = ()
     model_files: str | None = None
     schedules: tuple[tuple[PathKey, ...], ...] = ()

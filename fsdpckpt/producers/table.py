@@ -20,6 +20,9 @@ from fsdpckpt.producers import PLAIN, PLAIN_PATHS, Flavor, Form, MeshForm, RankF
 WEIGHTS = r"^(model|pytorch_model)([-.].*)?\.(safetensors|bin)(\.index\.json)?$"
 """The names of the files to which ``save_pretrained`` writes weights."""
 
+ADAPTER = r"^adapter_model([-.].*)?\.(safetensors|bin)(\.index\.json)?$"
+"""The names of the files to which PEFT's ``save_pretrained`` writes an adapter."""
+
 _MODEL, _OPTIM = "pytorch_model_fsdp", "optimizer"
 _STATE = rf"^{_MODEL}(_\d+)?(_rank\d+)?(\.bin)?$"
 _OPTIM_STATE = rf"^{_OPTIM}(_\d+(_rank\d+\.bin)?|\.bin)$"
@@ -67,6 +70,8 @@ ACCELERATE = Flavor(
     state=rf"^({_MODEL}|{_OPTIM})(_\d+)?(_rank\d+)?(\.bin)?$|{_OF_DEEPSPEED}|^pytorch_model$",
     rank_files=(RankFileName("random_states_{rank}.pkl"),),
     side_files=rf"{_SCHEDULER_FILE}|^(sampler(_\d+)?|dl_state_dict(_\d+)?)\.bin$|^custom_checkpoint_\d+\.pkl$",
+    exports=(WEIGHTS, ADAPTER),
+    exports_beside=rf"{_STATE}|{_BY_DEEPSPEED}",
     model_files="",
     schedules=(("scheduler",), _DEEPSPEED_SCHEDULE),
     counts_processes=True,
@@ -89,7 +94,7 @@ TRAINER = replace(
     state=rf"{ACCELERATE.state}|{_STEP_DIRECTORY}",
     rank_files=(RankFileName("rng_state_{rank}.pth", single="rng_state.pth"),),
     side_files=rf"{_SCHEDULER_FILE}|^(trainer_state\.json|training_args\.bin)$",
-    exports=(WEIGHTS,),
+    exports_beside="",  # its own state is never called so
     training_files=(r"^scheduler\.pt$", r"^rng_state(_\d+)?\.pth$", r"^scaler\.pt$"),  # none with save_only_model
     needed=(  # Trainer._load_optimizer_and_scheduler, Trainer.train
         ("scheduler.pt", "starts with a new optimizer, and says nothing"),
@@ -414,5 +419,7 @@ def export_files(names: Iterable[str]) -> set[str]:
     """The files of one directory that hold a second copy of the model, for other programs."""
     listed = list(names)
     flavor = recognise(listed)
-    patterns = flavor.exports if flavor is not None else ()
+    if flavor is None or (flavor.exports_beside and not any(re.search(flavor.exports_beside, name) for name in listed)):
+        return set()
+    patterns = flavor.exports
     return {name for name in listed if any(re.search(pattern, name) for pattern in patterns)}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnrecognisedError
+from fsdpckpt.ir.adapters import without_adapter
 from fsdpckpt.ir.checkpoint import (
     BARE_VALUE,
     Checkpoint,
@@ -152,10 +153,13 @@ def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) ->
         return []
     with_state = [key for key, states in optim.state.items() if BARE_VALUE not in states]
     named = list(dict.fromkeys(key for key in (*with_state, *optim.grouped_keys()) if isinstance(key, str)))
-    missing = [name for name in named if name not in model.params]
+    params = {clean(name) for name in model.params}
+    without = without_adapter(map(clean, named), params)
+    missing = [
+        name for name, bare in zip(named, without, strict=True) if name not in model.params and bare not in params
+    ]
     if not missing or any(_FLAT in name for name in (*model.params, *named)):
         return []
-    params = {clean(name) for name in model.params}
     ends = {end for name in params for end in _suffixes(name)}
     missing = [name for name in missing if clean(name) not in ends and params.isdisjoint(_suffixes(clean(name)))]
     if not missing:

@@ -72,10 +72,12 @@ def test_names_are_unique_and_every_writable_one_is_found() -> None:
     assert {"accelerate", "trainer", "verl", "lightning", "fabric", "torchtitan", "huggingface"} <= set(WRITABLE)
 
 
-def test_only_the_trainer_exports_the_model_beside_its_state() -> None:
-    weights = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model_fsdp.bin"]
-    assert export_files([*weights, "trainer_state.json"]) == set(weights[:2])
-    assert export_files(weights) == set()  # which of two copies is meant is for the user to say
+def test_weights_beside_the_state_of_fsdp_are_an_export_and_alone_they_are_the_model() -> None:
+    weights = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"]
+    assert export_files([*weights, "pytorch_model_fsdp.bin", "trainer_state.json"]) == set(weights)
+    assert export_files([*weights, "pytorch_model_fsdp_0", "random_states_0.pkl"]) == set(weights)
+    assert export_files([*weights, "optimizer.bin", "random_states_0.pkl"]) == set()
+    assert export_files([*weights, "config.json"]) == set()
 
 
 @pytest.mark.parametrize(

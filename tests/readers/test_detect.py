@@ -406,11 +406,11 @@ def test_a_model_that_is_refused_is_never_left_out(tmp_path: Path) -> None:
 
 def test_two_candidates_for_one_section_are_listed_not_chosen_between(tmp_path: Path) -> None:
     save(MODEL, tmp_path / "pytorch_model_fsdp.bin")
-    save_file(MODEL, tmp_path / "model.safetensors")
+    save_file(MODEL, tmp_path / "merged.safetensors")
     save(OPTIM, tmp_path / "optimizer.bin")
     with pytest.raises(NeedsInformationError) as error:
         opened(tmp_path)
-    assert {Path(detail).name for detail in error.value.details} == {"pytorch_model_fsdp.bin", "model.safetensors"}
+    assert {Path(detail).name for detail in error.value.details} == {"pytorch_model_fsdp.bin", "merged.safetensors"}
     assert error.value.exit_code == 4
 
 

@@ -55,7 +55,7 @@ def weight(path: Path, **options: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("export", ["final/model.safetensors", "model.safetensors"])
+@pytest.mark.parametrize("export", ["final/model.safetensors", "consolidated.safetensors"])
 def test_an_export_beside_the_state_is_left_out(export: str, tmp_path: Path) -> None:
     accelerate(source := tmp_path / "state", export)
     with pytest.raises(NeedsInformationError, match="2 candidates for the model") as caught:

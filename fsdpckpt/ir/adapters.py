@@ -1,0 +1,47 @@
+"""Ties the names of adapters' parameters, with and without the name of the adapter.
+
+PEFT's live model has ``...lora_A.default.weight``. What its ``get_peft_model_state_dict`` returns, and the Trainer and
+accelerate therefore save as the model, has no ``default``, and no ``modules_to_save`` either; the optimizer is saved
+under the live model's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+_SAVED_WHOLE = "modules_to_save"
+
+
+def without_adapter(names: Iterable[str], like: Collection[str]) -> tuple[str, ...]:
+    """``names`` without the name of the adapter, if that makes all that have it names of ``like``.
+
+    Unchanged if all are known, if no one segment explains the others, or if several do: then nothing says which adapter
+    ``like`` was saved from.
+    """
+    names, known = tuple(names), frozenset(like)
+    unknown = [name for name in names if name not in known]
+    if not unknown or not known:
+        return names
+    segments = {segment for name in unknown for segment in name.split(".")}
+    segments -= {segment for name in known for segment in name.split(".")} | {_SAVED_WHOLE}
+    explained = [found for segment in sorted(segments) if (found := _explained(segment, unknown, known)) is not None]
+    if len(explained) != 1:
+        return names
+    changed = tuple(explained[0].get(name, name) for name in names)
+    return changed if len(set(changed)) == len(set(names)) else names
+
+
+def _explained(adapter: str, names: Iterable[str], known: Collection[str]) -> dict[str, str] | None:
+    """The known name of each of ``names`` with the segment ``adapter``; None if one of them has none."""
+    found = {}
+    for name in names:
+        words = name.split(".")
+        if adapter not in words:
+            continue
+        shorter = [word for word in words if word != adapter]
+        forms = (".".join(shorter), ".".join(word for word in shorter if word != _SAVED_WHOLE))
+        target = next((form for form in forms if form in known), None)
+        if target is None:
+            return None
+        found[name] = target
+    return found
