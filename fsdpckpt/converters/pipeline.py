@@ -39,7 +39,7 @@ from fsdpckpt.converters.resume import (
     run_identity,
     source_copies,
 )
-from fsdpckpt.converters.shared_sources import UnionSources, serve_sources, visible_sources
+from fsdpckpt.converters.shared_sources import SeenSources, UnionSources, see_sources, serve_sources
 from fsdpckpt.converters.staging import StagingDirectories, divide_work, files_in, holders_of, open_staging
 from fsdpckpt.converters.target_mesh import check_mesh
 from fsdpckpt.converters.target_spec import check_flavor
@@ -155,7 +155,8 @@ class _Conversion:
     def _write(self, budget: Budget) -> None:
         """Write what is planned: every step from the visible sources to the visible DST."""
         files, directory = self._share_files()
-        visible = self._find_visible_sources(files)
+        seen = self._see_sources(files)
+        visible = seen.visible
         copies = source_copies(self.group, files, self._sources[-1], visible[:, self.group.rank].tolist())
         directories = self._open_staging(directory=directory)
         job, identity, journaled = self._divide(directories, copies, visible, budget)
@@ -164,7 +165,7 @@ class _Conversion:
         self.holders = holders_of(job, directories, directory=directory) | dict.fromkeys(
             self._linked, directories.workers(0)
         )
-        crcs = self._execute(job, directories, visible, budget, journaled)
+        crcs = self._execute(job, directories, seen, budget, journaled)
         job = self._drop_columns(job)
         self._write_manifest(crcs, {}, directory=directory)
         if self.options.verify is not VerifyLevel.NONE and not all(directories.existing):
@@ -236,14 +237,18 @@ class _Conversion:
         )
         return unpack_files(packed), directory
 
-    def _find_visible_sources(self, files: list[SourceFile]) -> Visible:
-        """Which rank sees which of ``files``: ``[file, rank]``."""
+    def _see_sources(self, files: list[SourceFile]) -> SeenSources:
+        """Which rank may read which of ``files``."""
         if self._single_rank:
-            return np.ones((len(files), 1), bool)
+            alone = np.ones((len(files), 1), bool)
+            return SeenSources(alone, np.zeros(len(files), bool), ~alone)
         others = [Stored(path, 0) for path in self._opened]  # their content is compared, too; no chunk is in them
         with Sources() as sources:
             self._sources.append(sources)
-            return visible_sources(self.group, [*files, *others], sources)[: len(files)]
+            seen = see_sources(self.group, [*files, *others], sources).first(len(files))
+        if self.group.rank == 0:
+            self._warnings += seen.notes([file.path for file in files])
+        return seen
 
     def _open_staging(self, *, directory: bool) -> StagingDirectories:
         directories, self._staged.staging = open_staging(
@@ -301,7 +306,7 @@ class _Conversion:
                 make_links(output, self._prepared.linking, files, self._staged.staging, self._sources[-1])
 
     def _execute(
-        self, job: Job, directories: StagingDirectories, visible: Visible, budget: Budget, journaled: JournaledWindows
+        self, job: Job, directories: StagingDirectories, seen: SeenSources, budget: Budget, journaled: JournaledWindows
     ) -> dict[str, int]:
         """Write the target files; return the CRC-32 of each."""
         rank = self.group.rank
@@ -311,7 +316,8 @@ class _Conversion:
                 crcs = execute(
                     self.group,
                     job,
-                    visible,
+                    seen.visible,
+                    apart=frozenset(np.flatnonzero(seen.apart).tolist()),
                     sources=sources,
                     locate=lambda path: directories.locate(rank, path),
                     threads=threads_for(job.settings, budget),

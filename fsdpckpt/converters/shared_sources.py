@@ -2,8 +2,8 @@
 
 While rank 0 is in ``UnionSources``, the other ranks are in ``serve_sources``. Rank 0 sends requests to one rank, or to
 all in turn; each answers until rank 0 is done. Rank 0 reads a file that it sees itself, and any other from the lowest
-rank that has it. The same name on two machines may be two files: ``content_identity`` and ``find_visible`` compare
-their content.
+rank that has it. The same name on two machines may be two files: ``see_sources`` compares them, and lets a rank read
+its own only if it provably is the same.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ import hashlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdpckpt.comm.protocol import Group, decode_error, encode_error
+from fsdpckpt.converters.same_files import checksum_proof, identity_proofs
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceCorruptError, SourceMissingError
+from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.files import SourceFile, Stored
 from fsdpckpt.plan.transfer import Visible
 from fsdpckpt.storage import ByteSource, Entry, is_url
 from fsdpckpt.storage.remote_file import CachedFile
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import names_text
 
 STEP = 4 << 20  # bytes of one answer, which both ranks hold in memory
 
@@ -136,9 +141,8 @@ SAMPLES = 16  # samples of each file: evenly spaced, the first at its head and t
 
 
 def content_identity(source_file: SourceFile, sources: Sources) -> bytes:
-    """An identity of a file's content, from its length and samples of its bytes; empty if this rank does not see it.
-
-    A torch file ends with the checksums of everything in it, so its tail alone identifies it.
+    """The length of a file and samples of its bytes: files in which these differ are different files. Empty if this
+    rank does not see it.
     """
     if not isinstance(source_file, Stored):  # every rank makes the same
         return source_file.path.encode()
@@ -155,19 +159,86 @@ def content_identity(source_file: SourceFile, sources: Sources) -> bytes:
     return total.digest()
 
 
-def visible_sources(group: Group, files: Sequence[SourceFile], sources: Sources) -> Visible:
-    """``visible[file, rank]``: which rank sees which of ``files``. Collective. Raises what ``find_visible`` raises."""
+@dataclass(frozen=True, slots=True)
+class SeenSources:
+    """Who reads which file. ``visible[file, rank]``: which rank may read it; ``apart`` (files,): ranks may read copies
+    of it that only their checksums prove to be the same. ``unproved[file, rank]``: which rank sees a file that nothing
+    proves to be the one of the lowest rank, whose copy is then used for all.
+    """
+
+    visible: Visible
+    apart: npt.NDArray[np.bool_]
+    unproved: Visible
+
+    def first(self, count: int) -> SeenSources:
+        """Of the first ``count`` files."""
+        return SeenSources(self.visible[:count], self.apart[:count], self.unproved[:count])
+
+    def notes(self, paths: Sequence[str]) -> list[Note]:
+        """Whose copies are used of files of which several were found. ``paths``: those of all files."""
+        by_workers: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        for number in np.flatnonzero(self.unproved.any(axis=1)).tolist():
+            others = tuple(np.flatnonzero(self.unproved[number]).tolist())
+            by_workers.setdefault((int(np.argmax(self.visible[number])), others), []).append(paths[number])
+        return [
+            Note(
+                "copies",
+                f"{names_text(names, 3)}: the copy of worker {worker} was used for all. Nothing proves that "
+                f"{_workers(others)} {'has' if len(others) == 1 else 'have'} the same: it is another file of the same "
+                "length, and its container has no checksums of everything in it",
+                keys=tuple(names),
+            )
+            for (worker, others), names in by_workers.items()
+        ]
+
+
+def see_sources(group: Group, files: Sequence[SourceFile], sources: Sources) -> SeenSources:
+    """Find out which rank may read which of ``files``. Collective. Raises what ``find_visible`` raises.
+
+    1. All compare length and samples: files that differ are refused. 2. A rank may read a file if it provably is the
+    one that the lowest rank sees. 3. For the others, all compare the checksums of everything in the file. Whoever then
+    has another copy gets the bytes from a rank that may read it.
+    """
     paths = [file.path for file in files]
     identities: list[bytes] = []
+    proofs: list[tuple[bytes, ...]] = []
     with group.step("find visible sources"), group.heartbeat():
         for file in files:
             identities.append(content_identity(file, sources))
+            shared = not isinstance(file, Stored) or is_url(file.path)  # every rank makes, or requests, the same
+            proofs.append((b"shared",) if shared else identity_proofs(file.path))
             group.beat()
-    everyone = cast("list[list[bytes]]", group.all_gather_objects(identities, name="who sees what"))
+    gathered = group.all_gather_objects([identities, proofs], name="who sees what")
+    everyone = cast("list[tuple[list[bytes], list[Sequence[bytes]]]]", gathered)
     with group.step("compare the sources"):
         if group.rank == 0:  # all would raise the same errors; one rank reports them
-            find_visible(paths, everyone)
-    return find_visible(paths, everyone)
+            find_visible(paths, [identities for identities, _ in everyone])
+    seen = find_visible(paths, [identities for identities, _ in everyone])
+    same = _like_the_lowest(seen, [proofs for _, proofs in everyone])
+    unproved = np.flatnonzero((seen & ~same).any(axis=1)).tolist()
+    if not unproved:  # the same on all ranks
+        return SeenSources(seen, np.zeros(len(paths), np.bool_), np.zeros_like(seen))
+    with group.step("compare checksums of copies"), group.heartbeat():
+        sums = [(checksum_proof(paths[number], sources),) for number in unproved]
+    everyones = cast("list[list[Sequence[bytes]]]", group.all_gather_objects(sums, name="checksums of copies"))
+    by_sums = np.zeros_like(seen)
+    by_sums[unproved] = _like_the_lowest(seen[unproved], everyones)
+    apart = np.asarray((by_sums & ~same).any(axis=1), bool)
+    return SeenSources(seen & (same | by_sums), apart, seen & ~same & ~by_sums)
+
+
+def _like_the_lowest(seen: Visible, proofs: Sequence[Sequence[Sequence[bytes]]]) -> Visible:
+    """``[file, rank]``: whether a rank's file has a proof in common with that of the lowest rank that sees it.
+
+    ``proofs[rank][file]``; an empty one proves nothing.
+    """
+    same = np.zeros_like(seen)
+    for number, ranks in enumerate(seen):
+        holder = int(np.argmax(ranks))
+        of_holder = {bytes(proof) for proof in proofs[holder][number] if proof}
+        for rank in np.flatnonzero(ranks).tolist():
+            same[number, rank] = rank == holder or not of_holder.isdisjoint(map(bytes, proofs[rank][number]))
+    return same
 
 
 def find_visible(paths: Sequence[str], identities: Sequence[Sequence[bytes]]) -> Visible:

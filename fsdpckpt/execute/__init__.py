@@ -57,6 +57,7 @@ def execute(
     journaled: JournaledWindows,
     compare: bool,
     reread: bool = False,
+    apart: frozenset[int] = frozenset(),
 ) -> dict[str, int]:
     """Write every file of ``job`` durably at ``locate(path)``, each part on the rank that owns it. Collective.
 
@@ -64,14 +65,15 @@ def execute(
     keeps this rank's journal, if it writes. ``journaled``, on rank 0: the journals of an interrupted run;
     ``job.claims`` from them are read back, and kept if they are as the journal says and ``execute.staged`` finds
     nothing against them; ``reread``: they are also compared with the source. ``compare``: the files exist and are
-    compared with what would be written; raises TargetExistsError if they differ.
+    compared with what would be written; raises TargetExistsError if they differ. ``apart``: the sources of which ranks
+    read copies that only checksums prove to be the same, so that each has to check its own.
 
     Returns the CRC-32 of each target file by its path, on every rank. Holds at most the buffers that ``job.settings``
     and ``threads`` allow. Raises SourceCorruptError if a record does not match its checksum or a file ended early,
     TargetUnwritableError if the file system refuses; the first error stops all threads. With several ranks all raise
     WorkerError, with the error as its ``original``.
     """
-    run = _Run(group, job, visible, sources, locate, threads, progress, recorder, journaled, compare, reread)
+    run = _Run(group, job, visible, sources, locate, threads, progress, recorder, journaled, compare, reread, apart)
     try:
         claims = run.read_back() if len(job.claims) else job.claims
         progress.begin("compare" if compare else "copy", run.bytes_left())
@@ -104,6 +106,7 @@ class _Run:
     journaled: JournaledWindows
     compare: bool
     reread: bool
+    apart: frozenset[int]
     pool: CopyPool | None = None
 
     def __post_init__(self) -> None:
@@ -344,11 +347,14 @@ class _Run:
         return np.concatenate(cast("list[Int64Array]", by_rank))
 
     def _own_ranges(self, ranges: Int64Array) -> Int64Array:
-        """The ranges that this rank reads. Each begins with its file: the ranks that see that file take turns."""
+        """The ranges that this rank reads. Each begins with its file: the ranks that see that file take turns, or, if
+        each has a copy of its own, all read theirs.
+        """
         own = np.zeros(len(ranges), np.bool_)
         for file in np.unique(ranges[:, 0]).tolist():
             rows, ranks = np.flatnonzero(ranges[:, 0] == file), np.flatnonzero(self.visible[file])
-            own[rows] = ranks[rows % len(ranks)] == self.group.rank
+            reads_own = file in self.apart and self.visible[file, self.group.rank]
+            own[rows] = reads_own or ranks[rows % len(ranks)] == self.group.rank
         return ranges[own]
 
     def _source(self, file: int) -> ByteSource:

@@ -124,6 +124,16 @@ def read_directory(source: ByteSource, *, begin: int = 0, end: int | None = None
     return ZipDirectory(numbers, offsets, *entries[1:])
 
 
+def checksummed_directory(source: ByteSource) -> bytes | None:
+    """The directory of the zip that is all of ``source``, in which every record's name, place, length and CRC-32 is;
+    None if it was saved without checksums. Raises what ``read_directory`` raises.
+    """
+    if not source.nbytes or not source.read(0, min(4, source.nbytes)).startswith(b"PK"):
+        return None
+    directory, count, start = _find_directory(source, 0, source.nbytes)
+    return directory if _parse_directory(source, directory, count, start).crc.any() else None
+
+
 def top_folder(source: ByteSource) -> str:
     """The folder that contains all records of the zip: for a ``torch.save`` file its name at that time, without suffix.
 

@@ -39,7 +39,7 @@ NoteKind: TypeAlias = (
     | Literal["units", "units-ambiguous", "units-unreadable", "flattened-names", "unflattened"]
     | Literal["cast", "dropped", "encoded", "filled", "ignored", "rekeyed", "renamed"]
     | Literal["groups-flattened", "groups-rebuilt", "plain", "resumption", "unconfigured"]
-    | Literal["carried", "cleared", "linked", "manifest", "not-carried", "resumed", "staged", "unchecked"]
+    | Literal["carried", "cleared", "copies", "linked", "manifest", "not-carried", "resumed", "staged", "unchecked"]
     | Literal["left-behind", "not-synced", "unlocked"]
 )
 """What a note is about, in ``fsdpckpt.json`` and ``--json``: what was found, how it was read, and what was written."""
