@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 from fsdpckpt.command_options import (
     DiffOptions,
     InspectOptions,
+    KnowledgeOptions,
     UnitsOptions,
     VerifyOptions,
-    keywords_of,
     takes_options,
     with_keywords,
 )
-from fsdpckpt.errors import FsdpckptWarning, UsageError, require_torch
+from fsdpckpt.errors import FsdpckptWarning, UsageError, of_option, require_torch
 from fsdpckpt.ir import Layout, Section, SectionName, Strategy, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.invariants import problems
-from fsdpckpt.option_fields import Scope, refuse_unused
+from fsdpckpt.option_fields import OptionRecord, Scope, options_of, refuse_unused
 from fsdpckpt.options import ConvertOptions, LaunchOptions
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.storage.sources import Sources
@@ -104,7 +104,23 @@ if TYPE_CHECKING:
 
 Path = str | os.PathLike[str]
 
+KNOWLEDGE = tuple(option.name for option in options_of(KnowledgeOptions))
 
+
+class UnitsKeywords(TypedDict, total=False):
+    """The keywords of ``KnowledgeOptions``."""
+
+    unit: Iterable[str]
+    reference: Path | None
+    parameters: Path | None
+    buffers: Iterable[str]
+    use_orig_params: bool | None
+    strategy: Strategy | str | None
+    param_dtype: str | None
+    shard_size: int | None
+
+
+@takes_options(KnowledgeOptions)
 def inspect(
     source: Path,
     *,
@@ -116,6 +132,7 @@ def inspect(
     units: Path | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    **how: Unpack[UnitsKeywords],
 ) -> Description:
     """Describe the checkpoint at ``source``: its layout, container, flavor, tensors, param groups, problems.
 
@@ -127,12 +144,19 @@ def inspect(
     from fsdpckpt.describe import describe
 
     options = InspectOptions.of(
-        keys=keys, section=section, ranks=ranks, stats=stats, ignore_file=ignore_file, units=units, threads=threads
+        keys=keys,
+        section=section,
+        ranks=ranks,
+        stats=stats,
+        ignore_file=ignore_file,
+        units=units,
+        threads=threads,
+        **how,
     )
     with Sources() as sources:
         located = options.ranks or options.stats
         (opened,) = _open_all([source], sources, options.units, options.ignore_file, locate=located)
-        checkpoint = _name_slices(opened, sources, options.units)
+        checkpoint = _name_slices(opened, sources, options)
         if checkpoint is not opened:
             checkpoint = dataclasses.replace(checkpoint, problems=(*checkpoint.problems, *problems(checkpoint)))
         if options.keys:
@@ -189,6 +213,7 @@ def convert(
     return report
 
 
+@takes_options(KnowledgeOptions)
 def diff(
     a: Path,
     b: Path,
@@ -201,23 +226,33 @@ def diff(
     units: Path | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    **how: Unpack[UnitsKeywords],
 ) -> Difference:
     """Compare two checkpoints logically, whatever their layouts, containers, key types and world sizes.
 
     Every byte counts; with ``rtol`` or ``atol`` numbers are compared as ``torch.allclose`` does. ``only`` compares one
     section. ``strict`` counts extras of ranks (random states) that only one of them has. ``units``: a units file for
-    flattened shards on either side. Raises NeedsInformationError if id and name keys cannot be matched, SourceError.
+    flattened shards on either side; without one, what the other side records, or its names and shapes. Raises
+    NeedsInformationError if id and name keys, or slices and whole tensors, cannot be matched, SourceError.
     """
     from fsdpckpt.verify.compare import compare, only_section
     from fsdpckpt.verify.elements import Tolerance, without_repeats
 
     options = DiffOptions.of(
-        rtol=rtol, atol=atol, only=only, strict=strict, ignore_file=ignore_file, units=units, threads=threads
+        rtol=rtol,
+        atol=atol,
+        only=only,
+        strict=strict,
+        ignore_file=ignore_file,
+        units=units,
+        threads=threads,
+        **how,
     )
     exact = options.rtol is None and options.atol is None
     with Sources() as sources:
         opened = _open_all([a, b], sources, options.units, options.ignore_file)
-        named = [_name_slices(without_repeats(checkpoint, sources), sources, options.units) for checkpoint in opened]
+        opened = [without_repeats(checkpoint, sources) for checkpoint in opened]
+        named = _name_both(opened[0], opened[1], sources, options)
         first, second = (only_section(_chosen(each, options.only), section_of(options.only)) for each in named)
         return compare(
             first,
@@ -241,6 +276,7 @@ def _chosen(checkpoint: Checkpoint, only: Section | SectionName | None) -> Check
     return choose_section(checkpoint, section if alone else only)
 
 
+@takes_options(KnowledgeOptions)
 def verify(
     source: Path,
     *,
@@ -254,6 +290,7 @@ def verify(
     units: Path | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    **how: Unpack[UnitsKeywords],
 ) -> Verification:
     """Check the checkpoint at ``source`` for damage: ``.problems`` lists it all, ``.whole`` is True if there is none.
 
@@ -277,6 +314,7 @@ def verify(
         ignore_file=ignore_file,
         units=units,
         threads=threads,
+        **how,
     )
     if options.flavor is None:
         refuse_unused(options, Scope.FRAMEWORK, "no framework is named", "add --for FLAVOR")
@@ -287,7 +325,7 @@ def verify(
     with Sources() as sources:
         with listing_all_damage(os.fsdecode(source), sources):
             (opened,) = _open_all([source], sources, options.units, options.ignore_file)
-        checkpoint = _name_slices(opened, sources, options.units, listing=True)
+        checkpoint = _name_slices(opened, sources, options, listing=True)
         if searched is not None:
             searched.require_matches(checkpoint)
         verification = verify_checkpoint(
@@ -308,8 +346,9 @@ def verify(
         return dataclasses.replace(verification, resumption=proposed)
 
 
+@takes_options(KnowledgeOptions)
 def open(  # noqa: A001  # the contract's name
-    source: Path, *, ignore_file: Iterable[str] = (), units: Path | None = None
+    source: Path, *, ignore_file: Iterable[str] = (), units: Path | None = None, **how: Unpack[UnitsKeywords]
 ) -> LazyCheckpoint:
     """Open a checkpoint as a mapping of names to tensors, read on demand. Use it in a ``with`` block.
 
@@ -319,11 +358,11 @@ def open(  # noqa: A001  # the contract's name
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.verify.elements import without_repeats
 
-    options = InspectOptions.of(ignore_file=ignore_file, units=units)
+    options = InspectOptions.of(ignore_file=ignore_file, units=units, **how)
     with ExitStack() as until_opened:
         sources = until_opened.enter_context(Sources())
         (checkpoint,) = _open_all([source], sources, options.units, options.ignore_file)
-        lazy = LazyCheckpoint(_name_slices(without_repeats(checkpoint, sources), sources, options.units), sources)
+        lazy = LazyCheckpoint(_name_slices(without_repeats(checkpoint, sources), sources, options), sources)
         until_opened.pop_all()
         return lazy
 
@@ -374,13 +413,54 @@ def _load_units(path: str | None) -> Units | None:
         return load_units(path, sources)
 
 
-def _name_slices(checkpoint: Checkpoint, sources: Sources, units: str | None, *, listing: bool = False) -> Checkpoint:
-    """Flattened shards by name, if units are known; any other checkpoint unchanged."""
-    if checkpoint.layout is not Layout.FLATTENED and checkpoint.units is None and units is None:
+def _name_slices(
+    checkpoint: Checkpoint, sources: Sources, options: OptionRecord, *, listing: bool = False
+) -> Checkpoint:
+    """Flattened shards by name, if ``options``, a file beside them or their own model section say the units; any other
+    checkpoint unchanged.
+    """
+    given = _knowledge(options)
+    if checkpoint.layout is not Layout.FLATTENED and checkpoint.units is None and not given:
         return checkpoint
-    from fsdpckpt.flat.unflatten import logical
+    from fsdpckpt.flat.logical import logical
 
-    return logical(checkpoint, sources, units=units, listing=listing)
+    return logical(checkpoint, sources, _units_request(options), listing=listing)
+
+
+def _name_both(a: Checkpoint, b: Checkpoint, sources: Sources, options: DiffOptions) -> list[Checkpoint]:
+    """Both sides of a comparison with flattened shards by name. Each is help for the other."""
+    flattened = any(each.layout is Layout.FLATTENED or each.units is not None for each in (a, b))
+    if not flattened and not _knowledge(options):
+        return [a, b]
+    from fsdpckpt.flat.logical import logical, require_comparable
+
+    request = _units_request(options)
+    named = [logical(each, sources, request, other=other) for each, other in ((a, b), (b, a))]
+    require_comparable(named[0], named[1], request, sources)
+    key_types = {each.optim.key_type for each in named if each.optim is not None}
+    if key_types == {"id", "name"} and _knowledge(options):
+        named = [_with_names(each, request, sources) for each in named]
+    return named
+
+
+def _with_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> Checkpoint:
+    """``checkpoint`` with its optimizer keyed by name, as ``request`` says."""
+    from fsdpckpt.readers.detect import open_checkpoint
+    from fsdpckpt.transform.rekey import apply_key_type
+
+    reference = None
+    if request.reference is not None:
+        with of_option("--reference"):
+            reference = open_checkpoint(request.reference, sources=sources, locate=False)
+    return apply_key_type(
+        checkpoint,
+        "name",
+        units=_load_units(request.file),
+        reference=reference,
+        parameters=request.parameters,
+        parameter_groups=request.parameter_groups,
+        buffers=request.buffers,
+    )
 
 
 def find_units(source: Path, options: UnitsOptions) -> ResolvedUnits:
@@ -430,7 +510,13 @@ def model_units(model: str, options: UnitsOptions) -> ResolvedUnits:
     return ResolvedUnits(units, None, tuple(how))
 
 
-def _units_request(options: UnitsOptions) -> UnitsRequest:
+def _knowledge(options: OptionRecord) -> dict[str, object]:
+    """What ``options`` say of units, names and order: those that are given, by name."""
+    values = {name: getattr(options, name) for name in ("units", *KNOWLEDGE)}
+    return {name: value for name, value in values.items() if value not in (None, ())}
+
+
+def _units_request(options: OptionRecord) -> UnitsRequest:
     from fsdpckpt.converters.transform import units_request
 
-    return units_request(ConvertOptions(**keywords_of(ConvertOptions, options)))
+    return units_request(ConvertOptions.of(**_knowledge(options)))

@@ -51,12 +51,30 @@ def _as_in_convert(name: str, help_text: str | None = None, scope: Scope = EVERY
     return option_field(dataclasses.replace(same, help_text=text, heading=Heading.OTHER, scope=scope))
 
 
+_NAMES = "A checkpoint with the model's names, shapes and order, for flattened shards and ids."
+_BUFFERS = "Model keys that are not parameters ('none': there are none); may be repeated."
+
+
 def _units_file() -> Any:
-    return option("Units file for flattened shards.", kind=PATH)
+    return option("Units file for flattened shards, or the fsdpckpt.json that records units.", kind=PATH)
 
 
 def _threads() -> Any:
     return option("Number of threads that read and compute.", minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class KnowledgeOptions(OptionRecord):
+    """What a checkpoint may not record, beside a units file: for every command that only reads."""
+
+    unit: tuple[str, ...] = _as_in_convert("unit")
+    reference: str | None = _as_in_convert("reference", _NAMES)
+    parameters: str | None = _as_in_convert("parameters")
+    buffers: tuple[str, ...] = _as_in_convert("buffers", _BUFFERS)
+    use_orig_params: bool | None = _as_in_convert("use_orig_params")
+    strategy: Strategy | None = _as_in_convert("strategy", "FSDP1's sharding strategy.")
+    param_dtype: str | None = _as_in_convert("param_dtype")
+    shard_size: int | None = _as_in_convert("shard_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +94,16 @@ class InspectOptions(OptionRecord):
         metavar="FILE.html",
     )
     ignore_file: tuple[str, ...] = _as_in_convert("ignore_file")
-    units: str | None = _units_file()
     threads: int | None = _threads()
+    units: str | None = _units_file()
+    unit: tuple[str, ...] = _as_in_convert("unit")
+    reference: str | None = _as_in_convert("reference", _NAMES)
+    parameters: str | None = _as_in_convert("parameters")
+    buffers: tuple[str, ...] = _as_in_convert("buffers", _BUFFERS)
+    use_orig_params: bool | None = _as_in_convert("use_orig_params")
+    strategy: Strategy | None = _as_in_convert("strategy", "FSDP1's sharding strategy.")
+    param_dtype: str | None = _as_in_convert("param_dtype")
+    shard_size: int | None = _as_in_convert("shard_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +122,16 @@ class DiffOptions(OptionRecord):
     ignore_file: tuple[str, ...] = _as_in_convert(
         "ignore_file", "Leave out files and directories of A and B with this name or path; may be repeated."
     )
-    units: str | None = _units_file()
     threads: int | None = _threads()
+    units: str | None = _units_file()
+    unit: tuple[str, ...] = _as_in_convert("unit")
+    reference: str | None = _as_in_convert("reference", _NAMES)
+    parameters: str | None = _as_in_convert("parameters")
+    buffers: tuple[str, ...] = _as_in_convert("buffers", _BUFFERS)
+    use_orig_params: bool | None = _as_in_convert("use_orig_params")
+    strategy: Strategy | None = _as_in_convert("strategy", "FSDP1's sharding strategy.")
+    param_dtype: str | None = _as_in_convert("param_dtype")
+    shard_size: int | None = _as_in_convert("shard_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +156,16 @@ class VerifyOptions(OptionRecord):
         "With --finite: leave out matching keys; may be repeated.", scope=Scope.FINITE
     )
     ignore_file: tuple[str, ...] = _as_in_convert("ignore_file")
-    units: str | None = _units_file()
     threads: int | None = _threads()
+    units: str | None = _units_file()
+    unit: tuple[str, ...] = _as_in_convert("unit")
+    reference: str | None = _as_in_convert("reference", _NAMES)
+    parameters: str | None = _as_in_convert("parameters")
+    buffers: tuple[str, ...] = _as_in_convert("buffers", _BUFFERS)
+    use_orig_params: bool | None = _as_in_convert("use_orig_params")
+    strategy: Strategy | None = _as_in_convert("strategy", "FSDP1's sharding strategy.")
+    param_dtype: str | None = _as_in_convert("param_dtype")
+    shard_size: int | None = _as_in_convert("shard_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +181,7 @@ class UnitsOptions(OptionRecord):
     )
     reference: str | None = _as_in_convert("reference", None, Scope.CHECKPOINT)
     parameters: str | None = _as_in_convert("parameters", None, Scope.CHECKPOINT)
-    buffers: tuple[str, ...] = _as_in_convert(
-        "buffers", "Model keys that are not parameters ('none': there are none); may be repeated.", Scope.CHECKPOINT
-    )
+    buffers: tuple[str, ...] = _as_in_convert("buffers", _BUFFERS, Scope.CHECKPOINT)
     unit: tuple[str, ...] = _as_in_convert("unit", None, Scope.CHECKPOINT)
     model: str | None = option("Your function or class that builds the model; it is run.", metavar="MODULE:NAME")
     wrap: tuple[str, ...] = repeatable(

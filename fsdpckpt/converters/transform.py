@@ -119,7 +119,7 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     if options.clean_names:
         checkpoint = _with_clean_words(checkpoint, wrapped=source_names.wrapped, to_flattened=to_flattened)
     rules = _id_rules(opened, spec)
-    steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources), source_names, *rules)
+    steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources), source_names, opened, *rules)
     if to_flattened:
         keyed = steps.key(checkpoint, "name")
         selected = steps.select(keyed)
@@ -248,7 +248,9 @@ def _ordered_units(resolved: ResolvedUnits | None, request: UnitsRequest, source
 
 @dataclass(frozen=True)
 class _Steps:
-    """The single steps. ``units``: see ``_ordered_units``; ``source_names``: the names in the source;
+    """The single steps. ``units``: see ``_ordered_units``; ``source_names``: the names in the source.
+
+    ``opened``: the source with the sections that ``--only`` leaves out, which say what names and parameters are.
     ``source_ids``, ``target_ids``: how each counts ids.
     """
 
@@ -257,6 +259,7 @@ class _Steps:
     sources: Sources
     units: Units | None
     source_names: SourceNames
+    opened: Checkpoint
     source_ids: IdRule
     target_ids: IdRule
 
@@ -271,8 +274,9 @@ class _Steps:
         if optim is None or key_type is None or optim.key_type in (None, key_type):
             group_by_group = self.source_ids is IdRule.MODEL and self.target_ids is IdRule.GROUPS
             return recounted(checkpoint) if group_by_group else checkpoint
-        return apply_key_type(
-            checkpoint,
+        only_optimizer = checkpoint.model is None and self.opened.model is not None
+        keyed = apply_key_type(
+            replace(checkpoint, model=self.opened.model) if only_optimizer else checkpoint,
             key_type,
             units=self.units,
             reference=self._reference,
@@ -281,6 +285,7 @@ class _Steps:
             buffers=self.options.buffers,
             rule=self.target_ids,
         )
+        return replace(keyed, model=None) if only_optimizer else keyed
 
     def needs_names(self, source_keys: KeyType | None) -> bool:
         """Whether the optimizer has to be keyed by name on the way, whatever its keys are in the end."""
@@ -381,7 +386,10 @@ class _Steps:
             list(each.model.params) if each.model is not None else [] for each in (checkpoint, self.written(checkpoint))
         )
         return ShardingHints(
-            buffers=self.options.buffers, reference=reference, written=dict(zip(names, written, strict=True))
+            buffers=self.options.buffers,
+            reference=reference,
+            written=dict(zip(names, written, strict=True)),
+            left_out=self.opened.optim if checkpoint.optim is None else None,
         )
 
     def flatten(

@@ -12,16 +12,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.flat import is_number_per_rank, is_step, slice_lengths
 from fsdpckpt.flat.blocks import require_aligned_blocks
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.proofs import compare_replicas, require_padding
-from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
-from fsdpckpt.flat.units.source import is_flattened, source_units
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, Problem, group_params
+from fsdpckpt.flat.units.request import ResolvedUnits
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.invariants import fatal, problems
+from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.tensors import Chunks, Flattened, Int64Array, OneSlice, Slices, Tensor, Whole, contiguous_stride
@@ -332,47 +330,3 @@ def name_slices(
         raise fatal(problems, source=checkpoint.source)
     added = [*notes, *(Note("units", line) for line in (*resolved.how, *resolved.match.proved, *proved))]
     return unflatten(replace(checkpoint, notes=(*checkpoint.notes, *added)), resolved.match)
-
-
-def logical(checkpoint: Checkpoint, sources: Sources, *, units: str | None = None, listing: bool = False) -> Checkpoint:
-    """Turn slices into whole tensors by name, if the units of ``checkpoint`` are known.
-
-    ``units``: a units file. Without one, those beside the checkpoint, or what its own model section proves. If there
-    are none, the slices stay unchanged, with a note on what would name them. Raises SourceError if the units contradict
-    the checkpoint, NeedsInformationError if ``units`` is given and is not enough. ``listing``: for a caller that lists
-    problems and compares replicas itself; contradictions to the units beside the checkpoint are then added to its
-    problems.
-    """
-    request = UnitsRequest(file=units)
-    if not is_flattened(checkpoint, sources, request):
-        return checkpoint
-    try:
-        resolved = source_units(checkpoint, request, sources)
-    except NeedsInformationError as error:
-        if units is not None:
-            raise
-        note = Note("unnamed", f"the slices keep their ids: {error.what}")
-        return replace(checkpoint, notes=(*checkpoint.notes, note))
-    except SourceCorruptError as error:
-        if units is not None or not listing:
-            raise
-        return _with_problems(checkpoint, error)
-    try:
-        named = name_slices(checkpoint, resolved, sources, replicas=not listing)
-    except SourceUnsupportedError as error:  # blocks of which no parameter has whole ones
-        message = "; ".join((error.what, *error.details[:1]))
-        return replace(checkpoint, notes=(*checkpoint.notes, Note("unnamed", f"the slices keep their ids: {message}")))
-    except SourceCorruptError as error:
-        if not listing:
-            raise
-        return _with_problems(checkpoint, error)
-    # A problem of slices appears again, under a parameter's name, in the tensors made of them.
-    of_slices = set(problems(checkpoint))
-    return replace(named, problems=tuple(problem for problem in named.problems if problem not in of_slices))
-
-
-def _with_problems(checkpoint: Checkpoint, error: SourceCorruptError) -> Checkpoint:
-    """``checkpoint`` with one problem for each item that ``error`` lists."""
-    added = [Problem("units", f"{error.what}: {detail}", file=error.file) for detail in error.details]
-    added = added or [Problem("units", error.what, file=error.file)]
-    return replace(checkpoint, problems=(*checkpoint.problems, *added))

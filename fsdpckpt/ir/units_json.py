@@ -92,7 +92,7 @@ def _lines(value: Json, depth: int) -> str:
 
 
 def loads(data: bytes, *, source: str) -> Units:
-    """Parse a units file; ``source`` names the file in errors. Raises SourceError."""
+    """Parse a units file, or a manifest that records units; ``source`` names the file in errors. Raises SourceError."""
     if len(data) > MAX_BYTES:
         raise SourceUnrecognisedError(
             f"{source} is larger than a units file can be",
@@ -109,7 +109,22 @@ def loads(data: bytes, *, source: str) -> Units:
             why="the file was truncated, or is not a units file",
             next_step=_WRITE_AGAIN,
         ) from None
-    return decode(document, source=source)
+    return decode(_recorded(document, source), source=source)
+
+
+def _recorded(document: object, source: str) -> object:
+    """The units that a manifest (``fsdpckpt.json``) records; every other document itself."""
+    if not isinstance(document, dict) or document.get("program") != "fsdpckpt" or "units" not in document:
+        return document
+    if document["units"] is None:
+        raise SourceUnrecognisedError(
+            f"{source} records no units: what lies beside it is not flattened",
+            file=source,
+            key="units",
+            next_step="give the fsdpckpt.json of a flattened target, or a units file: " + _WRITE_AGAIN,
+        )
+    recorded: object = document["units"]
+    return recorded
 
 
 def _no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:

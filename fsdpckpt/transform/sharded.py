@@ -48,11 +48,13 @@ class ShardingHints:
 
     ``buffers``: globs of replicated model keys, or ``("none",)``. ``reference``: ``Tensor.sharded`` by model key.
     ``written``: the name that will be written for each model key, which ``buffers`` and ``reference`` may use too.
+    ``left_out``: the source's optimizer, if the target gets none: it lists the parameters all the same.
     """
 
     buffers: tuple[str, ...] = ()
     reference: Mapping[str, bool | None] | None = None
     written: Mapping[str, str] = field(default_factory=dict)
+    left_out: OptimState | None = None
 
     def is_buffer(self, name: str, glob: str) -> bool:
         return fnmatchcase(name, glob) or fnmatchcase(self.written.get(name, name), glob)
@@ -152,7 +154,7 @@ def _decide_model(checkpoint: Checkpoint, hints: ShardingHints) -> tuple[ModelSt
     if model is None:
         return None, [], 0, []
     first_names = _first_names(model)
-    listed = _listed_by_optimizer(checkpoint.optim, model, first_names)
+    listed = _listed_by_optimizer(checkpoint.optim or hints.left_out, model, first_names)
     first_listed = {first_names.get(name, name) for name in listed}
     undecided: list[str] = []
     whole: list[str] = []

@@ -87,4 +87,4 @@ def test_verify_says_what_it_could_not_prove(run: Run, raw: Path) -> None:
 def test_diff_of_slices_without_names_asks_for_units(run: Run, raw: Path) -> None:
     done = run("diff", raw, GOLDEN / "torch-2.4" / "f1_tiny_f" / "truth" / "full.pt", "--only", "optim")
     assert done.code == 4
-    assert "next: add --units FILE" in done.err
+    assert "next: add --unit GLOB" in done.err and "or --units FILE" in done.err

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
+import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
@@ -344,3 +345,17 @@ def test_every_form_of_real_fsdp_gets_the_ids_of_the_real_optimizer(world: int, 
         assert {name: old for old, name in zip(source.optim.state, found.optim.state, strict=True)} == expected, form
         again = _rekeyed(found, "id")
         assert list(again.optim.state) == list(source.optim.state) and _groups(again) == _groups(source), form
+
+
+def test_a_section_that_is_left_out_still_says_what_the_other_one_holds(tmp_path: Path) -> None:
+    """``--only`` chooses what is written, not what is known."""
+    model, optimizer = _trained(_one_group)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    names = [name for name, _ in model.named_parameters()]
+    fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "optim.pt", only="optim", key_type="name")
+    found = torch.load(tmp_path / "optim.pt", weights_only=True)
+    assert found["param_groups"][0]["params"] == names and "model" not in found
+    ranks = {"to": "sharded", "container": "torch", "world_size": 2}
+    torch.save({"model": {name: model.state_dict()[name] for name in names}, "optimizer": found}, tmp_path / "b.pt")
+    fsdpckpt.convert(tmp_path / "b.pt", tmp_path / "model", only="model", **ranks)
+    assert sorted(path.name[:5] for path in (tmp_path / "model").glob("*.pt")) == ["model", "model"]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError
-from fsdpckpt.flat.unflatten import logical, name_slices
+from fsdpckpt.flat.logical import logical
+from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
 from fsdpckpt.flat.units.source import is_flattened
@@ -177,7 +178,7 @@ def units_file(tmp_path: Path, units: Units) -> str:
 
 def shown(source: Checkpoint, units: str | None = None, *, listing: bool = False) -> Checkpoint:
     with Sources() as sources:
-        return logical(source, sources, units=units, listing=listing)
+        return logical(source, sources, UnitsRequest(file=units), listing=listing)
 
 
 def keys(source: Checkpoint) -> list[ParamKey]:
@@ -207,7 +208,7 @@ def test_given_units_that_leave_something_open_are_an_error(tmp_path: Path, monk
     def open_question(*_: object) -> ResolvedUnits:
         raise NeedsInformationError("several units match")
 
-    monkeypatch.setattr("fsdpckpt.flat.unflatten.source_units", open_question)
+    monkeypatch.setattr("fsdpckpt.flat.logical.source_units", open_question)
     units = units_of(unit("", SHAPES), use_orig_params=False)
     with pytest.raises(NeedsInformationError, match="several units match"):
         shown(adam(tmp_path, units), units_file(tmp_path, units))
@@ -285,7 +286,7 @@ def test_slices_that_cannot_be_named_keep_their_ids_with_a_note(
     def refuse(*_: object, **__: object) -> Checkpoint:
         raise SourceUnsupportedError("slices begin inside blocks", details=["w: rank 1", "w: rank 2"])
 
-    monkeypatch.setattr("fsdpckpt.flat.unflatten.name_slices", refuse)
+    monkeypatch.setattr("fsdpckpt.flat.logical.name_slices", refuse)
     units = units_of(unit("", SHAPES), use_orig_params=False)
     found = shown(replace(adam(tmp_path, units), units=units), listing=listing)
     assert keys(found) == [0]

@@ -232,12 +232,17 @@ def _nothing(glob: str, paths: Sequence[str]) -> UsageError:
 
 
 def layers_glob(names: Iterable[str]) -> str:
-    """The glob of the numbered modules that contain most of ``names``, as an example: ``model.layers.*``."""
+    """The glob of the numbered modules that contain most of ``names``, as an example: ``model.layers.*``. Of a model
+    without such modules, the path of its first one.
+    """
     globs: Counter[str] = Counter()
+    names = list(names)
     for name in names:
         words = name.split(".")
         globs.update(".".join((*words[:at], "*")) for at, word in enumerate(words) if word.isdigit())
-    return max(globs, key=lambda glob: (globs[glob], -len(glob))) if globs else "model.layers.*"
+    if globs:
+        return max(globs, key=lambda glob: (globs[glob], -len(glob)))
+    return next(iter(module_paths(names)), "model.layers.*")
 
 
 def innermost_unit(name: str, prefixes: Collection[str]) -> str | None:

@@ -31,6 +31,7 @@ from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, Units, unit_text
 from fsdpckpt.ir.units_json import MAX_BYTES, UNITS_FILE, encode, loads, render
+from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import replace_file
 from fsdpckpt.storage.sources import Sources
@@ -96,7 +97,10 @@ def order_unknown(source: str, reason: str, details: Sequence[str] = ()) -> Need
 
 
 def load_units(path: str, sources: Sources) -> Units:
-    """The units in the units file at ``path``. Raises SourceError."""
+    """The units in the file at ``path``: a units file, or the ``fsdpckpt.json`` of a flattened target.
+
+    Raises SourceError.
+    """
     entry = sources.stat(path) if path else None
     if entry is None or entry.directory:
         raise _no_file(path, directory=entry is not None)
@@ -105,14 +109,15 @@ def load_units(path: str, sources: Sources) -> Units:
 
 
 def _no_file(path: str, *, directory: bool) -> SourceMissingError:
-    inside = os.path.join(path, UNITS_FILE)
+    names = (os.path.join(path, name) for name in (UNITS_FILE, MANIFEST))
+    inside = next((name for name in names if directory and os.path.isfile(name)), None)
     folder = path if directory else os.path.dirname(path) or "."
     return SourceMissingError(
         f"--units {path} is a directory" if directory else f"--units {path or repr(path)} does not exist",
         file=path,
-        expected="the file that save_units or `fsdpckpt units` wrote",
+        expected="the file that save_units or `fsdpckpt units` wrote, or the fsdpckpt.json of a flattened target",
         next_step=f"--units {shlex.quote(inside)}"
-        if directory and os.path.isfile(inside)
+        if inside is not None
         else to_copy("see what is there", f"ls {shlex.quote(folder if os.path.isdir(folder) else '.')}"),
     )
 

@@ -111,8 +111,9 @@ def source_units(
         )
     if request.file is None or not (units := load_units(request.file, sources)).flat:
         return _infer_units(checkpoint, request, sources, target_flattened=target_flattened)
-    if target_flattened:
-        return _from_target_file(checkpoint, units, request.file, sources)
+    of_other_ranks = units.world_size not in (None, checkpoint.world_size) and not units.orders
+    if target_flattened or (of_other_ranks and not request.options()):
+        return units_like(checkpoint, units, request.file, sources)
     return _given_units(checkpoint, units, request.file, request, sources)
 
 
@@ -143,8 +144,10 @@ def _given_units(
     return ResolvedUnits(result.units, result, (f"units: from {label}",))
 
 
-def _from_target_file(checkpoint: Checkpoint, units: Units, label: str, sources: Sources) -> ResolvedUnits:
-    """The target's file, if nothing gives the source's units: they may have other settings, if proved."""
+def units_like(checkpoint: Checkpoint, units: Units, label: str, sources: Sources) -> ResolvedUnits:
+    """The units of another checkpoint of the model, if nothing gives those of this one: they may have other settings
+    and ranks, if the slices prove them.
+    """
     if isinstance(match(checkpoint, units), FlatMatch):
         return _given_units(checkpoint, units, label, UnitsRequest(), sources)
     # Its number of ranks is the target's; the source's own lengths prove its ranks and sharding groups.

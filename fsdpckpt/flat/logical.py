@@ -1,0 +1,131 @@
+"""Shows flat parameters by name where no conversion asks for it: for ``inspect``, ``diff``, ``verify`` and ``open``.
+
+Without any help slices stay slices, and a note says what would name them. Options, and the other side of a comparison,
+are help: its recorded units, or its names and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceError, SourceUnsupportedError
+from fsdpckpt.flat.names import model_names, optimizer_names
+from fsdpckpt.flat.unflatten import name_slices
+from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
+from fsdpckpt.flat.units.source import is_flattened, source_units, units_like
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem
+from fsdpckpt.ir.invariants import problems
+from fsdpckpt.storage.sources import Sources
+
+NOTHING_GIVEN = UnitsRequest()
+
+
+def logical(
+    checkpoint: Checkpoint,
+    sources: Sources,
+    request: UnitsRequest = NOTHING_GIVEN,
+    *,
+    other: Checkpoint | None = None,
+    listing: bool = False,
+) -> Checkpoint:
+    """Turn slices into whole tensors by name, if the units of ``checkpoint`` are known.
+
+    They are known from ``request``, from a file beside the checkpoint, or by what its own model section or ``other``,
+    the checkpoint that it is compared with, proves. If they are not, the slices stay unchanged, with a note on what
+    would name them. Raises SourceError if units contradict the checkpoint, NeedsInformationError if ``request`` gives
+    something and it is not enough. ``listing``: for a caller that lists problems and compares replicas itself;
+    contradictions to the units beside the checkpoint are then added to its problems.
+    """
+    if other is not None and checkpoint.units is not None and checkpoint.units.flat and request.file is None:
+        request = NOTHING_GIVEN  # what is given is for the other side
+    if not is_flattened(checkpoint, sources, request):
+        return checkpoint
+    try:
+        resolved = _resolved(checkpoint, request, other, sources)
+    except NeedsInformationError as error:
+        if request != NOTHING_GIVEN:
+            raise
+        note = Note("unnamed", f"the slices keep their ids: {error.what}")
+        return replace(checkpoint, notes=(*checkpoint.notes, note))
+    except SourceCorruptError as error:
+        if request != NOTHING_GIVEN or not listing:
+            raise
+        return _with_problems(checkpoint, error)
+    try:
+        named = name_slices(checkpoint, resolved, sources, replicas=not listing)
+    except SourceUnsupportedError as error:  # blocks of which no parameter has whole ones
+        message = "; ".join((error.what, *error.details[:1]))
+        return replace(checkpoint, notes=(*checkpoint.notes, Note("unnamed", f"the slices keep their ids: {message}")))
+    except SourceCorruptError as error:
+        if not listing:
+            raise
+        return _with_problems(checkpoint, error)
+    # A problem of slices appears again, under a parameter's name, in the tensors made of them.
+    of_slices = set(problems(checkpoint))
+    return replace(named, problems=tuple(problem for problem in named.problems if problem not in of_slices))
+
+
+def require_comparable(a: Checkpoint, b: Checkpoint, request: UnitsRequest, sources: Sources) -> None:
+    """Raises NeedsInformationError if only one of both is in slices of flat parameters that nothing names: a slice and
+    a whole tensor are never the same, and do not differ either.
+    """
+    in_slices = [is_flattened(each, sources, request) for each in (a, b)]
+    if in_slices[0] == in_slices[1]:
+        return
+    sliced, whole = (a, b) if in_slices[0] else (b, a)
+    try:
+        _resolved(sliced, request, whole, sources)
+    except NeedsInformationError as error:
+        raise NeedsInformationError(
+            f"{sliced.source} holds slices of flat parameters and {whole.source} whole tensors, and they cannot be "
+            f"matched: {error.what}",
+            details=error.details,
+            why=error.why,
+            next_step=error.next_step,
+        ) from None
+
+
+def _resolved(
+    checkpoint: Checkpoint, request: UnitsRequest, other: Checkpoint | None, sources: Sources
+) -> ResolvedUnits:
+    """The units of ``checkpoint``: as ``request`` says, else with what ``other`` says. Raises the last error."""
+    try:
+        return source_units(checkpoint, request, sources)
+    except NeedsInformationError as error:
+        last = error
+    for attempt in _with_help_of(checkpoint, request, other, sources):
+        if isinstance(attempt, ResolvedUnits):
+            return attempt
+        last = attempt
+    raise last
+
+
+def _with_help_of(
+    checkpoint: Checkpoint, request: UnitsRequest, other: Checkpoint | None, sources: Sources
+) -> Iterator[ResolvedUnits | NeedsInformationError]:
+    """What comes of the units, and of the names, of ``other``. One that belongs to another model is no help."""
+    if other is None:
+        return
+    if other.units is not None and other.units.flat and request.file is None:
+        try:
+            yield units_like(checkpoint, other.units, other.units_from or other.source, sources)
+        except NeedsInformationError as error:
+            yield error
+        except SourceError:
+            pass
+    named = model_names(other, other.source) or optimizer_names(other, other.source)
+    if named is not None and request.reference is None:
+        try:
+            yield source_units(checkpoint, replace(request, reference=other.source), sources)
+        except NeedsInformationError as error:
+            yield error
+        except SourceError:
+            pass
+
+
+def _with_problems(checkpoint: Checkpoint, error: SourceCorruptError) -> Checkpoint:
+    """``checkpoint`` with one problem for each item that ``error`` lists."""
+    added = [Problem("units", f"{error.what}: {detail}", file=error.file) for detail in error.details]
+    added = added or [Problem("units", error.what, file=error.file)]
+    return replace(checkpoint, problems=(*checkpoint.problems, *added))
