@@ -29,6 +29,7 @@ from fsdpckpt.ir.values import Key, Value, replaced, walk, without
 from fsdpckpt.producers import PLAIN
 from fsdpckpt.readers.candidates import require_one_each
 from fsdpckpt.readers.flat_slices import convert_slices
+from fsdpckpt.readers.masters import with_masters
 from fsdpckpt.readers.parts import EXTRA_STEMS, ReadPart, read_part
 from fsdpckpt.readers.protocol import FileTable, KeyPath, dotted
 from fsdpckpt.readers.torch_ranks import named_rank
@@ -70,7 +71,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
         part.tree.problems += [problem for problem in problems if problem is not None]
     extra, rank_extra, named = _extras(parts)
     _require_more_than_extras(source, parts, extra)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         source=source,
         layout=_layout(parts),
         container=main.tree.container,
@@ -91,6 +92,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
         orders=next((part.tree.orders for part in parts if part.tree.orders), ()),
         named=named,
     )
+    return with_masters(checkpoint)
 
 
 def _require_more_than_extras(source: str, parts: Sequence[ReadPart], extra: Mapping[Key, Value]) -> None:

@@ -8,7 +8,7 @@ nor optimizer stays in ``extra`` under its keys.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
 from fsdpckpt.ir.checkpoint import ModelState, NamedSection, Note, OptimState, Section
@@ -319,14 +319,15 @@ def _name_models(
 
 
 def _mark_buffers(root: dict[Key, Value], sections: Sections) -> None:
-    """Note in the model which tensors are buffers, if the file lists them: DeepSpeed's does, whatever the stage."""
+    """Note in the model which tensors are buffers and which are parameters, if the file lists the buffers: DeepSpeed's
+    does, whatever the stage.
+    """
     listed, model = root.get(_BUFFERS), sections.model
     if model is None or not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         return
-    for name in cast("list[str]", listed):
-        leaf = model.params.get(name)
+    for name, leaf in model.params.items():
         if isinstance(leaf, Tensor) and leaf.sharded is None:
-            model.params[name] = replace(leaf, sharded=False)
+            model.params[name] = leaf.with_sharded(leaf.ndim > 0 and name not in listed)
 
 
 def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
