@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from fsdpckpt.errors import SourceMissingError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, OptimState, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value
@@ -46,6 +46,8 @@ def adapt_to_form(
     scheduler is then written, not copied as a file.
     """
     _require_section_of_form(checkpoint, flavor, form, only)
+    if only is None:
+        checkpoint = _place_named(checkpoint, flavor, form)
     others = (*checkpoint.ignored, flavor.schedule_file) if splits_param_group else checkpoint.ignored
     copied = side_files(replace(checkpoint, ignored=others), flavor, world_size, sources, only=only)
     directory = f"{checkpoint.directory.rstrip('/')}/"  # ``copied`` lists its files again
@@ -58,18 +60,20 @@ def adapt_to_form(
         checkpoint = replace(checkpoint, optim=None, notes=(*checkpoint.notes, note))
     if form.extra is None:
         extra: dict[Key, Value] = {}
-        if checkpoint.optim is not None and only is None:
+        if checkpoint.has(Section.OPTIM) and only is None:
             form, extra = _place_schedule(checkpoint, flavor, form, copied, sources)
         unplaced = _unplaced_extras(checkpoint, copied, _schedule_path(checkpoint)[:1] if extra else ())
         why = f"left out, because flavor {flavor.name} has no place for them"
         checkpoint = replace(_without_extras(checkpoint, unplaced, why), extra=extra, rank_extra=())
     else:
         checkpoint = _without_extras(checkpoint, _extra_names_in_files(copied.files))  # they are not written twice
+        why = f"left out, because flavor {flavor.name} has a section under that name"
+        checkpoint = _without_extras(checkpoint, _names_of_sections(checkpoint, form), why)
         if form.model.keys == () and form.extra.container is None:  # a tensor there would be one of the model's names
             tensors = [str(key) for key, value in checkpoint.extra.items() if isinstance(value, Tensor)]
             why = f"left out: flavor {flavor.name} takes tensors at the top as the model's"
             checkpoint = _without_extras(checkpoint, tensors, why)
-    has_both = checkpoint.model is not None and checkpoint.optim is not None
+    has_both = checkpoint.has(Section.MODEL) and checkpoint.has(Section.OPTIM)
     if not has_both:
         why = f"left out, because flavor {flavor.name} saves them only with both the model and the optimizer"
         checkpoint = _without_extras(checkpoint, _extras_implying_both(checkpoint, flavor, form), why)
@@ -88,6 +92,49 @@ def _names_beside(checkpoint: Checkpoint, sources: Sources) -> list[str]:
     """The names in the directory of ``checkpoint``; none if it is one file."""
     entries = sources.list_directory(checkpoint.directory) if checkpoint.directory else []
     return [entry.name for entry in entries]
+
+
+def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:
+    """The named sections at the places that ``form`` has for them; those that it has no place for are left out."""
+    main = int(checkpoint.optim is not None)
+    optimizers = [named for named in checkpoint.named if named.section is Section.OPTIM]
+    numbers = {named.path: main + number for number, named in enumerate(sorted(optimizers, key=_by_number))}
+    placed: list[NamedSection] = []
+    notes: list[Note] = []
+    for named in checkpoint.named:
+        is_optimizer = named.section is Section.OPTIM
+        path = named.path
+        if is_optimizer and form.optimizers:
+            path = form.optimizer_keys(numbers[named.path])
+        elif form.keeps_source_keys and len(path) > 1 and checkpoint.flavor != flavor.name:  # it looks for one key
+            path = ("_".join(map(str, path)),)
+        elif (is_optimizer and form.optim is None) or (form.extra is None and not form.keeps_source_keys):
+            notes.append(Note("not-carried", f"{named.label} is left out: flavor {flavor.name} has no place for it"))
+            continue
+        if path != named.path:
+            message = f"{named.dotted} becomes {'.'.join(map(str, path))}, as flavor {flavor.name} calls it"
+            notes.append(Note("renamed", message, named.dotted))
+        placed.append(replace(named, path=path))
+    return replace(checkpoint, named=tuple(placed), notes=(*checkpoint.notes, *notes))
+
+
+def _by_number(named: NamedSection) -> list[tuple[int, str]]:
+    """A sort key that puts ``optimizer_10`` behind ``optimizer_9``; names without numbers keep their order."""
+    numbers = re.findall(r"\d+", named.dotted)
+    return [(int(number), "") for number in numbers]
+
+
+def _names_of_sections(checkpoint: Checkpoint, form: Form) -> tuple[str, ...]:
+    """The extras with a key that a section gets in the same file: what a wrapper around the optimizer had beside it."""
+    if form.extra is None:
+        return ()
+    paths = [
+        path
+        for path, content in ((form.model, checkpoint.model), (form.optim, checkpoint.optim))
+        if path is not None and content is not None and path.file == form.extra.file
+    ]
+    keys = {str(path.keys[0]) for path in paths if path.keys}
+    return tuple(name for name in _extra_names(checkpoint) if name in keys)
 
 
 def _without_extras(checkpoint: Checkpoint, names: Collection[str], why: str | None = None) -> Checkpoint:
@@ -280,7 +327,9 @@ def _schedule_path(checkpoint: Checkpoint) -> tuple[PathKey, ...]:
 
 def _optimizer_steps(checkpoint: Checkpoint, sources: Sources) -> int:
     """The optimizer's step count, from the first parameter that has one; 0 if none has, or if it is NaN or infinite."""
-    entries = checkpoint.optim.state.values() if checkpoint.optim is not None else ()
+    optimizers = [checkpoint.optim, *(named.content for named in checkpoint.named)]
+    optim = next((each for each in optimizers if isinstance(each, OptimState)), None)
+    entries = optim.state.values() if optim is not None else ()
     step = next((entry["step"] for entry in entries if "step" in entry), 0)
     if isinstance(step, Tensor) and step.numel == 1 and step.dtype.numpy is not None:
         step = np.frombuffer(sources.read_elements(checkpoint.files, step), numpy_dtype(step.dtype))[0].item()

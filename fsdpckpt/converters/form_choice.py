@@ -9,13 +9,11 @@ from difflib import get_close_matches
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir import Container, Layout, Section
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
-from fsdpckpt.ir.values import Key
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.producers import Flavor, Form, PathKey
-from fsdpckpt.producers.table import HUGGINGFACE, WRITABLE, flavor_named
+from fsdpckpt.producers import PLAIN, Flavor, Form, PathKey
+from fsdpckpt.producers.table import FLAVORS, HUGGINGFACE, WRITABLE, flavor_named
 
 _PLAIN = "the target is plain"
-_AMBIGUOUS = frozenset({"several-models", "several-optimizers"})  # notes on extras that may be sections
 
 
 _ALIASES = {"hf": HUGGINGFACE.name, "transformers": HUGGINGFACE.name}
@@ -64,12 +62,13 @@ def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tu
         for form in _fitting(flavor, suffix, options, source)
         if form.layout is layout and (not suffix or suffix == form.suffix) and _matches_request(form, options, source)
     ]
-    ambiguous = any(note.kind in _AMBIGUOUS for note in source.notes)
-    if fitting and not ambiguous:
+    if fitting:
         return flavor, _with_source_keys(_preferred(flavor, fitting, source), source)
     form = _preferred(flavor, list(flavor.forms), source)
     requested = _request_text(suffix, options) or "all that is taken from this source"
-    why = "it is unclear which sections it has" if ambiguous else f"flavor {flavor.name} does not save {requested}"
+    if options.only is None and not any(_holds_named(each, source) for each in flavor.forms):
+        requested = " and ".join(named.label for named in source.named)
+    why = f"flavor {flavor.name} does not save {requested}"
     resumes = "resumes" if form.optim is not None else "loads"
     return Note("plain", f"{_PLAIN}: {why}. What {resumes} with it: --flavor {flavor.name} {_describe_change(form)}")
 
@@ -82,7 +81,9 @@ def _matches_request(form: Form, options: ConvertOptions, source: Checkpoint) ->
     """
     if source.model is None or options.only is Section.OPTIM:
         return False
-    if source.optim is None or options.only is Section.MODEL:
+    if options.only is None and not _holds_named(form, source):
+        return False
+    if not source.has(Section.OPTIM) or options.only is Section.MODEL:
         return True
     both_dcp = form.container == source.container == Container.DCP
     if form.optim is None or (both_dcp and form.flattened != source.flattened_keys):
@@ -90,17 +91,38 @@ def _matches_request(form: Form, options: ConvertOptions, source: Checkpoint) ->
     return options.key_type in (None, form.key_type)
 
 
+def _holds_named(form: Form, source: Checkpoint) -> bool:
+    """Whether the framework's loader takes the source's named sections: all models beside the main one that it keeps
+    with the extras, and several optimizers only where it has names for them.
+    """
+    if not source.named or form.keeps_source_keys:
+        return True
+    optimizers = source.optim is None and any(named.section is Section.OPTIM for named in source.named)
+    return bool(form.optimizers) if optimizers else form.extra is not None
+
+
 def _with_source_keys(form: Form, source: Checkpoint) -> Form:
-    """``form`` with the source's own keys, if the framework lets the user choose them."""
-    model, optim = (source.nesting.get(section) for section in (Section.MODEL, Section.OPTIM))
-    if not form.keeps_source_keys or model is None:
+    """``form`` with the source's own keys, if the framework lets the user choose them and the user has chosen some."""
+    if not form.keeps_source_keys or source.flavor not in _CHOSEN_BY_USERS:
         return form
-    optim_path = form.optim if form.optim is None or optim is None else replace(form.optim, keys=_steps(optim))
-    return replace(form, model=replace(form.model, keys=_steps(model)), optim=optim_path)
+    model, optim = (_chosen_keys(source, section) for section in (Section.MODEL, Section.OPTIM))
+    if model is not None:
+        form = replace(form, model=replace(form.model, keys=model))
+    if optim is not None and form.optim is not None:
+        form = replace(form, optim=replace(form.optim, keys=optim))
+    return form
 
 
-def _steps(path: tuple[Key, ...]) -> tuple[PathKey, ...]:
-    return tuple(key for key in path if isinstance(key, (str, int)))
+_CHOSEN_BY_USERS = frozenset(
+    {PLAIN, *(flavor.name for flavor in FLAVORS if any(f.keeps_source_keys for f in flavor.forms))}
+)
+"""The frameworks whose users name the sections: all files that no framework names are of their own making."""
+
+
+def _chosen_keys(source: Checkpoint, section: Section) -> tuple[PathKey, ...] | None:
+    """The keys of a section in the source; None for one in a file of its own, or deeper than a loader looks."""
+    path = tuple(key for key in source.nesting.get(section, ()) if isinstance(key, (str, int)))
+    return path if len(path) == 1 or (path and source.flavor != PLAIN) else None
 
 
 def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source: Checkpoint) -> Form:
@@ -113,7 +135,7 @@ def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source:
             expected="; ".join(map(_describe_change, flavor.forms)),
             next_step=_what_to_change(flavor, suffix, options, source),
         )
-    form = _preferred(flavor, fitting, source)
+    form = _with_source_keys(_preferred(flavor, fitting, source), source)
     if form.optim is not None and options.key_type not in (None, form.key_type):
         keys = f"keys its optimizer by {form.key_type}" if form.key_type else "has its own kind of keys in this form"
         raise UsageError(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import TransformedCheckpoint, transform, units_request
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.errors import FsdpckptError, NeedsInformationError
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, Note, Section
+from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.sections import alone
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.rekey import apply_key_type
 from fsdpckpt.transform.selection import NoKeyMatchesError
 
 
@@ -24,6 +29,7 @@ def transform_sections(opened: Checkpoint, spec: TargetSpec, sources: Sources) -
     if not opened.named or spec.options.only is not None:
         return transform(opened, spec, sources)
     _refuse_flattened(opened, spec, sources)
+    opened = _with_listed_parameters(opened, spec.options)
     unmatched = _Unmatched(opened)
     main = unmatched.transform(replace(opened, named=()), "", spec, sources)
     notes = list(main.checkpoint.notes if main is not None else opened.notes)
@@ -39,12 +45,51 @@ def transform_sections(opened: Checkpoint, spec: TargetSpec, sources: Sources) -
         content = done.checkpoint.model if section.section is Section.MODEL else done.checkpoint.optim
         if content is not None:
             named.append(replace(section, content=content))
-        added = [note for note in done.checkpoint.notes if note not in notes]
+        added = [note for note in done.checkpoint.notes if note not in notes and _is_of(note, section)]
         notes += [replace(note, message=f"{section.label}: {note.message}") for note in added]
     unmatched.require_none()
     if main is None:
         main = TransformedCheckpoint(replace(opened, model=None, optim=None))
     return replace(main, checkpoint=_promoted(replace(main.checkpoint, named=tuple(named), notes=tuple(notes))))
+
+
+def _is_of(note: Note, section: NamedSection) -> bool:
+    """Whether ``note`` is on ``section``, and not on the model with which an optimizer was transformed."""
+    return section.section is Section.MODEL or note.kind != "undetermined"
+
+
+def _with_listed_parameters(opened: Checkpoint, options: ConvertOptions) -> Checkpoint:
+    """``opened`` with every tensor that one of its optimizers lists marked as a parameter.
+
+    Each optimizer of several lists some: for the others' sake, what one says of the model is noted there.
+    """
+    listed: list[tuple[ModelState, set[str]]] = []
+    for named in opened.named:
+        view = alone(opened, named)
+        if named.section is not Section.OPTIM or view.model is None:
+            continue
+        with suppress(FsdpckptError):  # raised again if the conversion needs the names
+            by_name = apply_key_type(view, "name", units=None, reference=None, parameters=None, buffers=options.buffers)
+            keys = by_name.optim.param_keys() if by_name.optim is not None else []
+            listed.append((view.model, {clean(key) for key in keys if isinstance(key, str)}))
+    main = _with_parameters(opened.model, listed) if opened.model is not None else None
+    sections = [
+        replace(named, content=_with_parameters(named.content, listed))
+        if isinstance(named.content, ModelState)
+        else named
+        for named in opened.named
+    ]
+    return replace(opened, model=main, named=tuple(sections))
+
+
+def _with_parameters(model: ModelState, listed: Sequence[tuple[ModelState, set[str]]]) -> ModelState:
+    """``model`` with its tensors among the ``listed`` names marked as parameters."""
+    names = {name for of, keys in listed if of is model for name in keys}
+    params = dict(model.params)
+    for name, leaf in model.params.items():
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is None and clean(name) in names:
+            params[name] = replace(leaf, sharded=True)
+    return ModelState(params, model.metadata)
 
 
 def _promoted(checkpoint: Checkpoint) -> Checkpoint:

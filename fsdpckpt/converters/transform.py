@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -13,6 +14,7 @@ from fsdpckpt.converters.target_spec import TargetSpec, refuse_flat_options
 from fsdpckpt.errors import (
     NeedsInformationError,
     SourceCorruptError,
+    SourceError,
     SourceMissingError,
     SourceUnsupportedError,
     UsageError,
@@ -108,7 +110,7 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     source_keys = checkpoint.optim.key_type if checkpoint.optim is not None else None
     resolved: ResolvedUnits | None = None
     if flattened:
-        resolved = source_units(opened, request, sources, target_flattened=to_flattened)
+        resolved = _source_units(opened, checkpoint, request, sources, target_flattened=to_flattened)
         checkpoint = name_slices(checkpoint, resolved, sources)
         if not resolved.order_known:
             checkpoint = replace(checkpoint, evidence=(*checkpoint.evidence, UNORDERED))
@@ -147,6 +149,22 @@ def _id_rules(opened: Checkpoint, spec: TargetSpec) -> tuple[IdRule, IdRule]:
     """How the source and the target count ids."""
     source = id_rule_of(opened.flavor, opened.layout, opened.container)
     return source, spec.form.id_rule if spec.form is not None else IdRule.GROUPS
+
+
+def _source_units(
+    opened: Checkpoint, selected: Checkpoint, request: UnitsRequest, sources: Sources, *, target_flattened: bool
+) -> ResolvedUnits:
+    """The units of ``opened``, proved by all of its sections; by the ``selected`` one alone if another one contradicts
+    or leaves them open: a section never needs another to be understood.
+    """
+    try:
+        return source_units(opened, request, sources, target_flattened=target_flattened)
+    except (NeedsInformationError, SourceError):
+        if (selected.model is None) == (opened.model is None) and (selected.optim is None) == (opened.optim is None):
+            raise
+        with suppress(NeedsInformationError, SourceError):  # what all sections together need is the better advice
+            return source_units(selected, request, sources, target_flattened=target_flattened)
+        raise
 
 
 def _refuse_states(checkpoint: Checkpoint, spec: TargetSpec) -> None:

@@ -74,6 +74,8 @@ class Form:
     ``counter``: the extra that counts the optimizer's steps; if the source has none, it is the step in the states.
     ``by_parameter``: each weight and state has its own file.
     ``keeps_source_keys``: users choose the keys of the sections, so those of the source stay.
+    ``optimizers``: the keys of each of several optimizers, with ``{number}`` for its number or its position in a list;
+    () if the framework saves one.
     """
 
     layout: Layout
@@ -95,6 +97,11 @@ class Form:
     keeps_source_keys: bool = False
     counter: str = ""
     by_parameter: bool = False
+    optimizers: tuple[str, ...] = ()
+
+    def optimizer_keys(self, number: int) -> tuple[PathKey, ...]:
+        """The keys of optimizer ``number`` of several."""
+        return tuple(number if key == "{number}" else key.format(number=number) for key in self.optimizers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,11 @@ _DEFAULTS: _Defaults = ((_VERSION, "2.0.0"), ("epoch", 0), ("global_step", 0), (
 
 def _lightning_sharded(model: str, optim: str, defaults: _Defaults = ()) -> Form:
     places = (SectionPath("", (model,)), SectionPath("", (optim,)), _META)
-    return Form(Layout.SHARDED, Container.DCP, *places, key_type="name", defaults=defaults)
+    several = ("optimizer_{number}",) if defaults else ()  # Fabric keeps the names that its users choose
+    return Form(
+        Layout.SHARDED, Container.DCP, *places, key_type="name", defaults=defaults, optimizers=several,
+        keeps_source_keys=not several,
+    )  # fmt: skip
 
 
 _FABRIC_FULL = Form(
@@ -151,6 +155,7 @@ _FABRIC_FULL = Form(
     key_type="name",
     directory=False,
     suffix=".ckpt",
+    keeps_source_keys=True,
 )
 _LIGHTNING_FULL = replace(
     _FABRIC_FULL,
@@ -159,6 +164,8 @@ _LIGHTNING_FULL = replace(
     key_type="id",
     id_rule=IdRule.MODEL,  # FSDPStrategy and ModelParallelStrategy, optimizer_state and load_checkpoint
     defaults=_DEFAULTS,
+    keeps_source_keys=False,
+    optimizers=("optimizer_states", "{number}"),
 )
 
 LIGHTNING = Flavor(
@@ -186,7 +193,7 @@ FABRIC = Flavor(
     title="Lightning Fabric",
     signs=(Signature(_META_FILES),),
     state=LIGHTNING.state,
-    forms=(replace(_lightning_sharded("model", "optimizer"), keeps_source_keys=True), _FABRIC_FULL),
+    forms=(_lightning_sharded("model", "optimizer"), _FABRIC_FULL),
     loads='fabric.load("{target}", state)',
     tested="lightning 2.6",
 )

@@ -99,10 +99,18 @@ def _missing_sections(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Ite
         yield "the model is missing"
     if form.optim is None:
         return
-    optim = checkpoint.optim
-    if optim is None:
+    named = [(f"{each.label}: ", each.content) for each in checkpoint.named]
+    optimizers = [("", checkpoint.optim), *named]
+    found = [(label, optim) for label, optim in optimizers if isinstance(optim, OptimState)]
+    if not found:
         yield "the optimizer is missing"
-        return
+    elif len(found) > 1 and not (form.optimizers or form.keeps_source_keys):
+        yield f"{flavor.name} has one optimizer, and this checkpoint {len(found)}"
+    for label, optim in found:
+        yield from (f"{label}{what}" for what in _missing_of_optimizer(optim, flavor, form))
+
+
+def _missing_of_optimizer(optim: OptimState, flavor: Flavor, form: Form) -> Iterator[str]:
     if optim.param_groups is None and not flavor.groups_without_params:
         yield "the optimizer has no param groups, so its learning rates are unknown"
     if form.key_type is not None and optim.key_type not in (None, form.key_type):

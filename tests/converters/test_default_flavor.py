@@ -8,7 +8,7 @@ import pytest
 
 from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec
 from fsdpckpt.errors import UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Note, OptimState, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, OptimState, Section
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers.table import FLAVORS
 from tests.flat.flat_synthetic import checkpoint
@@ -142,11 +142,28 @@ def test_keys_that_are_not_the_frameworks_stay_as_they_are() -> None:
     assert (form.model.keys, form.optim.keys) == (("net",), ("training", "adam"))
 
 
-@pytest.mark.parametrize("kind", ["several-models", "several-optimizers"])
-def test_extras_that_may_be_sections_are_not_put_elsewhere(kind: str) -> None:
-    held = replace(source("lightning", SHARDED, DCP), notes=(Note(kind, "two"),))  # type: ignore[arg-type]
-    found = spec(held, **SIX)
-    assert described(found)[0] == "plain" and "unclear which sections" in found.notes[0].message
+def several(flavor: str, layout: Layout, container: Container) -> Checkpoint:
+    """A checkpoint with two optimizers, neither of which is the main one."""
+    names = ("generator", "critic")
+    named = tuple(NamedSection(Section.OPTIM, name, (name,), OptimState({}, [])) for name in names)
+    return replace(source(flavor, layout, container, optim=False), named=named)
+
+
+@pytest.mark.parametrize("flavor", ["lightning", "lightning-model-parallel", "fabric"])
+@pytest.mark.parametrize(("layout", "container"), [(SHARDED, DCP), (FULL, TORCH)])
+def test_several_optimizers_have_a_place_in_frameworks_that_save_several(
+    flavor: str, layout: Layout, container: Container
+) -> None:
+    target = "out.ckpt" if layout is FULL else "out"
+    assert described(spec(several(flavor, layout, container), target))[:3] == (flavor, layout, container)
+
+
+def test_a_framework_with_one_optimizer_is_not_the_default_of_several() -> None:
+    found = spec(several("trainer", SHARDED, DCP), **SIX)
+    assert described(found)[0] == "plain"
+    assert "flavor trainer does not save optim:generator and optim:critic" in found.notes[0].message
+    alone = spec(several("trainer", SHARDED, DCP), only=Section.MODEL, **SIX)
+    assert described(alone)[0] == "trainer"
 
 
 def test_every_writable_framework_is_the_default_of_each_of_its_own_forms() -> None:
