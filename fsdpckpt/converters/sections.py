@@ -17,6 +17,7 @@ from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
+from fsdpckpt.producers.table import id_rule_of
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.rekey import apply_key_type
 from fsdpckpt.transform.selection import NoKeyMatchesError
@@ -69,7 +70,15 @@ def _with_listed_parameters(opened: Checkpoint, options: ConvertOptions) -> Chec
         if named.section is not Section.OPTIM or view.model is None:
             continue
         with suppress(FsdpckptError):  # raised again if the conversion needs the names
-            by_name = apply_key_type(view, "name", units=None, reference=None, parameters=None, buffers=options.buffers)
+            by_name = apply_key_type(
+                view,
+                "name",
+                units=None,
+                reference=None,
+                parameters=None,
+                buffers=options.buffers,
+                rule=id_rule_of(opened.flavor, opened.layout, opened.container),
+            )
             keys = by_name.optim.param_keys() if by_name.optim is not None else []
             listed.append((view.model, {clean(key) for key in keys if isinstance(key, str)}))
     main = _with_parameters(opened.model, listed) if opened.model is not None else None

@@ -312,6 +312,11 @@ class NamedSection:
     def dotted(self) -> str:
         return ".".join(map(str, self.path))
 
+    def problem(self, found: Problem) -> Problem:
+        """``found`` in this section alone, as one of the checkpoint: it says which section has it."""
+        key = None if found.key is None else f"{self.dotted}.{found.key}"
+        return replace(found, message=f"{self.label}: {found.message}", key=key)
+
 
 class NamedTensor(NamedTuple):
     """One tensor with its address. ``param`` is the FQN or id as text, or the dotted path in the extras.

@@ -27,6 +27,7 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.quantized import maps_in, parts_in, scales_in
+from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, spans_of
 from fsdpckpt.ir.values import Value
 from fsdpckpt.text import plural, some_of
@@ -51,11 +52,19 @@ def problems(checkpoint: Checkpoint) -> list[Problem]:
         if _boxes(named.tensor) not in covered:
             all_problems.extend(_coverage_problem(named, flaw, checkpoint) for flaw in flaws(named.tensor))
     all_problems.extend(undecided_copies(checkpoint))
-    if checkpoint.optim is not None:
-        all_problems.extend(aliased_states(checkpoint.optim, checkpoint))
-        all_problems.extend(state_completeness(checkpoint.optim))
-        all_problems.extend(misshapen_states(checkpoint))
+    all_problems.extend(_of_optimizer(checkpoint))
+    for section in checkpoint.named:
+        if section.section is Section.OPTIM:
+            all_problems.extend(map(section.problem, _of_optimizer(alone(checkpoint, section))))
     return all_problems
+
+
+def _of_optimizer(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """The problems of the main optimizer."""
+    if checkpoint.optim is not None:
+        yield from aliased_states(checkpoint.optim, checkpoint)
+        yield from state_completeness(checkpoint.optim)
+        yield from misshapen_states(checkpoint)
 
 
 def _boxes(tensor: Tensor) -> tuple[tuple[int, ...], Boxes]:

@@ -27,6 +27,7 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import numpy_dtype
+from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.spans import chunk_ends
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, as_float
@@ -163,6 +164,10 @@ def verify_checkpoint(
     problems += [problem for problem in of_tensors if problem not in differing]
     skipped = {tensors[number].key for number in incomplete}
     problems += check_steps(checkpoint, skipped, sources=sources, threads=threads, progress=progress)
+    for section in checkpoint.named:
+        inside = {key.removeprefix(f"{section.dotted}.") for key in skipped}
+        found = check_steps(alone(checkpoint, section), inside, sources=sources, threads=threads, progress=progress)
+        problems += map(section.problem, found)
     problems += _stray_problems(checkpoint)
     sha256 = dict(zip(to_read, (text for _, text in results), strict=True))
     tensor_digests = [

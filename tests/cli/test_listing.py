@@ -214,3 +214,14 @@ def test_an_empty_key_can_be_seen(run: Run, tmp_path: Path) -> None:
     assert "  model '' float32 [2]\n" in run("verify", tmp_path / "a.pt", "--digests").out
     assert "* model ''  " in run("diff", tmp_path / "a.pt", tmp_path / "b.pt").out
     assert run("inspect", tmp_path / "a.pt", "--names-only").out == "\na.b\n", "what a script reads is the key itself"
+
+
+def test_each_of_several_models_and_optimizers_is_a_section_with_a_name(tmp_path: Path, run: Run) -> None:
+    net = torch.nn.Linear(4, 3)
+    muon = {"state": {}, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
+    adamw = torch.optim.AdamW(net.parameters()).state_dict()
+    models = {"net": net.state_dict(), "ema": {"model": net.state_dict()}}
+    torch.save({**models, "muon": muon, "adamw": adamw}, tmp_path / "a.pt")
+    text = run("inspect", tmp_path / "a.pt").out
+    assert "model:ema: 2 tensors" in text and "ema.model.weight" in text
+    assert "optim:muon: param groups: 1" in text and "optim:adamw: param groups: 1" in text

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdpckpt.ir.checkpoint import BARE_VALUE
+from fsdpckpt.ir.checkpoint import BARE_VALUE, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import state_completeness
 from fsdpckpt.ir.sections import in_extras, optimizer_dict
@@ -435,3 +435,94 @@ def test_flat_keys_beside_a_dict_of_their_first_word_join_a_copy_of_it() -> None
 def test_an_id_that_is_there_as_a_number_and_as_text_stays_twice() -> None:
     both = {"state": {0: {"exp_avg": M}, "0": {"exp_avg": V}}, "param_groups": [{"params": [0]}]}
     check({"optimizer": both}, None, both, {})
+
+
+def labels(found: Sections) -> list[str]:
+    return [named.label for named in found.named]
+
+
+def test_several_models_and_optimizers_have_the_names_that_tell_them_apart() -> None:
+    root = {
+        "actor": {"model": MODEL, "optimizer": BY_ID}, "critic": {"model": MODEL, "optimizer": BY_ID}, "step": 3,
+    }  # fmt: skip
+    found = check(root, None, None, root)
+    assert labels(found) == ["optim:actor", "optim:critic", "model:actor", "model:critic"]
+    assert found.extra == {"step": 3}
+    assert found.place_of(("actor", "optimizer", "state")) is found.named[0]
+    assert found.place_of(("critic", "model", "l.weight")) is found.named[3]
+    assert found.place_of(("step",)) is Section.EXTRA
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "expected"),
+    [
+        ({"optimizer_states": [BY_ID, BY_ID]}, ["optimizer_states.0", "optimizer_states.1"]),
+        ({"optimizers": {"muon": BY_NAME, "adamw": BY_NAME}}, ["muon", "adamw"]),
+        ({"optimizer_0": BY_ID, "optimizer_1": BY_ID}, ["optimizer_0", "optimizer_1"]),
+    ],
+)
+def test_a_number_alone_is_no_name(optimizers: Any, expected: list[str]) -> None:
+    assert labels(split({"model": MODEL, **optimizers})) == [f"optim:{name}" for name in expected]
+
+
+def test_statistics_beside_a_model_are_no_model_and_an_average_of_it_is_one() -> None:
+    statistics = {"loss.mean": B, "loss.std": B}
+    root = {"model": MODEL, "average": MODEL, "statistics": statistics}
+    found = check(root, MODEL, None, {"average": MODEL, "statistics": statistics})
+    assert labels(found) == ["model:average"]
+
+
+def test_a_model_nested_by_module_is_read_whole() -> None:
+    """Megatron-LM's old format; the second module has no dot in its names, and alone would be no model."""
+    nested = {"encoder": {"0.weight": W, "0.bias": B}, "head": {"weight": W}, "scale": B}
+    whole = {"encoder.0.weight": W, "encoder.0.bias": B, "head.weight": W, "scale": B}
+    found = check({"model": nested, "optimizer": BY_ID, "n": 1}, whole, BY_ID, {"n": 1})
+    assert [note.kind for note in found.notes] == ["model-found"]
+    deeper = {"language_model": {"encoder": nested, "embedding": {"weight": W}}}
+    expected = {f"language_model.encoder.{name}": leaf for name, leaf in whole.items()}
+    check({"model": deeper}, {**expected, "language_model.embedding.weight": W}, None, {})
+
+
+def test_the_module_versions_of_a_nested_model_are_those_of_the_whole() -> None:
+    encoder: OrderedDict[str, Tensor] = OrderedDict({"0.weight": W})
+    encoder._metadata = {"": {"version": 1}, "0": {"version": 2}}  # type: ignore[attr-defined]
+    found = split({"model": {"encoder": encoder}})
+    assert found.model is not None
+    assert found.model.metadata == {"encoder": {"version": 1}, "encoder.0": {"version": 2}}
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        {"model": {"generator": MODEL, "critic": MODEL}, "optimizer": {"generator": BY_ID, "critic": BY_ID}},
+        {"model": {"state_dict": MODEL, "ema": MODEL}},
+        {"model": {"encoder": MODEL, "config": {"layers": 3}}},
+        {"model": {"a": {"b.w": W}, "a.b": {"w": W}}},
+    ],
+)
+def test_dicts_in_a_model_that_are_models_themselves_or_none_are_not_joined(root: Any) -> None:
+    """With an optimizer each, under a name of models, beside other values, or with a name that two would have."""
+    model = split(root).model
+    assert model is None or not any(name.startswith(("encoder.", "generator.", "a.")) for name in model.params)
+
+
+def test_a_flattened_optimizer_beside_the_names_of_its_model_is_the_optimizer() -> None:
+    flat = flattened(GROUPS[:1], {"l.weight": STATE["l.weight"]})
+    found = split({**MODEL, "n.0.w": V, **flat})
+    assert found.optim is not None and list(found.optim.state) == ["l.weight"]
+    assert found.optim.param_groups == GROUPS[:1] and found.flattened
+    assert found.model is not None and list(found.model.params) == ["l.weight", "l.bias", "n.0.w"]
+    assert found.place_of(("state.l.weight.exp_avg",)) is Section.OPTIM
+    assert found.place_of(("l.weight",)) is Section.MODEL
+
+
+@pytest.mark.parametrize("key", ["state.weight", "state.l.other.exp_avg", "param_groups.l.weight"])
+def test_a_module_called_state_is_no_optimizer(key: str) -> None:
+    check({**MODEL, key: W}, {**MODEL, key: W}, None, {})
+
+
+def test_what_is_left_of_a_wrapper_keeps_its_place() -> None:
+    """Both sections are in dicts that have more: a full target keeps them there, too."""
+    root = {"model": {"state_dict": MODEL, "config": 1}, "optimizer": {"inner": BY_ID, "scale": 2.0}}
+    found = check(root, MODEL, BY_ID, {"model": {"config": 1}, "optimizer": {"scale": 2.0}})
+    assert (found.model_path, found.optim_path) == (("model", "state_dict"), ("optimizer", "inner"))

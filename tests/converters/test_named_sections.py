@@ -1,0 +1,279 @@
+"""Several models and several optimizers of one checkpoint: sections with names, each converted like the only one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+
+import fsdpckpt
+from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Gan(nn.Module):
+    """A generator and a critic, one frozen parameter before both: ids of the second begin in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.g = nn.Linear(6, 5)
+        self.d = nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.d(self.g(x))
+
+
+def trained(seed: int = 0) -> tuple[Gan, list[torch.optim.Optimizer], list[torch.optim.lr_scheduler.LRScheduler]]:
+    torch.manual_seed(seed)
+    model = Gan()
+    optimizers = [torch.optim.Adam(model.g.parameters(), lr=1e-2), torch.optim.AdamW(model.d.parameters(), lr=2e-2)]
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(optimizers[0], 2, 0.5),
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[1], 50),
+    ]
+    for _ in range(3):
+        model(torch.randn(2, 6)).square().mean().backward()
+        for each in (*optimizers, *schedulers):
+            each.step()
+    return model, optimizers, schedulers
+
+
+def loaded(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return isinstance(found, torch.Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(equal(found[key], value) for key, value in expected.items())
+    if isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(map(equal, found, expected))
+    return bool(found == expected)
+
+
+# Several models
+
+
+def models(directory: Path, container: str) -> tuple[Path, dict[str, Any]]:
+    torch.manual_seed(1)
+    nets = {name: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)) for name in ("generator", "critic", "generator_ema")}
+    state = {name: net.state_dict() for name, net in nets.items()}
+    path = directory / "source.pt"
+    if container == "torch":
+        torch.save({**state, "step": 3}, path)
+    else:
+        dcp.save({**state, "step": 3}, checkpoint_id=path, no_dist=True)
+    return path, state
+
+
+@pytest.mark.parametrize("container", ["torch", "dcp"])
+def test_one_of_several_models_is_taken_by_its_name(container: str, tmp_path: Path) -> None:
+    source, state = models(tmp_path, container)
+    with pytest.raises(NeedsInformationError, match="has 3 models") as caught:
+        fsdpckpt.convert(source, tmp_path / "no.safetensors", only="model")
+    assert list(caught.value.details) == [f"--only model:{name}" for name in state]
+    fsdpckpt.convert(source, tmp_path / "one.safetensors", only="model:generator_ema")
+    assert equal(safetensors.torch.load_file(tmp_path / "one.safetensors"), dict(state["generator_ema"]))
+    fsdpckpt.convert(source, tmp_path / "two.safetensors", include=["generator_ema.*"])
+    assert equal(safetensors.torch.load_file(tmp_path / "two.safetensors"), dict(state["generator_ema"]))
+    with pytest.raises(UsageError, match="of the name generator_emma") as wrong:
+        fsdpckpt.convert(source, tmp_path / "no.pt", only="model:generator_emma")
+    assert wrong.value.next_step == "did you mean --only model:generator_ema?"
+    with pytest.raises(SourceMissingError):
+        fsdpckpt.convert(source, tmp_path / "no.pt", only="optim")
+
+
+@pytest.mark.parametrize("target", ["full.pt", "dcp", "ranks"])
+@pytest.mark.parametrize("container", ["torch", "dcp"])
+def test_all_of_several_models_are_converted_and_cast(container: str, target: str, tmp_path: Path) -> None:
+    source, state = models(tmp_path, container)
+    options: dict[str, Any] = {"to": "full"}
+    if target != "full.pt":
+        options = {"to": "sharded", "world_size": 2, "buffers": ["none"]}
+        options["container"] = "dcp" if target == "dcp" else "torch"
+    fsdpckpt.convert(source, tmp_path / target, **options)
+    assert fsdpckpt.diff(source, tmp_path / target).same
+    fsdpckpt.convert(tmp_path / target, tmp_path / "cast.pt", to="full", dtype="bfloat16", exclude=["critic.1.bias"])
+    found = loaded(tmp_path / "cast.pt")
+    assert found.pop("step") == 3 and found.keys() == state.keys()
+    for name, net in state.items():
+        expected = {key: leaf.bfloat16() for key, leaf in net.items() if (name, key) != ("critic", "1.bias")}
+        assert equal(dict(found[name]), expected), name
+
+
+def test_an_option_that_applies_to_one_of_several_models_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    source, state = models(tmp_path, "torch")
+    only = {"inner.head.weight": torch.ones(3, 2)}
+    torch.save({**torch.load(source), "probe": only}, source)
+    fsdpckpt.convert(source, tmp_path / "out.pt", rename={"inner": "outer"})
+    found = loaded(tmp_path / "out.pt")
+    assert set(found["probe"]) == {"outer.head.weight"} and equal(dict(found["critic"]), dict(state["critic"]))
+    with pytest.raises(UsageError, match="applies to no key"):
+        fsdpckpt.convert(source, tmp_path / "no.pt", rename={"nowhere": "outer"})
+    with pytest.raises(UsageError, match="matches no key") as caught:
+        fsdpckpt.convert(source, tmp_path / "no.pt", include=["generator_ema.none.*"])
+    assert caught.value.next_step == "--only model:generator_ema takes that section alone"
+
+
+def test_an_average_beside_the_model_is_another_model(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    net, average = nn.Linear(4, 3), nn.Linear(4, 3)
+    source = tmp_path / "source.pt"
+    statistics = {"loss.mean": torch.ones(2)}
+    torch.save({"model": net.state_dict(), "ema": {"model": average.state_dict()}, "statistics": statistics}, source)
+    assert fsdpckpt.diff(source, source, only="model:ema").same
+    fsdpckpt.convert(source, tmp_path / "ema.pt", only="model:ema")
+    assert equal(dict(loaded(tmp_path / "ema.pt")), dict(average.state_dict()))
+    fsdpckpt.convert(source, tmp_path / "main.pt", only="model")
+    assert equal(dict(loaded(tmp_path / "main.pt")), dict(net.state_dict()))
+    assert not fsdpckpt.diff(source, tmp_path / "main.pt", only="model:ema").same, "the average is not the model"
+    document = fsdpckpt.inspect(source).to_json()
+    assert {row["section"] for row in document["tensors"]} == {"model", "model:ema", "extra"}
+    assert document["named"] == [{"section": "model", "name": "ema", "path": ["ema", "model"]}]
+
+
+# Several optimizers
+
+
+def lightning(directory: Path) -> Path:
+    """What ModelParallelStrategy saves of two optimizers and two schedulers (lightning 2.6)."""
+    model, optimizers, schedulers = trained()
+    state = {"state_dict": get_model_state_dict(model)}
+    state |= {f"optimizer_{n}": get_optimizer_state_dict(model, each) for n, each in enumerate(optimizers)}
+    dcp.save(state, checkpoint_id=directory / "x.ckpt", no_dist=True)
+    meta = {
+        "epoch": 0, "global_step": 6, "pytorch-lightning_version": "2.6.6", "loops": {"fit_loop": {"state_dict": {}}},
+        "lr_schedulers": [each.state_dict() for each in schedulers],
+    }  # fmt: skip
+    torch.save(meta, directory / "x.ckpt" / "meta.pt")
+    return directory / "x.ckpt"
+
+
+def full_states() -> list[Any]:
+    """``optimizer_states`` of Lightning's full file, whose ids count over all of ``model.parameters()``."""
+    model, optimizers, _ = trained()
+    by_name = [get_optimizer_state_dict(model, each) for each in optimizers]
+    rekey = FullyShardedDataParallel.rekey_optim_state_dict
+    return [rekey(each, OptimStateKeyType.PARAM_ID, model) for each in by_name]
+
+
+def resume(path: Path) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The optimizers and schedulers of a job that resumes from ``path``, as ``_load_checkpoint`` of Lightning does."""
+    model, optimizers, _ = trained(seed=7)
+    module = {"state_dict": get_model_state_dict(model)}
+    dcp.load(module, checkpoint_id=path, no_dist=True)
+    model.load_state_dict(module["state_dict"])
+    for number, optimizer in enumerate(optimizers):
+        held = {f"optimizer_{number}": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(held, checkpoint_id=path, no_dist=True)
+        set_optimizer_state_dict(model, optimizer, optim_state_dict=held[f"optimizer_{number}"])
+    meta = torch.load(path / "meta.pt", weights_only=False)
+    return [copy.deepcopy(each.state_dict()) for each in optimizers], meta["lr_schedulers"]
+
+
+def test_two_optimizers_and_two_schedulers_of_lightning_resume_by_default_and_as_named(tmp_path: Path) -> None:
+    source = lightning(tmp_path)
+    expected = resume(source)
+    default = fsdpckpt.convert(source, tmp_path / "default", to="sharded", world_size=2)
+    assert default.flavor == "lightning-model-parallel"
+    options: dict[str, Any] = {"to": "sharded", "container": "dcp", "world_size": 1}
+    fsdpckpt.convert(source, tmp_path / "named", flavor="lightning-model-parallel", **options)
+    fsdpckpt.convert(source, tmp_path / "full.ckpt", flavor="lightning", buffers="none")
+    fsdpckpt.convert(tmp_path / "full.ckpt", tmp_path / "again", flavor="lightning-model-parallel", **options)
+    for name in ("default", "named", "again"):
+        assert equal(resume(tmp_path / name), expected), name
+        assert fsdpckpt.diff(source, tmp_path / name).same, name
+    assert fsdpckpt.diff(source, tmp_path / "full.ckpt").same
+    assert fsdpckpt.verify(tmp_path / "default", flavor="lightning-model-parallel").resumption.resumes
+    found = torch.load(tmp_path / "full.ckpt", weights_only=False)
+    assert equal(found["optimizer_states"], full_states()) and len(found["lr_schedulers"]) == 2
+
+
+def test_one_of_several_optimizers_is_taken_by_its_name(tmp_path: Path) -> None:
+    source = lightning(tmp_path)
+    _, optimizers, _ = trained()
+    with pytest.raises(NeedsInformationError, match="has 2 optimizers"):
+        fsdpckpt.convert(source, tmp_path / "no.pt", only="optim", to="full")
+    fsdpckpt.convert(source, tmp_path / "one.pt", only="optim:optimizer_1", to="full")
+    found = loaded(tmp_path / "one.pt")
+    assert list(found["state"]) == ["d.weight", "d.bias"]
+    assert equal(list(found["state"].values()), list(optimizers[1].state_dict()["state"].values()))
+
+
+def test_a_step_that_differs_in_one_of_several_optimizers_is_a_problem(tmp_path: Path) -> None:
+    _, optimizers, _ = trained()
+    saved = [copy.deepcopy(each.state_dict()) for each in optimizers]
+    saved[1]["state"][1]["step"] += 1
+    torch.save({"model": trained()[0].state_dict(), "muon": saved[0], "adamw": saved[1]}, tmp_path / "source.pt")
+    (problem,) = fsdpckpt.verify(tmp_path / "source.pt").problems
+    assert problem.message.startswith("optim:adamw: ") and problem.kind == "step"
+
+
+@pytest.mark.parametrize("key_type", ["id", "name"])
+def test_ids_of_several_optimizers_are_those_of_their_own_models(key_type: str, tmp_path: Path) -> None:
+    """Actor and critic have the same names and shapes: each optimizer belongs to the model whose name it has."""
+    parts: dict[str, Any] = {}
+    for seed, name in enumerate(("actor", "critic")):
+        model, optimizers, _ = trained(seed)
+        parts[name] = {"model": model.state_dict(), "optimizer": optimizers[seed].state_dict()}
+    torch.save(parts, tmp_path / "source.pt")
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out.pt", to="full", key_type=key_type)
+    found = loaded(tmp_path / "out.pt")
+    names = {"actor": ["g.weight", "g.bias"], "critic": ["d.weight", "d.bias"]}
+    for name, part in parts.items():
+        keys = names[name] if key_type == "name" else [0, 1]
+        assert list(found[name]["optimizer"]["state"]) == keys
+        assert equal(list(found[name]["optimizer"]["state"].values()), list(part["optimizer"]["state"].values()))
+    assert fsdpckpt.diff(tmp_path / "source.pt", tmp_path / "out.pt").same
+
+
+def test_names_that_a_user_of_fabric_chose_are_kept_in_every_form(tmp_path: Path) -> None:
+    model, optimizers, _ = trained()
+    state = {"generator": get_model_state_dict(model)}
+    state |= {f"opt_{n}": get_optimizer_state_dict(model, each) for n, each in zip("gd", optimizers, strict=True)}
+    torch.save({**state, "iteration": 4}, tmp_path / "full.ckpt")
+    fsdpckpt.convert(
+        tmp_path / "full.ckpt", tmp_path / "dcp", flavor="fabric", to="sharded", container="dcp", world_size=2
+    )
+    held = {key: copy.deepcopy(value) for key, value in state.items()}
+    dcp.load(held, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert equal(held, state) and loaded(tmp_path / "dcp" / "meta.pt") == {"iteration": 4}
+    fsdpckpt.convert(tmp_path / "dcp", tmp_path / "again.ckpt", to="full")
+    assert equal(torch.load(tmp_path / "again.ckpt", weights_only=False), {**state, "iteration": 4})
+
+
+def test_a_flattened_target_takes_one_optimizer(tmp_path: Path) -> None:
+    source = lightning(tmp_path)
+    with pytest.raises(NeedsInformationError, match="flat parameters are those of one") as caught:
+        fsdpckpt.convert(source, tmp_path / "flat", to="flattened", world_size=2, unit=["g", "d"])
+    assert caught.value.next_step == "convert one at a time: --only optim:optimizer_0"
+
+
+@pytest.mark.parametrize("target", ["out.pt", "dcp"])
+def test_what_is_left_of_a_wrapper_keeps_its_place_beside_the_section(target: str, tmp_path: Path) -> None:
+    model, optimizers, _ = trained()
+    root = {
+        "model": {"state_dict": dict(model.state_dict()), "config": {"layers": 2}},
+        "optimizer": {"inner": optimizers[0].state_dict(), "scale": 2.0},
+    }
+    torch.save(root, tmp_path / "source.pt")
+    options: dict[str, Any] = {"to": "full"} if target == "out.pt" else {"to": "sharded", "world_size": 2}
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / target, **options)
+    assert fsdpckpt.diff(tmp_path / "source.pt", tmp_path / target).same
+    fsdpckpt.convert(tmp_path / target, tmp_path / "again.pt", to="full")
+    assert equal(loaded(tmp_path / "again.pt"), root)

@@ -1,0 +1,151 @@
+"""Mixed-precision wrappers around an optimizer: DeepSpeed's ZeRO 0, Megatron-LM's torch format, apex."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdpckpt
+from fsdpckpt.ir.tensors import Tensor
+from tests.readers.contents import opened
+
+WRAPPERS = [
+    ("optimizer_state_dict", "fp32_groups"),  # DeepSpeed's FP16_UnfusedOptimizer
+    ("optimizer", "fp32_from_fp16_params"),  # Megatron-LM's Float16OptimizerWithFloat16Params
+    ("optimizer_state_dict", "fp32_from_fp16"),  # apex's FP16_Optimizer
+]
+
+
+def trained(*, groups: list[list[str]] | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A float32 model after one step: what the wrapper keeps, while the model that computes is its bf16 copy."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 5, bias=False))
+    params = dict(model.named_parameters())
+    names = groups or [list(params)]
+    optimizer = torch.optim.AdamW([{"params": [params[name] for name in group]} for group in names], lr=1e-2)
+    model(torch.randn(2, 4)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def copies(model: nn.Module, *, kept: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    state = {name: leaf.detach() for name, leaf in model.state_dict().items()}
+    return {name: leaf if name in kept else leaf.bfloat16() for name, leaf in state.items()}
+
+
+def saved(directory: Path, root: dict[str, Any], name: str = "model.pt") -> Path:
+    torch.save(root, directory / name)
+    return directory / name
+
+
+def loaded(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize(("inner", "masters"), WRAPPERS)
+def test_the_masters_of_a_wrapper_are_the_trained_parameters(inner: str, masters: str, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    weights = [[leaf.detach().clone() for leaf in model.parameters()]]
+    wrapper = {inner: optimizer.state_dict(), masters: weights, "cur_scale": 2.0}
+    source = saved(tmp_path, {"model": copies(model), "optimizer": wrapper, "iteration": 3})
+    report = fsdpckpt.convert(source, tmp_path / "full.pt", to="full")
+    found = loaded(tmp_path / "full.pt")
+    for name, leaf in model.state_dict().items():
+        assert found["model"][name].dtype is torch.float32 and torch.equal(found["model"][name], leaf), name
+    assert found["optimizer"]["cur_scale"] == 2.0 and masters not in found["optimizer"]
+    again = torch.optim.AdamW(model.parameters())
+    again.load_state_dict(found["optimizer"][inner])
+    assert all(torch.equal(again.state[p]["exp_avg"], optimizer.state[p]["exp_avg"]) for p in model.parameters())
+    assert any("not the bfloat16 copies" in note.message for note in report.notes)
+    assert fsdpckpt.diff(source, tmp_path / "full.pt").same
+
+
+def test_a_parameter_that_is_float32_itself_has_no_master(tmp_path: Path) -> None:
+    """Megatron keeps norms in float32, and lists masters of the others alone."""
+    model, optimizer = trained()
+    kept = ("1.weight", "1.bias")
+    weights = [[leaf.detach().clone() for name, leaf in model.named_parameters() if name not in kept]]
+    wrapper = {"optimizer": optimizer.state_dict(), "fp32_from_fp16_params": weights}
+    source = saved(tmp_path, {"model": copies(model, kept=kept), "optimizer": wrapper})
+    fsdpckpt.convert(source, tmp_path / "full.pt", to="full", key_type="name")
+    found = loaded(tmp_path / "full.pt")
+    assert all(torch.equal(found["model"][name], leaf) for name, leaf in model.state_dict().items())
+    assert set(found["optimizer"]["state"]) == set(model.state_dict())
+
+
+def test_a_tied_parameter_has_its_master_under_both_names(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = copies(model)
+    state["head"] = state["0.weight"]
+    weights = [[leaf.detach().clone() for leaf in model.parameters()]]
+    wrapper = {"optimizer_state_dict": optimizer.state_dict(), "fp32_groups": weights}
+    fsdpckpt.convert(saved(tmp_path, {"model": state, "optimizer": wrapper}), tmp_path / "full.pt", to="full")
+    found = loaded(tmp_path / "full.pt")["model"]
+    assert torch.equal(found["head"], weights[0][0]) and torch.equal(found["0.weight"], weights[0][0])
+
+
+def test_masters_that_nothing_ties_to_a_parameter_stay_an_extra(tmp_path: Path) -> None:
+    """Two groups of equal shapes: weight and bias of the norm and the bias of the layer may be in either."""
+    model, optimizer = trained(groups=[["0.weight", "1.weight", "2.weight"], ["0.bias", "1.bias"]])
+    weights = [[leaf.detach().clone() for leaf in group["params"]] for group in optimizer.param_groups]
+    wrapper = {"optimizer_state_dict": optimizer.state_dict(), "fp32_groups": weights}
+    source = saved(tmp_path, {"model": copies(model), "optimizer": wrapper})
+    checkpoint = opened(source)
+    assert any("nothing says whose they are" in note.message for note in checkpoint.notes)
+    fsdpckpt.convert(source, tmp_path / "full.pt", to="full")
+    found = loaded(tmp_path / "full.pt")
+    assert found["model"]["0.bias"].dtype is torch.bfloat16
+    assert torch.equal(found["optimizer"]["fp32_groups"][1][0], weights[1][0])
+
+
+def test_a_master_of_another_shape_is_a_contradiction(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    weights = [[leaf.detach().clone() for leaf in model.parameters()]]
+    weights[0][0] = weights[0][0].t().contiguous()
+    wrapper = {"optimizer": optimizer.state_dict(), "fp32_from_fp16_params": weights}
+    source = saved(tmp_path, {"model": copies(model), "optimizer": wrapper})
+    assert any("its master weight" in problem.message for problem in fsdpckpt.verify(source).problems)
+    with pytest.raises(fsdpckpt.SourceError, match="master weight"):
+        fsdpckpt.convert(source, tmp_path / "full.pt", to="full")
+
+
+def zero_0(directory: Path, *, buffers: list[str]) -> tuple[Path, nn.Module]:
+    """What ``DeepSpeedEngine.save_checkpoint`` writes without ZeRO in bf16 (deepspeed 0.19)."""
+    model, optimizer = trained()
+    model.register_buffer("mask", torch.ones(4, 4))
+    step = directory / "global_step1"
+    step.mkdir(parents=True)
+    (directory / "latest").write_text("global_step1")
+    weights = [[nn.Parameter(leaf.detach().clone()) for leaf in model.parameters()]]
+    wrapper = {
+        "dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": 1,
+        "optimizer_state_dict": optimizer.state_dict(), "fp32_groups": weights,
+    }  # fmt: skip
+    root = {
+        "module": copies(model), "buffer_names": buffers, "optimizer": wrapper, "param_shapes": None,
+        "lr_scheduler": None, "global_steps": 1, "dp_world_size": 2, "mp_world_size": 1, "ds_version": "0.19.8",
+    }  # fmt: skip
+    torch.save(root, step / "mp_rank_00_model_states.pt")
+    return directory, model
+
+
+def test_deepspeed_without_zero_becomes_a_universal_checkpoint_with_float32_weights(tmp_path: Path) -> None:
+    source, model = zero_0(tmp_path / "ckpt", buffers=["mask"])
+    fsdpckpt.convert(source, tmp_path / "u", flavor="deepspeed-universal")
+    step = tmp_path / "u" / (tmp_path / "u" / "latest_universal").read_text()
+    for name, leaf in model.named_parameters():
+        found = torch.load(step / "zero" / name / "fp32.pt", weights_only=False)["param"]
+        assert found.dtype is torch.float32 and torch.equal(found, leaf.detach()), name
+
+
+def test_the_listed_buffers_are_whole_and_all_other_tensors_are_cut(tmp_path: Path) -> None:
+    source, model = zero_0(tmp_path / "ckpt", buffers=["mask"])
+    fsdpckpt.convert(source, tmp_path / "ranks", to="sharded", container="torch", world_size=2)
+    found = opened(tmp_path / "ranks").model
+    assert found is not None
+    cut = {name for name, leaf in found.params.items() if isinstance(leaf, Tensor) and leaf.sharded}
+    assert cut == {name for name, _ in model.named_parameters()}
