@@ -57,7 +57,13 @@ from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage import FileIdentity, is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import clear_leftover, restore_backup, was_interrupted
-from fsdpckpt.storage.target_checks import Contents, check_target, refuse_links_into, require_outside_opened
+from fsdpckpt.storage.target_checks import (
+    Contents,
+    check_target,
+    refuse_links_into,
+    require_outside_opened,
+    require_source_apart,
+)
 
 
 def convert(
@@ -251,6 +257,10 @@ class _Conversion:
         return seen
 
     def _open_staging(self, *, directory: bool) -> StagingDirectories:
+        if self.visibility is Visibility.NODE and not self._single_rank:
+            with self.group.step("look where each node writes"):
+                if not is_url(self.source):
+                    require_source_apart(self.target, self.source, overwrite=self.options.overwrite)
         directories, self._staged.staging = open_staging(
             *(self.group, self.target, self.options, self.visibility),
             directory=directory,

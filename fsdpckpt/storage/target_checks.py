@@ -144,6 +144,16 @@ def require_outside(path: str, source: str, *, what: str = "DST") -> None:
     )
 
 
+def require_source_apart(target: str, source: str, *, overwrite: bool) -> None:
+    """Raises UsageError if writing, or with ``overwrite`` replacing, ``target`` would touch the local ``source``.
+
+    Each machine that writes asks this for itself: its paths may lead elsewhere than those of others.
+    """
+    require_outside(target, source)
+    if overwrite and Tree(target).holds(source):
+        raise _holds_source(target)
+
+
 def require_outside_opened(target: str, source: str, opened: Iterable[str]) -> None:
     """Raises UsageError if ``target`` lies in a directory that a link in the directory ``source`` leads to, and from
     which the source was read. ``opened``: every file that was read.

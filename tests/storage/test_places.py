@@ -19,7 +19,7 @@ import os, subprocess, sys
 from fsdpckpt.errors import UsageError
 from fsdpckpt.report import check_report
 from fsdpckpt.storage.places import Tree, is_within
-from fsdpckpt.storage.target_checks import check_target, refuse_links_into, require_apart
+from fsdpckpt.storage.target_checks import check_target, refuse_links_into, require_apart, require_source_apart
 
 def bind(one, other):
     subprocess.run(["mount", "--bind", one, other], check=True)
@@ -51,6 +51,10 @@ for overwrite in (False, True):
 refused("would delete the source", check_target, "target", "p/src", overwrite=True)
 refused("would delete the source", check_target, "target", "part/deep", overwrite=True)
 refused("would delete the source", check_target, "p", "alias/src", overwrite=True)
+refused("would delete the source", require_source_apart, "target", "p/src", overwrite=True)
+refused("lies inside the source", require_source_apart, "part/out", "p/src", overwrite=False)
+require_source_apart("target", "p/src", overwrite=False)
+require_source_apart("target/out", "own", overwrite=True)
 refused("would delete part/deep/data", refuse_links_into, "target", "own", [], units="part/deep/data")
 refused("lies inside the source", require_apart, "part/staged", "p/src")
 refused("an interrupted upload left", require_apart, "alias", "p/src")
