@@ -1,7 +1,7 @@
 /* Faults in the system calls of one process, by LD_PRELOAD.
  *
  * FAULT_CALLS   names, comma-separated: pread preadv pwrite read write fsync fdatasync ftruncate fallocate rename link unlink rmdir
- *               mkdir flock; open (to write) and openread
+ *               mkdir flock; open (to write) and openread; fsyncdir (only of directories)
  * FAULT_PATH    only calls on a path that holds this text
  * FAULT_NTH     from 1: the call that fails, counted over all that match; 0: none fails
  * FAULT_DO      a number: fail with that errno; "short": transfer half of it; "end": transfer nothing; "kill": die before it
@@ -203,7 +203,13 @@ ssize_t write(int fd, const void *data, size_t size) {
         return REAL(int, #symbol, int)(fd);                      \
     }
 
-ON_DESCRIPTOR(fsync, "fsync")
+int fsync(int fd) {
+    struct stat status;
+    if (fault("fsync", fd) != NOTHING) return -1;
+    if (!fstat(fd, &status) && S_ISDIR(status.st_mode) && fault("fsyncdir", fd) != NOTHING) return -1;
+    return REAL(int, "fsync", int)(fd);
+}
+
 ON_DESCRIPTOR(fdatasync, "fdatasync")
 
 #define TRUNCATE(symbol)                                         \

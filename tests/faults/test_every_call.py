@@ -58,6 +58,8 @@ def test_kills_inside_copy_read_back_verify_and_publish_are_resumed(tmp_path: Pa
     [
         ("rmdir", "target.fsdpckpt-staging", errno.EIO, "could not be removed"),
         ("unlink", "target.fsdpckpt-lock", errno.EACCES, "could not be removed"),
+        ("fsyncdir", "", errno.EINVAL, "does not make file names durable"),
+        ("fsyncdir", "", errno.EOPNOTSUPP, "does not make file names durable"),
         ("flock", "target.fsdpckpt-lock", errno.ENOSYS, "has no locks"),
         ("flock", "target.fsdpckpt-lock", errno.ENOLCK, "has no locks"),
         ("flock", "target.fsdpckpt-lock", errno.EOPNOTSUPP, "has no locks"),
@@ -68,8 +70,14 @@ def test_what_dst_does_not_need_is_a_warning_and_the_run_succeeds(
 ) -> None:
     target = tmp_path / "target"
     whole(*DCP)
-    faults = {"LD_PRELOAD": shim, "FAULT_CALLS": calls, "FAULT_PATH": path, "FAULT_NTH": "1", "FAULT_DO": str(number)}
-    done = convert(source, target, *DCP, **faults, FAULT_EVERY="1")
+    faults = {
+        "LD_PRELOAD": shim,
+        "FAULT_CALLS": calls,
+        "FAULT_PATH": path or str(tmp_path),
+        "FAULT_NTH": "1",
+        "FAULT_DO": str(number),
+    }
+    done = convert(source, target, *DCP, **faults, FAULT_DO=str(number), FAULT_EVERY="1")
     assert done.code == 0, done.err
     assert "warning:" in done.err and warning in " ".join(done.err.split())
     assert same(whole(*DCP), target)
