@@ -7,6 +7,7 @@ whose texts have nothing in common. Whatever is written, replaced or removed is 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from typing import TypeAlias
@@ -56,6 +57,26 @@ class Tree:
     def _directories(self) -> frozenset[Inode]:
         folders = [folder for folder, _, _ in os.walk(self.path)]
         return frozenset(inode for inode in map(inode_of, folders) if inode is not None)
+
+
+def is_mount_point(path: str) -> bool:
+    """Whether something is mounted at the real ``path``, which therefore cannot be renamed or removed.
+
+    ``os.path.ismount`` does not notice a bind mount from the same device.
+    """
+    if os.path.ismount(path):
+        return True
+    try:
+        with open("/proc/self/mountinfo", "rb") as file:
+            points = [line.split()[4] for line in file]
+    except (OSError, IndexError):  # no Linux
+        return False
+    return os.fsencode(path) in map(_unescaped, points)
+
+
+def _unescaped(text: bytes) -> bytes:
+    """The kernel writes a space as ``\\040``."""
+    return re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), text)
 
 
 def _upward(path: str) -> Iterator[str]:

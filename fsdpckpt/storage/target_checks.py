@@ -18,7 +18,7 @@ from fsdpckpt.errors import EMPTY, TargetExistsError, TargetUnwritableError, Usa
 from fsdpckpt.storage import FileIdentity, identity_of_status, is_url
 from fsdpckpt.storage.hidden import NAME_LIMIT, hidden_place_of
 from fsdpckpt.storage.local import target_errors
-from fsdpckpt.storage.places import Tree, is_within
+from fsdpckpt.storage.places import Tree, is_mount_point, is_within
 from fsdpckpt.text import bytes_text
 
 Contents: TypeAlias = "Mapping[str, FileIdentity]"
@@ -237,7 +237,7 @@ def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
         kind = "the current directory, or contains it"
     elif is_within(os.path.expanduser("~"), real):
         kind = "the home directory, or contains it"
-    elif os.path.ismount(real):
+    elif is_mount_point(real):
         kind = "a mount point"
     elif os.path.exists(real) and not os.path.isdir(real) and not os.path.isfile(real):
         kind = "neither a file nor a directory"

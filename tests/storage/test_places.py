@@ -16,7 +16,7 @@ from fsdpckpt.storage.target_checks import check_target, refuse_links_into, requ
 
 MOUNTED = """
 import os, subprocess, sys
-from fsdpckpt.errors import UsageError
+from fsdpckpt.errors import TargetExistsError, UsageError
 from fsdpckpt.report import check_report
 from fsdpckpt.storage.places import Tree, is_within
 from fsdpckpt.storage.target_checks import check_target, refuse_links_into, require_apart, require_source_apart
@@ -59,6 +59,15 @@ refused("would delete part/deep/data", refuse_links_into, "target", "own", [], u
 refused("lies inside the source", require_apart, "part/staged", "p/src")
 refused("an interrupted upload left", require_apart, "alias", "p/src")
 refused("inside the source", check_report, "part/page.html", "p/src")
+os.makedirs("mounted here")
+bind("own", "mounted here")
+for overwrite in (False, True):
+    try:
+        check_target("mounted here", "p/src", overwrite=overwrite)
+    except TargetExistsError as error:
+        assert "is a mount point" in error.what, error.what
+    else:
+        raise SystemExit("a mount point would be renamed")
 check_target("other/out", "p/src", overwrite=True)
 check_target("alias/out", "p/src", overwrite=False)
 print("passed")
