@@ -75,7 +75,6 @@ def test_what_dst_does_not_need_is_a_warning_and_the_run_succeeds(
         "FAULT_CALLS": calls,
         "FAULT_PATH": path or str(tmp_path),
         "FAULT_NTH": "1",
-        "FAULT_DO": str(number),
     }
     done = convert(source, target, *DCP, **faults, FAULT_DO=str(number), FAULT_EVERY="1")
     assert done.code == 0, done.err
