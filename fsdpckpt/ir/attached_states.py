@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from fsdpckpt.ir.adapters import without_adapter
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, OptimState, ParamKey, Problem, Section, group_params
 from fsdpckpt.ir.names import clean, without_module
+from fsdpckpt.ir.sections import model_of
 from fsdpckpt.ir.state_shapes import Shape, ShownShapes, is_part, may_mirror
 from fsdpckpt.ir.tensors import OneSlice, Slices, Tensor
 
@@ -21,12 +23,31 @@ def misshapen_states(checkpoint: Checkpoint) -> Iterator[Problem]:
     """A fatal problem for each parameter of which a state has another shape.
 
     Its section is the one that has too few elements; None if that cannot be said. Ids without names are compared with
-    all parameters of the model, unless they may be slices of flat parameters: all states are vectors, or the layout is
-    flattened.
+    all parameters of all models, unless they may be slices of flat parameters: all states are vectors, or the layout is
+    flattened. An optimizer beside the main one is compared with the model that has all of its names.
     """
     model, optim = checkpoint.model, checkpoint.optim
-    if model is None or optim is None:
-        return
+    if model is not None and optim is not None:
+        yield from _by_name(checkpoint, model, optim)
+        if checkpoint.layout is not Layout.FLATTENED:
+            yield from _by_id(checkpoint, model, optim)
+    for named in checkpoint.named:
+        other = model_of(checkpoint, named) if isinstance(named.content, OptimState) else None
+        if other is not None and isinstance(named.content, OptimState):
+            for problem in _by_name(checkpoint, other, named.content):
+                key = f"{named.dotted}.{problem.key}" if problem.section is Section.OPTIM else problem.key
+                yield replace(problem, message=f"{named.label}: {problem.message}", key=key)
+
+
+def _by_id(checkpoint: Checkpoint, model: ModelState, optim: OptimState) -> Iterator[Problem]:
+    names = param_keys(model.params, optim)
+    models = [model, *(named.content for named in checkpoint.named if isinstance(named.content, ModelState))]
+    shapes = {param.shape for each in models for param in _comparable(each).values()}
+    unnamed = [key for key in optim.state if isinstance(key, int) and key not in names]
+    yield from _unmatched_ids(unnamed, ShownShapes(optim), shapes)
+
+
+def _by_name(checkpoint: Checkpoint, model: ModelState, optim: OptimState) -> Iterator[Problem]:
     params = _comparable(model)
     names = param_keys(model.params, optim)
     shown = ShownShapes(optim)
@@ -39,10 +60,6 @@ def misshapen_states(checkpoint: Checkpoint) -> Iterator[Problem]:
             if not may_mirror(state, shape, param.shape):
                 yield _of_one(checkpoint, name, param, f"{key}.{state}", shape)
                 break  # one problem for each parameter: its other states say the same
-    if checkpoint.layout is Layout.FLATTENED:
-        return
-    unnamed = [key for key in optim.state if isinstance(key, int) and key not in names]
-    yield from _unmatched_ids(unnamed, shown, {param.shape for param in params.values()})
 
 
 def _comparable(model: ModelState) -> dict[str, Tensor]:

@@ -194,7 +194,12 @@ def verify_checkpoint(
 
 def _differing_buffers(checkpoint: Checkpoint, problems: Sequence[Problem]) -> list[Problem]:
     """Those of ``problems`` that say no more than that a known buffer differs between ranks, as FSDP's buffers may."""
-    buffers = known_buffers(checkpoint) if any(problem.kind == "replica" for problem in problems) else frozenset()
+    if all(problem.kind != "replica" for problem in problems):
+        return []
+    buffers = set(known_buffers(checkpoint))
+    for named in checkpoint.named:
+        if named.section is Section.MODEL:
+            buffers.update(f"{named.dotted}.{key}" for key in known_buffers(alone(checkpoint, named)))
     return [
         problem
         for problem in problems

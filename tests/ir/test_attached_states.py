@@ -13,7 +13,7 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from fsdpckpt.ir.attached_states import misshapen_states
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.state_shapes import may_mirror
 from fsdpckpt.ir.tensors import Chunks, OneSlice, Slices, Tensor, Whole
@@ -186,6 +186,20 @@ def test_integers_have_no_states() -> None:
     assert packed.model is not None
     packed.model.params["w"] = tensor(30, 1, dtype="uint8")
     assert not list(misshapen_states(packed))
+
+
+def test_every_optimizer_is_compared_with_its_own_model() -> None:
+    """A generator and its critic; an id of the main optimizer may belong to either."""
+    critic = ModelState({"c.w": tensor(4, 9)})
+    states: dict[Any, dict[str, Tensor | Value]] = {"c.w": {"exp_avg": tensor(8, 9)}}
+    named = (
+        NamedSection(Section.MODEL, "critic", ("critic",), critic),
+        NamedSection(Section.OPTIM, "critic_optimizer", ("critic_optimizer",), OptimState(states, None)),
+    )
+    both = replace(checkpoint({"w": (12, 5)}, {0: {"exp_avg": (4, 9)}, 1: {"exp_avg": (12, 5)}}), named=named)
+    (problem,) = misshapen_states(both)
+    assert (problem.key, problem.section) == ("c.w", Section.MODEL)
+    assert problem.message.startswith("optim:critic_optimizer: model c.w")
 
 
 def test_values_that_are_no_tensors_show_nothing() -> None:
