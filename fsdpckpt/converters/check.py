@@ -235,7 +235,9 @@ def _match(
     written = _reopen(path, opener, units, locate=compares)
     if units is not None:
         written = _unflatten(written, units, path)
-    wrong = [problem.message for problem in written.problems if problem.fatal or problem.kind == "local-shape"]
+    # A configuration that was copied describes all of the model, of which options may have selected a part.
+    found = [problem for problem in written.problems if problem.kind != "config"]
+    wrong = [problem.message for problem in found if problem.fatal or problem.kind == "local-shape"]
     empty = frozenset(name for name, param in units.params().items() if not param.numel) if units else frozenset()
     unmatched: dict[tuple[Section, str], list[NamedTensor]] = {}  # several where 0 and "0" are both keys, in order
     for named in _comparable(written, empty):

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note
+from fsdpckpt.ir.model_config import CONFIG, WORD_EMBEDDINGS, disagreements
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.side_files import files_of_model
@@ -16,19 +17,10 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.elements import first_difference
 from fsdpckpt.writers.torch_full import ties
 
-_CONFIG = "config.json"
 # The weight that transformers leaves out of a model with tied embeddings.
 _OUTPUT_LAYER = re.compile(r"(^|\.)lm_head\.weight$")
-_WORD_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|embed_in|wte|word_embeddings|tok_embeddings|embeddings)\.weight$")
-_SIZES = (  # fields of a configuration, and the weights whose first dimension they state
-    (("vocab_size",), _WORD_EMBEDDINGS),
-    (("hidden_size", "n_embd"), re.compile(r"\.(input_layernorm|ln_1)\.weight$")),
-    (("intermediate_size",), re.compile(r"\.mlp\.(gate_proj|up_proj)\.weight$")),
-)
-_DEPTH = ("num_hidden_layers", "n_layer")
-_LAYER = re.compile(r"^(.*?\b(?:layers|layer|h))\.(\d+)\.")
 _NEEDED = (
-    f"from_pretrained also needs {_CONFIG} and the tokenizer files; the source has none: add --reference DIR, the "
+    f"from_pretrained also needs {CONFIG} and the tokenizer files; the source has none: add --reference DIR, the "
     "directory of the model that was trained"
 )
 
@@ -56,7 +48,7 @@ def finish_export(
         )
         _check_against(reference, checkpoint, sources)
         _check_configuration(reference, checkpoint, sources)
-    if _CONFIG not in files:
+    if CONFIG not in files:
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", _NEEDED, warning=True)))
     return _without_tied_copies(checkpoint, folders, sources, reference), files
 
@@ -73,37 +65,23 @@ def _check_against(reference: str, checkpoint: Checkpoint, sources: Sources) -> 
 def _check_configuration(reference: str, checkpoint: Checkpoint, sources: Sources) -> None:
     """Raises SourceUnsupportedError if ``config.json`` in ``reference`` states sizes that differ from the weights'.
 
-    Compares only what is certain: fields whose weights all have one size, and models with one stack of layers.
+    Compares fields whose weights all have one size, and models with one stack of layers (``ir.model_config``).
     """
     document = _configuration([reference], sources)
     shapes = _shapes(checkpoint)
-    wrong: list[str] = []
-    for fields, pattern in _SIZES:
-        rows = {shape[0]: name for name, shape in shapes.items() if shape and pattern.search(name)}
-        for field in fields:
-            stated = document.get(field)
-            if type(stated) is int and len(rows) == 1 and stated not in rows:
-                ((number, name),) = rows.items()
-                wrong.append(f"{field}: expected {number}, the rows of {name}, found {stated}")
-    stacks: dict[str, set[int]] = {}
-    for match in filter(None, map(_LAYER.match, shapes)):
-        stacks.setdefault(match[1], set()).add(int(match[2]))
-    for field in _DEPTH:
-        stated = document.get(field)
-        more = document.get("num_nextn_predict_layers")  # of DeepSeek: they are numbered after the others
-        if type(stated) is int and len(stacks) == 1:
-            ((stack, numbers),) = stacks.items()
-            if len(numbers) not in (stated, stated + (more if type(more) is int else 0)):
-                wrong.append(f"{field}: expected {len(numbers)}, the number of {stack}, found {stated}")
+    wrong = [
+        f"{each.field}: expected {each.found}, {each.what}, found {each.stated}"
+        for each in disagreements(document, shapes)
+    ]
     causal = any(str(name).endswith("ForCausalLM") for name in _list(document.get("architectures")))
-    embeddings = {shape for name, shape in shapes.items() if _WORD_EMBEDDINGS.search(name)}
+    embeddings = {shape for name, shape in shapes.items() if WORD_EMBEDDINGS.search(name)}
     output_layer = any(  # by any name
-        shape in embeddings and not _WORD_EMBEDDINGS.search(name) for name, shape in shapes.items()
+        shape in embeddings and not WORD_EMBEDDINGS.search(name) for name, shape in shapes.items()
     )
     if document.get("tie_word_embeddings") is False and causal and embeddings and not output_layer:
         wrong.append("tie_word_embeddings: expected true, as there is no output layer (lm_head), found false")
     if wrong:
-        path = f"{reference.rstrip('/')}/{_CONFIG}"
+        path = f"{reference.rstrip('/')}/{CONFIG}"
         raise SourceUnsupportedError(
             f"{path} does not describe the model in {checkpoint.source}",
             details=wrong,
@@ -157,7 +135,7 @@ def _tied_by_configuration(
 ) -> dict[str, str]:
     """Map the output layer to the word embeddings if ``config.json`` ties them and their bytes agree."""
     heads = [name for name in model.params if _OUTPUT_LAYER.search(name) and name not in left_out]
-    embeddings = [name for name in model.params if _WORD_EMBEDDINGS.search(name)]
+    embeddings = [name for name in model.params if WORD_EMBEDDINGS.search(name)]
     tied = _configuration(folders, sources).get("tie_word_embeddings") is True
     if len(heads) != 1 or len(embeddings) != 1 or not tied:
         return {}
@@ -169,7 +147,7 @@ def _tied_by_configuration(
         if first_difference((head, *files), (embedding, *files), None) is None:
             return {heads[0]: embeddings[0]}
     if reference is not None:
-        path = f"{reference.rstrip('/')}/{_CONFIG}"
+        path = f"{reference.rstrip('/')}/{CONFIG}"
         raise SourceUnsupportedError(
             f"{path} does not describe the model in {checkpoint.source}: it ties {heads[0]} to {embeddings[0]}, and "
             "their values differ",
@@ -180,7 +158,7 @@ def _tied_by_configuration(
             why="from_pretrained would drop the output layer that was trained",
             next_step=f"name the directory of the trained model, or change the field in a copy of {reference}",
         )
-    message = f"{_CONFIG} ties {heads[0]} to {embeddings[0]}, and their values differ: both are written"
+    message = f"{CONFIG} ties {heads[0]} to {embeddings[0]}, and their values differ: both are written"
     notes.append(Note("tied", message, heads[0]))
     return {}
 
@@ -188,7 +166,7 @@ def _tied_by_configuration(
 def _configuration(folders: Sequence[str], sources: Sources) -> Mapping[str, object]:
     """The language model's fields in the first ``config.json`` in ``folders``; empty if there is none."""
     for folder in folders:
-        path = f"{folder.rstrip('/')}/{_CONFIG}"
+        path = f"{folder.rstrip('/')}/{CONFIG}"
         if sources.stat(path) is None:
             continue
         source = sources.open(path)

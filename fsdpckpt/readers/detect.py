@@ -44,6 +44,7 @@ from fsdpckpt.readers.manifest import (
     with_manifests_of_parts,
     with_units,
 )
+from fsdpckpt.readers.model_config import HUGGING_FACE_WEIGHTS, config_problems
 from fsdpckpt.readers.parts import ReadPart, read_part
 from fsdpckpt.readers.protocol import FileTable, Items, Part, ReadOptions, stem_of
 from fsdpckpt.readers.search import UNFINISHED, Found, Search, is_numbered
@@ -127,6 +128,10 @@ class _Opening:
         if units is not None:
             with_units(checkpoint, units)
         with_manifest_beside(checkpoint, self.source, self.sources.all)
+        if HUGGING_FACE_WEIGHTS.fullmatch(entry.name) and not is_url(self.source):
+            parent = os.path.dirname(self.source) or "."
+            names = [each.name for each in self.sources.list_directory(parent)]
+            checkpoint.problems = (*checkpoint.problems, *config_problems(checkpoint, parent, names, self.sources))
         return checkpoint
 
     def directory(self) -> Checkpoint:
@@ -168,7 +173,8 @@ class _Opening:
         with_manifests_of_parts(checkpoint, found.path, self.sources.all)
         absent = missing_sections(checkpoint, found.names)
         unfinished = [problem for entry in found.unfinished if (problem := _unfinished(entry, checkpoint)) is not None]
-        checkpoint.problems = (*checkpoint.problems, *(unfinished or absent))
+        contradicted = config_problems(checkpoint, found.path, found.names, self.sources)
+        checkpoint.problems = (*checkpoint.problems, *(unfinished or absent), *contradicted)
         checkpoint.account = self.book.account(read, self.files.files(), self.sources)
         return checkpoint
 
