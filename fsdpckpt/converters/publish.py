@@ -42,6 +42,7 @@ from fsdpckpt.errors import (
     UsageError,
     attach_leftover,
 )
+from fsdpckpt.execute.output import target_differs
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.options import ConvertOptions, LinkMode, VerifyLevel, Visibility
 from fsdpckpt.progress import Progress
@@ -93,6 +94,7 @@ class Upload:
         self._remote: RemoteTarget | None = None
         self._upload = ""
         self._owns_directory = group.rank == 0
+        self._compares = False  # whether DST is complete, and is compared with the output instead of written
         self._replaced: tuple[PlannedFile, ...] = ()
 
     @property
@@ -118,8 +120,8 @@ class Upload:
         with self._group.step("look at the target"):
             if self._group.rank == 0:
                 message = self._run_watched(lambda _: self._check_target())
-        url, root, names, self._upload, replaced = cast(
-            "tuple[str, str, list[str], str, list[tuple[str, int]]]",
+        url, root, names, self._upload, replaced, self._compares = cast(
+            "tuple[str, str, list[str], str, list[tuple[str, int]], bool]",
             self._group.broadcast_object(message, name="the target"),
         )
         self._replaced = tuple(PlannedFile(*each) for each in replaced)
@@ -138,13 +140,16 @@ class Upload:
                 next_step="drop --output-visibility: nodes that share no --staging directory use their own",
             )
         with explain_why_overwrite_is_refused(self._target):
-            remote = open_target(self._target, self._source, overwrite=options.overwrite)
-        directory = UploadDirectory.of(remote.url, options.staging)
+            directory = UploadDirectory.of(self._target.rstrip("/"), options.staging)
+            may_be_complete = options.resume or (options.resume is None and bool(directory.upload()))
+            compare = may_be_complete and not options.overwrite
+            remote = open_target(self._target, self._source, overwrite=options.overwrite, compare=compare)
         if remote.interrupted:
             self._require_resumable_upload(remote, directory)
         replaced = replaced_files(find_replaceable(remote.url)) if options.overwrite and not remote.interrupted else ()
         upload = self._lock(directory)
-        return [remote.url, remote.root, list(remote.names), upload, [[file.path, file.nbytes] for file in replaced]]
+        sizes = [[file.path, file.nbytes] for file in replaced]
+        return [remote.url, remote.root, list(remote.names), upload, sizes, compare and remote.complete]
 
     def _require_resumable_upload(self, remote: RemoteTarget, directory: UploadDirectory) -> None:
         """Raises TargetExistsError if the upload interrupted there may belong to another run, or holds other files.
@@ -197,6 +202,9 @@ class Upload:
             self._send(report, holders)
         above = os.path.dirname(self._directory.root)
         notes = (*report.notes, Note("staged", f"converted in {above}, then uploaded"))
+        if self._compares:
+            there = f"{self._target} was complete already: every byte was compared, nothing was uploaded"
+            notes = (*(note for note in report.notes if note.kind != "cleared"), Note("resumed", there))
         if not report.dry_run and self._owns_directory and os.path.lexists(self._directory.path):
             left = f"{self._target} is complete, but {self._directory.root} could not be removed: remove it"
             notes = (*notes, Note("left-behind", left, warning=True))
@@ -212,20 +220,44 @@ class Upload:
         files = {name: self._directory.locate(name) for name, ranks in holders.items() if group.rank in ranks}
         sizes = {file.path: file.nbytes for file in report.files if file.path != MANIFEST}
         with group.step("announce the upload"):
-            if group.rank == 0:
+            if group.rank == 0 and not self._compares:
                 lists = {name: os.path.getsize(path) for name, path in files.items() if name not in sizes}
                 self._run_watched(lambda _: remote.begin({**sizes, **lists}, self._upload))
         senders = assign_senders(sizes, holders)
         chosen = {name: path for name, path in files.items() if senders.get(name) == group.rank}
+        if self._compares:
+            self._compare(remote, chosen, lists=() if "" in sizes else (MANIFEST,))
+            return
         earlier = self._sent_earlier()
         self._progress.begin("upload", sum(sizes[name] for name in chosen))
         with group.step("upload"):
             self._run_watched(lambda sent: remote.send(chosen, self._upload_options(sent, earlier)))
         with group.step("end the upload"):
             if group.rank == 0:
-                self._run_watched(lambda sent: remote.complete(files, holders, self._upload_options(sent, earlier)))
+                self._run_watched(lambda sent: remote.finish(files, holders, self._upload_options(sent, earlier)))
         self._progress.end()
-        with group.step("remove staging"):
+        self._remove_staging()
+
+    def _compare(self, remote: RemoteTarget, files: Mapping[str, str], lists: Sequence[str]) -> None:
+        """Compare the objects of a complete DST with ``files``, this rank's share. Raises TargetExistsError if one
+        differs. The ``lists`` have to be there; they may be another version's.
+        """
+        self._progress.begin("compare", sum(map(os.path.getsize, files.values())))
+
+        def differing(sent: Callable[[int], None]) -> str | None:
+            return remote.differing(files, lambda url, path: _first_difference(url, path, sent) is None)
+
+        with self._group.step("compare the target"):
+            name = self._run_watched(differing)
+            if name is not None:
+                raise target_differs(f"{self._target}/{name}" if name else self._target)
+            if not remote.names or any(name not in remote.names for name in lists):
+                raise target_differs(self._target)
+        self._progress.end()
+        self._remove_staging()
+
+    def _remove_staging(self) -> None:
+        with self._group.step("remove staging"):
             if self._owns_directory:
                 self._directory.remove()
 
@@ -289,19 +321,28 @@ def assign_senders(sizes: Mapping[str, int], holders: Holders) -> dict[str, int]
 
 def _require_same_bytes(url: str, path: str) -> None:
     """Raises TargetUnwritableError if the object at ``url`` differs from the file at ``path``."""
+    difference = _first_difference(url, path)
+    if difference is not None:
+        raise TargetUnwritableError(
+            f"{url} is not what was uploaded",
+            file=url,
+            found=f"other bytes within {BLOCK} from offset {difference}",
+            why="another program wrote there, or the store lost data",
+            run_again=True,
+        )
+
+
+def _first_difference(url: str, path: str, advance: Callable[[int], None] = lambda _: None) -> int | None:
+    """The offset of the first block in which the object at ``url`` differs from the file at ``path``, as long as it."""
     remote = RemoteStore().open(url)
     with open(path, "rb") as file:
         offset = 0
         while data := file.read(BLOCK):
             if remote.read(offset, len(data)) != data:
-                raise TargetUnwritableError(
-                    f"{url} is not what was uploaded",
-                    file=url,
-                    found=f"other bytes within {len(data)} from offset {offset}",
-                    why="another program wrote there, or the store lost data",
-                    run_again=True,
-                )
+                return offset
             offset += len(data)
+            advance(len(data))
+    return None
 
 
 def attach_leftovers(error: BaseException, target: str, options: ConvertOptions) -> None:

@@ -95,6 +95,11 @@ def check_target(target: str, source: str, *, overwrite: bool, compare: bool = F
 
     Raises UsageError, TargetExistsError or TargetUnwritableError.
     """
+    if target == "-":
+        raise UsageError(
+            "- is not standard output: DST is a file or a directory, written at many positions and then checked",
+            next_step="give DST a path (a file that is called so is ./-)",
+        )
     if not target:
         raise UsageError("DST is empty", why=EMPTY, next_step="give a DST")
     if "\0" in target:

@@ -13,7 +13,8 @@ Protocol for a directory:
 
 A single object needs none of this: it appears, and replaces an older one, when its upload is completed. Either way an
 upload that fails leaves no invisible parts behind. One process calls ``RemoteTarget.begin`` (steps 1 and 2), then one
-or several call ``send`` (step 3), then one calls ``complete`` (steps 4 to 6).
+or several call ``send`` (step 3), then one calls ``finish`` (steps 4 to 6). A DST that is complete may be compared
+instead (``differing``).
 """
 
 from __future__ import annotations
@@ -95,6 +96,20 @@ class RemoteTarget:
         except (ValueError, LookupError, TypeError):  # it is not what this version writes
             return "", frozenset({UPLOADING})
 
+    @property
+    def complete(self) -> bool:
+        """Whether something is there that no upload has left unfinished."""
+        return bool(self.names) and not self.interrupted
+
+    def differing(self, files: Mapping[str, str], same_bytes: Callable[[str, str], bool]) -> str | None:
+        """The first of ``files`` that is not there, or of which ``same_bytes(url, path)`` says that it differs."""
+        for name, path in files.items():
+            if name not in self.names or self._info(name).get("size") != os.path.getsize(path):
+                return name
+            if not same_bytes(self._url(name), path):
+                return name
+        return None
+
     def begin(self, sizes: Mapping[str, int], upload: str) -> None:
         """Steps 1 and 2. ``sizes``: bytes of every file to be uploaded, by relative name. ``upload``: its id."""
         self._abort_leftovers()
@@ -117,7 +132,7 @@ class RemoteTarget:
             if name not in small:
                 self._put(name, files[name], options)
 
-    def complete(self, files: Mapping[str, str], names: Collection[str], options: UploadOptions) -> None:
+    def finish(self, files: Mapping[str, str], names: Collection[str], options: UploadOptions) -> None:
         """Steps 4 to 6, after all data is uploaded. ``files``: at least the lists; ``names``: those of all files."""
         directory = "" not in names
         for name in self.names:
@@ -283,13 +298,14 @@ class RemoteTarget:
         return f"{self.url}/{name}" if name else self.url
 
 
-def open_target(url: str, source: str, *, overwrite: bool) -> RemoteTarget:
-    """The DST at ``url``, if it may be written.
+def open_target(url: str, source: str, *, overwrite: bool, compare: bool = False) -> RemoteTarget:
+    """The DST at ``url``, if it may be written; with ``compare`` also one that is complete.
 
-    Raises UsageError when it contains or lies in ``source``, TargetExistsError when it is complete and not to be
-    overwritten, TargetUnwritableError when nothing can be written there.
+    Raises UsageError when it contains or lies in ``source``, or is no name; TargetExistsError when it is complete and
+    not to be overwritten, TargetUnwritableError when nothing can be written there.
     """
     target = url.rstrip("/")
+    _refuse_odd_names(url)
     if is_http(target):
         raise TargetUnwritableError(
             f"{url}: fsdpckpt reads from web servers, and does not write to them",
@@ -311,7 +327,7 @@ def open_target(url: str, source: str, *, overwrite: bool) -> RemoteTarget:
     objects = (name for name in listed if not name.endswith("/"))  # else it is a directory's placeholder
     names = tuple(name[len(root) :].lstrip("/") for name in objects)
     remote = RemoteTarget(target, filesystem, root, names)
-    if names and not remote.interrupted:
+    if names and not remote.interrupted and not compare:
         _refuse_existing(remote, overwrite=overwrite)
     return remote
 
@@ -331,6 +347,20 @@ def _find(filesystem: Any, path: str) -> Iterator[str]:
                 yield str(info["name"])
             elif info["name"].rstrip("/") != path:
                 yield from _find(filesystem, info["name"].rstrip("/"))
+
+
+def _refuse_odd_names(url: str) -> None:
+    """Raises UsageError for ``s3://bucket//x`` and ``s3://bucket/./x``: a disk has no such names, a store has."""
+    scheme, _, rest = url.rstrip("/").partition("://")
+    names = rest.split("/")
+    if odd := [name for name in names[1:] if name in ("", ".", "..")]:
+        plain = "/".join(name for number, name in enumerate(names) if number == 0 or name not in ("", ".", ".."))
+        raise UsageError(
+            f"{url} has {odd[0]} for a name in it" if odd[0] else f"{url} has an empty name in it",
+            file=url,
+            why="a store takes it for a name like any other, so that other programs may look elsewhere",
+            next_step=f"give {scheme}://{plain}",
+        )
 
 
 def _refuse_source(url: str, source: str, target: str) -> None:

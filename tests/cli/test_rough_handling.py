@@ -243,6 +243,8 @@ def test_a_directory_of_many_checkpoints_lists_them(run: Run, tmp_path: Path) ->
     [
         ("", "out.pt", 2, "SRC is empty"),
         ("saved", "", 2, "DST is empty"),
+        ("saved", "-", 2, "- is not standard output"),
+        ("saved", "./", 5, "is the current directory"),
         ("saved", "~/out.pt", 2, "'./~/out.pt' for a directory called ~"),
         ("saved", "memory://somewhere/out.pt", 5, "gone when it ends"),
         ("saved", "foo://somewhere/out.pt", 5, "Protocol not known"),

@@ -171,6 +171,69 @@ def test_what_was_uploaded_before_is_sent_again_when_the_store_has_something_els
     assert fsdpckpt.diff("s3://runs/broken", files / "full.pt").same
 
 
+SHARDED = {"to": "sharded", "world_size": 2}
+
+
+@pytest.mark.parametrize(("target", "options"), [("again", SHARDED), ("again.pt", {}), ("again.safetensors", {})])
+def test_a_complete_target_is_compared_and_accepted_by_resume(
+    target: str, options: dict[str, object], s3: Proxy, files: Path, staging: Path
+) -> None:
+    url = f"s3://runs/{target}"
+    fsdpckpt.convert(files / "full.pt", url, **options)  # type: ignore[arg-type]
+    before = {key: content(s3, key) for key in keys(s3, "again")}
+    s3.seen.clear()
+    report = fsdpckpt.convert(files / "full.pt", url, resume=True, **options)  # type: ignore[arg-type]
+    assert [note.message for note in report.notes if note.kind == "resumed"] == [
+        f"{url} was complete already: every byte was compared, nothing was uploaded"
+    ]
+    assert [each.method for each in s3.seen if each.method not in ("GET", "HEAD")] == []
+    assert {key: content(s3, key) for key in keys(s3, "again")} == before
+    assert list(staging.iterdir()) == []
+    with pytest.raises(TargetExistsError, match="exists"):
+        fsdpckpt.convert(files / "full.pt", url, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", ["a byte", "a length", "a missing object", "another checkpoint"])
+def test_a_target_that_is_something_else_is_not_accepted_by_resume(change: str, s3: Proxy, files: Path) -> None:
+    fsdpckpt.convert(files / "full.pt", "s3://runs/again", to="sharded", world_size=2)
+    key = "again/__1_0.distcp"
+    data = bytearray(content(s3, key))
+    if change == "a byte":
+        data[len(data) // 2] ^= 1
+    elif change == "a length":
+        data += b"x"
+    if change == "a missing object":
+        client(s3).delete_object(Bucket="runs", Key=key)
+    else:
+        client(s3).put_object(Bucket="runs", Key=key, Body=bytes(data))
+    before = keys(s3, "again")
+    source = files / ("twin.pt" if change == "another checkpoint" else "full.pt")
+    with pytest.raises(TargetExistsError, match="is not what this command writes"):
+        fsdpckpt.convert(source, "s3://runs/again", to="sharded", world_size=2, resume=True)
+    assert keys(s3, "again") == before
+
+
+def test_a_run_that_was_killed_behind_its_upload_is_known_to_be_complete(
+    s3: Proxy, files: Path, staging: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("fsdpckpt.converters.staging.UploadDirectory.remove", lambda _: None)  # as if it never ran
+        fsdpckpt.convert(files / "full.pt", "s3://runs/again", to="sharded", world_size=2)
+    assert list(staging.iterdir()) != []
+    report = fsdpckpt.convert(files / "full.pt", "s3://runs/again", to="sharded", world_size=2)
+    assert any(note.kind == "resumed" and "complete already" in note.message for note in report.notes)
+    assert list(staging.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["s3://runs//odd", "s3://runs/a//odd/", "s3://runs/./odd", "s3://runs/a/../odd"])
+def test_names_that_only_a_store_has_are_refused_with_the_plain_one(url: str, s3: Proxy, files: Path) -> None:
+    before = keys(s3, "")
+    with pytest.raises(UsageError, match="name in it") as caught:
+        fsdpckpt.convert(files / "full.pt", url, to="sharded", world_size=2)
+    assert caught.value.next_step == f"give s3://runs/{'a/' if '/a/' in url else ''}odd"
+    assert keys(s3, "") == before
+
+
 def test_parts_that_a_killed_upload_left_are_removed_by_the_next(s3: Proxy, files: Path) -> None:
     for key in ("mine/__0_0.distcp", "mine-too/__0_0.distcp"):
         client(s3).create_multipart_upload(Bucket="runs", Key=key)
