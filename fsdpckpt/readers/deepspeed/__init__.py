@@ -26,7 +26,7 @@ from fsdpckpt.text import numbers_text, plural, some_of
 _OPTIM = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{1,5})_optim_states\.pt$")
 _MODEL = re.compile(r"^(?:zero_pp_rank_(\d{1,5})_)?mp_rank_(\d{1,5})_model_states\.pt$")
 _EXPERT = re.compile(r"^(?:layer_\d+_)?expert_\d+_.*_model_states\.pt$|^expp_rank_\d+_.*_optim_states\.pt$")
-_LAYER = re.compile(r"^layer_\d+-model_\d+-model_states\.pt$")
+_LAYER = re.compile(r"^layer_(\d{1,6})(?:-model_(\d{1,5}))?-model_states\.pt$")  # without a model axis it is not there
 _LATEST = ("latest", "latest_universal")
 ZERO = "zero"  # the directory of a universal checkpoint's weights and states, and the file beside them:
 OPTIMIZER_STATE = "optimizer_state.pt"
@@ -80,6 +80,9 @@ def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Clai
         )
     if any(_OPTIM.match(name) for name in files):
         return _claim_zero(path, files)
+    layers = sorted(filter(_LAYER.match, files))
+    if layers:
+        raise _unsupported(path, "pipeline stages", layers, "without the states of ZeRO, which would name them")
     if any(_MODEL.match(name) for name in files):
         zero = sources.stat(f"{path.rstrip('/')}/{ZERO}")
         if zero is not None and zero.directory:
@@ -116,31 +119,42 @@ def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
     model = {int(match[1] or 0): name for name in names if (match := _MODEL.match(name))}
     optim_paths = {rank: files[name].path for rank, name in sorted(optim.items())}
     model_paths = {rank: files[name].path for rank, name in sorted(model.items())}
+    layers = {int(match[1]): files[name].path for name in sorted(names) if (match := _LAYER.match(name))}
 
     def read(table: FileTable, sources: Sources) -> Tree:
         from fsdpckpt.readers.deepspeed.read import read_zero
 
-        return read_zero(path, optim_paths, model_paths, table, sources)
+        return read_zero(path, optim_paths, model_paths, layers, table, sources)
 
     return Claim([Part(path, "deepspeed", read)], names | (_SCRIPTS & files.keys()))
 
 
 def _require_data_parallel(path: str, names: set[str]) -> None:
-    """Refuse other kinds of parallelism: they cut tensors in ways that these files do not record."""
+    """Refuse other kinds of parallelism: they cut tensors in ways that these files do not record. A pipeline of one
+    stage is not parallel.
+    """
     experts = sorted(name for name in names if _EXPERT.match(name))
     layers = sorted(name for name in names if _LAYER.match(name))
     others = sorted(
         name for name in names if (match := _OPTIM.match(name) or _MODEL.match(name)) is not None and int(match[2]) > 0
     )
-    for kind, files in (("experts", experts), ("pipeline stages", layers), ("tensor parallel ranks", others)):
+    cut = [name for name in layers if (match := _LAYER.match(name)) is not None and int(match[2] or 0) > 0]
+    numbers = {match[1] for name in layers if (match := _LAYER.match(name)) is not None}
+    stages = layers if others or cut or len(numbers) < len(layers) else []
+    for kind, files in (("experts", experts), ("pipeline stages", stages), ("tensor parallel ranks", others)):
         if files:
-            raise SourceUnsupportedError(
-                f"{path} is a DeepSpeed checkpoint with files of {kind}, which fsdpckpt does not read",
-                details=files[:_MAX_NAMES],
-                file=f"{path.rstrip('/')}/{files[0]}",
-                why="how the tensors of these files belong together is in the code of the model, not in the files",
-                next_step="convert it with the model's own script (ds_to_universal.py, or convert_*.py of the trainer)",
-            )
+            raise _unsupported(path, kind, files)
+
+
+def _unsupported(path: str, kind: str, files: Sequence[str], more: str = "") -> SourceUnsupportedError:
+    """The error for a step with ``files`` that belong to another ``kind`` of parallelism."""
+    return SourceUnsupportedError(
+        f"{path} is a DeepSpeed checkpoint with files of {kind}{more and f' {more}'}, which fsdpckpt does not read",
+        details=files[:_MAX_NAMES],
+        file=f"{path.rstrip('/')}/{files[0]}",
+        why="how the tensors of these files belong together is in the code of the model, not in the files",
+        next_step="convert it with the model's own script (ds_to_universal.py, or convert_*.py of the trainer)",
+    )
 
 
 def require_one_save(directory: str, files: Mapping[str, str]) -> None:

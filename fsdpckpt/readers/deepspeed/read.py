@@ -7,7 +7,7 @@ Each rank's pair of files is rewritten as if FSDP had saved it, with boxes of pa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import cast
 
@@ -20,6 +20,7 @@ from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed import ZERO_1_OR_2, ZERO_3, require_all_ranks
+from fsdpckpt.readers.deepspeed.layers import module_of, open_layers
 from fsdpckpt.readers.deepspeed.step import (
     FlatGroup,
     FlatGroups,
@@ -56,16 +57,22 @@ DESCRIBED_STATES = frozenset({
 })  # fmt: skip  # of the optimizer's states: they describe the partitions
 _NUMBERS = ("float", "int", "uint")
 _SWAPPED = "offloaded_tensors"
+_MAX_LAYERS = 6  # in a message
 _MAX_RANKS = 100_000  # names have five digits
 
 
 def read_zero(
-    directory: str, optim_paths: Mapping[int, str], model_paths: Mapping[int, str], table: FileTable, sources: Sources
+    directory: str,
+    optim_paths: Mapping[int, str],
+    model_paths: Mapping[int, str],
+    layers: Mapping[int, str],
+    table: FileTable,
+    sources: Sources,
 ) -> Tree:
     """Read the model, the optimizer and the extras of one step. ``directory``: its name in messages.
 
     ``optim_paths``: the states of every data-parallel rank; ``model_paths``: the module states by rank, or of rank 0
-    alone (ZeRO 1 and 2).
+    alone (ZeRO 1 and 2); ``layers``: by number, the files of the layers of a pipeline of one stage.
 
     Raises SourceCorruptError if the files contradict themselves or each other, SourceUnsupportedError for states that
     are cut in an unknown way, and what ``read_archive`` raises.
@@ -79,7 +86,41 @@ def read_zero(
     partitioned = stage_3[optim[0].path]
     require_all_ranks(directory, *names, per_rank=partitioned, world_size=min(ranks, _MAX_RANKS))
     _require_in_files(directory, optim, sources)
-    return _Step(directory, optim, ModuleStates(module, partitioned), sources).tree()
+    states = ModuleStates(module, partitioned)
+    if layers:
+        states = _with_layers(states, directory, layers, table, sources)
+    return _Step(directory, optim, states, sources).tree()
+
+
+def _with_layers(
+    states: ModuleStates, directory: str, layers: Mapping[int, str], table: FileTable, sources: Sources
+) -> ModuleStates:
+    """``states`` with the module of the files of a pipeline's ``layers``."""
+    root = states.first.root
+    ranks, found = root.get("mp_world_size"), None
+    if root.get("module") is not None:
+        found = "the module in the file of module states, too"
+    elif states.partitioned:
+        found = "ZeRO 3, which DeepSpeed does not combine with a pipeline"
+    elif is_count(ranks) and cast(int, ranks) > 1:
+        found = f"{plural(cast(int, ranks), 'stage')} or tensor-parallel ranks"
+    if found is not None:
+        raise SourceUnsupportedError(
+            f"{directory} is a DeepSpeed checkpoint with files of pipeline stages, which fsdpckpt does not read",
+            details=[file_name(path) for _, path in sorted(layers.items())][:_MAX_LAYERS],
+            file=next(iter(layers.values())),
+            expected="one stage without tensor parallelism",
+            found=found,
+            why="how the tensors of these files belong together is in the code of the model, not in the files",
+            next_step="convert it with the model's own script (ds_to_universal.py, or convert_*.py of the trainer)",
+        )
+    shapes = {name: shape for group in states.groups() for name, shape in group.items()}
+    frozen, buffers = root.get("frozen_param_shapes"), root.get("buffer_names")
+    others = {*states.aliases(), *states.aliases().values(), *(frozen if isinstance(frozen, dict) else ())}
+    others.update(map(str, buffers) if isinstance(buffers, (list, tuple, set)) else ())
+    opened = open_layers(states.first, layers, shapes, {str(name) for name in others}, table, sources)
+    pairs = [(layer.file, layer.named()) for layer in opened]
+    return replace(states, layers=pairs, pipeline=module_of(opened))
 
 
 def _require_in_files(step: str, optim: Sequence[StepFile], sources: Sources) -> None:
@@ -134,7 +175,8 @@ class _Step:
         root: dict[Key, Value] = {"model": model, "optimizer": section_of(merged, "optimizer")}
         tree = Tree(root, Layout.SHARDED, "deepspeed", len(self.optim))
         add_extras(tree, [rest, merged])
-        add_archives(tree, [file.archive for file in (*self.optim, *self.module.files)])
+        layers = [file for file, _ in self.module.layers]
+        add_archives(tree, [file.archive for file in (*self.optim, *self.module.files, *layers)])
         self._describe(tree, shapes)
         return tree
 

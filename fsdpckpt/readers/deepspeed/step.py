@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from typing import TypeAlias, cast
@@ -238,14 +238,25 @@ def distributed_slice(
 
 @dataclass(frozen=True, slots=True)
 class ModuleStates:
-    """``files``: one for each rank under ZeRO 3, in which every parameter is ``partitioned``, else only rank 0's."""
+    """``files``: one for each rank under ZeRO 3, in which every parameter is ``partitioned``, else only rank 0's.
+
+    ``layers``: the files of a pipeline's layers, each with its entries under the module's names; then ``files`` have no
+    module. ``pipeline``: all of these entries.
+    """
 
     files: list[StepFile]
     partitioned: bool
+    layers: Sequence[tuple[StepFile, StateDict]] = ()
+    pipeline: StateDict = field(default_factory=dict)
 
     @property
     def first(self) -> StepFile:
         return self.files[0]
+
+    @property
+    def module(self) -> StateDict:
+        """The module's state dict, on rank 0."""
+        return self.pipeline if self.layers else self.first.module
 
     def groups(self, file: StepFile | None = None) -> list[FlatGroup]:
         """The shapes of the trained parameters by flat tensor, from ``file`` (the first). Raises SourceCorruptError."""
@@ -270,13 +281,17 @@ class ModuleStates:
         """Buffers and frozen parameters as ``model``, and extras. ``exclude``: the names of the trained
         parameters and of those that share their storage.
         """
-        return merge_files(self.files, [self._untrained_in(file, exclude) for file in self.files])
+        merged = merge_files(self.files, [self._untrained_in(file, exclude) for file in self.files])
+        for file, entries in self.layers:  # the data of each is in its own file
+            own = {name: value for name, value in entries.items() if name not in exclude}
+            section_of(merged, "model").update(section_of(merge_files([file], [{"model": own}]), "model"))
+        return merged
 
     def in_order(self, leaves: Mapping[Key, Value]) -> dict[Key, Value]:
         """``leaves`` in the order of the module's state dict, shared parameters under all of their names."""
         aliases = self.aliases()
         model: dict[Key, Value] = OrderedDict()
-        for key in (*self.first.module, *leaves):
+        for key in (*self.module, *leaves):
             leaf = leaves.get(aliases.get(str(key), key))
             if leaf is not None or key in leaves:
                 model.setdefault(key, leaf)
@@ -284,7 +299,7 @@ class ModuleStates:
 
     def notes_on_copies(self, trained: Collection[str], dtype: str = "float32") -> list[Note]:
         """A note if the module has copies of the ``trained`` parameters whose dtype is not ``dtype``."""
-        copies = self.first.module
+        copies = self.module
         leaves = [leaf for name in trained if isinstance(leaf := copies.get(name), StoredTensor)]
         return notes_on_copies({leaf.dtype.name for leaf in leaves} - {dtype}, dtype)
 
@@ -295,7 +310,8 @@ class ModuleStates:
         if isinstance(frozen, dict) and isinstance(shapes, dict) and self.partitioned:
             for name, leaf in frozen.items():
                 parts[name] = self._frozen(file, str(name), leaf, size_of(shapes.get(name)))
-        model = {name: parts.get(name, value) for name, value in file.module.items() if name not in exclude}
+        module = {} if self.layers else file.module
+        model = {name: parts.get(name, value) for name, value in module.items() if name not in exclude}
         extra = {key: plain(value) for key, value in root.items() if key not in _DESCRIBED}
         if extra.get("optimizer") is None:  # ZeRO leaves it empty; anything else is the user's own
             extra.pop("optimizer", None)

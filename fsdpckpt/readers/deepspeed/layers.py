@@ -1,0 +1,102 @@
+"""Names the parameters in the layer files of DeepSpeed's PipelineModule.
+
+A pipeline saves its module layer by layer, ``layer_<number>[-model_<tp rank>]-model_states.pt``, each with the names of
+that layer alone, and leaves ``module`` empty in the file of module states (``deepspeed/runtime/pipe/module.py``,
+``save_state_dict``; ``pipe/engine.py``, ``module_state_dict``). The module has layer ``5`` as ``5.<name>``, and a layer
+that is tied to another as ``tied_modules.<key>.<name>``; the shapes of the optimizer's parameters have these names.
+With one stage and no tensor parallelism that says everything.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.formats.torch.tensors import StoredTensor
+from fsdpckpt.readers.deepspeed.step import FlatGroup, StateDict, StepFile, as_mapping, contradiction, open_files
+from fsdpckpt.readers.protocol import FileTable, file_name
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import some_of
+
+_TIED = "tied_modules"
+_MAX_NAMES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFile:
+    """The file of one layer. ``names``: the module's name of each of its entries."""
+
+    file: StepFile
+    names: Mapping[str, str]
+
+    def named(self) -> StateDict:
+        """Its entries under the module's names."""
+        return {self.names[str(key)]: value for key, value in self.file.root.items()}
+
+
+def open_layers(
+    module: StepFile,
+    layers: Mapping[int, str],
+    shapes: FlatGroup,
+    others: Collection[str],
+    table: FileTable,
+    sources: Sources,
+) -> list[LayerFile]:
+    """Open the files ``layers`` (by number) of the step whose module states are in ``module``.
+
+    ``shapes``: the optimizer's parameters. ``others``: buffers, frozen and shared parameters, as far as they are known.
+    Raises SourceUnsupportedError for a layer of which no name is known, SourceIncompleteError for parameters that no
+    layer has, SourceCorruptError for shapes that are not theirs.
+    """
+    known = {*shapes, *others}
+    opened = []
+    for number, path in sorted(layers.items()):
+        (file,) = open_files({0: path}, table, sources)
+        keys = [str(key) for key in as_mapping(file.root, path, "its content")]
+        opened.append(LayerFile(file, {key: f"{_prefix(number, keys, known, path)}.{key}" for key in keys}))
+    found = {name: value for layer in opened for name, value in layer.named().items()}
+    missing = [name for name in shapes if name not in found]
+    if missing:
+        raise SourceIncompleteError(
+            f"{module.path} names {len(missing)} parameters that no file of a layer holds: "
+            f"{some_of(missing, _MAX_NAMES)}",
+            details=missing,
+            file=module.path,
+            key=missing[0],
+            why="the files of some layers were not copied, or other pipeline stages have them",
+            next_step="copy the files of all layers into one directory",
+        )
+    for name, shape in shapes.items():
+        leaf = found[name]
+        if not isinstance(leaf, StoredTensor) or leaf.shape != shape:
+            raise contradiction(module.path, f"{name} has another shape in the file of its layer than in param_shapes")
+    return opened
+
+
+def module_of(layers: Collection[LayerFile]) -> StateDict:
+    """The module's state dict, layer after layer. A tied layer that was saved twice counts where it is first."""
+    module: StateDict = OrderedDict()
+    for layer in layers:
+        for name, value in layer.named().items():
+            module.setdefault(name, value)
+    return module
+
+
+def _prefix(number: int, keys: Collection[str], known: Collection[str], path: str) -> str:
+    """What the module calls the layer ``number``, which has the entries ``keys``."""
+    tied = {name.split(".")[1] for name in known if name.startswith(f"{_TIED}.")}
+    prefixes = [str(number), *(f"{_TIED}.{key}" for key in sorted(tied))]
+    fitting = [prefix for prefix in prefixes if any(f"{prefix}.{key}" in known for key in keys)]
+    if len(fitting) != 1 and keys:
+        raise SourceUnsupportedError(
+            f"{file_name(path)}: nothing says what the module calls this layer of a pipeline",
+            details=fitting,
+            file=path,
+            expected=f"its parameters among those of the optimizer, as {number}.<name> or {_TIED}.<key>.<name>",
+            found=some_of(list(keys), _MAX_NAMES),
+            why="the layer is frozen, or several tied layers have the same names",
+            next_step="convert it with the model's own script (convert_*.py of the trainer)",
+        )
+    return fitting[0] if fitting else str(number)

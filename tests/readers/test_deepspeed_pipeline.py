@@ -1,0 +1,127 @@
+"""The layer files of a pipeline of one stage, as DeepSpeed 0.19's ``PipelineModule.save_state_dict`` writes them.
+
+The names and the empty ``module`` are those of a run of the library on one process: an embedding that is tied to the
+head, a layer with a buffer, a function without a file, a norm.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdpckpt
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from tests.readers.contents import opened, same_values
+
+TRAINED = {  # in the order of the optimizer
+    "tied_modules.embed.e.weight": torch.randn(11, 6),
+    "1.l.weight": torch.randn(6, 6),
+    "1.l.bias": torch.randn(6),
+    "3.weight": torch.randn(6),
+    "3.bias": torch.randn(6),
+}
+BUFFERS = {"tied_modules.embed.scale": torch.full((3,), 2.0), "1.count": torch.arange(4)}
+STATES = {name: {"exp_avg": torch.randn_like(value)} for name, value in TRAINED.items()}
+PREFIXES = {0: "tied_modules.embed", 1: "1", 3: "3"}
+RANKS = 2
+
+
+def parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The ranks' parts of one flat tensor; the padding is taken off the last."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    part = -(-len(flat) // RANKS)
+    return [flat[rank * part : (rank + 1) * part].clone() for rank in range(RANKS)]
+
+
+def files(layer: str = "layer_{:02d}-model_states.pt") -> dict[str, Any]:
+    module = {**TRAINED, **BUFFERS}
+    saved: dict[str, Any] = {
+        layer.format(number): {
+            name.removeprefix(f"{prefix}."): value for name, value in module.items() if name.startswith(f"{prefix}.")
+        }
+        for number, prefix in PREFIXES.items()
+    }
+    shapes = OrderedDict((name, value.shape) for name, value in TRAINED.items())
+    described = {"buffer_names": list(BUFFERS), "param_shapes": [shapes], "frozen_param_shapes": None}
+    described |= {"shared_params": {}, "frozen_param_fragments": None, "optimizer": None}
+    ranks = {"dp_world_size": RANKS, "mp_world_size": 1, "global_steps": 1}
+    saved["mp_rank_00_model_states.pt"] = {"module": None, **described, **ranks}
+    weights, moments = parts(list(TRAINED.values())), parts([state["exp_avg"] for state in STATES.values()])
+    for rank in range(RANKS):
+        state = {0: {"step": torch.tensor(1.0), "exp_avg": moments[rank]}}
+        base = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        padding = [len(weights[0]) * RANKS - sum(map(len, weights)) if rank == RANKS - 1 else 0]
+        states = {"base_optimizer_state": base, "single_partition_of_fp32_groups": [weights[rank]], "zero_stage": 1}
+        states |= {"group_paddings": padding, "partition_count": [RANKS]}
+        saved[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = {"optimizer_state_dict": states}
+    return saved
+
+
+def save(content: dict[str, Any], path: Path) -> Path:
+    path.mkdir(parents=True)
+    for name, value in content.items():
+        torch.save(value, path / name)
+    return path
+
+
+@pytest.mark.parametrize("layer", ["layer_{:02d}-model_states.pt", "layer_{:02d}-model_00-model_states.pt"])
+def test_one_stage_is_read_with_its_optimizer(layer: str, tmp_path: Path) -> None:
+    step = save(files(layer), tmp_path / "run" / "global_step1")
+    (step.parent / "latest").write_text("global_step1")
+    found = opened(step.parent)
+    states = {name: {**state, "step": torch.tensor(1.0)} for name, state in STATES.items()}
+    groups = [{"lr": 0.1, "params": list(TRAINED)}]
+    same_values(found, model={**TRAINED, **BUFFERS}, optim={"state": states, "param_groups": groups})
+    assert list(found.model.params)[:2] == ["tied_modules.embed.e.weight", "tied_modules.embed.scale"]  # type: ignore[union-attr]
+    assert found.problems == () and all(entry.read_as for entry in found.account.entries)
+    assert all(file.fate == "read" for file in found.account.files)
+    fsdpckpt.convert(step.parent, tmp_path / "full.pt", verify="full")
+    written = torch.load(tmp_path / "full.pt")["model"]
+    assert all(torch.equal(written[name], value) for name, value in {**TRAINED, **BUFFERS}.items())
+
+
+@pytest.mark.parametrize(
+    ("more", "count"),
+    [
+        ({"mp_rank_01_model_states.pt": {"module": None}}, 3),  # a second stage
+        ({"layer_03-model_01-model_states.pt": {"weight": torch.ones(6)}}, 4),  # tensor parallelism
+        ({"zero_pp_rank_0_mp_rank_01_optim_states.pt": {}}, 3),
+    ],
+)
+def test_several_stages_are_called_so(more: dict[str, Any], count: int, tmp_path: Path) -> None:
+    with pytest.raises(SourceUnsupportedError, match="files of pipeline stages") as error:
+        opened(save({**files(), **more}, tmp_path / "step"))
+    assert len(error.value.details) == count and "--ignore-file" not in str(error.value)
+
+
+def test_the_number_of_stages_is_read_from_the_files_too(tmp_path: Path) -> None:
+    saved = files()
+    saved["mp_rank_00_model_states.pt"]["mp_world_size"] = 2
+    with pytest.raises(SourceUnsupportedError, match="pipeline stages") as error:
+        opened(save(saved, tmp_path / "step"))
+    assert error.value.found == "2 stages or tensor-parallel ranks"
+
+
+def test_a_layer_that_is_missing_or_another_is_an_error(tmp_path: Path) -> None:
+    saved = files()
+    lost = saved.pop("layer_03-model_states.pt")
+    with pytest.raises(SourceIncompleteError, match="2 parameters that no file of a layer holds") as error:
+        opened(save(saved, tmp_path / "lost"))
+    assert error.value.details == ("3.weight", "3.bias")
+    saved["layer_03-model_states.pt"] = {**lost, "bias": torch.zeros(3)}
+    with pytest.raises(SourceCorruptError, match=r"3\.bias has another shape"):
+        opened(save(saved, tmp_path / "half"))
+    saved["layer_03-model_states.pt"] = lost
+    saved["layer_04-model_states.pt"] = {"frozen": torch.ones(2)}
+    with pytest.raises(SourceUnsupportedError, match="nothing says what the module calls this layer"):
+        opened(save(saved, tmp_path / "more"))
+
+
+def test_without_zero_nothing_names_the_layers(tmp_path: Path) -> None:
+    saved = {name: value for name, value in files().items() if "optim" not in name}
+    with pytest.raises(SourceUnsupportedError, match="pipeline stages without the states of ZeRO"):
+        opened(save(saved, tmp_path / "step"))
