@@ -263,7 +263,7 @@ def _ambiguous(ids: Ids, order: ParameterOrder, why: str, candidates: Sequence[s
     several_groups = ids.group_sizes is not None and len(ids.group_sizes) > 1
     too_many = len(order.names) > len(ids.numbers)
     ways: list[str] = []
-    if too_many and not order.authoritative and not order.excludes_buffers:
+    if too_many and not several_groups and not order.authoritative and not order.excludes_buffers:
         ways.append("--buffers GLOB for the model keys that are not parameters (--buffers none if all are)")
     listed = "--parameters FILE with the names of the optimizer's parameters in its order"
     ways.append(listed + (", and a blank line between groups" if several_groups else ""))

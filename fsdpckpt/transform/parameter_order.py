@@ -324,7 +324,7 @@ def from_model(
     doubtful = frozenset((*uncertain, *told))
     if not no_buffers and any(tensor.sharded for tensor in tensors.values()):
         uncertain.update(name for name in names if tensors[name].sharded is not True)
-    excludes_buffers = no_buffers or any(tensor.sharded is not None for tensor in tensors.values())
+    excludes_buffers = bool(buffers) or any(tensor.sharded is not None for tensor in tensors.values())
     return ParameterOrder(
         names=names,
         shapes={name: tensors[name].shape for name in names},

@@ -80,8 +80,8 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
             why="the source stores both the same way, and it has no optimizer that lists the parameters"
             if checkpoint.optim is None
             else "the source stores both the same way, and the optimizer does not list these keys",
-            next_step="add --buffers GLOB for the buffers (--buffers none when there are none), or --reference PATH "
-            "of a sharded checkpoint of this model",
+            next_step="add --buffers GLOB for the buffers (--buffers none when there are none), --reference PATH of a "
+            "sharded checkpoint of this model, or --units FILE, which save_parameter_order writes in the job",
         )
     optim, ambiguous = _decide_optim(checkpoint.optim, model)
     if ambiguous and strict:

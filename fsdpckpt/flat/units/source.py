@@ -29,7 +29,7 @@ from fsdpckpt.flat.units.request import (
     require_agreement,
     require_model_order,
 )
-from fsdpckpt.flat.units.target import target_units
+from fsdpckpt.flat.units.target import separate_buffers, target_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.ir.units import Units
@@ -164,7 +164,8 @@ def units_like(checkpoint: Checkpoint, units: Units, label: str, sources: Source
 def _infer_units(
     checkpoint: Checkpoint, request: UnitsRequest, sources: Sources, *, target_flattened: bool
 ) -> ResolvedUnits:
-    names = _parameter_names(checkpoint, request, sources)
+    # An optimizer's own names have no buffers among them that a glob could match.
+    names = separate_buffers(_parameter_names(checkpoint, request, sources), request.buffers, all_match=False)
     prefixes = _unit_prefixes(checkpoint, request, names, target_flattened=target_flattened)
     result = infer(
         checkpoint,

@@ -366,16 +366,19 @@ def target_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources
     if request.parameters is not None:
         listed = request.names_in(request.parameters, [param.name for param in chosen.params])
         return _listed_only(chosen, tuple(listed.values()), checkpoint)
-    return _require_settled(_separate_buffers(chosen, request.buffers), checkpoint)
+    return _require_settled(separate_buffers(chosen, request.buffers), checkpoint)
 
 
-def _separate_buffers(names: ParameterNames, buffers: Sequence[str]) -> ParameterNames:
-    """Names that nothing else decides: buffers if a ``--buffers`` glob matches, parameters otherwise."""
+def separate_buffers(names: ParameterNames, buffers: Sequence[str], *, all_match: bool = True) -> ParameterNames:
+    """Names that nothing else decides: buffers if a ``--buffers`` glob matches, parameters otherwise.
+
+    Raises UsageError for a glob that matches nothing, unless not ``all_match``.
+    """
     if not buffers:
         return names
     globs = [glob for glob in buffers if tuple(buffers) != NO_BUFFERS]
     useless = [glob for glob in globs if not any(fnmatchcase(param.name, glob) for param in names.params)]
-    if useless:
+    if useless and all_match:
         raise UsageError(
             f"--buffers {useless[0]} matches no name of {names.label}",
             next_step="--buffers with the names of the buffers, or --buffers none",
