@@ -114,8 +114,8 @@ def _as_optimizer_lists(
     """``listed``, the user's list, with the optimizer's groups if it says them.
 
     It does if blank lines divide it into as many parts as there are groups (``divided``), or if it has exactly the
-    optimizer's parameters in an order that is not the model's: then it is the optimizer's own. A list that is sorted by
-    name is nobody's order.
+    optimizer's parameters in an order that is not the model's: then it is the optimizer's own. A list for ids that is
+    sorted by name is nobody's order; for names it answers a warning, and is meant.
     """
     sizes = None if optim is None or optim.param_groups is None else _group_sizes(optim)
     if not sizes:
@@ -126,7 +126,9 @@ def _as_optimizer_lists(
         if {*chain(*groups)} == kept:
             return replace(listed, groups=tuple(groups), in_model_order=False)
     names = listed.names
-    if sum(sizes) != len(names) or of_model is None or list(names) == sorted(names):
+    by_name = optim is not None and optim.key_type == "name"
+    sorted_for_ids = not by_name and list(names) == sorted(names)
+    if sum(sizes) != len(names) or of_model is None or sorted_for_ids:
         return listed
     position = {name: index for index, name in enumerate(of_model.names) if name not in of_model.uncertain}
     if first_misplaced(names, position) is None:
