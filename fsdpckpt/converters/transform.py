@@ -22,7 +22,7 @@ from fsdpckpt.errors import (
     to_copy,
 )
 from fsdpckpt.flat.flatten.states import require_equal_states
-from fsdpckpt.flat.names import model_names, name_contradictions
+from fsdpckpt.flat.names import ParameterNames, model_names, name_contradictions
 from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units import any_module
 from fsdpckpt.flat.units.changes import NameChanges
@@ -440,7 +440,15 @@ class _Steps:
         if checkpoint.units is not None:
             checkpoint = replace(checkpoint, units=changes.applied_to(checkpoint.units))
         cast = DTYPES[options.dtype] if options.dtype is not None else None
-        target = target_units(checkpoint, request, source, spec.world_size or 1, self.sources, dtype=cast)
+        target = target_units(
+            checkpoint,
+            request,
+            source,
+            spec.world_size or 1,
+            self.sources,
+            dtype=cast,
+            left_out=self._names_left_out(checkpoint, changes),
+        )
         checkpoint = under_first_names(checkpoint, target.units)
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *(Note("units", line) for line in target.how)))
         checkpoint = self.fill(checkpoint, target.units)
@@ -460,6 +468,14 @@ class _Steps:
             checkpoint = self.apply_placements(checkpoint, spec.mesh, renamed=True)
             checkpoint = place_remaining(checkpoint, spec.mesh) if spec.mesh is not None else checkpoint
         return TransformedCheckpoint(checkpoint, target.units, key_type)
+
+    def _names_left_out(self, checkpoint: Checkpoint, changes: NameChanges) -> ParameterNames | None:
+        """The names of the model that ``--only optim`` leaves out, as the target has them; None if nothing is."""
+        names = model_names(self.opened, "the model section, which is left out") if checkpoint.model is None else None
+        if names is None:
+            return None
+        kept = [param.name for param in names.params if changes.keeps(param.name)]
+        return names.renamed({name: changes.new_name(name) for name in kept})
 
     @cached_property
     def _reference(self) -> Checkpoint | None:

@@ -178,6 +178,18 @@ def test_one_section_alone_gets_the_new_names_too(section: str, full: Named, tmp
     require_same(tmp_path / "found", expected)
 
 
+@pytest.mark.parametrize("orig", [True, False])
+def test_the_optimizer_alone_is_cut_by_the_model_that_is_left_out(orig: bool, full: Named, tmp_path: Path) -> None:
+    content = mapped(full if orig else _one_group(full), lambda name: f"net.{name}")
+    expected = flattened(content, tmp_path / "expected", orig=orig, world_size=RANKS, layers="net.layers.*")
+    for path in expected.glob("model*.pt"):
+        path.unlink()
+    source = full if orig else _one_group(full)
+    alone = {"only": "optim", "add_prefix": "net."}
+    found = flattened(source, tmp_path / "found", orig=orig, world_size=RANKS, layers="net.layers.*", **alone)
+    require_same(found, expected)
+
+
 def test_what_is_given_of_the_units_may_have_the_sources_names_or_the_targets(full: Named, tmp_path: Path) -> None:
     flat = flattened(full, tmp_path / "flat", orig=True, world_size=2, layers="layers.*")
     new = flattened(

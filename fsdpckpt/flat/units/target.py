@@ -44,15 +44,17 @@ def target_units(
     sources: Sources,
     *,
     dtype: DType | None = None,
+    left_out: ParameterNames | None = None,
 ) -> ResolvedUnits:
     """The units of a flattened target of ``checkpoint`` (whole tensors, its optimizer keyed by name).
 
     ``source``: the units of a flattened source; the target is wrapped like it unless ``request`` says otherwise.
-    ``dtype``: what the model section is cast to. Raises NeedsInformationError if wrapping or ``use_orig_params`` are
-    not known, SourceCorruptError if the units are those of a different model, UsageError for what FSDP1 cannot wrap,
-    SourceUnsupportedError if param groups divide a flat parameter.
+    ``dtype``: what the model section is cast to. ``left_out``: the names of the source's model, if the target gets only
+    the optimizer. Raises NeedsInformationError if wrapping or ``use_orig_params`` are not known, SourceCorruptError if
+    the units are those of a different model, UsageError for what FSDP1 cannot wrap, SourceUnsupportedError if param
+    groups divide a flat parameter.
     """
-    wrapped, how = _wrapping(checkpoint, request, source, sources)
+    wrapped, how = _wrapping(checkpoint, request, source, sources, left_out)
     checkpoint = under_first_names(checkpoint, wrapped)
     units = wrapped
     if dtype is not None and request.file is None and checkpoint.model is not None:
@@ -82,7 +84,11 @@ def target_units(
 
 
 def _wrapping(
-    checkpoint: Checkpoint, request: UnitsRequest, source: ResolvedUnits | None, sources: Sources
+    checkpoint: Checkpoint,
+    request: UnitsRequest,
+    source: ResolvedUnits | None,
+    sources: Sources,
+    left_out: ParameterNames | None,
 ) -> tuple[Units, str]:
     """Which parameters are in which unit, and how that is known."""
     from_file = target_file(request, parameter_names(checkpoint), sources)
@@ -111,7 +117,7 @@ def _wrapping(
     if not wrapped and request.use_orig_params is None:
         raise _orig_params_unknown(checkpoint, "the source is not flattened")
     if source_units is None:
-        names = target_names(checkpoint, request, sources)
+        names = target_names(checkpoint, request, sources, left_out)
     else:
         names = units_names(source_units, label) if wrapped else unwrapped_names(source_units, label)
     prefixes = {"", *expand_globs(request.globs, [param.name for param in names.params])}
@@ -347,9 +353,14 @@ def _settings_notes(units: Units, request: UnitsRequest, *, aligned: bool) -> li
     return lines
 
 
-def target_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames:
-    """The parameters in the order of ``model.parameters()``. Raises NeedsInformationError if they are not certain."""
-    checkpoint_names = model_names(checkpoint, "the model section")
+def target_names(
+    checkpoint: Checkpoint, request: UnitsRequest, sources: Sources, left_out: ParameterNames | None = None
+) -> ParameterNames:
+    """The parameters in the order of ``model.parameters()``. ``left_out``: as for ``target_units``.
+
+    Raises NeedsInformationError if they are not certain.
+    """
+    checkpoint_names = model_names(checkpoint, "the model section") or left_out
     if checkpoint_names is None:
         checkpoint_names = optimizer_names(checkpoint, "the optimizer's own names")
     chosen = checkpoint_names
