@@ -182,7 +182,7 @@ def _read_text(path: str) -> str:
     """The content of the file ``path``; empty if there is none, or this process does not see it."""
     try:
         return read_own_file(path).decode()
-    except (OSError, ValueError):
+    except (OSError, ValueError, TargetUnwritableError):  # the last one: it is a pipe or a link, and not ours
         return ""
 
 
