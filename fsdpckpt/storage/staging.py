@@ -158,10 +158,11 @@ class Staging:
             self._make()
 
     def _acquire(self) -> Lock:
-        try:
-            lock = lock_path(self._lock_path, os.O_RDWR | os.O_CREAT)
-        except BlockingIOError:
-            raise self._busy_error() from None
+        with target_errors(self._lock_path):  # a lock that another user's run left cannot be opened: which one is it
+            try:
+                lock = lock_path(self._lock_path, os.O_RDWR | os.O_CREAT)
+            except BlockingIOError:
+                raise self._busy_error() from None
         if not lock.effective:
             no_locks = f"the file system of {self._target} has no locks (flock)"
             self._warn("unlocked", f"{no_locks}: nothing keeps a second run from writing there at the same time")

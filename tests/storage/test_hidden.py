@@ -159,6 +159,21 @@ def test_a_lock_that_cannot_be_taken_for_another_reason_is_an_error(tmp_path: Pa
         lock_path(str(tmp_path / "lock"), os.O_RDWR | os.O_CREAT)
 
 
+def test_a_lock_that_may_not_be_opened_is_named(tmp_path: Path, monkeypatch) -> None:
+    """Another user's run was killed: the directory can be written to, its lock cannot."""
+    opened = os.open
+
+    def refuses(path: str, *more: int, **options: int) -> int:
+        if str(path).endswith("fsdpckpt-lock"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, *more, **options)
+
+    monkeypatch.setattr(os, "open", refuses)
+    with pytest.raises(TargetUnwritableError, match=r"\.out\.fsdpckpt-lock: Permission denied"):
+        Staging(str(tmp_path / "out"), directory=True)
+    assert os.listdir(tmp_path) == []
+
+
 def _fsync(path: Path, number: int) -> Callable[[int], None]:
     """``os.fsync`` that fails for the directory ``path``."""
     fsync, inode = os.fsync, path.stat().st_ino
