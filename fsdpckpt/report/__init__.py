@@ -66,7 +66,7 @@ def _refuse_source(path: str, source: str) -> None:
         raise UsageError("--report takes the name of a file", found=repr(path), next_step="--report report.html")
     if is_url(path):
         raise UsageError(f"--report {path}: a report is written to a local file", next_step="--report report.html")
-    if not is_url(source) and os.path.exists(source) and Tree(source).holds(path):
+    if not is_url(source) and os.path.isdir(source) and Tree(source).holds(path):
         raise UsageError(
             f"--report {path} is inside the source, which is never written to",
             file=path,
