@@ -30,7 +30,8 @@ def transform_sections(opened: Checkpoint, spec: TargetSpec, sources: Sources) -
     if not opened.named or spec.options.only is not None:
         return transform(opened, spec, sources)
     _refuse_flattened(opened, spec, sources)
-    opened = _with_listed_parameters(opened, spec.options)
+    if spec.layout is Layout.SHARDED and opened.layout is not Layout.FLATTENED:
+        opened = _with_listed_parameters(opened, spec.options)
     unmatched = _Unmatched(opened)
     main = unmatched.transform(replace(opened, named=()), "", spec, sources)
     notes = list(main.checkpoint.notes if main is not None else opened.notes)
@@ -65,9 +66,9 @@ def _with_listed_parameters(opened: Checkpoint, options: ConvertOptions) -> Chec
     Each optimizer of several lists some: for the others' sake, what one says of the model is noted there.
     """
     listed: list[tuple[ModelState, set[str]]] = []
-    for named in opened.named:
-        view = alone(opened, named)
-        if named.section is not Section.OPTIM or view.model is None:
+    views = [alone(opened, named) for named in opened.named if named.section is Section.OPTIM]
+    for view in [replace(opened, named=()), *views]:
+        if view.model is None or view.optim is None:
             continue
         with suppress(FsdpckptError):  # raised again if the conversion needs the names
             by_name = apply_key_type(
@@ -81,11 +82,12 @@ def _with_listed_parameters(opened: Checkpoint, options: ConvertOptions) -> Chec
             )
             keys = by_name.optim.param_keys() if by_name.optim is not None else []
             listed.append((view.model, {clean(key) for key in keys if isinstance(key, str)}))
-    main = _with_parameters(opened.model, listed) if opened.model is not None else None
+    contents = [opened.model, *(named.content for named in opened.named)]
+    models = [_with_parameters(each, listed) for each in contents if isinstance(each, ModelState)]
+    alike = iter([_like_another(model, models) for model in models])
+    main = next(alike) if opened.model is not None else None
     sections = [
-        replace(named, content=_with_parameters(named.content, listed))
-        if isinstance(named.content, ModelState)
-        else named
+        replace(named, content=next(alike)) if isinstance(named.content, ModelState) else named
         for named in opened.named
     ]
     return replace(opened, model=main, named=tuple(sections))
@@ -99,6 +101,27 @@ def _with_parameters(model: ModelState, listed: Sequence[tuple[ModelState, set[s
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is None and clean(name) in names:
             params[name] = replace(leaf, sharded=True)
     return ModelState(params, model.metadata)
+
+
+def _like_another(model: ModelState, others: Sequence[ModelState]) -> ModelState:
+    """``model`` with its tensors marked as those of another one with the same names and shapes: an average of its
+    weights has no optimizer that lists them.
+    """
+    params = dict(model.params)
+    for other in others:
+        if {name: _shape(leaf) for name, leaf in params.items()} != {
+            name: _shape(leaf) for name, leaf in other.params.items()
+        }:
+            continue
+        for name, leaf in params.items():
+            like = other.params[name]
+            if isinstance(leaf, Tensor) and isinstance(like, Tensor) and leaf.sharded is None:
+                params[name] = leaf.with_sharded(like.sharded)
+    return ModelState(params, model.metadata)
+
+
+def _shape(leaf: object) -> tuple[int, ...] | None:
+    return leaf.shape if isinstance(leaf, Tensor) else None
 
 
 def _promoted(checkpoint: Checkpoint) -> Checkpoint:

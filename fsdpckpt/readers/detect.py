@@ -192,7 +192,8 @@ class _Opening:
         return places
 
     def _read_parts(self, found: Found) -> list[ReadPart]:
-        """Read every part. Leaves out a file beside the checkpoint that cannot be read (a training script's classes).
+        """Read every part. Leaves out what cannot be read of the section that was not asked for, which the other one
+        never needs, and a file beside the checkpoint (a training script's classes).
 
         An error among many directories side by side means that they are several checkpoints.
         """
@@ -203,9 +204,10 @@ class _Opening:
             try:
                 read.append(self._read(part))
             except SourceError as error:
-                if not part.optional and len(found.below) > _MAX_DIRECTORIES:
+                unasked = self._is_of_other_section(part)
+                if not unasked and not part.optional and len(found.below) > _MAX_DIRECTORIES:
                     raise several_checkpoints(found.path, found.below, self.sources) from None
-                if not part.optional or not isinstance(error, _LEFT_OUT):
+                if not unasked and not (part.optional and isinstance(error, _LEFT_OUT)):
                     raise
                 for path in (part.label, *(file.path for file in self.files.files()[count:])):
                     self.book.left_out(path, Rule.REFUSED)
@@ -216,6 +218,11 @@ class _Opening:
         if refused and all(part.auxiliary for part in read):
             raise refused[0]
         return read
+
+    def _is_of_other_section(self, part: Part) -> bool:
+        """Whether the name of ``part`` says that it holds a section that was not asked for."""
+        only = self.options.only
+        return only is not None and section_of_name(part.stem) not in (None, only)
 
     def _read(self, part: Part) -> ReadPart:
         first = len(self.files.files())

@@ -277,3 +277,41 @@ def test_what_is_left_of_a_wrapper_keeps_its_place_beside_the_section(target: st
     assert fsdpckpt.diff(tmp_path / "source.pt", tmp_path / target).same
     fsdpckpt.convert(tmp_path / target, tmp_path / "again.pt", to="full")
     assert equal(loaded(tmp_path / "again.pt"), root)
+
+
+class Unsafe:
+    """A class of a training script."""
+
+
+@pytest.mark.parametrize("damage", ["unsafe", "truncated"])
+@pytest.mark.parametrize("only", ["model", "optim"])
+def test_a_section_never_needs_the_other_one_to_be_read(only: str, damage: str, tmp_path: Path) -> None:
+    model, optimizers, _ = trained()
+    sections: dict[str, Any] = {"model": model.state_dict(), "optim": optimizers[0].state_dict()}
+    names = {"model": "pytorch_model_fsdp.bin", "optim": "optimizer.bin"}
+    source = tmp_path / "source"
+    source.mkdir()
+    for section, name in names.items():
+        unsafe = section != only and damage == "unsafe"
+        torch.save({**sections[section], "mine": Unsafe()} if unsafe else sections[section], source / name)
+        if section != only and damage == "truncated":
+            (source / name).write_bytes((source / name).read_bytes()[:400])
+    with pytest.raises(fsdpckpt.SourceError):
+        fsdpckpt.convert(source, tmp_path / "no.pt", to="full", container="torch", flavor="plain")
+    report = fsdpckpt.convert(source, tmp_path / "out.pt", only=only, to="full", flavor="plain")
+    assert equal(loaded(tmp_path / "out.pt"), dict(sections[only]))
+    other = next(name for section, name in names.items() if section != only)
+    assert any(f"{other} is left out" in note.message for note in report.notes)
+
+
+def test_an_average_is_cut_as_the_model_that_it_averages(tmp_path: Path) -> None:
+    """No optimizer lists its tensors."""
+    model, optimizers, _ = trained()
+    state = {name: leaf for name, leaf in model.state_dict().items() if name.startswith("g.")}
+    root = {"model": state, "ema": dict(state), "optimizer": optimizers[0].state_dict()}
+    torch.save(root, tmp_path / "source.pt")
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "ranks", to="sharded", container="torch", world_size=2)
+    found = fsdpckpt.inspect(tmp_path / "ranks").to_json()["tensors"]
+    cut = {(row["section"], row["param"]): row["placement"] for row in found if row["section"].startswith("model")}
+    assert {name for section, name in cut if section == "model:ema"} == set(state)
+    assert all(cut["model", name] == cut["model:ema", name] == "[Shard(0)]" for name in state)
