@@ -20,7 +20,7 @@ from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings, side_files
-from fsdpckpt.storage.sources import Sources, relative_path
+from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.resumption import changes_with_ranks, ranks_that_saved
 
 _LAMBDAS = "lr_lambdas"  # what LambdaLR has, and its load_state_dict() needs
@@ -38,23 +38,23 @@ def adapt_to_form(
     sources: Sources,
     only: Section | None,
     splits_param_group: bool,
+    directory: bool,
 ) -> tuple[Checkpoint, Form, Mapping[str, Tensor]]:
     """Return the checkpoint reduced to the sections ``form`` has a place for, ``form`` with the places this source
     needs, and the side files to copy.
 
     ``only``: the section to take. ``splits_param_group``: whether a single param group will be split in two; the LR
-    scheduler is then written, not copied as a file.
+    scheduler is then written, not copied as a file. ``directory``: whether the target is one: a file has no copies.
     """
     _require_section_of_form(checkpoint, flavor, form, only)
     if only is None:
         checkpoint = _place_named(checkpoint, flavor, form)
     others = (*checkpoint.ignored, flavor.schedule_file) if splits_param_group else checkpoint.ignored
-    copied = side_files(replace(checkpoint, ignored=others), flavor, world_size, sources, only=only)
-    directory = f"{checkpoint.directory.rstrip('/')}/"  # ``copied`` lists its files again
-    notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(directory)]
-    account = checkpoint.account.with_copied([relative_path(path, checkpoint.source) for path in copied.paths])
-    files = (*checkpoint.files, *copied.sources)
-    checkpoint = replace(checkpoint, notes=tuple(notes), files=files, account=account)
+    source = replace(checkpoint, ignored=others)
+    copied = side_files(source, flavor, world_size, sources, only=only, directory=directory)
+    below = f"{checkpoint.directory.rstrip('/')}/"  # ``copied`` lists its files again
+    notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(below)]
+    checkpoint = replace(checkpoint, notes=tuple(notes), files=(*checkpoint.files, *copied.sources))
     if checkpoint.optim is not None and form.optim is None:
         note = Note("not-carried", f"the optimizer is left out: flavor {flavor.name} has no place for it")
         checkpoint = replace(checkpoint, optim=None, notes=(*checkpoint.notes, note))

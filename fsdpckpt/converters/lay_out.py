@@ -15,6 +15,7 @@ from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import PLAIN_MESH, PLAIN_PATHS, Form, SectionPath
+from fsdpckpt.readers.side_files import notes_on_copies
 from fsdpckpt.writers import DtypeRule, Writer, WriteSpec, dcp, safetensors, torch_full, torch_ranks, universal
 from fsdpckpt.writers.state_dicts import extras_of_rank
 
@@ -152,11 +153,12 @@ def _lay_out_form(
         file.add_literal(text.replace("{world_size}", str(spec.world_size or checkpoint.world_size)).encode())
         files.append(file)
     written = {file.path for file in files}
-    for name, tensor in side_files.items():
-        if name not in written:
-            file = TargetFile(name)
-            file.add_write_item(tensor)
-            files.append(file)
+    copied = [name for name in side_files if name not in written]
+    for name in copied:
+        file = TargetFile(name)
+        file.add_write_item(side_files[name])
+        files.append(file)
+    notes += notes_on_copies(copied, side_files, checkpoint)
     return Target(sorted(files, key=_is_metadata), notes, links)
 
 

@@ -33,6 +33,7 @@ from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.readers.dcp.items import first_item, is_located
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST, Items, require_matches
+from fsdpckpt.readers.side_files import with_copied
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
 from fsdpckpt.transform.selection import choose_section
@@ -132,6 +133,7 @@ def _read_and_transform(
             sources=sources,
             only=section_of(options.only),
             splits_param_group=splits_param_group,
+            directory=spec.directory,
         )
         key_type = form.key_type if opened.has(Section.OPTIM) else None
         spec = replace(spec, form=form, options=replace(options, key_type=key_type))
@@ -139,7 +141,8 @@ def _read_and_transform(
     if spec.form is not None and spec.form.weights:
         weights, side_files = finish_export(transformed.checkpoint, side_files, options.reference, sources)
         transformed = replace(transformed, checkpoint=weights)
-    return transformed, spec, side_files
+    copied = with_copied(transformed.checkpoint, side_files)
+    return replace(transformed, checkpoint=copied), spec, side_files
 
 
 def make_report(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, NoteKind, Problem, Section, SourceFile
@@ -55,12 +55,11 @@ def describes_model(name: str) -> bool:
 
 @dataclass(slots=True)
 class SideFiles:
-    """``files``: by target name, each file's bytes as a tensor; ``paths``: of the files that are copied. ``sources``:
-    the source files that their chunks refer to, and that the checkpoint has not.
+    """``files``: by target name, each file's bytes as a tensor. ``sources``: the source files that their chunks refer
+    to, and that the checkpoint has not.
     """
 
     files: dict[str, Tensor] = field(default_factory=dict)
-    paths: list[str] = field(default_factory=list)
     sources: list[SourceFile] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
@@ -73,7 +72,6 @@ class SideFiles:
                 self.sources.append(Stored(entry.path, entry.nbytes))
             chunks = Chunks.whole(file=numbers[entry.path], offset=0, shape=(entry.nbytes,))
             self.files[target_name] = Tensor(DTYPES["uint8"], (entry.nbytes,), chunks)
-            self.paths.append(entry.path)
 
 
 def files_of_model(directory: str, files_read: Sequence[SourceFile], sources: Sources) -> SideFiles:
@@ -90,20 +88,46 @@ def files_of_model(directory: str, files_read: Sequence[SourceFile], sources: So
         chosen.add(
             {each.name: each for each in entries if describes_model(each.name) and not each.directory}, files_read
         )
-    if chosen.files:
-        chosen.notes.append(_note("carried", f"copied from {directory}", list(chosen.files)))
     return chosen
 
 
+def notes_on_copies(names: Iterable[str], files: Mapping[str, Tensor], checkpoint: Checkpoint) -> list[Note]:
+    """Notes on the files ``names`` of a target, which are copies of ``files``, by the directory they come from."""
+    from_places: dict[str, list[str]] = {}
+    for name in names:
+        path = _copied_path(files[name], checkpoint)
+        beside = checkpoint.directory and path.startswith(f"{checkpoint.directory.rstrip('/')}/")
+        what = "copied as they are" if beside else f"copied from {path.rpartition('/')[0] or '.'}"
+        from_places.setdefault(what, []).append(name)
+    return [_note("carried", what, listed) for what, listed in from_places.items()]
+
+
+def with_copied(checkpoint: Checkpoint, files: Mapping[str, Tensor]) -> Checkpoint:
+    """``checkpoint`` whose account says that ``files`` are copied."""
+    paths = [relative_path(_copied_path(tensor, checkpoint), checkpoint.source) for tensor in files.values()]
+    return replace(checkpoint, account=checkpoint.account.with_copied(paths))
+
+
+def _copied_path(tensor: Tensor, checkpoint: Checkpoint) -> str:
+    return checkpoint.files[int(tensor.chunks.file[0])].path
+
+
 def side_files(
-    checkpoint: Checkpoint, target: Flavor, world_size: int | None, sources: Sources, *, only: Section | None = None
+    checkpoint: Checkpoint,
+    target: Flavor,
+    world_size: int | None,
+    sources: Sources,
+    *,
+    only: Section | None = None,
+    directory: bool = True,
 ) -> SideFiles:
-    """The files beside ``checkpoint`` that belong in a target of the producer ``target``, for ``world_size`` ranks.
+    """The files beside ``checkpoint`` that belong in a target of the producer ``target``, for ``world_size`` ranks;
+    none if the target is no ``directory``.
 
     From the same producer all are copied, and also if one's checkpoints are inside the other's; rank r of the target
     gets the files of rank r modulo the source's ranks (with ``world_size`` None every rank keeps its files). From
     another producer only the files that Hugging Face keeps beside a model are copied, and with ``only`` none that show
-    that both sections were saved. The notes list what is copied and what is not.
+    that both sections were saved. The notes list what is not copied.
     """
     copied = SideFiles()
     if not checkpoint.directory:
@@ -135,11 +159,11 @@ def side_files(
     if same and only is not None:
         pattern = "|".join(target.training_files)
         chosen = {name: name for name in chosen if not pattern or re.search(pattern, name) is None}
+    if not directory:
+        chosen = {}
     if same:
         chosen = _by_rank(chosen, target.rank_files, world_size, copied)
     copied.add({target_name: files[name] for target_name, name in chosen.items()}, checkpoint.files)
-    if chosen:
-        copied.notes.append(_note("carried", "copied as they are", list(chosen)))
     used = {name.partition("/")[0] for name in chosen.values()}
     hidden = [name for name in sorted(entries) if name.startswith(".") and not _is_state(entries[name], source, set())]
     left_out = [*(name for name in beside if name not in used), *hidden]

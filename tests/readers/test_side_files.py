@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -160,3 +161,50 @@ def test_a_file_that_was_read_for_its_extras_is_listed_once(trainer: Path) -> No
         assert len(set(paths)) == len(paths) and any(path.endswith("scheduler.pt") for path in paths)
         for name, tensor in beside.files.items():
             assert paths[int(tensor.chunks.file[0])] == str(trainer / name), name
+
+
+# --- what is said is what was done ------------------------------------------------------------------------------------
+
+
+def said(report: Report) -> dict[str, set[str]]:
+    kinds = ("carried", "not-carried")
+    return {kind: {key for note in report.notes if note.kind == kind for key in note.keys} for kind in kinds}
+
+
+def test_a_target_of_one_file_has_no_copies_and_says_so(tmp_path: Path) -> None:
+    (source := tmp_path / "last.ckpt").mkdir()
+    dcp.save({"model": {"w": torch.randn(5, 3)}, "optimizer_0": OPTIMIZER}, checkpoint_id=source, no_dist=True)
+    meta = {"pytorch-lightning_version": "2.6.6", "loops": {}, "lr_schedulers": [], "epoch": 1, "global_step": 3}
+    torch.save(meta, source / "meta.pt")
+    (source / "hparams.yaml").write_text("lr: 1")
+    one = to(source, tmp_path / "one.ckpt", to=Layout.FULL)
+    assert one.flavor == "lightning" and (tmp_path / "one.ckpt").is_file()
+    assert said(one)["carried"] == set() and "hparams.yaml" in said(one)["not-carried"]
+    many = to(source, tmp_path / "many", world_size=2)
+    assert said(many)["carried"] == {"hparams.yaml"} and (tmp_path / "many" / "hparams.yaml").exists()
+
+
+def test_what_replaces_a_file_of_the_source_is_what_was_copied(trainer: Path, tmp_path: Path) -> None:
+    (trainer / "config.json").write_text("{}")
+    (reference := tmp_path / "base").mkdir()
+    (reference / "config.json").write_text('{"architectures": ["X"]}')
+    to(trainer, tmp_path / "out", flavor="huggingface", reference=str(reference))
+    report = to(trainer, tmp_path / "again", flavor="huggingface", reference=str(reference))
+    assert (tmp_path / "out" / "config.json").read_text() == (reference / "config.json").read_text()
+    copies = {note.message.partition(":")[0]: note.keys for note in report.notes if note.kind == "carried"}
+    assert copies == {
+        f"copied from {reference}": ("config.json",),
+        "copied as they are": ("tokenizer.json", "vocab.txt"),
+    }
+    document = json.loads((tmp_path / "out" / "fsdpckpt.json").read_text())
+    assert "config.json" not in document["copied"], "that of the source is not"
+
+
+@pytest.mark.parametrize("flavor", ["trainer", "huggingface", "accelerate", "plain", "verl", "torchtitan"])
+def test_every_file_that_is_said_to_be_copied_is_there(flavor: str, trainer: Path, tmp_path: Path) -> None:
+    (trainer / "config.json").write_text("{}")
+    options = {} if flavor in ("huggingface", "plain") else {"to": Layout.SHARDED, "world_size": 2}
+    report = to(trainer, tmp_path / "out", flavor=flavor, buffers=("none",), **options)
+    there = names(tmp_path / "out") if (tmp_path / "out").is_dir() else set()
+    assert said(report)["carried"] <= there
+    assert not said(report)["not-carried"] & there
