@@ -179,6 +179,34 @@ def test_one_section_alone_gets_the_new_names_too(section: str, full: Named, tmp
 
 
 @pytest.mark.parametrize("orig", [True, False])
+def test_param_names_and_the_place_of_buffers_are_those_of_the_new_names_too(orig: bool, tmp_path: Path) -> None:
+    layers = nn.ModuleList([nn.Linear(3, 3), nn.BatchNorm1d(3)])
+    model = nn.ModuleDict({"embed": nn.Embedding(7, 3), "layers": layers})
+    optimizer = torch.optim.AdamW(model.named_parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    buffers = {"buffers": ["*running*"]}
+    flat = flattened(content, tmp_path / "flat", orig=orig, world_size=2, layers="layers.*", **buffers)
+    options = {"rename": {"layers": "blocks"}, "add_prefix": "net."}
+    fsdpckpt.convert(flat, tmp_path / "found", to="flattened", world_size=RANKS, **options)
+    renamed = nn.ModuleDict({"net": nn.ModuleDict({"embed": model["embed"], "blocks": layers})})
+    named = torch.optim.AdamW(renamed.named_parameters(), foreach=False)
+    named.load_state_dict(optimizer.state_dict())
+    again = {"model": renamed.state_dict(), "optimizer": named.state_dict()}
+    again["optimizer"]["param_groups"][0]["param_names"] = [name for name, _ in renamed.named_parameters()]
+    expected = flattened(
+        again, tmp_path / "expected", orig=orig, world_size=RANKS, layers="net.blocks.*", buffers=["*running*"]
+    )
+    for rank in range(RANKS):
+        name = f"optim_world_size_{RANKS}_rank_{rank}.pt"
+        one, other = (torch.load(path / name, weights_only=True) for path in (tmp_path / "found", expected))
+        assert not differences(one, other)
+    assert fsdpckpt.diff(tmp_path / "found", expected).same
+
+
+@pytest.mark.parametrize("orig", [True, False])
 def test_the_optimizer_alone_is_cut_by_the_model_that_is_left_out(orig: bool, full: Named, tmp_path: Path) -> None:
     content = mapped(full if orig else _one_group(full), lambda name: f"net.{name}")
     expected = flattened(content, tmp_path / "expected", orig=orig, world_size=RANKS, layers="net.layers.*")
