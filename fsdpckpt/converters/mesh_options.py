@@ -12,7 +12,7 @@ from fsdpckpt.ir.tensors import MeshShape, Placement, Replicate, Shard, Sharding
 from fsdpckpt.layouts import as_fully_shard
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
-from fsdpckpt.transform.meshes import mesh_options
+from fsdpckpt.transform.meshes import mesh_options, shard_dimension
 from fsdpckpt.transform.placements import Rule, Rules
 
 EXAMPLE_MESH = "--mesh dp_replicate=2,dp_shard=4,tp=2"
@@ -106,7 +106,33 @@ def parse_placements(path: str, meshes: Sequence[MeshShape], sources: Sources) -
     twice = next((glob for glob in globs if globs.count(glob) > 1), None)
     if twice is not None:
         raise UsageError(f"{path} has two entries for {twice}", file=path, key=twice, next_step="remove one of them")
-    return Rules(path, tuple(Rule(glob, _entry(path, glob, placed, meshes)) for glob, placed in document))
+    entries = {glob: _entry(path, glob, placed, meshes) for glob, placed in document}
+    dims = _listed_dimensions([entry for entry in entries.values() if entry is not None])
+    shardings = {
+        glob: None if entry is None else as_fully_shard(entry.mesh, entry.placements, dims[entry.mesh])
+        for glob, entry in entries.items()
+    }
+    return Rules(path, tuple(Rule(glob, sharding) for glob, sharding in shardings.items()))
+
+
+def _listed_dimensions(entries: Sequence[Sharding]) -> dict[MeshShape, list[int]]:
+    """For each mesh its dimensions in the order in which DTensors list them: FSDP2 lists its own, which cuts every
+    tensor, before others that cut (tensor parallelism may be outermost in the mesh).
+    """
+    shardings: dict[MeshShape, list[Sharding]] = {}
+    for entry in entries:
+        shardings.setdefault(entry.mesh, []).append(entry)
+    listed: dict[MeshShape, list[int]] = {}
+    for mesh, placed in shardings.items():
+        fsdp = shard_dimension(mesh, placed, cuts_all=True)
+        cutting = {
+            dim for each in placed for dim, placement in enumerate(each.placements) if isinstance(placement, Shard)
+        }
+        dims = range(len(mesh.sizes))
+        after = [dim for dim in dims if fsdp is not None and dim < fsdp and dim in cutting]
+        before = [dim for dim in dims if fsdp is not None and dim <= fsdp and dim not in after]
+        listed[mesh] = [*before, *after, *(dim for dim in dims if dim not in (*before, *after))]
+    return listed
 
 
 class _Pairs(list[tuple[str, object]]):
@@ -114,6 +140,7 @@ class _Pairs(list[tuple[str, object]]):
 
 
 def _entry(path: str, glob: str, placed: object, meshes: Sequence[MeshShape]) -> Sharding | None:
+    """What one entry says, with plain shards; None for a tensor that every rank holds whole."""
     if placed is None:
         return None
     if not isinstance(placed, _Pairs) or not placed:
@@ -140,7 +167,7 @@ def _entry(path: str, glob: str, placed: object, meshes: Sequence[MeshShape]) ->
             )
         placements[name] = _placement(path, glob, text)
     mesh = _mesh_with(path, glob, list(placements), meshes)
-    return as_fully_shard(mesh, [placements.get(name) for name in mesh.dimension_names])
+    return Sharding(mesh, tuple(placements.get(name) for name in mesh.dimension_names))
 
 
 def _mesh_with(path: str, glob: str, names: Sequence[str], meshes: Sequence[MeshShape]) -> MeshShape:

@@ -75,15 +75,23 @@ def row_sharding(world_size: int, names: tuple[str, ...] | None = None) -> Shard
     return Sharding(MeshShape((world_size,), names), (Shard(0),))
 
 
-def as_fully_shard(mesh: MeshShape, placements: Sequence[Placement | None]) -> Sharding:
+def as_fully_shard(
+    mesh: MeshShape, placements: Sequence[Placement | None], dims: Sequence[int] | None = None
+) -> Sharding:
     """``placements`` (plain shards) as ``fully_shard`` makes them: of the mesh dimensions that cut the same tensor
     dimension the last one cuts first, so the others are ``_StridedShard``.
+
+    ``dims``: all mesh dimensions in the order in which the DTensors list them; None is their order in ``mesh``.
     """
+    listed = tuple(range(len(mesh.sizes))) if dims is None else tuple(dims)
     order: dict[int, tuple[int, ...]] = {}
-    for mesh_dim, placement in enumerate(placements):
+    for mesh_dim in listed:
+        placement = placements[mesh_dim]
         if isinstance(placement, Shard):
             order[placement.dim] = (mesh_dim, *order.get(placement.dim, ()))
-    return Sharding(mesh, _with_order(mesh, placements, order, tuple(range(len(mesh.sizes)))))
+    own = tuple(dim for dim in listed if placements[dim] is not None)
+    ascending = own == tuple(sorted(own))
+    return Sharding(mesh, _with_order(mesh, placements, order, listed), order=None if ascending else own)
 
 
 def on_mesh(sharding: Sharding, mesh: MeshShape) -> Sharding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import fsdpckpt
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
+from tests.converters.test_empty_shards import without_replicas
 from tests.converters.test_target_mesh import assert_held, save, to_ranks
 from tests.readers.played_ranks import as_rank
 from tests.writers.meshes import MeshCase, held, over_tp
@@ -49,6 +51,17 @@ def test_its_ranks_hold_what_fsdp2_holds(
     saved: Path, tmp_path: Path, source: str, options: dict[str, Any], case: MeshCase
 ) -> None:
     to_ranks(saved / source, tmp_path / "new", **options, verify="full")
+    assert_held(tmp_path / "new", case, size=1)
+
+
+@pytest.mark.parametrize("case", [SOURCE, INSIDE_REPLICAS, outside(tp=3, dp_shard=2)], ids=str)
+def test_a_placements_file_for_it_lists_the_dimensions_as_fsdp2_does(
+    saved: Path, tmp_path: Path, case: MeshCase
+) -> None:
+    fsdpckpt.convert(saved / "tp", tmp_path / "full.pt", to="full")
+    rules = tmp_path / "placements.json"
+    rules.write_text(json.dumps(without_replicas(case)))
+    to_ranks(tmp_path / "full.pt", tmp_path / "new", mesh=str(case.mesh), placements=rules)
     assert_held(tmp_path / "new", case, size=1)
 
 
