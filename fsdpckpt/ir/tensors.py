@@ -102,13 +102,15 @@ class Sharding:
     parallelism does not cut. All ranks along it hold the same. ``by_fsdp``: FSDP2 cut it last; False for DTensor's cuts
     alone, which differ in the shape of a local tensor without elements (``layouts.local_sizes``). ``order``: the mesh
     dimensions as the DTensor's own mesh lists them, if that is not their order in ``mesh``: FSDP2 over tensor
-    parallelism lists its own first, wherever they are.
+    parallelism lists its own first, wherever they are. ``fsdp``: FSDP2's mesh dimension, if it is not the first that
+    cuts (``fully_shard(dp_mesh_dims=...)`` on a mesh with tensor parallelism outside).
     """
 
     mesh: MeshShape
     placements: tuple[Placement | None, ...]
     by_fsdp: bool = True
     order: tuple[int, ...] | None = None
+    fsdp: int | None = None
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -116,6 +118,14 @@ class Sharding:
         if self.order is not None:
             return self.order
         return tuple(dim for dim, placement in enumerate(self.placements) if placement is not None)
+
+    @property
+    def fsdp_dimension(self) -> int | None:
+        """The mesh dimension of FSDP2's cut; None if nothing is cut, or not by FSDP2."""
+        if not self.by_fsdp:
+            return None
+        dims = self.dims if self.fsdp is None else (self.fsdp, *self.dims)
+        return next((dim for dim in dims if isinstance(self.placements[dim], Shard | StridedShard)), None)
 
     def __str__(self) -> str:
         """The placements as the DTensor lists them."""

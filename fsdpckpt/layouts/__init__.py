@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -119,9 +118,9 @@ def on_dimensions(sharding: Sharding, dims: Sequence[int]) -> Sharding | None:
     remaining = {dim: [new[each] for each in mesh_dims if each in new] for dim, mesh_dims in order.items()}
     own = tuple(new[dim] for dim in kept)
     placements = _with_order(smaller, [sharding.placements[dim] for dim in dims], remaining, own)
-    cuts = (dim for dim in sharding.dims if isinstance(sharding.placements[dim], Shard | StridedShard))
-    by_fsdp = sharding.by_fsdp and next(cuts, None) in (None, *dims)
-    return Sharding(smaller, placements, by_fsdp, None if own == tuple(sorted(own)) else own)
+    by_fsdp = sharding.by_fsdp and sharding.fsdp_dimension in (None, *dims)
+    fsdp = None if sharding.fsdp is None else new.get(sharding.fsdp)
+    return Sharding(smaller, placements, by_fsdp, None if own == tuple(sorted(own)) else own, fsdp)
 
 
 def _with_order(
@@ -165,13 +164,12 @@ def mesh_box(shape: tuple[int, ...], sharding: Sharding, rank: int) -> Box:
 
 
 def emptied_dimension(sharding: Sharding) -> int | None:
-    """The tensor dimension along which every local tensor without elements is empty: the one that FSDP2 cuts, with the
-    first mesh dimension that cuts at all. None if it is not FSDP2 that cuts.
+    """The tensor dimension along which every local tensor without elements is empty: the one that FSDP2 cuts. None if
+    it is not FSDP2 that cuts.
     """
-    if not sharding.by_fsdp:
-        return None
-    placements = (sharding.placements[dim] for dim in sharding.dims)
-    return next((each.dim for each in placements if isinstance(each, Shard | StridedShard)), None)
+    dim = sharding.fsdp_dimension
+    placement = None if dim is None else sharding.placements[dim]
+    return placement.dim if isinstance(placement, Shard | StridedShard) else None
 
 
 def emptied(size: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
@@ -200,31 +198,25 @@ def is_cut_unevenly(shape: tuple[int, ...], sharding: Sharding, mesh_dim: int) -
     return False
 
 
-class Cutter(Enum):
-    """Who cut a tensor last, and so chose the shape of a local tensor without elements."""
-
-    FSDP2 = auto()
-    DTENSOR = auto()  # alone, or FSDP2 of torch 2.4 and 2.5
-
-
-BOTH: Final = frozenset(Cutter)
-"""Both may have cut a tensor: they agree on every rank that has elements."""
-
-
-def cutters_of_empty(
+def last_cuts_of_empty(
     shape: tuple[int, ...],
     mesh: tuple[int, ...],
     placements: tuple[Placement, ...],
     coordinate: tuple[int, ...],
     size: tuple[int, ...],
-) -> frozenset[Cutter]:
-    """Who gives the rank at ``coordinate``, which holds no element, a local tensor of ``size``."""
-    sharding = Sharding(MeshShape(mesh), placements)
+) -> frozenset[int | None]:
+    """The mesh dimensions that may be FSDP2's if the rank at ``coordinate``, which holds no element, has a local tensor
+    of ``size``; with None if DTensor alone (or FSDP2 of torch 2.4 and 2.5) may have cut it.
+    """
     rank = 0
     for at, extent in zip(coordinate, mesh, strict=True):
         rank = rank * extent + at
-    fits = {Cutter.FSDP2: local_sizes(shape, sharding, rank), Cutter.DTENSOR: mesh_box(shape, sharding, rank).sizes}
-    return frozenset(cutter for cutter, expected in fits.items() if expected == size)
+    cut = mesh_box(shape, Sharding(MeshShape(mesh), placements), rank).sizes
+    dims: dict[int | None, int | None] = {None: None}  # and the tensor dimension that each cuts
+    for mesh_dim, placement in enumerate(placements):
+        if not isinstance(placement, Replicate):
+            dims[mesh_dim] = placement.dim
+    return frozenset(mesh_dim for mesh_dim, dim in dims.items() if emptied(cut, dim) == size)
 
 
 @lru_cache(maxsize=4096)

@@ -6,12 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product
 from math import lcm, prod
+from typing import TypeVar
 
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding
+from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
+from fsdpckpt.ir.values import Value, leaf_tensors, with_tensors
 from fsdpckpt.text import plural
 
+_Value = TypeVar("_Value", bound=Value)
 _MAX_CHOICES = 12  # meshes that a message proposes
 
 
@@ -166,6 +169,31 @@ def shard_dimension(mesh: MeshShape, shardings: Sequence[Sharding], *, cuts_all:
         if placements and all(not isinstance(placement, Replicate | None) for placement in placements):
             return dim
     return None
+
+
+def with_fsdp_dimensions(value: _Value, *, by_fsdp: bool) -> _Value:
+    """``value`` with the shardings of its DTensors saying which mesh dimension is FSDP2's, if it is not the first that
+    cuts a tensor; ``by_fsdp=False``: that FSDP2 did not cut them.
+    """
+    by_mesh: dict[MeshShape, dict[Sharding, Sharding]] = {}  # and what each sharding becomes
+    for _, tensor in leaf_tensors(value):
+        if tensor.sharding is not None:
+            by_mesh.setdefault(tensor.sharding.mesh, {})[tensor.sharding] = tensor.sharding
+    changed: dict[Sharding, Sharding] = {}
+    for mesh, shardings in by_mesh.items():
+        dim = shard_dimension(mesh, list(shardings), cuts_all=True)
+        for sharding in shardings:
+            other = dim is not None and sharding.fsdp_dimension != dim
+            if other or not by_fsdp:
+                changed[sharding] = replace(sharding, by_fsdp=by_fsdp, fsdp=dim if other else None)
+    if not changed:
+        return value
+
+    def change(tensor: Tensor) -> Tensor:
+        new = changed.get(tensor.sharding) if tensor.sharding is not None else None
+        return tensor if new is None else replace(tensor, sharding=new)
+
+    return with_tensors(value, change)
 
 
 def _fitting_meshes(mesh: MeshShape, shard_dim: int, world_size: int) -> list[MeshShape]:

@@ -131,9 +131,11 @@ def replaced_on(sharding: Sharding, mesh: MeshShape) -> Sharding | None:
     names = mesh.names or ()
     before = replace(mesh, sizes=tuple(sizes.get(name, 1) for name in names))
     placed = replace(sharding, mesh=before, placements=tuple(placements.get(name) for name in names))
+    there = [names.index(name) for name in sharding.mesh.names or ()]
     if sharding.order is not None:
-        own_names = sharding.mesh.names or ()
-        placed = replace(placed, order=tuple(names.index(own_names[dim]) for dim in sharding.order))
+        placed = replace(placed, order=tuple(there[dim] for dim in sharding.order))
+    if sharding.fsdp is not None:
+        placed = replace(placed, fsdp=there[sharding.fsdp])
     return on_mesh(placed, mesh)
 
 

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as fully_shard_api
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdpckpt
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
-from tests.converters.test_empty_shards import without_replicas
+from tests.converters.test_empty_shards import save_each, without_replicas
 from tests.converters.test_target_mesh import assert_held, save, to_ranks
 from tests.readers.played_ranks import as_rank
-from tests.writers.meshes import MeshCase, held, over_tp
+from tests.writers.meshes import MeshCase, assert_equal, held, net, over_tp
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -98,3 +102,33 @@ def test_it_is_written_in_the_form_of_every_version(saved: Path, tmp_path: Path,
     assert {str(one.mesh) for one in shardings[0] if one is not None and len(one.dims) == 3} == {
         str(INSIDE_REPLICAS.mesh)
     }
+
+
+def spmd(mesh: MeshCase) -> dict[str, Any]:
+    """The model of ``fully_shard(dp_mesh_dims=...)``, whose DTensors are on the whole mesh, in its own order."""
+    device_mesh = init_device_mesh("cpu", tuple(mesh.shape.values()), mesh_dim_names=tuple(mesh.shape))
+    model = net(1, 0)
+    cuts = {"col.weight": Shard(0), "col.bias": Shard(0), "row.weight": Shard(1)}
+    for name, parameter in list(model.named_parameters()):
+        owner, _, own_name = name.rpartition(".")
+        placements = [cuts.get(name, Replicate()) if dim == "tp" else Replicate() for dim in mesh.shape]
+        whole = distribute_tensor(parameter.detach(), device_mesh, placements, src_data_rank=None)
+        model.get_submodule(owner).register_parameter(own_name, torch.nn.Parameter(whole))
+    dims = fully_shard_api.DataParallelMeshDims(shard="dp_shard")
+    fully_shard(model, mesh=device_mesh, dp_mesh_dims=dims)
+    return model.state_dict()
+
+
+@pytest.mark.skipif(not hasattr(fully_shard_api, "DataParallelMeshDims"), reason="fully_shard of older torch")
+@pytest.mark.parametrize("target", [outside(tp=3, dp_shard=2), over_tp(2, 3)], ids=str)
+def test_a_job_that_names_fsdps_dimensions_keeps_the_order_of_its_mesh(tmp_path: Path, target: MeshCase) -> None:
+    """4 columns on 3 ranks: the last has none, and its local tensor no rows, in either order."""
+    source = MeshCase(dict.fromkeys(target.shape, 2), target.fsdp, "tp")
+    save_each(tmp_path / "source", 4, lambda _: spmd(source))
+    to_ranks(tmp_path / "source", tmp_path / "new", mesh=str(target.mesh))
+    save_each(tmp_path / "theirs", 6, lambda _: spmd(target))
+    assert fsdpckpt.verify(tmp_path / "new").whole and fsdpckpt.verify(tmp_path / "theirs").whole
+    for rank in range(6):
+        with as_rank(rank, 6):
+            found = torch.load(tmp_path / f"new/model_world_size_6_rank_{rank}.pt", weights_only=True)
+            assert_equal(found, spmd(target), "model")

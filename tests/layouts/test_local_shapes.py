@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from fsdpckpt.ir.tensors import MeshShape, Sharding, contiguous_stride
-from fsdpckpt.layouts import as_fully_shard, cutters_of_empty, local_sizes, mesh_box
+from fsdpckpt.layouts import as_fully_shard, last_cuts_of_empty, local_sizes, mesh_box
 from tests.layouts.test_sharded import ours
 from tests.readers.played_ranks import as_rank
 
@@ -121,6 +121,8 @@ def test_distribute_tensor_alone_leaves_the_sizes_that_its_cuts_give() -> None:
                     sharding = Sharding(mesh, tuple(ours(plan)), by_fsdp=False)
                     assert tuple(local.shape) == local_sizes(shape, sharding, rank), (plan, shape, rank)
                     if not local.numel():
-                        cut = cutters_of_empty(shape, mesh.sizes, tuple(ours(plan)), mesh.coordinate(rank), local.shape)
-                        differing += len(cut) == 1
+                        placements, place = tuple(ours(plan)), mesh.coordinate(rank)
+                        last = last_cuts_of_empty(shape, mesh.sizes, placements, place, tuple(local.shape))
+                        assert None in last
+                        differing += 0 not in last and not isinstance(plan[0], Replicate)
     assert differing > 4

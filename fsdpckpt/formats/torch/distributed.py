@@ -42,11 +42,9 @@ from fsdpckpt.ir.tensors import (
     placements_text,
 )
 from fsdpckpt.layouts import (
-    BOTH,
-    Cutter,
     LocalBox,
-    cutters_of_empty,
     distribute_tensor_boxes,
+    last_cuts_of_empty,
     local_boxes,
     local_shape,
     shard_order_of,
@@ -57,8 +55,8 @@ from fsdpckpt.text import truncate
 BoxInLocal: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 """What a rank holds of a tensor: start and size of the box, and how many elements into the local tensor it begins."""
 
-CutBoxes: TypeAlias = tuple[tuple[BoxInLocal, ...], Sharded, Sharding | None, frozenset[Cutter]]
-"""The boxes that a local tensor holds, its placements in words, its sharding, and who may have cut it so."""
+CutBoxes: TypeAlias = tuple[tuple[BoxInLocal, ...], Sharded, Sharding | None, frozenset[int | None] | None]
+"""The boxes that a local tensor holds, its placements in words, its sharding, and ``Distributed.last_cuts``."""
 
 
 class Cut(NamedTuple):
@@ -88,7 +86,8 @@ class Distributed:
     recorded). ``holders``: the ranks that together hold it; ``world``: all ranks of the job, as far as the file shows.
     ``device``: the device type of a DTensor's mesh, "" if not recorded. ``sharding``: a DTensor's placements on its own
     mesh; None if its ranks hold interleaved boxes, or the mesh has an order that ``init_device_mesh`` does not make.
-    ``cut_by``: who gives a rank without elements a local tensor of this shape; empty if nobody does.
+    ``last_cuts``: which mesh dimensions may be FSDP2's, as the shape of a local tensor without elements shows it (see
+    ``layouts.last_cuts_of_empty``); None for one with elements.
     """
 
     form: str
@@ -101,7 +100,7 @@ class Distributed:
     boxes: tuple[BoxInFile, ...]
     device: str = ""
     sharding: Sharding | None = None
-    cut_by: frozenset[Cutter] = BOTH
+    last_cuts: frozenset[int | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,7 +192,7 @@ class DistributedParser(FileParser):
         if any(not isinstance(p, Replicate) and not 0 <= p.dim < len(wrapped.shape) for p in placements):
             self._corrupt(key, f"placements do not fit shape {wrapped.shape}", "dimensions", str(placements))
         order = self._shard_order(spec.get("shard_order"), placements, key) if len(placements) > 1 else None
-        held, how, sharding, cut_by = self.boxes_of(Cut(wrapped.shape, mesh, placements, order, local), key)
+        held, how, sharding, last_cuts = self.boxes_of(Cut(wrapped.shape, mesh, placements, order, local), key)
         first, itemsize, stride = local.offset, local.dtype.itemsize, local.stride
         boxes = tuple([BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in held])
         return Distributed(
@@ -207,7 +206,7 @@ class DistributedParser(FileParser):
             boxes,
             mesh.device,
             sharding,
-            cut_by,
+            last_cuts,
         )
 
     def boxes_of(self, cut: Cut, key: str) -> CutBoxes:
@@ -224,7 +223,7 @@ class DistributedParser(FileParser):
     def _cut(self, cut: Cut, key: str) -> CutBoxes:
         shape, mesh, placements, order, local = cut
         if mesh.coordinate is None:
-            return (), Sharded(placements), None, BOTH
+            return (), Sharded(placements), None, None
         decoded = shard_order_of(mesh.shape, placements)
         sharding = None
         if decoded is not None and order in (None, decoded) and mesh.nesting is not None:
@@ -243,10 +242,10 @@ class DistributedParser(FileParser):
                 f"{local.shape}",
             )
         held = [(part.box.offsets, part.box.sizes, sum(map(mul, part.local_offsets, local.stride))) for part in boxes]
-        cut_by = BOTH
+        last_cuts = None
         if not boxes and sharding is not None:
-            cut_by = cutters_of_empty(shape, mesh.shape, placements, mesh.coordinate, local.shape)
-        return tuple(held), Sharded(placements), sharding, cut_by
+            last_cuts = last_cuts_of_empty(shape, mesh.shape, placements, mesh.coordinate, local.shape)
+        return tuple(held), Sharded(placements), sharding, last_cuts
 
     def _placements(self, pickled: object, key: str) -> tuple[Placement, ...]:
         if not isinstance(pickled, (tuple, list)):

@@ -24,9 +24,8 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Problem, Section
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.quantized import BITSANDBYTES, Blocks, blocks_of, is_codes, parts_in, unwrapped
-from fsdpckpt.ir.tensors import Boxes, Chunks, Slices, Tensor
+from fsdpckpt.ir.tensors import Boxes, Chunks, Replicate, Sharded, Slices, Tensor
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, like
-from fsdpckpt.layouts import Cutter
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.optimizer_forms import is_optimizer
 from fsdpckpt.readers.protocol import KeyPath, dotted
@@ -55,7 +54,7 @@ class Merge:
     """One merge of the state dicts of ``groups`` of ranks.
 
     ``sharded``: some value is distributed, so plain tensors are whole on every rank. After ``value``: ``problems``,
-    ``rank_values`` and ``absences``, as in ``Tree``; ``cut_by``: who cut tensors, as far as empty shards show it.
+    ``rank_values`` and ``absences``, as in ``Tree``; ``last_cut_by_fsdp``: what empty shards show of it.
     """
 
     def __init__(self, groups: Sequence[Group], *, sharded: bool) -> None:
@@ -63,7 +62,7 @@ class Merge:
         self._sharded = False if sharded else None
         self._on_one_rank = False  # whether the optimizer at hand was gathered there (rank0_only=True)
         self.problems: list[Problem] = []
-        self.cut_by: set[Cutter] = set()
+        self.last_cut_by_fsdp: set[bool] = set()
         self.rank_values: dict[KeyPath, tuple[Value, ...]] = {}
         self.absences: dict[KeyPath, frozenset[int]] = {}
 
@@ -199,16 +198,22 @@ class Merge:
     def _check_empty(self, values: Sequence[Distributed], present: list[int], path: KeyPath) -> None:
         """Report local tensors without elements in shapes that no job gives them: the model of that rank refuses them.
 
-        Ranks with elements say nothing of who cut the tensor; those without do, and agree.
+        Only these show who cut the tensor last, and they agree.
         """
-        by_cutter: dict[frozenset[Cutter], list[int]] = {}
+        by_cuts: dict[frozenset[int | None], list[int]] = {}
         for i in present:
-            by_cutter.setdefault(values[i].cut_by, []).append(i)
-        cut_by = frozenset.intersection(*by_cutter)
-        if cut_by:
-            self.cut_by |= cut_by if len(cut_by) == 1 else set()
+            last_cuts = values[i].last_cuts
+            if last_cuts is not None:
+                by_cuts.setdefault(last_cuts, []).append(i)
+        if not by_cuts:
             return
-        wrong = by_cutter.get(frozenset()) or min(by_cutter.values(), key=len)
+        possible = frozenset.intersection(*by_cuts)
+        if possible:
+            by_fsdp = None not in possible
+            if by_fsdp or _first_cut(values[present[0]]) not in possible:  # else both make such shapes
+                self.last_cut_by_fsdp.add(by_fsdp)
+            return
+        wrong = by_cuts.get(frozenset()) or min(by_cuts.values(), key=len)
         ranks = self._ranks_of(wrong)
         message = f"{dotted(path)} is empty on {_ranks_text(ranks)}, in another shape than FSDP2 or DTensor gives it"
         message += ": load_state_dict refuses it there"
@@ -276,6 +281,12 @@ class Merge:
     def _ranks_of(self, groups: Iterable[int]) -> list[int]:
         """The ranks of the groups with these indexes."""
         return sorted(rank for i in groups for rank in self._groups[i].ranks)
+
+
+def _first_cut(distributed: Distributed) -> int | None:
+    """The first dimension of the DTensor's mesh that cuts it."""
+    placements = distributed.cut.placements if isinstance(distributed.cut, Sharded) else ()
+    return next((dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)), None)
 
 
 def _inner_place(mapping: dict[Key, object], place: _Place) -> _Place:

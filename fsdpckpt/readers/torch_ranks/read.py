@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeAlias, cast
 
@@ -31,8 +30,7 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, RankOrder, Units
-from fsdpckpt.ir.values import Key, Value, replaced, value_at, walk, with_tensors
-from fsdpckpt.layouts import Cutter
+from fsdpckpt.ir.values import Key, Value, replaced, value_at, walk
 from fsdpckpt.readers.flat_slices import crcs_of_chunks, flat_parameter_keys
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree
@@ -43,6 +41,7 @@ from fsdpckpt.readers.torch_ranks.rank_files import grouped, open_ranks
 from fsdpckpt.readers.xla_fairscale import find_shard_metadata, name_shards, shards_without_metadata
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import listed, plural, some_of
+from fsdpckpt.transform.meshes import with_fsdp_dimensions
 
 _Optimizer: TypeAlias = dict[Key, Any]
 _MAX_NAMES = 3
@@ -75,8 +74,7 @@ def read_torch_ranks(
     groups = grouped(opened, _one_order([archive.root for archive in archives], ranks, files.units, tree))
     merge = Merge(groups, sharded=bool(forms))
     merged = merge.value([group.root for group in groups])
-    if merge.cut_by == {Cutter.DTENSOR}:
-        merged = _not_by_fsdp(merged)
+    merged = with_fsdp_dimensions(merged, by_fsdp=merge.last_cut_by_fsdp != {False})
     tree.root = root = regroup(merged) if isinstance(merged, dict) else merged
     keys = flat_parameter_keys(tree.root)
     if keys:
@@ -96,16 +94,6 @@ def read_torch_ranks(
     tree.problems.extend(named.problems)
     tree.notes.extend(named.notes)
     return tree
-
-
-def _not_by_fsdp(merged: Value) -> Value:
-    """``merged`` with DTensors that FSDP2 did not cut."""
-
-    def change(tensor: Tensor) -> Tensor:
-        sharding = tensor.sharding
-        return tensor if sharding is None else replace(tensor, sharding=replace(sharding, by_fsdp=False))
-
-    return with_tensors(merged, change)
 
 
 def _container_text(paths: Mapping[int, str], ranks: Sequence[int], forms: Sequence[str]) -> str:
