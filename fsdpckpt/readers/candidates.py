@@ -21,7 +21,7 @@ from fsdpckpt.errors import (
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.readers.counters import counted_parts
+from fsdpckpt.readers.counters import counted_in_name, counted_parts
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.protocol import Part
 from fsdpckpt.storage.sources import Sources, relative_path
@@ -52,12 +52,34 @@ def refuse_counted_parts(source: str, labels: Sequence[str]) -> None:
     )
 
 
+def _refuse_named_parts(source: str, places: Sequence[str]) -> None:
+    """Raises SourceUnsupportedError if the names of files say that they are parts of one model, or of one of its
+    weights.
+    """
+    counted = {place: found for place in places if (found := counted_in_name(relative_path(place, source) or place))}
+    several = {place for place, (_, total) in counted.items() if total > 1}
+    if not several and len(counted) < 2:
+        return
+    kind, total = max(counted.values(), key=lambda found: found[1])
+    what = f"{total} {kind}" if several else "a model that is saved weight by weight"
+    raise SourceUnsupportedError(
+        f"{source} holds one model in parts: the files of {what}",
+        details=sorted(counted, key=natural),
+        most_shown=MAX_CANDIDATES,
+        file=source,
+        why="their names count the parts, and how these go together is in the code of the trainer, not in the files",
+        next_step="convert it with the script of the trainer that wrote it (nanotron: convert_nanotron_to_hf.py)",
+    )
+
+
 def require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
-    """Raises if several of ``parts`` hold a model, or an optimizer: SourceUnsupportedError for parts of one model,
-    SourceIncompleteError for slices without rank 0's, else NeedsInformationError.
+    """Raises if several of ``parts`` hold a model, or an optimizer, or if the name of one says that it holds a part:
+    SourceUnsupportedError for parts of one model, SourceIncompleteError for slices without rank 0's, else
+    NeedsInformationError.
     """
     for what in ("model", "optimizer"):
         candidates = [part for part in parts if what in part.section_names]
+        _refuse_named_parts(source, [_place(part.origin) for part in candidates])
         if len(candidates) < 2:
             continue
         refuse_counted_parts(source, [_place(part.origin) for part in candidates])

@@ -44,3 +44,20 @@ def kind_of_number(path: str, place: tuple[int, int]) -> str | None:
     begin, end = place
     kind = next((kind for kind, word in _COUNTERS if word.search(path[:begin])), None)
     return kind or (SHARDS if _OF_A_TOTAL.match(path[end:]) else None)
+
+
+_RANK_OF = re.compile(
+    r"(?:^|[^a-z])(?P<word>tp|pp|ep|exp|mp)[-_](?:rank[-_])?(?P<number>\d+)[-_]of[-_](?P<total>\d+)", re.IGNORECASE
+)
+_WORDS = {"tp": "tensor-parallel ranks", "pp": "pipeline stages", "mp": "model-parallel ranks"}
+
+
+def counted_in_name(path: str) -> tuple[str, int] | None:
+    """What the counters in ``path`` count, and how many there are: nanotron writes each weight to a file of its own,
+    ``model_weight_pp-rank-0-of-2_tp-rank-1-of-4.safetensors``. The largest counts; None without any.
+    """
+    found = [(int(match["total"]), match["word"].lower()) for match in _RANK_OF.finditer(path)]
+    if not found:
+        return None
+    total, word = max(found)
+    return _WORDS.get(word, "experts"), total

@@ -37,6 +37,7 @@ def put(content: dict[str, Any], path: Path) -> None:
         ("mp_rank_00_{:03d}/model_optim_rng.pt", "tensor-parallel ranks or pipeline stages"),
         ("model_weight_pp-rank-0-of-1_tp-rank-{}-of-4.safetensors", "tensor-parallel ranks"),  # nanotron
         ("model/decoder/{}/w_pp-rank-{}-of-4_tp-rank-0-of-1.safetensors", "pipeline stages"),
+        ("optimizer_pp-{}-of-4_dp-0-of-1_tp-0-of-1_exp-0-of-1.pt", "pipeline stages"),
         ("mp_rank_{:02d}_model_states.pt", "tensor-parallel ranks"),  # DeepSpeed without ZeRO
         ("expert_{}/weights.safetensors", "experts"),
         ("model_tp{}.pt", "tensor-parallel ranks"),
@@ -67,6 +68,18 @@ def test_parts_that_cannot_be_read_are_parts_all_the_same(count: int, tmp_path: 
     with pytest.raises(FsdpckptError) as error:
         opened(tmp_path)
     assert error.value.exit_code == 3 and "--ignore-file" not in str(error.value)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_names_with_counters_are_parts_even_if_nothing_varies(alone: bool, tmp_path: Path) -> None:
+    """nanotron has a file for each weight, all with the key ``data``; one of two halves is no model either."""
+    name = f"model_weight_pp-rank-0-of-1_tp-rank-0-of-{2 if alone else 1}.safetensors"
+    for module in ("a/attn",) if alone else ("a/attn", "a/mlp", "b/attn"):
+        put({"data": torch.randn(3, 2)}, tmp_path / "10" / "model" / module / name)
+    with pytest.raises(SourceUnsupportedError, match="one model in parts") as error:
+        opened(tmp_path)
+    assert ("2 tensor-parallel ranks" if alone else "weight by weight") in error.value.what
+    assert "--ignore-file" not in str(error.value) and "name the one" not in str(error.value)
 
 
 def test_numbers_that_count_something_else_are_none_of_a_rank() -> None:
