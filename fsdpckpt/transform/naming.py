@@ -156,12 +156,13 @@ def _by_place(ids: Ids, order: ParameterOrder) -> NewKeys | None:
 
     Raises NeedsInformationError if several names fit.
     """
-    doubtful = [index for index, name in enumerate(order.names) if name in order.doubtful]
-    answers = by_place(ids.numbers, len(order.names), doubtful, ids.may_be(order.names, order))
+    names = [name for name in order.names if name not in order.plain]
+    doubtful = [index for index, name in enumerate(names) if name in order.doubtful]
+    answers = by_place(ids.numbers, len(names), doubtful, ids.may_be(names, order))
     if len(answers) > 1:
         why = "the ids count over all parameters of the model, and nothing says which of these names are buffers"
-        raise _ambiguous(ids, order, why, _differences(ids, order.names, answers))
-    return ids.named(order.names[index] for index in answers[0]) if answers else None
+        raise _ambiguous(ids, order, why, _differences(ids, names, answers))
+    return ids.named(names[index] for index in answers[0]) if answers else None
 
 
 def _by_groups(ids: Ids, order: ParameterOrder, groups: Sequence[Sequence[str]]) -> NewKeys:

@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, OptimState, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, Container, OptimState, group_params
 from fsdpckpt.ir.names import clean, keeps_order, without_module
 from fsdpckpt.ir.state_shapes import Shape, ShownShapes, fits, has_scalars
 from fsdpckpt.ir.tensors import Slices, Tensor
@@ -41,6 +41,7 @@ class ParameterOrder:
     ``excludes_buffers``: False if buffers may be among ``names``. ``in_model_order``: False if ``names`` are in the
     optimizer's order, which may differ from the model's. ``caution``: a warning for whoever uses this order.
     ``doubtful``: names that ``model.parameters()`` may lack: buffers, and later names of shared parameters.
+    ``plain``: names of plain tensors beside distributed ones: buffers, unless FSDP ignored a frozen parameter.
     ``by_unit``: the names as FSDP1 lists those of flat parameters, () if it has none.
     """
 
@@ -56,6 +57,7 @@ class ParameterOrder:
     in_model_order: bool = True
     caution: str | None = None
     doubtful: frozenset[str] = frozenset()
+    plain: frozenset[str] = frozenset()
     by_unit: tuple[str, ...] = ()
 
     def shape(self, name: str) -> Shape | None:
@@ -322,8 +324,10 @@ def from_model(
         return None
     shared, uncertain = _repeats(tensors, checkpoint.checksums)
     names = tuple(name for name in tensors if name not in shared)
-    told = [] if buffers else [name for name in names if tensors[name].sharded is not True and name not in keyed]
-    doubtful = frozenset((*uncertain, *told))
+    open_names = [] if buffers else [name for name in names if tensors[name].sharded is not True and name not in keyed]
+    # Beside distributed tensors a plain one is a buffer. A DCP directory has small parameters in one piece, too.
+    plain = {name for name in open_names if tensors[name].sharded is False and checkpoint.container == Container.TORCH}
+    doubtful = frozenset((*uncertain, *open_names)) - plain
     if not no_buffers and any(tensor.sharded for tensor in tensors.values()):
         uncertain.update(name for name in names if tensors[name].sharded is not True)
     excludes_buffers = bool(buffers) or any(tensor.sharded is not None for tensor in tensors.values())
@@ -335,6 +339,7 @@ def from_model(
         uncertain=frozenset(uncertain),
         excludes_buffers=excludes_buffers,
         doubtful=doubtful,
+        plain=frozenset(plain),
     )
 
 

@@ -17,7 +17,7 @@ from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import IdRule, MemberNumber, Table
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.units import Groups, Units
-from fsdpckpt.text import first_lines, plural
+from fsdpckpt.text import first_lines, plural, some_of
 from fsdpckpt.transform.id_order import OWN_GROUPS, in_model_order, listed_order
 from fsdpckpt.transform.model_positions import places_in_model
 from fsdpckpt.transform.naming import (
@@ -267,10 +267,12 @@ def _over_model(groups: Sequence[Sequence[str]], orders: Sequence[ParameterOrder
     if order is None:
         raise _unknown_order(checkpoint, orders[0] if orders else None)
     trained = {clean(name) for name in chain(*groups)}
-    names: Sequence[str] = order.names
+    plain_or_doubtful = order.plain | order.doubtful
     if by_user is not None:  # which says what is a parameter
         parameters = {*by_user.names, *trained}
-        names = [name for name in names if name in parameters or name not in order.doubtful]
+        names = [name for name in order.names if name in parameters or name not in plain_or_doubtful]
+    else:
+        names = [name for name in order.names if name not in order.plain]
     places, undecided = places_in_model(names, trained, order.doubtful if by_user is None else ())
     if undecided:
         raise NeedsInformationError(
@@ -282,7 +284,16 @@ def _over_model(groups: Sequence[Sequence[str]], orders: Sequence[ParameterOrder
         )
     ids = {name: places[clean(name)] for group in groups for name in group}
     ordered = [sorted(group, key=lambda name: ids[name]) for group in groups]
-    return _Counted(ids, ordered, f"their places among all parameters, in the order of {order.source}")
+    how = f"their places among all parameters, in the order of {order.source}"
+    last = max((index for index, name in enumerate(order.names) if name in trained), default=-1)
+    plain = [name for name in order.names[:last] if name in order.plain] if by_user is None else []
+    if plain:
+        taken = "is taken for a buffer" if len(plain) == 1 else "are taken for buffers"
+        how += (
+            f"; {some_of(plain)} {taken}: whole beside distributed tensors (--parameters FILE with all parameters of "
+        )
+        how += "the model says otherwise, if FSDP ignored a frozen one)"
+    return _Counted(ids, ordered, how)
 
 
 def _require_agreement(source: str, used: ParameterOrder, others: Sequence[ParameterOrder], names: list[str]) -> None:

@@ -76,6 +76,15 @@ def test_what_may_be_a_buffer_is_a_question_only_before_the_last_id() -> None:
         assert lists(to_ids(named, listed, [order], rule=IdRule.MODEL)) == [[2], [0]]
 
 
+def test_plain_tensors_beside_distributed_ones_are_buffers_unless_the_user_says_otherwise() -> None:
+    order = ParameterOrder(MODEL.names, MODEL.shapes, "the model", plain=frozenset("be"))
+    named = optimizer([["d"], ["a"]])
+    found = to_ids(named, order, rule=IdRule.MODEL)
+    assert lists(found) == [[2], [0]] and lists(to_names(found, order)) == [["d"], ["a"]]
+    assert "; b is taken for a buffer" in found.notes[-1].message and "--parameters" in found.notes[-1].message
+    assert lists(to_ids(named, order, [from_list("abcde")], rule=IdRule.MODEL)) == [[3], [0]]
+
+
 def test_ids_that_count_by_group_get_places_only_through_names() -> None:
     assert recounted(optimizer([[0, 1], [2]])).notes == ()
     shapes = dict.fromkeys("abcde", (3,))
