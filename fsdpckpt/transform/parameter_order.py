@@ -6,7 +6,7 @@ the same job; a model section has that of ``model.parameters()``. The first is u
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate, chain
@@ -70,6 +70,32 @@ class ParameterOrder:
             shapes.update(order.shapes or {})
         return replace(self, shapes={name: shapes[name] for name in self.names if name in shapes})
 
+    def named_like(self, names: Collection[str]) -> ParameterOrder:
+        """The order with ``module.`` (of DistributedDataParallel) before all names or before none, as ``names`` are."""
+        distributed = "module."
+        ours = {name.startswith(distributed) for name in self.names}
+        theirs = {clean(name).startswith(distributed) for name in names}
+        if len(ours) != 1 or len(theirs) != 1 or ours == theirs:
+            return self
+        if ours == {True}:
+            return self._renamed(lambda name: name.removeprefix(distributed))
+        return self._renamed(lambda name: distributed + name)
+
+    def _renamed(self, new: Callable[[str], str]) -> ParameterOrder:
+        def each(names: Iterable[str]) -> tuple[str, ...]:
+            return tuple(map(new, names))
+
+        return replace(
+            self,
+            names=each(self.names),
+            shapes=None if self.shapes is None else {new(name): shape for name, shape in self.shapes.items()},
+            uncertain=frozenset(each(self.uncertain)),
+            groups=None if self.groups is None else tuple(map(each, self.groups)),
+            shared=None if self.shared is None else frozenset(each(self.shared)),
+            doubtful=frozenset(each(self.doubtful)),
+            by_unit=each(self.by_unit),
+        )
+
 
 def parameter_orders(
     checkpoint: Checkpoint,
@@ -89,7 +115,8 @@ def parameter_orders(
     orders: list[ParameterOrder | None] = []
     if units is not None:
         of_checkpoint = units is checkpoint.units and checkpoint.units_from
-        orders.append(from_units(units, f"the units of {checkpoint.units_from}" if of_checkpoint else "the units"))
+        label = f"the units of {checkpoint.units_from}" if of_checkpoint else "the units"
+        orders.append(from_units(units, label).named_like(names))
     if checkpoint.optim is not None:
         orders.append(from_param_names(checkpoint.optim, names))
     keyed = _keyed_names(checkpoint).union(*(order.names for order in orders if order is not None), parameters or ())
@@ -97,12 +124,13 @@ def parameter_orders(
     models: list[ParameterOrder | None] = []
     if reference is not None:
         label = f"the reference {reference.source}"
-        models.append(from_model(reference, label, buffers, names, keyed, scalars=scalars))
+        of_reference = from_model(reference, label, buffers, names, keyed, scalars=scalars)
+        models.append(of_reference.named_like(names) if of_reference is not None else None)
     label = "the checkpoint's own model section"
     models.append(from_model(checkpoint, label, buffers, keyed=keyed, scalars=scalars))
     of_model = next((order for order in models if order is not None and order.ordered), None)
     if parameters is not None:
-        listed = from_list(parameters, names)
+        listed = from_list(parameters, names).named_like(names)
         orders.append(_as_optimizer_lists(listed, parameter_groups, checkpoint.optim, of_model))
     if reference is not None:
         orders.extend(_of_reference(reference, checkpoint, models[0], of_model))
@@ -122,12 +150,10 @@ def _as_optimizer_lists(
     sizes = None if optim is None or optim.param_groups is None else _group_sizes(optim)
     if not sizes:
         return listed
-    if len(divided) == len(sizes) > 1:
-        kept = set(listed.names)
-        groups = [without_module(map(clean, group), listed.names) for group in divided]
-        if {*chain(*groups)} == kept:
-            return replace(listed, groups=tuple(groups), in_model_order=False)
     names = listed.names
+    parts = tuple(map(len, divided))
+    if len(parts) == len(sizes) > 1 and sum(parts) == len(names):
+        return replace(listed, groups=_cut(names, parts), in_model_order=False)
     by_name = optim is not None and optim.key_type == "name"
     sorted_for_ids = not by_name and list(names) == sorted(names)
     if sum(sizes) != len(names) or of_model is None or sorted_for_ids:
@@ -135,11 +161,15 @@ def _as_optimizer_lists(
     position = {name: index for index, name in enumerate(of_model.names) if name not in of_model.uncertain}
     if first_misplaced(names, position) is None:
         return listed
-    ends = list(accumulate(sizes))
-    cut = tuple(names[end - size : end] for end, size in zip(ends, sizes, strict=True))
+    cut = _cut(names, sizes)
     if optim is not None and optim.key_type == "name" and not _have_the_keys(cut, optim):
         return listed
     return replace(listed, groups=cut, in_model_order=False, source=f"{listed.source}, in the optimizer's order")
+
+
+def _cut(names: tuple[str, ...], sizes: Sequence[int]) -> Groups:
+    """``names`` in parts of these sizes."""
+    return tuple(names[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True))
 
 
 def _group_sizes(optim: OptimState) -> tuple[int, ...]:
@@ -167,7 +197,8 @@ def _of_reference(
     for order in stated:
         if order is None:
             continue
-        with_shapes = order.with_shapes_of([each for each in (names, of_model) if each is not None])
+        like = order.named_like(_names_in(checkpoint))
+        with_shapes = like.with_shapes_of([each for each in (names, of_model) if each is not None])
         if _may_be_groups_of(optim, with_shapes):
             yield with_shapes
 

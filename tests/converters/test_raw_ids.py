@@ -221,3 +221,35 @@ def test_its_order_serves_flat_shards_too_which_then_need_only_the_wrapping(
     )
     truth, _ = full(directory / "named", tmp_path / "truth.pt")
     assert not differences(found["optimizer"]["state"], truth["optimizer"]["state"])
+
+
+def test_names_that_ddp_saved_with_its_prefix_are_the_same_parameters(tmp_path: Path) -> None:
+    """``ddp_model.state_dict()`` has ``module.`` before every name; the model inside of it has not."""
+    with as_rank(0, RANKS):
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)))
+        inner = model.module
+        groups = [[*inner[2].parameters(), *inner[0].parameters()], list(inner[1].parameters())]
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups], foreach=False)
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        fsdpckpt.save_parameter_order(model, optimizer, tmp_path / "order.json")
+    names = {param: name for name, param in inner.named_parameters()}
+    in_order = [[names[param] for param in group] for group in groups]
+    moments = {name: optimizer.state[param]["exp_avg"] for param, name in names.items()}
+    listed(tmp_path / "bare.txt", in_order)
+    listed(tmp_path / "module.txt", [[f"module.{name}" for name in group] for group in in_order])
+    for prefix, weights in (("module.", model.state_dict()), ("", inner.state_dict())):
+        source = tmp_path / "source.pt"
+        torch.save({"model": weights, "optimizer": optimizer.state_dict()}, source)
+        ways: list[Any] = [{"units": tmp_path / "order.json"}]
+        ways += [{"parameters": tmp_path / "bare.txt"}, {"parameters": tmp_path / "module.txt"}]
+        ways += [{"reference": tmp_path / "named.pt"}] if (tmp_path / "named.pt").exists() else []
+        for way in ways:
+            found, _ = full(source, tmp_path / "found.pt", **way)
+            assert {name: entry["exp_avg"] for name, entry in found["optimizer"]["state"].items()}.keys() == {
+                prefix + name for name in moments
+            }
+            for name, moment in moments.items():
+                assert torch.equal(found["optimizer"]["state"][prefix + name]["exp_avg"], moment), (prefix, way, name)
+        shutil.copy(tmp_path / "found.pt", tmp_path / "named.pt")
