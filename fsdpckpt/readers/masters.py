@@ -3,7 +3,8 @@
 Such a wrapper saves ``{<masters>: [[tensor, ...], ...], <inner>: optimizer.state_dict(), ...}``: a list for each param
 group, with the float32 weight of each parameter that the model holds in another dtype, in the order of the group.
 DeepSpeed's ``FP16_UnfusedOptimizer`` (ZeRO 0 in fp16 or bf16), Megatron-LM's ``Float16OptimizerWithFloat16Params`` and
-apex's ``FP16_Optimizer`` do.
+apex's ``FP16_Optimizer`` do. DeepSpeed's ``FP16_Optimizer``, which it takes for its fused Adam, has one flat tensor for
+each param group instead, and the optimizer that it wraps has one parameter for each group.
 """
 
 from __future__ import annotations
@@ -12,15 +13,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem, Section, group_params
+from fsdpckpt.ir.checkpoint import (
+    Checkpoint,
+    ModelState,
+    Note,
+    OptimState,
+    ParamKey,
+    Problem,
+    Section,
+    group_params,
+)
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value, value_at, without
+from fsdpckpt.ir.tensors import Chunks, Flattened, Tensor
+from fsdpckpt.ir.values import Key, Value, replaced, value_at, without
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import dotted
 from fsdpckpt.transform.rekey import apply_key_type
 
 _MASTERS = ("fp32_groups", "fp32_from_fp16_params", "fp32_from_fp16_groups", "fp32_from_fp16")
+_FLAT_MASTERS = "fp32_groups_flat"
 _MASTER_DTYPE = "float32"
 
 
@@ -29,18 +40,23 @@ def with_masters(checkpoint: Checkpoint) -> Checkpoint:
 
     Masters that nothing ties to parameters stay extras, with a note; those of other shapes are a fatal problem.
     """
-    found = _masters(checkpoint)
+    place, wrapper = _wrapper(checkpoint)
+    if checkpoint.model is None or not wrapper:
+        return checkpoint
+    if _FLAT_MASTERS in wrapper:
+        divided = _divided(checkpoint, place, wrapper)
+        if divided is None:
+            return _untied(checkpoint, (*place, _FLAT_MASTERS))
+        checkpoint = divided
+        place, wrapper = _wrapper(checkpoint)
+    found = _masters(wrapper)
     if found is None or checkpoint.model is None:
         return checkpoint
-    path, groups = found
+    path, groups = (*place, found[0]), found[1]
     names = _member_names(checkpoint)
     pairs = _pairs(names, groups, checkpoint.model) if names is not None else None
     if pairs is None:
-        message = (
-            f"{dotted(path)} holds the optimizer's {_MASTER_DTYPE} weights, and nothing says whose they are: they stay "
-            "an extra, and the model has the copies that it computed with"
-        )
-        return replace(checkpoint, notes=(*checkpoint.notes, Note("master-weights", message, dotted(path))))
+        return _untied(checkpoint, path)
     params = checkpoint.model.params
     misfits = [
         Problem(
@@ -76,21 +92,93 @@ def _without(extra: dict[Key, Value], path: tuple[Key, ...]) -> dict[Key, Value]
     return rest if isinstance(rest, dict) else {}
 
 
-def _masters(checkpoint: Checkpoint) -> tuple[tuple[Key, ...], list[list[Tensor]]] | None:
-    """The place among the extras of master weights beside the optimizer, and the weights by param group."""
+def _untied(checkpoint: Checkpoint, path: tuple[Key, ...]) -> Checkpoint:
+    message = (
+        f"{dotted(path)} holds the optimizer's {_MASTER_DTYPE} weights, and nothing says whose they are: they stay an "
+        "extra, and the model has the copies that it computed with"
+    )
+    return replace(checkpoint, notes=(*checkpoint.notes, Note("master-weights", message, dotted(path))))
+
+
+def _wrapper(checkpoint: Checkpoint) -> tuple[tuple[Key, ...], dict[Key, Value]]:
+    """The place among the extras of what is beside the optimizer in a dict of its own; and that, empty without any."""
     place = checkpoint.nesting.get(Section.OPTIM, ())[:-1]
     try:
         wrapper = value_at(checkpoint.extra, place) if place else None
     except (KeyError, IndexError, TypeError):
+        wrapper = None
+    return place, wrapper if isinstance(wrapper, dict) else {}
+
+
+def _divided(checkpoint: Checkpoint, place: tuple[Key, ...], wrapper: dict[Key, Value]) -> Checkpoint | None:
+    """``checkpoint`` with parameters in place of one flat tensor: its part of the masters and of each state.
+
+    None if nothing proves which parameters are in it: with several param groups the file does not say who is in which.
+    Those of one group are all that the model trains, in its order, one after the other; their lengths prove it.
+    """
+    model, optim, flat = checkpoint.model, checkpoint.optim, wrapper.get(_FLAT_MASTERS)
+    if model is None or optim is None or not isinstance(flat, (list, tuple)) or len(flat) != 1:
         return None
-    if not isinstance(wrapper, dict):
+    groups, (master,) = optim.param_groups or [], flat
+    trained: dict[tuple[bytes, bytes, tuple[int, ...]], tuple[str, Tensor]] = {}
+    for name, leaf in model.params.items():
+        if isinstance(leaf, Tensor) and leaf.sharded is not False:  # the file lists the buffers
+            trained.setdefault(_place(leaf), (name, leaf))
+    members = list(trained.values())
+    if len(groups) != 1 or not isinstance(master, Tensor) or master.ndim != 1:
         return None
+    key = next(iter(group_params(groups[0]) or ()), None)
+    states = optim.state.get(key, {}) if key is not None else {}
+    vectors = [leaf for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim]
+    length = sum(leaf.numel for _, leaf in members)
+    if any(leaf.shape != (length,) or not _is_plain(leaf) for leaf in (master, *vectors)):
+        return None
+    parts: dict[ParamKey, dict[str, Tensor | Value]] = {}
+    masters: list[Value] = []
+    at = 0
+    for name, copy in members:
+        masters.append(_part(master, at, copy.shape))
+        parts[name] = {
+            state: _part(leaf, at, copy.shape) if isinstance(leaf, Tensor) and leaf.ndim else leaf
+            for state, leaf in states.items()
+        }
+        at += copy.numel
+    names: list[Value] = [name for name, _ in members]
+    by_name = OptimState(parts if states else {}, [{**groups[0], "params": names}], optim.extra)
+    rest = {name: value for name, value in wrapper.items() if name != _FLAT_MASTERS}
+    beside: dict[Key, Value] = {**rest, _MASTERS[0]: [masters]}
+    checkpoint = replace(checkpoint, optim=by_name)
+    return checkpoint.with_extras(lambda extra: _with(extra, place, beside))
+
+
+def _with(extra: dict[Key, Value], place: tuple[Key, ...], beside: dict[Key, Value]) -> dict[Key, Value]:
+    changed = replaced(extra, place, beside)
+    return changed if isinstance(changed, dict) else extra
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is one run of bytes in a file."""
+    chunks = tensor.chunks
+    return len(chunks) == 1 and chunks.stride[0].tolist() == [1]
+
+
+def _part(flat: Tensor, at: int, shape: tuple[int, ...]) -> Tensor:
+    """The tensor of ``shape`` whose elements begin at element ``at`` of a flat one."""
+    chunks = flat.chunks
+    offset = int(chunks.offset[0]) + at * flat.dtype.itemsize
+    place = Chunks.whole(file=int(chunks.file[0]), offset=offset, shape=shape, rank=int(chunks.rank[0]))
+    return Tensor(flat.dtype, shape, place, cut=Flattened())
+
+
+def _masters(wrapper: Mapping[Key, Value]) -> tuple[Key, list[list[Tensor]]] | None:
+    """The key of master weights in a wrapper around the optimizer, and the weights by param group."""
     for key in _MASTERS:
-        groups = wrapper.get(key)
-        if isinstance(groups, (list, tuple)) and groups and all(isinstance(group, (list, tuple)) for group in groups):
-            tensors = [[leaf for leaf in group if isinstance(leaf, Tensor)] for group in groups]
-            if list(map(len, tensors)) == list(map(len, groups)) and any(tensors):
-                return (*place, key), tensors
+        value = wrapper.get(key)
+        groups = [group for group in value if isinstance(group, (list, tuple))] if isinstance(value, list) else []
+        tensors = [[leaf for leaf in group if isinstance(leaf, Tensor)] for group in groups]
+        complete = isinstance(value, list) and len(groups) == len(value)
+        if complete and any(tensors) and [len(group) for group in tensors] == [len(group) for group in groups]:
+            return key, tensors
     return None
 
 

@@ -149,3 +149,65 @@ def test_the_listed_buffers_are_whole_and_all_other_tensors_are_cut(tmp_path: Pa
     assert found is not None
     cut = {name for name, leaf in found.params.items() if isinstance(leaf, Tensor) and leaf.sharded}
     assert cut == {name for name, _ in model.named_parameters()}
+
+
+def fused(directory: Path, groups: list[list[str]], *, buffers: list[str]) -> tuple[Path, nn.Module, list[Any]]:
+    """As DeepSpeed's ``FP16_Optimizer`` does it: the wrapped optimizer has one flat parameter for each group."""
+    model, _ = trained()
+    params = dict(model.named_parameters())
+    order = [[params[name].detach() for name in group] for group in groups]
+    flat = [nn.Parameter(torch._utils._flatten_dense_tensors(group).clone()) for group in order]
+    optimizer = torch.optim.AdamW([{"params": [each]} for each in flat], lr=1e-2)
+    for each in flat:
+        each.grad = torch.randn_like(each)
+    optimizer.step()
+    model.register_buffer("mask", torch.ones(4, 4))
+    wrapper = {"optimizer_state_dict": optimizer.state_dict(), "fp32_groups_flat": flat, "clip_grad": 1.0}
+    root = {"module": copies(model), "buffer_names": buffers, "optimizer": wrapper, "ds_version": "0.19.8"}
+    whole = [
+        (name, part, exp_avg)
+        for names, group, each in zip(groups, order, flat, strict=True)
+        for name, part, exp_avg in zip(
+            names,
+            torch._utils._unflatten_dense_tensors(each.detach(), group),
+            torch._utils._unflatten_dense_tensors(optimizer.state[each]["exp_avg"], group),
+            strict=True,
+        )
+    ]
+    return saved(directory, root), model, whole
+
+
+def test_the_flat_masters_and_states_of_deepspeeds_fused_adam_become_parameters(tmp_path: Path) -> None:
+    names = [name for name, _ in trained()[0].named_parameters()]
+    source, _, whole = fused(tmp_path, [names], buffers=["mask"])
+    fsdpckpt.convert(source, tmp_path / "full.pt", to="full")
+    found = loaded(tmp_path / "full.pt")
+    optimizer = found["optimizer"]["optimizer_state_dict"]
+    assert list(optimizer["state"]) == names == optimizer["param_groups"][0]["params"]
+    assert found["optimizer"].keys() == {"clip_grad", "optimizer_state_dict"}
+    for name, master, exp_avg in whole:
+        assert torch.equal(found["model"][name], master), name
+        assert torch.equal(optimizer["state"][name]["exp_avg"], exp_avg), name
+        assert optimizer["state"][name]["step"] == 1
+    assert found["model"]["mask"].dtype is torch.bfloat16
+    assert fsdpckpt.diff(source, tmp_path / "full.pt").same
+    fsdpckpt.convert(source, tmp_path / "dcp", to="sharded", world_size=2)
+    assert fsdpckpt.diff(source, tmp_path / "dcp").same
+
+
+@pytest.mark.parametrize(
+    ("groups", "buffers"),
+    [
+        ([["0.weight", "2.weight"], ["0.bias", "1.weight", "1.bias"]], ["mask"]),  # who is in which group?
+        ([["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]], []),  # more elements than the flat tensor has
+    ],
+)
+def test_flat_masters_whose_parameters_are_not_proved_stay_an_extra(
+    groups: list[list[str]], buffers: list[str], tmp_path: Path
+) -> None:
+    source, _, _ = fused(tmp_path, groups, buffers=buffers)
+    checkpoint = opened(source)
+    assert any("nothing says whose they are" in note.message for note in checkpoint.notes)
+    assert checkpoint.optim is not None and checkpoint.optim.key_type == "id"
+    with pytest.raises(fsdpckpt.FsdpckptError):
+        fsdpckpt.convert(source, tmp_path / "u", flavor="deepspeed-universal")
