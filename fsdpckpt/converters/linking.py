@@ -28,7 +28,8 @@ import numpy.typing as npt
 from fsdpckpt.errors import TargetUnwritableError, UsageError
 from fsdpckpt.execute.checks import require_checksum, sum_of
 from fsdpckpt.execute.output import target_differs
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, SourceFile
+from fsdpckpt.execute.recorded import linked_checksums
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Note, SourceFile
 from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.options import ConvertOptions, LinkMode
 from fsdpckpt.plan import FilePlan, Plan
@@ -277,7 +278,10 @@ def check_linked(target: Target, checkpoint: Checkpoint, sources: Sources) -> No
 
     Raises SourceCorruptError for bytes that do not match.
     """
-    require_recorded(checkpoint, np.isin(checkpoint.checksums.file, [link.source for link in target.links]), sources)
+    linked = frozenset(link.source for link in target.links)
+    checksums = Checksums.joined([checkpoint.checksums, linked_checksums(checkpoint, linked)])
+    checkpoint = replace(checkpoint, checksums=checksums)
+    require_recorded(checkpoint, np.isin(checksums.file, list(linked)), sources)
 
 
 def require_recorded(checkpoint: Checkpoint, wanted: npt.NDArray[np.bool_], sources: Sources) -> None:

@@ -68,6 +68,7 @@ class SourceCheck:
         self._files = files
         self._records: dict[int, Int64Array] = {}  # by file: offset, nbytes and CRC-32 of its records, by offset
         self._whole: dict[int, int] = {}  # by file that also has records: the CRC-32 of all of it
+        self._compared_whole: set[int] = set()  # the files that have a CRC-32 of all of it
         self._parts = array("q")  # of records, read here
         self._absorbed: list[Int64Array] = []  # of records, read elsewhere
         self._reported: int | None = None  # how many numbers of ``_parts`` ``new_parts`` has returned
@@ -79,6 +80,8 @@ class SourceCheck:
             rows = order[slice(*np.searchsorted(numbers, [number, number + 1]).tolist())]
             table = np.stack([checksums.offset[rows], checksums.nbytes[rows], checksums.crc[rows]])
             whole = (table[0] == 0) & (table[1] == files[number].nbytes)
+            if whole.any():
+                self._compared_whole.add(number)
             if table[2][~whole].any():
                 self._whole.update((number, crc) for crc in table[2][whole].tolist())
                 table = table[:, ~whole]
@@ -150,11 +153,14 @@ class SourceCheck:
         require_checksum(self._files[file].path, 0, self._files[file].nbytes, self._whole[file], crc, recorded=True)
 
     def rest_of_files(self, plan: Plan) -> Int64Array:
-        """What to read of files that are compared as a whole, beyond the records that ``plan`` reads: rows of file,
-        ``_rest``, offset, nbytes.
+        """What to read of files that are compared as a whole, beyond what ``plan`` reads: rows of file, record, offset,
+        nbytes. Of those that have records of their own, the record is ``_rest``.
         """
-        spans = copy_spans(plan) if self._whole else {}
-        tables = [np.zeros((4, 0), np.int64)]
+        spans = copy_spans(plan) if self._compared_whole else {}
+        unread = sorted(self._compared_whole - spans.keys())
+        numbers = [self._rest(file) if file in self._whole else 0 for file in unread]
+        lengths = [self._files[file].nbytes for file in unread]
+        tables = [np.array([unread, numbers, [0] * len(unread), lengths], np.int64).reshape(4, -1)]
         for file in sorted(self._whole.keys() & spans.keys()):
             records = self._records[file][:2, self._touched(file, *spans[file])]
             begins = np.append(0, records[0] + records[1])

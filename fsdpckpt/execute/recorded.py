@@ -24,6 +24,7 @@ from fsdpckpt.text import names_text
 # What may be read for the comparison beyond the tensors, where each request counts as the bytes it costs.
 _FREE_BYTES = 16 << 20
 _SHARE = 8  # and so large a part of the file: one eighth
+_UNREAD_BYTES = 1 << 20  # of a file of which no tensor is needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,11 @@ class RecordedChecksums:
 
 
 def recorded_checksums(plan: Plan, checkpoint: Checkpoint, linked: frozenset[int] = frozenset()) -> RecordedChecksums:
-    """The checksums in ``fsdpckpt.json`` of the files of ``checkpoint`` that ``plan`` reads, or that are ``linked``."""
-    manifest = checkpoint.manifest
-    if manifest is None:
-        return RecordedChecksums(Checksums.of([]))
-    by_path = {manifest.path_of(name): listed for name, listed in manifest.files.items()}
+    """The checksums in ``fsdpckpt.json`` of the files of ``checkpoint`` that ``plan`` reads, and of small files of
+    which it needs no tensor: what else they hold was read when they were opened. Not of the ``linked`` files, which
+    nobody reads (``linked_checksums``).
+    """
+    by_path = _listed(checkpoint)
     sums = checkpoint.checksums
     own = np.bincount(sums.file, minlength=len(checkpoint.files))
     summed = set(np.unique(sums.file[sums.crc != 0]).tolist())  # all 0: saved without checksums
@@ -48,15 +49,33 @@ def recorded_checksums(plan: Plan, checkpoint: Checkpoint, linked: frozenset[int
     unchecked: list[str] = []
     for number, file in enumerate(checkpoint.files):
         listed = by_path.get(file.path)
-        if listed is None or listed.crc is None or listed.nbytes != file.nbytes or not file.nbytes:
+        if listed is None or listed.crc is None or listed.nbytes != file.nbytes or not file.nbytes or number in linked:
             continue
         records = int(own[number]) if number in summed else 0
-        whole = number in read and listed.stored in (read[number], selected.get(number, 0))
-        if number in linked or (whole and _is_cheap(listed, read[number], records, url=is_url(file.path))):
+        nbytes = read.get(number, 0)
+        whole = listed.stored in (nbytes, selected.get(number, 0))
+        if whole and _is_cheap(listed, nbytes, records, url=is_url(file.path)):
             rows.append((number, 0, file.nbytes, listed.crc))
         elif number in read and not records:
             unchecked.append(file.path)
     return RecordedChecksums(Checksums.of(rows), _notes(unchecked))
+
+
+def linked_checksums(checkpoint: Checkpoint, linked: frozenset[int]) -> Checksums:
+    """The checksums in ``fsdpckpt.json`` of the files ``linked``."""
+    by_path = _listed(checkpoint)
+    rows = [
+        (number, 0, file.nbytes, listed.crc)
+        for number, file in enumerate(checkpoint.files)
+        if number in linked and (listed := by_path.get(file.path)) is not None and listed.crc is not None
+    ]
+    return Checksums.of(rows)
+
+
+def _listed(checkpoint: Checkpoint) -> dict[str, ManifestFile]:
+    """What ``fsdpckpt.json`` says of each file, by its path."""
+    manifest = checkpoint.manifest
+    return {manifest.path_of(name): listed for name, listed in manifest.files.items()} if manifest is not None else {}
 
 
 def _bytes_read(plan: Plan) -> dict[int, int]:
@@ -72,8 +91,8 @@ def _is_cheap(listed: ManifestFile, read: int, records: int, *, url: bool) -> bo
     """Whether it costs little to read what the plan does not: what lies between tensors, and copies of tensors that are
     read from another file.
     """
-    cost = listed.nbytes - read + (records + 1) * (REQUEST_COST if url else MAX_GAP)
-    return cost <= _FREE_BYTES + listed.nbytes // _SHARE
+    cost = listed.nbytes - read + (records + 1 if read else 1) * (REQUEST_COST if url else MAX_GAP)
+    return cost <= (_FREE_BYTES + listed.nbytes // _SHARE if read else _UNREAD_BYTES)
 
 
 def _notes(unchecked: list[str]) -> tuple[Note, ...]:

@@ -1,8 +1,9 @@
 """Reads what this program leaves beside a checkpoint: ``fsdpckpt.json``, the manifest, and units files.
 
 The manifest is in every directory that this program wrote: key types, units, lengths, checksums and digests. A damaged
-manifest is not used. If it contradicts the small files beside it (DCP's metadata, an index), either these are damaged
-or another program has written there since; nothing shows which.
+one is not used, and nothing is converted beside it: who removes it gives the checksums up. If it contradicts the small
+files beside it (DCP's metadata, an index), either these are damaged or another program has written there since; nothing
+shows which.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ _CRC_DIGITS = 8
 _MAX_DIGITS = 20  # digits of an id: Python refuses to parse thousands of them
 _BATCH = 1 << 24  # bytes
 _SMALL = (".metadata", ".json")  # files that are always read: the others mean nothing without them
+_SMALL_BYTES = 1 << 20
 _WHOLE = (Layout.FULL, Layout.SHARDED)
 _CRC = re.compile("[0-9a-f]{8}")
 
@@ -155,8 +157,8 @@ def read_manifest(directory: str, names: Collection[str], sources: Sources) -> R
         except (ValueError, RecursionError):
             how = "it is not JSON"
     if not isinstance(document, dict):
-        problem = Problem("manifest", f"{path} is damaged, and is ignored: {how}", fatal=False, file=path)
-        return ReadManifest(problems=(problem,))
+        what = f"{path} is damaged: {how}. Without it (remove it) nothing can be compared with the checksums in it"
+        return ReadManifest(problems=(Problem("manifest", what, file=path),))
     recorded = document.get("digests")
     digests = recorded if isinstance(recorded, dict) else {}
     digests = {key: value for key, value in digests.items() if isinstance(value, str)}
@@ -187,7 +189,7 @@ def with_manifest(checkpoint: Checkpoint, read: ReadManifest, sources: Sources) 
         return checkpoint
     checkpoint.manifest = _with_stored_bytes(manifest, checkpoint)
     present = present_files(manifest, sources)
-    contradictions = _contradictions(manifest, present, sources)
+    contradictions = _contradictions(manifest, present, checkpoint, sources)
     checkpoint.problems = (*checkpoint.problems, *check_listing(manifest, present), *contradictions)
     if contradictions:
         return checkpoint
@@ -246,7 +248,7 @@ def _add_manifest(
     checkpoint.problems = (*checkpoint.problems, *read.problems)
     if manifest is None or not manifest.files:
         return
-    problems = (*check_listing(manifest, present), *_contradictions(manifest, present, sources))
+    problems = (*check_listing(manifest, present), *_contradictions(manifest, present, checkpoint, sources))
     checkpoint.problems = (*checkpoint.problems, *problems)
     folder = manifest.directory.removeprefix(top).strip("/")
     files = {posixpath.join(folder, name): listed for name, listed in manifest.files.items()}
@@ -293,10 +295,17 @@ def _is_inside(name: str) -> bool:
     return "\0" not in name and not name.startswith("/") and not {"", ".", ".."} & set(name.split("/"))
 
 
-def _contradictions(manifest: Manifest, present: Collection[str], sources: Sources) -> list[Problem]:
+def _contradictions(
+    manifest: Manifest, present: Collection[str], checkpoint: Checkpoint, sources: Sources
+) -> list[Problem]:
+    """Problems of small files that are not what ``manifest`` recorded: those that are always read, and those in which
+    ``checkpoint`` has no tensors, so that nobody reads them later.
+    """
     problems = []
+    with_tensors = {file.path for file in checkpoint.files}
     for name, listed in manifest.files.items():
-        if name not in present or not name.endswith(_SMALL) or listed.crc is None:
+        apart = listed.nbytes <= _SMALL_BYTES and manifest.path_of(name) not in with_tensors
+        if name not in present or listed.crc is None or not (apart or name.endswith(_SMALL)):
             continue
         source = sources.open(manifest.path_of(name))
         if source.nbytes != listed.nbytes or _crc(source) != listed.crc:

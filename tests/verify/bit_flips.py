@@ -1,0 +1,152 @@
+"""One changed bit in a checkpoint: what ``verify`` says of it, and what ``convert`` makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import fsdpckpt
+from fsdpckpt.errors import FsdpckptError
+from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.verify.compare import compare
+from fsdpckpt.verify.integrity import verify_checkpoint
+
+__all__ = ["FORMS", "PROTECTED", "WITHOUT_CHECKSUMS", "WRITTEN", "Outcome", "flip_each", "make", "places"]
+
+SEED = 33
+WRITTEN: dict[str, dict[str, Any]] = {
+    "torch ranks": {"to": "sharded", "container": "torch", "world_size": 2, "buffers": ("none",)},
+    "dcp": {"to": "sharded", "container": "dcp", "world_size": 2, "buffers": ("none",)},
+    "safetensors": {"to": "full", "container": "safetensors"},
+    "flattened": {"to": "flattened", "world_size": 2, "unit": ("none",), "use_orig_params": True},
+    "universal": {"flavor": "deepspeed-universal"},
+}
+FORMS = [f"{name}{ending}" for name in WRITTEN for ending in ("", " without fsdpckpt.json")]
+FORMS += ["torch.save", "dcp.save", "save_file"]
+WITHOUT_CHECKSUMS = {"safetensors without fsdpckpt.json", "save_file"}
+PROTECTED = {"found", "harmless", "harmless, and found by verify alone", "refused by convert alone"}
+"""What may come of a bit where records have a checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """``verified``: whether ``verify`` found it. ``converted``: "refused", "right" (what is written is what an
+    undamaged source gives) or "wrong".
+    """
+
+    file: str
+    place: int
+    verified: bool
+    converted: str
+
+    @property
+    def kind(self) -> str:
+        if self.converted == "refused":
+            return "found" if self.verified else "refused by convert alone"
+        if self.converted == "right":
+            return "harmless, and found by verify alone" if self.verified else "harmless"
+        return "WRONG, and found by verify alone" if self.verified else "not protected"
+
+
+def state() -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(SEED)
+    model = {"w": torch.randn(3, 2, generator=draw)}
+    states = {0: {"exp_avg": torch.randn(3, 2, generator=draw), "step": torch.tensor(4.0)}}
+    return {"model": model, "optimizer": {"state": states, "param_groups": [{"lr": 0.1, "params": [0]}]}}
+
+
+def make(form: str, directory: Path) -> Path:
+    """A tiny checkpoint of this form, in ``directory``."""
+    whole = directory / "whole"
+    if form == "torch.save":
+        torch.save(state(), directory / "whole.pt")
+        return directory / "whole.pt"
+    if form == "dcp.save":
+        dcp.save(state(), checkpoint_id=whole, no_dist=True)
+        return whole
+    if form == "save_file":
+        save_file(state()["model"], directory / "whole.safetensors")
+        return directory / "whole.safetensors"
+    torch.save(state(), directory / "source.pt")
+    fsdpckpt.convert(directory / "source.pt", whole, **WRITTEN[form.removesuffix(" without fsdpckpt.json")])
+    if form.endswith(" without fsdpckpt.json"):
+        units = json.loads((whole / "fsdpckpt.json").read_text())["units"]
+        os.unlink(whole / "fsdpckpt.json")
+        if units is not None:
+            (directory / "units.json").write_text(json.dumps(units))
+    return whole
+
+
+def places(whole: Path) -> list[tuple[Path, int]]:
+    """Every byte of every file."""
+    files = sorted(path for path in whole.rglob("*") if path.is_file()) if whole.is_dir() else [whole]
+    return [(path, at) for path in files for at in range(path.stat().st_size)]
+
+
+def flip_each(whole: Path, chosen: list[tuple[Path, int]], scratch: Path) -> Iterator[Outcome]:
+    """What comes of one changed bit at each of the ``chosen`` places, one at a time."""
+    units = whole.parent / "units.json"  # what flat shards without a manifest need
+    options: dict[str, Any] = {"units": units} if units.exists() else {}
+    fsdpckpt.convert(whole, scratch / "right.pt", to="full", **options)
+    before = _problems(whole)
+    draw = random.Random(SEED)
+    for path, place in chosen:
+        status = path.stat()
+        data = path.read_bytes()
+        changed = bytes([data[place] ^ (1 << draw.randrange(8))])
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(changed)
+        name = str(path.relative_to(whole)) if path != whole else path.name
+        try:
+            yield Outcome(name, place, _is_found(whole, before), _converted(whole, scratch, options))
+        finally:
+            path.write_bytes(data)
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _problems(whole: Path) -> frozenset[str]:
+    with Sources() as sources:
+        checkpoint = open_checkpoint(str(whole), sources=sources)
+        return frozenset(one.message for one in verify_checkpoint(checkpoint, sources=sources, threads=1).problems)
+
+
+def _is_found(whole: Path, before: frozenset[str]) -> bool:
+    try:
+        return bool(_problems(whole) - before)
+    except FsdpckptError as error:
+        _require_code(error)
+        return True
+
+
+def _converted(whole: Path, scratch: Path, options: dict[str, Any]) -> str:
+    out = scratch / "out.pt"
+    try:
+        fsdpckpt.convert(whole, out, to="full", threads=1, **options)
+    except FsdpckptError as error:
+        _require_code(error)
+        assert not out.exists()
+        return "refused"
+    try:
+        with Sources() as sources:
+            one, two = (open_checkpoint(str(path), sources=sources) for path in (out, scratch / "right.pt"))
+            return "right" if compare(one, two, sources=sources, threads=1).same else "wrong"
+    except FsdpckptError:  # they cannot even be compared
+        return "wrong"
+    finally:
+        shutil.rmtree(out) if out.is_dir() else out.unlink()
+
+
+def _require_code(error: FsdpckptError) -> None:
+    assert error.exit_code in (2, 3, 4), error
