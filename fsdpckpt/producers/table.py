@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 from fsdpckpt.ir.checkpoint import Container, Layout, Section
 from fsdpckpt.ir.optimizer import IdRule
@@ -392,8 +393,13 @@ def recognise(
     ``model`` and ``flattened``: of a DCP checkpoint's keys, as in ``Signature``.
     """
     base = directory.rstrip("/").rpartition("/")[2]
-    entries, top = [*names, f"../{base}"], set(keys)
+    return _recognise((*names, f"../{base}"), frozenset(keys), model, flattened=flattened)
 
+
+@lru_cache(maxsize=16)  # a directory is asked about several times, and may have thousands of names
+def _recognise(
+    entries: tuple[str, ...], top: frozenset[object], model: tuple[object, ...] | None, *, flattened: bool
+) -> Flavor | None:
     def matches(sign: Signature) -> bool:
         return (
             all(any(re.search(pattern, name) for name in entries) for pattern in sign.files)
