@@ -21,6 +21,7 @@ from fsdpckpt.errors import (
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Object
 from fsdpckpt.readers.counters import counted_in_name, counted_parts
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.protocol import Part
@@ -30,6 +31,8 @@ from fsdpckpt.text import natural, plural, some_of
 MAX_CANDIDATES = 3  # that a message lists
 _EACH = "each of these directories is a checkpoint"
 _MAX_POINTER_BYTES = 1024
+_ARGUMENTS = "args"
+_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _NUMBERS = re.compile(r"\d+")
 _POINTER = re.compile(r"^latest", re.IGNORECASE)  # of DeepSpeed, Megatron, verl
 
@@ -72,6 +75,29 @@ def _refuse_named_parts(source: str, places: Sequence[str]) -> None:
     )
 
 
+def _refuse_recorded_part(part: ReadPart) -> None:
+    """Raises SourceUnsupportedError if the content of ``part`` says that it is one of several parts of a model.
+
+    Megatron-LM's torch format (``mp_rank_00/model_optim_rng.pt``) has plain tensors and the arguments of the run.
+    """
+    root = part.tree.root
+    if part.tree.container != Container.TORCH or part.tree.layout is not Layout.FULL or not isinstance(root, dict):
+        return
+    arguments = root.get(_ARGUMENTS)
+    state = arguments.state if isinstance(arguments, Object) else arguments
+    if not isinstance(state, dict):
+        return
+    sizes = {name: size for name in _PARALLEL_SIZES if isinstance(size := state.get(name), int) and size > 1}
+    if sizes:
+        raise SourceUnsupportedError(
+            f"{part.label} is one part of a model",
+            details=[f"its arguments say {name}={size}" for name, size in sizes.items()],
+            file=part.label,
+            why="each holds plain tensors, and how these go together is in the code of the model, not in the files",
+            next_step="load it with Megatron-LM as it was saved, and save it with --ckpt-format torch_dist",
+        )
+
+
 def require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
     """Raises if several of ``parts`` hold a model, or an optimizer, or if the name of one says that it holds a part:
     SourceUnsupportedError for parts of one model, SourceIncompleteError for slices without rank 0's, else
@@ -80,6 +106,8 @@ def require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
     for what in ("model", "optimizer"):
         candidates = [part for part in parts if what in part.section_names]
         _refuse_named_parts(source, [_place(part.origin) for part in candidates])
+        for candidate in candidates:
+            _refuse_recorded_part(candidate)
         if len(candidates) < 2:
             continue
         refuse_counted_parts(source, [_place(part.origin) for part in candidates])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,22 @@ def test_names_with_counters_are_parts_even_if_nothing_varies(alone: bool, tmp_p
         opened(tmp_path)
     assert ("2 tensor-parallel ranks" if alone else "weight by weight") in error.value.what
     assert "--ignore-file" not in str(error.value) and "name the one" not in str(error.value)
+
+
+def test_one_of_several_parts_is_no_model_if_it_says_so_itself(tmp_path: Path) -> None:
+    """Of Megatron-LM's ``mp_rank_00`` and ``mp_rank_01`` one was copied; the arguments of the run are in the file."""
+    file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir()
+    arguments = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "lr": 0.1}
+    for given in (argparse.Namespace(**arguments), arguments):
+        torch.save({"model": MODEL, "args": given}, file)
+        assert opened(tmp_path).model is not None
+    arguments["tensor_model_parallel_size"] = 2
+    for given in (argparse.Namespace(**arguments), arguments):
+        torch.save({"model": HALF, "args": given}, file)
+        with pytest.raises(SourceUnsupportedError, match="one part of a model") as error:
+            opened(file)
+        assert error.value.details == ("its arguments say tensor_model_parallel_size=2",)
 
 
 def test_numbers_that_count_something_else_are_none_of_a_rank() -> None:
