@@ -98,6 +98,7 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     options, request = spec.options, units_request(spec.options)
     checkpoint = select_section(opened, section_of(options.only))
     _require_sound(checkpoint, section_of(options.only))
+    checkpoint = _with_odd_states(checkpoint)
     _refuse_states(checkpoint, spec)
     if spec.layout is Layout.FLATTENED:
         checkpoint = _unwrap_quantized_states(checkpoint)
@@ -207,6 +208,26 @@ def _require_sound(checkpoint: Checkpoint, only: Section | None) -> None:
     problems = [problem for problem in checkpoint.problems if problem.fatal and problem.section in sections]
     if problems:
         raise fatal(problems, source=checkpoint.source)
+
+
+def _with_odd_states(checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint`` with a warning about states that are in no group or lack a part of what others have: they are
+    carried as they are. Parameters without any state have a note of their own.
+    """
+    optim = checkpoint.optim
+    if optim is None:
+        return checkpoint
+    without_state = {str(key) for key in optim.all_keys() if not optim.state.get(key)}
+    odd = [
+        problem.message
+        for problem in checkpoint.problems
+        if problem.kind == "state" and not problem.fatal and problem.key not in without_state
+    ]
+    if not odd:
+        return checkpoint
+    count = plural(len(odd), "optimizer state", "are")
+    message = f"{count} carried although something is odd about them: {some_of(odd, KEYS_IN_MESSAGE)}"
+    return replace(checkpoint, notes=(*checkpoint.notes, Note("odd-states", message, warning=True)))
 
 
 def _note_unused(checkpoint: Checkpoint, spec: TargetSpec, key_types: set[KeyType | str | None]) -> Checkpoint:

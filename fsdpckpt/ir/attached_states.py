@@ -26,25 +26,29 @@ def misshapen_states(checkpoint: Checkpoint) -> Iterator[Problem]:
     all parameters of all models, unless they may be slices of flat parameters: all states are vectors, or the layout is
     flattened. An optimizer beside the main one is compared with the model that has all of its names.
     """
-    model, optim = checkpoint.model, checkpoint.optim
-    if model is not None and optim is not None:
-        yield from _by_name(checkpoint, model, optim)
-        if checkpoint.layout is not Layout.FLATTENED:
-            yield from _by_id(checkpoint, model, optim)
+    named_models = [named.content for named in checkpoint.named if isinstance(named.content, ModelState)]
+    models = [*([checkpoint.model] if checkpoint.model is not None else []), *named_models]
+    shapes = {param.shape for model in models for param in _comparable(model).values()}
+    if checkpoint.optim is not None:
+        yield from _of_optimizer(checkpoint, checkpoint.optim, checkpoint.model, shapes)
     for named in checkpoint.named:
-        other = model_of(checkpoint, named) if isinstance(named.content, OptimState) else None
-        if other is not None and isinstance(named.content, OptimState):
-            for problem in _by_name(checkpoint, other, named.content):
+        if isinstance(named.content, OptimState):
+            model = model_of(checkpoint, named)
+            for problem in _of_optimizer(checkpoint, named.content, model, shapes):
                 key = f"{named.dotted}.{problem.key}" if problem.section is Section.OPTIM else problem.key
                 yield replace(problem, message=f"{named.label}: {problem.message}", key=key)
 
 
-def _by_id(checkpoint: Checkpoint, model: ModelState, optim: OptimState) -> Iterator[Problem]:
-    names = param_keys(model.params, optim)
-    models = [model, *(named.content for named in checkpoint.named if isinstance(named.content, ModelState))]
-    shapes = {param.shape for each in models for param in _comparable(each).values()}
-    unnamed = [key for key in optim.state if isinstance(key, int) and key not in names]
-    yield from _unmatched_ids(unnamed, ShownShapes(optim), shapes)
+def _of_optimizer(
+    checkpoint: Checkpoint, optim: OptimState, model: ModelState | None, shapes: Collection[Shape]
+) -> Iterator[Problem]:
+    """``model``: the one that has its names; ``shapes``: those of the parameters of all models."""
+    names = param_keys(model.params, optim) if model is not None else {}
+    if model is not None:
+        yield from _by_name(checkpoint, model, optim)
+    if checkpoint.layout is not Layout.FLATTENED:
+        unnamed = [key for key in optim.state if isinstance(key, int) and key not in names]
+        yield from _unmatched_ids(unnamed, ShownShapes(optim), shapes)
 
 
 def _by_name(checkpoint: Checkpoint, model: ModelState, optim: OptimState) -> Iterator[Problem]:

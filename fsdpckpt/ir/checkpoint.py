@@ -35,7 +35,7 @@ NoteKind: TypeAlias = (
     Literal["found-below", "model-found", "optimizer-found", "part-of", "several-models", "several-optimizers", "stray"]
     | Literal["chunks-corrected", "empty-entries", "ids-repaired", "inferred", "orders", "replicas", "repeated", "tied"]
     | Literal["buffer-type", "master-weights", "normalised", "unread", "unshared", "unused", "zero-3"]
-    | Literal["missing-state", "undetermined", "unlisted", "unmatched", "unnamed", "unproved-order"]
+    | Literal["missing-state", "odd-states", "undetermined", "unlisted", "unmatched", "unnamed", "unproved-order"]
     | Literal["units", "units-ambiguous", "units-unreadable", "flattened-names", "unflattened"]
     | Literal["cast", "dropped", "encoded", "filled", "ignored", "rekeyed", "renamed"]
     | Literal["groups-flattened", "groups-rebuilt", "plain", "resumption", "unconfigured"]

@@ -56,6 +56,7 @@ def problems(checkpoint: Checkpoint) -> list[Problem]:
     for section in checkpoint.named:
         if section.section is Section.OPTIM:
             all_problems.extend(map(section.problem, _of_optimizer(alone(checkpoint, section))))
+    all_problems.extend(misshapen_states(checkpoint))
     return all_problems
 
 
@@ -64,7 +65,6 @@ def _of_optimizer(checkpoint: Checkpoint) -> Iterator[Problem]:
     if checkpoint.optim is not None:
         yield from aliased_states(checkpoint.optim, checkpoint)
         yield from state_completeness(checkpoint.optim)
-        yield from misshapen_states(checkpoint)
 
 
 def _boxes(tensor: Tensor) -> tuple[tuple[int, ...], Boxes]:

@@ -144,14 +144,14 @@ def without_exports(parts: Sequence[ReadPart]) -> tuple[list[ReadPart], list[str
 
 
 def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) -> list[Note]:
-    """A note that lists the names in the optimizer that the model, which is in another part, lacks.
+    """A note that lists the names in the optimizer that the model lacks.
 
     Names that differ only by a prefix match; names of flat parameters prove nothing. Raises NeedsInformationError if
-    the two have no name in common: torchtune keeps its own names for the optimizer and saves the weights under Hugging
-    Face's names.
+    the two are in different parts and have no name in common: torchtune keeps its own names for the optimizer and saves
+    the weights under Hugging Face's names.
     """
     model, optim = with_model.sections.model, with_optim.sections.optim
-    if model is None or optim is None or with_model is with_optim or optim.key_type != "name":
+    if model is None or optim is None or optim.key_type != "name":
         return []
     with_state = [key for key, states in optim.state.items() if BARE_VALUE not in states]
     named = list(dict.fromkeys(key for key in (*with_state, *optim.grouped_keys()) if isinstance(key, str)))
@@ -167,7 +167,7 @@ def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) ->
     if not missing:
         return []
     shown = some_of(missing, _MAX_NAMES)
-    if len(missing) < len(named):
+    if len(missing) < len(named) or with_model is with_optim:
         keys = "1 optimizer key is" if len(missing) == 1 else f"{len(missing)} optimizer keys are"
         return [Note("unmatched", f"{keys} none of the model's: {shown}", keys=tuple(missing))]
     raise NeedsInformationError(

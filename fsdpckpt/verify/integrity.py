@@ -42,8 +42,9 @@ from fsdpckpt.verify.measures import Finite, buffer_keys, count_not_finite, dige
 from fsdpckpt.verify.repeated import is_endless, nbytes_to_read, stored_nbytes
 from fsdpckpt.verify.resumption import Resumption
 
-# Kinds of notes on slices of flat parameters without names: nothing proves that these are complete.
-_UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous"})
+# Kinds of notes on what nothing proves: that slices of flat parameters without names are complete, and that states
+# whose names the model lacks are of a parameter that was left out, or of one whose name was changed.
+_UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous", "unmatched"})
 
 
 @dataclass(frozen=True, slots=True)
