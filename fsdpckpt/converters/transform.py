@@ -29,13 +29,13 @@ from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, load_units
 from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.flat.units.target import target_units
-from fsdpckpt.ir import section_of
+from fsdpckpt.ir import IdRule, section_of
 from fsdpckpt.ir.buffers import trained_keys
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, Layout, Note, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import SourceNames, leading_wrapper, normalise, under_first_names
-from fsdpckpt.ir.optimizer import IdRule, Table
+from fsdpckpt.ir.optimizer import Table
 from fsdpckpt.ir.quantized import unwrapped
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, Units

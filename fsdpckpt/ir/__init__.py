@@ -30,6 +30,18 @@ class Section(StrEnum):
     EXTRA = "extra"
 
 
+class IdRule(StrEnum):
+    """How a producer counts ids.
+
+    ``GROUPS``: the parameters of the optimizer, group by group, as ``torch.optim`` does. ``MODEL``: all of
+    ``model.parameters()``, frozen ones included, whatever the groups, as ``FSDP.rekey_optim_state_dict`` does if it is
+    not given the optimizer; a group lists the ids of its parameters in ascending order.
+    """
+
+    GROUPS = "groups"
+    MODEL = "model"
+
+
 class SectionName(str):
     """One of several models or optimizers, as ``--only`` takes it: ``model:generator_ema``."""
 

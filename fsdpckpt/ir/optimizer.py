@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Literal, TypeAlias
 
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, group_params
@@ -22,18 +21,6 @@ MemberNumber: TypeAlias = int
 
 _PARAMS, _NAMES = "params", "param_names"
 _DISTRIBUTED = "module."
-
-
-class IdRule(StrEnum):
-    """How a producer counts ids.
-
-    ``GROUPS``: the parameters of the optimizer, group by group, as ``torch.optim`` does. ``MODEL``: all of
-    ``model.parameters()``, frozen ones included, whatever the groups, as ``FSDP.rekey_optim_state_dict`` does if it is
-    not given the optimizer; a group lists the ids of its parameters in ascending order.
-    """
-
-    GROUPS = "groups"
-    MODEL = "model"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fsdpckpt.ir.checkpoint import Container, KeyType, Layout, Section
-from fsdpckpt.ir.optimizer import IdRule
+from fsdpckpt.ir import Container, IdRule, KeyType, Layout, Section
 
 PLAIN = "plain"
 EXTRA_STEM = "extra_state"  # begins the names of verl's and fsdpckpt's files that hold only extras

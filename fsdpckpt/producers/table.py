@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from fsdpckpt.ir.checkpoint import Container, Layout, Section
-from fsdpckpt.ir.optimizer import IdRule
+from fsdpckpt.ir import Container, IdRule, Layout, Section
 from fsdpckpt.producers import PLAIN, PLAIN_PATHS, Flavor, Form, MeshForm, RankFileName, SectionPath, Signature
 
 # accelerate, the Trainer of transformers, Hugging Face

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.optimizer import IdRule, MemberNumber, Table
+from fsdpckpt.ir.optimizer import MemberNumber, Table
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.text import first_lines, plural, some_of

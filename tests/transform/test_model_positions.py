@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey
-from fsdpckpt.ir.optimizer import IdRule
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.transform.model_positions import by_place, counts_over_model
