@@ -249,7 +249,7 @@ def _match(
     for named in _comparable(expected, empty):
         others = unmatched.get((named.section, named.key))
         other = others.pop(0) if others else extras.get(_place_in_extras(named))
-        dtype = dtypes.of(named.section, named.state, named.tensor)
+        dtype = dtypes.of_named(expected, named)
         if other is None:
             wrong.append(f"{named.section} {named.key} was not written")
         elif (other.tensor.shape, other.tensor.dtype) != (named.tensor.shape, dtype):

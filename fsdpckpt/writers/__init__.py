@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from fsdpckpt.errors import InternalError
-from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedTensor, Note, Section
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import MeshShape, Sharding, Tensor
@@ -48,6 +48,17 @@ class DtypeRule:
             wanted = None
         return tensor.dtype if wanted is None or not tensor.dtype.floating else wanted
 
+    def of_named(self, checkpoint: Checkpoint, named: NamedTensor) -> DType:
+        """The dtype in the target of one of the tensors of ``checkpoint``.
+
+        An average of the weights beside the model, or a second optimizer, is not cast with it. Where all have names of
+        their own, all are.
+        """
+        main = checkpoint.model if named.section is Section.MODEL else checkpoint.optim
+        if named.of is not None and main is not None:
+            return named.tensor.dtype
+        return self.of(named.section, named.state, named.tensor)
+
     def casts(self, checkpoint: Checkpoint) -> tuple[Mapping[Tensor, DType], list[Note]]:
         """The new dtype of every tensor that changes, and one note for each kind of cast."""
         changed: dict[Tensor, DType] = {}
@@ -55,7 +66,7 @@ class DtypeRule:
         if self.model is None and self.optim is None:
             return changed, []
         for named in checkpoint.tensors():
-            dtype = self.of(named.section, named.state, named.tensor)
+            dtype = self.of_named(checkpoint, named)
             if dtype is not named.tensor.dtype:
                 changed[named.tensor] = dtype
                 kinds[named.section, named.tensor.dtype.name, dtype.name] += 1
