@@ -128,7 +128,8 @@ def parameter_orders(
         models.append(of_reference.named_like(names) if of_reference is not None else None)
     label = "the checkpoint's own model section"
     models.append(from_model(checkpoint, label, buffers, keyed=keyed, scalars=scalars))
-    of_model = next((order for order in models if order is not None and order.ordered), None)
+    known = [order for order in (*models, *orders) if order is not None]
+    of_model = next((order for order in known if order.ordered and order.in_model_order), None)
     if parameters is not None:
         listed = from_list(parameters, names).named_like(names)
         orders.append(_as_optimizer_lists(listed, parameter_groups, checkpoint.optim, of_model))

@@ -223,6 +223,20 @@ def test_its_order_serves_flat_shards_too_which_then_need_only_the_wrapping(
     assert not differences(found["optimizer"]["state"], truth["optimizer"]["state"])
 
 
+def test_a_list_and_units_agree_where_there_is_no_model(
+    two_groups: tuple[Path, list[list[str]]], tmp_path: Path
+) -> None:
+    """The units have the model's order, so the list is seen to be the optimizer's own."""
+    directory, groups = two_groups
+    for path in (directory / "raw").glob("optim*"):
+        (tmp_path / "optim").mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / "optim")
+    truth, _ = full(directory / "named", tmp_path / "truth.pt", only="optim")
+    given = {"units": directory / "order.json", "parameters": listed(tmp_path / "order", groups)}
+    found, _ = full(tmp_path / "optim", tmp_path / "found.pt", **given)
+    assert not differences(found["optimizer"], truth)
+
+
 def test_names_that_ddp_saved_with_its_prefix_are_the_same_parameters(tmp_path: Path) -> None:
     """``ddp_model.state_dict()`` has ``module.`` before every name; the model inside of it has not."""
     with as_rank(0, RANKS):
