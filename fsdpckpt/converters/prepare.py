@@ -19,7 +19,7 @@ from fsdpckpt.converters.sections import transform_sections
 from fsdpckpt.converters.target_mesh import meshes_of, on_mesh, requested_mesh, with_mesh
 from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec, refuse_section_options, require_file_name
 from fsdpckpt.converters.transform import TransformedCheckpoint, units_request
-from fsdpckpt.errors import FsdpckptError
+from fsdpckpt.errors import FsdpckptError, TargetUnwritableError
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.recorded import recorded_checksums
 from fsdpckpt.flat.units.request import load_units
@@ -36,6 +36,7 @@ from fsdpckpt.readers.protocol import MANIFEST, Items, require_matches
 from fsdpckpt.readers.side_files import with_copied
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
+from fsdpckpt.text import size_text
 from fsdpckpt.transform.selection import choose_section
 from fsdpckpt.transform.weight_decay import has_one_group
 from fsdpckpt.verify.elements import without_repeats
@@ -57,6 +58,9 @@ class Prepared:
         return replace(self, output=replace(self.output, files=files), plan=self.plan.outline())
 
 
+_MOST_BYTES = 1 << 58  # 256 PiB: casts, and copies for several ranks, leave their total below 2**63
+
+
 _Selected: TypeAlias = "tuple[TransformedCheckpoint, TargetSpec, Mapping[str, Tensor]]"
 """What is to be written, in which form, and the side files to copy; before the layout."""
 
@@ -64,6 +68,7 @@ _Selected: TypeAlias = "tuple[TransformedCheckpoint, TargetSpec, Mapping[str, Te
 def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
     """Read ``source``, transform it, lay out ``target`` and plan the copies. Does not read tensor data."""
     transformed, spec, side_files = _select(source, target, options, sources)
+    _require_possible_size(transformed, target)
     files = transformed.checkpoint.files
     linking = choose_linking(options.link, files, target)
     totals_only = options.dry_run and not linking.files  # links are found by comparing the plan of each file
@@ -75,6 +80,20 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     checkpoint.checksums = Checksums.joined([checkpoint.checksums, recorded.checksums])
     output.notes += recorded.notes
     return Prepared(transformed, spec, output, plan, linking)
+
+
+def _require_possible_size(transformed: TransformedCheckpoint, target: str) -> None:
+    """Raises TargetUnwritableError for tensors of more bytes than can be counted in 64 bits when they are laid out: a
+    small file may hold any number of expanded ones.
+    """
+    total = sum(tensor.nbytes for tensor in transformed.checkpoint.leaves())
+    if total > _MOST_BYTES:
+        raise TargetUnwritableError(
+            f"{target} would hold {size_text(total)}, more than any file system",
+            file=target,
+            why="SRC has expanded tensors, each of which stands for many more bytes than are stored",
+            next_step="leave them out with --exclude GLOB",
+        )
 
 
 def _select(source: str, target: str, options: ConvertOptions, sources: Sources) -> _Selected:

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,17 @@ def test_a_target_that_no_disk_holds_is_refused_before_anything_is_written(targe
     with pytest.raises(TargetUnwritableError, match="not enough free space"):
         fsdpckpt.convert(tmp_path / "source.pt", tmp_path / target, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
+
+
+@pytest.mark.parametrize("to", ["full", "sharded", "flattened"])
+def test_a_target_of_more_bytes_than_can_be_counted_is_refused(to: str, tmp_path: Path) -> None:
+    torch.save({f"w{number}": torch.ones(1).expand(1 << 58) for number in range(20)}, tmp_path / "source.pt")
+    options: dict[str, dict[str, Any]] = {
+        "sharded": {"world_size": 2, "buffers": ("none",)},
+        "flattened": {"world_size": 2, "unit": ("none",), "use_orig_params": True, "buffers": ("none",)},
+    }
+    with pytest.raises(TargetUnwritableError, match="more than any file system"):
+        fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out", to=to, **options.get(to, {}))
 
 
 def test_strides_beyond_any_number_of_elements_are_those_of_a_dimension_without_steps(tmp_path: Path) -> None:
