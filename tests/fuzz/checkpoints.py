@@ -108,7 +108,11 @@ _CHECKPOINT = _opened("d/model.safetensors", {"d/model.safetensors": _MODEL})
 _DATA = {f"it/data/{number}": bytes(range(64)) for number in range(6)}
 _RANK_DATA = {f"m/data/{number}": bytes(range(64)) for number in range(6)}
 _TINY_DCP = _named("directory/")
-_TORCH = _archive({"it/data.pkl": b"\x80\x02}X\1\0\0\0aK\1s.", "it/data/0": b"12345678"})
+_TENSOR = (  # of two floats
+    b"ctorch._utils\n_rebuild_tensor_v2\n((X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0000X\3\0\0\0cpuK\2tQK\0K\2\x85K\1\x85"
+    b"\x89ccollections\nOrderedDict\n)RtR"
+)
+_TORCH = _archive({"it/data.pkl": b"\x80\x02}X\1\0\0\0a" + _TENSOR + b"s.", "it/data/0": b"12345678"})
 
 
 def torch_checkpoint(data: bytes) -> object:
