@@ -13,7 +13,7 @@ from math import prod
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overload
 
-from fsdpckpt.errors import SourceUnsupportedError, require_torch
+from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, require_torch
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Box, Boxes, Tensor
@@ -130,12 +130,24 @@ class LazyTensor:
         from fsdpckpt.verify.blocks import BlockReader, ChunkReader, require_whole
 
         require_whole(self._named.tensor)
+        self._require_one_copy()
         part = _part_of(self._named.tensor, [range(at, at + 1) if isinstance(at, int) else at for at in self._index])
         elements = np.empty(part.nbytes, np.uint8)
         if part.nbytes:
             reader = ChunkReader(BlockReader(self._checkpoint.files, self._sources), part)
             reader.read_into(Box.whole(part.shape), elements)
         return elements
+
+    def _require_one_copy(self) -> None:
+        """Raises NeedsInformationError if ranks hold different copies, and nothing says that it is a buffer."""
+        for problem in self._checkpoint.problems:
+            if problem.kind == "copies" and problem.section == self._named.section and problem.key == self._named.key:
+                raise NeedsInformationError(
+                    problem.message,
+                    key=problem.key,
+                    why="one rank's copy may be a part, or one of several",
+                    next_step="open the file of one rank, or convert with --buffers if it is a buffer",
+                )
 
 
 def torch_dtype(dtype: DType, *, key: str, source: str) -> torch.dtype:

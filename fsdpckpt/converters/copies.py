@@ -8,11 +8,11 @@ from dataclasses import replace
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.buffers import known_buffers, undecided_copies
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem
+from fsdpckpt.ir.copies import CopiesJudge, differing_copies, unsummed_copies
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.tensors import PerRank, Tensor, Whole
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
-from fsdpckpt.transform.copies import CopiesJudge, differing_copies, unsummed_copies
 from fsdpckpt.transform.selection import KEYS_IN_MESSAGE
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.elements import check_replicas, replica_sets

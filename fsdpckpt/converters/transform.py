@@ -30,7 +30,7 @@ from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, load_units
 from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.flat.units.target import target_units
 from fsdpckpt.ir import IdRule, section_of
-from fsdpckpt.ir.buffers import trained_keys
+from fsdpckpt.ir.buffers import NO_BUFFERS, trained_keys
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, Layout, Note, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal
@@ -46,7 +46,6 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.missing_state import Choice, fill, require_complete
-from fsdpckpt.transform.parameter_order import NO_BUFFERS
 from fsdpckpt.transform.placements import (
     LikeCheckpoint,
     Rules,

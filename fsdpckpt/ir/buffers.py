@@ -22,6 +22,9 @@ from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import PerRank, Tensor
 from fsdpckpt.ir.values import Value
 
+NO_BUFFERS = ("none",)
+"""What ``--buffers`` says when every model key that may be a parameter is one."""
+
 _COUNTER = "num_batches_tracked"
 _STATISTICS = frozenset({_COUNTER, "running_mean", "running_var"})
 

@@ -25,6 +25,7 @@ from fsdpckpt.ir.checkpoint import (
     Section,
     group_params,
 )
+from fsdpckpt.ir.copies import contradicting_copies
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.quantized import maps_in, parts_in, scales_in
 from fsdpckpt.ir.sections import alone
@@ -52,6 +53,7 @@ def problems(checkpoint: Checkpoint) -> list[Problem]:
         if _boxes(named.tensor) not in covered:
             all_problems.extend(_coverage_problem(named, flaw, checkpoint) for flaw in flaws(named.tensor))
     all_problems.extend(undecided_copies(checkpoint))
+    all_problems.extend(contradicting_copies(checkpoint))
     all_problems.extend(_of_optimizer(checkpoint))
     for section in checkpoint.named:
         if section.section is Section.OPTIM:

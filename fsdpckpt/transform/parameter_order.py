@@ -13,6 +13,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 
+from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, Container, OptimState, group_params
 from fsdpckpt.ir.names import clean, keeps_order, without_module
 from fsdpckpt.ir.state_shapes import Shape, ShownShapes, fits, has_scalars
@@ -24,9 +25,6 @@ from fsdpckpt.transform.id_order import in_model_order, listed_order
 
 BY_USER = "--parameters"
 """The source of the order that the user gives."""
-
-NO_BUFFERS = ("none",)
-"""What ``--buffers`` says when every model key that may be a parameter is one."""
 
 
 @dataclass(frozen=True, slots=True)

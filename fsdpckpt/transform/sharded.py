@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError, to_copy
+from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, Note, OptimState, ParamKey
 from fsdpckpt.ir.parameters import undetermined
 from fsdpckpt.ir.quantized import (
@@ -34,7 +35,6 @@ from fsdpckpt.ir.tensors import Shard, Sharding, Tensor
 from fsdpckpt.ir.values import Value, with_tensors
 from fsdpckpt.layouts import mesh_box, row_sharding
 from fsdpckpt.text import first_lines, listed, plural, some_of
-from fsdpckpt.transform.parameter_order import NO_BUFFERS
 
 _KEYS_IN_MESSAGE = 12  # enough to recognise the model, few enough to read
 _KEYS_IN_NOTE = 5

@@ -42,6 +42,7 @@ from fsdpckpt.verify.measures import Finite, buffer_keys, count_not_finite, dige
 from fsdpckpt.verify.repeated import is_endless, nbytes_to_read, stored_nbytes
 from fsdpckpt.verify.resumption import Resumption
 
+_COPIES = frozenset({"copies", "replica"})
 # Kinds of notes on what nothing proves: that slices of flat parameters without names are complete, and that states
 # whose names the model lacks are of a parameter that was left out, or of one whose name was changed.
 _UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous", "unmatched"})
@@ -162,6 +163,9 @@ def verify_checkpoint(
     progress.end()
     of_tensors = [problem for of_tensor, _ in results for problem in of_tensor]
     differing = _differing_buffers(checkpoint, of_tensors)
+    # The bytes have been compared: what checksums showed of the same tensors is not said twice.
+    compared = {problem.key for problem in of_tensors if problem.kind == "replica"}
+    problems = [each for each in problems if each.kind not in _COPIES or each.key not in compared]
     problems += [problem for problem in of_tensors if problem not in differing]
     skipped = {tensors[number].key for number in incomplete}
     problems += check_steps(checkpoint, skipped, sources=sources, threads=threads, progress=progress)

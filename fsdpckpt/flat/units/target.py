@@ -25,6 +25,7 @@ from fsdpckpt.flat.units.request import (
     target_file,
     target_reference,
 )
+from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import under_first_names
@@ -32,7 +33,7 @@ from fsdpckpt.ir.units import Groups, Strategy, Unit, UnitParam, Units, flaws
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.id_order import listed_order
-from fsdpckpt.transform.parameter_order import NO_BUFFERS, from_param_names
+from fsdpckpt.transform.parameter_order import from_param_names
 from fsdpckpt.transform.selection import parameter_names
 
 

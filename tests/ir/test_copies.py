@@ -9,10 +9,10 @@ import pytest
 
 from fsdpckpt.ir.buffers import trained_keys
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Layout, ModelState, OptimState, Problem
+from fsdpckpt.ir.copies import CopiesJudge, unsummed_copies
+from fsdpckpt.ir.copies import differing_copies as copies_judged
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Sharded, Tensor
-from fsdpckpt.transform.copies import CopiesJudge, unsummed_copies
-from fsdpckpt.transform.copies import differing_copies as copies_judged
 from tests.flat.flat_synthetic import checkpoint, replicas, slices
 
 RANKS = 3

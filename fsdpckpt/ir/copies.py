@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from fsdpckpt.ir.buffers import known_buffers
+from fsdpckpt.ir.buffers import NO_BUFFERS, known_buffers, trained_keys
 from fsdpckpt.ir.checkpoint import (
     Checkpoint,
     ChunkChecksums,
+    ModelState,
     NamedTensor,
     Problem,
     ProblemKind,
@@ -17,7 +19,27 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Boxes, Int64Array, Sharded, Tensor, first_equal
-from fsdpckpt.transform.parameter_order import NO_BUFFERS
+from fsdpckpt.ir.values import Value
+
+
+def contradicting_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Of the model's plain tensors, those of which no rank's copy can be taken, as far as checksums show it.
+
+    What an option may settle is not fatal.
+    """
+    params = checkpoint.model.params if checkpoint.model is not None else {}
+    plain: dict[str, Tensor | Value] = {
+        key: leaf
+        for key, leaf in params.items()
+        if isinstance(leaf, Tensor) and len(leaf.chunks) > 1 and not leaf.sharded
+    }
+    if not plain:
+        return
+    judge = CopiesJudge(checkpoint, (), trained_keys(checkpoint))
+    alone = replace(checkpoint, model=ModelState(plain), optim=None, named=(), extra={}, rank_extra=())
+    for problem in differing_copies(alone, judge):
+        if problem.fatal:
+            yield replace(problem, fatal=problem.kind != "copies")
 
 
 def differing_copies(checkpoint: Checkpoint, judge: CopiesJudge) -> Iterator[Problem]:
