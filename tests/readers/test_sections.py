@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from fsdpckpt.ir.checkpoint import BARE_VALUE, Section
+from fsdpckpt.ir.checkpoint import BARE_VALUE, ModelState, NamedSection, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import state_completeness
-from fsdpckpt.ir.sections import in_extras, optimizer_dict
+from fsdpckpt.ir.sections import in_extras, optimizer_dict, section_dict
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.values import leaf_tensors
+from fsdpckpt.ir.values import leaf_tensors, with_tensors
 from fsdpckpt.readers.sections import Sections, split
 
 
@@ -526,3 +527,47 @@ def test_what_is_left_of_a_wrapper_keeps_its_place() -> None:
     root = {"model": {"state_dict": MODEL, "config": 1}, "optimizer": {"inner": BY_ID, "scale": 2.0}}
     found = check(root, MODEL, BY_ID, {"model": {"config": 1}, "optimizer": {"scale": 2.0}})
     assert (found.model_path, found.optim_path) == (("model", "state_dict"), ("optimizer", "inner"))
+
+
+def random_tree(generator: random.Random, depth: int = 0) -> Any:
+    """A state dict of models, optimizers, wrappers around them, settings and random states, in any nesting."""
+    pool: list[Any] = [
+        dict(MODEL), {**MODEL, "version": 3}, {"encoder": dict(MODEL), "head": {"weight": W}}, {"w": W}, {"scale.a": B},
+        BY_ID, BY_NAME, {"inner": BY_ID, "scale": 2.0}, {"state": {"w": {"exp_avg": M}}}, {"state": {}},
+        flattened(GROUPS, STATE), 3, None, (1, 2), {}, [], W, {"cpu": tensor(16)},
+    ]  # fmt: skip
+    names = ["model", "state_dict", "ema", "critic", "optim", "optimizer", "opt_d", "weights", "rng", "state", "n"]
+    if depth == 3 or (depth and generator.random() < 0.5):
+        return generator.choice(pool)
+    count = generator.randint(1, 4)
+    if depth and generator.random() < 0.15:
+        return [random_tree(generator, depth + 1) for _ in range(count)]
+    return {name: random_tree(generator, depth + 1) for name in generator.sample(names, count)}
+
+
+def test_every_entry_of_a_tree_goes_to_exactly_one_place() -> None:
+    """Whatever the nesting: sections and extras have every tensor of the tree once, where ``place_of`` says it is."""
+    generator = random.Random(5)
+    kinds: set[object] = set()
+    for _ in range(400):
+        root = with_tensors(random_tree(generator), replace)  # each tensor is an object of its own
+        found = split(root)
+        contents = {Section.MODEL: [found.model], Section.OPTIM: [found.optim], Section.EXTRA: [found.extra]}
+        held: dict[int, object] = {}
+        for place, (content,) in contents.items():
+            held |= {id(leaf): place for leaf in leaves_of(content)}
+        for named in found.named:
+            held |= {id(leaf): named for leaf in leaves_of(named.content)}
+        every = dict(leaf_tensors(root))
+        assert len(held) == len({id(leaf) for leaf in every.values()})
+        for path, leaf in every.items():
+            assert held[id(leaf)] is found.place_of(path), path
+        kinds.update(place.section if isinstance(place, NamedSection) else place for place in held.values())
+        kinds.update(type(named.content) for named in found.named)
+    assert kinds == {*Section, ModelState, OptimState}
+
+
+def leaves_of(content: Any) -> list[Tensor]:
+    if isinstance(content, (ModelState, OptimState)):
+        content = section_dict(content)
+    return [leaf for _, leaf in leaf_tensors(content)] if content is not None else []
