@@ -552,14 +552,13 @@ def test_every_entry_of_a_tree_goes_to_exactly_one_place() -> None:
     for _ in range(400):
         root = with_tensors(random_tree(generator), replace)  # each tensor is an object of its own
         found = split(root)
-        contents = {Section.MODEL: [found.model], Section.OPTIM: [found.optim], Section.EXTRA: [found.extra]}
-        held: dict[int, object] = {}
-        for place, (content,) in contents.items():
-            held |= {id(leaf): place for leaf in leaves_of(content)}
-        for named in found.named:
-            held |= {id(leaf): named for leaf in leaves_of(named.content)}
-        every = dict(leaf_tensors(root))
-        assert len(held) == len({id(leaf) for leaf in every.values()})
+        places: list[tuple[object, Any]] = [
+            (Section.MODEL, found.model), (Section.OPTIM, found.optim), (Section.EXTRA, found.extra),
+            *((named, named.content) for named in found.named),
+        ]  # fmt: skip
+        leaves = [(id(leaf), place) for place, content in places for leaf in leaves_of(content)]
+        held, every = dict(leaves), dict(leaf_tensors(root))
+        assert len(leaves) == len(held) == len(every), "a tensor is in two places, or in none"
         for path, leaf in every.items():
             assert held[id(leaf)] is found.place_of(path), path
         kinds.update(place.section if isinstance(place, NamedSection) else place for place in held.values())
