@@ -73,7 +73,8 @@ class NameChanges:
             else:  # left out under its first name: it has the next one from now on
                 names[first] = self.new_name(later)
         paths = {unit.prefix: self.new_path(unit.prefix) for unit in units.units}
-        if len(names) == len(units.params()) and all(old == new for old, new in (*names.items(), *paths.items())):
+        same_names = len(names) == len(units.params()) and tuple(shared) == units.shared
+        if same_names and all(old == new for old, new in (*names.items(), *paths.items())):
             return units
         return replace(_with_names(units, names, paths), shared=tuple(shared))
 

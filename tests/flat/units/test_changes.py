@@ -97,6 +97,8 @@ def test_a_shared_parameter_that_loses_its_first_name_has_the_next_one() -> None
     units = replace(made(["a.weight", "b.weight"], {""}, None, orig=True), shared=(("b.c.weight", "a.weight"),))
     found = replace(rule(), keeps=lambda name: name != "a.weight").applied_to(units)
     assert (found.parameters, found.shared) == (("b.c.weight", "b.weight"), ())
+    without_other_name = replace(rule(), keeps=lambda name: name != "b.c.weight").applied_to(units)
+    assert (without_other_name.parameters, without_other_name.shared) == (units.parameters, ())
     renamed = rule(pairs=(("a", "x"),)).applied_to(units)
     assert renamed.shared == (("b.c.weight", "x.weight"),)
 
