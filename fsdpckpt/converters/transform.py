@@ -249,7 +249,9 @@ def _note_unused(checkpoint: Checkpoint, spec: TargetSpec, key_types: set[KeyTyp
 
 def _with_clean_words(checkpoint: Checkpoint, *, wrapped: bool, to_flattened: bool) -> Checkpoint:
     """Clean ``param_names``, as the keys are already. ``wrapped``: whether any key was not."""
-    cleaned = Table.of(checkpoint).with_plain_words().written(checkpoint)
+    groups = checkpoint.optim.param_groups if checkpoint.optim is not None else None
+    has_words = any("param_names" in group for group in groups or ())
+    cleaned = Table.of(checkpoint).with_plain_words().written(checkpoint) if has_words else checkpoint
     if to_flattened or not (wrapped or cleaned.optim != checkpoint.optim):
         names = "flat parameters" if to_flattened else f"the names in {checkpoint.source}"
         cleaned = _with_unused(cleaned, f"--clean-names had no effect: {names} have no prefixes of wrappers")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, group_params
 from fsdpckpt.ir.names import clean
@@ -23,12 +23,12 @@ _PARAMS, _NAMES = "params", "param_names"
 _DISTRIBUTED = "module."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # Final, not frozen: there are many
 class Member:
     """One parameter of the optimizer. ``key``: its id or name in the source. ``row``: None while it is open."""
 
-    key: ParamKey
-    row: Row | None
+    key: Final[ParamKey]
+    row: Final[Row | None]
 
     @property
     def open(self) -> bool:
@@ -76,16 +76,16 @@ class Group:
         return group
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # Final, not frozen: there are many
 class Entry:
     """One entry of ``state``, in the source's order. ``member``: None for one that a user added; beside parameters that
     have names it has a name too, that of ``row``.
     """
 
-    key: ParamKey
-    member: MemberNumber | None
-    states: dict[str, Tensor | Value]
-    row: Row | None = None
+    key: Final[ParamKey]
+    member: Final[MemberNumber | None]
+    states: Final[dict[str, Tensor | Value]]
+    row: Final[Row | None] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,14 +283,37 @@ class Table:
         return Table(self.parameters.emptied(dropped), optimizer)
 
 
+def names_of(checkpoint: Checkpoint) -> list[str]:
+    """The names of the rows of ``Table.of(checkpoint)``, in another order of those that the model lacks."""
+    names: dict[str, None] = dict.fromkeys(checkpoint.model.params if checkpoint.model is not None else ())
+    optim = checkpoint.optim
+    if optim is None:
+        return list(names)
+    if optim.key_type == "name":
+        names.update(dict.fromkeys(key for key in optim.all_keys() if isinstance(key, str)))
+    lookup = _Lookup(dict(names))
+    for group in optim.param_groups or ():
+        names.update(dict.fromkeys(name for _, name in _words(group, lookup) or ()))
+    return list(names)
+
+
 class _Lookup:
     """Finds the row that a word of ``param_names`` means: by its name, or without the prefixes of wrappers."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
-        self._cleaned: dict[str, str | None] = {}
-        for name in names:
-            self._cleaned[clean(name)] = None if clean(name) in self._cleaned else name
+        self._by_clean_name: dict[str, str | None] | None = None
+
+    @property
+    def _cleaned(self) -> Mapping[str, str | None]:
+        """Each name by its clean form; None for two names of one."""
+        if self._by_clean_name is None:
+            found: dict[str, str | None] = {}
+            for name in self._names:
+                cleaned = clean(name)
+                found[cleaned] = None if cleaned in found else name
+            self._by_clean_name = found
+        return self._by_clean_name
 
     def name(self, word: str) -> str:
         """The name of the row; ``word`` itself if no row has it."""

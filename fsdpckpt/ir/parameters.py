@@ -36,17 +36,17 @@ ABSENT: Final = _Absent.ABSENT
 """The value of a row that the checkpoint has no entry of: only an optimizer names it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # Final, not frozen: there are many
 class Parameter:
     """One row. ``value``: its entry in the model section. ``kind``: what is known of it.
 
     ``unit``: the prefix of the FSDP1 unit that holds it; None if it is in none, or that is not known.
     """
 
-    name: str
-    value: Tensor | Value | _Absent
-    kind: Kind
-    unit: str | None = None
+    name: Final[str]
+    value: Final[Tensor | Value | _Absent]
+    kind: Final[Kind]
+    unit: Final[str | None] = None
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -77,11 +77,11 @@ class Parameters:
         """
         model, units = checkpoint.model, checkpoint.units.unit_of() if checkpoint.units is not None else {}
         in_model = model.params if model is not None else {}
-        parameters = dict.fromkeys(trained)
+        parameters, parameter = dict.fromkeys(trained), Kind.PARAMETER
         rows = []
         for name in dict.fromkeys((*in_model, *parameters, *others)):
             value = in_model.get(name, ABSENT)
-            kind = Kind.PARAMETER if name in parameters else _kind(value)
+            kind = parameter if name in parameters else _kind(value)
             rows.append(Parameter(name, value, kind, units[name].prefix if name in units else None))
         return cls(tuple(rows), len(in_model) if model is not None else None, model.metadata if model else None)
 
@@ -90,8 +90,11 @@ class Parameters:
 
     def renamed(self, names: Mapping[str, str]) -> Parameters:
         """The same rows under new names (old to new); those that ``names`` lacks keep theirs."""
-        rows = tuple(replace(row, name=names[row.name]) if row.name in names else row for row in self.rows)
-        return replace(self, rows=rows)
+        rows = []
+        for row in self.rows:
+            new = names.get(row.name, row.name)
+            rows.append(row if new == row.name else Parameter(new, row.value, row.kind, row.unit))
+        return replace(self, rows=tuple(rows))
 
     def of_kind(self, kind: Kind) -> list[str]:
         """The names of the rows of ``kind``, in the model's order."""

@@ -20,7 +20,7 @@ from fsdpckpt.ir.checkpoint import (
     Section,
 )
 from fsdpckpt.ir.names import WRAPPERS
-from fsdpckpt.ir.optimizer import Table
+from fsdpckpt.ir.optimizer import Table, names_of
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.values import with_tensors
 from fsdpckpt.text import plural, some_of
@@ -235,7 +235,7 @@ def _list_keys(source: str) -> str:
 
 def parameter_names(checkpoint: Checkpoint) -> list[str]:
     """Every parameter name in the model and the optimizer, once, in order."""
-    return Table.of(checkpoint).names()
+    return names_of(checkpoint)
 
 
 def new_name(name: str, *, strip_prefix: str | None, add_prefix: str | None, pairs: Sequence[tuple[str, str]]) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, OptimState, ParamKey
-from fsdpckpt.ir.optimizer import Table
+from fsdpckpt.ir.optimizer import Table, names_of
 from fsdpckpt.ir.parameters import Kind, undetermined
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
@@ -35,7 +35,9 @@ def contents(held: Checkpoint) -> list[object]:
 @settings(max_examples=300, deadline=None)
 @given(any_checkpoint())
 def test_a_checkpoint_that_goes_through_the_table_is_what_it_was(held: Checkpoint) -> None:
-    assert contents(Table.of(held).written(held)) == contents(held)
+    table = Table.of(held)
+    assert contents(table.written(held)) == contents(held)
+    assert {*names_of(held)} == {*table.names()}
 
 
 @settings(max_examples=200, deadline=None)
