@@ -73,12 +73,15 @@ _WORDS = {Section.MODEL: "model", Section.OPTIM: "optimizer"}
 
 def _chosen(checkpoint: Checkpoint, named: NamedSection) -> Checkpoint:
     """``named`` as the main section; the one whose place it takes is left out, with all other named ones."""
+    chosen = alone(checkpoint, named)
     main = checkpoint.model if named.section is Section.MODEL else checkpoint.optim
     out = [str(named.section)] if main is not None else []
-    out += [other.label for other in checkpoint.named if other is not named]
+    # The model of an optimizer stays until it has said what the ids are: ``select_section`` drops it.
+    kept = chosen.model if named.section is Section.OPTIM else None
+    out += [other.label for other in checkpoint.named if other is not named and other.content is not kept]
     notes = [Note("dropped", f"--only {named.label}: the section {name} was left out") for name in out]
     return replace(
-        alone(checkpoint, named),
+        chosen,
         extra=checkpoint.extra,
         rank_extra=checkpoint.rank_extra,
         problems=checkpoint.problems,
