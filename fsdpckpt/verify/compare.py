@@ -32,7 +32,7 @@ from fsdpckpt.producers import PLAIN
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import count_text
+from fsdpckpt.text import count_text, some_of
 from fsdpckpt.transform.id_order import listed_order
 from fsdpckpt.transform.model_positions import counts_over_model
 from fsdpckpt.transform.rekey import apply_key_type
@@ -97,6 +97,16 @@ _Address: TypeAlias = tuple[Section, _Path, int | None]  # the last: the rank, f
 _Leaves: TypeAlias = dict[_Address, Value]
 
 
+def _one_of_several_copies(sides: Iterable[Checkpoint]) -> list[str]:
+    """A note for each side of whose tensors ranks hold different copies, or perhaps parts."""
+    notes: list[str] = []
+    for side in sides:
+        keys = [str(problem.key) for problem in side.problems if problem.kind == "copies"]
+        if keys:
+            notes.append(f"{side.source}: only the lowest rank's copy is compared of {some_of(keys, 5)}")
+    return notes
+
+
 def compare(
     a: Checkpoint,
     b: Checkpoint,
@@ -119,6 +129,7 @@ def compare(
     a, b = (_without_wrappers(each, bare=bare) for each in saved)
     matched = _match_optimizers(a, b)
     notes = [_UNWRAPPED] if a is not saved[0] or b is not saved[1] else []
+    notes += _one_of_several_copies(saved)
     leaves_a, leaves_b = _leaves(a, {}, matched.positions), _leaves(b, matched.keys, matched.positions)
     for named_a, named_b in _pair_sections(saved[0], saved[1]):
         more_a, more_b, more_notes = _named_leaves(saved, named_a, named_b, bare=bare)

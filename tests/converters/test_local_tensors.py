@@ -207,6 +207,8 @@ def test_experts_of_each_rank_are_never_one_ranks(
     result = fsdpckpt.verify(tmp_path / "s")
     assert [problem.key for problem in result.problems] == ["experts.0.w"]
     if not view:  # whose bytes no header shows
+        (note,) = fsdpckpt.diff(tmp_path / "s", tmp_path / "s").notes[:1]
+        assert note.endswith("only the lowest rank's copy is compared of experts.0.w")
         with fsdpckpt.open(tmp_path / "s") as opened:
             assert opened["router.weight"].numpy().all()
             with pytest.raises(NeedsInformationError, match=r"experts\.0\.w"):
