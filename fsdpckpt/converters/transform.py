@@ -34,7 +34,7 @@ from fsdpckpt.ir.buffers import NO_BUFFERS, trained_keys
 from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, Layout, Note, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal
-from fsdpckpt.ir.names import SourceNames, leading_wrapper, normalise, under_first_names
+from fsdpckpt.ir.names import SourceNames, clean, leading_wrapper, normalise, under_first_names
 from fsdpckpt.ir.optimizer import Table
 from fsdpckpt.ir.quantized import unwrapped
 from fsdpckpt.ir.tensors import Tensor
@@ -133,7 +133,9 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     if resolved is None:
         wanted: set[KeyType | str | None] = {options.key_type or source_keys, *(["name"] if by_name else [])}
         checkpoint = checkpoint if buffers_needed else _note_unused(checkpoint, spec, wanted)
-    checkpoint = steps.select(steps.key(checkpoint, "name" if by_name else options.key_type))
+    keyed = steps.key(checkpoint, "name" if by_name else options.key_type)
+    checkpoint = steps.select(keyed)
+    steps = steps.on_selected(keyed, checkpoint)
     checkpoint = steps.fill(checkpoint, resolved.units if resolved is not None else steps.units)
     checkpoint = steps.key(steps.apply_placements(checkpoint, spec.mesh), options.key_type or source_keys)
     _require_common_ids(checkpoint, steps.units, spec.layout)
@@ -306,7 +308,10 @@ class _Steps:
     def select(self, checkpoint: Checkpoint) -> Checkpoint:
         options, names = self.options, self.source_names
         aliases = {name: (names.of_model(name), names.of_optimizer(name)) for name in parameter_names(checkpoint)}
-        return select_keys(checkpoint, include=options.include, exclude=options.exclude, aliases=aliases)
+        selected = select_keys(checkpoint, include=options.include, exclude=options.exclude, aliases=aliases)
+        if selected.units is None or not (options.include or options.exclude):
+            return selected
+        return replace(selected, units=self.selection(checkpoint, selected).applied_to(selected.units))
 
     def key(self, checkpoint: Checkpoint, key_type: KeyType | None) -> Checkpoint:
         """Rekey the optimizer to ``key_type``; None keeps the keys. Ids are counted as the target counts them."""
@@ -355,6 +360,16 @@ class _Steps:
         renamed = with_own_tensors(self.rename(checkpoint)) if cast else self.rename(checkpoint)
         rules = mesh.placing if mesh is not None else None
         return note_undetermined(renamed, rules.file if isinstance(rules, Rules) else None)
+
+    def on_selected(self, keyed: Checkpoint, selected: Checkpoint) -> _Steps:
+        """The steps that follow ``select``: the units that map ids lose the parameters that ``keyed`` lost."""
+        if self.units is None or not (self.options.include or self.options.exclude):
+            return self
+        return replace(self, units=self.selection(keyed, selected).applied_to(self.units))
+
+    def selection(self, keyed: Checkpoint, selected: Checkpoint) -> NameChanges:
+        """What ``select`` made of ``keyed``, whose names stay as they are."""
+        return replace(self.name_changes(keyed, selected), new_name=lambda name: name)
 
     def name_changes(self, keyed: Checkpoint, selected: Checkpoint) -> NameChanges:
         """What ``select`` made of ``keyed``, and what ``rename`` makes of names; both for any name."""
@@ -430,6 +445,7 @@ class _Steps:
             reference=reference,
             written=dict(zip(names, written, strict=True)),
             left_out=self.opened.optim if checkpoint.optim is None else None,
+            all_keys=tuple(map(clean, self.opened.model.params)) if self.opened.model is not None else (),
         )
 
     def flatten(

@@ -6,7 +6,7 @@ data moves: each slice becomes boxes of its parameter, which point into the slic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -66,8 +66,10 @@ def _model(model: ModelState, match: FlatMatch, notes: list[Note]) -> ModelState
     for later, first in match.units.shared:
         if first in params:
             params[later] = params[first]
-    # LOCAL_STATE_DICT has the innermost units first: the order of the model is what others rely on.
-    params = {name: params[name] for name in dict.fromkeys([*_model_order(match.units), *params]) if name in params}
+    # LOCAL_STATE_DICT has the innermost units first, and buffers apart from their modules: the order of the model's
+    # state dict is what others rely on.
+    ordered = [name for name in _model_order(match.units) if name in params]
+    params = {name: params[name] for name in _with_buffers(ordered, params)}
     counted = f"{plural(len(split), 'parameter', 'were')} found in {plural(len(by_key), 'flat parameter')}"
     notes.append(Note("unflattened", f"model: {counted}"))
     return ModelState(params, model.metadata)
@@ -85,6 +87,32 @@ def _model_order(units: Units) -> list[str]:
             order[order.index(first)] = later
             order.insert(order.index(following[0]), first)
     return order
+
+
+def _with_buffers(ordered: Sequence[str], names: Iterable[str]) -> list[str]:
+    """All ``names``, those of ``ordered`` in that order. Each other one comes where ``Module.state_dict`` has a buffer:
+    after the parameters of its own module, and before those of the modules in it.
+    """
+    last_own = {_module(name): place for place, name in enumerate(ordered)}
+    first_inside: dict[str, int] = {}
+    for place, name in reversed(list(enumerate(ordered))):
+        words = name.split(".")
+        first_inside.update({".".join(words[:depth]): place for depth in range(len(words))})
+    placed = set(ordered)
+    following: dict[int, list[str]] = {}  # by the place of the parameter before them, -1 for none
+    for name in dict.fromkeys(names):
+        if name not in placed:
+            module = _module(name)
+            place = last_own.get(module, first_inside.get(module, len(ordered)) - 1)
+            following.setdefault(place, []).append(name)
+    listed = list(following.get(-1, ()))
+    for place, name in enumerate(ordered):
+        listed += [name, *following.get(place, ())]
+    return listed
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _read_whole(leaf: Tensor | Value) -> Tensor | Value:

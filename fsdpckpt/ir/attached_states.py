@@ -48,7 +48,9 @@ def _of_optimizer(
         yield from _by_name(checkpoint, model, optim)
     if checkpoint.layout is not Layout.FLATTENED:
         unnamed = [key for key in optim.state if isinstance(key, int) and key not in names]
-        yield from _unmatched_ids(unnamed, ShownShapes(optim), shapes)
+        # One rank holds FSDP1's flat parameters whole: vectors, each in place of several parameters.
+        fewer = model is None or len(optim.param_keys()) < len(_comparable(model))
+        yield from _unmatched_ids(unnamed, ShownShapes(optim), shapes, may_be_flat=fewer)
 
 
 def _by_name(checkpoint: Checkpoint, model: ModelState, optim: OptimState) -> Iterator[Problem]:
@@ -127,13 +129,20 @@ def _short_section(params: Iterable[Shape], state: Shape) -> Section | None:
     return Section.MODEL if of_model else Section.OPTIM
 
 
-def _unmatched_ids(keys: Iterable[ParamKey], shown: ShownShapes, shapes: Collection[Shape]) -> Iterator[Problem]:
-    """A problem for each of the ids ``keys`` with a state that fits no tensor of the model at all."""
+def _unmatched_ids(
+    keys: Iterable[ParamKey], shown: ShownShapes, shapes: Collection[Shape], *, may_be_flat: bool
+) -> Iterator[Problem]:
+    """A problem for each of the ids ``keys`` with a state that fits no tensor of the model at all.
+
+    ``may_be_flat``: whether a vector may be the state of a flat parameter.
+    """
     mirrored = {key: list(shown.mirrored(key)) for key in keys}
     if not shapes or all(len(shape) < 2 for states in mirrored.values() for _, shape in states):
         return
     for key, states in mirrored.items():
         for state, shape in states:
+            if may_be_flat and len(shape) == 1:
+                continue
             if shape not in shapes and not any(may_mirror(state, shape, other) for other in shapes):
                 message = f"optim {key}.{state} has the shape {list(shape)}, which no tensor of the model has"
                 yield Problem("shape", message, key=f"{key}.{state}", section=_short_section(shapes, shape))

@@ -48,13 +48,15 @@ class ShardingHints:
 
     ``buffers``: globs of replicated model keys, or ``("none",)``. ``reference``: ``Tensor.sharded`` by model key.
     ``written``: the name that will be written for each model key, which ``buffers`` and ``reference`` may use too.
-    ``left_out``: the source's optimizer, if the target gets none: it lists the parameters all the same.
+    ``left_out``: the source's optimizer, if the target gets none: it lists the parameters all the same. ``all_keys``:
+    the model keys of the source, also those that are not selected, whose buffers may be named, too.
     """
 
     buffers: tuple[str, ...] = ()
     reference: Mapping[str, bool | None] | None = None
     written: Mapping[str, str] = field(default_factory=dict)
     left_out: OptimState | None = None
+    all_keys: tuple[str, ...] = ()
 
     def is_buffer(self, name: str, glob: str) -> bool:
         return fnmatchcase(name, glob) or fnmatchcase(self.written.get(name, name), glob)
@@ -135,7 +137,7 @@ def mark_sharded(checkpoint: Checkpoint, hints: ShardingHints) -> Checkpoint:
 
 def _require_buffers(checkpoint: Checkpoint, hints: ShardingHints) -> None:
     """Raises UsageError for a ``--buffers`` glob that matches nothing: a typo would shard a buffer."""
-    names = checkpoint.model.params if checkpoint.model is not None else {}
+    names = (*checkpoint.model.params, *hints.all_keys) if checkpoint.model is not None else ()
     for glob in hints.buffers if names and hints.buffers != NO_BUFFERS else ():
         if not any(hints.is_buffer(name, glob) for name in names):
             raise UsageError(

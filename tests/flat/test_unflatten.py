@@ -104,7 +104,8 @@ def test_the_model_is_found_in_its_flat_parameters_and_buffers_stay_whole(use_or
         tensor = found.model.params[name]
         assert isinstance(tensor, Tensor) and (tensor.sharded, tensor.shape) == (False, shape)
         assert not isinstance(tensor.cut, OneSlice)
-    assert list(found.model.params) == [*units.parameters, "buf", *shapes, "tied.weight"]
+    # As ``state_dict`` lists them: what is the root's own, then its children.
+    assert list(found.model.params) == ["buf", *shapes, *units.parameters, "tied.weight"]
     assert "model: 11 parameters were found in 3 flat parameters" in [note.message for note in found.notes]
     for name, expected in truth["weight"].items():
         tensor = found.model.params[name]
@@ -320,7 +321,7 @@ def test_parameters_are_in_the_order_of_the_model_although_files_have_inner_unit
     assert checkpoint.model is not None
     inner_first = ModelState(dict(reversed(checkpoint.model.params.items())))
     found = named(replace(checkpoint, model=inner_first, optim=None), units)
-    assert found.model is not None and list(found.model.params) == [*units.parameters, "buf"]
+    assert found.model is not None and list(found.model.params) == ["buf", *units.parameters]
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

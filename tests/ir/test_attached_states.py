@@ -170,6 +170,8 @@ def test_vectors_that_may_be_slices_of_flat_parameters_are_not_compared() -> Non
     mixed = checkpoint(params, {0: {"exp_avg": (12, 5)}, 1: {"exp_avg": (36,)}})
     assert list(misshapen_states(mixed))
     assert not list(misshapen_states(replace(mixed, layout=Layout.FLATTENED)))
+    # What one rank saves of a flat parameter for b and c, beside a parameter that FSDP1 ignores.
+    assert not found({**params, "c": (24,)}, {0: {"exp_avg": (12, 5)}, 1: {"exp_avg": (36,)}})
 
 
 @pytest.mark.parametrize("cut", [Slices(), OneSlice()])
