@@ -262,3 +262,13 @@ def test_what_only_a_link_leads_to_is_read_through_it(tmp_path: Path) -> None:
     (tmp_path / "run" / "random_states_2.pkl").symlink_to("random_states_1.pkl")
     seeds = [extra["random_states"] for extra in opened(tmp_path / "run").rank_extra]
     assert seeds == [{"seed": 0}, {"seed": 1}, {"seed": 1}], "a rank's file may be a link to that of another"
+
+
+def test_two_links_to_one_directory_elsewhere_are_one(tmp_path: Path) -> None:
+    put({"model": MODEL}, tmp_path / "disk" / "a")
+    (tmp_path / "disk" / "a" / "again").symlink_to(tmp_path / "disk" / "a")
+    (tmp_path / "run").mkdir()
+    for name in ("best", "last"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "disk" / "a")
+    found = opened(tmp_path / "run")
+    assert found.model is not None and found.account.of("last/x").detail == Rule.LINK  # type: ignore[union-attr]
