@@ -36,6 +36,7 @@ FORMS = [f"{name}{ending}" for name in WRITTEN for ending in ("", " without fsdp
 FORMS += ["torch.save", "dcp.save", "save_file"]
 WITHOUT_CHECKSUMS = {"safetensors without fsdpckpt.json", "save_file"}
 PROTECTED = {"found", "harmless", "harmless, and found by verify alone", "refused by convert alone"}
+PROTECTED |= {"in .metadata, found by verify alone", "in .metadata, not protected"}
 """What may come of a bit where records have a checksum."""
 
 
@@ -52,6 +53,8 @@ class Outcome:
 
     @property
     def kind(self) -> str:
+        if self.converted == "wrong" and self.file == ".metadata":  # PyTorch's pickle, which has no checksum
+            return "in .metadata, found by verify alone" if self.verified else "in .metadata, not protected"
         if self.converted == "refused":
             return "found" if self.verified else "refused by convert alone"
         if self.converted == "right":
