@@ -95,6 +95,7 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     Raises SourceError for a source that is incomplete or contradicts itself, NeedsInformationError, UsageError.
     """
     options, request = spec.options, units_request(spec.options)
+    _require_reference(options, sources)
     checkpoint = select_section(opened, section_of(options.only))
     _require_sound(checkpoint, section_of(options.only))
     checkpoint = _with_odd_states(checkpoint)
@@ -145,6 +146,15 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     return TransformedCheckpoint(
         steps.finish(source_names.restored(checkpoint) if keep_names else source_names.noted(checkpoint), spec.mesh)
     )
+
+
+def _require_reference(options: ConvertOptions, sources: Sources) -> None:
+    """Raises SourceMissingError for a ``--reference`` that does not exist, needed or not: it is a typing error."""
+    path = options.reference
+    if path is not None and sources.stat(path) is None:
+        raise SourceMissingError(
+            f"--reference {path} does not exist", file=path, next_step="give the path of a checkpoint, or drop it"
+        )
 
 
 def _id_rules(opened: Checkpoint, spec: TargetSpec) -> tuple[IdRule, IdRule]:

@@ -173,12 +173,19 @@ def test_the_file_of_one_rank_points_to_its_directory_and_a_damaged_one_is_not_c
     assert f"{one.name} is not a torch.save file (0 bytes)" in done.err
 
 
+def test_a_reference_that_does_not_exist_is_an_error_also_where_it_is_not_needed(
+    run: Run, saved: Path, tmp_path: Path
+) -> None:
+    done = run("convert", saved, tmp_path / "out.pt", "--reference", tmp_path / "missing")
+    assert done.code == 3 and "missing does not exist" in done.err
+    assert not (tmp_path / "out.pt").exists()
+
+
 @pytest.mark.parametrize(
     "options",
     [
         ["--tensor", "sharded-tensor"],
         ["--max-shard-size", "1MB"],
-        ["--reference", "x"],
         ["--exclude", "*"],
         ["--max-memory", "1e400"],
         ["--max-memory", "9" * 400],

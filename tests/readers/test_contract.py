@@ -14,6 +14,7 @@ from fsdpckpt.readers import READERS
 from fsdpckpt.readers.dcp import DcpReader
 from fsdpckpt.readers.safetensors import SafetensorsReader
 from fsdpckpt.readers.torch_ranks import TorchReader
+from fsdpckpt.readers.torch_shards import TorchShardsReader
 from tests.readers.played_ranks import as_rank, save_as_ranks, shard
 from tests.readers.reader_contract import WEIGHTS, ReaderContract
 
@@ -62,6 +63,25 @@ class TestSafetensorsShards(ReaderContract):
 class TestSafetensorsIndex(TestSafetensorsShards):
     index = True
     harmless = frozenset({"model.safetensors.index.json"})  # the numbers in the names say the same
+
+
+class TestTorchShards(ReaderContract):
+    reader = TorchShardsReader()
+    index = False
+
+    def save(self, directory: Path) -> Path:
+        where = {}
+        for number, (name, weight) in enumerate(MODEL.items(), 1):
+            where[name] = f"pytorch_model-{number:05d}-of-{len(MODEL):05d}.bin"
+            torch.save({name: weight}, directory / where[name])
+        if self.index:
+            (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+        return directory
+
+
+class TestTorchShardsIndex(TestTorchShards):
+    index = True
+    harmless = frozenset({"pytorch_model.bin.index.json"})  # the numbers in the names say the same
 
 
 class TestTorchFile(ReaderContract):

@@ -18,7 +18,7 @@ PATHS = (
     ("fabric-sharded", "fabric-full", {}),
     ("fabric-sharded", "fabric-sharded", {"world_size": 2}),
     ("trainer-full", "trainer-sharded", {"buffers": ("inner.scale",), **SHARDED}),
-    ("trainer-sharded", "trainer-full", {}),
+    ("trainer-sharded", "trainer-full", {"buffers": ("inner.scale",)}),  # ids count frozen parameters, not buffers
     ("parallel-sharded", "parallel-sharded", {"world_size": 2}),
     ("parallel-sharded", "parallel-full", {}),
 )
