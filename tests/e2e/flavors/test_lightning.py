@@ -20,7 +20,7 @@ PATHS = (
     ("trainer-full", "trainer-sharded", {"buffers": ("inner.scale",), **SHARDED}),
     ("trainer-sharded", "trainer-full", {"buffers": ("inner.scale",)}),  # ids count frozen parameters, not buffers
     ("parallel-sharded", "parallel-sharded", {"world_size": 2}),
-    ("parallel-sharded", "parallel-full", {}),
+    ("parallel-sharded", "parallel-full", {"buffers": ("inner.scale",)}),
 )
 
 
