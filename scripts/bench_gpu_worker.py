@@ -21,6 +21,7 @@ from fsdpckpt import comm
 from fsdpckpt.comm.transport import TransferBuffers
 from fsdpckpt.converters import pipeline, shared_sources
 from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.ir.files import SourceFile
 from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.sources import Sources
@@ -164,9 +165,9 @@ class Bench:
         numbers = [int(found[1]) for name in os.listdir(source) if (found := re.search(r"_rank_(\d+)\.", name))]
         world_size, ranks = self.group.world_size, max(numbers) + 1
 
-        def others_only(path: str, sources: Sources) -> bytes:
+        def others_only(file: SourceFile, sources: Sources) -> bytes:
             """Worker w writes the ranks from w * ranks / world size on, and sees all others."""
-            return b"" if self._writes(path, ranks) else content_identity(path, sources)
+            return b"" if self._writes(file.path, ranks) else content_identity(file, sources)
 
         shared_sources.content_identity = others_only
         options = ConvertOptions(

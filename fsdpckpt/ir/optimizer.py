@@ -229,8 +229,7 @@ class Table:
             return cls(Parameters.of(checkpoint), None)
         keys = list(dict.fromkeys(optim.param_keys()))
         names = [key for key in keys if isinstance(key, str)]
-        in_model = checkpoint.model.params if checkpoint.model is not None else {}
-        lookup = _Lookup(dict.fromkeys((*in_model, *names)))
+        lookup = _lookup(checkpoint, optim)
         words = [_words(group, lookup) for group in optim.param_groups or ()]
         named = [name for listed in words for _, name in listed or ()]
         others = [key for key in optim.state if isinstance(key, str)] if optim.key_type == "name" else []
@@ -291,7 +290,7 @@ def names_of(checkpoint: Checkpoint) -> list[str]:
         return list(names)
     if optim.key_type == "name":
         names.update(dict.fromkeys(key for key in optim.all_keys() if isinstance(key, str)))
-    lookup = _Lookup(dict(names))
+    lookup = _lookup(checkpoint, optim)
     for group in optim.param_groups or ():
         names.update(dict.fromkeys(name for _, name in _words(group, lookup) or ()))
     return list(names)
@@ -325,6 +324,13 @@ class _Lookup:
             if found is not None:
                 return found
         return word
+
+
+def _lookup(checkpoint: Checkpoint, optim: OptimState) -> _Lookup:
+    """Finds rows by the names of the model and of the optimizer's parameters."""
+    in_model = checkpoint.model.params if checkpoint.model is not None else {}
+    in_optim = [key for key in optim.param_keys() if isinstance(key, str)]
+    return _Lookup(dict.fromkeys((*in_model, *in_optim)))
 
 
 def _words(group: Mapping[Key, Value], lookup: _Lookup) -> list[tuple[str, str]] | None:
