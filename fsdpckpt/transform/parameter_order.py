@@ -91,6 +91,7 @@ class ParameterOrder:
             groups=None if self.groups is None else tuple(map(each, self.groups)),
             shared=None if self.shared is None else frozenset(each(self.shared)),
             doubtful=frozenset(each(self.doubtful)),
+            plain=frozenset(each(self.plain)),
             by_unit=each(self.by_unit),
         )
 

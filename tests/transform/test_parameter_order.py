@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -194,3 +194,23 @@ def test_what_states_the_order_itself_comes_first_and_what_keeps_none_last() -> 
     by_name = replace(source, model=None, optim=OptimState({"module.a": {}}, None))
     assert parameter_orders(by_name, **{**given, "parameters": ["module.a"]})[0].names == ("module.a",)
     assert parameter_orders(bare, **{**given, "parameters": ["module.a"]})[0].names == ("a",)
+
+
+def test_module_prefix_reaches_every_set_of_names() -> None:
+    named = ("a.w", "b.w")
+    texts = {"source": "it", "caution": "a.w"}
+    switches = {"ordered": False, "authoritative": True, "excludes_buffers": False, "in_model_order": False}
+    of_names: dict[str, Any] = {
+        "names": named, "shapes": dict.fromkeys(named, (3,)), "groups": (named[:1], named[1:]),
+        "by_unit": named,
+    }  # fmt: skip
+    sets = dict.fromkeys(("uncertain", "shared", "doubtful", "plain"), frozenset(named))
+    given: dict[str, Any] = {**texts, **switches, **of_names, **sets}
+    assert set(given) == {field.name for field in fields(ParameterOrder)}, "say here which fields hold names"
+    order_of_names = ParameterOrder(**given)
+    renamed = order_of_names.named_like(["module.c"])
+    for name in (*of_names, *sets):
+        found: Any = getattr(renamed, name)
+        flat = [part for part in found for part in ([part] if isinstance(part, str) else part)]
+        assert sorted(flat) == ["module.a.w", "module.b.w"], name
+    assert renamed.named_like(["c"]) == order_of_names
