@@ -204,7 +204,7 @@ class OutputOptions(OptionRecord):
 
     as_json: bool = option("Print one JSON document on stdout, and nothing else there.", default=False, flag="--json")
     quiet: bool = option("Suppress messages and progress on stderr.", default=False, short="-q")
-    fail_on: Literal["warning"] | None = option("Exit with 1 if there is a warning; DST is written all the same.")
+    fail_on: Literal["warning"] | None = option("Exit with 1 if there is a warning; what is written stays.")
 
 
 def keywords_of(function: Callable[..., object], record: OptionRecord) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fsdpckpt.errors import SourceMissingError, UsageError
+from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, OptimState, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
@@ -48,13 +48,15 @@ def adapt_to_form(
     """
     _require_section_of_form(checkpoint, flavor, form, only)
     if only is None:
-        checkpoint = _place_named(checkpoint, flavor, form)
+        _require_places(checkpoint, flavor, form)
     others = (*checkpoint.ignored, flavor.schedule_file) if splits_param_group else checkpoint.ignored
     source = replace(checkpoint, ignored=others)
     copied = side_files(source, flavor, world_size, sources, only=only, directory=directory)
     below = f"{checkpoint.directory.rstrip('/')}/"  # ``copied`` lists its files again
     notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(below)]
     checkpoint = replace(checkpoint, notes=tuple(notes), files=(*checkpoint.files, *copied.sources))
+    if only is None:
+        checkpoint = _place_named(checkpoint, flavor, form)
     if checkpoint.optim is not None and form.optim is None:
         note = Note("not-carried", f"the optimizer is left out: flavor {flavor.name} has no place for it")
         checkpoint = replace(checkpoint, optim=None, notes=(*checkpoint.notes, note))
@@ -78,6 +80,9 @@ def adapt_to_form(
         why = f"left out, because flavor {flavor.name} saves them only with both the model and the optimizer"
         checkpoint = _without_extras(checkpoint, _extras_implying_both(checkpoint, flavor, form), why)
     checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *copied.notes))
+    if only is None and form.optim is not None and not checkpoint.has(Section.OPTIM):
+        message = f"{checkpoint.source} has no optimizer: {flavor.name} starts with a new one, or stops"
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("resumption", message, warning=True)))
     if has_both and world_size is not None and form.optim is not None:
         names = _names_beside(checkpoint, sources)
         changes = changes_with_ranks(flavor, copied.files, ranks_that_saved(checkpoint, names), world_size)
@@ -109,13 +114,30 @@ def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoi
         elif form.keeps_source_keys and len(path) > 1 and checkpoint.flavor != flavor.name:  # it looks for one key
             path = ("_".join(map(str, path)),)
         elif (is_optimizer and form.optim is None) or (form.extra is None and not form.keeps_source_keys):
-            notes.append(Note("not-carried", f"{named.label} is left out: flavor {flavor.name} has no place for it"))
+            message = f"{named.label} is left out: flavor {flavor.name} has no place for it"
+            notes.append(Note("not-carried", message, warning=True))
             continue
         if path != named.path:
             message = f"{named.dotted} becomes {'.'.join(map(str, path))}, as flavor {flavor.name} calls it"
             notes.append(Note("renamed", message, named.dotted))
         placed.append(replace(named, path=path))
     return replace(checkpoint, named=tuple(placed), notes=(*checkpoint.notes, *notes))
+
+
+def _require_places(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> None:
+    """Raises NeedsInformationError for several models or optimizers, none the main one, that ``form`` cannot hold."""
+    for section, what, main, holds in (
+        (Section.MODEL, "model", checkpoint.model, form.keeps_source_keys),
+        (Section.OPTIM, "optimizer", checkpoint.optim, form.keeps_source_keys or bool(form.optimizers)),
+    ):
+        several = [named for named in checkpoint.named if named.section is section]
+        if main is None and several and not holds and (section is Section.MODEL or form.optim is not None):
+            raise NeedsInformationError(
+                f"flavor {flavor.name} saves one {what}, and {checkpoint.source} has {len(several)}",
+                details=[named.label for named in several],
+                file=checkpoint.source,
+                next_step=f"--only {several[0].label} (one of these); or --flavor plain, which keeps all",
+            )
 
 
 def _by_number(named: NamedSection) -> list[tuple[int, str]]:
@@ -156,7 +178,7 @@ def _require_section_of_form(checkpoint: Checkpoint, flavor: Flavor, form: Form,
             f"--only optim does not go with --flavor {flavor.name}, which has no place for the optimizer",
             next_step="drop --only, or --flavor",
         )
-    if form.optim is None and checkpoint.model is None:
+    if form.optim is None and not checkpoint.has(Section.MODEL):
         raise SourceMissingError(
             f"{checkpoint.source} has no model, and flavor {flavor.name} keeps nothing else",
             next_step="give the checkpoint that has the model, or drop --flavor",

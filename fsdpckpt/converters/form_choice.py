@@ -23,11 +23,12 @@ def writable_flavor(name: str, option: str = "--flavor") -> Flavor:
     """Look up a flavor by name, the value of ``option``. Raises UsageError for one that cannot be written."""
     flavor = flavor_named(name)
     if flavor is None or not flavor.forms:
-        near = get_close_matches(_ALIASES.get(name, name), WRITABLE, n=1) if flavor is None else []
+        names = [each for each in WRITABLE if option == "--flavor" or each != PLAIN]
+        near = get_close_matches(_ALIASES.get(name.lower(), name.lower()), names, n=1) if flavor is None else []
         what = "is a flavor that fsdpckpt reads, but does not write" if flavor is not None else "is an unknown flavor"
         raise UsageError(
             f"{option} {name} {what}",
-            expected=", ".join(WRITABLE),
+            expected=", ".join(names),
             found=name,
             next_step=f"{option} {near[0]}" if near else f"choose one of these, or drop {option}",
         )
@@ -68,6 +69,7 @@ def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tu
     requested = _request_text(suffix, options) or "all that is taken from this source"
     if options.only is None and not any(_holds_named(each, source) for each in flavor.forms):
         requested = " and ".join(named.label for named in source.named)
+        return Note("plain", f"{_PLAIN}: flavor {flavor.name} does not save {requested}. --only takes one of them")
     why = f"flavor {flavor.name} does not save {requested}"
     resumes = "resumes" if form.optim is not None else "loads"
     return Note("plain", f"{_PLAIN}: {why}. What {resumes} with it: --flavor {flavor.name} {_describe_change(form)}")

@@ -11,7 +11,7 @@ from fsdpckpt.errors import FsdpckptError, UsageError
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import Flavor
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.resumption import Resumption
+from fsdpckpt.verify.resumption import MISSING_SECTIONS, Resumption
 
 
 def with_proposal(found: Resumption, source: str, flavor: Flavor, sources: Sources) -> Resumption:
@@ -37,7 +37,8 @@ def with_proposal(found: Resumption, source: str, flavor: Flavor, sources: Sourc
             refused = error
             break
         notes = (*prepared.transformed.checkpoint.notes, *prepared.output.notes)
-        lacking = tuple(dict.fromkeys(note.message for note in notes if note.kind == "unconfigured"))
-        return replace(found, command=command, still_missing=lacking)
+        lacking = [reason for reason in found.missing if reason in MISSING_SECTIONS]
+        lacking += [note.message for note in notes if note.kind == "unconfigured"]
+        return replace(found, command=command, still_missing=tuple(dict.fromkeys(lacking)))
     reasons = () if refused is None else (refused.what, *([refused.next_step] if refused.next_step else []))
     return replace(found, still_missing=reasons)

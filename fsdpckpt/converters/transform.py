@@ -253,7 +253,8 @@ def _note_unused(checkpoint: Checkpoint, spec: TargetSpec, key_types: set[KeyTyp
     leaves = model.params.values() if model is not None and spec.layout is Layout.SHARDED else ()
     undecided = any(isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is None for leaf in leaves)
     rekeyed = optim is not None and key_types != {optim.key_type}
-    if not names or undecided or rekeyed or options.missing_state is not None:
+    # Named sections use them on their own.
+    if not names or undecided or rekeyed or options.missing_state is not None or checkpoint.named:
         return checkpoint
     why = f"{checkpoint.source} itself says all that this conversion needs"
     return _with_unused(checkpoint, f"{' and '.join(names)} had no effect: {why}")

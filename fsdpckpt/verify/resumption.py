@@ -19,6 +19,10 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import listed, plural
 
 _SCHEDULER_FILE = re.compile(r"scheduler(_\d+)?\.(bin|pt)")
+_NO_MODEL, _NO_OPTIMIZER = "the model is missing", "the optimizer is missing"
+MISSING_SECTIONS = frozenset({_NO_MODEL, _NO_OPTIMIZER})
+"""What no conversion adds."""
+
 _CONFIGURATION = "config.json"  # ``from_pretrained`` reads the model's class and sizes from it
 
 
@@ -45,9 +49,9 @@ class Resumption:
 
 def check_resumption(checkpoint: Checkpoint, flavor: Flavor, world_size: int | None, sources: Sources) -> Resumption:
     """Compare ``checkpoint`` with what the loader of ``flavor`` needs. ``world_size``: None for that of the source."""
-    ranks = world_size or checkpoint.world_size
     entries = sources.list_directory(checkpoint.directory) if checkpoint.directory else []
     names = frozenset(entry.name for entry in entries)
+    ranks = world_size or ranks_that_saved(checkpoint, names) or checkpoint.world_size
     form = _own_form(checkpoint, flavor)
     if form is None:
         return Resumption(flavor.name, ranks, (_other_form(checkpoint, flavor),), ())
@@ -64,7 +68,7 @@ def _own_form(checkpoint: Checkpoint, flavor: Flavor) -> Form | None:
     """The form of ``flavor`` that the checkpoint has; None if its loader looks for other names or keys."""
     saved_by = flavor_named(checkpoint.flavor)
     if saved_by is None:
-        return None
+        return _form_of_one_file(checkpoint, flavor)
     layout = checkpoint.layout
     if checkpoint.container == Container.DCP and layout is Layout.FULL:
         layout = Layout.SHARDED  # one rank saved it: its tensors are whole, and it loads like any DCP directory
@@ -72,6 +76,14 @@ def _own_form(checkpoint: Checkpoint, flavor: Flavor) -> Form | None:
         if (form.layout, form.container) == (layout, checkpoint.container) and form in flavor.forms:
             return form if _has_keys_of(form, checkpoint) else None
     return None
+
+
+def _form_of_one_file(checkpoint: Checkpoint, flavor: Flavor) -> Form | None:
+    """The form of a framework whose full file is as anyone saves it, Fabric's: nothing in it shows whose it is."""
+    if checkpoint.directory or (checkpoint.layout, checkpoint.container) != (Layout.FULL, Container.TORCH):
+        return None
+    forms = [form for form in flavor.forms if form.layout is Layout.FULL and not (form.directory or form.defaults)]
+    return forms[0] if forms else None
 
 
 def _has_keys_of(form: Form, checkpoint: Checkpoint) -> bool:
@@ -96,14 +108,14 @@ def _other_form(checkpoint: Checkpoint, flavor: Flavor) -> str:
 
 def _missing_sections(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Iterator[str]:
     if checkpoint.model is None:
-        yield "the model is missing"
+        yield _NO_MODEL
     if form.optim is None:
         return
     named = [(f"{each.label}: ", each.content) for each in checkpoint.named]
     optimizers = [("", checkpoint.optim), *named]
     found = [(label, optim) for label, optim in optimizers if isinstance(optim, OptimState)]
     if not found:
-        yield "the optimizer is missing"
+        yield _NO_OPTIMIZER
     elif len(found) > 1 and not (form.optimizers or form.keeps_source_keys):
         yield f"{flavor.name} has one optimizer, and this checkpoint {len(found)}"
     for label, optim in found:
@@ -205,6 +217,6 @@ def changes_with_ranks(flavor: Flavor, names: Collection[str], saved_on: int | N
     )
     if flavor.counts_processes and any(_SCHEDULER_FILE.fullmatch(name) for name in names):
         yield (
-            f"{flavor.name} advances the LR schedule once per rank: {ranks} steps where it was {saved_on}, unless "
-            "split_batches is set"
+            f"{flavor.name} advances the LR schedule by {ranks} at each step, once per rank, where it was {saved_on}, "
+            "unless split_batches is set"
         )

@@ -315,3 +315,35 @@ def test_an_average_is_cut_as_the_model_that_it_averages(tmp_path: Path) -> None
     cut = {(row["section"], row["param"]): row["placement"] for row in found if row["section"].startswith("model")}
     assert {name for section, name in cut if section == "model:ema"} == set(state)
     assert all(cut["model", name] == cut["model:ema", name] == "[Shard(0)]" for name in state)
+
+
+@pytest.mark.parametrize("flavor", ["accelerate", "trainer", "verl", "deepspeed-universal", "huggingface"])
+def test_a_framework_with_room_for_one_is_not_given_several_and_says_how_to_take_one(
+    flavor: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    models = {name: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3)) for name in ("generator", "critic")}
+    states = {}
+    for name, model in models.items():
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(2, 3)).sum().backward()
+        optimizer.step()
+        states[f"{name}_optimizer"] = optimizer.state_dict()
+    weights = {name: model.state_dict() for name, model in models.items()}
+    torch.save({**weights, **states}, tmp_path / "two.pt")
+    ranks = {"world_size": 2, "buffers": "none"} if flavor == "verl" else {}
+    with pytest.raises(NeedsInformationError) as raised:
+        fsdpckpt.convert(tmp_path / "two.pt", tmp_path / "out", flavor=flavor, **ranks)  # type: ignore[arg-type]
+    assert "--only model:" in str(raised.value.next_step)
+    assert not (tmp_path / "out").exists()
+    torch.save({"model": weights["generator"], "optimizer": states}, tmp_path / "two optimizers.pt")
+    if flavor != "huggingface":  # which has no place for any
+        with pytest.raises(NeedsInformationError, match="saves one optimizer"):
+            fsdpckpt.convert(tmp_path / "two optimizers.pt", tmp_path / "out", flavor=flavor, **ranks)  # type: ignore[arg-type]
+
+
+def test_an_average_that_a_framework_has_no_place_for_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    model, average = (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3)) for _ in range(2))
+    torch.save({"model": model.state_dict(), "ema": average.state_dict()}, tmp_path / "ema.pt")
+    with pytest.warns(fsdpckpt.FsdpckptWarning, match="ema is left out: flavor accelerate has no place for it"):
+        fsdpckpt.convert(tmp_path / "ema.pt", tmp_path / "out", flavor="accelerate")
