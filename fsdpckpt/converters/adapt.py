@@ -21,7 +21,7 @@ from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings, side_files
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.resumption import changes_with_ranks, ranks_that_saved
+from fsdpckpt.verify.resumption import changes_with_ranks, missing_extra_warnings, ranks_that_saved
 
 _LAMBDAS = "lr_lambdas"  # what LambdaLR has, and its load_state_dict() needs
 _SCHEDULERS = "_schedulers"  # those that SequentialLR and ChainedScheduler consist of
@@ -90,6 +90,9 @@ def adapt_to_form(
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *changed))
     if only is None and (has_both or not _extras_imply_both(flavor, form)):
         checkpoint = _adapt_extras(checkpoint, flavor, form, sources)
+    if has_both and only is None:
+        lacking = [Note("resumption", text, warning=True) for text in missing_extra_warnings(checkpoint, flavor)]
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *lacking))
     return checkpoint, form, copied.files
 
 

@@ -11,7 +11,7 @@ from fsdpckpt.errors import FsdpckptError, UsageError
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import Flavor
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.resumption import MISSING_SECTIONS, Resumption
+from fsdpckpt.verify.resumption import MISSING_SECTIONS, Resumption, missing_extra_warnings
 
 
 def with_proposal(found: Resumption, source: str, flavor: Flavor, sources: Sources) -> Resumption:
@@ -38,6 +38,7 @@ def with_proposal(found: Resumption, source: str, flavor: Flavor, sources: Sourc
             break
         notes = (*prepared.transformed.checkpoint.notes, *prepared.output.notes)
         lacking = [reason for reason in found.missing if reason in MISSING_SECTIONS]
+        lacking += missing_extra_warnings(prepared.transformed.checkpoint, flavor)
         lacking += [note.message for note in notes if note.kind == "unconfigured"]
         return replace(found, command=command, still_missing=tuple(dict.fromkeys(lacking)))
     reasons = () if refused is None else (refused.what, *([refused.next_step] if refused.next_step else []))

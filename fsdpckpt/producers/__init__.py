@@ -151,7 +151,8 @@ class Flavor:
     ``contained_in``: frameworks that save its checkpoints among their own files, which are then copied too.
     ``training_files``, ``training_keys``: patterns of files, and extras that are not empty, which it saves only with
     both the model and the optimizer; a save of the model alone has none of them.
-    ``needed``: files that it saves with the optimizer, and what its loader does without one.
+    ``needed``: files that it saves with the optimizer, and what its loader does without one; ``needed_extras``: the
+    same of extras.
     ``schedule_file``: the file with the LR scheduler's state dict.
     ``two_groups``: whether its optimizer always has two param groups, as the Trainer's has.
     ``groups_without_params``: whether its param groups list no parameters.
@@ -177,6 +178,7 @@ class Flavor:
     training_files: tuple[str, ...] = ()
     training_keys: tuple[str, ...] = ()
     needed: tuple[tuple[str, str], ...] = ()
+    needed_extras: tuple[tuple[str, str], ...] = ()
     schedule_file: str = ""
     two_groups: bool = False
     universal_directory: str = ""

@@ -219,6 +219,10 @@ TORCHTITAN = Flavor(
     signs=(Signature((_DCP, _STEP), model=()), Signature((_DCP,), ("train_state",), model=())),
     forms=(_TORCHTITAN_FORM,),
     training_keys=("lr_scheduler", "train_state"),  # absent with last_save_model_only
+    needed_extras=(
+        ("train_state", "stops, unless checkpoint.exclude_from_loading lists it; then it counts steps from 0"),
+        ("lr_scheduler", "stops, unless checkpoint.exclude_from_loading lists it; then its schedule begins anew"),
+    ),
     loads="checkpoint.initial_load_path = {target} (an absolute path), checkpoint.initial_load_model_only = False",
     tested="torchtitan 0.3",
 )

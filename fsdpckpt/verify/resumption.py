@@ -168,10 +168,18 @@ def _missing_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Itera
     for key, _ in form.defaults:
         if key not in checkpoint.extra:
             yield f"it has no {key}, which the loader of {flavor.name} needs"
+    yield from missing_extra_warnings(checkpoint, flavor)
     for key, needed in form.loader_opens:
         value = checkpoint.extra.get(key)
         if value is not None and not _has_keys(value, needed):
             yield f"its {key} is not what {flavor.name} keeps there: expected {', '.join(sorted(needed))}"
+
+
+def missing_extra_warnings(checkpoint: Checkpoint, flavor: Flavor) -> Iterator[str]:
+    """What the framework does without each extra that it needs and ``checkpoint`` lacks."""
+    for key, what in flavor.needed_extras:
+        if key not in checkpoint.extra:
+            yield f"it has no {key}: without it {flavor.name} {what}"
 
 
 def _has_keys(value: Value, keys: frozenset[str]) -> bool:
