@@ -141,7 +141,7 @@ def name_ids(ids: Ids, order: ParameterOrder) -> NewKeys:
 
     Raises SourceCorruptError for an order that does not fit, NeedsInformationError for one that fits in several ways.
     """
-    if order.groups is not None:
+    if order.groups is not None and order.ordered:
         return _by_groups(ids, order, order.groups)
     if ids.group_sizes is None and order.authoritative:
         return _by_groups(ids, order, (order.names,))  # an id is an index into the names
@@ -186,13 +186,24 @@ def _by_groups(ids: Ids, order: ParameterOrder, groups: Sequence[Sequence[str]])
 
 
 def _by_shapes(ids: Ids, order: ParameterOrder) -> NewKeys:
-    """If the names have no order, or the ids no groups, only shapes can decide."""
-    may_be = ids.may_be(order.names, order)
+    """If the names have no order, or the ids no groups, only shapes can decide, and who is in which group if known."""
+    by_shape = ids.may_be(order.names, order)
+    group_of_name = _group_of_each(order.groups) if order.groups is not None else [0] * len(order.names)
+    group_of_id = _group_of_each(ids.by_group()) if order.groups is not None else [0] * len(ids.numbers)
+
+    def may_be(number: int, name: int) -> bool:
+        return group_of_id[number] == group_of_name[name] and by_shape(number, name)
+
     answer = in_any_order(len(ids.numbers), len(order.names), may_be)
     if answer is None:
         why = "does not say in which groups they are" if order.ordered else "does not keep the order of the parameters"
         raise _ambiguous(ids, order, f"{order.source} {why}", _candidates(ids, order.names, may_be))
     return ids.named(order.names[index] for index in answer)
+
+
+def _group_of_each(groups: Sequence[Sequence[object]]) -> list[int]:
+    """The index of the group of each member, group by group."""
+    return [index for index, group in enumerate(groups) for _ in group]
 
 
 def _distribute(ids: Ids, group_sizes: Sequence[int], order: ParameterOrder) -> NewKeys:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 
 import numpy as np
 
@@ -35,7 +35,8 @@ class ParameterOrder:
     messages. ``ordered``: False if the source does not preserve the order. ``authoritative``: True for a source whose
     purpose is this order (``--parameters``, a units file), False for a model section. ``shapes``: those that are known.
     ``uncertain``: names that the optimizer may lack (buffers, frozen parameters). ``groups``: the optimizer's groups,
-    each in the order of its ids, if known. ``shared``: later names of shared parameters; None if the source cannot say.
+    each in the order of its ids (in none if not ``ordered``), if known. ``shared``: later names of shared parameters;
+    None if the source cannot say.
     ``excludes_buffers``: False if buffers may be among ``names``. ``in_model_order``: False if ``names`` are in the
     optimizer's order, which may differ from the model's. ``caution``: a warning for whoever uses this order.
     ``doubtful``: names that ``model.parameters()`` may lack: buffers, and later names of shared parameters.
@@ -193,7 +194,8 @@ def _of_reference(
     if reference.optim is not None:
         source = f"the param groups of {reference.source}"
         stated.append(from_param_names(reference.optim, _names_in(checkpoint)))
-        stated.append(_as_job_lists(from_groups(reference.optim, source, _names_in(checkpoint)), of_model))
+        listed = from_groups(reference.optim, source, _names_in(checkpoint))
+        stated.append(_as_job_lists(listed.named_like(_names_in(checkpoint)), of_model) if listed is not None else None)
     for order in stated:
         if order is None:
             continue
@@ -218,17 +220,18 @@ def from_groups(optim: OptimState, source: str, names_to_match: Collection[str] 
     return ParameterOrder(names=names, source=source, authoritative=True, groups=regrouped, in_model_order=False)
 
 
-def _as_job_lists(order: ParameterOrder | None, of_model: ParameterOrder | None) -> ParameterOrder | None:
-    """``order``, that of groups, in the model's order if their lists prove nothing of the job's (``listed_order``)."""
-    groups = order.groups if order is not None else None
-    if order is None or groups is None or of_model is None:
+def _as_job_lists(order: ParameterOrder, of_model: ParameterOrder | None) -> ParameterOrder:
+    """``order``, that of groups, in the model's order if their lists prove nothing of the job's (``listed_order``);
+    without order if that of the model is not known.
+    """
+    groups = order.groups or ()
+    position = {name: index for index, name in enumerate(of_model.names if of_model is not None else ())}
+    known = bool(position) and all(name in position for name in chain(*groups))
+    listed = listed_order(groups, position if known else None)
+    if listed is not None and listed.own:
         return order
-    position = {name: index for index, name in enumerate(of_model.names)}
-    if any(name not in position for group in groups for name in group):
-        return order
-    listed = listed_order(groups, position)
-    if listed is None or listed.own:
-        return order
+    if listed is None or of_model is None:
+        return replace(order, ordered=False, authoritative=False)
     resorted = tuple(tuple(in_model_order(group, position)) for group in groups)
     return replace(
         order,
@@ -247,8 +250,12 @@ def _may_be_groups_of(optim: OptimState, order: ParameterOrder) -> bool:
     if optim.key_type != "id":
         return _have_the_keys(groups, optim)
     shown = ShownShapes(optim)
+    keys = optim.grouped_keys()
+    if order.ordered:
+        return all(fits(order.shape(name), shown.of(key)) for key, name in zip(keys, chain(*groups), strict=True))
+    candidates = chain.from_iterable(repeat({order.shape(name) for name in group}, len(group)) for group in groups)
     return all(
-        fits(order.shape(name), shown.of(key)) for key, name in zip(optim.grouped_keys(), chain(*groups), strict=True)
+        any(fits(shape, shown.of(key)) for shape in shapes) for key, shapes in zip(keys, candidates, strict=True)
     )
 
 
@@ -444,7 +451,8 @@ def _differing_groups(used: ParameterOrder, other: ParameterOrder) -> list[str]:
     groups, other_groups = used.groups or (), other.groups or ()
     if len(groups) != len(other_groups):
         return [f"{used.source} has {len(groups)} groups, {other.source} {len(other_groups)}"]
-    order_counts = used.caution is None and other.caution is None  # else one of them is assumed
+    assumed = used.caution is not None or other.caution is not None
+    order_counts = used.ordered and other.ordered and not assumed
     return [
         f"group {number}: {used.source} and {other.source} list different parameters, or list them in a different order"
         for number, (group, other_group) in enumerate(zip(groups, other_groups, strict=True))

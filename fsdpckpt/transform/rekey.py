@@ -188,7 +188,8 @@ class _Counted:
 def _group_by_group(groups: Sequence[Sequence[str]], order: ParameterOrder | None, checkpoint: Checkpoint) -> _Counted:
     """Ids as ``torch.optim`` counts them. Raises NeedsInformationError if nothing says in which order."""
     doubt = ""
-    if order is not None and (order.groups is not None or order.source == BY_USER or checkpoint.optim is None):
+    listed_by = order is not None and (order.groups is not None and order.ordered)
+    if order is not None and (listed_by or order.source == BY_USER or checkpoint.optim is None):
         ordered = [_as_listed(group, index, order, checkpoint) for index, group in enumerate(groups)]
         how = f"in the order of {order.source}"
     else:

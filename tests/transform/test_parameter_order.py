@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import (
     UNORDERED,
     Checkpoint,
@@ -28,6 +29,7 @@ from fsdpckpt.transform.parameter_order import (
     from_units,
     parameter_orders,
 )
+from fsdpckpt.transform.rekey import apply_key_type
 
 F32, I64 = DTYPES["float32"], DTYPES["int64"]
 
@@ -214,3 +216,55 @@ def test_module_prefix_reaches_every_set_of_names() -> None:
         flat = [part for part in found for part in ([part] if isinstance(part, str) else part)]
         assert sorted(flat) == ["module.a.w", "module.b.w"], name
     assert renamed.named_like(["c"]) == order_of_names
+
+
+# The groups of a reference whose optimizer is keyed by name.
+
+
+def optimizer(groups: list[list[Any]], *shapes: tuple[int, ...]) -> OptimState:
+    keys = [key for group in groups for key in group]
+    moments = {key: {"exp_avg": tensor(*(shapes or ((3,),) * len(keys))[at])} for at, key in enumerate(keys)}
+    return OptimState(moments, [{"lr": 0.1, "params": list(group)} for group in groups], {})
+
+
+def file_of(optim: OptimState, model: list[str] | None = None, source: str = "it.pt") -> Checkpoint:
+    section = None if model is None else ModelState({name: tensor(3, at=64 * at) for at, name in enumerate(model)})
+    return Checkpoint(
+        source, Layout.FULL, Container.TORCH, "plain", 1, (Stored(source, 9999),), section, optim, {}
+    )  # fmt: skip
+
+
+def rekeyed(source: Checkpoint, key_type: Any, reference: Checkpoint) -> list[list[Any]]:
+    found = apply_key_type(source, key_type, units=None, reference=reference, parameters=None).optim
+    assert found is not None and found.param_groups is not None
+    return [list(group["params"]) for group in found.param_groups]  # type: ignore[call-overload]
+
+
+SORTED = file_of(optimizer([["a.w", "b.w", "c.w"]]), source="ref.pt")
+
+
+def test_a_list_sorted_by_name_names_no_ids_without_the_order_of_the_model() -> None:
+    with pytest.raises(NeedsInformationError) as error:
+        rekeyed(file_of(optimizer([[0, 1, 2]])), "name", SORTED)
+    assert "--parameters" in str(error.value.next_step) and "ref.pt" in str(error.value)
+    with pytest.raises(NeedsInformationError, match="cannot get ids in the order of the param groups of"):
+        rekeyed(file_of(optimizer([["a.w", "b.w", "c.w"]])), "id", SORTED)
+    unsorted = file_of(optimizer([["b.w", "c.w", "a.w"]]), source="ref.pt")
+    assert rekeyed(file_of(optimizer([[0, 1, 2]])), "name", unsorted) == [["b.w", "c.w", "a.w"]]
+
+
+def test_sorted_groups_still_say_which_names_are_in_each_where_shapes_decide_the_rest() -> None:
+    source = file_of(optimizer([[0, 1], [2, 3]], (3, 2), (5,), (3, 2), (5,)))
+    groups = optimizer([["a.w", "b.w"], ["c.w", "d.w"]])
+    shapes = {"a.w": (5,), "b.w": (3, 2), "c.w": (5,), "d.w": (3, 2)}
+    reference = replace(
+        file_of(groups, source="ref.pt"),
+        model=ModelState({name: tensor(*shapes[name], at=64 * at) for at, name in enumerate(shapes)}),
+        evidence=(UNORDERED,),
+    )
+    assert rekeyed(source, "name", reference) == [["b.w", "a.w"], ["d.w", "c.w"]]
+
+
+def test_a_sorted_reference_is_read_in_the_order_of_a_model_whose_names_have_module() -> None:
+    model = ["module.c.w", "module.a.w", "module.b.w"]
+    assert rekeyed(file_of(optimizer([[0, 1, 2]]), model), "name", SORTED) == [model]
