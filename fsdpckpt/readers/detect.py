@@ -120,7 +120,7 @@ class _Opening:
             error.why = "each rank writes its own file, and this is one of them"
             error.next_step = f"give the directory with all of them: {_parent_quoted(self.source)}"
             raise
-        checkpoint = with_flavor(join(self.source, [read], self.files, []), [entry.name], "")
+        checkpoint = with_flavor(join(self.source, [read], self.files, [], self.sources), [entry.name], "")
         self.book.claimed([entry])
         checkpoint.account = self.book.account([read], self.files.files(), self.sources)
         checkpoint.problems = (*checkpoint.problems, *missing_sections(checkpoint, ()))
@@ -163,7 +163,7 @@ class _Opening:
             for path, directory in self.sources.ignored.items():
                 self.book.left_out(f"{self.source.rstrip('/')}/{path}", Rule.IGNORED, directory=directory)
             found.notes.append(Note("ignored", f"left out by --ignore-file: {some_of(ignored, 6)}", keys=ignored))
-        checkpoint = join(self.source, read, self.files, found.notes)
+        checkpoint = join(self.source, read, self.files, found.notes, self.sources)
         checkpoint = with_flavor(checkpoint, found.names, found.path)
         if units is not None:
             with_units(checkpoint, units)

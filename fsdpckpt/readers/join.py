@@ -34,6 +34,7 @@ from fsdpckpt.readers.parts import EXTRA_STEMS, ReadPart, read_part
 from fsdpckpt.readers.protocol import FileTable, KeyPath, dotted
 from fsdpckpt.readers.torch_ranks import named_rank
 from fsdpckpt.readers.torch_ranks.local_tensors import join_local_tensors
+from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import listed, shape_text, some_of, truncate
 
 _MAX_VALUES = 4  # differing ranks in a message
@@ -42,7 +43,9 @@ _MAX_KEYS = 8  # extras in a message
 _FLAT = "flat_param"  # part of the names of flat parameters in every version of FSDP1
 
 
-def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequence[Note]) -> Checkpoint:
+def join(
+    source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequence[Note], sources: Sources
+) -> Checkpoint:
     """Join all ``parts`` into one checkpoint. Raises what ``require_one_each`` does if two of them have the same
     section, NeedsInformationError if the model of one and the optimizer of another have no name in common, and
     SourceUnrecognisedError if none has a model or an optimizer.
@@ -92,7 +95,7 @@ def join(source: str, parts: Sequence[ReadPart], files: FileTable, notes: Sequen
         orders=next((part.tree.orders for part in parts if part.tree.orders), ()),
         named=named,
     )
-    return with_masters(checkpoint)
+    return with_masters(checkpoint, sources)
 
 
 def _require_more_than_extras(source: str, parts: Sequence[ReadPart], extra: Mapping[Key, Value]) -> None:

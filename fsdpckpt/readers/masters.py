@@ -5,6 +5,9 @@ group, with the float32 weight of each parameter that the model holds in another
 DeepSpeed's ``FP16_UnfusedOptimizer`` (ZeRO 0 in fp16 or bf16), Megatron-LM's ``Float16OptimizerWithFloat16Params`` and
 apex's ``FP16_Optimizer`` do. DeepSpeed's ``FP16_Optimizer``, which it takes for its fused Adam, has one flat tensor for
 each param group instead, and the optimizer that it wraps has one parameter for each group.
+
+The lists have no names, and an optimizer may have another order than the model: what ties a master to a parameter is
+proved by value (``same_weights``). Where the order differs, the values say which parameter each optimizer id is, too.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ from fsdpckpt.ir.tensors import Chunks, Flattened, Tensor
 from fsdpckpt.ir.values import Key, Value, replaced, value_at, without
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import dotted
+from fsdpckpt.readers.same_weights import first_different, names_by_value
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import plural
 from fsdpckpt.transform.rekey import apply_key_type
 
 _MASTERS = ("fp32_groups", "fp32_from_fp16_params", "fp32_from_fp16_groups", "fp32_from_fp16")
@@ -35,11 +41,13 @@ _FLAT_MASTERS = "fp32_groups_flat"
 _MASTER_DTYPE = "float32"
 
 
-def with_masters(checkpoint: Checkpoint) -> Checkpoint:
+def with_masters(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
     """``checkpoint`` with the optimizer's master weights as its trained parameters, if a wrapper holds them.
 
-    Masters that nothing ties to parameters stay extras, with a note; those of other shapes are a fatal problem.
+    Masters that nothing ties to parameters stay extras, with a note; those of other shapes are a fatal problem, and so
+    are those that round to other values than the model's copies.
     """
+    saved = checkpoint
     place, wrapper = _wrapper(checkpoint)
     if checkpoint.model is None or not wrapper:
         return checkpoint
@@ -50,14 +58,21 @@ def with_masters(checkpoint: Checkpoint) -> Checkpoint:
         checkpoint = divided
         place, wrapper = _wrapper(checkpoint)
     found = _masters(wrapper)
-    if found is None or checkpoint.model is None:
+    if found is None:
         return checkpoint
-    path, groups = (*place, found[0]), found[1]
+    return _with_tied(saved, checkpoint, (*place, found[0]), found[1], sources)
+
+
+def _with_tied(
+    saved: Checkpoint, checkpoint: Checkpoint, path: tuple[Key, ...], groups: list[list[Tensor]], sources: Sources
+) -> Checkpoint:
+    """``checkpoint`` with the masters in ``groups``, which are extras at ``path``, as parameters. ``saved``: the
+    checkpoint before a flat tensor was divided.
+    """
     names = _member_names(checkpoint)
-    pairs = _pairs(names, groups, checkpoint.model) if names is not None else None
+    pairs = _pairs(names, groups, checkpoint.model) if names is not None and checkpoint.model is not None else None
     if pairs is None:
         return _untied(checkpoint, path)
-    params = checkpoint.model.params
     misfits = [
         Problem(
             "state",
@@ -70,6 +85,59 @@ def with_masters(checkpoint: Checkpoint) -> Checkpoint:
     ]
     if misfits:
         return replace(checkpoint, problems=(*checkpoint.problems, *misfits))
+    different = first_different(pairs, checkpoint.files, sources)
+    if different is not None:
+        path = (*path[:-1], _FLAT_MASTERS) if checkpoint is not saved else path
+        return _in_another_order(saved, path, groups, pairs, different, sources)
+    return _with_params(checkpoint, path, pairs)
+
+
+def _in_another_order(
+    checkpoint: Checkpoint,
+    path: tuple[Key, ...],
+    groups: Sequence[Sequence[Tensor]],
+    pairs: Sequence[tuple[str, Tensor, Tensor]],
+    different: str,
+    sources: Sources,
+) -> Checkpoint:
+    """``checkpoint`` with the masters in ``groups`` at ``path`` tied by their values, which say what each optimizer id
+    is; with a fatal problem if they do not say it of all. ``pairs``: as the order of the model ties them, which is
+    wrong for the parameter ``different``.
+    """
+    optim, masters = checkpoint.optim, [master for group in groups for master in group]
+    keys = [group_params(group) or () for group in optim.param_groups or ()] if optim is not None else []
+    as_many = [len(group) for group in keys] == [len(group) for group in groups]
+    if optim is not None and optim.key_type == "id" and as_many and path[-1] != _FLAT_MASTERS:
+        copies = {name: copy for name, copy, _ in pairs}
+        names = names_by_value(copies, masters, checkpoint.files, sources)
+        if names is not None:
+            ids = [key for group in keys for key in group]
+            message = (
+                f"the optimizer lists its parameters in another order than the model: {plural(len(ids), 'id')} became "
+                f"names by the values of {dotted(path)}, each of which rounds to one parameter's copy"
+            )
+            checkpoint = replace(
+                checkpoint,
+                optim=optim.renamed(dict(zip(ids, names, strict=True))),
+                notes=(*checkpoint.notes, Note("master-weights", message, dotted(path))),
+            )
+            tied = [(name, copies[name], master) for name, master in zip(names, masters, strict=True)]
+            return _with_params(checkpoint, path, tied)
+    message = (
+        f"{dotted(path)} contradicts the model: the {_MASTER_DTYPE} weight in the place of {different} does not round "
+        "to the model's copy of it. The optimizer may list its parameters in another order than the model, and nothing "
+        "says which; --only model takes the copies that the model computed with"
+    )
+    problem = Problem("parameter-order", message, key=different, section=Section.OPTIM)
+    return replace(checkpoint, problems=(*checkpoint.problems, problem))
+
+
+def _with_params(
+    checkpoint: Checkpoint, path: tuple[Key, ...], pairs: Sequence[tuple[str, Tensor, Tensor]]
+) -> Checkpoint:
+    """``checkpoint`` with the masters of ``pairs``, which are extras at ``path``, as parameters."""
+    params = checkpoint.model.params if checkpoint.model is not None else {}
+    metadata = checkpoint.model.metadata if checkpoint.model is not None else None
     masters = {_place(copy): master for _, copy, master in pairs}
     changed: dict[str, Tensor | Value] = {}
     copies: set[str] = set()
@@ -81,7 +149,7 @@ def with_masters(checkpoint: Checkpoint) -> Checkpoint:
             changed[name] = master if leaf.sharded is None else master.with_sharded(leaf.sharded)
     checkpoint = replace(
         checkpoint,
-        model=ModelState(changed, checkpoint.model.metadata),
+        model=ModelState(changed, metadata),
         notes=(*checkpoint.notes, *notes_on_copies(copies)),
     )
     return checkpoint.with_extras(lambda extra: _without(extra, path))

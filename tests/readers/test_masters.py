@@ -161,6 +161,10 @@ def fused(directory: Path, groups: list[list[str]], *, buffers: list[str]) -> tu
     for each in flat:
         each.grad = torch.randn_like(each)
     optimizer.step()
+    for group, each in zip(groups, flat, strict=True):
+        parts = torch._utils._unflatten_dense_tensors(each.detach(), [params[name] for name in group])
+        for name, part in zip(group, parts, strict=True):
+            params[name].data = part
     model.register_buffer("mask", torch.ones(4, 4))
     wrapper = {"optimizer_state_dict": optimizer.state_dict(), "fp32_groups_flat": flat, "clip_grad": 1.0}
     root = {"module": copies(model), "buffer_names": buffers, "optimizer": wrapper, "ds_version": "0.19.8"}
@@ -211,3 +215,57 @@ def test_flat_masters_whose_parameters_are_not_proved_stay_an_extra(
     assert checkpoint.optim is not None and checkpoint.optim.key_type == "id"
     with pytest.raises(fsdpckpt.FsdpckptError):
         fsdpckpt.convert(source, tmp_path / "u", flavor="deepspeed-universal")
+
+
+def in_its_own_order(*, dtype: torch.dtype = torch.bfloat16, size: int = 4) -> tuple[dict[str, Any], list[str], Any]:
+    """The model's copies, the names in the order of the optimizer, and the optimizer: all parameters have one shape."""
+    torch.manual_seed(0)
+    weights = {name: nn.Parameter(torch.randn(size, size)) for name in ("z.weight", "a.weight", "m.weight")}
+    own = ["m.weight", "z.weight", "a.weight"]
+    optimizer = torch.optim.AdamW([weights[name] for name in own])
+    for leaf in weights.values():
+        leaf.grad = torch.randn_like(leaf)
+    optimizer.step()
+    return {name: leaf.detach().to(dtype) for name, leaf in weights.items()}, own, optimizer
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 4), (torch.float16, 3), (torch.bfloat16, 300)])
+def test_an_optimizer_in_another_order_than_the_model_is_tied_by_value(
+    dtype: torch.dtype, size: int, tmp_path: Path
+) -> None:
+    model, own, optimizer = in_its_own_order(dtype=dtype, size=size)
+    masters = [leaf.detach().clone() for leaf in optimizer.param_groups[0]["params"]]
+    wrapper = {"optimizer": optimizer.state_dict(), "fp32_from_fp16_params": [masters]}
+    source = saved(tmp_path, {"model": model, "optimizer": wrapper})
+    report = fsdpckpt.convert(source, tmp_path / "full.pt", key_type="name")
+    found = loaded(tmp_path / "full.pt")
+    for number, name in enumerate(own):
+        assert torch.equal(found["model"][name], masters[number])
+        state = found["optimizer"]["state"][name]
+        assert torch.equal(state["exp_avg"], optimizer.state_dict()["state"][number]["exp_avg"])
+    assert any("another order than the model" in note.message for note in report.notes)
+    fsdpckpt.convert(source, tmp_path / "weights.pt", only="model")
+    assert all(torch.equal(loaded(tmp_path / "weights.pt")[name], masters[at]) for at, name in enumerate(own))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_masters_that_contradict_the_copies_are_a_problem_that_names_the_parameter(flat: bool, tmp_path: Path) -> None:
+    """In a flat tensor, or for copies that another weight equals, the values do not say whose each master is."""
+    model, _, optimizer = in_its_own_order()
+    masters = [leaf.detach().clone() for leaf in optimizer.param_groups[0]["params"]]
+    state = optimizer.state_dict()
+    if flat:
+        states = {key: torch.cat([state["state"][at][key].flatten() for at in range(3)]) for key in ("exp_avg",)}
+        state = {"state": {0: {"step": 1, **states}}, "param_groups": [{**state["param_groups"][0], "params": [0]}]}
+        wrapper = {"optimizer": state, "fp32_groups_flat": [torch.cat([leaf.flatten() for leaf in masters])]}
+    else:
+        model["a.weight"] = model["z.weight"].clone()
+        masters[2] = masters[1].clone()
+        wrapper = {"optimizer": state, "fp32_groups": [masters]}
+    source = saved(tmp_path, {"model": model, "optimizer": wrapper})
+    problems = fsdpckpt.verify(source).problems
+    assert [problem.key for problem in problems if problem.kind == "parameter-order"] == ["z.weight"]
+    with pytest.raises(fsdpckpt.SourceCorruptError, match=r"in the place of z\.weight does not round .*--only model"):
+        fsdpckpt.convert(source, tmp_path / "full.pt", key_type="name")
+    fsdpckpt.convert(source, tmp_path / "weights.pt", only="model")
+    assert all(torch.equal(loaded(tmp_path / "weights.pt")[name], leaf) for name, leaf in model.items())
