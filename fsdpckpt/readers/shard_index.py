@@ -47,7 +47,8 @@ def numbered(name: str) -> NumberedName | None:
 
 
 def require_all_numbers(paths: Sequence[str], *, more: Iterable[str] = ()) -> None:
-    """Raises SourceIncompleteError that lists the shards which the names of ``paths`` show to be missing.
+    """Raises SourceIncompleteError that lists the shards which the names of ``paths`` show to be missing, and
+    SourceCorruptError for a number that their total does not allow.
 
     ``more``: the names of others that are known to be.
     """
@@ -56,6 +57,19 @@ def require_all_numbers(paths: Sequence[str], *, more: Iterable[str] = ()) -> No
         name = numbered(file_name(path))
         if name is not None:
             sets.setdefault((name.stem, name.total, name.suffix), set()).add(name.number)
+    impossible = [
+        path for path in paths if (name := numbered(file_name(path))) is not None and not 1 <= name.number <= name.total
+    ]
+    if impossible:
+        raise SourceCorruptError(
+            f"{plural(len(impossible), 'shard', 'have')} a number that the total in the name does not allow",
+            details=[file_name(path) for path in impossible],
+            files=impossible,
+            expected="numbers from 1 to the total",
+            why="a shard of another save is in the directory, or a file was renamed",
+            next_step="move it away, or restore its name",
+            file=impossible[0],
+        )
     missing = (
         NumberedName(stem, number, total, suffix).of(number)
         for (stem, total, suffix), numbers in sorted(sets.items())

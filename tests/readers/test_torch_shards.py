@@ -127,3 +127,33 @@ def test_an_export_beside_the_shards_is_a_candidate_and_all_shards_are_left_out_
     assert "--ignore-file" in str(error.value.next_step)
     globs = [word for word in str(error.value.next_step).replace("'", "").split() if ".bin" in word or ".pt" in word]
     assert globs
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_shards_do_not_keep_the_order_of_the_model(indexed: bool, tmp_path: Path) -> None:
+    """``split_torch_state_dict_into_shards`` puts a tensor that is larger than a shard into the first file."""
+    source = tmp_path / "hf"
+    source.mkdir()
+    weights = {"z.weight": torch.randn(8, 8), "emb.weight": torch.randn(64, 8), "a.weight": torch.randn(8, 8)}
+    save_torch_state_dict(weights, source, safe_serialization=False, max_shard_size=800)
+    if not indexed:
+        (source / INDEX).unlink()
+    of_shape = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
+    of_shape["state"] = {at: {"exp_avg": torch.randn_like(leaf)} for at, leaf in enumerate(weights.values())}  # type: ignore[assignment]
+    torch.save(of_shape, source / "optimizer.bin")
+    with pytest.raises(NeedsInformationError, match="for certain"):
+        fsdpckpt.convert(source, tmp_path / "full.pt", key_type="name")
+    (tmp_path / "names.txt").write_text("\n".join(weights))
+    fsdpckpt.convert(source, tmp_path / "full.pt", key_type="name", parameters=tmp_path / "names.txt")
+    found = torch.load(tmp_path / "full.pt")["optimizer"]["state"]
+    for at, name in enumerate(weights):
+        assert torch.equal(found[name]["exp_avg"], of_shape["state"][at]["exp_avg"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_number_outside_of_the_total_is_an_error(number: int, tmp_path: Path) -> None:
+    for each in (1, 2, number):
+        torch.save({f"{each}.weight": torch.randn(3)}, tmp_path / f"m-{each:05d}-of-00002.pt")
+    with pytest.raises(SourceCorruptError, match="1 shard has a number that the total") as error:
+        opened(tmp_path)
+    assert error.value.details == (f"m-{number:05d}-of-00002.pt",) and error.value.exit_code == 3
