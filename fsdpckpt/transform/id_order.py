@@ -71,6 +71,22 @@ def listed_order(
     return ListedOrder(own=True, doubt=_MAY_BE_BY_UNIT if may_be_by_unit else "")
 
 
+def lists_own_order(groups: Sequence[Names], position: Mapping[str, int] | None, *, by_unit: Names = ()) -> bool:
+    """Whether ``groups`` certainly list their names as the job gave them to its optimizer, whatever others say.
+
+    Arguments as for ``listed_order``. A list in the order of the model that may have been sorted, or listed unit by
+    unit, is not certain.
+    """
+    of_units = {name: place for place, name in enumerate(by_unit)}
+    if of_units and all(_ascends([clean(name) for name in names], of_units) for names in groups):
+        return all(len(names) < 2 for names in groups)
+    listed = listed_order(groups, None)
+    if listed is None and position is not None:
+        listed = listed_order(groups, position, by_unit=by_unit)
+        return listed is not None and listed.own and not listed.in_model_order and not listed.doubt
+    return listed is not None
+
+
 def in_model_order(names: Names, position: Mapping[str, int]) -> list[str]:
     """``names`` sorted by their place in the model."""
     return sorted(names, key=lambda name: position[clean(name)])

@@ -19,7 +19,7 @@ from fsdpckpt.ir.optimizer import MemberNumber, Table
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.text import first_lines, plural, some_of
-from fsdpckpt.transform.id_order import OWN_GROUPS, in_model_order, listed_order
+from fsdpckpt.transform.id_order import OWN_GROUPS, in_model_order, listed_order, lists_own_order
 from fsdpckpt.transform.model_positions import places_in_model
 from fsdpckpt.transform.naming import (
     Ids,
@@ -74,7 +74,7 @@ def apply_key_type(
         parameter_groups=parameter_groups,
         buffers=tuple(buffers),
     )
-    if orders and orders[0].caution is not None:
+    if key_type == "name" and orders and orders[0].caution is not None:
         caution = Note("unproved-order", orders[0].caution, warning=True)
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, caution))
     if key_type == "id":
@@ -140,7 +140,7 @@ def to_ids(
         known = [each for each in (order, *others) if each is not None]
         counted = _over_model(groups, known, checkpoint)
     else:
-        counted = _group_by_group(groups, order, checkpoint)
+        counted = _group_by_group(groups, order, others, checkpoint)
     table = Table.of(checkpoint)
     if table.optimizer is None:
         return checkpoint
@@ -185,13 +185,20 @@ class _Counted:
     doubt: str = ""
 
 
-def _group_by_group(groups: Sequence[Sequence[str]], order: ParameterOrder | None, checkpoint: Checkpoint) -> _Counted:
+def _group_by_group(
+    groups: Sequence[Sequence[str]],
+    order: ParameterOrder | None,
+    others: Sequence[ParameterOrder],
+    checkpoint: Checkpoint,
+) -> _Counted:
     """Ids as ``torch.optim`` counts them. Raises NeedsInformationError if nothing says in which order."""
     doubt = ""
-    listed_by = order is not None and (order.groups is not None and order.ordered)
-    if order is not None and (listed_by or order.source == BY_USER or checkpoint.optim is None):
+    has_groups = order is not None and order.groups is not None and order.ordered
+    if order is not None and has_groups and _contradicts_own_list(groups, order, others, checkpoint):
+        ordered, how = [list(group) for group in groups], f"in the order of {OWN_GROUPS}"
+    elif order is not None and (has_groups or order.source == BY_USER or checkpoint.optim is None):
         ordered = [_as_listed(group, index, order, checkpoint) for index, group in enumerate(groups)]
-        how = f"in the order of {order.source}"
+        how, doubt = f"in the order of {order.source}", order.caution or ""
     else:
         position = _position(order)
         by_unit = order.by_unit if order is not None else ()
@@ -212,6 +219,30 @@ def _group_by_group(groups: Sequence[Sequence[str]], order: ParameterOrder | Non
             how = f"in the order of {order.source if order is not None else 'the model'}"
         doubt = listed.doubt
     return _Counted({name: number for number, name in enumerate(chain(*ordered))}, ordered, how, doubt)
+
+
+def _contradicts_own_list(
+    groups: Sequence[Sequence[str]], order: ParameterOrder, others: Sequence[ParameterOrder], checkpoint: Checkpoint
+) -> bool:
+    """Whether the groups of ``order``, whose order in the optimizer is assumed, differ from what the source certainly
+    lists itself. What the user lists is meant. Raises SourceCorruptError if the groups of ``order`` are certain, too.
+    """
+    if checkpoint.optim is None or checkpoint.optim.param_groups is None or order.source.startswith(BY_USER):
+        return False
+    if any(note.kind == "groups-rebuilt" for note in checkpoint.notes):
+        return False
+    position = next((found for each in (order, *others) if (found := _position(each)) is not None), None)
+    by_unit = next((each.by_unit for each in (order, *others) if each.by_unit), ())
+    if not lists_own_order(groups, position, by_unit=by_unit):
+        return False
+    wrong = [
+        f"group {index}: {checkpoint.source} lists {some_of(group)}, {order.source} has another order"
+        for index, group in enumerate(groups)
+        if list(group) != _as_listed(group, index, order, checkpoint)
+    ]
+    if wrong and order.caution is None:
+        raise contradicted(f"the groups of {checkpoint.source} and {order.source} contradict each other", wrong)
+    return bool(wrong)
 
 
 def _position(order: ParameterOrder | None) -> dict[str, int] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import (
     UNORDERED,
     Checkpoint,
@@ -268,3 +268,33 @@ def test_sorted_groups_still_say_which_names_are_in_each_where_shapes_decide_the
 def test_a_sorted_reference_is_read_in_the_order_of_a_model_whose_names_have_module() -> None:
     model = ["module.c.w", "module.a.w", "module.b.w"]
     assert rekeyed(file_of(optimizer([[0, 1, 2]]), model), "name", SORTED) == [model]
+
+
+def test_what_a_source_certainly_lists_itself_is_not_overridden_by_a_reference() -> None:
+    own, model = ["c.w", "d.w", "b.w"], ["d.w", "b.w", "c.w"]
+    for section in (None, model):
+        source = file_of(optimizer([own]), section)
+        other = file_of(optimizer([["d.w", "c.w", "b.w"]]), source="ref.pt")
+        with pytest.raises(SourceCorruptError, match="contradict each other") as error:
+            numbered(source, other)
+        assert "ref.pt" in str(error.value)
+        in_own_order = file_of(optimizer([own]), source="ref.pt")
+        assert numbered(source, in_own_order) == own
+        by_name = file_of(optimizer([sorted(own)]), source="ref.pt")
+        assert numbered(source, by_name) == own  # the reference proves nothing
+
+
+def test_a_sorted_source_takes_the_order_of_a_reference_that_lists_the_jobs() -> None:
+    source = file_of(optimizer([["b.w", "c.w", "d.w"]]), ["d.w", "b.w", "c.w"])
+    listed = file_of(optimizer([["c.w", "d.w", "b.w"]]), source="ref.pt")
+    assert numbered(source, listed) == ["c.w", "d.w", "b.w"]
+
+
+def numbered(source: Checkpoint, reference: Checkpoint) -> list[str]:
+    """The names of a source in the order of the ids that they get."""
+    rekeyed_source = apply_key_type(source, "id", units=None, reference=reference, parameters=None)
+    found = rekeyed_source.optim
+    assert found is not None and source.optim is not None
+    name_of = {id(states): str(name) for name, states in source.optim.state.items()}
+    assert [note for note in rekeyed_source.notes if note.warning] == []
+    return [name_of[id(found.state[number])] for number in range(len(name_of))]
