@@ -1,8 +1,8 @@
 """Decides which source files a conversion compares with the checksum that ``fsdpckpt.json`` records for the whole file.
 
 A conversion that takes every tensor of a file reads the few bytes between them, too, and compares the file. One that
-takes only a part of it (``--only``) does not read the rest for that: what it takes is then checked by the file's own
-checksums, and a container without any (safetensors) is named in a note.
+takes only a part of it (``--only``) does not read the rest for that where the file's own checksums prove the part. A
+container without any (safetensors) is read to its end if that costs little, and else named in a warning.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ def recorded_checksums(plan: Plan, checkpoint: Checkpoint, linked: frozenset[int
             continue
         records = int(own[number]) if number in summed else 0
         nbytes = read.get(number, 0)
-        whole = listed.stored in (nbytes, selected.get(number, 0))
-        if whole and _is_cheap(listed, nbytes, records, url=is_url(file.path)):
+        # Not one that is left out; and of one with records, their own checksums prove the part that is taken.
+        partly = number in read and not records
+        needed = partly or listed.stored in (nbytes, selected.get(number, 0))
+        if needed and _is_cheap(listed, nbytes, records, url=is_url(file.path)):
             rows.append((number, 0, file.nbytes, listed.crc))
         elif number in read and not records:
             unchecked.append(file.path)
@@ -101,4 +103,4 @@ def _notes(unchecked: list[str]) -> tuple[Note, ...]:
     read = "was read in part, so its checksum" if len(unchecked) == 1 else "were read in part, so their checksums"
     checks = "checks it" if len(unchecked) == 1 else "checks them"
     message = f"{names_text(unchecked, 3)} {read} in {MANIFEST} could not be compared; `fsdpckpt verify` {checks}"
-    return (Note("unchecked", message, keys=tuple(unchecked)),)
+    return (Note("unchecked", message, keys=tuple(unchecked), warning=True),)

@@ -19,6 +19,7 @@ from fsdpckpt.comm.protocol import Solo, original_error
 from fsdpckpt.comm.torch_group import TorchGroup
 from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, WorkerError
+from fsdpckpt.execute import recorded
 from fsdpckpt.ir.checkpoint import Container
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
@@ -109,8 +110,9 @@ def test_columns_of_a_file_without_checksums_of_its_own_are_compared_too(
     fsdpckpt.convert(source, tmp_path / "out", **options)
 
 
-def test_what_is_taken_in_part_is_named_because_no_checksum_can_be_compared(
-    state: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("cheap", [True, False])
+def test_a_file_that_is_taken_in_part_is_compared_if_that_is_cheap_and_else_named_in_a_warning(
+    cheap: bool, state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save(state["model"], tmp_path / "source.pt")
     fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "st", container="safetensors")
@@ -120,9 +122,20 @@ def test_what_is_taken_in_part_is_named_because_no_checksum_can_be_compared(
     flip(path, 8 + header + begin)
     with pytest.raises(SourceCorruptError):
         fsdpckpt.convert(tmp_path / "st", tmp_path / "all.pt", to="full")
-    report = fsdpckpt.convert(tmp_path / "st", tmp_path / "one.safetensors", include=["layers.0.*"])
+    part: dict[str, Any] = {"include": ["layers.0.*"]}
+    if cheap:  # whatever part it is: its new checksum must not cover damage
+        for number, options in enumerate((part, {"exclude": ["layers.0.*"]}, {"include": ["layers.3.*"]})):
+            with pytest.raises(SourceCorruptError, match=r"does not match the checksum that fsdpckpt\.json recorded"):
+                fsdpckpt.convert(tmp_path / "st", tmp_path / f"{number}.safetensors", **options)
+        flip(path, 8 + header + begin)
+        report = fsdpckpt.convert(tmp_path / "st", tmp_path / "one.safetensors", **part)
+        assert [note for note in report.notes if note.kind == "unchecked"] == []
+        return
+    monkeypatch.setattr(recorded, "_FREE_BYTES", 0)
+    with pytest.warns(fsdpckpt.FsdpckptWarning, match="was read in part"):
+        report = fsdpckpt.convert(tmp_path / "st", tmp_path / "one.safetensors", **part)
     (note,) = [note for note in report.notes if note.kind == "unchecked"]
-    assert note.keys == (str(path),)
+    assert note.keys == (str(path),) and note.warning
     assert torch.equal(load_file(tmp_path / "one.safetensors")["layers.0.weight"], state["model"]["layers.0.weight"])
 
 
