@@ -78,7 +78,7 @@ def _with_listed_parameters(opened: Checkpoint, options: ConvertOptions) -> Chec
                 reference=None,
                 parameters=None,
                 buffers=options.buffers,
-                rule=id_rule_of(opened.flavor, opened.layout, opened.container),
+                source_rule=id_rule_of(opened.flavor, opened.layout, opened.container),
             )
             keys = by_name.optim.param_keys() if by_name.optim is not None else []
             listed.append((view.model, {clean(key) for key in keys if isinstance(key, str)}))

@@ -340,6 +340,7 @@ class _Steps:
             parameter_groups=self.request.parameter_groups,
             buffers=self.options.buffers,
             rule=self.target_ids,
+            source_rule=self.source_ids,
         )
         return replace(keyed, model=None) if only_optimizer else keyed
 

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
+from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import OptimState, ParamKey, group_params
 from fsdpckpt.ir.state_shapes import ShownShapes, StateShapes, fits
 from fsdpckpt.text import plural, some_of
@@ -65,10 +66,12 @@ class Ids:
         remaining = iter(self.numbers)
         return [[next(remaining) for _ in range(size)] for size in self.group_sizes or (len(self.numbers),)]
 
-    @property
-    def over_model(self) -> bool:
-        """Whether they count over all parameters of the model (``IdRule.MODEL``)."""
-        return self.group_sizes is not None and counts_over_model(self.by_group())
+    def over_model(self, rule: IdRule) -> bool:
+        """Whether they may count over all parameters of the model: by ``rule``, that of the source, or to be seen."""
+        groups = self.by_group()
+        if self.group_sizes is None or any(group != sorted(group) for group in groups):
+            return False
+        return rule is IdRule.MODEL or counts_over_model(groups)
 
     def may_be(self, names: Sequence[str], order: ParameterOrder) -> Fits:
         """Whether the id at an index of ``numbers`` may be the parameter at an index of ``names``, by their shapes."""
@@ -100,23 +103,43 @@ def does_not_fit(source: str, order: ParameterOrder, details: Sequence[str]) -> 
     return contradicted(f"the optimizer of {source} does not fit {order.source}", details)
 
 
-def name_places(ids: Ids, orders: Sequence[ParameterOrder]) -> tuple[NewKeys, ParameterOrder] | None:
+def name_places(
+    ids: Ids, orders: Sequence[ParameterOrder], rule: IdRule = IdRule.GROUPS
+) -> tuple[NewKeys, ParameterOrder] | None:
     """The names of ids that count over all parameters of the model, and the order that gives them. None if they do not.
 
     ``orders``: all that are known. A source that knows the names of each group, in whatever order, makes the names
-    certain. Raises NeedsInformationError if several names fit.
+    certain. ``rule``: that of the source. Raises NeedsInformationError if several names fit, or if only the order of
+    the optimizer is known.
     """
-    model = next((order for order in orders if order.ordered and order.in_model_order), None)
-    if model is None or not ids.over_model:
+    if not ids.over_model(rule):
         return None
     groups = ids.by_group()
+    model = next((order for order in orders if order.ordered and order.in_model_order), None)
+    if model is None:
+        if rule is IdRule.MODEL and orders[0].ordered and any(len(group) > 1 for group in groups):
+            raise _model_unknown(ids, orders[0])
+        return None
+    others_known = False
     for order in orders:
         if order.groups is not None and [*map(len, order.groups)] == [*map(len, groups)]:
             names = _by_place_in_group(ids, groups, order.groups, model)
             if names is not None:
                 return names, model
+            others_known = True
+    if others_known and not counts_over_model(groups):
+        return None  # ids of torch.optim, whose groups are these
     found = _by_place(ids, model)
     return None if found is None else (found, model)
+
+
+def _model_unknown(ids: Ids, order: ParameterOrder) -> NeedsInformationError:
+    return NeedsInformationError(
+        f"{order.source} cannot name the {len(ids.numbers)} optimizer ids of {ids.source}",
+        why="the ids count over all parameters of the model, and only the order of the optimizer is known",
+        next_step="add --parameters FILE with the names of model.parameters(), one a line, or --reference PATH of a "
+        "torch or DCP checkpoint of this model",
+    )
 
 
 def _by_place_in_group(

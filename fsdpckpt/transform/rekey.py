@@ -52,13 +52,15 @@ def apply_key_type(
     parameter_groups: Groups = (),
     buffers: Sequence[str] = (),
     rule: IdRule = IdRule.GROUPS,
+    source_rule: IdRule = IdRule.GROUPS,
 ) -> Checkpoint:
     """Key the optimizer of ``checkpoint`` by ``key_type``; None keeps the keys.
 
     ``units``: those of the source or of ``--units``; None for those beside the checkpoint. ``reference``: a checkpoint
     whose model section states names, shapes and order, and whose optimizer the groups. ``parameters``: names in the
     order of ``model.parameters()``, or in the optimizer's own; ``parameter_groups``: how blank lines divide them.
-    ``buffers``: globs of model keys that are not parameters. ``rule``: how ids count.
+    ``buffers``: globs of model keys that are not parameters. ``rule``: how new ids count.
+    ``source_rule``: how those of the source do.
 
     Raises NeedsInformationError if nothing states the order or several orders are possible, and SourceCorruptError if
     the sources contradict the optimizer or each other.
@@ -79,7 +81,7 @@ def apply_key_type(
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, caution))
     if key_type == "id":
         first = orders[0] if orders else None
-        return to_ids(checkpoint, first, orders[1:], rule=rule)
+        return to_ids(checkpoint, first, orders[1:], rule=rule, source_rule=source_rule)
     if not orders:
         raise NeedsInformationError(
             f"nothing in {checkpoint.source} says which parameter each optimizer id is",
@@ -87,11 +89,18 @@ def apply_key_type(
             next_step="add --reference PATH (a checkpoint of this model), --parameters FILE (the names of "
             "model.parameters(), one per line) or --units FILE",
         )
-    return to_names(checkpoint, orders[0], orders[1:])
+    return to_names(checkpoint, orders[0], orders[1:], rule=source_rule)
 
 
-def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[ParameterOrder] = ()) -> Checkpoint:
-    """Key the optimizer by name. ``others``: further sources of the order, which must agree with it.
+def to_names(
+    checkpoint: Checkpoint,
+    order: ParameterOrder,
+    others: Sequence[ParameterOrder] = (),
+    *,
+    rule: IdRule = IdRule.GROUPS,
+) -> Checkpoint:
+    """Key the optimizer by name. ``others``: further sources of the order, which must agree with it. ``rule``: how the
+    ids count.
 
     Raises SourceCorruptError for an order that does not fit, NeedsInformationError for one that fits in several ways.
     """
@@ -100,7 +109,7 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
         return checkpoint
     ids = Ids.of(optim, checkpoint.source)
     order = order.with_shapes_of(others)
-    placed = name_places(ids, [each.with_shapes_of(others) for each in (order, *others)])
+    placed = name_places(ids, [each.with_shapes_of(others) for each in (order, *others)], rule)
     if placed is not None:
         names, order = placed
     else:
@@ -122,10 +131,12 @@ def to_ids(
     others: Sequence[ParameterOrder] = (),
     *,
     rule: IdRule = IdRule.GROUPS,
+    source_rule: IdRule = IdRule.GROUPS,
 ) -> Checkpoint:
     """Key the optimizer by id; groups list their parameters in the order of their ids.
 
-    ``order``: None if only the groups list names. Arguments and errors otherwise as for ``to_names``.
+    ``order``: None if only the groups list names. ``source_rule``: how ids of the source counted: groups that
+    listed places in the model do not list the optimizer's order. Arguments and errors otherwise as for ``to_names``.
     """
     optim = checkpoint.optim
     if optim is None or optim.key_type != "name":
@@ -140,7 +151,7 @@ def to_ids(
         known = [each for each in (order, *others) if each is not None]
         counted = _over_model(groups, known, checkpoint)
     else:
-        counted = _group_by_group(groups, order, others, checkpoint)
+        counted = _group_by_group(groups, order, others, checkpoint, lists_places=source_rule is IdRule.MODEL)
     table = Table.of(checkpoint)
     if table.optimizer is None:
         return checkpoint
@@ -190,11 +201,18 @@ def _group_by_group(
     order: ParameterOrder | None,
     others: Sequence[ParameterOrder],
     checkpoint: Checkpoint,
+    *,
+    lists_places: bool,
 ) -> _Counted:
     """Ids as ``torch.optim`` counts them. Raises NeedsInformationError if nothing says in which order."""
     doubt = ""
     has_groups = order is not None and order.groups is not None and order.ordered
-    if order is not None and has_groups and _contradicts_own_list(groups, order, others, checkpoint):
+    if (
+        order is not None
+        and has_groups
+        and not lists_places
+        and _contradicts_own_list(groups, order, others, checkpoint)
+    ):
         ordered, how = [list(group) for group in groups], f"in the order of {OWN_GROUPS}"
     elif order is not None and (has_groups or order.source == BY_USER or checkpoint.optim is None):
         ordered = [_as_listed(group, index, order, checkpoint) for index, group in enumerate(groups)]

@@ -244,6 +244,28 @@ def test_a_reference_of_the_job_names_lightnings_ids_although_it_lists_them_in_a
     assert same(moments(load(tmp_path / "named.pt")["optimizer"]), expected)
 
 
+@pytest.mark.parametrize("known_by", ["model", "reference", "param_names"])
+def test_lightnings_ids_are_places_even_if_they_count_from_zero_without_gaps(tmp_path: Path, known_by: str) -> None:
+    torch.manual_seed(3)
+    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("z", "a", "m")})
+    parameters = dict(model.named_parameters())
+    own = ["m.weight", "z.weight", "a.weight"]  # all parameters in one group, in the optimizer's own order
+    listed: Any = [(name, parameters[name]) if known_by == "param_names" else parameters[name] for name in own]
+    optimizer = torch.optim.AdamW(listed, foreach=False)
+    sum(param.mul(torch.randn(4, 4)).sum() for param in parameters.values()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    ids = by_lightning(states, model, OptimStateKeyType.PARAM_ID)
+    assert ids["param_groups"][0]["params"] == [0, 1, 2]
+    torch.save(
+        {"state_dict": weights, "optimizer_states": [ids], "pytorch-lightning_version": "2.6.0"}, tmp_path / "own.ckpt"
+    )
+    torch.save({"model": weights, "optimizer": states}, tmp_path / "named.pt")
+    reference = tmp_path / "named.pt" if known_by == "reference" else None
+    fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "x.pt", flavor="plain", key_type="name", reference=reference)
+    assert same(moments(load(tmp_path / "x.pt")["optimizer"]), truth(model, optimizer))
+
+
 def test_lightnings_ids_count_group_by_group_in_a_plain_file_and_need_no_names_for_it(tmp_path: Path) -> None:
     lightning_file(tmp_path / "own.ckpt")
     report = fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "plain.pt", flavor="plain")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
+from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import (
     UNORDERED,
     Checkpoint,
@@ -29,7 +30,7 @@ from fsdpckpt.transform.parameter_order import (
     from_units,
     parameter_orders,
 )
-from fsdpckpt.transform.rekey import apply_key_type
+from fsdpckpt.transform.rekey import apply_key_type, to_names
 
 F32, I64 = DTYPES["float32"], DTYPES["int64"]
 
@@ -298,3 +299,21 @@ def numbered(source: Checkpoint, reference: Checkpoint) -> list[str]:
     name_of = {id(states): str(name) for name, states in source.optim.state.items()}
     assert [note for note in rekeyed_source.notes if note.warning] == []
     return [name_of[id(found.state[number])] for number in range(len(name_of))]
+
+
+# Ids that count over the model.
+
+
+def test_ids_without_gaps_are_those_of_torch_optim_where_the_known_groups_leave_no_other_way() -> None:
+    source = file_of(optimizer([[0, 1], [2, 3]]))
+    shapes = dict.fromkeys(("a.w", "b.w", "c.w", "d.w"), (3,))
+    model = ParameterOrder(tuple(shapes), shapes)
+    groups = (("c.w", "a.w"), ("b.w", "d.w"))
+    known = ParameterOrder(
+        ("c.w", "a.w", "b.w", "d.w"), shapes, authoritative=True, groups=groups, in_model_order=False
+    )
+    named = to_names(source, known, [model], rule=IdRule.MODEL)
+    assert named.optim is not None and list(named.optim.state) == ["c.w", "a.w", "b.w", "d.w"]
+    with pytest.raises(NeedsInformationError, match="cannot name the 4 optimizer ids") as error:
+        to_names(source, known, rule=IdRule.MODEL)
+    assert "--parameters" in str(error.value.next_step)
