@@ -46,6 +46,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.missing_state import Choice, fill, require_complete
+from fsdpckpt.transform.parameter_order import from_param_names
 from fsdpckpt.transform.placements import (
     LikeCheckpoint,
     Rules,
@@ -349,8 +350,12 @@ class _Steps:
         options = self.options
         if options.include or options.exclude or options.missing_state or options.placements or options.like:
             return True
-        # Only names say which ids the target gives the parameters that the source has ids of.
-        counts_otherwise = self.target_ids is IdRule.MODEL and self.source_ids is not IdRule.MODEL
+        # Only names say which ids the target gives the parameters that the source has ids of. Places in the model get
+        # the order of the optimizer from whoever knows it.
+        request, optim = self.request, self.opened.optim
+        listed = optim is not None and from_param_names(optim) is not None
+        knows_order = listed or any(each is not None for each in (request.file, request.reference, request.parameters))
+        counts_otherwise = self.target_ids is not self.source_ids and (self.target_ids is IdRule.MODEL or knows_order)
         return source_keys == "id" and options.key_type != "name" and counts_otherwise
 
     def fill(self, checkpoint: Checkpoint, units: Units | None) -> Checkpoint:

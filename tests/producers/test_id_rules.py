@@ -264,6 +264,12 @@ def test_lightnings_ids_are_places_even_if_they_count_from_zero_without_gaps(tmp
     reference = tmp_path / "named.pt" if known_by == "reference" else None
     fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "x.pt", flavor="plain", key_type="name", reference=reference)
     assert same(moments(load(tmp_path / "x.pt")["optimizer"]), truth(model, optimizer))
+    if known_by != "model":  # ids of torch.optim are those of the optimizer's own order
+        fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "ids.pt", flavor="plain", reference=reference)
+        found = load(tmp_path / "ids.pt")["optimizer"]
+        expected = optimizer.state_dict()["state"]
+        assert found["param_groups"][0].get("param_names", own) == own
+        assert all(torch.equal(found["state"][number]["exp_avg"], expected[number]["exp_avg"]) for number in range(3))
 
 
 def test_lightnings_ids_count_group_by_group_in_a_plain_file_and_need_no_names_for_it(tmp_path: Path) -> None:
