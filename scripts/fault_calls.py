@@ -167,7 +167,7 @@ class Trial:
 
     def __init__(self, directory: str, library: ctypes.CDLL) -> None:
         self.directory = directory
-        self.library = library
+        self.shim = library
         self.source = os.path.join(directory, "source.pt")
         self.folder = os.path.join(directory, "work")
         self.log = os.path.join(directory, "log")
@@ -198,11 +198,11 @@ class Trial:
             sys.argv = ["fsdpckpt", "convert", source, target, *options, "--threads", "1", "--max-memory", "128KiB"]
             if fault is not None:
                 names, path, nth, action = fault
-                self.library.fault_arm(names.encode(), path.encode(), nth, action.encode(), 0)
+                self.shim.fault_arm(names.encode(), path.encode(), nth, action.encode(), 0)
             try:
                 main()
             finally:
-                self.library.fault_arm(b"", b"", 0, b"", 0)
+                self.shim.fault_arm(b"", b"", 0, b"", 0)
                 if count is not None:
                     self._write_counts(count)
             return 0
@@ -211,9 +211,7 @@ class Trial:
 
     def _write_counts(self, path: str) -> None:
         """Write how many calls of each name there were, and which modules were loaded."""
-        counts = {
-            name: self.library.fault_count(name.encode()) for names in CALLS.values() for name in names.split(",")
-        }
+        counts = {name: self.shim.fault_count(name.encode()) for names in CALLS.values() for name in names.split(",")}
         with open(path, "w") as file:
             json.dump([counts, [name for name in sys.modules if name.startswith("fsdpckpt") or "." not in name]], file)
 
