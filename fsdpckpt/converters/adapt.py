@@ -21,7 +21,13 @@ from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings, side_files
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.resumption import changes_with_ranks, missing_extra_warnings, ranks_that_saved
+from fsdpckpt.verify.resumption import (
+    changes_with_ranks,
+    has_keys,
+    missing_extra_warnings,
+    names_beside,
+    ranks_that_saved,
+)
 
 _LAMBDAS = "lr_lambdas"  # what LambdaLR has, and its load_state_dict() needs
 _SCHEDULERS = "_schedulers"  # those that SequentialLR and ChainedScheduler consist of
@@ -84,7 +90,7 @@ def adapt_to_form(
         message = f"{checkpoint.source} has no optimizer: {flavor.name} starts with a new one, or stops"
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("resumption", message, warning=True)))
     if has_both and world_size is not None and form.optim is not None:
-        names = _names_beside(checkpoint, sources)
+        names = names_beside(checkpoint, sources)
         changes = changes_with_ranks(flavor, copied.files, ranks_that_saved(checkpoint, names), world_size)
         changed = [Note("resumption", change, warning=True) for change in changes]
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *changed))
@@ -94,12 +100,6 @@ def adapt_to_form(
         lacking = [Note("resumption", text, warning=True) for text in missing_extra_warnings(checkpoint, flavor)]
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *lacking))
     return checkpoint, form, copied.files
-
-
-def _names_beside(checkpoint: Checkpoint, sources: Sources) -> list[str]:
-    """The names in the directory of ``checkpoint``; none if it is one file."""
-    entries = sources.list_directory(checkpoint.directory) if checkpoint.directory else []
-    return [entry.name for entry in entries]
 
 
 def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:
@@ -256,7 +256,7 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
     different = [
         key
         for key, keys in form.loader_opens
-        if checkpoint.extra.get(key) is not None and not _has(checkpoint.extra[key], keys)
+        if checkpoint.extra.get(key) is not None and not has_keys(checkpoint.extra[key], keys)
     ]
     why = f"left out, because flavor {flavor.name} keeps something else under that name"
     checkpoint = _without_extras(checkpoint, different, why)
@@ -313,7 +313,7 @@ def _source_schedule(checkpoint: Checkpoint, required: frozenset[str]) -> dict[K
             value = value.get(step)
         else:
             value = value[step] if isinstance(value, list) and isinstance(step, int) and step < len(value) else None
-    return value if isinstance(value, dict) and _has(value, required) else None
+    return value if isinstance(value, dict) and has_keys(value, required) else None
 
 
 def schedule_of_two_groups(checkpoint: Checkpoint) -> Checkpoint:
@@ -361,7 +361,3 @@ def _optimizer_steps(checkpoint: Checkpoint, sources: Sources) -> int:
     if isinstance(step, Object) and step.number is not None:
         step = step.number.item()
     return int(step) if isinstance(step, int) or (isinstance(step, float) and math.isfinite(step)) else 0
-
-
-def _has(value: Value, keys: frozenset[str]) -> bool:
-    return isinstance(value, dict) and keys <= value.keys()

@@ -301,7 +301,7 @@ def order_contradictions(units: Units, names: Iterable[str], label: str, *, acro
     # is listed where its first name is, which may be in another module.
     placed = units.unit_of().keys() - {first for _, first in units.shared}
     wrong = first_misplaced_module(
-        [_module(name) for name in units.parameters if name in placed], list(map(_module, position))
+        [module_of(name) for name in units.parameters if name in placed], list(map(module_of, position))
     )
     if wrong and across:
         yield f"the order of modules differs: {wrong[0]} in the units, {wrong[1]} in {label}"
@@ -321,7 +321,8 @@ def first_misplaced_module(modules: Sequence[str], listed: Sequence[str]) -> tup
     return None
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
+    """The path of the module that a parameter or buffer belongs to; "" for the root."""
     return name.rpartition(".")[0]
 
 

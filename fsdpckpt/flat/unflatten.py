@@ -15,6 +15,7 @@ import numpy as np
 from fsdpckpt.flat import is_number_per_rank, is_step, slice_lengths
 from fsdpckpt.flat.blocks import require_aligned_blocks
 from fsdpckpt.flat.match import FlatMatch
+from fsdpckpt.flat.names import module_of
 from fsdpckpt.flat.proofs import compare_replicas, require_padding
 from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, group_params
@@ -93,7 +94,7 @@ def _with_buffers(ordered: Sequence[str], names: Iterable[str]) -> list[str]:
     """All ``names``, those of ``ordered`` in that order. Each other one comes where ``Module.state_dict`` has a buffer:
     after the parameters of its own module, and before those of the modules in it.
     """
-    last_own = {_module(name): place for place, name in enumerate(ordered)}
+    last_own = {module_of(name): place for place, name in enumerate(ordered)}
     first_inside: dict[str, int] = {}
     for place, name in reversed(list(enumerate(ordered))):
         words = name.split(".")
@@ -102,17 +103,13 @@ def _with_buffers(ordered: Sequence[str], names: Iterable[str]) -> list[str]:
     following: dict[int, list[str]] = {}  # by the place of the parameter before them, -1 for none
     for name in dict.fromkeys(names):
         if name not in placed:
-            module = _module(name)
+            module = module_of(name)
             place = last_own.get(module, first_inside.get(module, len(ordered)) - 1)
             following.setdefault(place, []).append(name)
     listed = list(following.get(-1, ()))
     for place, name in enumerate(ordered):
         listed += [name, *following.get(place, ())]
     return listed
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _read_whole(leaf: Tensor | Value) -> Tensor | Value:

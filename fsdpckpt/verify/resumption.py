@@ -49,8 +49,7 @@ class Resumption:
 
 def check_resumption(checkpoint: Checkpoint, flavor: Flavor, world_size: int | None, sources: Sources) -> Resumption:
     """Compare ``checkpoint`` with what the loader of ``flavor`` needs. ``world_size``: None for that of the source."""
-    entries = sources.list_directory(checkpoint.directory) if checkpoint.directory else []
-    names = frozenset(entry.name for entry in entries)
+    names = names_beside(checkpoint, sources)
     ranks = world_size or ranks_that_saved(checkpoint, names) or checkpoint.world_size
     form = _own_form(checkpoint, flavor)
     if form is None:
@@ -171,7 +170,7 @@ def _missing_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Itera
     yield from missing_extra_warnings(checkpoint, flavor)
     for key, needed in form.loader_opens:
         value = checkpoint.extra.get(key)
-        if value is not None and not _has_keys(value, needed):
+        if value is not None and not has_keys(value, needed):
             yield f"its {key} is not what {flavor.name} keeps there: expected {', '.join(sorted(needed))}"
 
 
@@ -182,7 +181,8 @@ def missing_extra_warnings(checkpoint: Checkpoint, flavor: Flavor) -> Iterator[s
             yield f"it has no {key}: without it {flavor.name} {what}"
 
 
-def _has_keys(value: Value, keys: frozenset[str]) -> bool:
+def has_keys(value: Value, keys: frozenset[str]) -> bool:
+    """Whether ``value`` is a dict with all of ``keys``."""
     return isinstance(value, dict) and keys <= value.keys()
 
 
@@ -198,6 +198,12 @@ def _changes(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collecti
             of_ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(absent)}"
             yield f"{of_ranks} of {ranks}: no {kind.name.format(rank='N')}, so random states start anew there"
     yield from changes_with_ranks(flavor, names, ranks_that_saved(checkpoint, names), ranks)
+
+
+def names_beside(checkpoint: Checkpoint, sources: Sources) -> frozenset[str]:
+    """The names in the directory of ``checkpoint``; none if it is one file."""
+    entries = sources.list_directory(checkpoint.directory) if checkpoint.directory else []
+    return frozenset(entry.name for entry in entries)
 
 
 def ranks_that_saved(checkpoint: Checkpoint, names: Collection[str]) -> int | None:
