@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager as Context
 from contextlib import nullcontext
-from importlib import import_module
 from typing import Any, Self, TypeAlias
 
 from fsdpckpt import errors
@@ -36,12 +35,6 @@ class Group:
     device: Any
     transport: Any
     control: Any
-
-    @classmethod
-    def over(cls, process_group: Any = None, *, device: Any = None) -> Group:
-        """The ranks of a live process group, as ``TorchGroup.over``."""
-        group: Group = import_module("fsdpckpt.comm.torch_group").TorchGroup.over(process_group, device=device)
-        return group
 
     def step(self, name: str, *, agree: str = "") -> Context[None]:
         """Collective: ``with group.step("write shards"):`` all ranks enter and leave the body together.

@@ -54,4 +54,3 @@ class TestTorchGroupOfOneRank(GroupContract):
 
 def test_without_a_process_group_a_process_is_alone() -> None:
     assert isinstance(TorchGroup.over(), Solo)
-    assert isinstance(Group.over(), Solo)
