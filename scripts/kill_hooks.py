@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpckpt.converters.check import OutputCheck
-from fsdpckpt.execute import _Run, journal
+from fsdpckpt.execute import journal
+from fsdpckpt.execute.run import _Run
 from fsdpckpt.storage import local, staging
 
 PHASES = ("copy", "read-back", "verify", "publish")

@@ -23,12 +23,12 @@ import numpy as np
 
 from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identity
 from fsdpckpt.comm.protocol import Group, Solo, original_error
-from fsdpckpt.converters import Report, encode_manifest, existing_manifest, put_manifest, replaced_files
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.converters.linking import check_linked, make_links, require_linked, without_links
 from fsdpckpt.converters.overwrite import explain_why_overwrite_is_refused, find_replaceable, still_replaceable
 from fsdpckpt.converters.prepare import Prepared, make_report, prepare
 from fsdpckpt.converters.publish import Upload
+from fsdpckpt.converters.report import Report, encode_manifest, existing_manifest, put_manifest, replaced_files
 from fsdpckpt.converters.resume import (
     StagedOutput,
     dry_run_note,

@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from fsdpckpt.converters import PlannedFile, Report, encode_manifest
 from fsdpckpt.converters.adapt import adapt_to_form, schedule_of_two_groups
 from fsdpckpt.converters.huggingface import finish_export
 from fsdpckpt.converters.lay_out import lay_out
 from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_files
+from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest
 from fsdpckpt.converters.sections import transform_sections
 from fsdpckpt.converters.target_mesh import meshes_of, on_mesh, requested_mesh, with_mesh
 from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec, refuse_section_options, require_file_name

@@ -28,9 +28,9 @@ from typing import Self, TypeAlias, TypeVar, cast
 
 from fsdpckpt.comm.liveness import Background, ProcessIdentity, kill_stopped, wait_for
 from fsdpckpt.comm.protocol import Group, Solo
-from fsdpckpt.converters import PlannedFile, Report, replaced_files
 from fsdpckpt.converters.linking import without_links
 from fsdpckpt.converters.overwrite import explain_why_overwrite_is_refused, find_replaceable, foreign_files_error
+from fsdpckpt.converters.report import PlannedFile, Report, replaced_files
 from fsdpckpt.converters.resume import is_resumable, staged_leftover
 from fsdpckpt.converters.staging import UploadDirectory, is_sent, node_label
 from fsdpckpt.converters.target_spec import check_flavor

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fsdpckpt.flat import is_number_per_rank, is_sliced, lengths_text, slice_lengths, tensor_text
 from fsdpckpt.flat.names import first_misplaced_module, order_contradictions, param_names
+from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, lengths_text, slice_lengths, tensor_text
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState, ParamKey, group_params
 from fsdpckpt.ir.names import clean, keeps_order
 from fsdpckpt.ir.quantized import maps_in, scales_in

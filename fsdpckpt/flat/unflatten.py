@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fsdpckpt.flat import is_number_per_rank, is_step, slice_lengths
 from fsdpckpt.flat.blocks import require_aligned_blocks
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.names import module_of
 from fsdpckpt.flat.proofs import compare_replicas, require_padding
+from fsdpckpt.flat.slices import is_number_per_rank, is_step, slice_lengths
 from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, group_params
 from fsdpckpt.ir.dtypes import DType

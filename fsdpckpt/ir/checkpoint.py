@@ -10,10 +10,10 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fsdpckpt.ir import Container, KeyType, Layout, Section
 from fsdpckpt.ir.account import Account
 from fsdpckpt.ir.files import SourceFile
 from fsdpckpt.ir.tensors import Int64Array, Tensor
+from fsdpckpt.ir.terms import Container, KeyType, Layout, Section
 from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Key, Value, leaf_tensors, with_tensors
 

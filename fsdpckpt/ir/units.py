@@ -14,8 +14,8 @@ from itertools import pairwise
 from math import prod
 from typing import TypeAlias, TypeVar
 
-from fsdpckpt.ir import Strategy
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.terms import Strategy
 
 __all__ = ["Strategy"]  # from ``ir``: code that uses units uses it too
 

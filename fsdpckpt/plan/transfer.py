@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan import Copies, CopyParts, FilePlan, Plan, open_windows, rows_of, split_copies
+from fsdpckpt.plan.plan import Copies, CopyParts, FilePlan, Plan, open_windows, rows_of, split_copies
 
 _SNAP = 0.05  # of a part: a rank may write this fraction more if a file then has one writer instead of two
 _BLOCK = 1 << 16  # bytes: no system in use has larger pages, so no page of a file has two writers

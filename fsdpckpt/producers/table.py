@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fsdpckpt.ir import Container, IdRule, Layout, Section
-from fsdpckpt.producers import PLAIN, PLAIN_PATHS, Flavor, Form, MeshForm, RankFileName, SectionPath, Signature
+from fsdpckpt.producers.flavors import PLAIN, PLAIN_PATHS, Flavor, Form, MeshForm, RankFileName, SectionPath, Signature
 
 # accelerate, the Trainer of transformers, Hugging Face
 

@@ -31,7 +31,6 @@ from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.process import without_collection
-from fsdpckpt.readers import READERS
 from fsdpckpt.readers.account import METADATA, AccountBook
 from fsdpckpt.readers.candidates import several_checkpoints
 from fsdpckpt.readers.join import join, without_exports
@@ -47,6 +46,7 @@ from fsdpckpt.readers.manifest import (
 from fsdpckpt.readers.model_config import HUGGING_FACE_WEIGHTS, config_problems
 from fsdpckpt.readers.parts import ReadPart, read_part
 from fsdpckpt.readers.protocol import FileTable, Items, Part, ReadOptions, stem_of
+from fsdpckpt.readers.registry import READERS
 from fsdpckpt.readers.search import UNFINISHED, Found, Search, is_numbered
 from fsdpckpt.readers.side_files import missing_sections, section_of_name, with_flavor
 from fsdpckpt.storage import Entry, is_url

@@ -16,10 +16,10 @@ from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceIncomple
 from fsdpckpt.ir.account import Rule
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, recognise
-from fsdpckpt.readers import READERS
 from fsdpckpt.readers.account import METADATA, AccountBook
 from fsdpckpt.readers.candidates import several_checkpoints
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, Part, ReadOptions
+from fsdpckpt.readers.registry import READERS
 from fsdpckpt.readers.side_files import auxiliary, resuming_producer
 from fsdpckpt.readers.torch_ranks import may_be_torch
 from fsdpckpt.storage import UPLOADING, Entry

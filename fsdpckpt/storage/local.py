@@ -26,7 +26,8 @@ from fsdpckpt.errors import (
     to_copy,
 )
 from fsdpckpt.ir.files import ZEROS_TEXT
-from fsdpckpt.storage import (
+from fsdpckpt.storage.descriptors import PooledDescriptor
+from fsdpckpt.storage.protocols import (
     ByteSource,
     Entry,
     FileIdentity,
@@ -35,7 +36,6 @@ from fsdpckpt.storage import (
     identity_of_status,
     too_short_error,
 )
-from fsdpckpt.storage.descriptors import PooledDescriptor
 from fsdpckpt.text import bytes_text
 
 BLOCK = 4096  # bytes: the alignment that direct writes need on every disk in use

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.storage import ByteSource, FileIdentity, change_between, changed_error
+from fsdpckpt.storage.protocols import ByteSource, FileIdentity, change_between, changed_error
 from fsdpckpt.storage.retry import HttpStatusError, ShortAnswerError, with_retries
 from fsdpckpt.text import bytes_text
 

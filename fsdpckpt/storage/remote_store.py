@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from fsdpckpt.errors import SourceError, SourceMissingError, SourceUnrecognisedError, to_copy
-from fsdpckpt.storage import UPLOADING, Entry, FileIdentity, remote_identity
+from fsdpckpt.storage.protocols import UPLOADING, Entry, FileIdentity, remote_identity
 from fsdpckpt.storage.remote_file import (
     REQUESTS,
     RangeCache,

@@ -11,7 +11,8 @@ from typing import Self, TypeVar, cast
 
 from fsdpckpt.ir.files import Inline, SourceFile, Zeros
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.storage import (
+from fsdpckpt.storage.local import LocalFile, MemoryFile, ZeroFile, list_directory, stat
+from fsdpckpt.storage.protocols import (
     ByteSource,
     Entry,
     FileIdentity,
@@ -20,7 +21,6 @@ from fsdpckpt.storage import (
     identity_now,
     is_url,
 )
-from fsdpckpt.storage.local import LocalFile, MemoryFile, ZeroFile, list_directory, stat
 from fsdpckpt.storage.remote_file import AHEAD, REQUESTS, RemoteFile
 from fsdpckpt.storage.remote_store import RemoteStore
 

@@ -15,10 +15,10 @@ from itertools import chain
 from typing import TypeAlias
 
 from fsdpckpt.errors import EMPTY, TargetExistsError, TargetUnwritableError, UsageError
-from fsdpckpt.storage import FileIdentity, identity_of_status, is_url
 from fsdpckpt.storage.hidden import NAME_LIMIT, hidden_place_of
 from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.places import Tree, is_mount_point, is_within
+from fsdpckpt.storage.protocols import FileIdentity, identity_of_status, is_url
 from fsdpckpt.text import bytes_text
 
 Contents: TypeAlias = "Mapping[str, FileIdentity]"

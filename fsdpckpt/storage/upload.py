@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fsdpckpt.errors import SourceError, TargetExistsError, TargetUnwritableError, UsageError
-from fsdpckpt.storage import UPLOADING, is_url
+from fsdpckpt.storage.protocols import UPLOADING, is_url
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
 from fsdpckpt.storage.retry import target_error, with_retries
 from fsdpckpt.text import bytes_text

@@ -41,7 +41,7 @@ from fsdpckpt.layouts import (
     mesh_chunks,
     source_chunks,
 )
-from fsdpckpt.writers import WriteSpec
+from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import Leaf, flatten
 from fsdpckpt.writers.torch_full import lay_out_file
 

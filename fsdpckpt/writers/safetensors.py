@@ -20,7 +20,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Json, Key, Value, encode, leaf_tensors
 from fsdpckpt.producers import EXTRA_STEM
 from fsdpckpt.text import plural
-from fsdpckpt.writers import DtypeRule, WriteSpec
+from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one
 from fsdpckpt.writers.torch_full import ties
 

@@ -28,7 +28,7 @@ from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, contiguous_stride, spans_
 from fsdpckpt.ir.values import Global, Object, Value, leaf_tensors, walk
 from fsdpckpt.producers import PathKey
 from fsdpckpt.text import some_of
-from fsdpckpt.writers import WriteSpec
+from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one, model_dict, nested
 
 

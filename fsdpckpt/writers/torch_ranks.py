@@ -30,8 +30,8 @@ from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts import mesh_box, row_sharding
 from fsdpckpt.options import TensorForm
 from fsdpckpt.text import size_text
-from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.dtensor_pickle import DTensorPickle, target_version
+from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.rank_pickle import RankPickle, ShardedTensorPickle
 from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank, model_dict
 from fsdpckpt.writers.torch_full import ties

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.formats import dcp as reader
 from fsdpckpt.formats.dcp import DcpMetadata, parse_metadata, reduce, repeats
+from fsdpckpt.formats.dcp import metadata as reader
 from fsdpckpt.formats.dcp.repeats import ENTRY, KnownTensors
 from fsdpckpt.formats.dcp.runs import Memo
 from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_pickle

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdpckpt import api
-from fsdpckpt.formats import dcp as reader
+from fsdpckpt.formats.dcp import metadata as reader
 from fsdpckpt.storage.local import LocalFile
 from tests.readers.played_ranks import as_rank
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdpckpt.errors import SourceUnsupportedError, UsageError, to_copy
-from fsdpckpt.flat.live import fsdp_modules, unit_param
+from fsdpckpt.flat.live.modules import fsdp_modules, unit_param
 from fsdpckpt.flat.live.save import units_of
 from fsdpckpt.flat.units import module_pattern
 from fsdpckpt.ir.dtypes import DType

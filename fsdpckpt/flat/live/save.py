@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
-from fsdpckpt.flat.live import (
+from fsdpckpt.flat.live.modules import (
     FsdpModule,
     contradictions,
     dtype_of,

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fsdpckpt.errors import UsageError
-from fsdpckpt.flat.live import groups, unit_param
+from fsdpckpt.flat.live.modules import groups, unit_param
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.units import Units
 

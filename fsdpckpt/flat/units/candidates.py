@@ -19,9 +19,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fsdpckpt.flat import is_number_per_rank, is_sliced, possible_numels, slice_lengths
 from fsdpckpt.flat.names import NamedParam, ParameterNames, UnitPrefixes, raw_names
-from fsdpckpt.flat.units import Settings, build_units, innermost_unit
+from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, possible_numels, slice_lengths
+from fsdpckpt.flat.units.build import Settings, build_units, innermost_unit
 from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 from typing import TypeAlias
 
-from fsdpckpt.flat.units import innermost_unit, regrouped
+from fsdpckpt.flat.units.build import innermost_unit, regrouped
 from fsdpckpt.ir.units import Groups, RankOrder, Unit, UnitParam, Units
 
 _INSIDE = "\0"  # stands for the name of any parameter in a module

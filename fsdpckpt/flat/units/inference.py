@@ -16,9 +16,9 @@ from typing import TypeAlias
 import numpy as np
 
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.flat import describe_lengths, has_uneven_slices, lengths_by_key, possible_shard_sizes
 from fsdpckpt.flat.match import FlatMatch, match
-from fsdpckpt.flat.units import Settings, differing_settings
+from fsdpckpt.flat.slices import describe_lengths, has_uneven_slices, lengths_by_key, possible_shard_sizes
+from fsdpckpt.flat.units.build import Settings, differing_settings
 from fsdpckpt.flat.units.candidates import Candidate, group_candidates
 from fsdpckpt.flat.units.request import ResolvedUnits, order_unknown
 from fsdpckpt.ir.checkpoint import Checkpoint

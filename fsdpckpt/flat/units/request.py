@@ -23,7 +23,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.names import ParameterNames, model_names, name_contradictions, optimizer_names, order_contradictions
-from fsdpckpt.flat.units import Settings, expand_globs, innermost_unit, listed_keys
+from fsdpckpt.flat.units.build import Settings, expand_globs, innermost_unit, listed_keys
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, group_params
 from fsdpckpt.ir.dtypes import DType

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
-from fsdpckpt.flat import describe_lengths, is_sliced
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.names import (
     ParameterNames,
@@ -17,7 +16,8 @@ from fsdpckpt.flat.names import (
     prefixes_of,
     unwrapped_names,
 )
-from fsdpckpt.flat.units import Settings, expand_globs, layers_glob
+from fsdpckpt.flat.slices import describe_lengths, is_sliced
+from fsdpckpt.flat.units.build import Settings, expand_globs, layers_glob
 from fsdpckpt.flat.units.candidates import Candidate, candidates
 from fsdpckpt.flat.units.inference import Refusal, infer
 from fsdpckpt.flat.units.request import (

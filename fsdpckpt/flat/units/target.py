@@ -12,7 +12,15 @@ from itertools import groupby
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.flat.names import NamedParam, ParameterNames, model_names, optimizer_names, units_names, unwrapped_names
-from fsdpckpt.flat.units import Settings, build_units, expand_globs, keyed_groups, layers_glob, listed_keys, regrouped
+from fsdpckpt.flat.units.build import (
+    Settings,
+    build_units,
+    expand_globs,
+    keyed_groups,
+    layers_glob,
+    listed_keys,
+    regrouped,
+)
 from fsdpckpt.flat.units.inference import describe_settings, possibly_channels_last
 from fsdpckpt.flat.units.request import (
     ResolvedUnits,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.formats.torch import OpenedArchive, TorchArchive, parse_archive
+from fsdpckpt.formats.torch.archive import OpenedArchive, TorchArchive, parse_archive
 from fsdpckpt.formats.torch.distributed import BoxInFile, BoxInLocal, Cut, CutBoxes, Distributed, DistributedParser
 from fsdpckpt.formats.torch.mesh import Hole, Mesh, MeshParser
 from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder, Wrapped

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.formats.torch import TorchArchive, local_tensor, open_archive, parse_archive
+from fsdpckpt.formats.torch.archive import TorchArchive, local_tensor, open_archive, parse_archive
 from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder
 from fsdpckpt.formats.zip import ZipDirectory
 from fsdpckpt.ir.dtypes import STORAGE_DTYPES, DType

@@ -18,7 +18,7 @@ from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks, is_blockwise, split_state
 from fsdpckpt.ir.tensors import Box, Boxes, Chunks, Tensor
 from fsdpckpt.ir.values import Value
-from fsdpckpt.readers.dcp import DcpDirectory
+from fsdpckpt.readers.dcp.directory import DcpDirectory
 from fsdpckpt.readers.protocol import ChunkedTensor, Tree, build_tensors
 from fsdpckpt.storage.sources import Sources
 

@@ -32,7 +32,7 @@ from fsdpckpt.ir.tensors import (
 )
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.layouts import as_fully_shard, mesh_box
-from fsdpckpt.readers.dcp import DcpDirectory
+from fsdpckpt.readers.dcp.directory import DcpDirectory
 from fsdpckpt.readers.protocol import ChunkedTensor, Tree
 from fsdpckpt.readers.safetensors import sharding_info
 from fsdpckpt.storage.sources import Sources

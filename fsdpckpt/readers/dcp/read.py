@@ -22,8 +22,8 @@ from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note, Problem, 
 from fsdpckpt.ir.tensors import Boxes, Chunks, OneSlice, Tensor, contiguous_strides
 from fsdpckpt.ir.values import UNREAD, Key, Value
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
-from fsdpckpt.readers.dcp import DcpDirectory, open_directory
 from fsdpckpt.readers.dcp.blockwise import read_blockwise
+from fsdpckpt.readers.dcp.directory import DcpDirectory, open_directory
 from fsdpckpt.readers.dcp.items import declared_chunks, first_of_items, locate_chunks, read_values
 from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, Items, Tree, build_tensors
 from fsdpckpt.storage.sources import Sources

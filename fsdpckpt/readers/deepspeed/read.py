@@ -19,8 +19,8 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.values import Key, Object, Value
-from fsdpckpt.readers.deepspeed import ZERO_1_OR_2, ZERO_3, require_all_ranks
 from fsdpckpt.readers.deepspeed.layers import module_of, open_layers
+from fsdpckpt.readers.deepspeed.required_files import ZERO_1_OR_2, ZERO_3, require_all_ranks
 from fsdpckpt.readers.deepspeed.step import (
     FlatGroup,
     FlatGroups,

@@ -27,7 +27,7 @@ from fsdpckpt.ir.checkpoint import Checksums, Layout, Note
 from fsdpckpt.ir.dtypes import MAX_DIMENSIONS
 from fsdpckpt.ir.tensors import Flattened
 from fsdpckpt.ir.values import Key, Object, Value
-from fsdpckpt.readers.deepspeed import require_one_save
+from fsdpckpt.readers.deepspeed.required_files import require_one_save
 from fsdpckpt.readers.flat_slices import boxes_of_range
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, file_name

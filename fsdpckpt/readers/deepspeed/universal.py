@@ -22,8 +22,8 @@ from fsdpckpt.formats.zip import top_folder
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Object, Value
-from fsdpckpt.readers.deepspeed import OPTIMIZER_STATE, ZERO
 from fsdpckpt.readers.deepspeed.read import DESCRIBED_STATES
+from fsdpckpt.readers.deepspeed.required_files import OPTIMIZER_STATE, ZERO
 from fsdpckpt.readers.deepspeed.step import (
     FlatGroup,
     ModuleStates,

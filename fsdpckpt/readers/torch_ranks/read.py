@@ -35,9 +35,9 @@ from fsdpckpt.readers.flat_slices import crcs_of_chunks, flat_parameter_keys
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree
 from fsdpckpt.readers.sections import regroup, regrouped, split
-from fsdpckpt.readers.torch_ranks import check_names
 from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.rank_files import grouped, open_ranks
+from fsdpckpt.readers.torch_ranks.rank_names import check_names
 from fsdpckpt.readers.xla_fairscale import find_shard_metadata, name_shards, shards_without_metadata
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import listed, plural, some_of

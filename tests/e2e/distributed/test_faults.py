@@ -14,7 +14,7 @@ from tests.oracle.forked import ROOT, processes_in, run
 
 LIMIT = 4.0  # seconds, so that the tests do not take 15 each
 TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
-COPY, READ = "fsdpckpt.execute:write_window", "fsdpckpt.converters.pipeline:prepare"
+COPY, READ = "fsdpckpt.execute.run:write_window", "fsdpckpt.converters.pipeline:prepare"
 COMPARE = "fsdpckpt.converters.check:first_difference"
 FINISH, COMMIT = "fsdpckpt.execute.output:Output.export", "fsdpckpt.storage.staging:Staging.commit"
 

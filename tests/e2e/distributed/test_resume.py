@@ -23,7 +23,7 @@ from tests.oracle.forked import ROOT, run
 from tests.oracle.launch import torchrun
 
 TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
-COPY, COMMIT = "fsdpckpt.execute:write_window", "fsdpckpt.storage.staging:Staging.commit"
+COPY, COMMIT = "fsdpckpt.execute.run:write_window", "fsdpckpt.storage.staging:Staging.commit"
 LIMIT = 200.0  # seconds; 10 on two idle cores
 RANKS, FULL = "all to all", "gather"
 

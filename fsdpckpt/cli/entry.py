@@ -1,0 +1,121 @@
+"""The command line: options in, one call of the API, an exit code out.
+
+Until a command works, a signal just ends the process; what takes time to import is imported after that.
+"""
+
+from __future__ import annotations
+
+import _signal as signal  # type: ignore[import-not-found]  # without the time that signal's enums take
+import os
+import sys
+
+TYPE_CHECKING = False  # as in typing, whose import takes time
+if TYPE_CHECKING:
+    from fsdpckpt.cli.output import Output
+
+# What ``--json`` prints for a signal. Nothing can be imported to make it when ``_end`` runs.
+_INTERRUPTED = (
+    b'{"schema": "fsdpckpt/error/1", "error": {"type": "InterruptedRunError", "exit_code": 130, "what": "by a signal", '
+    b'"details": [], "why": "Ctrl-C, or a signal from the system; no partial output was left", '
+    b'"next_step": "run it again", '
+    b'"file": null, "key": null, "rank": null, "expected": null, "found": null}}\n'
+)
+
+NEAR = 0.8  # similarity of a mistyped option to the suggested one: --verbose is not --overwrite
+
+
+def main() -> None:
+    """Run the command line and exit with the contract's code."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # until the command is loaded, and catches them itself
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
+    from contextlib import suppress
+
+    from fsdpckpt.cli.errors import Interruption, guarded, ignore_signals
+    from fsdpckpt.process import process_role, started_as_worker
+
+    worker = False
+    try:
+        from fsdpckpt.cli.output import Output
+
+        worker = process_role.worker = sys.argv[1:2] == ["convert"] and started_as_worker()
+        output = Output(as_json="--json" in sys.argv[1:], quiet=False)
+        code = guarded(output, lambda: _run(output))
+    except Interruption:
+        ignore_signals()
+        sys.stderr.write("error: interrupted\n")
+        code = 130
+    if worker or process_role.lost:  # torch's threads may abort an orderly end, or hang when their group failed
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # nobody listens any more
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _end(_number: int, _frame: object) -> None:
+    """End the process at once, with one line (and a document, of the first worker alone) and exit code 130: nothing has
+    begun yet.
+
+    An exception would be lost where Python cannot raise one, in the middle of an import.
+    """
+    try:
+        os.write(2, b"error: interrupted\n")
+        if "--json" in sys.argv[1:] and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            os.write(1, _INTERRUPTED)
+    finally:
+        os._exit(130)
+
+
+def _run(output: Output) -> int:
+    from fsdpckpt.cli.app import USAGE_ERRORS, app
+    from fsdpckpt.cli.errors import show_error
+
+    try:
+        code = app(prog_name="fsdpckpt", standalone_mode=False)  # also for python -m: completion is by name
+    except USAGE_ERRORS as error:
+        return show_error(output, _usage_error(error))
+    return code if isinstance(code, int) else 0
+
+
+def _usage_error(error: BaseException) -> BaseException:
+    """A typer usage error as a UsageError."""
+    from fsdpckpt.errors import UsageError
+
+    unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
+    message = str(getattr(error, "format_message", lambda: str(error))()).rstrip(".")
+    what = f"there is no option {unknown}" if unknown else message[:1].lower() + message[1:]
+    expected = _expected(error, message)
+    return UsageError(what, expected=expected, next_step=_meant_option(error, unknown) if unknown else None)
+
+
+def _expected(error: BaseException, message: str) -> str | None:
+    """The commands, if one was expected; else the arguments of a command that lacks some."""
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return None
+    if message.startswith("No such command"):
+        return ", ".join(context.command.list_commands(context))
+    if message.startswith("Missing argument"):
+        return " ".join((context.command_path, *context.command.collect_usage_pieces(context)[1:]))
+    return None
+
+
+def _meant_option(error: BaseException, unknown: str) -> str | None:
+    """The option that was probably meant by one that does not exist."""
+    from difflib import get_close_matches
+
+    from fsdpckpt.errors import to_copy
+    from fsdpckpt.option_fields import option_with_synonym
+    from fsdpckpt.options import ConvertOptions
+
+    meant = option_with_synonym([ConvertOptions], unknown.lstrip("-")) if sys.argv[1:2] == ["convert"] else None
+    if meant is not None:
+        return f"{meant.flag}: {meant.help_text}"
+    if unknown == "--version":
+        return to_copy("this shows the version", "fsdpckpt --version")
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    flags = [flag for param in getattr(command, "params", ()) for flag in (*param.opts, *param.secondary_opts)]
+    near = get_close_matches(unknown, flags, n=1, cutoff=NEAR)
+    return f"did you mean {near[0]}?" if near else None

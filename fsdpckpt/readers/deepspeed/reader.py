@@ -1,0 +1,160 @@
+"""Reads DeepSpeed checkpoints with ZeRO: the fp32 weights and the optimizer's states by name.
+
+``engine.save_checkpoint`` writes a directory for each step, ``<tag>/``, and the file ``latest`` beside them with the
+name of the last. In the directory of a step every data-parallel rank ``r`` has its part of the fp32 weights and of the
+states in ``[bf16_|fp16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt``. The state dict of the module is in
+``mp_rank_00_model_states.pt`` (stages 1 and 2), or in ``zero_pp_rank_<r>_mp_rank_00_model_states.pt`` of each rank
+(stage 3) (``deepspeed/runtime/engine.py``).
+
+A *universal* checkpoint has the same files of module states, and in ``zero/<parameter>/`` a file for the whole weight
+and for each whole state in the place of the parts. ``latest_universal`` names its directory
+(``deepspeed/checkpoint/ds_to_universal.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.readers.deepspeed.required_files import (
+    MAX_NAMES,
+    OPTIMIZER_STATE,
+    ZERO,
+    ZERO_1_OR_2,
+    ZERO_3,
+    require_all_ranks,
+    require_one_save,
+)
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, claim_latest
+from fsdpckpt.storage import Entry
+from fsdpckpt.storage.sources import Sources
+
+_OPTIM = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{1,5})_optim_states\.pt$")
+_MODEL = re.compile(r"^(?:zero_pp_rank_(\d{1,5})_)?mp_rank_(\d{1,5})_model_states\.pt$")
+_EXPERT = re.compile(r"^(?:layer_\d+_)?expert_\d+_.*_model_states\.pt$|^expp_rank_\d+_.*_optim_states\.pt$")
+_LAYER = re.compile(r"^layer_(\d{1,6})(?:-model_(\d{1,5}))?-model_states\.pt$")  # without a model axis it is not there
+_LATEST = ("latest", "latest_universal")
+_SCRIPTS = frozenset({"zero_to_fp32.py", "zero_to_torch.py"})
+_PRECISIONS = {"bf16_": "in bfloat16", "fp16_": "in float16", "": "in float16 or float32"}
+
+
+class DeepSpeedReader:
+    """Directories written by ``DeepSpeedEngine.save_checkpoint`` with ZeRO, and universal checkpoints."""
+
+    def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
+        """Raises SourceIncompleteError: one file of ZeRO is useless without those of the other ranks."""
+        match = _OPTIM.match(file.name)
+        if match is None:
+            return None
+        raise SourceIncompleteError(
+            f"{file.path} is one rank's part of a DeepSpeed ZeRO checkpoint",
+            file=file.path,
+            rank=int(match[1]),
+            why="the parts of all ranks together hold the parameters",
+            next_step="give the directory with the files of all ranks",
+        )
+
+    def recognise_directory(
+        self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
+    ) -> Claim:
+        """Claim the step in ``path``, or the one that ``latest`` or ``latest_universal`` names. Raises
+        SourceIncompleteError that lists missing files, SourceUnsupportedError for a model that is parallel in other
+        ways as well.
+        """
+        claim = _claim_step(path, files, sources)
+        for latest in _LATEST:
+            if not claim.parts:
+                claim = claim_latest(path, files.get(latest), sources, partial(_claim_step, sources=sources))
+                claim.names.update(_SCRIPTS & files.keys() if claim.parts else ())
+        return claim
+
+
+def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Claim:
+    """Claim the step among ``files``, those of the directory ``path``; nothing if there is none."""
+    above, _, name = path.rstrip("/").rpartition("/")
+    if name == ZERO and OPTIMIZER_STATE in files:
+        raise SourceIncompleteError(
+            f"{path} has only the weights and states of a DeepSpeed universal checkpoint",
+            file=path,
+            why="which parameters and buffers there are is in the files of module states, one directory up",
+            next_step=f"give {above or '..'}",
+        )
+    if any(_OPTIM.match(name) for name in files):
+        return _claim_zero(path, files)
+    layers = sorted(filter(_LAYER.match, files))
+    if layers:
+        raise _unsupported(path, "pipeline stages", layers, "without the states of ZeRO, which would name them")
+    if any(_MODEL.match(name) for name in files):
+        zero = sources.stat(f"{path.rstrip('/')}/{ZERO}")
+        if zero is not None and zero.directory:
+            return _claim_universal(path, files)
+    elif not files and sources.stat(f"{path.rstrip('/')}/{ZERO}/{OPTIMIZER_STATE}") is not None:
+        require_all_ranks(path, {}, {}, per_rank=False)
+    return Claim()
+
+
+def _claim_universal(path: str, files: Mapping[str, Entry]) -> Claim:
+    matches = {name: match for name in files if (match := _MODEL.match(name))}
+    whole = {name: match for name, match in matches.items() if match[1] is None}
+    used = whole or matches  # if both exist, ZeRO 3 loads the second
+    model = {int(match[1] or 0): name for name, match in used.items() if int(match[2]) == 0}
+    require_all_ranks(path, {}, model, per_rank=not whole)
+    paths = {rank: files[name].path for rank, name in sorted(model.items())}
+    others = [files[name].path for name, match in sorted(used.items()) if int(match[2])]
+
+    def read(table: FileTable, sources: Sources) -> Tree:
+        from fsdpckpt.readers.deepspeed.universal import read_universal
+
+        return read_universal(path, paths, others, table, sources)
+
+    return Claim([Part(path, "deepspeed", read)], {*matches, *(_SCRIPTS & files.keys())}, directories={ZERO})
+
+
+def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
+    names = {name for name in files if any(pattern.match(name) for pattern in (_OPTIM, _MODEL, _EXPERT, _LAYER))}
+    _require_data_parallel(path, names)
+    optimizers, models = sorted(filter(_OPTIM.match, names)), sorted(filter(_MODEL.match, names))
+    require_one_save(path, {name: _PRECISIONS[name.partition("zero_pp_rank_")[0]] for name in optimizers})
+    require_one_save(path, {name: ZERO_1_OR_2 if name.startswith("mp_") else ZERO_3 for name in models})
+    optim = {int(match[1]): name for name in names if (match := _OPTIM.match(name))}
+    model = {int(match[1] or 0): name for name in names if (match := _MODEL.match(name))}
+    optim_paths = {rank: files[name].path for rank, name in sorted(optim.items())}
+    model_paths = {rank: files[name].path for rank, name in sorted(model.items())}
+    layers = {int(match[1]): files[name].path for name in sorted(names) if (match := _LAYER.match(name))}
+
+    def read(table: FileTable, sources: Sources) -> Tree:
+        from fsdpckpt.readers.deepspeed.read import read_zero
+
+        return read_zero(path, optim_paths, model_paths, layers, table, sources)
+
+    return Claim([Part(path, "deepspeed", read)], names | (_SCRIPTS & files.keys()))
+
+
+def _require_data_parallel(path: str, names: set[str]) -> None:
+    """Refuse other kinds of parallelism: they cut tensors in ways that these files do not record. A pipeline of one
+    stage is not parallel.
+    """
+    experts = sorted(name for name in names if _EXPERT.match(name))
+    layers = sorted(name for name in names if _LAYER.match(name))
+    others = sorted(
+        name for name in names if (match := _OPTIM.match(name) or _MODEL.match(name)) is not None and int(match[2]) > 0
+    )
+    cut = [name for name in layers if (match := _LAYER.match(name)) is not None and int(match[2] or 0) > 0]
+    numbers = {match[1] for name in layers if (match := _LAYER.match(name)) is not None}
+    stages = layers if others or cut or len(numbers) < len(layers) else []
+    for kind, files in (("experts", experts), ("pipeline stages", stages), ("tensor parallel ranks", others)):
+        if files:
+            raise _unsupported(path, kind, files)
+
+
+def _unsupported(path: str, kind: str, files: Sequence[str], more: str = "") -> SourceUnsupportedError:
+    """The error for a step with ``files`` that belong to another ``kind`` of parallelism."""
+    return SourceUnsupportedError(
+        f"{path} is a DeepSpeed checkpoint with files of {kind}{more and f' {more}'}, which fsdpckpt does not read",
+        details=files[:MAX_NAMES],
+        file=f"{path.rstrip('/')}/{files[0]}",
+        why="how the tensors of these files belong together is in the code of the model, not in the files",
+        next_step="convert it with the model's own script (ds_to_universal.py, or convert_*.py of the trainer)",
+    )
