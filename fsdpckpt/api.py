@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 from fsdpckpt.command_options import (
@@ -437,14 +438,28 @@ def _name_both(a: Checkpoint, b: Checkpoint, sources: Sources, options: DiffOpti
     request = _units_request(options)
     named = [logical(each, sources, request, other=other) for each, other in ((a, b), (b, a))]
     require_comparable(named[0], named[1], request, sources)
-    key_types = {each.optim.key_type for each in named if each.optim is not None}
-    if key_types == {"id", "name"} and _knowledge(options):
+    if _knowledge(options) and _keyed_differently(*named):
         named = [_with_names(each, request, sources) for each in named]
     return named
 
 
+def _keyed_differently(a: Checkpoint, b: Checkpoint) -> bool:
+    """Whether a key of an optimizer of one side may be another parameter's on the other side."""
+    from fsdpckpt.ir.sections import optimizers
+    from fsdpckpt.producers.table import id_rule_of
+
+    rules = {
+        id_rule_of(each) if optim.key_type == "id" else None
+        for each in (a, b)
+        for optim in optimizers(each)
+        if optim.key_type is not None
+    }
+    return len(rules) > 1
+
+
 def _with_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> Checkpoint:
-    """``checkpoint`` with its optimizer keyed by name, as ``request`` says."""
+    """``checkpoint`` with its optimizers keyed by name, as ``request`` says."""
+    from fsdpckpt.ir.sections import with_each_optimizer
     from fsdpckpt.readers.detect import open_checkpoint
     from fsdpckpt.transform.rekey import apply_key_type
 
@@ -452,15 +467,16 @@ def _with_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources)
     if request.reference is not None:
         with of_option("--reference"):
             reference = open_checkpoint(request.reference, sources=sources, locate=False)
-    return apply_key_type(
-        checkpoint,
-        "name",
+    name = partial(
+        apply_key_type,
+        key_type="name",
         units=_load_units(request.file),
         reference=reference,
         parameters=request.parameters,
         parameter_groups=request.parameter_groups,
         buffers=request.buffers,
     )
+    return with_each_optimizer(checkpoint, name)
 
 
 def find_units(source: Path, options: UnitsOptions) -> ResolvedUnits:

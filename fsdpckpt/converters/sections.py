@@ -17,7 +17,6 @@ from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.producers.table import id_rule_of
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.rekey import apply_key_type
 from fsdpckpt.transform.selection import NoKeyMatchesError
@@ -78,7 +77,6 @@ def _with_listed_parameters(opened: Checkpoint, options: ConvertOptions) -> Chec
                 reference=None,
                 parameters=None,
                 buffers=options.buffers,
-                source_rule=id_rule_of(opened.flavor, opened.layout, opened.container),
             )
             keys = by_name.optim.param_keys() if by_name.optim is not None else []
             listed.append((view.model, {clean(key) for key in keys if isinstance(key, str)}))

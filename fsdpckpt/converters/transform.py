@@ -160,8 +160,7 @@ def _require_reference(options: ConvertOptions, sources: Sources) -> None:
 
 def _id_rules(opened: Checkpoint, spec: TargetSpec) -> tuple[IdRule, IdRule]:
     """How the source and the target count ids."""
-    source = id_rule_of(opened.flavor, opened.layout, opened.container)
-    return source, spec.form.id_rule if spec.form is not None else IdRule.GROUPS
+    return id_rule_of(opened), spec.form.id_rule if spec.form is not None else IdRule.GROUPS
 
 
 def _source_units(
@@ -341,7 +340,6 @@ class _Steps:
             parameter_groups=self.request.parameter_groups,
             buffers=self.options.buffers,
             rule=self.target_ids,
-            source_rule=self.source_ids,
         )
         return replace(keyed, model=None) if only_optimizer else keyed
 

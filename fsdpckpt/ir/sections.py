@@ -6,7 +6,7 @@ it among the extras (``in_extras``), under the keys that it had in the source.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, OptimState, stored_entry
@@ -73,6 +73,21 @@ def _alike(model: Iterable[Key], optimizer: Iterable[Key]) -> bool:
     words = [str(key) for key in model if key not in _KINDS]
     texts = [str(key) for key in optimizer]
     return any(word in text for word in words for text in texts)
+
+
+def optimizers(checkpoint: Checkpoint) -> list[OptimState]:
+    """The main optimizer, if there is one, and the named ones."""
+    contents = [checkpoint.optim, *(named.content for named in checkpoint.named)]
+    return [content for content in contents if isinstance(content, OptimState)]
+
+
+def with_each_optimizer(checkpoint: Checkpoint, change: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
+    """``checkpoint`` with every optimizer as ``change`` makes it of a checkpoint that has no other one."""
+    named: list[NamedSection] = []
+    for section in checkpoint.named:
+        changed = change(alone(checkpoint, section)).optim if isinstance(section.content, OptimState) else None
+        named.append(section if changed is None else replace(section, content=changed))
+    return replace(change(checkpoint), named=tuple(named))
 
 
 def section_dict(content: ModelState | OptimState) -> dict[Key, Value]:

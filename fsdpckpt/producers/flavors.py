@@ -123,7 +123,7 @@ class RankFileName:
 @dataclass(frozen=True, slots=True)
 class Signature:
     """How to recognise a framework: each pattern of ``files`` matches a name in the directory, and all ``keys`` are
-    top-level keys beside model and optimizer.
+    top-level keys, those of model and optimizer included.
 
     ``model``: the path of keys of a DCP checkpoint's model, None for any. ``flattened``: whether its optimizer's keys
     are (see ``Form``), None for any.

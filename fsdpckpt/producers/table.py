@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fsdpckpt.ir import Container, IdRule, Layout, Section
+from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.producers.flavors import PLAIN, PLAIN_PATHS, Flavor, Form, MeshForm, RankFileName, SectionPath, Signature
 
 # accelerate, the Trainer of transformers, Hugging Face
@@ -171,7 +172,12 @@ _LIGHTNING_FULL = replace(
 LIGHTNING = Flavor(
     name="lightning",
     title="Lightning's Trainer",
-    signs=(Signature(keys=(_VERSION,)), Signature(_META_FILES, ("loops",))),
+    signs=(  # the version stays an extra in a file of other keys, which count ids otherwise
+        Signature(keys=(_VERSION, "state_dict")),
+        Signature(keys=(_VERSION, "optimizer_states")),
+        Signature(_META_FILES, (_VERSION,)),
+        Signature(_META_FILES, ("loops",)),
+    ),
     forms=(_lightning_sharded("model", "optimizer_0", _DEFAULTS), _LIGHTNING_FULL),
     state=r"^(meta\.pt|\.metadata|.*\.distcp)$",
     schedules=(("lr_schedulers", 0),),
@@ -369,11 +375,11 @@ WRITABLE = (PLAIN, *sorted(flavor.name for flavor in FLAVORS if flavor.forms))
 EXPORT_DIRECTORIES = frozenset(name for flavor in FLAVORS for name in flavor.export_directories)
 
 
-def id_rule_of(flavor: str, layout: Layout, container: str) -> IdRule:
-    """How a framework counts the ids of an optimizer in a checkpoint of this layout and container."""
-    found = flavor_named(flavor)
+def id_rule_of(checkpoint: Checkpoint) -> IdRule:
+    """How the framework that saved ``checkpoint`` counts the ids of an optimizer: nobody else knows it."""
+    found = flavor_named(checkpoint.flavor)
     for form in found.forms if found is not None else ():
-        if (form.layout, form.container) == (layout, container):
+        if (form.layout, form.container) == (checkpoint.layout, checkpoint.container):
             return form.id_rule
     return IdRule.GROUPS
 

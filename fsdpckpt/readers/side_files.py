@@ -283,7 +283,9 @@ def with_flavor(checkpoint: Checkpoint, names: Sequence[str], directory: str) ->
 def flavor_of(checkpoint: Checkpoint, names: Sequence[str], directory: str) -> str:
     """The producer according to the file names, or to the keys beside model and optimizer; else ``plain``."""
     model, flattened = checkpoint.nesting.get(Section.MODEL), checkpoint.flattened_keys
-    flavor = recognise(names, directory=directory, keys=checkpoint.extra, model=model, flattened=flattened)
+    sections = [*checkpoint.nesting.values(), *(named.path for named in checkpoint.named)]
+    keys = {*checkpoint.extra, *(path[0] for path in sections if path)}
+    flavor = recognise(names, directory=directory, keys=keys, model=model, flattened=flattened)
     return flavor.name if flavor is not None else PLAIN
 
 

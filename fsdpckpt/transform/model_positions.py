@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
+from fsdpckpt.ir import IdRule
 from fsdpckpt.transform.assignment import Answer, Fits
 
 _Path: TypeAlias = tuple["_Path | None", int]
 """The names of the ids so far, last first: those before, then the index of the last one's name."""
 
 
-def counts_over_model(groups: Sequence[Sequence[int]]) -> bool:
-    """Whether the ids that ``groups`` list are places in the model: each list is sorted, and they are not those of
-    ``torch.optim``, which counts in the order of the lists.
+def counts_over_model(groups: Sequence[Sequence[int]], rule: IdRule = IdRule.GROUPS) -> bool:
+    """Whether the ids that ``groups`` list are places in the model: each list is sorted, and the framework counts so by
+    its ``rule``, or they are not those of ``torch.optim``, which counts in the order of the lists.
     """
+    if any(list(group) != sorted(group) for group in groups):
+        return False
     numbers = [number for group in groups for number in group]
-    return numbers != list(range(len(numbers))) and all(list(group) == sorted(group) for group in groups)
+    return rule is IdRule.MODEL or numbers != list(range(len(numbers)))
 
 
 def by_place(numbers: Sequence[int], name_count: int, optional: Collection[int], fits: Fits) -> list[Answer]:

@@ -68,10 +68,7 @@ class Ids:
 
     def over_model(self, rule: IdRule) -> bool:
         """Whether they may count over all parameters of the model: by ``rule``, that of the source, or to be seen."""
-        groups = self.by_group()
-        if self.group_sizes is None or any(group != sorted(group) for group in groups):
-            return False
-        return rule is IdRule.MODEL or counts_over_model(groups)
+        return self.group_sizes is not None and counts_over_model(self.by_group(), rule)
 
     def may_be(self, names: Sequence[str], order: ParameterOrder) -> Fits:
         """Whether the id at an index of ``numbers`` may be the parameter at an index of ``names``, by their shapes."""

@@ -18,6 +18,7 @@ from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import MemberNumber, Table
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.units import Groups, Units
+from fsdpckpt.producers.table import id_rule_of
 from fsdpckpt.text import first_lines, plural, some_of
 from fsdpckpt.transform.id_order import OWN_GROUPS, in_model_order, listed_order, lists_own_order
 from fsdpckpt.transform.model_positions import places_in_model
@@ -52,15 +53,14 @@ def apply_key_type(
     parameter_groups: Groups = (),
     buffers: Sequence[str] = (),
     rule: IdRule = IdRule.GROUPS,
-    source_rule: IdRule = IdRule.GROUPS,
 ) -> Checkpoint:
     """Key the optimizer of ``checkpoint`` by ``key_type``; None keeps the keys.
 
     ``units``: those of the source or of ``--units``; None for those beside the checkpoint. ``reference``: a checkpoint
     whose model section states names, shapes and order, and whose optimizer the groups. ``parameters``: names in the
     order of ``model.parameters()``, or in the optimizer's own; ``parameter_groups``: how blank lines divide them.
-    ``buffers``: globs of model keys that are not parameters. ``rule``: how new ids count.
-    ``source_rule``: how those of the source do.
+    ``buffers``: globs of model keys that are not parameters. ``rule``: how new ids count; those of the source count as
+    its framework's do.
 
     Raises NeedsInformationError if nothing states the order or several orders are possible, and SourceCorruptError if
     the sources contradict the optimizer or each other.
@@ -81,7 +81,7 @@ def apply_key_type(
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, caution))
     if key_type == "id":
         first = orders[0] if orders else None
-        return to_ids(checkpoint, first, orders[1:], rule=rule, source_rule=source_rule)
+        return to_ids(checkpoint, first, orders[1:], rule=rule)
     if not orders:
         raise NeedsInformationError(
             f"nothing in {checkpoint.source} says which parameter each optimizer id is",
@@ -89,18 +89,11 @@ def apply_key_type(
             next_step="add --reference PATH (a checkpoint of this model), --parameters FILE (the names of "
             "model.parameters(), one per line) or --units FILE",
         )
-    return to_names(checkpoint, orders[0], orders[1:], rule=source_rule)
+    return to_names(checkpoint, orders[0], orders[1:])
 
 
-def to_names(
-    checkpoint: Checkpoint,
-    order: ParameterOrder,
-    others: Sequence[ParameterOrder] = (),
-    *,
-    rule: IdRule = IdRule.GROUPS,
-) -> Checkpoint:
-    """Key the optimizer by name. ``others``: further sources of the order, which must agree with it. ``rule``: how the
-    ids count.
+def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[ParameterOrder] = ()) -> Checkpoint:
+    """Key the optimizer by name. ``others``: further sources of the order, which must agree with it.
 
     Raises SourceCorruptError for an order that does not fit, NeedsInformationError for one that fits in several ways.
     """
@@ -109,7 +102,8 @@ def to_names(
         return checkpoint
     ids = Ids.of(optim, checkpoint.source)
     order = order.with_shapes_of(others)
-    placed = name_places(ids, [each.with_shapes_of(others) for each in (order, *others)], rule)
+    known = [each.with_shapes_of(others) for each in (order, *others)]
+    placed = name_places(ids, known, id_rule_of(checkpoint))
     if placed is not None:
         names, order = placed
     else:
@@ -131,12 +125,11 @@ def to_ids(
     others: Sequence[ParameterOrder] = (),
     *,
     rule: IdRule = IdRule.GROUPS,
-    source_rule: IdRule = IdRule.GROUPS,
 ) -> Checkpoint:
     """Key the optimizer by id; groups list their parameters in the order of their ids.
 
-    ``order``: None if only the groups list names. ``source_rule``: how ids of the source counted: groups that
-    listed places in the model do not list the optimizer's order. Arguments and errors otherwise as for ``to_names``.
+    ``order``: None if only the groups list names. ``rule``: how the ids count. Arguments and errors otherwise as for
+    ``to_names``.
     """
     optim = checkpoint.optim
     if optim is None or optim.key_type != "name":
@@ -151,7 +144,9 @@ def to_ids(
         known = [each for each in (order, *others) if each is not None]
         counted = _over_model(groups, known, checkpoint)
     else:
-        counted = _group_by_group(groups, order, others, checkpoint, lists_places=source_rule is IdRule.MODEL)
+        # Groups that list places in the model do not list the optimizer's order.
+        lists_places = id_rule_of(checkpoint) is IdRule.MODEL
+        counted = _group_by_group(groups, order, others, checkpoint, lists_places=lists_places)
     table = Table.of(checkpoint)
     if table.optimizer is None:
         return checkpoint

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Literal, TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, to_copy
+from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import (
     BARE_VALUE,
     Checkpoint,
@@ -29,7 +30,7 @@ from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, value_text, walk
 from fsdpckpt.producers import PLAIN
-from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.producers.table import flavor_named, id_rule_of
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import count_text, some_of
@@ -458,7 +459,7 @@ def _match_optimizers(a: Checkpoint, b: Checkpoint) -> _Match:
     if types == ("name", "name"):
         return _match_order(groups_a or [], groups_b or [], proved=all(map(_lists_in_order, (a, b))))
     if types == ("id", "id") and groups_a is not None and groups_b is not None:
-        return _match_ids(groups_a, groups_b)
+        return _match_ids((a, groups_a), (b, groups_b))
     if types[0] == types[1] or None in types:
         return _Match()
     by_place = _match_places(a, b)
@@ -501,8 +502,10 @@ def _match_optimizers(a: Checkpoint, b: Checkpoint) -> _Match:
 def _lists_in_order(checkpoint: Checkpoint) -> bool:
     """Whether the order in which the groups of a checkpoint list names is that of the job's optimizer.
 
-    Flat parameters, flattened keys and names that FSDP sorted have lost it.
+    Flat parameters, flattened keys, places in the model and names that FSDP sorted have lost it.
     """
+    if id_rule_of(checkpoint) is IdRule.MODEL:
+        return False
     if checkpoint.layout is Layout.FLATTENED or checkpoint.units is not None or checkpoint.flattened_keys:
         return False
     groups = _listed_keys(checkpoint.optim) if checkpoint.optim is not None else None
@@ -533,10 +536,24 @@ def _match_order(
     )
 
 
-def _match_ids(groups_a: Sequence[Sequence[ParamKey]], groups_b: Sequence[Sequence[ParamKey]]) -> _Match:
-    """Match ids of one kind by number; those that count over the model, and those of ``torch.optim``, by place."""
-    counted = [_over_model(groups) for groups in (groups_a, groups_b)]
-    if counted[0] == counted[1] or list(map(len, groups_a)) != list(map(len, groups_b)):
+_Groups: TypeAlias = Sequence[Sequence[ParamKey]]
+
+
+def _match_ids(a: tuple[Checkpoint, _Groups], b: tuple[Checkpoint, _Groups]) -> _Match:
+    """Match ids of one kind by number; those that count over the model with those of ``torch.optim`` by their names, or
+    by place if nothing names them. Each side is a checkpoint and what its groups list.
+    """
+    counted = [_over_model(*side) for side in (a, b)]
+    groups_a, groups_b = a[1], b[1]
+    if counted[0] == counted[1]:
+        return _Match()
+    names = [_names_of_ids(each) for each, _ in (a, b)]
+    if names[0] is not None and names[1] is not None and set(names[0]) == set(names[1]):
+        pairs = {names[1][name]: key for name, key in names[0].items()}
+        by_name = "optimizer keys matched by name: only one side counts all parameters of the model"
+        positions = {key: place for place, key in enumerate(pairs.values())}
+        return _Match(pairs, positions, (by_name,))
+    if groups_a == groups_b or list(map(len, groups_a)) != list(map(len, groups_b)):
         return _Match()
     note = (
         "optimizer keys matched by their places in the param groups: only one side counts all parameters of the model"
@@ -544,20 +561,41 @@ def _match_ids(groups_a: Sequence[Sequence[ParamKey]], groups_b: Sequence[Sequen
     return _Match(_pair_keys(groups_a, groups_b), notes=(note,))
 
 
-def _over_model(groups: Sequence[Sequence[ParamKey]]) -> bool:
-    return counts_over_model([[key for key in group if isinstance(key, int)] for group in groups])
+def _names_of_ids(checkpoint: Checkpoint) -> dict[str, ParamKey] | None:
+    """The id of each name, None if the checkpoint itself does not say it."""
+    if checkpoint.optim is None:
+        return None
+    try:
+        named = apply_key_type(checkpoint, "name", units=None, reference=None, parameters=None)
+    except (NeedsInformationError, SourceCorruptError):
+        return None
+    if named.optim is None:
+        return None
+    pairs = zip(named.optim.grouped_keys(), checkpoint.optim.grouped_keys(), strict=True)
+    return {clean(str(name)): number for name, number in pairs}
+
+
+def _over_model(checkpoint: Checkpoint, groups: _Groups) -> bool:
+    """Whether ids that ``groups`` list are places in the model, by the rule of the framework or to be seen."""
+    numbers = [[key for key in group if isinstance(key, int)] for group in groups]
+    return counts_over_model(numbers, id_rule_of(checkpoint))
 
 
 def _match_places(a: Checkpoint, b: Checkpoint) -> _Match | None:
     """Match names with ids that count over all parameters of the model, which are not in the order of the lists; None
-    if the ids are none of these, or if nothing names them.
+    if the ids are none of these, or if nothing names them. Raises NeedsInformationError if they certainly are, and
+    several names fit: the order of the lists is then no other way.
     """
     ids, names = (a, b) if a.optim is not None and a.optim.key_type == "id" else (b, a)
-    if ids.optim is None or not _over_model(_listed_keys(ids.optim) or []):
+    if ids.optim is None or not _over_model(ids, _listed_keys(ids.optim) or []):
         return None
     try:
         named = apply_key_type(ids, "name", units=None, reference=names, parameters=None)
-    except (NeedsInformationError, SourceCorruptError):
+    except NeedsInformationError:
+        if id_rule_of(ids) is IdRule.MODEL:
+            raise
+        return None
+    except SourceCorruptError:
         return None
     if named.optim is None:
         return None

@@ -327,3 +327,101 @@ def test_diff_sees_the_order_inside_a_group_and_a_list_from_a_tuple(
     content["optimizer"]["param_groups"][0]["params"].sort()
     torch.save(content, tmp_path / "sorted.pt")
     assert fsdpckpt.diff(source, tmp_path / "sorted.pt").same
+
+
+def matrices(*own: str, param_names: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Four matrices of one shape, none frozen: Lightning's ids have no gaps. ``own``: the optimizer's two groups."""
+    torch.manual_seed(4)
+    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "zamk"})
+    by_name = dict(model.named_parameters())
+    groups = [[f"{name}.weight" for name in names] for names in own]
+    listed: Any = [[(name, by_name[name]) if param_names else by_name[name] for name in names] for names in groups]
+    optimizer = torch.optim.AdamW([{"params": params} for params in listed], foreach=False)
+    sum(param.mul(torch.randn(4, 4)).sum() for param in by_name.values()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return model, optimizer
+
+
+def saved_by_lightning(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    weights, states = get_state_dict(model, optimizer)
+    ids = by_lightning(states, model, OptimStateKeyType.PARAM_ID)
+    torch.save({"state_dict": weights, "optimizer_states": [ids], "pytorch-lightning_version": "2.6.0"}, path)
+
+
+@pytest.mark.parametrize("own", [("mz", "ak"), ("kmaz",)])
+def test_diff_matches_lightnings_ids_without_gaps_by_their_places(tmp_path: Path, own: tuple[str, ...]) -> None:
+    model, optimizer = matrices(*own)
+    saved_by_lightning(tmp_path / "own.ckpt", model, optimizer)
+    weights, states = get_state_dict(model, optimizer)
+    torch.save({"model": weights, "optimizer": states}, tmp_path / "named.pt")
+    for pair in (("own.ckpt", "named.pt"), ("named.pt", "own.ckpt")):
+        found = fsdpckpt.diff(*(tmp_path / name for name in pair))
+        assert [entry.key for entry in found.entries if entry.sigil != "=" and entry.section == "optim"] == []
+    states["state"]["m.weight"]["exp_avg"] = states["state"]["m.weight"]["exp_avg"] + 1
+    torch.save({"model": weights, "optimizer": states}, tmp_path / "changed.pt")
+    found = fsdpckpt.diff(tmp_path / "changed.pt", tmp_path / "own.ckpt")
+    changed = [entry.key for entry in found.entries if entry.sigil != "=" and entry.section == "optim"]
+    assert changed == ["m.weight.exp_avg"]
+
+
+def test_diff_does_not_match_places_in_the_model_by_position_where_buffers_make_them_doubtful(tmp_path: Path) -> None:
+    """The position in a group is another parameter's: what settles it is asked for, and takes effect."""
+    model, optimizer = matrices("mzak")
+    saved_by_lightning(tmp_path / "own.ckpt", model, optimizer)
+    content = load(tmp_path / "own.ckpt")
+    weights = content["state_dict"]
+    content["state_dict"] = {"scale": torch.ones(4, 4), **weights}
+    torch.save(content, tmp_path / "own.ckpt")
+    states = get_state_dict(model, optimizer)[1]
+    groups = [{**states["param_groups"][0], "params": names} for names in (["m.weight", "z.weight"], ["a.weight"])]
+    torch.save({"optimizer": {"state": states["state"], "param_groups": groups}}, tmp_path / "named.pt")
+    with pytest.raises(NeedsInformationError, match="which of these names are buffers") as asked:
+        fsdpckpt.diff(tmp_path / "named.pt", tmp_path / "own.ckpt")
+    assert "--buffers" in str(asked.value.next_step)
+    found = fsdpckpt.diff(tmp_path / "named.pt", tmp_path / "own.ckpt", buffers="scale")
+    assert {entry.key for entry in found.entries if entry.sigil == "*"} == {"param_groups.0.params"}
+
+
+def test_diff_matches_lightnings_ids_with_those_of_torch_optim_by_param_names(tmp_path: Path) -> None:
+    model, optimizer = matrices("mzak", param_names=True)
+    saved_by_lightning(tmp_path / "own.ckpt", model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ids.pt")
+    for pair in (("own.ckpt", "ids.pt"), ("ids.pt", "own.ckpt")):
+        found = fsdpckpt.diff(*(tmp_path / name for name in pair))
+        assert [entry.key for entry in found.entries if entry.sigil != "=" and ".exp_avg" in entry.key] == []
+
+
+def test_diff_names_the_ids_of_both_sides_where_the_order_is_given(tmp_path: Path) -> None:
+    model, optimizer = matrices("mzak")
+    saved_by_lightning(tmp_path / "own.ckpt", model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ids.pt")
+    (tmp_path / "order.txt").write_text("\n".join(f"{name}.weight" for name in "mzak"))
+    found = fsdpckpt.diff(tmp_path / "own.ckpt", tmp_path / "ids.pt", parameters=tmp_path / "order.txt")
+    assert [entry.key for entry in found.entries if entry.sigil != "=" and entry.section == "optim"] == []
+
+
+def test_the_storage_reader_reads_lightnings_ids_without_gaps_as_places(tmp_path: Path) -> None:
+    model, optimizer = matrices("mzak")
+    saved_by_lightning(tmp_path / "own.ckpt", model, optimizer)
+    again, fresh = matrices("mzak")
+    _, states = get_state_dict(again, fresh)
+    for entry in states["state"].values():
+        entry["exp_avg"].zero_()
+    state = {"model": again.state_dict(), "optimizer": states}
+    dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "own.ckpt"))
+    assert same({name: each["exp_avg"] for name, each in state["optimizer"]["state"].items()}, truth(model, optimizer))
+
+
+def test_a_lightning_file_that_became_plain_counts_as_torch_optim_does(tmp_path: Path) -> None:
+    """It keeps Lightning's version among its extras: the keys of model and optimizer say how its ids count."""
+    expected = lightning_file(tmp_path / "own.ckpt")
+    names = names_file(tmp_path / "names.txt")
+    fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "plain.pt", flavor="plain")
+    assert fsdpckpt.inspect(tmp_path / "plain.pt").checkpoint.flavor == "plain"
+    fsdpckpt.convert(tmp_path / "plain.pt", tmp_path / "again.pt", dtype="float32")
+    assert list(load(tmp_path / "again.pt")) == ["model", "optimizer", "pytorch-lightning_version"]
+    with pytest.raises(NeedsInformationError):
+        fsdpckpt.convert(tmp_path / "plain.pt", tmp_path / "named.pt", key_type="name", parameters=names)
+    names.write_text("embed.weight\ngate.weight\n\n" + "\n".join(n for n in expected if n.startswith("body")))
+    fsdpckpt.convert(tmp_path / "plain.pt", tmp_path / "named.pt", key_type="name", parameters=names)
+    assert same(moments(load(tmp_path / "named.pt")["optimizer"]), expected)

@@ -24,7 +24,7 @@ META, DCP = "meta.pt", ".metadata"
         (["model_world_size_2_rank_1.pt", "huggingface"], "/step/actor", [], "verl"),
         ([DCP, META], "/a", ["loops", "epoch"], "lightning"),
         ([DCP, META], "/a", ["iteration"], "fabric"),
-        (["last.ckpt"], "", ["pytorch-lightning_version"], "lightning"),
+        (["last.ckpt"], "", ["pytorch-lightning_version", "state_dict"], "lightning"),
         ([DCP, "__0_0.distcp"], "/run/ep1-ba20", [], "composer"),
         ([DCP, "__0_0.distcp"], "/run/dist_epoch_2", [], "torchtune"),
         (["recipe_state.pt", "model-00001-of-00002.safetensors"], "/epoch_1", [], "torchtune"),

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
-from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import (
     UNORDERED,
     Checkpoint,
@@ -305,15 +304,15 @@ def numbered(source: Checkpoint, reference: Checkpoint) -> list[str]:
 
 
 def test_ids_without_gaps_are_those_of_torch_optim_where_the_known_groups_leave_no_other_way() -> None:
-    source = file_of(optimizer([[0, 1], [2, 3]]))
+    source = replace(file_of(optimizer([[0, 1], [2, 3]])), flavor="lightning")
     shapes = dict.fromkeys(("a.w", "b.w", "c.w", "d.w"), (3,))
     model = ParameterOrder(tuple(shapes), shapes)
     groups = (("c.w", "a.w"), ("b.w", "d.w"))
     known = ParameterOrder(
         ("c.w", "a.w", "b.w", "d.w"), shapes, authoritative=True, groups=groups, in_model_order=False
     )
-    named = to_names(source, known, [model], rule=IdRule.MODEL)
+    named = to_names(source, known, [model])
     assert named.optim is not None and list(named.optim.state) == ["c.w", "a.w", "b.w", "d.w"]
     with pytest.raises(NeedsInformationError, match="cannot name the 4 optimizer ids") as error:
-        to_names(source, known, rule=IdRule.MODEL)
+        to_names(source, known)
     assert "--parameters" in str(error.value.next_step)
