@@ -26,7 +26,7 @@ from fsdpckpt.command_options import (
 )
 from fsdpckpt.errors import FsdpckptWarning, UsageError, of_option, require_torch
 from fsdpckpt.ir import Layout, Section, SectionName, Strategy, section_of
-from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.option_fields import OptionRecord, Scope, options_of, refuse_unused
 from fsdpckpt.options import ConvertOptions, LaunchOptions
@@ -326,7 +326,7 @@ def verify(
     with Sources() as sources:
         with listing_all_damage(os.fsdecode(source), sources):
             (opened,) = _open_all([source], sources, options.units, options.ignore_file)
-        checkpoint = _name_slices(opened, sources, options, listing=True)
+        checkpoint = _name_slices(opened, sources, options, listing=True, planned=framework is not None)
         if searched is not None:
             searched.require_matches(checkpoint)
         verification = verify_checkpoint(
@@ -334,6 +334,7 @@ def verify(
             sources=sources,
             digests=options.digests,
             finite=searched,
+            buffers=options.buffers,
             threads=options.threads,
             progress=progress or NO_PROGRESS,
         )
@@ -343,7 +344,8 @@ def verify(
         from fsdpckpt.verify.resumption import check_resumption
 
         found = check_resumption(opened, framework, options.world_size, sources)
-        proposed = with_proposal(found, os.fsdecode(source), framework, sources)
+        given = {**_knowledge(options), **({"ignore_file": options.ignore_file} if options.ignore_file else {})}
+        proposed = with_proposal(found, os.fsdecode(source), framework, sources, given=given)
         return dataclasses.replace(verification, resumption=proposed)
 
 
@@ -415,17 +417,48 @@ def _load_units(path: str | None) -> Units | None:
 
 
 def _name_slices(
-    checkpoint: Checkpoint, sources: Sources, options: OptionRecord, *, listing: bool = False
+    checkpoint: Checkpoint,
+    sources: Sources,
+    options: OptionRecord,
+    *,
+    listing: bool = False,
+    planned: bool = False,
 ) -> Checkpoint:
     """Flattened shards by name, if ``options``, a file beside them or their own model section say the units; any other
-    checkpoint unchanged.
+    checkpoint with its buffers, if ``options`` name some. A note names options that have no effect, unless a conversion
+    is ``planned`` with them.
     """
     given = _knowledge(options)
     if checkpoint.layout is not Layout.FLATTENED and checkpoint.units is None and not given:
         return checkpoint
     from fsdpckpt.flat.logical import logical
 
-    return logical(checkpoint, sources, _units_request(options), listing=listing)
+    named = logical(checkpoint, sources, _units_request(options), listing=listing)
+    if named is not checkpoint or not given:
+        return named
+    (read,) = _with_buffers([checkpoint], given, needed=planned)
+    return read
+
+
+def _with_buffers(
+    sides: Sequence[Checkpoint], given: Mapping[str, object], *, needed: bool = False
+) -> list[Checkpoint]:
+    """The checkpoints without the problems that ``--buffers`` settles; the first with a note on what is ``given`` and
+    has no effect on any. ``needed``: none, as something else asks for it.
+    """
+    from fsdpckpt.ir.buffers import known_buffers, with_named_buffers
+
+    globs = given.get("buffers")
+    buffers = globs if isinstance(globs, tuple) else ()
+    told = any(known_buffers(side, buffers) != known_buffers(side) for side in sides)
+    unused = [] if needed else [name for name in given if name != "buffers" or not told]
+    read = [with_named_buffers(side, buffers) for side in sides]
+    if unused:
+        flags = " and ".join(option.flag for option in options_of(VerifyOptions) if option.name in unused)
+        which = " and ".join(dict.fromkeys(side.source for side in sides))
+        note = Note("unused", f"{flags} had no effect: nothing else is needed to read {which}")
+        read[0] = dataclasses.replace(read[0], notes=(*read[0].notes, note))
+    return read
 
 
 def _name_both(a: Checkpoint, b: Checkpoint, sources: Sources, options: DiffOptions) -> list[Checkpoint]:
@@ -438,9 +471,11 @@ def _name_both(a: Checkpoint, b: Checkpoint, sources: Sources, options: DiffOpti
     request = _units_request(options)
     named = [logical(each, sources, request, other=other) for each, other in ((a, b), (b, a))]
     require_comparable(named[0], named[1], request, sources)
-    if _knowledge(options) and _keyed_differently(*named):
-        named = [_with_names(each, request, sources) for each in named]
-    return named
+    given = _knowledge(options)
+    if given and _keyed_differently(*named):
+        return [_with_names(each, request, sources) for each in named]
+    read_as_they_are = given and all(each is one for each, one in zip(named, (a, b), strict=True))
+    return _with_buffers(named, given) if read_as_they_are else named
 
 
 def _keyed_differently(a: Checkpoint, b: Checkpoint) -> bool:

@@ -395,6 +395,21 @@ def given(record: OptionRecord, scope: Scope) -> tuple[str, ...]:
     )
 
 
+def arguments_of(record: OptionRecord) -> list[str]:
+    """The options of ``record`` that differ from their defaults, with their values, as they are typed."""
+    arguments: list[str] = []
+    for option in options_of(type(record)):
+        value = getattr(record, option.name)
+        if value == option.default:
+            continue
+        if option.kind is FLAG:
+            arguments.append(option.flag if value else f"--no-{option.flag.removeprefix('--')}")
+            continue
+        for single in value if isinstance(value, tuple) else (value,):
+            arguments += [option.flag, "=".join(single) if isinstance(single, tuple) else str(single)]
+    return arguments
+
+
 def refuse_unused(record: OptionRecord, scope: Scope, why: str, remedy: str = "") -> None:
     """Raises UsageError if options of ``scope`` are given: they have no effect because of ``why``.
 

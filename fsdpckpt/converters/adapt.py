@@ -23,6 +23,7 @@ from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings, side_f
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.resumption import (
     changes_with_ranks,
+    data_position_changes,
     has_keys,
     missing_extra_warnings,
     names_beside,
@@ -97,8 +98,10 @@ def adapt_to_form(
     if only is None and (has_both or not _extras_imply_both(flavor, form)):
         checkpoint = _adapt_extras(checkpoint, flavor, form, sources)
     if has_both and only is None:
-        lacking = [Note("resumption", text, warning=True) for text in missing_extra_warnings(checkpoint, flavor)]
-        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *lacking))
+        lacking = [*missing_extra_warnings(checkpoint, flavor)]
+        lacking += data_position_changes(checkpoint, flavor, world_size or checkpoint.world_size)
+        warnings = [Note("resumption", text, warning=True) for text in lacking]
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *warnings))
     return checkpoint, form, copied.files
 
 

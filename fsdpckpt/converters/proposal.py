@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fsdpckpt.converters.prepare import prepare
 from fsdpckpt.errors import FsdpckptError, UsageError
+from fsdpckpt.option_fields import arguments_of
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import Flavor
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.resumption import MISSING_SECTIONS, Resumption, missing_extra_warnings
 
 
-def with_proposal(found: Resumption, source: str, flavor: Flavor, sources: Sources) -> Resumption:
+def with_proposal(
+    found: Resumption, source: str, flavor: Flavor, sources: Sources, *, given: Mapping[str, object]
+) -> Resumption:
     """``found`` with the command that makes a checkpoint that ``flavor`` resumes from, if it does not from ``source``.
 
-    The conversion is planned, so a command that would be refused is never shown without the reason.
+    The conversion is planned, so a command that would be refused is never shown without the reason. ``given``: the
+    options that say what ``source`` does not record, which the conversion needs too.
     """
     if found.resumes:
         return found
@@ -25,11 +30,10 @@ def with_proposal(found: Resumption, source: str, flavor: Flavor, sources: Sourc
     refused: FsdpckptError | None = None
     # Some forms are the same for any number of ranks, and take no --world-size.
     for world_size in (found.world_size, None):
-        options = ConvertOptions.of(flavor=flavor.name, world_size=world_size, dry_run=True)
-        ranks = [] if world_size is None else ["--world-size", str(world_size)]
-        command = shlex.join(["fsdpckpt", "convert", source, target, "--flavor", flavor.name, *ranks])
+        options = ConvertOptions.of(**given, flavor=flavor.name, world_size=world_size)
+        command = shlex.join(["fsdpckpt", "convert", source, target, *arguments_of(options)])
         try:
-            prepared = prepare(source, target, options, sources)
+            prepared = prepare(source, target, replace(options, dry_run=True), sources)
         except UsageError as error:
             refused = error
             continue

@@ -14,6 +14,7 @@ What the optimizer has states for, or lists by name, is a parameter, whatever it
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from fsdpckpt.ir.attached_states import param_keys
@@ -67,6 +68,15 @@ def _is_statistic(key: str, params: Mapping[str, Tensor | Value]) -> bool:
 
 def _is_counter(leaf: Tensor | Value) -> bool:
     return isinstance(leaf, Tensor) and not leaf.ndim and leaf.dtype.kind in ("int", "uint", "bool")
+
+
+def with_named_buffers(checkpoint: Checkpoint, globs: Sequence[str]) -> Checkpoint:
+    """``checkpoint`` without the problems that ``globs``, those of ``--buffers``, settle."""
+    known = known_buffers(checkpoint, globs)
+    problems = [each for each in checkpoint.problems if each.kind != "copies" or each.key not in known]
+    if len(problems) == len(checkpoint.problems):
+        return checkpoint
+    return replace(checkpoint, problems=tuple(problems))
 
 
 def undecided_copies(checkpoint: Checkpoint, globs: Sequence[str] = ()) -> Iterator[Problem]:

@@ -144,6 +144,7 @@ class Flavor:
     side files of the framework.
     ``exports``: patterns of files that hold a second copy of the model or of an adapter, provided that a name beside
     them matches ``exports_beside``; ``export_directories``: directories that do.
+    ``also_loads``: further forms that its loader takes.
     ``model_files``: the directory of Hugging Face's configuration and tokenizer, None if the framework saves neither.
     ``schedules``: the paths in its extras at which the LR scheduler's state dict may be, the usual one first; () if it
     saves none in torch's form. ``counts_processes``: whether that scheduler counts one step for each process, as
@@ -154,6 +155,8 @@ class Flavor:
     ``needed``: files that it saves with the optimizer, and what its loader does without one; ``needed_extras``: the
     same of extras.
     ``schedule_file``: the file with the LR scheduler's state dict.
+    ``data_position``: the extra with the position of each data-parallel rank in the data, in torchtitan's form; "" if it
+    saves none.
     ``two_groups``: whether its optimizer always has two param groups, as the Trainer's has.
     ``groups_without_params``: whether its param groups list no parameters.
     ``tested``: the versions whose own code saved or loaded the checkpoints of the tests, "" if none did.
@@ -165,6 +168,7 @@ class Flavor:
     title: str
     signs: tuple[Signature, ...]
     forms: tuple[Form, ...] = ()
+    also_loads: tuple[Form, ...] = ()
     state: str = r"^(\.metadata|.*\.distcp)$"
     rank_files: tuple[RankFileName, ...] = ()
     side_files: str = r"^$"
@@ -180,6 +184,7 @@ class Flavor:
     needed: tuple[tuple[str, str], ...] = ()
     needed_extras: tuple[tuple[str, str], ...] = ()
     schedule_file: str = ""
+    data_position: str = ""
     two_groups: bool = False
     universal_directory: str = ""
     groups_without_params: bool = False

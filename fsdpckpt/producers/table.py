@@ -121,6 +121,7 @@ HUGGINGFACE = Flavor(
         Signature((r"^pytorch_model([-.].*)?\.bin(\.index\.json)?$", r"^config\.json$")),
     ),
     forms=(Form(Layout.FULL, Container.SAFETENSORS, SectionPath("model"), None, weights=True),),
+    also_loads=(Form(Layout.FULL, Container.TORCH, SectionPath("pytorch_model.bin"), None, weights=True),),
     state=r"\.safetensors(\.index\.json)?$|^pytorch_model([-.].*)?\.bin(\.index\.json)?$",
     model_files="",
     loads='AutoModel.from_pretrained("{target}")',
@@ -225,6 +226,7 @@ TORCHTITAN = Flavor(
     signs=(Signature((_DCP, _STEP), model=()), Signature((_DCP,), ("train_state",), model=())),
     forms=(_TORCHTITAN_FORM,),
     training_keys=("lr_scheduler", "train_state"),  # absent with last_save_model_only
+    data_position="dataloader",
     needed_extras=(
         ("train_state", "stops, unless checkpoint.exclude_from_loading lists it; then it counts steps from 0"),
         ("lr_scheduler", "stops, unless checkpoint.exclude_from_loading lists it; then its schedule begins anew"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TypeGuard
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceError, SourceIncompleteError
 from fsdpckpt.ir import invariants
-from fsdpckpt.ir.buffers import known_buffers
+from fsdpckpt.ir.buffers import known_buffers, with_named_buffers
 from fsdpckpt.ir.checkpoint import (
     STRAY,
     Checkpoint,
@@ -46,6 +46,7 @@ _COPIES = frozenset({"copies", "replica"})
 # Kinds of notes on what nothing proves: that slices of flat parameters without names are complete, and that states
 # whose names the model lacks are of a parameter that was left out, or of one whose name was changed.
 _UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous", "unmatched"})
+_SHOWN = _UNPROVED | {"unused"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +113,14 @@ def verify_checkpoint(
     sources: Sources,
     digests: bool = False,
     finite: Finite | None = None,
+    buffers: Sequence[str] = (),
     threads: int | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> Verification:
     """Check coverage, files, checksums, replicas and the optimizer, reading data only where a check needs it.
 
-    ``digests`` reads every tensor, ``finite`` those that it selects. Problems of the checkpoint are in the result,
+    ``digests`` reads every tensor, ``finite`` those that it selects. ``buffers``: globs of model keys of which ranks
+    may hold different copies. Problems of the checkpoint are in the result,
     never raised.
     """
     threads = threads if threads is not None else threads_for(checkpoint)
@@ -125,12 +128,17 @@ def verify_checkpoint(
     in_files = TensorsInFiles(checkpoint, tensors)
     truncated, incomplete = _truncated(checkpoint, tensors, in_files, sources)
     incomplete |= {number for number, named in enumerate(tensors) if flaws(named.tensor)}
-    problems = [*checkpoint.problems, *invariants.problems(checkpoint), *truncated]
+    found = replace(checkpoint, problems=(*checkpoint.problems, *invariants.problems(checkpoint)))
+    problems = [*with_named_buffers(found, buffers).problems, *truncated]
     ranges = checksummed_ranges(checkpoint, sources)
     problems += check_ranges(ranges, sources=sources, in_files=in_files, threads=threads, progress=progress)
     replicas = [[] if number in incomplete else replica_sets(named.tensor) for number, named in enumerate(tensors)]
-    buffers = buffer_keys(checkpoint) if finite is not None else frozenset()
-    searched = {number for number, named in enumerate(tensors) if finite is not None and finite.selects(named, buffers)}
+    not_searched = buffer_keys(checkpoint) if finite is not None else frozenset()
+    searched = {
+        number
+        for number, named in enumerate(tensors)
+        if finite is not None and finite.selects(named, not_searched)
+    }
     to_read = [
         number
         for number, sets in enumerate(replicas)
@@ -162,7 +170,7 @@ def verify_checkpoint(
     results = for_each(to_read, read, make_reader=make_readers, threads=threads, order=order)
     progress.end()
     of_tensors = [problem for of_tensor, _ in results for problem in of_tensor]
-    differing = _differing_buffers(checkpoint, of_tensors)
+    differing = _differing_buffers(checkpoint, of_tensors, buffers)
     # The bytes have been compared: what checksums showed of the same tensors is not said twice.
     compared = {problem.key for problem in of_tensors if problem.kind == "replica"}
     problems = [each for each in problems if each.kind not in _COPIES or each.key not in compared]
@@ -191,20 +199,22 @@ def verify_checkpoint(
         notes=(
             *_notes(checkpoint, len(ranges)),
             *_buffer_notes(differing),
-            *(finite.note(buffers) if finite is not None else ()),
+            *(finite.note(not_searched) if finite is not None else ()),
             *_without_digest([tensors[number] for number in to_read] if digests else []),
         ),
     )
 
 
-def _differing_buffers(checkpoint: Checkpoint, problems: Sequence[Problem]) -> list[Problem]:
-    """Those of ``problems`` that say no more than that a known buffer differs between ranks, as FSDP's buffers may."""
+def _differing_buffers(checkpoint: Checkpoint, problems: Sequence[Problem], globs: Sequence[str]) -> list[Problem]:
+    """Those of ``problems`` that say no more than that a known buffer differs between ranks, as FSDP's buffers may.
+    ``globs``: those of ``--buffers``.
+    """
     if all(problem.kind != "replica" for problem in problems):
         return []
-    buffers = set(known_buffers(checkpoint))
+    buffers = set(known_buffers(checkpoint, globs))
     for named in checkpoint.named:
         if named.section is Section.MODEL:
-            buffers.update(f"{named.dotted}.{key}" for key in known_buffers(alone(checkpoint, named)))
+            buffers.update(f"{named.dotted}.{key}" for key in known_buffers(alone(checkpoint, named), globs))
     return [
         problem
         for problem in problems
@@ -220,11 +230,11 @@ def _buffer_notes(differing: Sequence[Problem]) -> list[str]:
 
 def _notes(checkpoint: Checkpoint, checksums: int) -> tuple[str, ...]:
     """What could not be checked, and why."""
-    unproved = tuple(note.message for note in checkpoint.notes if note.kind in _UNPROVED)
+    notes = tuple(note.message for note in checkpoint.notes if note.kind in _SHOWN)
     if checksums:
-        return unproved
+        return notes
     why = "were saved without" if len(checkpoint.checksums.crc) else "carry no"
-    return (*unproved, f"the files {why} checksums, so changed bytes cannot be detected")
+    return (*notes, f"the files {why} checksums, so changed bytes cannot be detected")
 
 
 def _without_digest(tensors: Sequence[NamedTensor]) -> tuple[str, ...]:

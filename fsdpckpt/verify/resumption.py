@@ -71,8 +71,9 @@ def _own_form(checkpoint: Checkpoint, flavor: Flavor) -> Form | None:
     layout = checkpoint.layout
     if checkpoint.container == Container.DCP and layout is Layout.FULL:
         layout = Layout.SHARDED  # one rank saved it: its tensors are whole, and it loads like any DCP directory
-    for form in saved_by.forms:
-        if (form.layout, form.container) == (layout, checkpoint.container) and form in flavor.forms:
+    loaded = (*flavor.forms, *flavor.also_loads)
+    for form in (*saved_by.forms, *saved_by.also_loads):
+        if (form.layout, form.container) == (layout, checkpoint.container) and form in loaded:
             return form if _has_keys_of(form, checkpoint) else None
     return None
 
@@ -197,7 +198,29 @@ def _changes(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collecti
         if absent and saved_any:
             of_ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(absent)}"
             yield f"{of_ranks} of {ranks}: no {kind.name.format(rank='N')}, so random states start anew there"
+    yield from data_position_changes(checkpoint, flavor, ranks)
     yield from changes_with_ranks(flavor, names, ranks_that_saved(checkpoint, names), ranks)
+
+
+def data_position_changes(checkpoint: Checkpoint, flavor: Flavor, ranks: int) -> Iterator[str]:
+    """What the framework does on ``ranks`` with the position in the data, which it keeps for each data-parallel rank
+    and does not divide among other ranks.
+    """
+    key = flavor.data_position
+    if not key or not checkpoint.has(Section.OPTIM):
+        return
+    stops = f"{flavor.name} stops, unless checkpoint.exclude_from_loading lists {key}; then it reads the data anew"
+    position = checkpoint.extra.get(key)
+    if not isinstance(position, dict) or not position:
+        yield f"it has no {key}: without it {stops}"
+        return
+    saved_on = position.get("world_size")
+    if not isinstance(saved_on, int):
+        saved_on = sum(str(name).startswith("dp_rank_") for name in position)
+    if saved_on == checkpoint.world_size != ranks:
+        yield f"its {key} is that of {plural(saved_on, 'rank')}: on {ranks} {stops}"
+    elif saved_on != checkpoint.world_size and ranks != checkpoint.world_size:  # other ranks are tensor-parallel
+        yield f"its {key} is that of {plural(saved_on, 'data-parallel rank')}: on any other number {stops}"
 
 
 def names_beside(checkpoint: Checkpoint, sources: Sources) -> frozenset[str]:
