@@ -155,8 +155,8 @@ class Flavor:
     ``needed``: files that it saves with the optimizer, and what its loader does without one; ``needed_extras``: the
     same of extras.
     ``schedule_file``: the file with the LR scheduler's state dict.
-    ``data_position``: the extra with the position of each data-parallel rank in the data, in torchtitan's form; "" if it
-    saves none.
+    ``data_position``: the extra with the position of each data-parallel rank in the data, in torchtitan's form; "" if
+    it saves none.
     ``two_groups``: whether its optimizer always has two param groups, as the Trainer's has.
     ``groups_without_params``: whether its param groups list no parameters.
     ``tested``: the versions whose own code saved or loaded the checkpoints of the tests, "" if none did.

@@ -128,16 +128,14 @@ def verify_checkpoint(
     in_files = TensorsInFiles(checkpoint, tensors)
     truncated, incomplete = _truncated(checkpoint, tensors, in_files, sources)
     incomplete |= {number for number, named in enumerate(tensors) if flaws(named.tensor)}
-    found = replace(checkpoint, problems=(*checkpoint.problems, *invariants.problems(checkpoint)))
-    problems = [*with_named_buffers(found, buffers).problems, *truncated]
+    all_read = replace(checkpoint, problems=(*checkpoint.problems, *invariants.problems(checkpoint)))
+    problems = [*with_named_buffers(all_read, buffers).problems, *truncated]
     ranges = checksummed_ranges(checkpoint, sources)
     problems += check_ranges(ranges, sources=sources, in_files=in_files, threads=threads, progress=progress)
     replicas = [[] if number in incomplete else replica_sets(named.tensor) for number, named in enumerate(tensors)]
     not_searched = buffer_keys(checkpoint) if finite is not None else frozenset()
     searched = {
-        number
-        for number, named in enumerate(tensors)
-        if finite is not None and finite.selects(named, not_searched)
+        number for number, named in enumerate(tensors) if finite is not None and finite.selects(named, not_searched)
     }
     to_read = [
         number

@@ -219,7 +219,7 @@ def data_position_changes(checkpoint: Checkpoint, flavor: Flavor, ranks: int) ->
         saved_on = sum(str(name).startswith("dp_rank_") for name in position)
     if saved_on == checkpoint.world_size != ranks:
         yield f"its {key} is that of {plural(saved_on, 'rank')}: on {ranks} {stops}"
-    elif saved_on != checkpoint.world_size and ranks != checkpoint.world_size:  # other ranks are tensor-parallel
+    elif checkpoint.world_size not in (saved_on, ranks):  # other ranks are tensor-parallel
         yield f"its {key} is that of {plural(saved_on, 'data-parallel rank')}: on any other number {stops}"
 
 
