@@ -561,6 +561,21 @@ def model_units(model: str, options: UnitsOptions) -> ResolvedUnits:
     return ResolvedUnits(units, None, tuple(how))
 
 
+def base_model_units(directory: str, options: UnitsOptions) -> ResolvedUnits:
+    """The units of the Hugging Face model in ``directory``, of which FSDP1 wraps the classes ``options.wrap``.
+
+    ``options.source``: a checkpoint to check the units against; a flattened one decides what the options leave open.
+    Raises NeedsInformationError, UsageError, SourceError.
+    """
+    from fsdpckpt.flat.units.architectures import base_model, require_classes
+    from fsdpckpt.flat.units.source import units_of_base
+
+    with Sources() as sources:
+        base = base_model(directory, sources)
+        require_classes(base, options.wrap)
+        return units_of_base(base, options.wrap, _units_request(options), options.source, sources)
+
+
 def _knowledge(options: OptionRecord) -> dict[str, object]:
     """What ``options`` say of units, names and order: those that are given, by name."""
     values = {name: getattr(options, name) for name in ("units", *KNOWLEDGE)}

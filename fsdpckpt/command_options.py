@@ -173,7 +173,9 @@ class UnitsOptions(OptionRecord):
     """Options of ``fsdpckpt units``, which makes a units file from a checkpoint or from a model."""
 
     source: str | None = option(
-        "Checkpoint to infer the units from, or to check those of --model against.", flag="--from", metavar="SRC"
+        "Checkpoint to infer the units from, or to check those of --model or --config against.",
+        flag="--from",
+        metavar="SRC",
     )
     ignore_file: tuple[str, ...] = _as_in_convert("ignore_file", None, Scope.CHECKPOINT)
     units: str | None = _as_in_convert(
@@ -184,8 +186,16 @@ class UnitsOptions(OptionRecord):
     buffers: tuple[str, ...] = _as_in_convert("buffers", _BUFFERS, Scope.CHECKPOINT)
     unit: tuple[str, ...] = _as_in_convert("unit", None, Scope.CHECKPOINT)
     model: str | None = option("Your function or class that builds the model; it is run.", metavar="MODULE:NAME")
+    config: str | None = option(
+        "Directory of a Hugging Face base model: its config.json, and names and shapes from its safetensors files. No "
+        "code of the model is run.",
+        kind=PATH,
+        metavar="DIR",
+    )
     wrap: tuple[str, ...] = repeatable(
-        "A wrapped class ('none': only the root); may be repeated.", metavar="MODULE:CLASS", scope=Scope.LIVE_MODEL
+        "A wrapped class ('none': only the root); may be repeated. With --config its name is enough.",
+        metavar="MODULE:CLASS",
+        scope=Scope.CLASSES,
     )
     ignore: tuple[str, ...] = repeatable(
         "With --model: modules and parameters that FSDP ignores; may be repeated.", scope=Scope.LIVE_MODEL

@@ -54,6 +54,7 @@ class Scope(Flag):
     FINITE = auto()  # a search for NaN and Inf
     FRAMEWORK = auto()  # a check whether a framework resumes
     LIVE_MODEL = auto()  # units from a model that is built on the meta device
+    CLASSES = auto()  # units from the classes of wrapped modules
 
 
 EVERYWHERE = Scope(0)

@@ -26,6 +26,8 @@ Examples:
   fsdpckpt units --from runs/step-1000 --reference model.pt \\
       --unit 'model.layers.*' -o units.json
   fsdpckpt units --from runs/step-1000 --units units.json
+  fsdpckpt units --config models/base --wrap LlamaDecoderLayer \\
+      --from runs/step-1000 -o units.json
   fsdpckpt units --model train:make_model --wrap train:Block \\
       --no-use-orig-params -o units.json
   fsdpckpt units --model train:make_model --wrap train:Block \\
@@ -50,18 +52,31 @@ def units_command(output: Output, options: UnitsOptions) -> int:
     Prints what was found and how it was checked; with --json the units file itself.
     """
     target = _free_target(options.output, overwrite=options.overwrite)
+    if options.model is not None and options.config is not None:
+        raise UsageError(
+            "--model and --config each describe a model",
+            next_step="give --model to build it with its code, or --config to read its config.json and weights",
+        )
+    if options.model is None:
+        refuse_unused(options, Scope.LIVE_MODEL, "there is no --model")
+    if options.model is None and options.config is None:
+        refuse_unused(options, Scope.CLASSES, "there is no --model and no --config")
     if options.model is not None:
         refuse_unused(options, Scope.CHECKPOINT, "there is no checkpoint", "add --from SRC")
         units = _from_model(options.model, options)
+    elif options.config is not None:
+        refuse_unused(options, Scope.CHECKPOINT, "the model is described by --config")
+        from fsdpckpt.api import base_model_units
+
+        units = base_model_units(options.config, options)
     elif options.source is not None:
-        refuse_unused(options, Scope.LIVE_MODEL, "there is no --model")
         from fsdpckpt.api import find_units
 
         units = find_units(options.source, options)
     else:
         raise UsageError(
-            "units are made from a checkpoint or from a model",
-            expected="--from SRC, or --model MODULE:NAME with --wrap MODULE:CLASS",
+            "units are made from a checkpoint, from the directory of a base model, or from a model",
+            expected="--from SRC, --config DIR with --wrap CLASS, or --model MODULE:NAME with --wrap MODULE:CLASS",
         )
     if target is not None:
         from fsdpckpt.flat.units.request import write_units

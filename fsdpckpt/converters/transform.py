@@ -502,7 +502,7 @@ class _Steps:
             dtype=cast,
             left_out=self._names_left_out(checkpoint, changes),
         )
-        checkpoint = under_first_names(checkpoint, target.units)
+        checkpoint = _under_all_names(under_first_names(checkpoint, target.units), target.units)
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *(Note("units", line) for line in target.how)))
         checkpoint = self.fill(checkpoint, target.units)
         key_type = options.key_type or source_keys or "id"
@@ -537,6 +537,20 @@ class _Steps:
             return None
         with of_option("--reference"):
             return open_checkpoint(path, sources=self.sources, locate=False)
+
+
+def _under_all_names(checkpoint: Checkpoint, units: Units) -> Checkpoint:
+    """``checkpoint`` with the shared parameters of its model under all their names, as FSDP saves them. An export has
+    them under one.
+    """
+    model = checkpoint.model
+    params = model.params if model is not None else {}
+    missing = {later: first for later, first in units.shared if first in params and later not in params}
+    if model is None or not missing:
+        return checkpoint
+    notes = (Note("tied", f"{later} is added: it is tied to {first}", later) for later, first in missing.items())
+    both = {**params, **{later: params[first] for later, first in missing.items()}}
+    return replace(checkpoint, model=replace(model, params=both), notes=(*checkpoint.notes, *notes))
 
 
 def _in_units(units: Units, checkpoint: Checkpoint) -> dict[str, bool]:

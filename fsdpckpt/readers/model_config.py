@@ -40,17 +40,17 @@ def config_problems(checkpoint: Checkpoint, directory: str, names: Collection[st
     problems: list[Problem] = []
     if CONFIG in names:
         path = f"{base}/{CONFIG}"
-        problems += _problems(path, certain_disagreements(_fields(path, sources), shapes))
+        problems += _problems(path, certain_disagreements(config_fields(path, sources), shapes))
     elif "huggingface" in names:
         path = f"{base}/huggingface/{CONFIG}"
-        problems += _problems(path, certain_disagreements(_fields(path, sources), shapes))
+        problems += _problems(path, certain_disagreements(config_fields(path, sources), shapes))
     if ADAPTER_CONFIG in names:
         path = f"{base}/{ADAPTER_CONFIG}"
-        problems += _problems(path, adapter_disagreements(_fields(path, sources), shapes))
+        problems += _problems(path, adapter_disagreements(config_fields(path, sources), shapes))
     return problems
 
 
-def _fields(path: str, sources: Sources) -> Mapping[str, object]:
+def config_fields(path: str, sources: Sources) -> Mapping[str, object]:
     """The fields of the file; empty if it is missing, or no JSON object: it is no part of the weights."""
     entry = sources.stat(path)
     if entry is None or entry.directory or entry.nbytes > _MAX_BYTES:

@@ -259,7 +259,9 @@ class _Pair:
         if isinstance(value, (dict, list, tuple)) and not value:  # a DCP directory cannot hold it
             return False
         if section is Section.MODEL:
-            return other is self.a or section not in self._not_kept or not self._is_in_b(value)
+            if other is self.a:
+                return not (_is_weights(self.a) and self._is_another_name_in_b(value))
+            return section not in self._not_kept or not self._is_in_b(value)
         absent = self._absent_from_a if other is self.a else self._absent_from_b
         if section is Section.OPTIM and (path in absent or path[:2] in absent):
             return False
@@ -276,6 +278,21 @@ class _Pair:
     @cached_property
     def _absent_from_b(self) -> set[_Path]:
         return _missing_lists(self.b) | _lost_groups(self.b, self.a)
+
+    def _is_another_name_in_b(self, value: Value) -> bool:
+        """Whether B's model stores this tensor once, and has it under the name that A has, too."""
+        place = value.location() if isinstance(value, Tensor) else None
+        return place is not None and place in self._places_of_common_names
+
+    @cached_property
+    def _places_of_common_names(self) -> set[tuple[object, ...]]:
+        params = self.a.model.params if self.a.model is not None else {}
+        tensors = [
+            leaf
+            for (section, path, _), leaf in self.leaves_b.items()
+            if section is Section.MODEL and isinstance(leaf, Tensor) and path[0] in params
+        ]
+        return {place for leaf in tensors if (place := leaf.location()) is not None}
 
     def _is_in_b(self, value: Value) -> bool:
         """Whether B's model has these bytes under a different name: some frameworks store tied weights once."""

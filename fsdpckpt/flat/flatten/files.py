@@ -79,10 +79,7 @@ class FlatModel:
         self._casts = casts
         self._first = dict(units.shared)
         self._params = units.params()
-        self._leaves = {
-            **model.params,
-            **{n: model.params[first] for n, first in units.shared if n not in model.params},
-        }
+        self._leaves = model.params
         self._cut = [unit for unit in placed if unit.sharded]
         self._tensors = {unit.unit.key: self._unit_tensors(unit) for unit in self._cut}
         self._keys = self._ordered()

@@ -8,7 +8,7 @@ bytes as the same parameters, the units are known. Otherwise the error says whic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
@@ -51,12 +51,18 @@ class _Matched:
 
 
 def infer(
-    checkpoint: Checkpoint, candidates: Iterable[Candidate], *, wanted: Settings, preferred: Settings | None = None
+    checkpoint: Checkpoint,
+    candidates: Iterable[Candidate],
+    *,
+    wanted: Settings,
+    preferred: Settings | None = None,
+    order_command: Callable[[], str | None] = lambda: None,
 ) -> ResolvedUnits | Refusal:
     """The only units that the lengths in ``checkpoint`` allow, or what contradicts the nearest candidate.
 
     ``candidates``: lower tiers first; a higher tier is tried only if nothing in a lower one matches. ``preferred``:
-    settings that the caller expects; they decide if several match. Raises NeedsInformationError if several match that
+    settings that the caller expects; they decide if several match. ``order_command``: the command that finds the order
+    of the names, for an error. Raises NeedsInformationError if several match that
     read the same bytes differently, or if an order is not certain.
     """
     matches: list[_Matched] = []
@@ -84,7 +90,7 @@ def infer(
         return nearest or Refusal(
             "no candidate units could be built from the names", tuple(describe_lengths(checkpoint))
         )
-    resolved, chosen = _choose(checkpoint, matches, preferred or Settings())
+    resolved, chosen = _choose(checkpoint, matches, preferred or Settings(), order_command)
     _require_no_exchange(checkpoint, chosen, wanted)
     return resolved
 
@@ -147,7 +153,9 @@ def _param_dtypes(units: Units, *, use_orig_params: bool, wanted: Settings) -> t
     return (None, *others)
 
 
-def _choose(checkpoint: Checkpoint, matches: list[_Matched], preferred: Settings) -> tuple[ResolvedUnits, _Matched]:
+def _choose(
+    checkpoint: Checkpoint, matches: list[_Matched], preferred: Settings, order_command: Callable[[], str | None]
+) -> tuple[ResolvedUnits, _Matched]:
     by_mapping: dict[object, list[_Matched]] = {}
     for matched in matches:
         by_mapping.setdefault(byte_mapping(checkpoint, matched.match), []).append(matched)
@@ -162,7 +170,7 @@ def _choose(checkpoint: Checkpoint, matches: list[_Matched], preferred: Settings
     if not chosen.candidate.ordered:
         reason = why_order_matters(checkpoint, chosen.match)
         if reason is not None:
-            raise order_unknown(checkpoint.source, reason, [chosen.candidate.label])
+            raise order_unknown(checkpoint.source, reason, [chosen.candidate.label], command=order_command())
     kernels = possibly_channels_last(chosen.match.units) if chosen.match.keys or _splits(checkpoint) else []
     if kernels and not chosen.candidate.strides_known:
         raise _without_strides(checkpoint, kernels)

@@ -85,14 +85,21 @@ def require_model_order(resolved: ResolvedUnits, source: str) -> None:
         raise order_unknown(source, "the names come from the optimizer, which shows only the order within each unit")
 
 
-def order_unknown(source: str, reason: str, details: Sequence[str] = ()) -> NeedsInformationError:
+def order_unknown(
+    source: str, reason: str, details: Sequence[str] = (), *, command: str | None = None
+) -> NeedsInformationError:
+    """``command``: what makes a units file from the base model that the names come from."""
+    options = (
+        "--parameters FILE (the names of model.named_parameters(), one per line), --reference PATH of a checkpoint "
+        "that PyTorch wrote, or --units FILE"
+    )
     return NeedsInformationError(
         f"the order of the parameters of {source} is not known: {reason}",
         details=details,
         why="flat parameters and ids follow model.parameters(); safetensors files, some DCP directories and some "
         "scripts sort or reorder their keys, and FSDP1 lists an optimizer's parameters unit by unit",
-        next_step="add --parameters FILE (the names of model.named_parameters(), one per line), --reference PATH of a "
-        "checkpoint that PyTorch wrote, or --units FILE",
+        next_step=f"add {options}" if command is None else to_copy("make a units file, then add --units", command),
+        alternative=None if command is None else f"add {options}",
     )
 
 

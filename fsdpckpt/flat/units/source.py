@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError, to_copy
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.names import (
     ParameterNames,
@@ -17,7 +17,8 @@ from fsdpckpt.flat.names import (
     unwrapped_names,
 )
 from fsdpckpt.flat.slices import describe_lengths, is_sliced
-from fsdpckpt.flat.units.build import Settings, expand_globs, layers_glob
+from fsdpckpt.flat.units.architectures import BaseModel, units_command
+from fsdpckpt.flat.units.build import Settings, build_units, expand_globs, layers_glob
 from fsdpckpt.flat.units.candidates import Candidate, candidates
 from fsdpckpt.flat.units.inference import Refusal, infer
 from fsdpckpt.flat.units.request import (
@@ -166,12 +167,13 @@ def _infer_units(
 ) -> ResolvedUnits:
     # An optimizer's own names have no buffers among them that a glob could match.
     names = separate_buffers(_parameter_names(checkpoint, request, sources), request.buffers, all_match=False)
-    prefixes = _unit_prefixes(checkpoint, request, names, target_flattened=target_flattened)
+    prefixes = _unit_prefixes(checkpoint, request, names, sources, target_flattened=target_flattened)
     result = infer(
         checkpoint,
         candidates(checkpoint, names, prefixes, parameters=request.parameters),
         wanted=Settings() if target_flattened else request,
         preferred=request,
+        order_command=lambda: units_command(request.reference, checkpoint.source, sources),
     )
     if isinstance(result, Refusal):
         raise _refused_error(checkpoint, names, prefixes, result)
@@ -217,38 +219,56 @@ def _recorded_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sour
 
 
 def _unit_prefixes(
-    checkpoint: Checkpoint, request: UnitsRequest, names: ParameterNames, *, target_flattened: bool
+    checkpoint: Checkpoint,
+    request: UnitsRequest,
+    names: ParameterNames,
+    sources: Sources,
+    *,
+    target_flattened: bool,
 ) -> UnitPrefixes:
     """The prefixes that the checkpoint shows, else those of ``--unit``; both must agree."""
     shown = prefixes_of(checkpoint)
     if shown is None and not request.globs:
+        options = (
+            "add --unit GLOB (repeatable) for the wrapped modules, for example --unit "
+            f"'{layers_glob(param.name for param in names.params)}' (--unit none when only the root was wrapped), or "
+            "--units FILE"
+        )
+        command = units_command(request.reference, checkpoint.source, sources) if not names.ordered else None
         raise NeedsInformationError(
             f"{checkpoint.source} does not say which modules were FSDP units",
             details=describe_lengths(checkpoint),
             why="a raw optimizer.state_dict() has neither unit names nor param_names, and wrapping is never guessed",
-            next_step="add --unit GLOB (repeatable) for the wrapped modules, for example --unit "
-            f"'{layers_glob(param.name for param in names.params)}' (--unit none when only the root was wrapped), or "
-            "--units FILE",
+            next_step=options if command is None else to_copy("make a units file, then add --units", command),
+            alternative=None if command is None else options,
         )
     if shown is not None and (not request.globs or target_flattened):
         return shown
     expanded = expand_globs(request.globs, [param.name for param in names.params])
+    label = f"--unit {' --unit '.join(request.globs)}"
+    return _agreed_prefixes(checkpoint, shown, UnitPrefixes(("", *expanded), complete=False, label=label))
+
+
+def _agreed_prefixes(checkpoint: Checkpoint, shown: UnitPrefixes | None, wanted: UnitPrefixes) -> UnitPrefixes:
+    """``wanted``, of an option, and what the checkpoint shows, with which it must agree. Raises UsageError."""
     if shown is None:
-        return UnitPrefixes(("", *expanded), complete=False, label=f"--unit {' --unit '.join(request.globs)}")
-    given = {"", *expanded}
+        return wanted
+    option, given = wanted.label.partition(" ")[0], set(wanted.prefixes)
     # An optimizer that was not given a frozen unit does not name it; flat parameters name all.
     unknown = sorted(given - {"", *shown.prefixes}) if shown.exact else []
     absent = sorted(set(shown.prefixes) - given)
     if unknown or absent:
         raise UsageError(
-            f"--unit names other units than {checkpoint.source} has",
+            f"{option} names other units than {checkpoint.source} has",
             details=[
                 *(f"{prefix} is not a unit according to {shown.label}" for prefix in unknown),
-                *(f"{prefix} is a unit according to {shown.label}, and no --unit matches it" for prefix in absent),
+                *(f"{prefix} is a unit according to {shown.label}, and no {option} matches it" for prefix in absent),
             ],
-            next_step="drop --unit: the checkpoint names its units itself",
+            next_step="give --wrap for each class that the training job wrapped"
+            if option == "--wrap"
+            else "drop --unit: the checkpoint names its units itself",
         )
-    more = [prefix for prefix in expanded if prefix not in shown.prefixes]
+    more = [prefix for prefix in wanted.prefixes if prefix not in shown.prefixes]
     return replace(shown, prefixes=(*shown.prefixes, *more))
 
 
@@ -275,6 +295,34 @@ def find_units(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) 
         return replace(resolved, how=(*resolved.how, *(resolved.match.proved if resolved.match is not None else ())))
     resolved = target_units(checkpoint, request, None, None, sources)
     return replace(resolved, how=tuple(line.removeprefix("target ") for line in resolved.how))
+
+
+def units_of_base(
+    base: BaseModel, classes: Sequence[str], request: UnitsRequest, source: str | None, sources: Sources
+) -> ResolvedUnits:
+    """The units of ``base`` with ``classes`` wrapped.
+
+    ``source``: a checkpoint of the model; a flattened one decides dtypes and the settings that ``request`` leaves open,
+    and its slices prove the units. Raises NeedsInformationError if several settings match, SourceCorruptError if none
+    does, UsageError for classes that the model or the checkpoint does not have.
+    """
+    prefixes = base.prefixes(classes)
+    how = (f"names and shapes: {base.names.label}", f"wrapped: {prefixes.label}, and the root")
+    checkpoint = None if source is None else open_checkpoint(source, sources=sources)
+    if checkpoint is None or checkpoint.layout is not Layout.FLATTENED:
+        units = build_units(base.names.params, prefixes.prefixes, request, shared=base.names.shared)
+        dtypes = ", ".join(dict.fromkeys(param.dtype.name for param in base.names.params))
+        assumed = [f"{dtypes}, as in the base model: --from SRC takes the dtype of a flattened checkpoint"]
+        if request.use_orig_params is None:
+            assumed.append("use_orig_params=False, FSDP's own default: add --use-orig-params if the training sets it")
+        proved = () if source is None else prove(units, source, sources)
+        return ResolvedUnits(units, None, (*how, *assumed, *proved))
+    agreed = _agreed_prefixes(checkpoint, prefixes_of(checkpoint), prefixes)
+    result = infer(checkpoint, candidates(checkpoint, base.names, agreed), wanted=request)
+    if isinstance(result, Refusal):
+        raise _refused_error(checkpoint, base.names, agreed, result)
+    proved = result.match.proved if result.match is not None else ()
+    return replace(result, how=(*how, *result.how[1:], *proved))
 
 
 def prove(units: Units, source: str, sources: Sources) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from itertools import groupby
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.flat.names import NamedParam, ParameterNames, model_names, optimizer_names, units_names, unwrapped_names
+from fsdpckpt.flat.units.architectures import units_command
 from fsdpckpt.flat.units.build import (
     Settings,
     build_units,
@@ -148,7 +149,7 @@ def _wrapping(
         first = source_units.units[0]
         settings = Settings(None, first.strategy, first.param_dtype, source_units.shard_size)
         units = replace(settings.applied_to(units), world_size=source_units.world_size)
-    require_known_order(units, names, checkpoint)
+    require_known_order(units, names, checkpoint, request, sources)
     return units, f"target units: names from {names.label}, wrapping from --unit {' --unit '.join(request.globs)}"
 
 
@@ -508,11 +509,14 @@ def _require_settled(names: ParameterNames, checkpoint: Checkpoint) -> Parameter
     return replace(names, params=tuple(params))
 
 
-def require_known_order(units: Units, names: ParameterNames, checkpoint: Checkpoint) -> None:
+def require_known_order(
+    units: Units, names: ParameterNames, checkpoint: Checkpoint, request: UnitsRequest, sources: Sources
+) -> None:
     """Raises NeedsInformationError if ``names`` are in no model's order, and the target depends on it."""
     units_with_several = [unit for unit in units.units if len(unit.params) > 1]
     # The content of a flat parameter depends on the order, and so do the optimizer's ids.
     matters = bool(units_with_several) or (checkpoint.optim is not None and len(units.parameters) > 1)
     if matters and not (names.ordered and names.in_model_order):
         details = [f"{unit} has {plural(len(unit.params), 'parameter')}" for unit in units_with_several]
-        raise order_unknown(checkpoint.source, f"{names.label} does not keep it", details)
+        command = units_command(request.reference or checkpoint.directory, None, sources)
+        raise order_unknown(checkpoint.source, f"{names.label} does not keep it", details, command=command)

@@ -1,0 +1,264 @@
+"""The units of a model of Hugging Face's from its ``config.json`` and the headers of its weights (``units --config``).
+
+Safetensors files sort their names, and flat parameters follow ``model.parameters()``. Its order, and which modules are
+of a class, stand in ``architectures.json``, which ``scripts/architectures`` writes from transformers. No model code
+runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import TypeAlias
+
+from fsdpckpt.errors import (
+    FsdpckptError,
+    NeedsInformationError,
+    SourceMissingError,
+    SourceUnsupportedError,
+    UsageError,
+)
+from fsdpckpt.flat.names import NamedParam, ParameterNames, UnitPrefixes, model_names
+from fsdpckpt.flat.units.build import ROOT_ONLY, module_paths
+from fsdpckpt.ir.model_config import CONFIG, disagreements
+from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.model_config import config_fields
+from fsdpckpt.storage.sources import Sources
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_MOST_NAMES = 10  # of a model that differs, in an error
+_INSTEAD = (
+    "call save_units in the training script, or build the model with its code: fsdpckpt units --model MODULE:NAME "
+    "--wrap MODULE:CLASS"
+)
+
+_Place: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The parameters of one class of models, as transformers builds it.
+
+    ``parameters``: their names in the order of ``model.parameters()``, with ``{}`` for the number of a layer;
+    ``optional``: those that only some configurations have. ``modules``: the paths of the modules of each class.
+    ``layers``: the classes that are usually wrapped. ``tied``: a parameter, and the one that it is if embeddings are
+    tied; ``tied_by_default``: what holds if ``config.json`` does not say.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    optional: frozenset[str]
+    modules: Mapping[str, Sequence[str]]
+    layers: tuple[str, ...]
+    tied: Mapping[str, str]
+    tied_by_default: bool
+
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """``names`` in the order of ``model.parameters()``: layers by their numbers."""
+        places: dict[str, int] = {}  # of each part of a path below its parent, as the parameters list them
+        for parameter in self.parameters:
+            for path in _paths(parameter):
+                places.setdefault(path, len(places))
+
+        def place(name: str) -> _Place:
+            numbers = iter(_NUMBER.findall(name))
+            steps: list[int] = []
+            for path in _paths(template(name)):
+                steps += (places[path], int(next(numbers)) if path.endswith("{}") else 0)
+            return tuple(steps)
+
+        return sorted(names, key=place)
+
+
+def _paths(name: str) -> Iterator[str]:
+    words = name.split(".")
+    for depth in range(1, len(words) + 1):
+        yield ".".join(words[:depth])
+
+
+def template(name: str) -> str:
+    """``name`` with ``{}`` for the numbers of layers."""
+    return _NUMBER.sub("{}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """What the directory of a base model says: the names of its parameters, in order, and its class."""
+
+    architecture: Architecture
+    names: ParameterNames
+
+    def prefixes(self, classes: Sequence[str]) -> UnitPrefixes:
+        """The modules of ``classes`` (``LlamaDecoderLayer``, or ``module:LlamaDecoderLayer``), and the root."""
+        known = self.architecture.modules
+        wrapped: set[str] = set()
+        for given in () if tuple(classes) == (ROOT_ONLY,) else classes:
+            name = re.split(r"[.:]", given)[-1]
+            if name not in known:
+                raise UsageError(
+                    f"{self.architecture.name} has no module of class {name}",
+                    details=list(known),
+                    why="its parameters would stay in the root's unit; these are the classes of the model",
+                    next_step="--wrap with the class that the training job wraps",
+                )
+            wrapped.update(known[name])
+        paths = [path for path in module_paths(param.name for param in self.names.params) if template(path) in wrapped]
+        return UnitPrefixes(("", *paths), complete=True, label=wrap_text(classes), exact=True)
+
+
+def wrap_text(classes: Sequence[str]) -> str:
+    """The options for ``classes``, for a message."""
+    return " ".join(f"--wrap {name}" for name in classes)
+
+
+def require_classes(base: BaseModel, classes: Sequence[str]) -> None:
+    """Raises NeedsInformationError if no class is named."""
+    if not classes:
+        raise NeedsInformationError(
+            "a model does not say which of its modules are wrapped",
+            why="each wrapped module has its own flat parameter, and wrapping is never guessed",
+            next_step=f"add {wrap_text(base.architecture.layers)} if each of its layers is wrapped, or --wrap none for "
+            "the root only",
+        )
+
+
+@cache
+def known_architectures() -> Mapping[str, Architecture]:
+    """Every architecture of ``architectures.json``, by its name."""
+    text = resources.files("fsdpckpt.flat.units").joinpath("architectures.json").read_text(encoding="utf-8")
+    found: dict[str, Architecture] = {}
+    for name, entry in json.loads(text)["architectures"].items():
+        listed: list[str] = entry["parameters"]
+        found[name] = Architecture(
+            name=name,
+            parameters=tuple(each.removesuffix("?") for each in listed),
+            optional=frozenset(each.removesuffix("?") for each in listed if each.endswith("?")),
+            modules=entry["modules"],
+            layers=tuple(entry["layers"]),
+            tied=entry["tied"],
+            tied_by_default=entry["tied_by_default"],
+        )
+    return found
+
+
+def base_model(directory: str, sources: Sources) -> BaseModel:
+    """The model whose ``config.json`` and weights are in ``directory``.
+
+    Raises SourceError if they cannot be read or contradict each other, NeedsInformationError if the order of its
+    parameters is not known.
+    """
+    path = f"{directory.rstrip('/')}/{CONFIG}"
+    fields = config_fields(path, sources)
+    if not fields:
+        raise SourceMissingError(
+            f"--config {directory} has no {CONFIG}",
+            file=path,
+            expected=f"the directory of a Hugging Face model: {CONFIG} and its safetensors files",
+            next_step="give the directory that the training started from",
+        )
+    architecture = _architecture(fields, path)
+    checkpoint = open_checkpoint(directory, sources=sources, locate=False)
+    stored = model_names(checkpoint, directory)
+    if stored is None:
+        raise SourceMissingError(
+            f"--config {directory} has no weights, whose headers say the shapes of the parameters",
+            file=directory,
+            next_step="give the directory that the training started from",
+        )
+    shapes = {param.name: param.shape for param in stored.params}
+    tied = fields.get("tie_word_embeddings", architecture.tied_by_default) is not False
+    shared = tuple(architecture.tied.items()) if tied else ()
+    wrong = [f"{each.field} is {each.stated}, and {each.what} {each.found}" for each in disagreements(fields, shapes)]
+    wrong += _differences(architecture, shapes, {later for later, _ in shared})
+    if wrong:
+        raise SourceUnsupportedError(
+            f"the weights in {directory} are not those of the {architecture.name} that {path} describes",
+            details=wrong,
+            most_shown=_MOST_NAMES,
+            file=path,
+            why="the weights were saved by other code than transformers', or belong to another model",
+            next_step=_INSTEAD,
+        )
+    by_name = {param.name: param for param in stored.params}
+    ordered = architecture.in_order(name for name in by_name if name not in dict(shared))
+    return BaseModel(
+        architecture,
+        ParameterNames(
+            tuple(_trained(by_name[name]) for name in ordered),
+            ordered=True,
+            label=f"{directory}, in the order of {architecture.name}",
+            shared=shared,
+            from_reference=True,
+        ),
+    )
+
+
+def _trained(param: NamedParam) -> NamedParam:
+    """``param``, which is known to be a parameter."""
+    return replace(param, sharded=bool(param.shape))
+
+
+def _architecture(fields: Mapping[str, object], path: str) -> Architecture:
+    named = fields.get("architectures")
+    names = [str(name) for name in named] if isinstance(named, list) else []
+    known = known_architectures()
+    if len(names) == 1 and names[0] in known:
+        return known[names[0]]
+    raise NeedsInformationError(
+        f"the order of the parameters of {', '.join(names) or 'this model'} is not known",
+        details=sorted(known),
+        file=path,
+        why="flat parameters follow model.parameters(), and weight files sort their names; fsdpckpt knows the order of "
+        "these architectures only",
+        next_step=_INSTEAD,
+    )
+
+
+def _differences(
+    architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], left_out: Iterable[str]
+) -> Iterator[str]:
+    """The names in which the weights differ from ``architecture``; every layer must have the same ones.
+
+    ``left_out``: parameters that the file need not have.
+    """
+    found: dict[str, set[tuple[str, ...]]] = {}
+    layers: dict[str, set[tuple[str, ...]]] = {}  # the numbers of the layers of each list
+    for name in shapes:
+        numbers = tuple(_NUMBER.findall(name))
+        found.setdefault(template(name), set()).add(numbers)
+        if numbers:
+            layers.setdefault(template(name).partition("{}")[0], set()).add(numbers)
+    for parameter in architecture.parameters:
+        present = found.pop(parameter, set())
+        optional = parameter in architecture.optional or parameter in left_out
+        everywhere = layers.get(parameter.partition("{}")[0], set()) if "{}" in parameter else {()}
+        for numbers in sorted(everywhere - present if present or not optional else ()):
+            yield f"there is no {parameter.format(*numbers)}"
+    for unknown in found:
+        yield f"{architecture.name} has no parameter {unknown.replace('{}', '*')}"
+
+
+def units_command(reference: str | None, source: str | None, sources: Sources) -> str | None:
+    """The command that makes the units file of ``source`` from the base model in ``reference``.
+
+    None if that is not the directory of a model whose order is known.
+    """
+    if reference is None:
+        return None
+    directory = (
+        reference if sources.stat(f"{reference.rstrip('/')}/{CONFIG}") is not None else os.path.dirname(reference)
+    )
+    try:
+        layers = base_model(directory or ".", sources).architecture.layers
+    except FsdpckptError:
+        return None
+    words = ["fsdpckpt", "units", "--config", directory or "."]
+    for name in layers:
+        words += ["--wrap", name]
+    return shlex.join([*words, *(["--from", source] if source is not None else []), "-o", "units.json"])

@@ -1,0 +1,228 @@
+"""``units --config``: the units of Hugging Face's models from config.json and the headers of their weights alone.
+
+The oracle is transformers, which builds the models, and FSDP1, which wraps them on the "fake" process group.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdpckpt
+from fsdpckpt.flat.live.save import units_of
+from fsdpckpt.flat.units.architectures import known_architectures
+from fsdpckpt.ir.units import Units
+from fsdpckpt.ir.units_json import loads
+from tests.cli.conftest import Run, run
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: it makes the base models")
+__all__ = ["run"]
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WORLD = 3
+SCRIPT = Path(__file__).parents[3] / "scripts" / "architectures"
+SCRIPTED = runpy.run_path(str(SCRIPT))
+LLAMA = {"intermediate_size": 22, "num_key_value_heads": 1, "max_position_embeddings": 8}
+
+
+def config_of(model_type: str, **settings: Any) -> Any:
+    return transformers.AutoConfig.for_model(model_type, **{**SCRIPTED["SMALL"], **SCRIPTED["TOKENS"], **settings})
+
+
+def built(config: Any) -> torch.nn.Module:
+    torch.manual_seed(3)
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def wrapped_by_fsdp(model: torch.nn.Module, rank: int, *, use_orig_params: bool) -> FullyShardedDataParallel:
+    """``model`` as rank ``rank`` of 3 holds it, with each of its layers in a unit."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+    layers = {type(module) for module in model.modules() if type(module).__name__ in model._no_split_modules}  # type: ignore[operator]
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy(layers), use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+
+
+@pytest.fixture(autouse=True)
+def left_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def wrap_options(model: torch.nn.Module) -> list[str]:
+    return [word for name in sorted(model._no_split_modules) for word in ("--wrap", name)]  # type: ignore[operator, arg-type]
+
+
+def unit_rows(units: Units) -> list[object]:
+    return [(unit.key, [(param.name, param.shape) for param in unit.params]) for unit in units.units]
+
+
+def test_the_file_is_what_the_script_writes_with_the_transformers_that_is_installed() -> None:
+    written = json.loads(SCRIPTED["TARGET"].read_text())["architectures"]
+    assert written == json.loads(SCRIPTED["render"]())["architectures"]
+    assert len(written) >= 10
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("llama", {**LLAMA, "tie_word_embeddings": False}),
+        ("llama", {**LLAMA, "attention_bias": True, "num_hidden_layers": 11}),
+        ("qwen2", {**LLAMA, "tie_word_embeddings": True}),
+        ("qwen3", {**LLAMA, "head_dim": 10}),
+        ("gemma", {**LLAMA, "head_dim": 10}),
+        ("gpt2", {}),
+        ("opt", {"ffn_dim": 20, "max_position_embeddings": 8, "word_embed_proj_dim": 8}),
+        ("starcoder2", {**LLAMA, "use_bias": False}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "default",
+)
+def test_the_units_are_those_that_fsdp_makes(
+    model_type: str, settings: dict[str, Any], run: Run, tmp_path: Path
+) -> None:
+    model = built(config_of(model_type, **settings))
+    model.save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    done = run("units", "--config", tmp_path / "base", *wrap_options(model), "--use-orig-params", "--json")
+    assert done.code == 0, done.err
+    units = loads(done.out.encode(), source="stdout")
+    truth = units_of(wrapped_by_fsdp(model, 0, use_orig_params=True))
+    assert unit_rows(units) == unit_rows(truth)
+    assert units.parameters == truth.parameters
+    assert sorted(units.shared) == sorted(truth.shared)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["flat", "orig"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """(raw optimizer files of 3 ranks of a float32 job, its bfloat16 base directory, the state of the whole job)."""
+    directory = tmp_path_factory.mktemp("trained")
+    config = config_of("llama", **LLAMA, tie_word_embeddings=True)
+    built(config).to(torch.bfloat16).save_pretrained(directory / "base")  # type: ignore[operator]
+    truth: dict[str, torch.Tensor] = {}
+    names = [name for name, _ in built(config).named_parameters()]
+    (directory / "ranks").mkdir()
+    for rank in range(WORLD):
+        model = built(config).to(torch.float32)
+        for number, param in enumerate(model.parameters()):
+            torch.manual_seed(number)
+            truth[names[number]] = torch.randn(param.shape)
+            param.data.copy_(truth[names[number]])
+        sharded = wrapped_by_fsdp(model, rank, use_orig_params=request.param)
+        optimizer = torch.optim.AdamW(sharded.parameters(), betas=(0.0, 0.9))
+        for param in sharded.parameters():
+            param.grad = param.detach().clone() if param.numel() else None  # exp_avg becomes the parameter itself
+        optimizer.step()
+        torch.save(optimizer.state_dict(), directory / "ranks" / f"optim_world_size_{WORLD}_rank_{rank}.pt")
+    dist.destroy_process_group()
+    torch.save(truth, directory / "truth.pt")
+    return directory / "ranks", directory / "base", directory / "truth.pt"
+
+
+def test_flat_shards_with_a_base_directory_are_converted_by_following_the_error(
+    trained: tuple[Path, Path, Path], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, base, truth_file = trained
+    monkeypatch.chdir(tmp_path)
+    convert = ("convert", ranks, tmp_path / "full.pt", "--to", "full", "--key-type", "name")
+    refused = run(*convert, "--reference", base)
+    assert refused.code == 4
+    command = next(line.split() for line in refused.err.splitlines() if line.strip().startswith("fsdpckpt units"))
+    assert command == [
+        "fsdpckpt", "units", "--config", str(base), "--wrap", "LlamaDecoderLayer", "--from", str(ranks),
+        "-o", "units.json",
+    ]  # fmt: skip
+    done = run(*command[1:])
+    assert done.code == 0, done.err
+    done = run(*convert, "--units", "units.json")
+    assert done.code == 0, done.err
+    truth, written = torch.load(truth_file), torch.load(tmp_path / "full.pt")["optimizer"]["state"]
+    assert {name: states["exp_avg"].dtype for name, states in written.items()} == dict.fromkeys(truth, torch.float32)
+    assert all(torch.equal(states["exp_avg"], truth[name]) for name, states in written.items())
+
+
+def test_an_export_becomes_flat_shards_by_following_the_error(
+    trained: tuple[Path, Path, Path], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, base, _ = trained
+    monkeypatch.chdir(tmp_path)
+    convert = ("convert", base, tmp_path / "flat", "--to", "flattened", "--world-size", "2", "--use-orig-params")
+    refused = run(*convert, "--unit", "model.layers.*", "--buffers", "none")
+    assert refused.code == 4
+    command = next(line.split() for line in refused.err.splitlines() if line.strip().startswith("fsdpckpt units"))
+    assert "--from" not in command
+    assert run(*command[1:], "--use-orig-params").code == 0
+    done = run(*convert, "--units", "units.json")
+    assert done.code == 0, done.err
+    assert fsdpckpt.diff(base, tmp_path / "flat").same
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ({"architectures": ["Gemma2ForCausalLM"]}, 4, "the order of the parameters of Gemma2ForCausalLM is not known"),
+        ({"architectures": None}, 4, "is not known"),
+        ({"num_hidden_layers": 3}, 3, "num_hidden_layers is 3"),
+        ({"tie_word_embeddings": False}, 3, "there is no lm_head.weight"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, 3, "there is no model.layers.0.self_attn.q_norm.weight"),
+        ({"architectures": ["GPT2LMHeadModel"]}, 3, "GPT2LMHeadModel has no parameter model.embed_tokens.weight"),
+    ],
+    ids=str,
+)
+def test_what_the_weights_contradict_is_refused(
+    change: dict[str, Any], code: int, said: str, trained: tuple[Path, Path, Path], run: Run, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "model.safetensors").write_bytes((trained[1] / "model.safetensors").read_bytes())
+    fields = json.loads((trained[1] / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**fields, **change}))
+    done = run("units", "--config", base, "--wrap", "LlamaDecoderLayer")
+    assert (done.code, done.out) == (code, "")
+    assert said in done.err
+
+
+def test_other_classes_than_those_of_the_job_are_refused(
+    trained: tuple[Path, Path, Path], run: Run, tmp_path: Path
+) -> None:
+    ranks, base, _ = trained
+    done = run("units", "--config", base, "--wrap", "LlamaMLP", "--from", ranks)
+    assert done.code in (2, 3, 4) and done.out == ""
+    done = run("units", "--config", base, "--wrap", "LlamaBlock")
+    assert done.code == 2 and "LlamaForCausalLM has no module of class LlamaBlock" in done.err
+    done = run("units", "--config", base)
+    assert done.code == 4 and "--wrap LlamaDecoderLayer" in done.err
+    assert run("units", "--config", base, "--model", "a:b", "--wrap", "none").code == 2
+    assert run("units", "--config", tmp_path, "--wrap", "none").code == 3
+    assert run("units", "--config", base, "--wrap", "none", "--ignore", "model.norm").code == 2
+
+
+def test_a_class_may_be_named_with_its_module(trained: tuple[Path, Path, Path], run: Run) -> None:
+    _, base, _ = trained
+    module = "transformers.models.llama.modeling_llama:LlamaDecoderLayer"
+    documents = [
+        json.loads(run("units", "--config", base, "--wrap", name, "--json").out)["units"]
+        for name in ("LlamaDecoderLayer", module)
+    ]
+    assert documents[0] == documents[1]
+
+
+def test_layers_are_in_the_order_of_their_numbers() -> None:
+    llama = known_architectures()["LlamaForCausalLM"]
+    names = [name.format(10) for name in llama.parameters] + [name.format(9) for name in llama.parameters]
+    numbers = re.findall(r"layers\.(\d+)\.self_attn\.q_proj\.weight", " ".join(llama.in_order(sorted(set(names)))))
+    assert numbers == ["9", "10"]
