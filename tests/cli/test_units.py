@@ -223,7 +223,7 @@ def test_a_checkpoint_alone_does_not_show_what_was_wrapped(run: Run, trained: tu
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ((), 2, "--from SRC, or --model"),
+        ((), 2, "--from SRC, --config DIR with --wrap CLASS, or --model"),
         ((*MODEL, "--use-orig-params"), 4, "--wrap none"),
         ((*MODEL, *WRAP, "--use-orig-params", "--unit", "outer"), 2, "--unit has no effect"),
         (("--from", "x", "--wrap", "a:B"), 2, "--wrap has no effect"),
