@@ -10,15 +10,21 @@ With ``--workers 2,3`` each conversion, and each run that resumes it, uses one p
 random; of the workers one or all are killed, and the others must end by themselves.
 
 With ``--inside N`` the moments are no random times but numbers of bytes (``kill_hooks``): N kills inside each of copy,
-read-back, verify and publish, for each target. The journal lists something by then, so each next run, by another number
-of workers, must take it over; most are killed once more while they resume. What is taken over is counted.
+read-back, verify and publish, for each target and each number of workers. The journal lists something by then, so each
+next run must take it over; most are killed once more while they resume. Every other one is finished by as many workers
+as were killed first, the rest by another number. What is taken over is counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import filecmp
+import gc
+import importlib
+import io
 import os
+import pkgutil
 import random
 import re
 import runpy
@@ -32,8 +38,9 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fsdpckpt.cli import main as fsdpckpt
-from fsdpckpt.converters import pipeline  # noqa: F401  # loaded before the forks
+import fsdpckpt
+from fsdpckpt.cli import main as run_program
+from fsdpckpt.comm import torch_group
 from fsdpckpt.execute import journal
 from fsdpckpt.storage.hidden import journal_paths, staging_root
 
@@ -55,14 +62,17 @@ ORDINARY = ["--threads", "2", "--max-memory", "2MiB"]  # many windows
 
 @dataclass
 class Phase:
-    """What kills inside one phase came to. ``killed``; ``again``: killed once more while resuming; ``complete``: DST
-    was there already; ``resumed`` runs took over ``percent`` of the output, on average.
+    """What kills inside one phase of one number of workers came to.
+
+    Each one that was ``killed`` left DST ``complete``, or was finished by the ``same`` number of workers or by
+    ``others``, which took over ``percents`` of the output.
     """
 
     killed: int = 0
-    again: int = 0
+    again: int = 0  # killed once more while they resumed
     complete: int = 0
-    resumed: int = 0
+    same: int = 0
+    others: int = 0
     percents: list[float] = field(default_factory=list)
 
 
@@ -86,7 +96,7 @@ class Job:
     continued: int = 0
     replacing: int = 0
     slowest: float = 0.0
-    phases: dict[str, Phase] = field(default_factory=lambda: {name: Phase() for name in PHASES})
+    phases: dict[tuple[str, int], Phase] = field(default_factory=dict)  # by phase and workers
 
 
 def jobs(units: str) -> list[Job]:
@@ -159,7 +169,7 @@ class Trial:
             sys.argv = ["fsdpckpt", "convert", *arguments]
             if kill is not None:
                 install(kill)
-            fsdpckpt()
+            run_program()
         except SystemExit as end:
             code = int(end.code or 0)
         except BaseException:  # noqa: BLE001  # the fork must never go on as its parent
@@ -274,9 +284,11 @@ class Trial:
         with open(f"{self.log}-{rank}") as file:
             return file.read()
 
-    def inside(self, job: Job, rng: random.Random, kinds: Sequence[int], phase: str) -> None:
-        """Kill a conversion inside ``phase``, mostly another one that resumes it, and finish it."""
-        first, second, last = (rng.choice(kinds) for _ in range(3))
+    def inside(self, job: Job, rng: random.Random, kinds: Sequence[int], phase: str, first: int) -> None:
+        """Kill a conversion by ``first`` workers inside ``phase``, mostly another one that resumes it, and finish it."""
+        row = job.phases.setdefault((phase, first), Phase())
+        others = [kind for kind in kinds if kind != first]
+        second, last = rng.choice(kinds), rng.choice(others) if others and row.killed % 2 else first
         self.total(job, "verify", 0)  # makes what others are compared with
         folder = os.path.join(self.directory, "work")
         target = os.path.join(folder, job.target)
@@ -291,8 +303,7 @@ class Trial:
             again = "read-back" if phase == "read-back" else rng.choice(choices)
             of = {"read-back": staged, "copy": everything - staged}.get(again)
             self._kill(job, target, again, second, rng.uniform(0.05, 0.9), of=of)
-            job.phases[phase].again += phase != "read-back"
-        row = job.phases[phase]
+            row.again += phase != "read-back"
         row.killed += 1
         complete = os.path.lexists(target)
         whole = os.path.join(self.directory, f"full-{job.target}")
@@ -305,7 +316,8 @@ class Trial:
             taken = re.search(r"continued an interrupted run: ([\d.,]+ \w*) of ([\d.,]+ \w*) were there", text)
             if taken is None or nbytes_of(taken[1]) <= 0:
                 raise Failure(f"{job.name}: killed inside {phase}, and nothing was taken over:\n{text}")
-            row.resumed += 1
+            row.same += last == first
+            row.others += last != first
             row.percents.append(100 * nbytes_of(taken[1]) / nbytes_of(taken[2]))
         left = [name for name in os.listdir(folder) if name not in (job.target, f".{job.target}.fsdpckpt-lock")]
         if left:
@@ -389,24 +401,24 @@ def main() -> int:
     parser.add_argument("--workers", default="", help="numbers of workers, as 2,3; default: one process only")
     options = parser.parse_args()
     kinds = [0, *map(int, filter(None, options.workers.split(",")))]
-    if len(kinds) > 1:
-        from fsdpckpt.comm import torch_group  # and torch, before the forks
-
-        # Workers of which one was killed before they met wait two minutes for it, unless a launcher ends them.
-        torch_group.TorchGroup.start.__kwdefaults__["patience"] = LIMIT
+    # Workers of which one was killed before they met wait two minutes for it, unless a launcher ends them.
+    torch_group.TorchGroup.start.__kwdefaults__["patience"] = LIMIT
     seed = options.seed if options.seed is not None else random.randrange(10**6)
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="kill-test-") as directory:
         trial = Trial(directory, options.size)
+        load_program(trial.source)
         table = [job for job in jobs(trial.units) if not options.target or job.name in options.target]
         if options.inside:
+            print(PHASES_HEAD, flush=True)
             for job in table:
                 for phase in PHASES:
-                    for _ in range(options.inside):
-                        trial.inside(job, rng, kinds, phase)
-                print(f"{job.name}: done", file=sys.stderr, flush=True)
+                    for first in kinds:
+                        for _ in range(options.inside):
+                            trial.inside(job, rng, kinds, phase, first)
+                        print_phase(job, phase, first)
             print(f"seed {seed}, {options.size / 1e6:.0f} MB, no promise broken")
-            print_phases(table)
+            print_sums(table)
             return 0
         for number in range(options.moments):
             trial.moment(table[number % len(table)], rng, kinds, replace=number % 4 == 3)
@@ -425,14 +437,44 @@ def main() -> int:
     return 0
 
 
-def print_phases(table: Sequence[Job]) -> None:
-    print("| target | killed inside | kills | killed again | DST complete | resumed | taken over, on average |")
-    print("|---|---|---|---|---|---|---|")
+PHASES_HEAD = """\
+| target | killed inside | workers | kills | killed again | DST complete | finished by as many | by others | taken over |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def print_phase(job: Job, phase: str, workers: int) -> None:
+    row = job.phases[phase, workers]
+    least = f"{min(row.percents):.0f} to {max(row.percents):.0f} %" if row.percents else "-"
+    counts = f"{row.killed} | {row.again} | {row.complete} | {row.same} | {row.others} | {least}"
+    print(f"| {job.name} | {phase} | {workers or 1} | {counts} |", flush=True)
+
+
+def print_sums(table: Sequence[Job]) -> None:
+    """One row for each target: what docs/guarantees.md shows."""
+    print("| target | kills inside copy, read-back, verify, publish | killed again | DST complete | resumed | taken over |")
+    print("|---|---|---|---|---|---|")
     for job in table:
-        for name, row in job.phases.items():
-            share = f"{sum(row.percents) / len(row.percents):.0f} %" if row.percents else "-"
-            counts = f"{row.killed} | {row.again} | {row.complete} | {row.resumed} | {share}"
-            print(f"| {job.name} | {name} | {counts} |")
+        rows = list(job.phases.values())
+        kills = [sum(row.killed for (name, _), row in job.phases.items() if name == phase) for phase in PHASES]
+        percents = [percent for row in rows for percent in row.percents]
+        again, complete = sum(row.again for row in rows), sum(row.complete for row in rows)
+        taken = f"{min(percents):.0f} to {max(percents):.0f} %, on average {sum(percents) / len(percents):.0f} %"
+        print(f"| {job.name} | {', '.join(map(str, kills))} | {again} | {complete} | {len(percents)} | {taken} |")
+
+
+def load_program(source: str) -> None:
+    """Load all that a conversion imports, and torch: otherwise each fork does, for two thirds of its time.
+
+    A fork of this process then is what ``python -m fsdpckpt`` is once it has started.
+    """
+    for module in pkgutil.walk_packages(fsdpckpt.__path__, "fsdpckpt."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    sys.argv = ["fsdpckpt", "convert", source, f"{source}.dry/", "--to", "sharded", "--world-size", "2", "--dry-run"]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        run_program()  # typer loads what it needs on the way
+    gc.collect()
+    gc.freeze()  # or each fork copies the pages whose objects it counts
 
 
 if __name__ == "__main__":
