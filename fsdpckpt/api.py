@@ -351,13 +351,21 @@ def verify(
 
 @takes_options(KnowledgeOptions)
 def open(  # noqa: A001  # the contract's name
-    source: Path, *, ignore_file: Iterable[str] = (), units: Path | None = None, **how: Unpack[UnitsKeywords]
+    source: Path,
+    *,
+    ignore_file: Iterable[str] = (),
+    units: Path | None = None,
+    verify: bool = False,
+    **how: Unpack[UnitsKeywords],
 ) -> LazyCheckpoint:
     """Open a checkpoint as a mapping of names to tensors, read on demand. Use it in a ``with`` block.
 
-    ``ignore_file``: globs of files of the source that are left out. ``units``: a units file for flattened shards.
-    Raises SourceError.
+    ``ignore_file``: globs of files of the source that are left out. ``units``: a units file for flattened shards. What
+    is read whole is compared with the checksums that the source has; ``verify=True`` also reads the rest of each
+    record, and of each file in ``fsdpckpt.json``, of which a part is asked for, once. Raises SourceError.
     """
+    from fsdpckpt.execute.read_check import ReadCheck
+    from fsdpckpt.ir.invariants import fatal
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.verify.elements import without_repeats
 
@@ -365,7 +373,11 @@ def open(  # noqa: A001  # the contract's name
     with ExitStack() as until_opened:
         sources = until_opened.enter_context(Sources())
         (checkpoint,) = _open_all([source], sources, options.units, options.ignore_file)
-        lazy = LazyCheckpoint(_name_slices(without_repeats(checkpoint, sources), sources, options), sources)
+        damaged = [problem for problem in checkpoint.problems if problem.kind == "checksum" and problem.fatal]
+        if damaged:  # of files that say where everything is
+            raise fatal(damaged, source=checkpoint.source)
+        named = _name_slices(without_repeats(checkpoint, sources), sources, options)
+        lazy = LazyCheckpoint(named, ReadCheck(named, sources, everything=verify))
         until_opened.pop_all()
         return lazy
 

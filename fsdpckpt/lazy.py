@@ -18,13 +18,14 @@ from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Box, Boxes, Tensor
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, shape_text, size_text, truncate
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+
+    from fsdpckpt.execute.read_check import ReadCheck
 
     TorchTensor: TypeAlias = torch.Tensor  # in a class with a method of this name
 
@@ -45,12 +46,12 @@ class LazyTensor:
         self,
         named: NamedTensor,
         checkpoint: Checkpoint,
-        sources: Sources,
+        check: ReadCheck,
         index: tuple[range | int, ...] | None = None,
     ) -> None:
         self._named = named
         self._checkpoint = checkpoint
-        self._sources = sources
+        self._check = check
         self._index = tuple(map(range, named.tensor.shape)) if index is None else index
 
     @property
@@ -84,7 +85,7 @@ class LazyTensor:
     def __getitem__(self, index: Index | tuple[Index, ...]) -> LazyTensor:
         """The slice, still unread. Raises IndexError as numpy does, TypeError for an index of another kind."""
         indices = _indexed(self._index, index if isinstance(index, tuple) else (index,))
-        return LazyTensor(self._named, self._checkpoint, self._sources, indices)
+        return LazyTensor(self._named, self._checkpoint, self._check, indices)
 
     def __iter__(self) -> Iterator[LazyTensor]:
         """The slices along the first dimension. Raises TypeError without any, as torch does."""
@@ -95,7 +96,8 @@ class LazyTensor:
     def numpy(self) -> npt.NDArray[np.generic]:
         """The elements, assembled from the chunks; bfloat16 and 8-bit floats as ``ml_dtypes``.
 
-        Other types that numpy lacks are returned as raw bytes. Raises SourceIncompleteError if elements are missing.
+        Other types that numpy lacks are returned as raw bytes. Raises SourceIncompleteError if elements are missing,
+        SourceCorruptError if bytes do not have their checksum (``fsdpckpt.open`` says which are compared).
         """
         from fsdpckpt.ir.dtypes import numpy_dtype
 
@@ -134,8 +136,10 @@ class LazyTensor:
         part = _part_of(self._named.tensor, [range(at, at + 1) if isinstance(at, int) else at for at in self._index])
         elements = np.empty(part.nbytes, np.uint8)
         if part.nbytes:
-            reader = ChunkReader(BlockReader(self._checkpoint.files, self._sources), part)
+            reads = self._check.reading()
+            reader = ChunkReader(BlockReader(self._checkpoint.files, reads), part)
             reader.read_into(Box.whole(part.shape), elements)
+            reads.finish()
         return elements
 
     def _require_one_copy(self) -> None:
@@ -219,12 +223,13 @@ def _at(current: range, dim: int, index: Index) -> range | int:
 class LazyCheckpoint(Mapping[str, LazyTensor]):
     """Dotted key -> tensor. A key in two sections is the model's; ``section(...)`` selects one section.
 
-    Use it in a ``with`` block, or call ``close()``. ``checkpoint``: the description it is made of.
+    Use it in a ``with`` block, or call ``close()``. ``checkpoint``: the description it is made of. ``check``: opens its
+    files and compares what is read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, sources: Sources, section: Section | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, check: ReadCheck, section: Section | None = None) -> None:
         self.checkpoint = checkpoint
-        self._sources = sources
+        self._check = check
         self._tensors: dict[str, NamedTensor] = {}
         for named in checkpoint.tensors():
             if section is None or named.section is section:
@@ -235,7 +240,7 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
         named = self._tensors.get(key)
         if named is None:
             raise KeyError(f"{self.checkpoint.source} has no tensor {truncate(key)}{_nearest(key, self._tensors)}")
-        return LazyTensor(named, self.checkpoint, self._sources)
+        return LazyTensor(named, self.checkpoint, self._check)
 
     @overload
     def get(self, key: str, default: None = None, /) -> LazyTensor | None: ...
@@ -281,7 +286,7 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
 
     def section(self, name: str) -> LazyCheckpoint:
         """Only ``"model"``, ``"optim"`` or ``"extra"``."""
-        return LazyCheckpoint(self.checkpoint, self._sources, Section(name))
+        return LazyCheckpoint(self.checkpoint, self._check, Section(name))
 
     @property
     def param_groups(self) -> list[dict[Key, Value]]:
@@ -290,7 +295,7 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
         return [dict(group) for group in optim.param_groups or []] if optim is not None else []
 
     def close(self) -> None:
-        self._sources.__exit__()
+        self._check.sources.__exit__()
 
     def __enter__(self) -> LazyCheckpoint:
         return self

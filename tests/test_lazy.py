@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import fsdpckpt
 from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.execute.read_check import ReadCheck
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.files import Stored
@@ -47,7 +48,7 @@ def lazy(raw: Raw, array: np.ndarray, boxes: list, **how: object) -> LazyTensor:
     model = ModelState({"weight": tensor})
     checkpoint = Checkpoint("raw", Layout.SHARDED, Container.TORCH, "plain", len(files), files, model, None, {})
     sources = OpenedBy(lambda path: CountedFile(bytes(raw.data[int(path)]), path))
-    return LazyCheckpoint(checkpoint, sources)["weight"]
+    return LazyCheckpoint(checkpoint, ReadCheck(checkpoint, sources))["weight"]
 
 
 def grid(shape: tuple[int, ...], cuts: list[list[int]]) -> list:

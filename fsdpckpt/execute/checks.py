@@ -230,7 +230,7 @@ class SourceCheck:
             if self._sum(file, index, parts) is not None:
                 continue
             begin, length, _ = self._record(file, index)
-            missing += [(file, index, *gap) for gap in _gaps(begin, length, parts)]
+            missing += [(file, index, *gap) for gap in gaps_in(begin, length, parts)]
         parts_read = self._rows() if spans else None
         for file, (begins, ends) in sorted(spans.items()):
             if parts_read is not None and file in self._records:
@@ -278,7 +278,7 @@ def _record_of(rows: Int64Array) -> Int64Array:
     return (rows[:, 0] << _RECORD_BITS) | rows[:, 1]
 
 
-def _gaps(begin: int, length: int, parts: list[Part]) -> list[tuple[int, int]]:
+def gaps_in(begin: int, length: int, parts: list[Part]) -> list[tuple[int, int]]:
     """(offset, nbytes) of what ``parts``, in order, leave out of a record; the whole record if parts overlap."""
     at = begin
     gaps: list[tuple[int, int]] = []

@@ -7,6 +7,7 @@ container without any (safetensors) is read to its end if that costs little, and
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,11 +66,28 @@ def recorded_checksums(plan: Plan, checkpoint: Checkpoint, linked: frozenset[int
 
 def linked_checksums(checkpoint: Checkpoint, linked: frozenset[int]) -> Checksums:
     """The checksums in ``fsdpckpt.json`` of the files ``linked``."""
+    return _checksums_of(checkpoint, linked)
+
+
+def whole_file_checksums(checkpoint: Checkpoint) -> Checksums:
+    """The checksums in ``fsdpckpt.json`` of all files that have the length that it records."""
+    by_path = _listed(checkpoint)
+    return _checksums_of(
+        checkpoint,
+        {
+            number
+            for number, file in enumerate(checkpoint.files)
+            if file.nbytes and (listed := by_path.get(file.path)) is not None and listed.nbytes == file.nbytes
+        },
+    )
+
+
+def _checksums_of(checkpoint: Checkpoint, numbers: Collection[int]) -> Checksums:
     by_path = _listed(checkpoint)
     rows = [
         (number, 0, file.nbytes, listed.crc)
         for number, file in enumerate(checkpoint.files)
-        if number in linked and (listed := by_path.get(file.path)) is not None and listed.crc is not None
+        if number in numbers and (listed := by_path.get(file.path)) is not None and listed.crc is not None
     ]
     return Checksums.of(rows)
 

@@ -19,6 +19,7 @@ from fsdpckpt.converters.sections import transform_sections
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import units_request
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, StateDictMismatchError
+from fsdpckpt.execute.read_check import ReadCheck
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Section
@@ -180,29 +181,33 @@ class BoxToRead(NamedTuple):
 
 
 def read_boxes(
-    boxes: Sequence[BoxToRead], entries: Entries, checkpoint: Checkpoint, sources: Sources, *, threads: int
+    boxes: Sequence[BoxToRead], entries: Entries, checkpoint: Checkpoint, check: ReadCheck, *, threads: int
 ) -> bool:
     """Read every box, in file order. Reads nothing and returns False if chunks cannot be located one by one.
 
-    Raises SourceCorruptError if a file ends too early or an item is damaged.
+    Raises SourceCorruptError if a file ends too early, an item is damaged, or bytes do not have their checksum.
     """
     filled = [wanted for wanted in boxes if wanted.target.numel()]
     tensors = [entries.tensor(wanted.key) for wanted in filled]
     rows = [_rows(tensor, wanted.box) for tensor, wanted in zip(tensors, filled, strict=True)]
-    located = locate_rows(list(zip(tensors, rows, strict=True)), checkpoint.files, sources)
+    located = locate_rows(list(zip(tensors, rows, strict=True)), checkpoint.files, check.sources)
     if located is None:
         return False
+    check.add(located.checksums)
+    reads = check.reading()
 
     def work(reader: BlockReader, number: int) -> None:
-        _read(ChunkReader(reader, located[number], list(range(len(located[number].chunks)))), filled[number])
+        tensor = located.tensors[number]
+        _read(ChunkReader(reader, tensor, list(range(len(tensor.chunks)))), filled[number])
 
     for_each(
         range(len(filled)),
         work,
-        make_reader=lambda: BlockReader(checkpoint.files, sources),
+        make_reader=lambda: BlockReader(checkpoint.files, reads),
         threads=threads,
-        order=in_file_order(located),
+        order=in_file_order(located.tensors),
     )
+    reads.finish()
     return True
 
 
@@ -234,14 +239,18 @@ def _read(chunks: ChunkReader, wanted: BoxToRead) -> None:
         target[tuple(slice(begin, begin + count) for begin, count in ranges)].copy_(values)
 
 
-def as_saved(value: Value, checkpoint: Checkpoint, sources: Sources) -> io.BytesIO:
-    """What ``torch.save`` would write for ``value``, made from scratch: it names only allow-listed classes."""
+def as_saved(value: Value, checkpoint: Checkpoint, check: ReadCheck) -> io.BytesIO:
+    """What ``torch.save`` would write for ``value``, made from scratch: it names only allow-listed classes.
+
+    Raises SourceCorruptError if tensors in it do not have their checksums.
+    """
     file = TargetFile("")
     lay_out_file(file, value, casts={}, stem="archive")
     content = bytearray(file.nbytes)
     for offset, begin, nbytes in file.literals:
         content[offset : offset + nbytes] = file.blob[begin : begin + nbytes]
-    reader = BlockReader(checkpoint.files, sources)
+    reads = check.reading()
+    reader = BlockReader(checkpoint.files, reads)
     for write_item in file.write_items:
         memory = np.empty(write_item.nbytes, np.uint8)
         ChunkReader(reader, write_item.tensor).read_into(Box(write_item.start, write_item.size), memory)
@@ -249,6 +258,7 @@ def as_saved(value: Value, checkpoint: Checkpoint, sources: Sources) -> io.Bytes
             elements = memory.reshape(*write_item.size, write_item.dtype.itemsize)
             memory = np.ascontiguousarray(elements.transpose(*write_item.order, elements.ndim - 1))
         content[write_item.offset : write_item.offset + write_item.nbytes] = memory.tobytes()
+    reads.finish()
     for begin, end, positions in file.checksums:
         crc = zlib.crc32(memoryview(content)[begin:end]).to_bytes(4, "little")
         for position in positions:

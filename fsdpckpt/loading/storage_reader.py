@@ -25,6 +25,7 @@ from torch.futures import Future
 from fsdpckpt.comm.boxes import held_boxes
 from fsdpckpt.comm.dtensor import DTensor, StridedShard, compute_local_shape_and_global_offset
 from fsdpckpt.errors import InternalError, SourceError, StateDictMismatchError, UsageError
+from fsdpckpt.execute.read_check import ReadCheck
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Box, Tensor
@@ -57,7 +58,9 @@ class StorageReader(TorchStorageReader):
     are found either way. ``key_type``: how the optimizer's part is keyed; ``"name"`` is what
     ``get_optimizer_state_dict`` and ``FSDP.optim_state_dict`` return, ``"id"`` the optimizer's own ``state_dict()``.
     All other options are those of ``fsdpckpt convert``. Each rank opens the source itself and reads only its shards; no
-    dtype is cast. Raises SourceError, NeedsInformationError, UsageError.
+    dtype is cast. What is read whole is compared with the checksums that the source has; ``verify=True`` also reads the
+    rest of each record, and of each file in ``fsdpckpt.json``, of which this rank needs a part. Raises SourceError,
+    NeedsInformationError, UsageError.
     """
 
     def __init__(
@@ -84,8 +87,10 @@ class StorageReader(TorchStorageReader):
         add_prefix: str | None = None,
         rename: dict[str, str] | None = None,
         threads: int | None = None,
+        verify: bool = False,
     ) -> None:
         super().__init__()
+        self._verify = verify
         if key_type not in ("name", "id"):
             raise UsageError(f"key_type cannot be {key_type!r}", expected="name, id", found=str(key_type))
         self._names = Names(model, optimizer, flatten_optimizer_state_dict)
@@ -148,7 +153,8 @@ class StorageReader(TorchStorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Step 5: fill this rank's shards.
 
-        Raises StateDictMismatchError that lists every tensor that does not match, SourceError if a file has changed.
+        Raises StateDictMismatchError that lists every tensor that does not match, SourceError if a file has changed or
+        its bytes do not have their checksum.
         """
         values = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
@@ -168,7 +174,7 @@ class StorageReader(TorchStorageReader):
         entries = self._entries_of_rank()
         for item in values:
             value = _as_named_by(getattr(planner, "state_dict", {}), item, entries)
-            planner.load_bytes(item, as_saved(value, self._checkpoint, self._sources))
+            planner.load_bytes(item, as_saved(value, self._checkpoint, self._check))
         self._sources.require_unchanged()
         self._sources.__exit__()  # files are closed; another load opens them again
         done: Future[None] = Future()
@@ -185,6 +191,7 @@ class StorageReader(TorchStorageReader):
         self._sources = Sources()
         self._path = path
         self._checkpoint = open_to_load(path, self._options, self._sources, locate=locate)
+        self._check = ReadCheck(self._checkpoint, self._sources, everything=self._verify)
         self._entries: Entries | None = None
         self._rank = -1
         self._entries_of_rank()  # check now: dcp.load would wrap later errors
@@ -201,7 +208,7 @@ class StorageReader(TorchStorageReader):
         return self._entries_of_rank()
 
     def _read(self, boxes: list[BoxToRead], entries: Entries) -> bool:
-        return read_boxes(boxes, entries, self._checkpoint, self._sources, threads=self._threads)
+        return read_boxes(boxes, entries, self._checkpoint, self._check, threads=self._threads)
 
     def _storage_metadata(self, key: str, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
         if not isinstance(value, Tensor):

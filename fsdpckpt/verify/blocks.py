@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import product
 from math import prod
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Value
 from fsdpckpt.storage import ByteSource, is_url
-from fsdpckpt.storage.sources import Sources
 
 BLOCK_BYTES = 8 * 1024 * 1024  # beyond this size the cost of a request is negligible beside its transfer
 LARGEST_GAP = 64 * 1024  # bytes: reading a gap of this size costs less than another request
@@ -49,10 +48,16 @@ def rows_to_read(chunks: Chunks) -> list[int]:
     return sorted(row for _, row in lowest.values())
 
 
+class FileOpener(Protocol):
+    """What opens the files of a checkpoint: ``Sources``, or something that watches what is read."""
+
+    def open_file(self, file: SourceFile) -> ByteSource: ...
+
+
 class BlockReader:
     """Reads tensors of one checkpoint. It owns its buffers: each thread needs its own."""
 
-    def __init__(self, files: Sequence[SourceFile], sources: Sources, limit: int = BLOCK_BYTES) -> None:
+    def __init__(self, files: Sequence[SourceFile], sources: FileOpener, limit: int = BLOCK_BYTES) -> None:
         self._files = files
         self._sources = sources
         self._limit = limit

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -405,9 +405,16 @@ def first_of_items(file: Int64Array, item: Int64Array) -> tuple[int, int]:
     return (int(file[order[0]]), int(item[order[0], 0])) if len(order) else (-1, -1)
 
 
+class LocatedRows(NamedTuple):
+    """What ``locate_rows`` found: the tensors, and the checksums of the items that it opened."""
+
+    tensors: list[Tensor]
+    checksums: Checksums
+
+
 def locate_rows(
     wanted: Sequence[tuple[Tensor, npt.NDArray[np.intp]]], files: Sequence[SourceFile], sources: Sources
-) -> list[Tensor] | None:
+) -> LocatedRows | None:
     """Each tensor reduced to those rows of its chunks, located. Items are opened in the order of their file.
 
     None if an item differs from the metadata: ``_correct_uneven`` needs all items, so the checkpoint must be opened
@@ -416,7 +423,7 @@ def locate_rows(
     located = [replace(tensor, chunks=tensor.chunks.take(rows)) for tensor, rows in wanted]
     unplaced = [number for number, tensor in enumerate(located) if not is_located(tensor)]
     if not unplaced:
-        return located
+        return LocatedRows(located, Checksums.of([]))
     ends = np.cumsum([len(located[number].chunks) for number in unplaced])
     offset = np.full(ends[-1], -1, np.int64)
     declared: list[ChunkedTensor] = []
@@ -427,7 +434,7 @@ def locate_rows(
     if (contents.overhead <= 0).any():  # only the header of a safetensors blob gives the place of the data
         return None
     try:
-        contents.read_archives(sources)
+        checksums = Checksums.joined(contents.read_archives(sources))
     except SourceUnrecognisedError:
         return None
     if len(contents.mismatched_rows()):
@@ -437,4 +444,4 @@ def locate_rows(
         return None
     for number, after in zip(unplaced, found.values(), strict=True):
         located[number] = replace(located[number], chunks=after.chunks)
-    return located
+    return LocatedRows(located, checksums)
