@@ -285,7 +285,7 @@ class Trial:
             return file.read()
 
     def inside(self, job: Job, rng: random.Random, kinds: Sequence[int], phase: str, first: int) -> None:
-        """Kill a conversion by ``first`` workers inside ``phase``, mostly another one that resumes it, and finish it."""
+        """Kill a conversion by ``first`` workers inside ``phase``, mostly one more that resumes it, and finish it."""
         row = job.phases.setdefault((phase, first), Phase())
         others = [kind for kind in kinds if kind != first]
         second, last = rng.choice(kinds), rng.choice(others) if others and row.killed % 2 else first
@@ -438,7 +438,7 @@ def main() -> int:
 
 
 PHASES_HEAD = """\
-| target | killed inside | workers | kills | killed again | DST complete | finished by as many | by others | taken over |
+| target | inside | workers | kills | killed again | DST complete | resumed by as many | by others | taken over |
 |---|---|---|---|---|---|---|---|---|"""
 
 
@@ -451,7 +451,9 @@ def print_phase(job: Job, phase: str, workers: int) -> None:
 
 def print_sums(table: Sequence[Job]) -> None:
     """One row for each target: what docs/guarantees.md shows."""
-    print("| target | kills inside copy, read-back, verify, publish | killed again | DST complete | resumed | taken over |")
+    print(
+        "| target | kills inside copy, read-back, verify, publish | killed again | DST complete | resumed | taken over |"
+    )
     print("|---|---|---|---|---|---|")
     for job in table:
         rows = list(job.phases.values())

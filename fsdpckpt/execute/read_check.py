@@ -141,6 +141,7 @@ class CheckedReads:
         require_checksum(source.path, offset, nbytes, expected, crc, recorded=whole_file)
         self._check.proved.add((number, index))
 
+
 class _CheckedFile(ByteSource):
     """A file of which every read is compared."""
 
