@@ -451,9 +451,7 @@ def print_phase(job: Job, phase: str, workers: int) -> None:
 
 def print_sums(table: Sequence[Job]) -> None:
     """One row for each target: what docs/guarantees.md shows."""
-    print(
-        "| target | kills inside copy, read-back, verify, publish | killed again | DST complete | resumed | taken over |"
-    )
+    print("| target | inside copy, read-back, verify, publish | killed again | DST complete | resumed | taken over |")
     print("|---|---|---|---|---|---|")
     for job in table:
         rows = list(job.phases.values())

@@ -47,7 +47,7 @@ def test_kills_inside_copy_read_back_verify_and_publish_are_resumed(tmp_path: Pa
     words = [str(SCRIPTS / "kill_moments.py"), "--inside", "1", "--size", "8000000", "--directory", str(tmp_path)]
     done = run([*words, "--target", "dcp"], kind="torch", timeout=280, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = re.findall(r"\| dcp \| (copy|read-back|verify|publish) \| 1 \| \d \| (\d) \| (\d) \|", done.stdout)
+    rows = re.findall(r"\| dcp \| (copy|read-back|verify|publish) \| 1 \| 1 \| \d \| (\d) \| (\d) \| 0 \|", done.stdout)
     assert [phase for phase, _, _ in rows] == ["copy", "read-back", "verify", "publish"], done.stdout
     assert all((complete, resumed) in (("1", "0"), ("0", "1")) for _, complete, resumed in rows)
     assert ("copy", "0", "1") in rows
