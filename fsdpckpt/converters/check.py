@@ -19,9 +19,9 @@ import numpy as np
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.lay_out import dtype_rule
 from fsdpckpt.converters.linking import require_recorded
-from fsdpckpt.converters.shared_sources import UnionSources, serve_sources
 from fsdpckpt.converters.staging import StagingDirectories
 from fsdpckpt.converters.transform import TransformedCheckpoint
+from fsdpckpt.converters.union_sources import UnionSources, serve_sources
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceError, TargetUnwritableError
 from fsdpckpt.execute.checks import sum_of
 from fsdpckpt.flat.match import Mismatch, match

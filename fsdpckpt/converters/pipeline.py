@@ -39,10 +39,11 @@ from fsdpckpt.converters.resume import (
     run_identity,
     source_copies,
 )
-from fsdpckpt.converters.shared_sources import SeenSources, UnionSources, see_sources, serve_sources
+from fsdpckpt.converters.shared_sources import SeenSources, see_sources
 from fsdpckpt.converters.staging import StagingDirectories, divide_work, files_in, holders_of, open_staging
 from fsdpckpt.converters.target_mesh import check_mesh
 from fsdpckpt.converters.target_spec import check_flavor
+from fsdpckpt.converters.union_sources import UnionSources, serve_sources
 from fsdpckpt.errors import InternalError, TargetExistsError, WorkerError
 from fsdpckpt.execute import execute
 from fsdpckpt.execute.job import MAX_THREADS, Budget, Job, for_worker, make_budget, pack_job, threads_for, unpack_job

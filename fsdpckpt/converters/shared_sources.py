@@ -9,132 +9,22 @@ its own only if it provably is the same.
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.comm.protocol import Group, decode_error, encode_error
+from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.same_files import checksum_proof, identity_proofs
-from fsdpckpt.errors import FsdpckptError, InternalError, SourceCorruptError, SourceMissingError
+from fsdpckpt.errors import FsdpckptError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.files import SourceFile, Stored
 from fsdpckpt.plan.transfer import Visible
-from fsdpckpt.storage import ByteSource, Entry, is_url
-from fsdpckpt.storage.remote_file import CachedFile
+from fsdpckpt.storage import is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import names_text
-
-STEP = 4 << 20  # bytes of one answer, which both ranks hold in memory
-
-Request = tuple[str, str, int, int]
-"""(kind, path, offset, nbytes). The kinds are ``list``, ``stat``, ``read`` and ``done``."""
-
-
-def serve_sources(group: Group, *, roots: Mapping[str, str] | None = None) -> None:
-    """Answer rank 0 until it is done. All ranks but 0. ``roots``: this rank's path for a directory of rank 0's."""
-    with Sources() as sources:
-        while True:
-            kind, path, offset, nbytes = cast("Request", group.receive_object(source=0))
-            if kind == "done":
-                return
-            for root, resolved in (roots or {}).items():
-                if path == root or path.startswith(f"{root}/"):
-                    path = resolved + path[len(root) :]
-            try:
-                answer: object = _answer(sources, kind, path, offset, nbytes)
-            except (FsdpckptError, OSError) as error:  # raised on rank 0, as if its own disk had failed
-                answer = encode_error(error)
-            group.send_object(answer, to=0)
-
-
-def _answer(sources: Sources, kind: str, path: str, offset: int, nbytes: int) -> object:
-    if kind == "read":
-        return sources.open(path).read(offset, nbytes)
-    if kind == "list":
-        entries = sources.list_directory(path) if os.path.isdir(path) or is_url(path) else []
-        return [[entry.name, entry.nbytes, entry.directory, entry.link] for entry in entries]
-    entry = sources.stat(path)
-    return [] if entry is None else [[entry.name, entry.nbytes, entry.directory, entry.link]]
-
-
-class UnionSources(Sources):
-    """For rank 0: ``Sources`` that also include what only other ranks see, while these are in ``serve_sources``.
-
-    ``opened``: every path that was read, in order.
-    """
-
-    def __init__(self, group: Group) -> None:
-        super().__init__()
-        self.opened: dict[str, None] = {}
-        self._group = group
-        self._requesting = threading.Lock()
-        self._holders: dict[str, int] = {}  # the rank that has the file of a path
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        for rank in range(1, self._group.world_size) if exception[0] is None else ():
-            self._group.send_object(("done", "", 0, 0), to=rank)
-
-    def request(self, rank: int, kind: str, path: str, offset: int = 0, nbytes: int = 0) -> object:
-        """The answer of ``rank``. Raises the error with which it failed instead."""
-        with self._requesting:
-            self._group.send_object((kind, path, offset, nbytes), to=rank)
-            answer = self._group.receive_object(source=rank)
-        if isinstance(answer, dict):
-            raise decode_error(answer)
-        return answer
-
-    def _union_entries(self, kind: str, path: str, entries: list[Entry], parent: str) -> list[Entry]:
-        by_name = {entry.name: entry for entry in entries}
-        for rank in range(1, self._group.world_size):
-            answer = cast("list[tuple[str, int, bool, str]]", self.request(rank, kind, path))
-            for name, nbytes, directory, link in answer:
-                if name not in by_name:
-                    by_name[name] = Entry(name, f"{parent}{name}" if parent else path, nbytes, directory, link)
-                    self._holders[by_name[name].path] = rank
-        return [by_name[name] for name in sorted(by_name)]
-
-    def stat(self, path: str) -> Entry | None:
-        entry = super().stat(path)
-        if entry is not None:
-            return entry
-        return next(iter(self._union_entries("stat", path, [], "")), None)
-
-    def list_directory(self, path: str) -> list[Entry]:
-        if self._group.world_size == 1 or is_url(path):
-            return super().list_directory(path)
-        entries = super().list_directory(path) if os.path.isdir(path) else []
-        return self._union_entries("list", path, entries, os.path.join(path, ""))
-
-    def open(self, path: str) -> ByteSource:
-        self.opened.setdefault(path)
-        return super().open(path)
-
-    def open_new(self, path: str) -> ByteSource:
-        try:
-            return super().open_new(path)
-        except SourceMissingError:
-            entry = self.stat(path)
-            if entry is None or entry.directory or path not in self._holders:
-                raise
-        return CachedFile(path, entry.nbytes, partial(self._fetch, path), self._store.cache, requests=1)
-
-    def _fetch(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from a file that only another rank sees."""
-        rank = self._holders[path]
-        for begin in range(0, len(buffer), STEP):
-            count = min(STEP, len(buffer) - begin)
-            data = self.request(rank, "read", path, offset + begin, count)
-            if not isinstance(data, bytes) or len(data) != count:
-                raise InternalError(f"worker {rank} did not send the {count} bytes of {path} that were requested")
-            buffer[begin : begin + count] = data
-
 
 SAMPLE = 4096  # bytes
 SAMPLES = 16  # samples of each file: evenly spaced, the first at its head and the last at its tail

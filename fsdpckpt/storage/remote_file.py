@@ -63,7 +63,7 @@ class CachedFile(ByteSource):
                 return
         self._request(offset, buffer)
 
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> bool:
         """Fetch the small ranges (offset, nbytes) that will be read next into the cache, in parallel."""
         spans: list[list[int]] = []
         for offset, nbytes in sorted(ranges):
@@ -78,9 +78,10 @@ class CachedFile(ByteSource):
         if threads > 1:
             with ThreadPoolExecutor(threads) as pool:
                 list(pool.map(lambda span: self._fetch_to_cache(*span), spans))
-            return
+            return True
         for begin, end in spans:
             self._fetch_to_cache(begin, end)
+        return True
 
     def _read_small(self, offset: int, nbytes: int) -> bytes:
         self.require_inside(offset, nbytes)
@@ -116,10 +117,7 @@ class RemoteFile(CachedFile):
 
 def prefetch(source: ByteSource, ranges: Iterable[tuple[int, int]]) -> bool:
     """Announce the small ranges (offset, nbytes) that are read next; True if ``source`` fetched them ahead."""
-    if not isinstance(source, CachedFile):
-        return False
-    source.prefetch(ranges)
-    return True
+    return getattr(source, "prefetch", lambda _: False)(ranges)
 
 
 class RangeCache:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
-from typing import Self, TypeVar, cast
+from typing import Self, TypeAlias, TypeVar, cast
 
 from fsdpckpt.ir.files import Inline, SourceFile, Zeros
 from fsdpckpt.ir.tensors import Tensor
@@ -25,6 +25,9 @@ from fsdpckpt.storage.remote_file import AHEAD, REQUESTS, RemoteFile
 from fsdpckpt.storage.remote_store import RemoteStore
 
 T = TypeVar("T")
+
+Announced: TypeAlias = "Callable[[], Sequence[tuple[int, int]]]"
+"""Returns the ranges (offset, nbytes) of a file that its reader will read."""
 
 MAX_OPEN = 256  # sources: each may hold buffers; descriptors are counted by themselves (``descriptors``)
 
@@ -89,6 +92,9 @@ class Sources:
 
         with ThreadPoolExecutor(REQUESTS) as pool:  # no more files than fit into the cache
             list(pool.map(ends, remote[: self._store.cache.limit // (2 * AHEAD)]))
+
+    def announce(self, path: str, ranges: Announced) -> None:
+        """Say which ranges of a file are read next. Only a source that fetches them from far away makes use of it."""
 
     def open(self, path: str) -> ByteSource:
         """The source at ``path``, opened once and kept open while it is among the most recently used."""
@@ -195,6 +201,9 @@ class RemainingSources(Sources):
 
     def prefetch_ends(self, paths: Sequence[str], *, tails: bool = True) -> None:
         self.all.prefetch_ends(paths, tails=tails)
+
+    def announce(self, path: str, ranges: Announced) -> None:
+        self.all.announce(path, ranges)
 
     def open(self, path: str) -> ByteSource:
         return self.all.open(path)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fsdpckpt.comm.protocol import Solo
-from fsdpckpt.converters.shared_sources import UnionSources, _answer, content_identity, find_visible
-from fsdpckpt.errors import SourceCorruptError, SourceMissingError
+from fsdpckpt.converters.shared_sources import content_identity, find_visible
+from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.files import Stored, Zeros
-from fsdpckpt.storage.remote_file import AHEAD
 from fsdpckpt.storage.sources import Sources
 
 
@@ -69,51 +66,3 @@ def test_an_identity_reads_little_of_a_large_file(tmp_path) -> None:
         assert content_identity(Stored(str(path), 0), sources) != b""
     assert time.monotonic() - begun < 2
     assert np.prod(path.stat().st_blocks) == 0
-
-
-class TwoRanks(Solo):
-    """Rank 0 of two. Rank 1 has the files of ``folder`` under the same names in ``/elsewhere``."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.world_size = 2
-        self.requests: list[tuple[str, str, int, int]] = []
-        self._folder = str(folder)
-        self._sources = Sources()
-
-    def send_object(self, value: object, *, to: int) -> None:
-        assert to == 1
-        self.requests.append(value)  # type: ignore[arg-type]
-
-    def receive_object(self, *, source: int) -> object:
-        kind, path, offset, nbytes = self.requests[-1]
-        return _answer(self._sources, kind, path.replace("/elsewhere", self._folder), offset, nbytes)
-
-
-def test_a_file_of_another_rank_is_read_ahead_and_cached(tmp_path: Path) -> None:
-    data = random.Random(5).randbytes(3 * AHEAD + 100)
-    (tmp_path / "file").write_bytes(data)
-    group = TwoRanks(tmp_path)
-    with UnionSources(group) as sources:
-        file = sources.open("/elsewhere/file")
-        assert file.nbytes == len(data)
-        near_end = 3 * AHEAD
-        for offset, nbytes in [
-            (5, 10),
-            (AHEAD - 3, 6),
-            (AHEAD + 4, 10),
-            (near_end, 100),
-            (near_end + 50, 50),
-            (7, 2 * AHEAD),
-        ]:
-            assert file.read(offset, nbytes) == data[offset : offset + nbytes]
-        buffer = bytearray(len(data))
-        file.read_into(0, memoryview(buffer))
-        assert buffer == data
-        with pytest.raises(SourceCorruptError, match="ends too early"):
-            file.read(len(data) - 1, 2)
-        with pytest.raises(SourceMissingError):
-            sources.open("/elsewhere/gone")
-    reads = [(offset, nbytes) for kind, _, offset, nbytes in group.requests if kind == "read"]
-    assert reads[:4] == [(5, AHEAD), (AHEAD + 4, AHEAD), (2 * AHEAD + 100, AHEAD), (7, 2 * AHEAD)]
-    assert group.requests[-1][0] == "done"

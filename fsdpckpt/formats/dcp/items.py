@@ -129,6 +129,13 @@ class Structures:
             self._count += 1
 
 
+def item_ends(begin: Int64Array, length: Int64Array) -> list[tuple[int, int]]:
+    """The ranges (offset, nbytes) that contain the structures of the items of ``length`` bytes at ``begin``."""
+    nbytes = np.minimum(length, _END)
+    first = np.stack([begin, begin + length - nbytes], axis=1)
+    return list(zip(first.ravel().tolist(), np.repeat(nbytes, 2).tolist(), strict=True))
+
+
 class ItemReader:
     """Reads the items of one DCP file. ``failed_item``: after an error, the number of the item that cannot be read."""
 

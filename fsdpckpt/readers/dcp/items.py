@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceIncompleteError, SourceUnrecognisedError
-from fsdpckpt.formats.dcp.items import ItemReader, Structures
+from fsdpckpt.formats.dcp.items import ItemReader, Structures, item_ends
 from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch import ChecksumRow, load_torch, notes_on_defaultdicts
 from fsdpckpt.ir.checkpoint import Checksums, Note, SourceFile
@@ -139,6 +139,8 @@ class _Contents:
     def read_archives(self, sources: Sources) -> list[Checksums]:
         """Locate the data of each item that is a torch archive. Raises what ``ItemReader.tensors`` raises."""
         checksums: list[Checksums] = []
+        for number, rows in self.in_files(~self.is_blob):
+            sources.announce(self._paths[number], partial(item_ends, *self.item[rows].T))
         for number, rows in self.in_files(~self.is_blob):
             reader = ItemReader(sources.open(self._paths[number]), self.structures)
             try:

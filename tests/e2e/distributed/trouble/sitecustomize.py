@@ -5,10 +5,14 @@ TROUBLE is ``rank,module:function,trouble,file``: when that worker calls that fu
 SYNC_SECONDS: how often every worker says in its journal what it has written.
 """
 
+import contextlib
+import ctypes
 import importlib
 import itertools
 import os
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -30,7 +34,38 @@ def _full() -> None:
     raise OSError(28, "No space left on device", "full.pt")
 
 
+def _sockets() -> list[socket.socket]:
+    """Every TCP connection of this process."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                connection = socket.socket(fileno=os.dup(int(name)))
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    found.append(connection)
+    return found
+
+
+def _cut_off() -> None:
+    """Close all connections, as a network does that answers with resets."""
+    for connection in _sockets():
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _become_unreachable() -> None:
+    """From now on nothing that is sent to this process arrives, and nothing tells the senders."""
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # BPF: return 0 bytes of each packet
+    program = struct.pack("HL", 1, ctypes.addressof(drop_all))
+    for connection in _sockets():
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+
+
+SO_ATTACH_FILTER = 26
 TROUBLES = {
+    "cut off": _cut_off,
+    "unreachable": _become_unreachable,
     "fail": _fail,
     "damage": _damage,
     "full": _full,
