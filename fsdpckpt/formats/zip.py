@@ -19,7 +19,6 @@ import numpy as np
 from fsdpckpt.errors import COPY_AGAIN, SourceUnrecognisedError, SourceUnsupportedError, damaged
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage import ByteSource
-from fsdpckpt.storage.remote_file import prefetch
 from fsdpckpt.text import bytes_text, plural
 
 LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
@@ -288,9 +287,7 @@ def _local_headers(source: ByteSource, headers: list[int], limits: list[int], di
     prefetched = False
     for position, header in enumerate(headers):
         if position % _PREFETCHED == 0:
-            prefetched = prefetch(
-                source, [(at, LOCAL_HEADER.size) for at in headers[position : position + _PREFETCHED]]
-            )
+            prefetched = source.prefetch([(at, LOCAL_HEADER.size) for at in headers[position : position + _PREFETCHED]])
         inside = header - block_at
         if inside + LOCAL_HEADER.size > len(block):
             wanted = grown if limits[position] - header < _NEAR and not prefetched else LOCAL_HEADER.size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,12 @@ class ByteSource(ABC):
         data = bytearray(nbytes)
         self.read_into(offset, memoryview(data))
         return bytes(data)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> bool:
+        """Announce the small ranges (offset, nbytes) that are read next; True if they were fetched ahead, so that
+        reading them one by one costs no request.
+        """
+        return False
 
     def require_inside(self, offset: int, nbytes: int) -> None:
         """Raises SourceCorruptError unless the file has ``nbytes`` bytes at ``offset``."""

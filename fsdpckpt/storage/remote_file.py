@@ -115,11 +115,6 @@ class RemoteFile(CachedFile):
         self.identity = identity
 
 
-def prefetch(source: ByteSource, ranges: Iterable[tuple[int, int]]) -> bool:
-    """Announce the small ranges (offset, nbytes) that are read next; True if ``source`` fetched them ahead."""
-    return getattr(source, "prefetch", lambda _: False)(ranges)
-
-
 class RangeCache:
     """Byte ranges of many files, at most ``limit`` bytes in all; the least recently used are dropped first.
 

@@ -30,7 +30,6 @@ from fsdpckpt.formats.zip import (
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage import ByteSource
-from fsdpckpt.storage.remote_file import prefetch
 from fsdpckpt.text import bytes_text
 
 _END = 1 << 12  # bytes read at each end of an item: all its structure, unless its names are very long
@@ -272,7 +271,7 @@ class _BatchEnds:
         first = np.stack([begin, begin + length - self._nbytes], axis=1)
         end = first + self._nbytes[:, None]
         ranges = first.ravel(), end.ravel()
-        fetched = prefetch(source, zip(ranges[0].tolist(), (ranges[1] - ranges[0]).tolist(), strict=True))
+        fetched = source.prefetch(zip(ranges[0].tolist(), (ranges[1] - ranges[0]).tolist(), strict=True))
         at, reads, size = _plan_reads(*ranges, near=-1 if fetched else _NEAR)
         self._buffer = bytearray(size + 8)
         view = memoryview(self._buffer)

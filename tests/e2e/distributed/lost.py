@@ -52,6 +52,7 @@ class Lost(NamedTuple):
         return f"{self.step}, {self.trouble}, rank {self.rank} of {self.workers}"
 
 
+NO_SPACES = str.maketrans({" ": "-", ",": None})
 LOST = [
     Lost(step, trouble, rank, workers)
     for workers in (2, 3)
@@ -205,7 +206,7 @@ def main(arguments: list[str]) -> int:
 def play_all(chosen: Iterable[Lost], out: Path, *, limit: float, at_once: int) -> dict[str, Any]:
     with ThreadPoolExecutor(at_once) as pool:
         futures = {
-            lost.name: pool.submit(play, out / "base", lost, out / lost.name.replace(", ", "-").replace(" ", "-"), limit=limit)
+            lost.name: pool.submit(play, out / "base", lost, out / lost.name.translate(NO_SPACES), limit=limit)
             for lost in chosen
         }
         return {name: future.result() for name, future in futures.items()}
