@@ -30,10 +30,10 @@ TROUBLES = ("kill", "stop", "cut off", "unreachable")
 PLAN, SERVE = "fsdpckpt.converters.pipeline:prepare,1", "fsdpckpt.converters.union_sources:answers_to,3"
 STEPS: dict[str, tuple[str, str]] = {
     "read and plan": (PLAN, SERVE),
-    "read back": ("fsdpckpt.execute.output:Output.read_back,1",) * 2,
+    "read back": ("fsdpckpt.execute.output:Output.read_back,1", "fsdpckpt.execute.run:_Run.read_back,1"),
     "copy": ("fsdpckpt.execute.output:write_window,3",) * 2,
     "exchange": ("fsdpckpt.execute.send_recv:TransferRun._read,2",) * 2,
-    "verify": ("fsdpckpt.converters.check:first_difference,1",) * 2,
+    "verify": ("fsdpckpt.converters.check:first_difference,1", "fsdpckpt.converters.check:OutputCheck.run,1"),
     "publish": ("fsdpckpt.converters.pipeline:_Conversion._publish,1",) * 2,
 }
 """Where rank 0 and where any other rank gets lost in each step: a function, and which of its calls."""
