@@ -44,6 +44,11 @@ CASTABLE_DTYPES = (
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _ALIASES |= {"fp64": "float64", "double": "float64", "fp8": "float8_e4m3fn", "float8": "float8_e4m3fn"}
 DTYPE = one_of(CASTABLE_DTYPES, "a floating-point dtype", "bfloat16", "DTYPE", "str | torch.dtype", _ALIASES)
+AUTO_DTYPE = "auto"
+"""What ``--dtype`` says for the dtype that ``config.json`` states."""
+
+_MODEL_DTYPES = (*CASTABLE_DTYPES, AUTO_DTYPE)
+_MODEL_DTYPE = one_of(_MODEL_DTYPES, "a floating-point dtype", "bfloat16", "DTYPE", "str | torch.dtype", _ALIASES)
 # What ``torch.device`` takes, and the names of backends outside of PyTorch that train with FSDP.
 DEVICE_TYPES = ("cuda", "cpu", "xpu", "npu", "hpu", "mlu", "musa", "mps", "mtia", "xla", "ipu", "maia", "privateuseone")
 DEVICE_TYPE = one_of(DEVICE_TYPES, "a device type of PyTorch", "cuda", "TYPE")
@@ -191,10 +196,11 @@ class ConvertOptions(OptionRecord):
         "Rename a key or a dotted prefix; may be repeated, and is applied in order.", Heading.SELECTED
     )
     dtype: str | None = option(
-        "Cast the model's floating-point tensors, for example to bfloat16 (default: no cast).",
+        "Cast the model's floating-point tensors, for example to bfloat16; 'auto': as config.json states "
+        "(default: no cast).",
         Heading.SELECTED,
-        kind=DTYPE,
-        completion=CASTABLE_DTYPES,
+        kind=_MODEL_DTYPE,
+        completion=_MODEL_DTYPES,
         scope=Scope.MODEL,
     )
     optim_dtype: str | None = option(

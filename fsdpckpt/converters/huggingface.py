@@ -7,10 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note
 from fsdpckpt.ir.model_config import CONFIG, WORD_EMBEDDINGS, disagreements
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.options import AUTO_DTYPE, CASTABLE_DTYPES, ConvertOptions
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.side_files import files_of_model
 from fsdpckpt.storage.sources import Sources
@@ -26,21 +27,20 @@ _NEEDED = (
 
 
 def finish_export(
-    checkpoint: Checkpoint, side_files: Mapping[str, Tensor], reference: str | None, sources: Sources
+    checkpoint: Checkpoint, side_files: Mapping[str, Tensor], options: ConvertOptions, sources: Sources
 ) -> tuple[Checkpoint, Mapping[str, Tensor]]:
     """Return the weights of ``checkpoint`` for ``from_pretrained``, and the files that go with them.
 
-    ``side_files``: the files beside the source. ``reference``: a directory whose configuration, tokenizer and
+    ``side_files``: the files beside the source. ``options.reference``: a directory whose configuration, tokenizer and
     generation settings replace them; if it holds weights, their names and shapes must match. Raises
     SourceUnsupportedError if they do not or if its configuration states other sizes, SourceMissingError if the
     directory does not exist.
     """
-    files = dict(side_files)
-    folders = [checkpoint.directory, f"{checkpoint.directory.rstrip('/')}/huggingface"] if checkpoint.directory else []
+    files, reference = dict(side_files), options.reference
+    folders = _folders(checkpoint, options)
     if reference is not None:
         reference_files = files_of_model(reference, checkpoint.files, sources)
         files.update(reference_files.files)
-        folders = [reference]
         checkpoint = replace(
             checkpoint,
             files=(*checkpoint.files, *reference_files.sources),
@@ -50,7 +50,62 @@ def finish_export(
         _check_configuration(reference, checkpoint, sources)
     if CONFIG not in files:
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", _NEEDED, warning=True)))
+    else:
+        checkpoint = _with_note_on_dtype(checkpoint, folders, options, sources)
     return _without_tied_copies(checkpoint, folders, sources, reference), files
+
+
+def with_stated_dtype(
+    checkpoint: Checkpoint, options: ConvertOptions, sources: Sources
+) -> tuple[Checkpoint, ConvertOptions]:
+    """Replace ``--dtype auto`` by the dtype that ``config.json`` states, with a note.
+
+    Raises NeedsInformationError if there is none that does.
+    """
+    if options.dtype != AUTO_DTYPE:
+        return checkpoint, options
+    folders = _folders(checkpoint, options)
+    dtype = _stated_dtype(_configuration(folders, sources))
+    if dtype is None:
+        raise NeedsInformationError(
+            f"--dtype auto: no {CONFIG} states a dtype",
+            details=[f"searched: {folder}" for folder in folders],
+            next_step="--dtype bfloat16, or --reference DIR of the model that was trained",
+        )
+    note = Note("config-dtype", f"--dtype auto is {dtype}, as {CONFIG} states")
+    return replace(checkpoint, notes=(*checkpoint.notes, note)), replace(options, dtype=dtype)
+
+
+def _folders(checkpoint: Checkpoint, options: ConvertOptions) -> list[str]:
+    """Where the ``config.json`` of the model may be, in order."""
+    if options.reference is not None:
+        return [options.reference]
+    directory = checkpoint.directory.rstrip("/")
+    return [checkpoint.directory, f"{directory}/huggingface"] if directory else []
+
+
+def _stated_dtype(configuration: Mapping[str, object]) -> str | None:
+    """The dtype of the weights, which transformers 5 calls ``dtype`` and older ones ``torch_dtype``."""
+    stated = configuration.get("dtype", configuration.get("torch_dtype"))
+    name = str(stated).removeprefix("torch.")
+    return name if name in CASTABLE_DTYPES else None
+
+
+def _with_note_on_dtype(
+    checkpoint: Checkpoint, folders: Sequence[str], options: ConvertOptions, sources: Sources
+) -> Checkpoint:
+    """``checkpoint`` with a note if the weights are written in another dtype than the configuration states."""
+    stated = _stated_dtype(_configuration(folders, sources))
+    params = checkpoint.model.params.values() if checkpoint.model is not None else ()
+    floating = [leaf.dtype.name for leaf in params if isinstance(leaf, Tensor) and leaf.dtype.floating]
+    written = [options.dtype] * len(floating) if options.dtype is not None else floating
+    others = [dtype for dtype in written if dtype != stated]
+    if stated is None or not others:
+        return checkpoint
+    what = "the weights" if len(others) == len(written) else f"{len(others)} of {len(written)} weights"
+    dtypes = " and ".join(dict.fromkeys(others))
+    message = f"{what} are written as {dtypes}, and {CONFIG} says {stated}: --dtype auto casts them to {stated}"
+    return replace(checkpoint, notes=(*checkpoint.notes, Note("config-dtype", message)))
 
 
 def _check_against(reference: str, checkpoint: Checkpoint, sources: Sources) -> None:

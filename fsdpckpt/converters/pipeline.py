@@ -218,6 +218,7 @@ class _Conversion:
             with self.group.heartbeat(), UnionSources(self.group) as files, without_collection():
                 self._sources.append(files)
                 self._prepared = prepare(self.source, self.target, self.options, files)
+                self.options = replace(self.options, dtype=self._prepared.spec.options.dtype)  # it may have been auto
                 self._opened = list(files.opened)
                 if not is_url(self.source):
                     require_outside_opened(self.target, self.source, self._opened)

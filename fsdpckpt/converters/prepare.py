@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fsdpckpt.converters.adapt import adapt_to_form, schedule_of_two_groups
-from fsdpckpt.converters.huggingface import finish_export
+from fsdpckpt.converters.huggingface import finish_export, with_stated_dtype
 from fsdpckpt.converters.lay_out import lay_out
 from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_files
 from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest
@@ -132,6 +132,7 @@ def _read_and_transform(
     if locate is not True and is_flattened(opened, sources, units_request(options)):
         return _read_and_transform(source, target, options, sources, locate=True)
     require_matches(options.ignore_file, opened)
+    opened, options = with_stated_dtype(opened, options, sources)
     meshes = meshes_of(opened)
     mesh = requested_mesh(options, opened, meshes, sources)
     options = with_mesh(options, opened.layout, mesh)
@@ -158,7 +159,7 @@ def _read_and_transform(
         spec = replace(spec, form=form, options=replace(options, key_type=key_type))
     transformed = transform_sections(opened, spec, sources)
     if spec.form is not None and spec.form.weights:
-        weights, side_files = finish_export(transformed.checkpoint, side_files, options.reference, sources)
+        weights, side_files = finish_export(transformed.checkpoint, side_files, options, sources)
         transformed = replace(transformed, checkpoint=weights)
     copied = with_copied(transformed.checkpoint, side_files)
     return replace(transformed, checkpoint=copied), spec, side_files

@@ -184,10 +184,12 @@ def _is_state(entry: Entry, flavor: Flavor | None, read: set[str]) -> bool:
 
 
 def _of_the_model(files: Iterable[str], source: Flavor | None, target: Flavor) -> dict[str, str]:
-    """Target name to source name for Hugging Face's own files, if both producers keep them."""
-    if source is None or source.model_files is None or target.model_files is None:
+    """Target name to source name for Hugging Face's own files, if the target's producer keeps them. A source whose
+    producer keeps none may have some beside it, by their usual names.
+    """
+    if target.model_files is None:
         return {}
-    prefix = source.model_files
+    prefix = (source.model_files if source is not None else None) or ""
     names = {name.removeprefix(prefix): name for name in files if name.startswith(prefix)}
     return {target.model_files + bare: name for bare, name in names.items() if _OF_THE_MODEL.match(bare)}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -14,7 +15,7 @@ import fsdpckpt
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters import Report
 from fsdpckpt.converters.pipeline import convert
-from fsdpckpt.errors import SourceCorruptError, SourceMissingError, SourceUnsupportedError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, SourceUnsupportedError
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 
@@ -162,3 +163,60 @@ def test_a_weight_without_dimensions_has_no_rows_to_compare_with_the_configurati
     (described / "config.json").write_text('{"vocab_size": 7}')
     report = export(source, tmp_path / "out", reference=str(described))
     assert report.tensors == 2
+
+
+CONFIGURED = {"w": torch.randn(3, 2), "norm.weight": torch.randn(5), "count": torch.tensor([3])}
+
+
+def saved_with_dcp(path: Path, configuration: str | None) -> Path:
+    """A directory of ``dcp.save`` with what Hugging Face's own code would put beside it."""
+    dcp.save({"model": dict(CONFIGURED)}, checkpoint_id=path, no_dist=True)
+    if configuration is not None:
+        (path / "config.json").write_text(configuration)
+        (path / "tokenizer.json").write_text("{}")
+        (path / "loss.csv").write_text("1")
+    return path
+
+
+def about_dtype(report: Report) -> list[str]:
+    return [note.message for note in report.notes if note.kind == "config-dtype"]
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_what_lies_beside_a_plain_checkpoint_goes_with_its_weights(tmp_path: Path, field: str) -> None:
+    source = saved_with_dcp(tmp_path / "run", json.dumps({field: "bfloat16"}))
+    report = export(source, tmp_path / "out")
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["config.json", "fsdpckpt.json", "model.safetensors", "tokenizer.json"]
+    assert about_dtype(report) == [
+        "the weights are written as float32, and config.json says bfloat16: --dtype auto casts them to bfloat16"
+    ]
+    assert [note.message for note in report.notes if "config.json" in note.message and note.warning] == []
+    assert [note.keys for note in report.notes if note.kind == "not-carried"] == [("loss.csv",)]
+
+
+def test_dtype_auto_is_that_of_the_configuration(tmp_path: Path) -> None:
+    source = saved_with_dcp(tmp_path / "run", '{"torch_dtype": "float16"}')
+    report = export(source, tmp_path / "out", dtype="auto", verify="full")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["w"], CONFIGURED["w"].to(torch.float16)) and found["count"].dtype == torch.int64
+    assert about_dtype(report) == ["--dtype auto is float16, as config.json states"]
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text('{"text_config": {"dtype": "bfloat16"}}')
+    export(source, tmp_path / "like-base", dtype="auto", reference=str(base))
+    assert load_file(tmp_path / "like-base" / "model.safetensors")["w"].dtype == torch.bfloat16
+
+
+def test_weights_as_the_configuration_says_need_no_note(tmp_path: Path) -> None:
+    source = saved_with_dcp(tmp_path / "run", '{"dtype": "float32"}')
+    assert about_dtype(export(source, tmp_path / "out")) == []
+    assert about_dtype(export(source, tmp_path / "cast", dtype="bfloat16")) == [
+        "the weights are written as bfloat16, and config.json says float32: --dtype auto casts them to float32"
+    ]
+
+
+@pytest.mark.parametrize("configuration", [None, "{}", '{"dtype": "auto"}'])
+def test_dtype_auto_without_a_dtype_is_asked(tmp_path: Path, configuration: str | None) -> None:
+    with pytest.raises(NeedsInformationError, match="no config.json states a dtype"):
+        export(saved_with_dcp(tmp_path / "run", configuration), tmp_path / "out", dtype="auto")
