@@ -218,5 +218,5 @@ def test_weights_as_the_configuration_says_need_no_note(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("configuration", [None, "{}", '{"dtype": "auto"}'])
 def test_dtype_auto_without_a_dtype_is_asked(tmp_path: Path, configuration: str | None) -> None:
-    with pytest.raises(NeedsInformationError, match="no config.json states a dtype"):
+    with pytest.raises(NeedsInformationError, match="states a dtype"):
         export(saved_with_dcp(tmp_path / "run", configuration), tmp_path / "out", dtype="auto")
