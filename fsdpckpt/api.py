@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from fsdpckpt.ir.units import Units
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.options import Launcher, LinkMode, MissingState, TensorForm, VerifyLevel, Visibility
-    from fsdpckpt.verify.compare import Difference
+    from fsdpckpt.verify.difference import Difference
     from fsdpckpt.verify.integrity import Verification
 
     class ConvertKeywords(TypedDict, total=False):

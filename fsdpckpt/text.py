@@ -65,6 +65,11 @@ def step_text(step: float) -> str:
     return count_text(int(step)) if step.is_integer() else str(step)
 
 
+def rate_text(rate: float) -> str:
+    """A learning rate with as many digits as one reads: ``0.0003``, not ``0.00029999999999999997``."""
+    return f"{rate:.6g}"
+
+
 _SINGULAR = {"are": "is", "have": "has", "were": "was", "do": "does"}  # all others get an s
 
 

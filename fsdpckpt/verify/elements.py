@@ -35,6 +35,8 @@ from fsdpckpt.readers.protocol import file_name
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import listed, names_text, plural, size_text
 from fsdpckpt.verify.blocks import BLOCK_BYTES, BlockReader, Bytes, ChunkReader, one_chunk, slabs
+from fsdpckpt.verify.difference import Change
+from fsdpckpt.verify.measures import sum_of_squares
 from fsdpckpt.verify.repeated import collapsed, extent, is_endless, stored_nbytes
 
 
@@ -46,15 +48,28 @@ class Tolerance:
     atol: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How two values differ: ``text`` is "" if they do not."""
+
+    text: str = ""
+    change: Change | None = None  # of tensors of one shape and dtype
+    numbers: tuple[float, float] | None = None  # where each is one number
+
+
+SAME = Compared()
+
+
 @dataclass(slots=True)
 class _Differences:
-    """The differences so far. ``elements``: how many; ``first``: a row-major index; ``largest``: the largest |a - b|,
-    None if there is none that is a number.
-    """
+    """The differences so far."""
 
     elements: int = 0
-    first: int = -1
-    largest: float | None = None
+    first: int = -1  # a row-major index
+    largest: float | None = None  # |a - b|; None if there is none that is a number
+    squares: float = 0.0  # the sum of those of a - b
+    squares_a: float = 0.0  # of all elements of a from the first block on in which any differs
+    begin: int = 0  # the elements before that block
 
 
 def compare_tensors(
@@ -64,29 +79,58 @@ def compare_tensors(
     b: Tensor,
     tolerance: Tolerance | None,
     progress: Progress = NO_PROGRESS,
-) -> str:
-    """How ``a`` and ``b`` differ, as text; "" if they do not. ``tolerance`` None compares bytes."""
+) -> Compared:
+    """How ``a`` and ``b`` differ. ``tolerance`` None compares bytes."""
     if a.shape != b.shape or a.dtype is not b.dtype:
         progress.advance(a.nbytes)
         shapes = f"shape {list(a.shape)} vs {list(b.shape)}" if a.shape != b.shape else ""
         dtypes = f"dtype {a.dtype.name} vs {b.dtype.name}" if a.dtype is not b.dtype else ""
-        return ", ".join(filter(None, (shapes, dtypes)))
+        return Compared(", ".join(filter(None, (shapes, dtypes))))
     differences = _Differences()
     compared = 0  # elements
     numel = a.numel
+    numbers = None
     (a, b), repeats = collapsed(a, b)
     if is_endless(a) and is_endless(b):
-        return _compare_stored(reader_a, a, reader_b, b)
+        return Compared(_compare_stored(reader_a, a, reader_b, b))
     for block_a, block_b in _blocks_of_both(reader_a.blocks(a), reader_b.blocks(b)):
         if not np.array_equal(block_a, block_b):
             _add_differences(differences, block_a, block_b, a.dtype, tolerance, compared)
+        if differences.elements:
+            differences.squares_a += sum_of_squares(block_a, a.dtype)
+        if numel == 1 and a.dtype.kind in ("float", "int", "uint"):
+            numbers = _number(block_a, a.dtype), _number(block_b, a.dtype)
         compared += len(block_a) // a.dtype.itemsize
         progress.advance(len(block_a))
     if not differences.elements:
-        return ""
+        return SAME if numbers is None else Compared(numbers=numbers)
+    squares_a = differences.squares_a + _squares_before(differences.begin, reader_a, a)
+    change = Change(
+        differences.elements * repeats, numel, differences.largest, differences.squares * repeats, squares_a * repeats
+    )
     index = [int(at) for at in np.unravel_index(differences.first, a.shape)] if a.shape else []
-    text = f"{differences.elements * repeats} of {numel} elements differ, first at {index}"
-    return text if differences.largest is None else f"{text}, by up to {differences.largest:.3g}"
+    text = f"{change.elements} of {numel} elements differ, first at {index}"
+    if change.largest is not None:
+        text += f", by up to {change.largest:.3g}"
+    return Compared(text, change, numbers)
+
+
+def _squares_before(end: int, reader: BlockReader, tensor: Tensor) -> float:
+    """The sum of the squares of the first ``end`` elements. They are read again: most tensors that differ do so from
+    their first block on, and those that do not differ need no sum.
+    """
+    left, total = end * tensor.dtype.itemsize, 0.0
+    for block in reader.blocks(tensor) if left else ():
+        total += sum_of_squares(block[:left], tensor.dtype)
+        left -= min(len(block), left)
+        if not left:
+            break
+    return total
+
+
+def _number(block: Bytes, dtype: DType) -> float:
+    """The one element of ``block``."""
+    return float(block.view(numpy_dtype(dtype))[0])
 
 
 def _compare_stored(reader_a: BlockReader, a: Tensor, reader_b: BlockReader, b: Tensor) -> str:
@@ -107,6 +151,8 @@ def _add_differences(
     raw_a, raw_b = block_a.reshape(-1, dtype.itemsize), block_b.reshape(-1, dtype.itemsize)
     unequal: npt.NDArray[np.bool_] = (raw_a != raw_b).any(axis=1)
     where = np.flatnonzero(unequal)
+    if not differences.elements:
+        differences.begin = compared
     if dtype.numpy is not None:
         a, b = (np.ascontiguousarray(raw[where]).view(numpy_dtype(dtype)).reshape(-1) for raw in (raw_a, raw_b))
         with np.errstate(all="ignore"):
@@ -117,6 +163,8 @@ def _add_differences(
         numbers = distance[~np.isnan(distance)]
         if len(numbers):
             differences.largest = max(differences.largest or 0.0, float(numbers.max()))
+            with np.errstate(all="ignore"):
+                differences.squares += float(np.square(numbers[np.isfinite(numbers)]).sum())
     if len(where):
         differences.elements += len(where)
         if differences.first < 0:
@@ -246,7 +294,7 @@ def check_replicas(
 def _equal(readers: tuple[BlockReader, BlockReader], tensor: Tensor, a: int, b: int, progress: Progress) -> bool:
     """Whether the chunks in rows ``a`` and ``b`` hold the same bytes."""
     alone = (one_chunk(tensor, a), one_chunk(tensor, b))
-    return not compare_tensors(readers[0], alone[0], readers[1], alone[1], None, progress)
+    return not compare_tensors(readers[0], alone[0], readers[1], alone[1], None, progress).text
 
 
 def without_repeats(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:

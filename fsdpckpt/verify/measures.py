@@ -47,6 +47,19 @@ def _cache_sized(block: Bytes, dtype: DType) -> Iterator[npt.NDArray[np.generic]
         yield part.astype(np.float32) if widen else part
 
 
+def sum_of_squares(block: Bytes, dtype: DType) -> float:
+    """The sum of the squares of the finite elements of ``block``; 0 for a dtype without arithmetic."""
+    if dtype.numpy is None:
+        return 0.0
+    total = 0.0
+    with np.errstate(all="ignore"):
+        for part in _cache_sized(block, dtype):
+            wide = part.astype(np.float64)
+            squares = np.square(wide, out=wide)
+            total += float(squares.sum()) if np.isfinite(squares).all() else float(squares[np.isfinite(squares)].sum())
+    return total
+
+
 class _RunningStats:
     """Statistics of the finite elements so far. From the first very large one on, all are scaled down: the square of a
     float64 may be too large for a float64.

@@ -57,3 +57,41 @@ def saved(tmp_path: Path) -> Path:
     path = tmp_path / "step-2.pt"
     torch.save(training_state(), path)
     return path
+
+
+@pytest.fixture
+def screen(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What one sees of a command on a terminal of 80 columns, without colours: stdout, then stderr, then the code."""
+    monkeypatch.setattr("fsdpckpt.cli.output._is_terminal", lambda stream: True)
+    for name, value in (("COLUMNS", "80"), ("NO_COLOR", "1"), ("TERM", "dumb")):
+        monkeypatch.setenv(name, value)
+
+    def show(*arguments: str | Path) -> str:
+        done = run(*arguments)
+        shown = f"{done.out}{done.err}exit {done.code}\n"
+        assert all(len(line) <= 80 for line in shown.splitlines()), shown
+        return shown
+
+    return show
+
+
+def at_step(step: int, layers: int = 3) -> dict[str, object]:
+    """A model and its AdamW with ids at a step, in numbers that every machine computes alike."""
+    names = ["embed.weight", *(f"layers.{n}.{part}.weight" for n in range(layers) for part in ("attn.q_proj", "norm"))]
+    model = {name: torch.full((4, 2), 1.0 + step / 1000) for name in names}
+    states = {"exp_avg": 0.5, "exp_avg_sq": 0.25}
+    state = {
+        number: {
+            "step": torch.tensor(float(step)),
+            **{name: torch.full((4, 2), value * (1 + step / 100)) for name, value in states.items()},
+        }
+        for number in range(len(names))
+    }
+    group = {"lr": 0.1 / step, "betas": (0.9, 0.95), "params": list(range(len(names)))}
+    rng = {"python": (3, tuple(range(step, step + 40)), None)}
+    return {
+        "model": model,
+        "optimizer": {"state": state, "param_groups": [group]},
+        "scheduler": {"last_epoch": step},
+        "rng": rng,
+    }

@@ -13,7 +13,7 @@ import torch
 import fsdpckpt
 from fsdpckpt.cli import diff
 from fsdpckpt.ir.checkpoint import Section
-from fsdpckpt.verify.compare import Difference, Entry
+from fsdpckpt.verify.difference import Difference, Entry
 from tests.cli.conftest import Run, training_state
 
 

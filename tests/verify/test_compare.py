@@ -14,7 +14,8 @@ from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, OptimState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.compare import Difference, compare, only_section
+from fsdpckpt.verify.compare import compare, only_section
+from fsdpckpt.verify.difference import Difference
 from fsdpckpt.verify.elements import Tolerance
 from tests.verify.raw import Raw, numbers, random_array, rows
 

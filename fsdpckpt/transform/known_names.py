@@ -1,0 +1,24 @@
+"""Names the ids of an optimizer where the checkpoint itself proves them: only for what people read, never for keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fsdpckpt.errors import FsdpckptError
+from fsdpckpt.ir.checkpoint import Checkpoint, ParamKey
+from fsdpckpt.transform.rekey import apply_key_type
+
+
+def known_names(checkpoint: Checkpoint) -> Mapping[ParamKey, str]:
+    """The name of each id; empty if the optimizer has names, or if nothing proves which id is which parameter."""
+    optim = checkpoint.optim
+    if optim is None or optim.key_type != "id":
+        return {}
+    try:
+        named = apply_key_type(checkpoint, "name", units=None, reference=None, parameters=None)
+    except FsdpckptError:
+        return {}
+    if named.optim is None or any(note.kind == "unproved-order" for note in named.notes):
+        return {}
+    names = zip(optim.grouped_keys(), named.optim.grouped_keys(), strict=True)
+    return {number: str(name) for number, name in names}

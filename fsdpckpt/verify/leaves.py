@@ -1,0 +1,119 @@
+"""Gives every leaf of a checkpoint an address, and finds the addresses of one side that are those of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, OptimState, ParamKey, Section
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Key, Value, leaf_tensors, walk
+
+Path: TypeAlias = tuple[Key, ...]
+Address: TypeAlias = tuple[Section, Path, int | None]  # the last: the rank, for the extras of one rank
+Leaves: TypeAlias = dict[Address, Value]
+
+
+def leaves_of(
+    checkpoint: Checkpoint, renamed: Mapping[ParamKey, ParamKey], positions: Mapping[ParamKey, int]
+) -> Leaves:
+    """Every leaf by its address.
+
+    ``renamed``: optimizer keys to replace. ``positions``: how to sort the keys that a param group lists.
+    """
+    leaves: Leaves = {}
+    if checkpoint.model is not None:
+        for name, leaf in checkpoint.model.params.items():
+            if isinstance(leaf, (dict, list, tuple)) and any(True for _ in leaf_tensors(leaf)):
+                leaves.update(((Section.MODEL, (name, *path), None), inner) for path, inner in _walk(leaf))
+            else:
+                leaves[Section.MODEL, (name,), None] = leaf
+    if checkpoint.optim is not None:
+        for path, value in _optimizer_leaves(checkpoint.optim, renamed, positions):
+            leaves[Section.OPTIM, path, None] = value
+    for path, value in _walk(checkpoint.extra):
+        leaves[Section.EXTRA, path, None] = value
+    for rank, extra in enumerate(checkpoint.rank_extra):
+        for path, value in _walk(extra):
+            leaves[Section.EXTRA, path, rank] = value
+    return leaves
+
+
+def _walk(value: Value) -> Iterator[tuple[Path, Value]]:
+    """The leaves of ``value``; none if it is empty itself."""
+    if value:
+        yield from walk(value)
+
+
+def _optimizer_leaves(
+    optim: OptimState, renamed: Mapping[ParamKey, ParamKey], positions: Mapping[ParamKey, int]
+) -> Iterator[tuple[Path, Value]]:
+    """The leaves of ``optim`` by their paths in its state dict."""
+    for param, states in optim.state.items():
+        name = renamed.get(param, param)
+        if not states:
+            yield ("state", name), {}
+        for state, value in states.items():  # an optimizer may nest values in a state
+            yield from walk(value, ("state", name) if state == BARE_VALUE else ("state", name, state))
+    for index, group in enumerate(optim.param_groups or []):
+        for key, value in group.items():
+            if key == "params" and isinstance(value, (list, tuple)):
+                params = [renamed.get(item, item) if isinstance(item, (int, str)) else item for item in value]
+                if positions:
+                    params.sort(key=lambda item: positions.get(item, 0) if isinstance(item, (int, str)) else 0)
+                exact = isinstance(value, tuple) and not positions  # a list and a tuple are two things
+                yield ("param_groups", index, key), tuple(params) if exact else params
+            elif _has_dict_or_tensor(value):  # DCP stores these separately, and keys of dicts become text there
+                yield from walk(value, ("param_groups", index, key))
+            else:  # a tuple of betas is easiest to read whole
+                yield ("param_groups", index, key), value
+    yield from _walk(optim.extra)
+
+
+def _has_dict_or_tensor(value: Value) -> bool:
+    return isinstance(value, (dict, Tensor)) or (
+        isinstance(value, (list, tuple)) and any(map(_has_dict_or_tensor, value))
+    )
+
+
+def dotted(address: Address) -> str:
+    """The key, as users see it."""
+    section, path, rank = address
+    if section is Section.OPTIM and path[0] == "state":
+        path = path[1:]
+    return ".".join(map(str, path if rank is None else (f"rank{rank}", *path)))
+
+
+def match_addresses(leaves_a: Leaves, leaves_b: Leaves) -> dict[Address, Address]:
+    """B's address for each of A's that B has too.
+
+    Some containers store keys as text, or a path as one key. So addresses that only one side has match if their dotted
+    keys are equal.
+    """
+    matched = {address: address for address in leaves_a if address in leaves_b}
+    only_in_b: dict[tuple[Section, str, int | None], list[Address]] = {}
+    for address in leaves_b:
+        if address not in matched:
+            only_in_b.setdefault((address[0], dotted(address), address[2]), []).append(address)
+    for address in leaves_a:
+        if address not in matched and (candidates := only_in_b.get((address[0], dotted(address), address[2]))):
+            matched[address] = candidates.pop(0)
+    return matched
+
+
+def parameter_of(address: Address, known: Mapping[ParamKey, str]) -> tuple[str | None, str | None]:
+    """The parameter or buffer that an address is about, and the state of it; None for what is about none.
+
+    ``known``: the names of ids.
+    """
+    section, path, _ = address
+    if section is Section.MODEL:
+        return ".".join(map(str, path)), None
+    if section is Section.EXTRA or "state" not in path:
+        return None, None
+    at = path.index("state")  # further optimizers are below a place of their own
+    if at + 1 == len(path):
+        return None, None
+    key, states = path[at + 1], path[at + 2 :]
+    name = known.get(key, str(key)) if at == 0 and isinstance(key, (int, str)) else str(key)
+    return name, ".".join(map(str, states)) or None

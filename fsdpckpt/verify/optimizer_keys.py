@@ -1,0 +1,254 @@
+"""Matches the keys of two optimizers: names, ids, and ids that count over the model.
+
+Keys of different types are matched by the order of the parameters in their param groups, but only when the groups have
+the same lengths and the shapes of all states fit; otherwise the comparison is refused.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, to_copy
+from fsdpckpt.ir import IdRule
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey, group_params
+from fsdpckpt.ir.names import clean, keeps_order
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.producers.table import id_rule_of
+from fsdpckpt.transform.id_order import listed_order
+from fsdpckpt.transform.model_positions import counts_over_model
+from fsdpckpt.transform.rekey import apply_key_type
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How the optimizers' keys match. ``keys``: A's key for each of B's if the key types differ. ``positions``: the
+    position of each of A's keys in the model, if the order in which a param group lists names has no meaning.
+    """
+
+    keys: Mapping[ParamKey, ParamKey] = field(default_factory=dict)
+    positions: Mapping[ParamKey, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def match_optimizers(a: Checkpoint, b: Checkpoint) -> Match:
+    """Raises NeedsInformationError if the key types differ and the keys cannot be matched."""
+    if a.optim is None or b.optim is None:
+        return Match()
+    types = a.optim.key_type, b.optim.key_type
+    groups_a, groups_b = _listed_keys(a.optim), _listed_keys(b.optim)
+    if types == ("name", "name"):
+        return _match_order(groups_a or [], groups_b or [], proved=all(map(_lists_in_order, (a, b))))
+    if types == ("id", "id") and groups_a is not None and groups_b is not None:
+        return _match_ids((a, groups_a), (b, groups_b))
+    if types[0] == types[1] or None in types:
+        return Match()
+    by_place = _match_places(a, b)
+    if by_place is not None:
+        return by_place
+    if groups_a is None or groups_b is None:
+        problem = "one of them has no param groups, so nothing says which id is which name"
+    elif [len(group) for group in groups_a] != [len(group) for group in groups_b]:
+        problem = f"their param groups have {_lengths(groups_a)} and {_lengths(groups_b)} parameters"
+    else:
+        pairs = _pair_keys(groups_a, groups_b)
+        mismatch = _find_mismatch(a.optim, b.optim, pairs)
+        matches = [Match(pairs, notes=(_note("the param groups", types),))] if mismatch is None else []
+        # Where the names were sorted, ids count in the order of the model.
+        named = groups_a if types[0] == "name" else groups_b
+        positions = _model_order(a if types[0] == "id" else b)
+        listed = listed_order([list(map(str, names)) for names in named], _positions_by_name(positions))
+        in_model_order = (
+            [sorted(keys, key=lambda key: positions.get(key, 0)) for keys in groups] for groups in (groups_a, groups_b)
+        )
+        pairs = _pair_keys(*in_model_order)
+        if positions and _find_mismatch(a.optim, b.optim, pairs) is None:
+            if types[0] == "id":
+                positions = {key: key for keys in groups_a for key in keys if isinstance(key, int)}
+            by_model = Match(pairs, positions, (_note("the model's parameters", types),))
+            first = listed is None or not listed.own
+            matches.insert(0 if first else len(matches), by_model)
+        if matches:
+            return min(matches, key=partial(_count_stateless, a.optim, b.optim))
+        problem = str(mismatch)
+    raise NeedsInformationError(
+        f"the optimizers of {a.source} and {b.source} have different keys ({types[0]} and {types[1]}), "
+        f"and cannot be matched: {problem}",
+        why="ids count in the order of the param groups, so they match names only if both list the same parameters in "
+        "the same order",
+        next_step=_next_step(a, b, types[0]),
+    )
+
+
+def _lists_in_order(checkpoint: Checkpoint) -> bool:
+    """Whether the order in which the groups of a checkpoint list names is that of the job's optimizer.
+
+    Flat parameters, flattened keys, places in the model and names that FSDP sorted have lost it.
+    """
+    if id_rule_of(checkpoint) is IdRule.MODEL:
+        return False
+    if checkpoint.layout is Layout.FLATTENED or checkpoint.units is not None or checkpoint.flattened_keys:
+        return False
+    groups = _listed_keys(checkpoint.optim) if checkpoint.optim is not None else None
+    places = _positions_by_name(_model_order(checkpoint))
+    listed = listed_order([list(map(str, keys)) for keys in groups or ()], places)
+    return listed is not None and listed.own
+
+
+def _positions_by_name(positions: Mapping[ParamKey, int]) -> dict[str, int] | None:
+    """``positions`` of names without the prefixes of wrappers; None if there are none."""
+    return {clean(str(name)): position for name, position in positions.items()} or None
+
+
+def _match_order(
+    groups_a: Sequence[Sequence[ParamKey]], groups_b: Sequence[Sequence[ParamKey]], *, proved: bool
+) -> Match:
+    """Match groups that list the same names in different orders. ``proved``: both list them as the optimizers did, so
+    that the difference counts: it decides which ids the parameters get.
+    """
+    if proved or len(groups_a) != len(groups_b) or groups_a == groups_b:
+        return Match()
+    if any(sorted(map(str, a)) != sorted(map(str, b)) for a, b in zip(groups_a, groups_b, strict=True)):
+        return Match()
+    positions = {key: at for at, key in enumerate(key for group in groups_a for key in group)}
+    return Match(
+        positions=positions,
+        notes=("the param groups list the same names in a different order, which does not count as a difference",),
+    )
+
+
+_Groups: TypeAlias = Sequence[Sequence[ParamKey]]
+
+
+def _match_ids(a: tuple[Checkpoint, _Groups], b: tuple[Checkpoint, _Groups]) -> Match:
+    """Match ids of one kind by number; those that count over the model with those of ``torch.optim`` by their names, or
+    by place if nothing names them. Each side is a checkpoint and what its groups list.
+    """
+    counted = [_over_model(*side) for side in (a, b)]
+    groups_a, groups_b = a[1], b[1]
+    if counted[0] == counted[1]:
+        return Match()
+    names = [_names_of_ids(each) for each, _ in (a, b)]
+    if names[0] is not None and names[1] is not None and set(names[0]) == set(names[1]):
+        pairs = {names[1][name]: key for name, key in names[0].items()}
+        by_name = "optimizer keys matched by name: only one side counts all parameters of the model"
+        positions = {key: place for place, key in enumerate(pairs.values())}
+        return Match(pairs, positions, (by_name,))
+    if groups_a == groups_b or list(map(len, groups_a)) != list(map(len, groups_b)):
+        return Match()
+    note = (
+        "optimizer keys matched by their places in the param groups: only one side counts all parameters of the model"
+    )
+    return Match(_pair_keys(groups_a, groups_b), notes=(note,))
+
+
+def _names_of_ids(checkpoint: Checkpoint) -> dict[str, ParamKey] | None:
+    """The id of each name, None if the checkpoint itself does not say it."""
+    if checkpoint.optim is None:
+        return None
+    try:
+        named = apply_key_type(checkpoint, "name", units=None, reference=None, parameters=None)
+    except (NeedsInformationError, SourceCorruptError):
+        return None
+    if named.optim is None:
+        return None
+    pairs = zip(named.optim.grouped_keys(), checkpoint.optim.grouped_keys(), strict=True)
+    return {clean(str(name)): number for name, number in pairs}
+
+
+def _over_model(checkpoint: Checkpoint, groups: _Groups) -> bool:
+    """Whether ids that ``groups`` list are places in the model, by the rule of the framework or to be seen."""
+    numbers = [[key for key in group if isinstance(key, int)] for group in groups]
+    return counts_over_model(numbers, id_rule_of(checkpoint))
+
+
+def _match_places(a: Checkpoint, b: Checkpoint) -> Match | None:
+    """Match names with ids that count over all parameters of the model, which are not in the order of the lists; None
+    if the ids are none of these, or if nothing names them. Raises NeedsInformationError if they certainly are, and
+    several names fit: the order of the lists is then no other way.
+    """
+    ids, names = (a, b) if a.optim is not None and a.optim.key_type == "id" else (b, a)
+    if ids.optim is None or not _over_model(ids, _listed_keys(ids.optim) or []):
+        return None
+    try:
+        named = apply_key_type(ids, "name", units=None, reference=names, parameters=None)
+    except NeedsInformationError:
+        if id_rule_of(ids) is IdRule.MODEL:
+            raise
+        return None
+    except SourceCorruptError:
+        return None
+    if named.optim is None:
+        return None
+    keys = dict(zip(ids.optim.grouped_keys(), named.optim.grouped_keys(), strict=True))
+    pairs = keys if ids is b else {name: number for number, name in keys.items()}
+    positions = {key: place for place, key in enumerate(pairs.values())}
+    return Match(pairs, positions, ("optimizer keys matched by the places of ids in the model",))
+
+
+def _note(order: str, types: tuple[str | None, str | None]) -> str:
+    return f"optimizer keys matched by the order of {order}: {types[1]}s of B to {types[0]}s of A"
+
+
+def _pair_keys(
+    groups_a: Sequence[Sequence[ParamKey]], groups_b: Sequence[Sequence[ParamKey]]
+) -> dict[ParamKey, ParamKey]:
+    """A's key for each of B's, group by group."""
+    return {
+        key_b: key_a
+        for group_a, group_b in zip(groups_a, groups_b, strict=True)
+        for key_a, key_b in zip(group_a, group_b, strict=True)
+    }
+
+
+def _model_order(checkpoint: Checkpoint) -> dict[ParamKey, int]:
+    """The position of each name in the model of the checkpoint that uses ids; empty if it keeps no order."""
+    names = list(checkpoint.model.params) if checkpoint.model is not None else []
+    return {name: at for at, name in enumerate(names)} if keeps_order(checkpoint, names) else {}
+
+
+def _next_step(a: Checkpoint, b: Checkpoint, key_type: str | None) -> str:
+    unnamed = [checkpoint.source for checkpoint in (a, b) if any(note.kind == "unnamed" for note in checkpoint.notes)]
+    if unnamed:
+        return f"add --units FILE: it says which parameters are in the slices of {unnamed[0]}"
+    if a.model is not None and b.model is not None:
+        return "compare the models alone: add --only model"
+    convert = f"fsdpckpt convert {shlex.quote(b.source)} DST --key-type {key_type}"
+    return to_copy("convert B first, then compare A with the result", convert)
+
+
+def _lengths(groups: Sequence[Sequence[ParamKey]]) -> str:
+    return "+".join(str(len(group)) for group in groups) or "no"
+
+
+def _listed_keys(optim: OptimState) -> list[list[ParamKey]] | None:
+    """The keys that each param group lists; None without groups, or if a list is missing."""
+    if optim.param_groups is None:
+        return None
+    groups = [group_params(group) for group in optim.param_groups]
+    complete = [keys for keys in groups if keys is not None]
+    return complete if len(complete) == len(groups) else None
+
+
+def _find_mismatch(a: OptimState, b: OptimState, pairs: Mapping[ParamKey, ParamKey]) -> str | None:
+    """Why keys cannot be matched by the order of the groups, None if every state matches."""
+    for key_b, key_a in pairs.items():
+        states_a = a.state.get(key_a, {})
+        for name, state_b in b.state.get(key_b, {}).items():
+            state_a = states_a.get(name)
+            if isinstance(state_a, Tensor) and isinstance(state_b, Tensor) and state_a.shape != state_b.shape:
+                return (
+                    f"by that order {key_b} is {key_a}, but their states {name} have the shapes "
+                    f"{list(state_b.shape)} and {list(state_a.shape)}"
+                )
+    added = a.state.keys() - pairs.values()  # by a user: such entries keep their keys
+    stray = next((key for key in b.state if key not in pairs and key not in added), None)
+    return None if stray is None else f"the state of {stray} is in no param group"
+
+
+def _count_stateless(a: OptimState, b: OptimState, match: Match) -> int:
+    """The number of keys whose parameter has states on one side only. An order that is right has few."""
+    return sum(bool(a.state.get(key_a)) != bool(b.state.get(key_b)) for key_b, key_a in match.keys.items())

@@ -1,0 +1,45 @@
+"""Removes from names the prefixes of wrapper modules that depend on how a checkpoint was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, ParamKey
+from fsdpckpt.ir.names import clean, without_fsdp
+from fsdpckpt.producers.table import flavor_named
+
+UNWRAPPED = "prefixes of wrapper modules in the names do not count as differences"
+
+
+def is_weights_only(checkpoint: Checkpoint) -> bool:
+    """Whether it is in a format for weights alone."""
+    flavor = flavor_named(checkpoint.flavor)
+    return flavor is not None and bool(flavor.forms) and all(form.weights for form in flavor.forms)
+
+
+def has_bare_names(checkpoint: Checkpoint) -> bool:
+    """Whether its format has no prefixes of wrapper modules: flat parameters, and weights for other libraries."""
+    flat = checkpoint.units is not None and checkpoint.units.flat
+    return checkpoint.layout is Layout.FLATTENED or flat or is_weights_only(checkpoint)
+
+
+def without_wrappers(checkpoint: Checkpoint, *, bare: bool) -> Checkpoint:
+    """``checkpoint`` without the prefixes of wrapper modules that depend on the layout: those of FSDP1 in the
+    optimizer's names, which ``FSDP.optim_state_dict`` drops. ``bare``: without all of them.
+    """
+    model, optim = checkpoint.model, checkpoint.optim
+    of_optim = _shortened(optim.all_keys() if optim is not None else (), clean if bare else without_fsdp)
+    of_model = _shortened(model.params if model is not None and bare else (), clean)
+    if optim is not None and of_optim:
+        checkpoint = replace(checkpoint, optim=optim.renamed(of_optim))
+    if model is not None and of_model:
+        params = {str(of_model[name]): leaf for name, leaf in model.params.items()}
+        checkpoint = replace(checkpoint, model=ModelState(params, model.metadata))
+    return checkpoint
+
+
+def _shortened(keys: Iterable[ParamKey], shorten: Callable[[str], str]) -> dict[ParamKey, ParamKey]:
+    """The shortened name of each key; empty if none is shorter, or if two would become one."""
+    names = {key: shorten(key) if isinstance(key, str) else key for key in keys}
+    return names if len(set(names.values())) == len(names) and any(old != new for old, new in names.items()) else {}
