@@ -24,7 +24,14 @@ from fsdpckpt.command_options import (
     takes_options,
     with_keywords,
 )
-from fsdpckpt.errors import FsdpckptWarning, UsageError, of_option, require_torch
+from fsdpckpt.errors import (
+    FsdpckptError,
+    FsdpckptWarning,
+    SeveralCheckpointsError,
+    UsageError,
+    of_option,
+    require_torch,
+)
 from fsdpckpt.ir import Layout, Section, SectionName, Strategy, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.invariants import problems
@@ -39,7 +46,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fsdpckpt.converters import Report
-    from fsdpckpt.describe import Description
+    from fsdpckpt.describe import Description, Incomplete, Run
     from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
     from fsdpckpt.ir import Container, Section
     from fsdpckpt.ir.units import Units
@@ -179,6 +186,28 @@ def inspect(
             description = dataclasses.replace(description, stats=tuple(measured))
         stored = opened.optim.key_type if opened.optim is not None else None
         return dataclasses.replace(description, key_type=stored)
+
+
+def inspect_run(source: Path, several: SeveralCheckpointsError) -> Run:
+    """The checkpoints of a run: a row for each, read from headers and metadata alone.
+
+    ``several``: what ``inspect(source)`` raised.
+    """
+    from fsdpckpt.describe import describe_run
+
+    with Sources() as sources:
+        return describe_run(os.fsdecode(source), several, sources)
+
+
+def inspect_incomplete(source: Path, error: FsdpckptError) -> Incomplete | None:
+    """What is left of a checkpoint: which rank has which file, and which sections can be read alone.
+
+    ``error``: what ``inspect(source)`` raised. None if it is not about the files of a directory.
+    """
+    from fsdpckpt.describe import describe_incomplete
+
+    with Sources() as sources:
+        return describe_incomplete(os.fsdecode(source), error, sources)
 
 
 @takes_options(ConvertOptions, LaunchOptions)

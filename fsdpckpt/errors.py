@@ -12,6 +12,7 @@ FsdpckptError                    70  (a bug when raised as itself)
 │   ├── SourceUnsafeError            a pickle names something outside the allow-list
 │   └── SourceUnsupportedError       recognised, and refused because converting it would lose data
 ├── NeedsInformationError         4  several answers are possible, an option decides; also a ValueError
+│   └── SeveralCheckpointsError      the source is a directory of several checkpoints
 ├── TargetError                   5  the target cannot be written
 │   ├── TargetExistsError            it is there already
 │   └── TargetUnwritableError        permission, space, file name
@@ -263,6 +264,13 @@ class NeedsInformationError(FsdpckptError, ValueError):
     exit_code = 4
     title = "more information is needed"
     usual_next_step = "fsdpckpt COMMAND --help lists the options that provide it"
+
+
+@dataclass(eq=False, repr=False)
+class SeveralCheckpointsError(NeedsInformationError):
+    """``checkpoints``: the paths of all that were found, to choose one of."""
+
+    checkpoints: Sequence[str] = ()
 
 
 class TargetError(FsdpckptError):

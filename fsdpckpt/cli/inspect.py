@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from fsdpckpt.cli.incomplete import show_incomplete
 from fsdpckpt.cli.output import Colour, Line, Styled, cut, labelled, wrapped
+from fsdpckpt.cli.run import show_run
 from fsdpckpt.command_options import InspectOptions, keywords_of
-from fsdpckpt.errors import UsageError
+from fsdpckpt.errors import SeveralCheckpointsError, SourceCorruptError, SourceIncompleteError, UsageError
 from fsdpckpt.text import count_text, dtypes_text, key_text, names_text, plural, size_text
 
 if TYPE_CHECKING:
@@ -36,9 +38,9 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
     """Show what a checkpoint holds: every key with section, shape, dtype, bytes and how it is sharded.
 
     Reads headers and metadata only, unless --stats. On a terminal, repeated layers share a row: --all lists every key.
+    If SRC is a run, it has a row for each of its checkpoints. If SRC is incomplete, what can be read is shown.
     """
     from fsdpckpt.api import inspect
-    from fsdpckpt.cli.listing import listing
 
     if options.names_only:
         for flag, is_given in (("--json", output.as_json), ("--all", options.all_keys), ("--ranks", options.ranks)):
@@ -48,9 +50,16 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
         from fsdpckpt.report import check_report
 
         check_report(options.report, source)
-    # Without --stats there is nothing to wait for, and importing the bar takes time.
-    with output.progress() if options.stats else nullcontext() as progress:
-        description = inspect(source, **keywords_of(inspect, options), progress=progress)
+    try:
+        # Without --stats there is nothing to wait for, and importing the bar takes time.
+        with output.progress() if options.stats else nullcontext() as progress:
+            description = inspect(source, **keywords_of(inspect, options), progress=progress)
+    except SeveralCheckpointsError as error:
+        if _needs_one_checkpoint(options):
+            raise
+        return show_run(output, source, error)
+    except (SourceIncompleteError, SourceCorruptError) as error:
+        return show_incomplete(output, source, error)
     if options.report is not None:
         from fsdpckpt.report import write_report
 
@@ -58,12 +67,19 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
         output.message(f"{options.report}: {size_text(nbytes)}")
     if not description.tensors and options.section is not None:
         output.message(f"{source} has no tensors in section {options.section}")
+    _show(output, description, options)
+    return 0
+
+
+def _show(output: Output, description: Description, options: InspectOptions) -> None:
+    from fsdpckpt.cli.listing import listing
+
     if output.as_json:
         output.document(lambda: description.document(ranks=options.ranks), "inspect")
-        return 0
+        return
     if options.names_only:
         output.data(named.key for named in description.tensors)
-        return 0
+        return
     columns = output.columns
     unfold = options.all_keys or columns is None
     lines, headings = listing(description, ranks=options.ranks, unfold=unfold, columns=columns)
@@ -76,7 +92,12 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
         if description.tensors:
             output.data([*table, Styled(hint, Colour.ASIDE)])
         output.data(() if output.quiet else _summary(description, columns))
-    return 0
+
+
+def _needs_one_checkpoint(options: InspectOptions) -> bool:
+    """Whether what is asked for is about the tensors of one checkpoint, and not of a run."""
+    asked = (options.keys, options.section, options.names_only, options.ranks, options.stats, options.report)
+    return any(asked)
 
 
 def _summary(description: Description, columns: int | None) -> Iterator[Line]:

@@ -6,6 +6,7 @@ No message proposes to read one of them, or to leave one out.
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 import shlex
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from fsdpckpt.errors import (
     FsdpckptError,
     NeedsInformationError,
+    SeveralCheckpointsError,
     SourceError,
     SourceIncompleteError,
     SourceUnsupportedError,
@@ -25,6 +27,7 @@ from fsdpckpt.ir.values import Object
 from fsdpckpt.readers.counters import counted_in_name, counted_parts
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.protocol import Part
+from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources, relative_path
 from fsdpckpt.text import natural, plural, some_of
 
@@ -113,14 +116,25 @@ def require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
         refuse_counted_parts(source, [_place(part.origin) for part in candidates])
         _refuse_slices_without_rank_0(source, candidates)
         labels = sorted((part.label for part in candidates), key=natural)
+        what_is_wrong = f"{source} holds {len(labels)} candidates for the {what}"
+        why = (
+            "several checkpoints are in one directory, or the same weights in several forms (files that a tool "
+            "consolidated may hold zeros where the shards hold values)"
+        )
+        next_step = _how_to_choose(source, what, candidates, parts)
+        apart = _apart(source, candidates, parts) if _same_names(what, candidates) else ()
+        if apart:
+            raise SeveralCheckpointsError(
+                what_is_wrong,
+                details=labels,
+                most_shown=MAX_CANDIDATES,
+                why=why,
+                next_step=next_step,
+                file=source,
+                checkpoints=apart,
+            )
         raise NeedsInformationError(
-            f"{source} holds {len(labels)} candidates for the {what}",
-            details=labels,
-            most_shown=MAX_CANDIDATES,
-            why="several checkpoints are in one directory, or the same weights in several forms (files that a tool "
-            "consolidated may hold zeros where the shards hold values)",
-            next_step=_how_to_choose(source, what, candidates, parts),
-            file=source,
+            what_is_wrong, details=labels, most_shown=MAX_CANDIDATES, why=why, next_step=next_step, file=source
         )
 
 
@@ -175,6 +189,15 @@ def _how_to_choose(source: str, what: str, candidates: Sequence[ReadPart], parts
     return f"to read {chosen}, add {ignored}{other}"
 
 
+def _apart(source: str, candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) -> tuple[str, ...]:
+    """What to give as SRC for each of ``candidates``; empty if that is not a path of its own."""
+    paths = [
+        _path_for_user([each, *(other for other in candidates if other is not each)], parts) for each in candidates
+    ]
+    alone = len(set(paths)) == len(paths) and all(path.rstrip("/") != source.rstrip("/") for path in paths)
+    return tuple(sorted(paths, key=natural)) if alone else ()
+
+
 def _same_names(what: str, candidates: Sequence[ReadPart]) -> bool:
     """Whether all ``candidates`` hold the same parameters, or those of the first among more (tied weights once)."""
     names = [_names(what, candidate) for candidate in candidates]
@@ -216,24 +239,26 @@ def _path_for_user(candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) ->
 
 
 def several_checkpoints(
-    path: str, candidates: Sequence[str], sources: Sources, why: str | None = None
+    path: str, candidates: Sequence[str], sources: Sources, why: str | None = None, empty: Sequence[str] = ()
 ) -> FsdpckptError:
     """The error for a directory with several ``candidates``: it lists the first in natural order, and names the newest.
 
-    Parts of one model in numbered directories are no candidates.
+    Parts of one model in numbered directories are no candidates. ``empty``: directories beside them that a save made
+    and did not fill.
     """
     try:
         refuse_counted_parts(path, candidates)
     except SourceError as error:
         return error
     ordered = sorted(candidates, key=natural)
-    return NeedsInformationError(
+    return SeveralCheckpointsError(
         f"{path} holds {plural(len(ordered), 'checkpoint')}",
         details=ordered,
         most_shown=MAX_CANDIDATES,
         why=why or _EACH,
         next_step=f"name the one to read, for example {shlex.quote(newest(path, ordered, sources))}",
         file=path,
+        checkpoints=sorted((*candidates, *empty), key=natural),
     )
 
 
@@ -251,14 +276,35 @@ def newest(path: str, candidates: Sequence[str], sources: Sources) -> str:
     return next((each for each, numbers in numbered.items() if numbers == highest), candidates[0])
 
 
+def pointers(path: str, candidates: Sequence[str], sources: Sources) -> dict[str, str]:
+    """What ``latest`` files and links in ``path`` lead to, by their names: the path of a candidate from there."""
+    entries = sources.list_directory(path)
+    found: dict[str, str] = {}
+    for entry in entries:
+        named = _content_of_pointer(entry, sources)
+        for each in candidates:
+            relative = relative_path(each, path)
+            # Of several in one directory of a step, that directory is what the file names.
+            if named is not None and _names_step(relative, named):
+                found[entry.name] = relative if relative.split("/")[-1] == named else relative.split("/")[0]
+                break
+            if entry.link and each != entry.path and os.path.realpath(each) == entry.link:
+                found[entry.name] = relative
+                break
+    return found
+
+
+def _content_of_pointer(entry: Entry, sources: Sources) -> str | None:
+    """The last component of what a small file such as ``latest`` names; None for any other."""
+    if not _POINTER.match(entry.name) or entry.directory or not 0 < entry.nbytes <= _MAX_POINTER_BYTES:
+        return None
+    return posixpath.basename(sources.open(entry.path).read(0, entry.nbytes).decode("utf-8", "replace").strip())
+
+
 def _pointed_to(path: str, sources: Sources) -> list[str]:
     """What small files such as ``latest`` in ``path`` name."""
-    named = []
-    for entry in sources.list_directory(path):
-        if _POINTER.match(entry.name) and not entry.directory and 0 < entry.nbytes <= _MAX_POINTER_BYTES:
-            text = sources.open(entry.path).read(0, entry.nbytes).decode("utf-8", "replace").strip()
-            named.append(posixpath.basename(text))
-    return named
+    contents = [_content_of_pointer(entry, sources) for entry in sources.list_directory(path)]
+    return [named for named in contents if named is not None]
 
 
 def _names_step(path: str, named: str) -> bool:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceIncompleteError
+from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceError, SourceIncompleteError
 from fsdpckpt.ir.account import Rule
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, recognise
@@ -119,8 +119,13 @@ class Search:
                 return only
         if listing.parts:
             return self._with_parts_below(listing, numbered, others)
-        searches = [self.find(entry.path) for entry in (*numbered, *others)]
+        searches, refused = self._search_each(numbered)
+        searches += [self.find(entry.path) for entry in others]
         below = [search for search in searches if search is not None]
+        if refused and len(refused) + len(below) > 1:  # one of several steps is damaged: which is meant is not known
+            raise self._several(listing, [*refused, *(search.path for search in below)], None, numbered)
+        for error in refused.values():
+            raise error
         if not below:
             return None
         if len(below) == 1 and recognise(listing.names) is None:
@@ -130,12 +135,23 @@ class Search:
             self._add_unfinished_beside(only, listing, numbered, others)
             return only
         if sum(1 for entry in numbered if any(_is_in(search.path, entry.path) for search in below)) > 1:
-            raise self._several(listing, [search.path for search in below])
+            raise self._several(listing, [search.path for search in below], None, numbered)
         found = Found(path, listing.names, [], list(listing.left_out))
         found.note_left_out()
         found.add_below(below)
         found.unfinished += self._unfinished_in(others)
         return found
+
+    def _search_each(self, numbered: Sequence[Entry]) -> tuple[list[Found | None], dict[str, SourceError]]:
+        """What is in each of ``numbered``, and by path the errors of those that cannot be read."""
+        searches: list[Found | None] = []
+        refused: dict[str, SourceError] = {}
+        for entry in numbered:
+            try:
+                searches.append(self.find(entry.path))
+            except SourceError as error:
+                refused[entry.path] = error
+        return searches, refused
 
     def listing(self, path: str) -> Listing:
         """What is in the directory ``path`` itself."""
@@ -331,8 +347,12 @@ class Search:
         only.notes.insert(0, replace(where, message=f"{where.message}; not copied from {listing.path}: {left_out}"))
         return only
 
-    def _several(self, listing: Listing, candidates: list[str], why: str | None = None) -> FsdpckptError:
-        return several_checkpoints(listing.path, candidates, self._sources, why)
+    def _several(
+        self, listing: Listing, candidates: list[str], why: str | None = None, numbered: Sequence[Entry] = ()
+    ) -> FsdpckptError:
+        """``numbered``: the directories beside ``candidates``, of which some may be empty."""
+        empty = [entry.path for entry in numbered if entry.path not in candidates and self._is_hollow(entry.path)]
+        return several_checkpoints(listing.path, candidates, self._sources, why, empty)
 
 
 def _side_parts(names: Sequence[str], files: Mapping[str, Entry], sources: Sources) -> list[Part]:

@@ -36,7 +36,9 @@ def test_the_schemas_are_schemas() -> None:
         "diff.json",
         "error.json",
         "formats.json",
+        "incomplete.json",
         "inspect.json",
+        "run.json",
         "units.json",
         "verify.json",
     ]

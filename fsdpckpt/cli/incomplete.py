@@ -1,0 +1,96 @@
+"""Shows what is left of a checkpoint for ``inspect``: which rank has which file, and which sections can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from fsdpckpt.cli.errors import error_json, show_error
+from fsdpckpt.cli.output import Line, wrapped
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, to_copy
+from fsdpckpt.text import count_text, dtypes_text, names_text, plural, shorten, size_text
+
+if TYPE_CHECKING:
+    from fsdpckpt.cli.output import Output
+    from fsdpckpt.describe import FilesOfRanks, Incomplete
+
+WIDEST_PATTERN = 38  # columns of a name
+WIDEST_GRID = 40  # characters: more ranks share one
+MOST_NAMES = 4
+_SIGNS = {"present": "+", "missing": "-", "damaged": "!", "none": " "}
+_WORST = ("damaged", "missing", "present", "none")
+
+
+def show_incomplete(output: Output, source: str, error: SourceIncompleteError | SourceCorruptError) -> int:
+    """Show it on stdout and the error on stderr, and return the error's exit code."""
+    from fsdpckpt.api import inspect_incomplete
+
+    left = inspect_incomplete(source, error)
+    if left is None:
+        raise error
+    suggest_readable(error, left)
+    if output.as_json:
+        return show_error(output, error, _document(left), "incomplete")
+    output.data(_lines(left, output.columns))
+    return show_error(output, error)
+
+
+def suggest_readable(error: SourceIncompleteError | SourceCorruptError, left: Incomplete) -> None:
+    """Add to ``error`` the command that converts what can be read."""
+    if left.readable and error.alternative is None:
+        sections = " and the ".join(left.readable)
+        error.alternative = to_copy(f"the {sections} can be converted without the rest", left.commands[0])
+
+
+def _lines(left: Incomplete, columns: int | None) -> Iterator[Line]:
+    yield from _grid_lines(left)
+    for label, names in (("missing", left.missing), ("damaged", left.damaged)):
+        if names:
+            yield from wrapped(f"{label}: {names_text(names, MOST_NAMES)}", columns)
+    summaries = left.summaries
+    for section, totals in summaries.items():
+        parts = [plural(totals.tensors, "tensor"), f"{count_text(totals.elements)} elements", size_text(totals.nbytes)]
+        yield from wrapped(f"can be read: {section}: {', '.join(parts)}, {dtypes_text(totals.dtypes)}", columns)
+    if not summaries:
+        yield "can be read: nothing"
+
+
+def _grid_lines(left: Incomplete) -> Iterator[str]:
+    ranks = left.grid.ranks
+    if ranks < 2:
+        return
+    in_one = -(-ranks // WIDEST_GRID)
+    heading = f"ranks 0 to {ranks - 1}" + (f", {in_one} in each sign" if in_one > 1 else "")
+    yield f"{'files':{WIDEST_PATTERN}}  {heading}"
+    for row in left.grid.rows:
+        yield f"{shorten(row.pattern, WIDEST_PATTERN):{WIDEST_PATTERN}}  {_signs(row, in_one)}".rstrip()
+    yield f"{'':{WIDEST_PATTERN}}  + there  - missing  ! damaged"
+
+
+def _signs(row: FilesOfRanks, in_one: int) -> str:
+    """A sign for each rank or, of several, the worst of theirs."""
+    signs = []
+    for first in range(0, len(row.states), in_one):
+        states = row.states[first : first + in_one]
+        worst = next(state for state in _WORST if any(each == state for each in states))
+        signs.append(_SIGNS[worst])
+    return "".join(signs)
+
+
+def _document(left: Incomplete) -> dict[str, object]:
+    return {
+        "source": left.source,
+        "complete": False,
+        "readable": {
+            name: {"tensors": totals.tensors, "elements": totals.elements, "nbytes": totals.nbytes}
+            for name, totals in left.summaries.items()
+        },
+        "missing": list(left.missing),
+        "damaged": list(left.damaged),
+        "files": [
+            {"pattern": row.pattern, "ranks": {state: row.ranks(state) for state in sorted(set(row.states))}}
+            for row in left.grid.rows
+        ],
+        "next": left.commands,
+        **error_json(left.error),
+    }

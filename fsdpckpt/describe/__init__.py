@@ -1,0 +1,22 @@
+"""Describes what is at a path: one checkpoint, several of a run, or what is left of one. Reads no tensor data."""
+
+from fsdpckpt.describe.describe import Description, SectionSummary, describe, extra_json, json_value, stored_files
+from fsdpckpt.describe.incomplete import Incomplete, describe_incomplete
+from fsdpckpt.describe.rank_grid import FilesOfRanks, RankGrid
+from fsdpckpt.describe.run import Run, RunCheckpoint, describe_run
+
+__all__ = [
+    "Description",
+    "FilesOfRanks",
+    "Incomplete",
+    "RankGrid",
+    "Run",
+    "RunCheckpoint",
+    "SectionSummary",
+    "describe",
+    "describe_incomplete",
+    "describe_run",
+    "extra_json",
+    "json_value",
+    "stored_files",
+]

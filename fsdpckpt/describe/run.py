@@ -1,0 +1,113 @@
+"""Describes a run: a directory of several checkpoints, one row each."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from fsdpckpt.describe.describe import stored_files
+from fsdpckpt.errors import FsdpckptError, SeveralCheckpointsError
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.readers.candidates import newest, pointers
+from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.storage.sources import Sources, relative_path
+from fsdpckpt.text import natural
+
+_EMPTY = "empty: its save did not finish, or it was not copied"
+_MOST_FINDINGS = 3  # of an error, beside what is wrong
+_DEEPEST = 4  # checkpoints below checkpoints: runs/step_7/actor
+# The number after the first of these words that a path has is the step.
+_WORDS_OF_STEP = ("step", "checkpoint", "ckpt", "iter(?:ation)?", "epoch", "ep")
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheckpoint:
+    """One checkpoint of a run. All but ``path``, ``name`` and ``step`` are empty if it cannot be read."""
+
+    path: str
+    name: str  # from the run's directory
+    step: int | None  # as its name says
+    sections: tuple[str, ...] = ()
+    layout: str | None = None
+    container: str | None = None
+    flavor: str | None = None
+    world_size: int | None = None
+    nbytes: int | None = None  # of its files
+    problems: tuple[str, ...] = ()  # that a reader finds without reading tensor data
+
+    @property
+    def complete(self) -> bool:
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Run:
+    """The checkpoints of a run, in the natural order of their names. ``newest``: the name of the newest.
+
+    ``pointers``: files such as ``latest`` and links, each with the name of what it leads to.
+    """
+
+    source: str
+    checkpoints: tuple[RunCheckpoint, ...]
+    newest: str
+    pointers: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"<{self.source}: {len(self.checkpoints)} checkpoints, newest {self.newest}>"
+
+
+def describe_run(source: str, several: SeveralCheckpointsError, sources: Sources) -> Run:
+    """Read the headers of each of the checkpoints that ``several`` lists, and of those below them."""
+    found: list[RunCheckpoint] = []
+    for path in several.checkpoints:
+        found += _checkpoints_at(path, source, sources, _DEEPEST)
+    rows = sorted(found, key=lambda each: natural(each.name))
+    paths = [each.path for each in rows]
+    last = relative_path(newest(source, paths, sources), source)
+    return Run(source, tuple(rows), last, pointers(source, paths, sources))
+
+
+def _checkpoints_at(path: str, source: str, sources: Sources, depth: int) -> list[RunCheckpoint]:
+    name = relative_path(path, source)
+    try:
+        checkpoint = open_checkpoint(path, sources=sources, locate=False)
+    except SeveralCheckpointsError as several:
+        if depth:
+            below = [_checkpoints_at(each, source, sources, depth - 1) for each in several.checkpoints]
+            return [each for found in below for each in found]
+        return [RunCheckpoint(path, name, step_of(name), problems=(several.what,))]
+    except FsdpckptError as error:
+        entry = sources.stat(path)
+        if entry is not None and entry.directory and not sources.list_directory(path):
+            return [RunCheckpoint(path, name, step_of(name), problems=(_EMPTY,))]
+        problem = error.what.removeprefix(f"{path}: ").removeprefix(f"{path} ")
+        findings = ", ".join(error.shown_findings(_MOST_FINDINGS))
+        return [RunCheckpoint(path, name, step_of(name), problems=(": ".join(filter(None, (problem, findings))),))]
+    return [_row(checkpoint, path, name)]
+
+
+def _row(checkpoint: Checkpoint, path: str, name: str) -> RunCheckpoint:
+    held = {"model": checkpoint.model, "optim": checkpoint.optim, "extra": checkpoint.extra or checkpoint.rank_extra}
+    sections = [section for section, content in held.items() if content]
+    sections += [named.label for named in checkpoint.named]
+    return RunCheckpoint(
+        path,
+        name,
+        step_of(name),
+        tuple(dict.fromkeys(sections)),
+        str(checkpoint.layout),
+        str(checkpoint.container),
+        checkpoint.flavor,
+        checkpoint.world_size,
+        sum(file.nbytes for file in stored_files(checkpoint)),
+        tuple(problem.message for problem in checkpoint.problems if problem.fatal),
+    )
+
+
+def step_of(name: str) -> int | None:
+    """The step that the name of a checkpoint says: ``global_step_7/actor``, ``epoch=1-step=500.ckpt``."""
+    for word in _WORDS_OF_STEP:
+        if match := re.search(rf"(?:^|[^a-z]){word}[-_=]?0*(\d+)", name, re.IGNORECASE):
+            return int(match[1])
+    numbers = re.findall(r"\d+", name)
+    return int(numbers[-1]) if numbers else None
