@@ -187,10 +187,11 @@ def _from_system(error: OSError) -> FsdpckptError:
 
 
 def error_lines(error: FsdpckptError) -> list[Line]:
-    from fsdpckpt.cli.output import Colour, Styled
+    from fsdpckpt.cli.output import Colour, Styled, Whole
 
     first, *rest = error_text(error).split("\n")
-    return [Styled(first, Colour.BAD, end=len("error:")), *rest]
+    commands = {line for line in (error.next_steps or "").split("\n")[1:] if line.startswith(" ")}
+    return [Styled(first, Colour.BAD, end=len("error:")), *(Whole(line) if line in commands else line for line in rest)]
 
 
 def error_text(error: FsdpckptError) -> str:

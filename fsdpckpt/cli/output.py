@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -92,13 +93,31 @@ def cut(line: str, columns: int | None) -> str:
 
 
 def wrapped(line: str, columns: int | None) -> list[str]:
-    """A sentence on as many lines as it needs: unlike a row, it loses nothing on a narrow screen."""
+    """A sentence on as many lines as it needs: unlike a row, it loses nothing on a narrow screen.
+
+    It breaks between words only: a path stays whole, to be copied. Lines after the first begin below the first word
+    after a label.
+    """
     if columns is None or len(line) <= columns:
         return [line]
     import textwrap
 
+    label = _LABEL.match(line)
+    indent = " " * len(label[0]) if label is not None else "    "
     width = max(columns, 20)
-    return textwrap.wrap(line, width, subsequent_indent="    ", break_on_hyphens=False) or [line]
+    lines = textwrap.wrap(
+        line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+    return lines or [line]
+
+
+_LABEL = re.compile(r" *- |(?:why|next|or): +| +")
+
+
+class Whole(str):
+    """A line that is not broken, whatever its length: a command to copy."""
+
+    __slots__ = ()
 
 
 SCHEMA_VERSION = 1  # increases when a key disappears or changes its meaning; new keys may appear at any time
@@ -174,18 +193,17 @@ class Output:
     def message(self, text: Line) -> None:
         """One line for a person, on stderr; nothing with ``--quiet``."""
         if not self.quiet:
-            self._write(sys.stderr, _styled_text([text], sys.stderr))
+            self._write(sys.stderr, _styled_text(_wrapped_lines([text], sys.stderr), sys.stderr))
 
     def warning(self, text: str) -> None:
         """A warning on stderr; not shown with ``--quiet``, but counted."""
         self.warned = True
-        columns = shutil.get_terminal_size().columns if _is_terminal(sys.stderr) else None
-        for line in labelled("warning:", text, Colour.CHANGED, columns):
+        for line in labelled("warning:", text, Colour.CHANGED, None):
             self.message(line)
 
     def error(self, lines: Iterable[Line]) -> None:
         """Print an error on stderr, also with ``--quiet``."""
-        self._write(sys.stderr, _styled_text(lines, sys.stderr))
+        self._write(sys.stderr, _styled_text(_wrapped_lines(lines, sys.stderr), sys.stderr))
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
@@ -249,6 +267,20 @@ def _styled_text(lines: Iterable[Line], stream: TextIO | None) -> str:
             after = "" if line.end is None else line.text[line.end :]
             parts.append(f"{visible(before)}\x1b[{line.colour}m{visible(middle)}\x1b[0m{visible(after)}")
     return "".join(f"{part}\n" for part in parts)
+
+
+def _wrapped_lines(lines: Iterable[Line], stream: TextIO | None) -> Iterator[Line]:
+    """``lines`` for people, broken between words where ``stream`` is a terminal."""
+    columns = shutil.get_terminal_size().columns if _is_terminal(stream) else None
+    for line in lines:
+        if isinstance(line, Whole):
+            yield line
+        elif isinstance(line, str):
+            yield from wrapped(line, columns)
+        else:
+            first, *rest = wrapped(line.text, columns)
+            yield Styled(first, line.colour, line.begin, line.end)
+            yield from rest
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

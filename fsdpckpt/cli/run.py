@@ -34,7 +34,8 @@ def _lines(run: Run, columns: int | None) -> Iterator[Line]:
     common = _common(list(rows.values())) if columns is not None else {}
     title = f"{run.source}: {plural(len(run.checkpoints), 'checkpoint')}"
     yield from wrapped(f"{title} ({', '.join(common.values())})" if common else title, columns)
-    fields = [field for field in next(iter(rows.values())) if field not in common]
+    has_steps = any(each.step is not None for each in run.checkpoints)
+    fields = [field for field in next(iter(rows.values())) if field not in common and (has_steps or field != "step")]
     cells: list[Sequence[Cell]] = [fields]
     for name, row in rows.items():
         cells.append([Name(name) if field == "checkpoint" else row[field] for field in fields])
@@ -44,8 +45,9 @@ def _lines(run: Run, columns: int | None) -> Iterator[Line]:
     yield from lines
     for each in run.checkpoints:
         for problem in each.problems[: MOST_PROBLEMS if columns is not None else None]:
-            yield from wrapped(f"{each.name}: {problem}", columns)
-    yield from _newest_lines(run, columns)
+            yield from wrapped(f"{each.name}: {problem.replace(f'{run.source}/', '')}", columns)
+    if has_steps:  # else they are parts of one run: an actor and a critic
+        yield from _newest_lines(run, columns)
 
 
 def _cells(each: RunCheckpoint) -> dict[str, str]:

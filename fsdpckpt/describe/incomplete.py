@@ -97,11 +97,11 @@ def _listed_in_manifest(source: str, files: Mapping[str, Entry], sources: Source
 def _named_in_error(error: FsdpckptError, source: str) -> set[str]:
     """The files that ``error`` is about, from ``source``."""
     above = source.rstrip("/") + "/"
-    paths = [path for path in (error.file, *error.files) if path is not None and path.startswith(above)]
+    paths = [path for path in error.files or (error.file,) if path is not None and path.startswith(above)]
     # A finding is, or begins with, the name of a file in the directory.
     directory = os.path.dirname(error.file) + "/" if error.file is not None and error.file.startswith(above) else above
-    if not error.files:
-        paths += [directory + finding.split(": ")[0].split(" ")[0] for finding in error.details]
+    if error.details and not error.files:
+        paths = [directory + finding.split(": ")[0].split(" ")[0] for finding in error.details]
     return {path.removeprefix(above) for path in paths}
 
 

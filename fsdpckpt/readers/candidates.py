@@ -32,6 +32,7 @@ from fsdpckpt.storage.sources import Sources, relative_path
 from fsdpckpt.text import natural, plural, some_of
 
 MAX_CANDIDATES = 3  # that a message lists
+_EACH_FILE = "each of them is a checkpoint"
 _EACH = "each of these directories is a checkpoint"
 _MAX_POINTER_BYTES = 1024
 _ARGUMENTS = "args"
@@ -101,7 +102,7 @@ def _refuse_recorded_part(part: ReadPart) -> None:
         )
 
 
-def require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
+def require_one_each(source: str, parts: Sequence[ReadPart], sources: Sources) -> None:
     """Raises if several of ``parts`` hold a model, or an optimizer, or if the name of one says that it holds a part:
     SourceUnsupportedError for parts of one model, SourceIncompleteError for slices without rank 0's, else
     NeedsInformationError.
@@ -124,6 +125,9 @@ def require_one_each(source: str, parts: Sequence[ReadPart]) -> None:
         next_step = _how_to_choose(source, what, candidates, parts)
         apart = _apart(source, candidates, parts) if _same_names(what, candidates) else ()
         if apart:
+            if len({_NUMBERS.sub("#", path) for path in apart}) == 1:  # steps, and not one model in several forms
+                next_step = f"name the one to read, for example {shlex.quote(newest(source, apart, sources))}"
+                why = _EACH_FILE
             raise SeveralCheckpointsError(
                 what_is_wrong,
                 details=labels,

@@ -57,7 +57,7 @@ def join(
             else part
             for part in parts
         ]
-    require_one_each(source, parts)
+    require_one_each(source, parts, sources)
     with_model = next((part for part in parts if part.sections.model is not None), None)
     with_optim = next((part for part in parts if part.sections.optim is not None), None)
     notes = [*notes, *(_unmatched_names(source, with_model, with_optim) if with_model and with_optim else ())]

@@ -5,25 +5,41 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import fsdpckpt
 from tests.cli.conftest import Run, at_step
 
 Screen = Callable[..., str]
 
 
-@pytest.fixture
-def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory to be in, with two steps of one run."""
-    monkeypatch.chdir(tmp_path)
-    torch.save(at_step(100), "a.pt")
-    torch.save(at_step(250), "b.pt")
-    return tmp_path
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of one run, and a run: two checkpoints that are whole, one without a file, an empty one, and links."""
+    top = tmp_path_factory.mktemp("made")
+    torch.save(at_step(100), top / "a.pt")
+    torch.save(at_step(250), top / "b.pt")
+    run = top / "run"
+    sharded: dict[str, Any] = {"to": "sharded", "key_type": "name"}
+    fsdpckpt.convert(top / "a.pt", run / "checkpoint-900", world_size=2, **sharded)
+    fsdpckpt.convert(top / "b.pt", run / "checkpoint-1000", world_size=4, **sharded)
+    ranks = {**sharded, "container": "torch", "buffers": ["none"]}
+    fsdpckpt.convert(top / "b.pt", run / "checkpoint-1100", world_size=4, **ranks)
+    (run / "checkpoint-1100" / "optim_world_size_4_rank_2.pt").unlink()
+    (run / "checkpoint-1200").mkdir()
+    (run / "latest").write_text("checkpoint-1000\n")
+    (run / "last").symlink_to("checkpoint-1000")
+    return top
 
 
-@pytest.mark.usefixtures("steps")
+@pytest.fixture(autouse=True)
+def here(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made)
+
+
 def test_diff_of_two_steps_begins_with_what_matters(screen: Screen) -> None:
     assert (
         screen("diff", "a.pt", "b.pt")
@@ -50,7 +66,6 @@ exit 1
     )
 
 
-@pytest.mark.usefixtures("steps")
 def test_json_of_diff_has_numbers_and_one_entry_for_a_random_state(run: Run) -> None:
     document = json.loads(run("diff", "a.pt", "b.pt", "--json").out)
     assert document["steps"] == [[{"value": 100.0, "count": 7}], [{"value": 250.0, "count": 7}]]
@@ -66,30 +81,25 @@ def test_json_of_diff_has_numbers_and_one_entry_for_a_random_state(run: Run) -> 
     assert everything["counts"] == document["counts"], "joining entries changes no count"
 
 
-@pytest.fixture
-def run_of_steps(run: Run, steps: Path) -> Path:
-    """A run: two checkpoints that are whole, one that lacks a file, one that is empty, and what names the newest."""
-    sharded = ("--to", "sharded", "--key-type", "name", "-q")
-    run("convert", "a.pt", "run/checkpoint-900", "--world-size", "2", *sharded)
-    run("convert", "b.pt", "run/checkpoint-1000", "--world-size", "4", *sharded)
-    ranks = ("--world-size", "4", "--container", "torch", "--buffers", "none")
-    assert run("convert", "b.pt", "run/checkpoint-1100", *sharded, *ranks).code == 0
-    (steps / "run" / "checkpoint-1100" / "optim_world_size_4_rank_2.pt").unlink()
-    (steps / "run" / "checkpoint-1200").mkdir()
-    (steps / "run" / "latest").write_text("checkpoint-1000\n")
-    (steps / "run" / "last").symlink_to("checkpoint-1000")
-    return steps
-
-
-def test_inspect_of_a_run_is_a_table_in_natural_order(run_of_steps: Path, screen: Screen) -> None:
-    assert (
-        screen("inspect", "run")
-        == """\
+def test_inspect_of_a_run_is_a_table_in_natural_order(screen: Screen) -> None:
+    assert screen("inspect", "run") == """\
+run: 4 checkpoints (model + optim + extra, sharded, dcp)
+step  checkpoint          bytes  ranks  complete
+ 900  checkpoint-900   49.4 KiB      2  yes
+1000  checkpoint-1000  83.5 KiB      4  yes
+1100  checkpoint-1100         -      -  no
+1200  checkpoint-1200         -      -  no
+checkpoint-1100: 1 rank file is missing: optim_world_size_4_rank_2.pt
+checkpoint-1200: empty: its save did not finish, or it was not copied
+last -> checkpoint-1000
+latest -> checkpoint-1000
+newest: checkpoint-1000
+next: fsdpckpt inspect run/checkpoint-1000
+exit 0
 """
-    )
 
 
-def test_a_run_in_json_is_the_same_table_and_other_commands_ask_for_one(run_of_steps: Path, run: Run) -> None:
+def test_a_run_in_json_is_the_same_table_and_other_commands_ask_for_one(run: Run) -> None:
     document = json.loads(run("inspect", "run", "--json").out)
     rows = [(row["step"], row["name"], row["world_size"], row["complete"]) for row in document["checkpoints"]]
     assert rows == [
@@ -111,9 +121,19 @@ def test_a_run_in_json_is_the_same_table_and_other_commands_ask_for_one(run_of_s
         assert "name the one to read, for example run/checkpoint-1000" in done.err
 
 
-def test_inspect_of_an_incomplete_checkpoint_shows_what_is_left(run_of_steps: Path, screen: Screen) -> None:
-    assert (
-        screen("inspect", "run/checkpoint-1100")
-        == """\
+def test_inspect_of_an_incomplete_checkpoint_shows_what_is_left(screen: Screen) -> None:
+    assert screen("inspect", "run/checkpoint-1100") == """\
+run: 4 checkpoints (model + optim + extra, sharded, dcp)
+step  checkpoint          bytes  ranks  complete
+ 900  checkpoint-900   49.4 KiB      2  yes
+1000  checkpoint-1000  83.5 KiB      4  yes
+1100  checkpoint-1100         -      -  no
+1200  checkpoint-1200         -      -  no
+checkpoint-1100: 1 rank file is missing: optim_world_size_4_rank_2.pt
+checkpoint-1200: empty: its save did not finish, or it was not copied
+last -> checkpoint-1000
+latest -> checkpoint-1000
+newest: checkpoint-1000
+next: fsdpckpt inspect run/checkpoint-1000
+exit 0
 """
-    )
