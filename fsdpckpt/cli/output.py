@@ -105,9 +105,7 @@ def wrapped(line: str, columns: int | None) -> list[str]:
     label = _LABEL.match(line)
     indent = " " * len(label[0]) if label is not None else "    "
     width = max(columns, 20)
-    lines = textwrap.wrap(
-        line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
-    )
+    lines = textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
     return lines or [line]
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.output import Cell, Colour, Line, Name, Styled, cut, table_lines, wrapped
-from fsdpckpt.errors import SeveralCheckpointsError
+from fsdpckpt.errors import SeveralCheckpointsError, SourceError
 from fsdpckpt.producers import PLAIN
 from fsdpckpt.text import count_text, plural, size_text
 
@@ -21,12 +21,13 @@ NUMBERS = frozenset({"step", "ranks", "bytes"})  # aligned right
 
 
 def show_run(output: Output, source: str, several: SeveralCheckpointsError) -> int:
+    """Returns 3 if none of the checkpoints can be read."""
     from fsdpckpt.api import inspect_run
 
     run = inspect_run(source, several)
     output.document(lambda: _document(run), "run")
     output.data(_lines(run, output.columns))
-    return 0
+    return 0 if any(each.layout is not None for each in run.checkpoints) else SourceError.exit_code
 
 
 def _lines(run: Run, columns: int | None) -> Iterator[Line]:

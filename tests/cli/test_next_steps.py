@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "torch-2.4"
 RANKS = ("--to", "sharded", "--container", "torch", "--world-size", "2")
 # What a user does with the sources below that cannot end well: in the words of the command line.
 FAILING = """
-inspect nowhere | inspect nowhere/at/all | inspect full.pt/ | inspect notes | inspect several | inspect empty
+inspect nowhere | inspect nowhere/at/all | inspect full.pt/ | inspect notes | verify several | inspect empty
 inspect dcp --keys nothing | inspect dcp --section nothing | inspect dcp --verbose | inspect dcp --version
 inspect no-metadata | inspect truncated | inspect no-rank | inspect torn.pt | inspect dcp more | inspect '' | inspect s3://
 verify damaged.pt | verify no-metadata | verify truncated | verify no-rank | verify torn.pt | verify dcp --include x

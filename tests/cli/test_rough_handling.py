@@ -240,9 +240,11 @@ def test_a_directory_of_many_checkpoints_lists_them(run: Run, tmp_path: Path) ->
     for number in range(8):
         (tmp_path / f"run{number}x").mkdir()
         torch.save("no state dict", tmp_path / f"run{number}x" / "model.pt")
-    done = run("inspect", tmp_path)
+    done = run("verify", tmp_path)
     assert done.code == 4
     assert f"{tmp_path} holds 8 checkpoints" in done.err
+    shown = run("inspect", tmp_path)
+    assert (shown.code, shown.out.count("  no\n")) == (3, 8), "none of them can be read"
 
 
 @pytest.mark.parametrize(

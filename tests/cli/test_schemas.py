@@ -65,6 +65,20 @@ def test_the_documents_of_every_command_follow_their_schemas(form: str, run: Run
     assert "counts" in checked(run("diff", saved, target, "--json", "--only", "model").out)
 
 
+def test_the_documents_of_a_run_and_of_an_incomplete_checkpoint_follow_their_schemas(
+    run: Run, saved: Path, tmp_path: Path
+) -> None:
+    ranks = ("--to", "sharded", "--container", "torch", "--world-size", "2", "--buffers", "none")
+    for step in (1, 2):
+        assert run("convert", saved, tmp_path / "run" / f"step-{step}", *ranks).code == 0
+    (tmp_path / "run" / "step-2" / "optim_world_size_2_rank_1.pt").unlink()
+    done = run("inspect", tmp_path / "run", "--json")
+    assert (done.code, checked(done.out)["schema"]) == (0, "fsdpckpt/run/1")
+    done = run("inspect", tmp_path / "run" / "step-2", "--json")
+    assert (done.code, checked(done.out)["schema"]) == (3, "fsdpckpt/incomplete/1")
+    assert list(checked(done.out)["readable"]) == ["model"]  # type: ignore[call-overload]
+
+
 def test_documents_of_what_went_wrong_follow_their_schemas(run: Run, saved: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.pt"
     data = bytearray(saved.read_bytes())

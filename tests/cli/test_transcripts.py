@@ -82,7 +82,9 @@ def test_json_of_diff_has_numbers_and_one_entry_for_a_random_state(run: Run) -> 
 
 
 def test_inspect_of_a_run_is_a_table_in_natural_order(screen: Screen) -> None:
-    assert screen("inspect", "run") == """\
+    assert (
+        screen("inspect", "run")
+        == """\
 run: 4 checkpoints (model + optim + extra, sharded, dcp)
 step  checkpoint          bytes  ranks  complete
  900  checkpoint-900   49.4 KiB      2  yes
@@ -97,6 +99,7 @@ newest: checkpoint-1000
 next: fsdpckpt inspect run/checkpoint-1000
 exit 0
 """
+    )
 
 
 def test_a_run_in_json_is_the_same_table_and_other_commands_ask_for_one(run: Run) -> None:
@@ -122,18 +125,23 @@ def test_a_run_in_json_is_the_same_table_and_other_commands_ask_for_one(run: Run
 
 
 def test_inspect_of_an_incomplete_checkpoint_shows_what_is_left(screen: Screen) -> None:
-    assert screen("inspect", "run/checkpoint-1100") == """\
-run: 4 checkpoints (model + optim + extra, sharded, dcp)
-step  checkpoint          bytes  ranks  complete
- 900  checkpoint-900   49.4 KiB      2  yes
-1000  checkpoint-1000  83.5 KiB      4  yes
-1100  checkpoint-1100         -      -  no
-1200  checkpoint-1200         -      -  no
-checkpoint-1100: 1 rank file is missing: optim_world_size_4_rank_2.pt
-checkpoint-1200: empty: its save did not finish, or it was not copied
-last -> checkpoint-1000
-latest -> checkpoint-1000
-newest: checkpoint-1000
-next: fsdpckpt inspect run/checkpoint-1000
-exit 0
+    assert (
+        screen("inspect", "run/checkpoint-1100")
+        == """\
+files                                   ranks 0 to 3
+extra_state_world_size_4_rank_*.pt      ++++
+model_world_size_4_rank_*.pt            ++++
+optim_world_size_4_rank_*.pt            ++-+
+                                        + there  - missing  ! damaged
+missing: optim_world_size_4_rank_2.pt
+can be read: model: 7 tensors, 56 elements, 224 B, float32
+error: source incomplete: run/checkpoint-1100: 1 rank file is missing
+  - optim_world_size_4_rank_2.pt
+why:  the save or the copy did not finish, or these ranks wrote to the disks of
+      other machines
+next: copy the files of all ranks into one directory; or, the model can be
+      converted without the rest:
+  fsdpckpt convert run/checkpoint-1100 DST --only model
+exit 3
 """
+    )
