@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.output import Colour, Line, Styled, table_lines
 from fsdpckpt.producers import PLAIN
-from fsdpckpt.producers.table import FLAVORS
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -66,6 +65,8 @@ def formats_command(output: Output) -> int:
 
 def all_formats() -> Iterator[Format]:
     """Every container and every flavor."""
+    from fsdpckpt.producers.table import FLAVORS  # which imports numpy: not for --help
+
     yield from CONTAINERS
     yield Format("flavor", PLAIN, "no framework: what PyTorch's own calls save", ("full", "sharded", "flattened"), "")
     for flavor in sorted(FLAVORS, key=lambda flavor: (not flavor.forms, flavor.name)):
