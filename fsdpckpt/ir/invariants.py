@@ -197,7 +197,11 @@ def _share_elements(first: Tensor, first_chunk: int, second: Tensor, second_chun
 
 
 def state_completeness(optim: OptimState) -> Iterator[Problem]:
-    """Non-fatal problems of the optimizer's bookkeeping: parameters without state, states without a group."""
+    """Problems of the optimizer's bookkeeping: parameters without state, states without a group.
+
+    An id that no group lists is fatal: it is a place in the groups, and ``optimizer.state_dict()`` never makes one. All
+    else may come from a real save.
+    """
     if optim.param_groups is None:
         return
     groups: list[list[ParamKey]] = []
@@ -220,7 +224,8 @@ def state_completeness(optim: OptimState) -> Iterator[Problem]:
             yield from _uneven_states(number, keys, optim.state)
     for key, states in optim.state.items():
         if key not in seen and BARE_VALUE not in states:
-            yield _state_problem(key, f"optim {key}: has state, but is in no param group")
+            what = f"optim {key}: has state, but is in no param group"
+            yield _state_problem(key, what, fatal=type(key) is int)
 
 
 def _uneven_states(
@@ -251,8 +256,8 @@ def _uneven_states(
                     )
 
 
-def _state_problem(key: ParamKey, message: str) -> Problem:
-    return Problem("state", message, fatal=False, key=str(key), section=Section.OPTIM)
+def _state_problem(key: ParamKey, message: str, *, fatal: bool = False) -> Problem:
+    return Problem("state", message, fatal=fatal, key=str(key), section=Section.OPTIM)
 
 
 def fatal(problems: Iterable[Problem], *, source: str) -> SourceError:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedError
 from fsdpckpt.formats.safetensors import read_header
-from fsdpckpt.formats.torch import open_archive
+from fsdpckpt.formats.torch import checksums_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Manifest, NamedTensor, Problem, ProblemKind, problem_of
 from fsdpckpt.ir.spans import chunk_ends
 from fsdpckpt.ir.tensors import Int64Array
@@ -226,13 +226,15 @@ def _mismatch(
     return problem_of("checksum", tensors, message, file=path)
 
 
-def damaged_files(directory: str, sources: Sources) -> list[Problem]:
-    """The problems of the files in ``directory``, which cannot be read as a checkpoint.
+def damaged_files(place: str, sources: Sources) -> list[Problem]:
+    """The problems of the files in the directory ``place``, which cannot be read as a checkpoint, or of that file.
 
-    Uses ``fsdpckpt.json`` if there is one, else each file's own headers and checksums.
+    Uses ``fsdpckpt.json`` if there is one in the directory, else each file's own headers and checksums.
     """
-    entries = [entry for entry in sources.list_directory(directory) if not entry.directory]
-    read = read_manifest(directory, [entry.name for entry in entries], sources)
+    top = sources.stat(place)
+    alone = top is not None and not top.directory
+    entries = [top] if top is not None and alone else [e for e in sources.list_directory(place) if not e.directory]
+    read = read_manifest(place, [] if alone else [entry.name for entry in entries], sources)
     manifest, problems = read.manifest, read.problems
     if manifest is not None:
         problems = (*problems, *check_listing(manifest, present_files(manifest, sources)))
@@ -258,7 +260,7 @@ def _stored_checksums(number: int, entry: Entry, sources: Sources) -> Checksums:
         read_header(source)
     if not head.startswith(b"PK") or entry.name.endswith(".distcp"):  # .distcp: many archives, listed in .metadata
         return Checksums.of([])
-    return open_archive(source).checksums(number)
+    return checksums_of(source, number)
 
 
 class TensorsInFiles:

@@ -304,23 +304,26 @@ def _changed_tensors(
 
 @contextmanager
 def listing_all_damage(source: str, sources: Sources) -> Iterator[None]:
-    """While ``source`` is opened: an error that stops this also lists all other damage in the directory."""
+    """While ``source`` is opened: an error that stops this also lists all other damage in the directory or file."""
     try:
         yield
     except (SourceIncompleteError, SourceCorruptError) as error:
         top = sources.stat(source)
-        if top is not None and top.directory:  # the files beside a single file do not belong to it
-            _add_damage(error, source, sources)
+        if top is not None:
+            _add_damage(error, source, sources, single=not top.directory)
         raise
 
 
-def _add_damage(error: SourceError, source: str, sources: Sources) -> None:
-    """Add to ``error``, the first problem of ``source``, all other damage in the directory."""
-    directory = error.file or source
-    entry = sources.stat(directory)
-    if entry is None or not entry.directory:
-        directory = os.path.dirname(directory) or "."
-    problems = damaged_files(directory, sources)
+def _add_damage(error: SourceError, source: str, sources: Sources, *, single: bool) -> None:
+    """Add to ``error``, the first problem of ``source``, all other damage in the directory.
+
+    ``single``: ``source`` is a file. The files beside it do not belong to it.
+    """
+    place = source if single else error.file or source
+    entry = sources.stat(place)
+    if not single and (entry is None or not entry.directory):
+        place = os.path.dirname(place) or "."
+    problems = damaged_files(place, sources)
     damaged = {os.path.normpath(problem.file) for problem in problems if problem.file is not None}
     findings = list(zip_longest(error.details, error.files)) or [(error.what, error.file)]
     in_no_damaged_file = [(text, file) for text, file in findings if os.path.normpath(file or "") not in damaged]

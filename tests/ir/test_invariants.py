@@ -285,15 +285,23 @@ def test_tied_parameters_of_the_model_and_states_shared_between_parameters_are_f
     assert problems(checkpoint({"embed": at(64, (3, 5)), "head": at(64, (3, 5))}, optim)) == []
 
 
-def test_parameters_without_state_states_without_group_and_doubles_are_reported_but_not_fatal() -> None:
-    state = {key: {"exp_avg": at(64 * key, (3,))} for key in (0, 1, 7)}
+def test_parameters_without_state_and_doubles_are_reported_but_not_fatal() -> None:
+    state = {key: {"exp_avg": at(64 * key, (3,))} for key in (0, 1)}
     optim = OptimState(dict(state), [{"params": [0, 1, 2]}, {"params": [1]}])
     found = {one.key: one.message for one in problems(checkpoint(optim=optim))}
-    assert found.keys() == {"2", "7", "1"}
+    assert found.keys() == {"2", "1"}
     assert "no optimizer state" in found["2"]
-    assert "no param group" in found["7"]
     assert "more than once" in found["1"]
     assert not any(one.fatal for one in problems(checkpoint(optim=optim)))
+
+
+@pytest.mark.parametrize(("key", "fatal"), [(7, True), ("7", False), ("w", False)])
+def test_a_state_in_no_group_is_fatal_if_an_id_is_all_that_names_it(key: int | str, fatal: bool) -> None:
+    state = {0: {"exp_avg": at(0, (3,))}, key: {"exp_avg": at(64, (3,))}}
+    found = problems(checkpoint(optim=OptimState(state, [{"params": [0]}])))
+    assert [(one.key, one.fatal) for one in found] == [(str(key), fatal)]
+    assert "no param group" in found[0].message
+    assert problems(checkpoint(optim=OptimState(state, [{"lr": 0.1}]))) == []  # the groups list nobody
 
 
 def test_an_optimizer_without_any_state_is_complete() -> None:

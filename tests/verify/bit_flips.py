@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import fsdpckpt
+from fsdpckpt.converters import Report
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
@@ -33,17 +34,17 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "universal": {"flavor": "deepspeed-universal"},
 }
 FORMS = [f"{name}{ending}" for name in WRITTEN for ending in ("", " without fsdpckpt.json")]
-FORMS += ["torch.save", "dcp.save", "save_file"]
-WITHOUT_CHECKSUMS = {"safetensors without fsdpckpt.json", "save_file"}
-PROTECTED = {"found", "harmless", "harmless, and found by verify alone", "refused by convert alone"}
-PROTECTED |= {"in .metadata, found by verify alone", "in .metadata, not protected"}
+FORMS += ["safetensors by name", "torch.save", "dcp.save", "save_file"]
+WITHOUT_CHECKSUMS = {"safetensors without fsdpckpt.json", "safetensors by name", "save_file"}
+PROTECTED = {"found", "harmless", "refused by convert alone", "in .metadata, not protected"}
 """What may come of a bit where records have a checksum."""
+VERIFY_ALONE = "FOUND BY VERIFY ALONE"  # never
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """``verified``: whether ``verify`` found it. ``converted``: "refused", "right" (what is written is what an
-    undamaged source gives) or "wrong".
+    undamaged source gives), "wrong", or "warned" (wrong, and a warning says what is odd).
     """
 
     file: str
@@ -53,20 +54,22 @@ class Outcome:
 
     @property
     def kind(self) -> str:
-        if self.converted == "wrong" and self.file == ".metadata":  # PyTorch's pickle, which has no checksum
-            return "in .metadata, found by verify alone" if self.verified else "in .metadata, not protected"
+        if not self.verified and self.converted == "wrong" and self.file == ".metadata":  # a pickle without checksum
+            return "in .metadata, not protected"
         if self.converted == "refused":
             return "found" if self.verified else "refused by convert alone"
-        if self.converted == "right":
-            return "harmless, and found by verify alone" if self.verified else "harmless"
-        return "WRONG, and found by verify alone" if self.verified else "not protected"
+        if self.converted == "warned" and self.verified:
+            return "found by verify, a warning of convert"
+        if self.verified:
+            return VERIFY_ALONE
+        return "harmless" if self.converted == "right" else "not protected"
 
 
-def state() -> dict[str, Any]:
+def state(key: int | str = 0) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(SEED)
     model = {"w": torch.randn(3, 2, generator=draw)}
-    states = {0: {"exp_avg": torch.randn(3, 2, generator=draw), "step": torch.tensor(4.0)}}
-    return {"model": model, "optimizer": {"state": states, "param_groups": [{"lr": 0.1, "params": [0]}]}}
+    states = {key: {"exp_avg": torch.randn(3, 2, generator=draw), "step": torch.tensor(4.0)}}
+    return {"model": model, "optimizer": {"state": states, "param_groups": [{"lr": 0.1, "params": [key]}]}}
 
 
 def make(form: str, directory: Path) -> Path:
@@ -81,9 +84,11 @@ def make(form: str, directory: Path) -> Path:
     if form == "save_file":
         save_file(state()["model"], directory / "whole.safetensors")
         return directory / "whole.safetensors"
-    torch.save(state(), directory / "source.pt")
-    fsdpckpt.convert(directory / "source.pt", whole, **WRITTEN[form.removesuffix(" without fsdpckpt.json")])
-    if form.endswith(" without fsdpckpt.json"):
+    by_name = form == "safetensors by name"
+    torch.save(state("w" if by_name else 0), directory / "source.pt")
+    written = "safetensors" if by_name else form.removesuffix(" without fsdpckpt.json")
+    fsdpckpt.convert(directory / "source.pt", whole, **WRITTEN[written])
+    if form not in WRITTEN:
         units = json.loads((whole / "fsdpckpt.json").read_text())["units"]
         os.unlink(whole / "fsdpckpt.json")
         if units is not None:
@@ -101,8 +106,8 @@ def flip_each(whole: Path, chosen: list[tuple[Path, int]], scratch: Path) -> Ite
     """What comes of one changed bit at each of the ``chosen`` places, one at a time."""
     units = whole.parent / "units.json"  # what flat shards without a manifest need
     options: dict[str, Any] = {"units": units} if units.exists() else {}
-    fsdpckpt.convert(whole, scratch / "right.pt", to="full", **options)
-    before = _problems(whole)
+    right = fsdpckpt.convert(whole, scratch / "right.pt", to="full", **options)
+    before, warned = _problems(whole), _warnings(right)
     draw = random.Random(SEED)
     for path, place in chosen:
         status = path.stat()
@@ -113,7 +118,7 @@ def flip_each(whole: Path, chosen: list[tuple[Path, int]], scratch: Path) -> Ite
             file.write(changed)
         name = str(path.relative_to(whole)) if path != whole else path.name
         try:
-            yield Outcome(name, place, _is_found(whole, before), _converted(whole, scratch, options))
+            yield Outcome(name, place, _is_found(whole, before), _converted(whole, scratch, options, warned))
         finally:
             path.write_bytes(data)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -133,20 +138,29 @@ def _is_found(whole: Path, before: frozenset[str]) -> bool:
         return True
 
 
-def _converted(whole: Path, scratch: Path, options: dict[str, Any]) -> str:
+def _warnings(report: Report) -> frozenset[str]:
+    return frozenset(note.message for note in report.notes if note.warning)
+
+
+def _converted(whole: Path, scratch: Path, options: dict[str, Any], before: frozenset[str]) -> str:
     out = scratch / "out.pt"
     try:
-        fsdpckpt.convert(whole, out, to="full", threads=1, **options)
+        report = fsdpckpt.convert(whole, out, to="full", threads=1, **options)
     except FsdpckptError as error:
         _require_code(error)
         assert not out.exists()
         return "refused"
     try:
+        if out.is_file() and out.read_bytes() == (scratch / "right.pt").read_bytes():
+            return "right"
         with Sources() as sources:
             one, two = (open_checkpoint(str(path), sources=sources) for path in (out, scratch / "right.pt"))
-            return "right" if compare(one, two, sources=sources, threads=1).same else "wrong"
+            if compare(one, two, sources=sources, threads=1).same:
+                return "right"
     except FsdpckptError:  # they cannot even be compared
-        return "wrong"
+        pass
+    else:
+        return "warned" if _warnings(report) - before else "wrong"
     finally:
         shutil.rmtree(out) if out.is_dir() else out.unlink()
 

@@ -6,12 +6,24 @@
 from __future__ import annotations
 
 import random
+import zipfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.verify.bit_flips import FORMS, PROTECTED, WITHOUT_CHECKSUMS, WRITTEN, flip_each, make, places
+import fsdpckpt
+from fsdpckpt.errors import SourceError
+from tests.verify.bit_flips import (
+    FORMS,
+    PROTECTED,
+    VERIFY_ALONE,
+    WITHOUT_CHECKSUMS,
+    WRITTEN,
+    flip_each,
+    make,
+    places,
+)
 
 SAMPLE = 25  # bytes of each form
 
@@ -34,3 +46,46 @@ def test_without_one_a_bit_is_found_by_the_checksums_of_records_or_makes_no_diff
     form: str, tmp_path: Path
 ) -> None:
     assert set(sampled(form, tmp_path)) <= PROTECTED
+
+
+@pytest.mark.parametrize("form", sorted(WITHOUT_CHECKSUMS))
+def test_where_nothing_has_a_checksum_convert_says_what_verify_finds(form: str, tmp_path: Path) -> None:
+    assert VERIFY_ALONE not in sampled(form, tmp_path)
+
+
+# A letter of a file whose bytes nothing proves, in a place where two facts then contradict each other.
+CONTRADICTIONS = {
+    "safetensors without fsdpckpt.json": ("optimizer.safetensors", b'params\\":[0]', b'params\\":[ ]'),
+    "dcp.save": (".metadata", b"optimizer.state.0.step", b"optimizer.state.0.stem"),
+    "dcp without fsdpckpt.json": (".metadata", b"optimizer.state.0.exp_avg", b"optimizer.state.0.exp_aug"),
+}
+
+
+@pytest.mark.parametrize("form", CONTRADICTIONS)
+def test_a_contradiction_that_no_save_makes_is_not_converted(form: str, tmp_path: Path) -> None:
+    name, before, after = CONTRADICTIONS[form]
+    whole = make(form, tmp_path)
+    data = (whole / name).read_bytes()
+    assert before in data
+    (whole / name).write_bytes(data.replace(before, after, 1))
+    with pytest.raises(SourceError):
+        fsdpckpt.convert(whole, tmp_path / "out.pt", to="full")
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("record", ["byteorder", "version", ".data/serialization_id"])
+def test_a_record_that_no_tensor_is_in_is_compared_by_whoever_opens_the_file(record: str, tmp_path: Path) -> None:
+    path = make("torch.save", tmp_path)
+    with zipfile.ZipFile(path) as archive:
+        content = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    data = path.read_bytes()
+    for name in (record, "data/1"):  # and a tensor, which verify lists, too
+        at = data.index(content[name])
+        data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    path.write_bytes(data)
+    for read in (fsdpckpt.inspect, lambda path: fsdpckpt.convert(path, tmp_path / "out.pt", to="full")):
+        with pytest.raises(SourceError):
+            read(path)
+    with pytest.raises(SourceError) as error:
+        fsdpckpt.verify(path)
+    assert len(error.value.details) == 2

@@ -22,7 +22,7 @@ from fsdpckpt.formats.pickle.check import MAX_DEPTH, check_expansion, check_size
 from fsdpckpt.formats.torch.distributed import Distributed, DistributedBlocks, DistributedParser
 from fsdpckpt.formats.torch.loadable import array_object, decode_stand_in, is_stand_in
 from fsdpckpt.formats.torch.tensors import Refused, StoredBlocks, StoredTensor, TensorBuilder, Wrapped
-from fsdpckpt.formats.zip import ZipDirectory, ZipRecord, read_directory
+from fsdpckpt.formats.zip import SERIALIZATION_ID, ZipDirectory, ZipRecord, read_directory
 from fsdpckpt.ir.checkpoint import Checksums, Note
 from fsdpckpt.ir.quantized import split_state
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
@@ -289,6 +289,11 @@ def _set_order(item: object) -> str:
     return repr(item) if isinstance(item, (str, int, float, bytes)) else truncate(item)
 
 
+# Records of an archive that hold no tensor. Nothing else ever reads some of them, so that damage to them would be found
+# by `verify` alone: whoever opens the archive compares their checksums.
+_DESCRIPTIONS = ("byteorder", "version", ".format_version", ".storage_alignment", SERIALIZATION_ID)
+_LARGEST_DESCRIPTION = 4096  # bytes; torch's have at most 40
+
 ChecksumRow: TypeAlias = tuple[int, int, int, int]  # file, offset, nbytes, crc
 
 
@@ -352,6 +357,15 @@ def notes_on_defaultdicts(where: str, keys: Iterable[str]) -> list[Note]:
     return [Note("dropped", message, keys=tuple(ordered))] if ordered else []
 
 
+def checksums_of(source: ByteSource, file_id: int) -> Checksums:
+    """The CRC-32 of every record of the torch file ``source``, none for another zip. Compares nothing.
+
+    Raises what ``zip.read_directory`` raises.
+    """
+    records = read_directory(source)
+    return OpenedArchive(source, records, b"").checksums(file_id) if "data.pkl" in records else Checksums.of([])
+
+
 def load_torch(
     source: ByteSource, file_id: int, *, begin: int = 0, end: int | None = None, rank: int = 0
 ) -> tuple[Value, list[ChecksumRow], frozenset[str]]:
@@ -396,10 +410,13 @@ def open_archive(source: ByteSource, *, begin: int = 0, end: int | None = None) 
             why="it may be a TorchScript module, or an archive that holds a checkpoint",
             next_step="give the checkpoint itself: unpack the archive, or torch.save(module.state_dict(), new_path)",
         )
+    has_checksums = bool(records.crc.any())
+    for name in _DESCRIPTIONS if has_checksums else ():
+        if name in records and records[name].nbytes <= _LARGEST_DESCRIPTION:
+            read_record(source, records[name], verify_checksum=True)
     if "byteorder" in records:
         check_byteorder(source, records["byteorder"])
-    pickle = read_pickle(source, records["data.pkl"], verify_checksum=bool(records.crc.any()))
-    return OpenedArchive(source, records, pickle)
+    return OpenedArchive(source, records, read_pickle(source, records["data.pkl"], verify_checksum=has_checksums))
 
 
 def parse_archive(
@@ -436,12 +453,17 @@ def parse_archive(
 
 
 def read_pickle(source: ByteSource, record: ZipRecord, *, verify_checksum: bool) -> bytes:
-    """The bytes of the record.
+    """The bytes of the record, which is a pickle.
 
     ``verify_checksum``: the archive has checksums, which torch.load does not check. Raises SourceCorruptError if that
     of the record is wrong.
     """
     check_size(record.nbytes, source.path)
+    return read_record(source, record, verify_checksum=verify_checksum)
+
+
+def read_record(source: ByteSource, record: ZipRecord, *, verify_checksum: bool) -> bytes:
+    """All bytes of the record. Raises as ``read_pickle``."""
     data = source.read(record.offset, record.nbytes)
     if not verify_checksum:
         return data

@@ -193,8 +193,8 @@ def _nest(
 
 
 def _misnamed_problems(keys: Collection[str], paths: Mapping[str, tuple[PathElement, ...]] | None) -> list[Problem]:
-    """Problems of keys that differ from their path joined by dots, which are fatal because nothing shows which of the
-    two is right, and of keys that have only a path or none.
+    """A fatal problem for each key that differs from its path joined by dots, has no path, or is only a path: nothing
+    shows which of the two is right.
 
     ``flatten_state_dict`` makes none of these; they come from damage and mixed saves.
     """
@@ -208,8 +208,7 @@ def _misnamed_problems(keys: Collection[str], paths: Mapping[str, tuple[PathElem
     }
     misplaced |= {key: "holds nothing under that key" for key in paths if key not in joined}
     return [
-        Problem("names", f"the metadata calls one entry {key}, and {what}", fatal=joined.get(key) is not None, key=key)
-        for key, what in misplaced.items()
+        Problem("names", f"the metadata calls one entry {key}, and {what}", key=key) for key, what in misplaced.items()
     ]
 
 
