@@ -102,7 +102,7 @@ def _needs_one_checkpoint(options: InspectOptions) -> bool:
 
 def _summary(description: Description, columns: int | None) -> Iterator[Line]:
     """``columns``: of the terminal. In a pipe, lines are not cut, and everything is listed."""
-    from fsdpckpt.ir.checkpoint import OptimState
+    from fsdpckpt.ir.optimizer import Optimizer
     from fsdpckpt.transform.meshes import source_meshes
 
     checkpoint = description.checkpoint
@@ -114,7 +114,7 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
     for line in _recognised_text(checkpoint.evidence):
         yield from wrapped(f"  recognised: {line.replace(f'{checkpoint.source}/', '')}", columns)
     named_optimizers = {
-        named.label: named.content for named in checkpoint.named if isinstance(named.content, OptimState)
+        named.label: named.content for named in checkpoint.named if isinstance(named.content, Optimizer)
     }
     key_types = {label: optim.key_type for label, optim in named_optimizers.items()}
     for section, totals in description.sections.items():

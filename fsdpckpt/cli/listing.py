@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from fsdpckpt.cli.output import GAP, Cell, Name, cut, table_lines
 from fsdpckpt.describe import Description
-from fsdpckpt.ir.checkpoint import NamedTensor, OptimState, Section
+from fsdpckpt.ir.checkpoint import NamedTensor, Section
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Stats
 from fsdpckpt.text import braces, count_text, fold, key_text, shape_text, size_text
 
@@ -215,7 +216,7 @@ def _with_states(key: str, states: Sequence[str]) -> str:
 
 
 def _join_shared_states(
-    optim: OptimState | None, tensors: Sequence[NamedTensor], model: Sequence[NamedTensor]
+    optim: Optimizer | None, tensors: Sequence[NamedTensor], model: Sequence[NamedTensor]
 ) -> tuple[list[Row], list[NamedTensor]]:
     """A row for the states that every parameter of the optimizer has, and the tensors of all other states.
 

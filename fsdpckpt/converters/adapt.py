@@ -13,8 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, OptimState, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
@@ -356,7 +357,7 @@ def _schedule_path(checkpoint: Checkpoint) -> tuple[PathKey, ...]:
 def _optimizer_steps(checkpoint: Checkpoint, sources: Sources) -> int:
     """The optimizer's step count, from the first parameter that has one; 0 if none has, or if it is NaN or infinite."""
     optimizers = [checkpoint.optim, *(named.content for named in checkpoint.named)]
-    optim = next((each for each in optimizers if isinstance(each, OptimState)), None)
+    optim = next((each for each in optimizers if isinstance(each, Optimizer)), None)
     entries = optim.state.values() if optim is not None else ()
     step = next((entry["step"] for entry in entries if "step" in entry), 0)
     if isinstance(step, Tensor) and step.numel == 1 and step.dtype.numpy is not None:

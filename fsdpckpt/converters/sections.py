@@ -78,7 +78,7 @@ def _with_listed_parameters(opened: Checkpoint, options: ConvertOptions) -> Chec
                 parameters=None,
                 buffers=options.buffers,
             )
-            keys = by_name.optim.param_keys() if by_name.optim is not None else []
+            keys = by_name.optim.keys if by_name.optim is not None else ()
             listed.append((view.model, {clean(key) for key in keys if isinstance(key, str)}))
     contents = [opened.model, *(named.content for named in opened.named)]
     models = [_with_parameters(each, listed) for each in contents if isinstance(each, ModelState)]

@@ -31,12 +31,13 @@ from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.flat.units.target import target_units
 from fsdpckpt.ir import IdRule, section_of
 from fsdpckpt.ir.buffers import NO_BUFFERS, trained_keys
-from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, Layout, Note, OptimState, Section
+from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, Layout, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import SourceNames, clean, leading_wrapper, normalise, under_first_names
-from fsdpckpt.ir.optimizer import Table
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.quantized import unwrapped
+from fsdpckpt.ir.table import Table
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.option_fields import Scope, given
@@ -210,7 +211,7 @@ def _unwrap_quantized_states(checkpoint: Checkpoint) -> Checkpoint:
     if optim is None:
         return checkpoint
     state = {key: unwrapped(entry) for key, entry in optim.state.items()}
-    return replace(checkpoint, optim=OptimState(state, optim.param_groups, optim.extra))
+    return replace(checkpoint, optim=Optimizer.of(state, optim.param_groups, optim.extra))
 
 
 def _require_sound(checkpoint: Checkpoint, only: Section | None) -> None:

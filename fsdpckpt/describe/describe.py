@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTensor, OptimState, Section, SourceFile
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTensor, Section, SourceFile
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Boxes, Stats, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value, value_text, walk
 from fsdpckpt.text import JsonText, plural
@@ -94,7 +95,7 @@ class Description:
 def _named_json(named: NamedSection) -> Json:
     """One of several models or optimizers: how ``--only`` and the state dict call it, and an optimizer's groups."""
     row: dict[str, Json] = {"section": str(named.section), "name": named.name, "path": [str(key) for key in named.path]}
-    if isinstance(named.content, OptimState):
+    if isinstance(named.content, Optimizer):
         groups = named.content.param_groups or []
         row |= {"key_type": named.content.key_type, "param_groups": [json_value(group) for group in groups]}
     return row

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import ParamKey
+from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.quantized import BITSANDBYTES, block_of, scales_in
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Unit

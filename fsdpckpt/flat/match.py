@@ -13,15 +13,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fsdpckpt.flat.names import first_misplaced_module, order_contradictions, param_names
+from fsdpckpt.flat.names import first_misplaced_module, order_contradictions
 from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, lengths_text, slice_lengths, tensor_text
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState, ParamKey, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Container
 from fsdpckpt.ir.names import clean, keeps_order
+from fsdpckpt.ir.optimizer import Group, Optimizer, ParamKey
 from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.tensors import Int64Array, OneSlice, Slices, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import FlatLayout, is_flat_key, place_units
 from fsdpckpt.text import plural
 
@@ -194,7 +195,7 @@ class _Matching:
 
     # The optimizer.
 
-    def _optimizer(self, optim: OptimState) -> Iterator[str]:
+    def _optimizer(self, optim: Optimizer) -> Iterator[str]:
         if not self.flat_optimizer:
             yield from self._whole_optimizer(optim)
             return
@@ -206,17 +207,17 @@ class _Matching:
             return
         if optim.key_type == "name":
             yield from self._by_name(optim)
-        elif optim.param_groups is None:
+        elif optim.groups is None:
             yield from self._ungrouped(optim)
         else:
-            yield from self._by_id(optim.param_groups)
+            yield from self._by_id(optim)
         listed = set(optim.grouped_keys())
         compared = 0
         for key, states in optim.state.items():
             name = self.keys.get(key)
             if name is None:
                 self.uncompared += key in listed  # its group is wrong, which is reported already
-                if isinstance(key, int) and optim.param_groups is not None and key not in listed:
+                if isinstance(key, int) and optim.groups is not None and key not in listed:
                     yield f"optim {key}: no param group lists it"
                 continue
             if name not in self.by_key and name not in self.params:  # from param_names, which is reported already
@@ -236,7 +237,7 @@ class _Matching:
         if compared:
             self.proved.append(f"{compared} optimizer states have the units' number of elements on every rank")
 
-    def _whole_optimizer(self, optim: OptimState) -> Iterator[str]:
+    def _whole_optimizer(self, optim: Optimizer) -> Iterator[str]:
         """An optimizer by name beside flattened model files (accelerate's LOCAL_STATE_DICT)."""
         shown = ShownShapes(optim)
         for key in optim.state if optim.key_type == "name" else ():
@@ -288,7 +289,7 @@ class _Matching:
 
     # The keys of the optimizer.
 
-    def _by_name(self, optim: OptimState) -> Iterator[str]:
+    def _by_name(self, optim: Optimizer) -> Iterator[str]:
         with_flat_params = [*self.by_key, *(param.name for param in self.units.unmanaged)]
         possible = dict.fromkeys(self.params if self.units.use_orig_params else with_flat_params)
         listed = optim.grouped_keys()
@@ -298,7 +299,7 @@ class _Matching:
             elif key in listed:
                 yield f"optim: the groups list {key}, which the units do not have"
 
-    def _ungrouped(self, optim: OptimState) -> Iterator[str]:
+    def _ungrouped(self, optim: Optimizer) -> Iterator[str]:
         order = self.units.id_order()
         self.keys.update({key: order[key] for key in optim.state if isinstance(key, int) and key < len(order)})
         yield from (
@@ -307,9 +308,9 @@ class _Matching:
             if key not in self.keys
         )
 
-    def _by_id(self, groups: Sequence[Mapping[Key, Value]]) -> Iterator[str]:
-        ids = [group_params(group) or [] for group in groups]
-        names = self._groups([len(listed) for listed in ids], groups)
+    def _by_id(self, optim: Optimizer) -> Iterator[str]:
+        ids = optim.in_groups()
+        names = self._groups([len(listed) for listed in ids], optim.groups or ())
         if isinstance(names, str):
             yield names
             return
@@ -321,7 +322,7 @@ class _Matching:
                 yield f"param group {number} lists {plural(len(listed), 'parameter')}, the units have {len(members)}"
                 return
             self.keys.update(zip(listed, members, strict=True))
-        yield from self._compare_param_names(groups)
+        yield from self._compare_param_names(optim)
 
     def _lacks_unmanaged(self, listed: Sequence[ParamKey], members: Sequence[str]) -> bool:
         """Whether a group lists all of ``members``, by id, except unmanaged parameters that have no entry."""
@@ -330,13 +331,13 @@ class _Matching:
         absent = set(members) - {order[key] for key in ids}
         return len(ids) == len(listed) < len(members) and absent <= {param.name for param in self.units.unmanaged}
 
-    def _groups(self, lengths: Sequence[int], groups: Sequence[Mapping[Key, Value]]) -> Sequence[Sequence[str]] | str:
+    def _groups(self, lengths: Sequence[int], groups: Sequence[Group]) -> Sequence[Sequence[str]] | str:
         """The keys of each param group, or why they are not known."""
         if self.units.groups is not None:
             if len(self.units.groups) != len(lengths):
                 return f"the optimizer has {len(lengths)} param groups, the units have {len(self.units.groups)}"
             return self.units.groups
-        listed = [param_names(group) for group in groups]
+        listed = [group.names() for group in groups]
         if all(listed):
             self.named_groups = tuple(tuple(map(clean, names)) for names in listed)
             return self.named_groups
@@ -351,11 +352,11 @@ class _Matching:
     def _requires_grad(self, key: str) -> bool:
         return self.by_key[key].requires_grad if key in self.by_key else self.params[key].requires_grad
 
-    def _compare_param_names(self, groups: Sequence[Mapping[Key, Value]]) -> Iterator[str]:
+    def _compare_param_names(self, optim: Optimizer) -> Iterator[str]:
         names = {*self.by_key, *self.params}
         compared = 0
-        for group in groups:
-            for key, name in zip(group_params(group) or (), param_names(group), strict=False):
+        for group, keys in zip(optim.groups or (), optim.in_groups(), strict=False):
+            for key, name in zip(keys, group.names(), strict=False):
                 compared += 1
                 if clean(name) not in names:
                     yield f"param_names: {clean(name)} is not among the units' parameters"

@@ -14,12 +14,12 @@ from math import prod
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Container
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import FSDP_WRAPPER, WRAPPERS, clean, keeps_order, revisits_a_module, sorted_by_a_tool
 from fsdpckpt.ir.tensors import Slices, Tensor, contiguous_stride
 from fsdpckpt.ir.units import FLAT_PARAM, UnitParam, Units, first_misplaced
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import is_flat_key
 
 
@@ -147,9 +147,8 @@ def optimizer_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None
         if whole is not None:
             name = clean(str(key))
             named[name] = NamedParam(name, whole.shape, whole.dtype, stride_of(whole), sharded=True)
-    groups = [group_params(group) or [] for group in optim.param_groups or ()]
-    order = [clean(str(key)) for keys in groups for key in keys]
-    ordered = len(groups) == 1 and set(named) <= set(order) and not sorted_by_a_tool(order)
+    order = [clean(str(key)) for key in optim.grouped_keys()]
+    ordered = len(optim.groups or ()) == 1 and set(named) <= set(order) and not sorted_by_a_tool(order)
     names = [name for name in order if name in named] if ordered else list(named)
     return ParameterNames(tuple(named[name] for name in names), ordered, label, in_model_order=False) if named else None
 
@@ -217,15 +216,9 @@ def raw_names(checkpoint: Checkpoint) -> list[str]:
     if optim is None:
         return []
     raw = [str(key) for key in optim.state if isinstance(key, str)]
-    for group in optim.param_groups or ():
-        raw += param_names(group)
+    for group in optim.groups or ():
+        raw += group.names()
     return list(dict.fromkeys(raw))
-
-
-def param_names(group: Mapping[Key, Value]) -> list[str]:
-    """The ``param_names`` of a param group; empty if it has none."""
-    names = group.get("param_names")
-    return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
 
 
 def parameter_order(checkpoint: Checkpoint) -> list[str]:
@@ -236,8 +229,8 @@ def parameter_order(checkpoint: Checkpoint) -> list[str]:
     sliced = [key for key, leaf in model.items() if isinstance(leaf, Tensor) and isinstance(leaf.cut, Slices)]
     if sliced and checkpoint.container is Container.TORCH:
         return [clean(key) for key in sliced]
-    groups = (checkpoint.optim.param_groups or []) if checkpoint.optim is not None else []
-    return [clean(name) for name in param_names(groups[0]) if not is_flat_key(name)] if len(groups) == 1 else []
+    groups = (checkpoint.optim.groups or ()) if checkpoint.optim is not None else ()
+    return [clean(name) for name in groups[0].names() if not is_flat_key(name)] if len(groups) == 1 else []
 
 
 def _boundaries(names: Iterable[str]) -> list[str]:

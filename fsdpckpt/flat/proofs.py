@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.match import FlatMatch
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import scales_in
@@ -103,8 +103,9 @@ def _is_initial(values: npt.NDArray[np.generic], constants: set[float]) -> bool:
 
 def _hyper_parameters(checkpoint: Checkpoint) -> set[float]:
     """The numbers in the param groups, exact and rounded to float32."""
-    groups = (checkpoint.optim.param_groups if checkpoint.optim is not None else None) or []
-    numbers = {float(value) for group in groups for value in group.values() if isinstance(value, (int, float))}
+    groups = (checkpoint.optim.groups if checkpoint.optim is not None else None) or ()
+    settings = [value for group in groups for value in group.settings.values()]
+    numbers = {float(value) for value in settings if isinstance(value, (int, float))}
     return numbers | {float(np.float32(value)) for value in numbers}
 
 
@@ -113,9 +114,7 @@ def _right_padding(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[s
     optim = checkpoint.optim
     if optim is None:
         return
-    group_of = {
-        key: number for number, group in enumerate(optim.param_groups or ()) for key in group_params(group) or ()
-    }
+    group_of = optim.group_of()
     for param, states in optim.state.items():
         layout = match.layouts.get(match.keys.get(param, ""))
         for state, leaf in states.items() if not scales_in(states) else ():  # a code of zero need not be zero

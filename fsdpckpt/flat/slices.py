@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Int64Array, Slices, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
@@ -79,7 +80,7 @@ def tensor_text(tensor: Tensor, world_size: int) -> str:
     return f"shape {list(tensor.shape)}" if lengths is None else lengths_text(lengths)
 
 
-def lengths_by_key(optim: OptimState, world_size: int) -> dict[ParamKey, Int64Array]:
+def lengths_by_key(optim: Optimizer, world_size: int) -> dict[ParamKey, Int64Array]:
     """The number of elements each rank holds of each parameter key, from its first state that is one 1-D chunk for each
     rank.
 

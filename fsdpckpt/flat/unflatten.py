@@ -18,10 +18,11 @@ from fsdpckpt.flat.names import module_of
 from fsdpckpt.flat.proofs import compare_replicas, require_padding
 from fsdpckpt.flat.slices import is_number_per_rank, is_step, slice_lengths
 from fsdpckpt.flat.units.request import ResolvedUnits
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, OptimState, ParamKey, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Group, Optimizer, ParamKey
 from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.tensors import Chunks, Flattened, Int64Array, OneSlice, Slices, Tensor, Whole, contiguous_stride
 from fsdpckpt.ir.units import Unit, UnitParam, Units
@@ -128,7 +129,7 @@ def _read_whole(leaf: Tensor | Value) -> Tensor | Value:
 # The optimizer.
 
 
-def _optimizer(optim: OptimState, match: FlatMatch, world_size: int, notes: list[Note]) -> OptimState:
+def _optimizer(optim: Optimizer, match: FlatMatch, world_size: int, notes: list[Note]) -> Optimizer:
     by_key = {unit.key: unit for unit in match.units.units}
     params, units = match.units.params(), match.units.unit_of()
     state: dict[ParamKey, dict[str, Tensor | Value]] = {}
@@ -144,12 +145,13 @@ def _optimizer(optim: OptimState, match: FlatMatch, world_size: int, notes: list
         for name in (units.keys() - match.units.cut_in_sharded()) & state.keys():
             state[name] = {item: _as_whole(leaf) for item, leaf in state[name].items()}
     groups = None
-    if optim.param_groups is not None:
-        groups = [_group(group, match, by_key) for group in optim.param_groups]
+    if optim.groups is not None:
+        listed = zip(optim.groups, optim.in_groups(), strict=True)
+        groups = [_group(group, keys, match, by_key) for group, keys in listed]
     notes.append(
         Note("unflattened", f"optimizer: states of {plural(len(state), 'parameter')}, from {len(optim.state)} keys")
     )
-    return OptimState(state, groups, optim.extra)
+    return Optimizer.of(state, groups, optim.extra)
 
 
 def _as_whole(leaf: Tensor | Value) -> Tensor | Value:
@@ -267,20 +269,20 @@ def _holder_state(leaf: Tensor, counts: Int64Array, world_size: int) -> Tensor:
     return replace(leaf, chunks=leaf.chunks.take(holds_elements)) if holds_elements.any() else leaf
 
 
-def _group(group: Mapping[Key, Value], match: FlatMatch, by_key: Mapping[str, Unit]) -> dict[Key, Value]:
+def _group(group: Group, keys: Sequence[ParamKey], match: FlatMatch, by_key: Mapping[str, Unit]) -> dict[Key, Value]:
     """As ``_unflatten_param_groups``: a flat parameter stands for all the names in it. ``param_names`` then have the
     order of ``model.parameters()``, as ids do (``Units.named_groups``), not that of units.
     """
     names: list[str] = []
-    listed = [match.keys[key] for key in group_params(group) or ()]
+    listed = [match.keys[key] for key in keys]
     for name in listed:
         names.extend([param.name for param in by_key[name].params] if name in by_key else [name])
-    changed: dict[Key, Value] = {**group, "params": list(names)}
-    if "param_names" in group:
+    changed: dict[Key, Value] = {**group.settings, PARAMS: list(names)}
+    if PARAM_NAMES in group.settings:
         if not by_key.keys().isdisjoint(listed):
             position = {name: index for index, name in enumerate(match.units.parameters)}
             names.sort(key=lambda name: position.get(name, -1))
-        changed["param_names"] = [*names]
+        changed[PARAM_NAMES] = [*names]
     return changed
 
 

@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from fsdpckpt.ir.adapters import without_adapter
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, OptimState, ParamKey, Problem, Section, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Problem, Section
 from fsdpckpt.ir.names import clean, without_module
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.sections import model_of
 from fsdpckpt.ir.state_shapes import Shape, ShownShapes, is_part, may_mirror
 from fsdpckpt.ir.tensors import OneSlice, Slices, Tensor
@@ -32,7 +33,7 @@ def misshapen_states(checkpoint: Checkpoint) -> Iterator[Problem]:
     if checkpoint.optim is not None:
         yield from _of_optimizer(checkpoint, checkpoint.optim, checkpoint.model, shapes)
     for named in checkpoint.named:
-        if isinstance(named.content, OptimState):
+        if isinstance(named.content, Optimizer):
             model = model_of(checkpoint, named)
             for problem in _of_optimizer(checkpoint, named.content, model, shapes):
                 key = f"{named.dotted}.{problem.key}" if problem.section is Section.OPTIM else problem.key
@@ -40,7 +41,7 @@ def misshapen_states(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _of_optimizer(
-    checkpoint: Checkpoint, optim: OptimState, model: ModelState | None, shapes: Collection[Shape]
+    checkpoint: Checkpoint, optim: Optimizer, model: ModelState | None, shapes: Collection[Shape]
 ) -> Iterator[Problem]:
     """``model``: the one that has its names; ``shapes``: those of the parameters of all models."""
     names = param_keys(model.params, optim) if model is not None else {}
@@ -49,11 +50,11 @@ def _of_optimizer(
     if checkpoint.layout is not Layout.FLATTENED:
         unnamed = [key for key in optim.state if isinstance(key, int) and key not in names]
         # One rank holds FSDP1's flat parameters whole: vectors, each in place of several parameters.
-        fewer = model is None or len(optim.param_keys()) < len(_comparable(model))
+        fewer = model is None or len(optim.keys) < len(_comparable(model))
         yield from _unmatched_ids(unnamed, ShownShapes(optim), shapes, may_be_flat=fewer)
 
 
-def _by_name(checkpoint: Checkpoint, model: ModelState, optim: OptimState) -> Iterator[Problem]:
+def _by_name(checkpoint: Checkpoint, model: ModelState, optim: Optimizer) -> Iterator[Problem]:
     params = _comparable(model)
     names = param_keys(model.params, optim)
     shown = ShownShapes(optim)
@@ -79,18 +80,18 @@ def _comparable(model: ModelState) -> dict[str, Tensor]:
     }
 
 
-def param_keys(model_keys: Collection[str], optim: OptimState) -> dict[ParamKey, str]:
+def param_keys(model_keys: Collection[str], optim: Optimizer) -> dict[ParamKey, str]:
     """The model key of each key of ``optim`` for which names say it: the key itself, or its name in ``param_names``.
 
     Prefixes of wrappers and the name of an adapter do not count. A name that stands for two keys, or that the model
     lacks, is left out.
     """
     names: dict[ParamKey, str] = {key: clean(key) for key in optim.all_keys() if isinstance(key, str)}
-    for group in optim.param_groups or ():
-        keys, listed = group_params(group) or [], group.get("param_names")
-        if isinstance(listed, (list, tuple)) and len(listed) == len(keys):
-            pairs = zip(keys, listed, strict=True)
-            names.update({key: clean(name) for key, name in pairs if isinstance(key, int) and isinstance(name, str)})
+    for group, keys in zip(optim.groups or (), optim.in_groups(), strict=False):
+        words = group.words()
+        if len(words) == len(keys):
+            pairs = zip(keys, words, strict=True)
+            names.update({key: clean(word) for key, word in pairs if isinstance(key, int) and isinstance(word, str)})
     in_model = [clean(key) for key in model_keys]
     in_optim = without_module(names.values(), in_model)
     in_model = list(without_module(in_model, list(names.values())))

@@ -12,6 +12,7 @@ import numpy as np
 
 from fsdpckpt.ir.account import Account
 from fsdpckpt.ir.files import SourceFile
+from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.terms import Container, KeyType, Layout, Section
 from fsdpckpt.ir.units import RankOrder, Units
@@ -22,14 +23,6 @@ __all__ = ["Container", "KeyType", "Layout", "Section", "SourceFile"]
 
 STRAY: Final = "stray"
 """The kind of notes on files of another save that lie among those of a checkpoint."""
-
-BARE_VALUE = ""
-"""The state name of a value that a user put into an optimizer's ``state`` in place of a parameter's states.
-
-TorchRec's keyed optimizers allow it. ``_optim_state_dict`` copies such a value, and so do all writers.
-"""
-
-ParamKey: TypeAlias = int | str
 
 NoteKind: TypeAlias = (
     Literal["found-below", "model-found", "optimizer-found", "part-of", "several-models", "several-optimizers", "stray"]
@@ -213,83 +206,6 @@ class ModelState:
         return ModelState(with_tensors(self.params, change), self.metadata)
 
 
-def group_params(group: Mapping[Key, Value]) -> list[ParamKey] | None:
-    """The parameter keys that one param group lists; None if it has no list, or the list was not read."""
-    params = group.get("params")
-    if not isinstance(params, (list, tuple)):
-        return None
-    return [key for key in params if isinstance(key, (int, str))]
-
-
-def stored_entry(states: Mapping[str, Tensor | Value]) -> Mapping[str, Tensor | Value] | Tensor | Value:
-    """The entry of a state dict for one entry of ``OptimState.state``: the dict of its states, or the bare value."""
-    return states[BARE_VALUE] if states.keys() == {BARE_VALUE} else states
-
-
-@dataclass(slots=True)
-class OptimState:
-    """``state``: parameter key (int id or name) to {state name: tensor or value}, in the source's order. A value of the
-    user's that is not a dict of states is stored under the state name ``BARE_VALUE``.
-
-    ``param_groups`` as in ``torch.optim``, each with its ``params`` list of the same key type; None if the source has
-    no groups. ``extra``: top-level entries that a user added beside ``state`` and ``param_groups``.
-    """
-
-    state: dict[ParamKey, dict[str, Tensor | Value]]
-    param_groups: list[dict[Key, Value]] | None
-    extra: dict[Key, Value] = field(default_factory=dict)
-
-    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> OptimState:
-        """The optimizer with ``change`` applied to every tensor but those in param groups."""
-        state = {key: with_tensors(states, change) for key, states in self.state.items()}
-        return OptimState(state, self.param_groups, with_tensors(self.extra, change))
-
-    @property
-    def key_type(self) -> KeyType | None:
-        """``"id"`` if the keys of all parameters are ints, ``"name"`` if not, None if there are none."""
-        keys = self.param_keys()
-        if not keys:
-            return None
-        return "id" if all(isinstance(key, int) for key in keys) else "name"
-
-    def param_keys(self) -> list[ParamKey]:
-        """The keys of parameters: those that the groups list; without any, those that have states.
-
-        Where groups list keys, ``state`` may have other entries, which a user added.
-        """
-        return self.grouped_keys() or [key for key, states in self.state.items() if BARE_VALUE not in states]
-
-    def all_keys(self) -> list[ParamKey]:
-        """Every key of ``state`` and of the groups, once."""
-        return list(dict.fromkeys((*self.state, *self.grouped_keys())))
-
-    def grouped_keys(self) -> list[ParamKey]:
-        """The keys that the param groups list, group by group. A key that two groups list appears twice."""
-        return [key for group in self.param_groups or () for key in group_params(group) or ()]
-
-    def renamed(self, names: Mapping[ParamKey, ParamKey]) -> OptimState:
-        """The optimizer with new keys, without the parameters that ``names`` (old to new) lacks.
-
-        ``param_names`` in the groups are not keys: they keep their words.
-        """
-        state = {names[key]: states for key, states in self.state.items() if key in names}
-        groups = self.param_groups
-        return OptimState(
-            state, None if groups is None else [_renamed_group(group, names) for group in groups], self.extra
-        )
-
-
-def _renamed_group(group: dict[Key, Value], names: Mapping[ParamKey, ParamKey]) -> dict[Key, Value]:
-    keys, param_names = group_params(group), group.get("param_names")
-    if keys is None:
-        return group
-    changed: dict[Key, Value] = {**group, "params": [names[key] for key in keys if key in names]}
-    if isinstance(param_names, (list, tuple)) and len(param_names) == len(keys):
-        chosen = [name for name, key in zip(param_names, keys, strict=True) if key in names]
-        changed["param_names"] = tuple(chosen) if isinstance(param_names, tuple) else chosen
-    return changed
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedSection:
     """A model or an optimizer beside the main one, or one of several of which none is the main one.
@@ -301,7 +217,7 @@ class NamedSection:
     section: Section
     name: str
     path: tuple[Key, ...]
-    content: ModelState | OptimState
+    content: ModelState | Optimizer
 
     @property
     def label(self) -> str:
@@ -389,7 +305,7 @@ class Checkpoint:
     world_size: int
     files: tuple[SourceFile, ...]
     model: ModelState | None
-    optim: OptimState | None
+    optim: Optimizer | None
     extra: dict[Key, Value]
     rank_extra: tuple[dict[Key, Value], ...] = ()
     checksums: Checksums = field(default_factory=lambda: Checksums.of([]))
@@ -476,7 +392,7 @@ def _model_entries(model: ModelState) -> _Entries:
     return ((name, None, leaf) for name, leaf in model.params.items())
 
 
-def _optim_entries(optim: OptimState) -> _Entries:
+def _optim_entries(optim: Optimizer) -> _Entries:
     for key, states in optim.state.items():
         for state, leaf in states.items():
             yield key, None if state == BARE_VALUE else state, leaf

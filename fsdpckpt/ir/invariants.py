@@ -15,18 +15,10 @@ import numpy as np
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.ir.attached_states import misshapen_states
 from fsdpckpt.ir.buffers import undecided_copies
-from fsdpckpt.ir.checkpoint import (
-    BARE_VALUE,
-    Checkpoint,
-    NamedTensor,
-    OptimState,
-    ParamKey,
-    Problem,
-    Section,
-    group_params,
-)
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Problem, Section
 from fsdpckpt.ir.copies import contradicting_copies
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
+from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
 from fsdpckpt.ir.quantized import maps_in, parts_in, scales_in
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, spans_of
@@ -111,7 +103,7 @@ def _file_of(chunks: Chunks, rank: int | None, checkpoint: Checkpoint) -> str | 
     return checkpoint.files[number].path if 0 <= number < len(checkpoint.files) else None
 
 
-def aliased_states(optim: OptimState, checkpoint: Checkpoint) -> Iterator[Problem]:
+def aliased_states(optim: Optimizer, checkpoint: Checkpoint) -> Iterator[Problem]:
     """A fatal problem for each parameter with two tensor states in the same bytes of a file."""
     params = list(optim.state)
     for number, first, second, file in _overlapping_states(optim):
@@ -128,7 +120,7 @@ def aliased_states(optim: OptimState, checkpoint: Checkpoint) -> Iterator[Proble
 _CHUNKS_AT_ONCE = 1 << 16  # whose byte ranges are compared: more take longer, and 60 bytes each
 
 
-def _overlapping_states(optim: OptimState) -> Iterator[tuple[int, str, str, int]]:
+def _overlapping_states(optim: Optimizer) -> Iterator[tuple[int, str, str, int]]:
     """For each parameter with states that overlap its number, the names of the first two, and the file's number."""
     states: list[tuple[int, str, Tensor]] = []
     chunks = 0
@@ -196,20 +188,15 @@ def _share_elements(first: Tensor, first_chunk: int, second: Tensor, second_chun
     return not widest <= distance <= period - widest
 
 
-def state_completeness(optim: OptimState) -> Iterator[Problem]:
+def state_completeness(optim: Optimizer) -> Iterator[Problem]:
     """Problems of the optimizer's bookkeeping: parameters without state, states without a group.
 
     An id that no group lists is fatal: it is a place in the groups, and ``optimizer.state_dict()`` never makes one. All
     else may come from a real save.
     """
-    if optim.param_groups is None:
-        return
-    groups: list[list[ParamKey]] = []
-    for group in optim.param_groups:
-        params = group_params(group)
-        if params is None:  # the source does not list them
-            return
-        groups.append(params)
+    if optim.groups is None or any(group.members is None for group in optim.groups):
+        return  # the source does not list them
+    groups = optim.in_groups()
     seen: set[ParamKey] = set()
     for number, keys in enumerate(groups):
         for key in keys:

@@ -7,14 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.adapters import without_adapter
-from fsdpckpt.ir.checkpoint import (
-    Checkpoint,
-    Container,
-    EvidenceKind,
-    ModelState,
-    Note,
-    OptimState,
-)
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, EvidenceKind, ModelState, Note
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value, like
 from fsdpckpt.text import plural, some_of
@@ -213,14 +207,14 @@ def _in_fsdp(name: str) -> bool:
     return FSDP_WRAPPER in name.split(".")
 
 
-def _names(optim: OptimState | None) -> list[str]:
+def _names(optim: Optimizer | None) -> list[str]:
     """The keys of an optimizer that is keyed by name."""
     if optim is None or optim.key_type != "name":
         return []
     return [key for key in optim.all_keys() if isinstance(key, str)]
 
 
-def _renamed(optim: OptimState, names: Mapping[str, str]) -> OptimState:
+def _renamed(optim: Optimizer, names: Mapping[str, str]) -> Optimizer:
     """``optim`` with these new names; ids stay."""
     return optim.renamed({key: names.get(key, key) if isinstance(key, str) else key for key in optim.all_keys()})
 

@@ -1,358 +1,246 @@
-"""An optimizer as groups of rows: its members, in the order in which the source's own optimizer lists them.
+"""An optimizer as its members: the parameters that it trains, in the order in which the source's own optimizer lists
+them.
 
-A *member* is one parameter of the optimizer. It is tied to a row of the table (``ir.parameters``), or *open*: keyed by
-an id that nothing names yet. An id is the member's position, not its identity, and a name is its row's: both are ways
-of writing.
+A member has a number and a key. The key is an id or a name, and stands in one place; groups and states refer to the
+number. The dicts of ``torch.optim`` (``state``, ``param_groups``) are ways of reading and writing an optimizer.
+``ir.table`` ties members to the parameters of a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, TypeAlias
+from functools import cached_property
+from typing import Final, Literal, NamedTuple, TypeAlias
 
-from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, ParamKey, group_params
-from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.parameters import Parameters, Row
+from fsdpckpt.ir import KeyType
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Key, Value, like, with_tensors
 
+BARE_VALUE = ""
+"""The state name of a value that a user put into an optimizer's ``state`` in place of a parameter's states.
+
+TorchRec's keyed optimizers allow it. ``_optim_state_dict`` copies such a value, and so do all writers.
+"""
+
+ParamKey: TypeAlias = int | str
 MemberNumber: TypeAlias = int
+States: TypeAlias = dict[str, Tensor | Value]
+"""The states of one parameter by name."""
 
-_PARAMS, _NAMES = "params", "param_names"
-_DISTRIBUTED = "module."
-
-
-@dataclass(slots=True, eq=False)  # Final, not frozen: there are many
-class Member:
-    """One parameter of the optimizer. ``key``: its id or name in the source. ``row``: None while it is open."""
-
-    key: Final[ParamKey]
-    row: Final[Row | None]
-
-    @property
-    def open(self) -> bool:
-        return self.row is None
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """One entry of a group's ``param_names``. ``row``: the parameter that it names, which ``named`` was the name of."""
-
-    text: str
-    row: Row
-    named: str
-
-    def written(self, parameters: Parameters) -> str:
-        """The entry as it is written: prefixes that the source put before the name stay before a new one."""
-        name = parameters.rows[self.row].name
-        if name == self.named:
-            return self.text
-        return self.text.removesuffix(self.named) + name if self.text.endswith(self.named) else name
+PARAMS: Final = "params"
+PARAM_NAMES: Final = "param_names"
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One param group. ``members``: None if it has no list of parameters. ``words``: its ``param_names``, if each is a
-    name; else they are a setting like any other.
+    """One param group. ``members``: None if it has no list of parameters, or the list was not read.
 
-    ``settings``: every entry in the source's order, lists included. ``form``, ``words_form``: whether these were lists
-    or tuples.
+    ``settings``: its entries in the source's order, without the list, at whose place is None. ``form``: whether the
+    list was a list or a tuple.
     """
 
     members: tuple[MemberNumber, ...] | None
     settings: Mapping[Key, Value]
     form: Literal["list", "tuple"] = "list"
-    words: tuple[Word, ...] | None = None
-    words_form: Literal["list", "tuple"] = "list"
 
-    def written(self, keys: Mapping[MemberNumber, ParamKey], parameters: Parameters) -> dict[Key, Value]:
-        """The group as ``torch.optim`` has it, with these keys of its members."""
-        group: dict[Key, Value] = dict(self.settings)
-        if self.members is not None:
-            group[_PARAMS] = _sequence([keys[member] for member in self.members], self.form)
-        if self.words is not None:
-            group[_NAMES] = _sequence([word.written(parameters) for word in self.words], self.words_form)
-        return group
+    def written(self, keys: Sequence[ParamKey]) -> dict[Key, Value]:
+        """The group as ``torch.optim`` has it. ``keys``: of all members."""
+        if self.members is None:
+            return like(self.settings, self.settings)
+        listed = sequence([keys[member] for member in self.members], self.form)
+        return like(self.settings, {**self.settings, PARAMS: listed})
 
+    def words(self) -> Sequence[Value]:
+        """Its ``param_names``, strings or not; empty if it has none."""
+        words = self.settings.get(PARAM_NAMES)
+        return words if isinstance(words, (list, tuple)) else ()
 
-@dataclass(slots=True, eq=False)  # Final, not frozen: there are many
-class Entry:
-    """One entry of ``state``, in the source's order. ``member``: None for one that a user added; beside parameters that
-    have names it has a name too, that of ``row``.
-    """
+    def names(self) -> list[str]:
+        """Its ``param_names`` as text."""
+        return list(map(str, self.words()))
 
-    key: Final[ParamKey]
-    member: Final[MemberNumber | None]
-    states: Final[dict[str, Tensor | Value]]
-    row: Final[Row | None] = None
+    def with_setting(self, name: Key, value: Value) -> Group:
+        """The group with another value of one setting."""
+        return replace(self, settings=like(self.settings, {**self.settings, name: value}))
 
 
-@dataclass(frozen=True, slots=True)
+class Entry(NamedTuple):
+    """One entry of ``state``, in the source's order. ``member``: None for one that a user added, under ``key``."""
+
+    member: MemberNumber | None
+    states: States
+    key: ParamKey | None = None
+
+
+@dataclass(frozen=True)  # without slots: its views are made once
 class Optimizer:
-    """Members, the groups that list them (None if the source has no groups), and their states.
+    """``keys``: of the members, by number. ``groups``: None if the source has no groups.
 
-    ``extra``: what a user added beside ``state`` and ``param_groups``.
+    ``extra``: top-level entries that a user added beside ``state`` and ``param_groups``.
     """
 
-    members: tuple[Member, ...]
+    keys: tuple[ParamKey, ...]
     groups: tuple[Group, ...] | None
     entries: tuple[Entry, ...]
     extra: dict[Key, Value] = field(default_factory=dict)
 
-    def column(self, state: str) -> dict[MemberNumber, Tensor | Value]:
-        """One state of every member that has it."""
-        return {
-            entry.member: entry.states[state]
-            for entry in self.entries
-            if entry.member is not None and state in entry.states
-        }
+    @classmethod
+    def of(
+        cls,
+        state: Mapping[ParamKey, States],
+        param_groups: Iterable[Mapping[Key, Value]] | None = None,
+        extra: dict[Key, Value] | None = None,
+    ) -> Optimizer:
+        """The optimizer of a state dict. A value in ``state`` that is no dict of states is under ``BARE_VALUE``.
 
-    def open_members(self) -> Iterator[MemberNumber]:
-        """The members that are not tied to a row."""
-        return (number for number, member in enumerate(self.members) if member.open)
+        Its members are the parameters that the groups list; without any, those that have states. Where groups list
+        parameters, ``state`` may have other entries, which a user added.
+        """
+        listed = None if param_groups is None else [(group, group_params(group)) for group in param_groups]
+        keys: dict[ParamKey, None] = dict.fromkeys(key for _, params in listed or () for key in params or ())
+        if not keys:
+            keys = dict.fromkeys(key for key, states in state.items() if BARE_VALUE not in states)
+        number_of = {key: number for number, key in enumerate(keys)}
+        groups = None
+        if listed is not None:
+            groups = tuple(_group(group, params, number_of) for group, params in listed)
+        return cls(tuple(keys), groups, _entries(state, number_of), {} if extra is None else extra)
 
-    def in_order(self) -> list[MemberNumber]:
-        """The members group by group, each once: the order in which ``torch.optim`` counts ids."""
-        if self.groups is None:
-            return list(range(len(self.members)))
-        return list(dict.fromkeys(member for group in self.groups for member in group.members or ()))
+    @cached_property
+    def state(self) -> Mapping[ParamKey, States]:
+        """``state`` of the state dict: the states of each parameter by its key, and the entries that users added."""
+        state: dict[ParamKey, States] = {}
+        for member, states, key in self.entries:
+            if member is not None:
+                state[self.keys[member]] = states
+            elif key is not None:
+                state[key] = states
+        return state
+
+    @cached_property
+    def param_groups(self) -> list[dict[Key, Value]] | None:
+        """``param_groups`` of the state dict, each with its list ``params``."""
+        return None if self.groups is None else [group.written(self.keys) for group in self.groups]
+
+    @property
+    def key_type(self) -> KeyType | None:
+        """``"id"`` if the keys of all members are ints, ``"name"`` if not, None if there are none."""
+        if not self.keys:
+            return None
+        return "id" if all(isinstance(key, int) for key in self.keys) else "name"
+
+    def in_groups(self) -> list[list[ParamKey]]:
+        """The keys of each group's members, in its order; none for a group without a list."""
+        return [[self.keys[member] for member in group.members or ()] for group in self.groups or ()]
+
+    def group_of(self) -> dict[ParamKey, int]:
+        """The number of the group that lists each key."""
+        return {key: number for number, keys in enumerate(self.in_groups()) for key in keys}
+
+    def grouped_keys(self) -> list[ParamKey]:
+        """The keys that the groups list, group by group. A key that two groups list appears twice."""
+        return [key for keys in self.in_groups() for key in keys]
+
+    def all_keys(self) -> list[ParamKey]:
+        """Every key of ``state`` and of the groups, once."""
+        return list(dict.fromkeys((*self.state, *self.grouped_keys())))
 
     def counted(self) -> dict[MemberNumber, ParamKey]:
-        """The ids that ``torch.optim`` gives the members."""
-        return {member: number for number, member in enumerate(self.in_order())}
+        """The ids that ``torch.optim`` gives the members: it counts group by group."""
+        if self.groups is None:
+            return {number: number for number in range(len(self.keys))}
+        listed = dict.fromkeys(member for group in self.groups for member in group.members or ())
+        return {member: number for number, member in enumerate(listed)}
 
-    def names(self, parameters: Parameters) -> dict[MemberNumber, ParamKey]:
-        """Each member's name; an open one keeps its key."""
-        return {
-            number: member.key if member.row is None else parameters.rows[member.row].name
-            for number, member in enumerate(self.members)
-        }
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Optimizer:
+        """The optimizer with ``change`` applied to every tensor but those in param groups."""
+        entries = tuple(Entry(member, with_tensors(states, change), key) for member, states, key in self.entries)
+        return replace(self, entries=entries, extra=with_tensors(self.extra, change))
 
-    def as_in_source(self, parameters: Parameters) -> dict[MemberNumber, ParamKey]:
-        """Keys of the type that the source has: its ids, or the names that the rows have now."""
-        names = self.names(parameters)
-        return {
-            number: names[number] if isinstance(member.key, str) else member.key
-            for number, member in enumerate(self.members)
-        }
+    def with_state(self, state: Mapping[ParamKey, States]) -> Optimizer:
+        """The optimizer with another ``state``. Its members stay what they are."""
+        number_of = {key: number for number, key in enumerate(self.keys)}
+        return replace(self, entries=_entries(state, number_of))
 
-    def reordered(self, members: Sequence[Sequence[MemberNumber]]) -> Optimizer:
-        """The groups with their members in the order of ``members``, one list for each group that has one.
+    def with_groups(self, param_groups: Iterable[Mapping[Key, Value]] | None) -> Optimizer:
+        """The optimizer with other groups, which may list other members."""
+        return Optimizer.of(self.state, param_groups, self.extra)
 
-        ``param_names`` that were listed in the order of the members follow them.
+    def renamed(self, names: Mapping[ParamKey, ParamKey]) -> Optimizer:
+        """The optimizer with new keys, without the parameters that ``names`` (old to new) lacks.
+
+        ``param_names`` in the groups are not keys: they keep their words.
         """
-        lists = iter(members)
-        groups = []
-        for group in self.groups or ():
-            if group.members is None:
-                groups.append(group)
-                continue
-            listed = tuple(next(lists))
-            words = group.words
-            if words is not None and self._beside(group):
-                word_of = dict(zip(group.members, words, strict=True))
-                words = tuple(word_of[member] for member in listed)
-            groups.append(replace(group, members=listed, words=words))
-        return replace(self, groups=tuple(groups) if self.groups is not None else None)
+        gone = {number for number, key in enumerate(self.keys) if key not in names}
+        users = [entry.key for entry in self.entries if entry.key is not None and entry.key not in names]
+        kept = self.without(gone, users) if gone or users else self
+        entries = tuple(entry if entry.key is None else entry._replace(key=names[entry.key]) for entry in kept.entries)
+        return replace(kept, keys=tuple(names[key] for key in kept.keys), entries=entries)
 
-    def _beside(self, group: Group) -> bool:
-        """Whether each word stands beside the member that it names. Not if both name the same parameters in different
-        orders: ``FSDP.rekey_optim_state_dict`` sorts ``params`` alone.
+    def without(self, gone: Collection[MemberNumber], users: Collection[ParamKey] = ()) -> Optimizer:
+        """The optimizer without the members ``gone``, and without the entries ``users`` that a user added.
+
+        ``param_names`` that are as many as the members of their group lose those that stand beside the lost ones.
         """
-        rows = [self.members[member].row for member in group.members or ()]
-        words = [word.row for word in group.words or ()]
-        if len(rows) != len(words):
-            return False
-        return rows == words or set(rows) != set(words)
-
-    def without(self, dropped: Collection[Row]) -> Optimizer:
-        """The optimizer without the members that are tied to rows ``dropped``."""
-        gone = {number for number, member in enumerate(self.members) if member.row in dropped}
-        groups = None if self.groups is None else tuple(self._less(group, gone, dropped) for group in self.groups)
-        entries = tuple(
-            entry
+        kept = [number for number in range(len(self.keys)) if number not in gone]
+        new = {old: number for number, old in enumerate(kept)}
+        entries = [
+            entry._replace(member=new[entry.member]) if entry.member is not None else entry
             for entry in self.entries
-            if (entry.row not in dropped if entry.member is None else entry.member not in gone)
-        )
-        return replace(self, groups=groups, entries=entries)
-
-    def _less(self, group: Group, gone: set[MemberNumber], dropped: Collection[Row]) -> Group:
-        if group.members is None or gone.isdisjoint(group.members):
-            return group
-        words = group.words
-        if words is not None and self._beside(group):
-            pairs = zip(group.members, words, strict=True)
-            words = tuple(word for member, word in pairs if member not in gone)
-        elif words is not None:
-            words = tuple(word for word in words if word.row not in dropped)
-        return replace(group, members=tuple(member for member in group.members if member not in gone), words=words)
-
-    def with_plain_words(self) -> Optimizer:
-        """The optimizer with ``param_names`` that are the names of rows, without prefixes of wrappers."""
-        groups = []
-        for group in self.groups or ():
-            words = group.words
-            if words is not None:
-                words = tuple(replace(word, text=clean(word.named)) for word in words)
-            groups.append(replace(group, words=words))
-        return replace(self, groups=tuple(groups) if self.groups is not None else None)
-
-    def written(self, keys: Mapping[MemberNumber, ParamKey], parameters: Parameters) -> OptimState:
-        """The optimizer's state dict with these keys of its members."""
-        state: dict[ParamKey, dict[str, Tensor | Value]] = {}
-        for entry in self.entries:
-            name = entry.key if entry.row is None else parameters.rows[entry.row].name
-            state[name if entry.member is None else keys[entry.member]] = entry.states
-        groups = None if self.groups is None else [group.written(keys, parameters) for group in self.groups]
-        return OptimState(state, groups, self.extra)
+            if (entry.key not in users if entry.member is None else entry.member in new)
+        ]
+        groups = None if self.groups is None else tuple(_less(group, new) for group in self.groups)
+        return replace(self, keys=tuple(self.keys[number] for number in kept), groups=groups, entries=tuple(entries))
 
 
-def _sequence(items: Sequence[Value], form: Literal["list", "tuple"]) -> Value:
+def group_params(group: Mapping[Key, Value]) -> list[ParamKey] | None:
+    """The parameter keys that one param group of a state dict lists; None if it has no list of keys."""
+    params = group.get(PARAMS)
+    if not isinstance(params, (list, tuple)):
+        return None
+    keys = [key for key in params if isinstance(key, (int, str))]
+    return keys if len(keys) == len(params) else None
+
+
+def stored_entry(states: Mapping[str, Tensor | Value]) -> Mapping[str, Tensor | Value] | Tensor | Value:
+    """The entry of a state dict for one entry of ``Optimizer.state``: the dict of its states, or the bare value."""
+    return states[BARE_VALUE] if states.keys() == {BARE_VALUE} else states
+
+
+def sequence(items: Sequence[Value], form: Literal["list", "tuple"]) -> Value:
+    """``items`` as a list or a tuple."""
     return tuple(items) if form == "tuple" else list(items)
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The parameters of a checkpoint, and the optimizer that trains them."""
-
-    parameters: Parameters
-    optimizer: Optimizer | None
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Table:
-        """The table of a checkpoint. Members that have a name are tied to its row: by their key, or by ``param_names``
-        that are beside ids.
-        """
-        optim = checkpoint.optim
-        if optim is None:
-            return cls(Parameters.of(checkpoint), None)
-        keys = list(dict.fromkeys(optim.param_keys()))
-        names = [key for key in keys if isinstance(key, str)]
-        lookup = _lookup(checkpoint, optim)
-        words = [_words(group, lookup) for group in optim.param_groups or ()]
-        named = [name for listed in words for _, name in listed or ()]
-        others = [key for key in optim.state if isinstance(key, str)] if optim.key_type == "name" else []
-        parameters = Parameters.of(checkpoint, (*names, *named), others)
-        rows = parameters.by_name()
-        row_of: dict[ParamKey, Row] = {name: rows[name] for name in names}
-        for group, listed in zip(optim.param_groups or (), words, strict=True):
-            listed_keys = group_params(group) or []
-            if listed is not None and len(listed) == len(listed_keys):
-                pairs = zip(listed_keys, listed, strict=True)
-                row_of.update((key, rows[name]) for key, (_, name) in pairs if isinstance(key, int))
-        members = tuple(Member(key, row_of.get(key)) for key in keys)
-        number_of = {key: number for number, key in enumerate(keys)}
-        groups = None
-        if optim.param_groups is not None:
-            pairs_of_groups = zip(optim.param_groups, words, strict=True)
-            groups = tuple(_group(group, listed, number_of, rows) for group, listed in pairs_of_groups)
-        users = set(others) - number_of.keys()
-        entries = tuple(
-            Entry(key, number_of.get(key), states, rows[key] if key in users and isinstance(key, str) else None)
-            for key, states in optim.state.items()
-        )
-        return cls(parameters, Optimizer(members, groups, entries, optim.extra))
-
-    def names(self) -> list[str]:
-        """Every name, the model's first."""
-        return [row.name for row in self.parameters.rows]
-
-    def renamed(self, names: Mapping[str, str]) -> Table:
-        """The table with new names (old to new)."""
-        return replace(self, parameters=self.parameters.renamed(names))
-
-    def written(self, checkpoint: Checkpoint, keys: Mapping[MemberNumber, ParamKey] | None = None) -> Checkpoint:
-        """``checkpoint`` with the model and the optimizer of this table. ``keys``: of the members, None for keys of the
-        type that the source has.
-        """
-        optim = None
-        if self.optimizer is not None:
-            of_members = self.optimizer.as_in_source(self.parameters) if keys is None else keys
-            optim = self.optimizer.written(of_members, self.parameters)
-        return replace(checkpoint, model=self.parameters.model(), optim=optim)
-
-    def with_plain_words(self) -> Table:
-        """See ``Optimizer.with_plain_words``."""
-        return replace(self, optimizer=self.optimizer.with_plain_words() if self.optimizer is not None else None)
-
-    def without(self, dropped: Collection[Row]) -> Table:
-        """The table without the rows ``dropped``, and the optimizer without their members. Rows keep their numbers."""
-        optimizer = self.optimizer.without(dropped) if self.optimizer is not None else None
-        return Table(self.parameters.emptied(dropped), optimizer)
-
-
-def names_of(checkpoint: Checkpoint) -> list[str]:
-    """The names of the rows of ``Table.of(checkpoint)``, in another order of those that the model lacks."""
-    names: dict[str, None] = dict.fromkeys(checkpoint.model.params if checkpoint.model is not None else ())
-    optim = checkpoint.optim
-    if optim is None:
-        return list(names)
-    if optim.key_type == "name":
-        names.update(dict.fromkeys(key for key in optim.all_keys() if isinstance(key, str)))
-    lookup = _lookup(checkpoint, optim)
-    for group in optim.param_groups or ():
-        names.update(dict.fromkeys(name for _, name in _words(group, lookup) or ()))
-    return list(names)
-
-
-class _Lookup:
-    """Finds the row that a word of ``param_names`` means: by its name, or without the prefixes of wrappers."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-        self._by_clean_name: dict[str, str | None] | None = None
-
-    @property
-    def _cleaned(self) -> Mapping[str, str | None]:
-        """Each name by its clean form; None for two names of one."""
-        if self._by_clean_name is None:
-            found: dict[str, str | None] = {}
-            for name in self._names:
-                cleaned = clean(name)
-                found[cleaned] = None if cleaned in found else name
-            self._by_clean_name = found
-        return self._by_clean_name
-
-    def name(self, word: str) -> str:
-        """The name of the row; ``word`` itself if no row has it."""
-        if word in self._names:
-            return word
-        cleaned = clean(word)
-        for each in (cleaned, cleaned.removeprefix(_DISTRIBUTED)):
-            found = self._cleaned.get(each)
-            if found is not None:
-                return found
-        return word
-
-
-def _lookup(checkpoint: Checkpoint, optim: OptimState) -> _Lookup:
-    """Finds rows by the names of the model and of the optimizer's parameters."""
-    in_model = checkpoint.model.params if checkpoint.model is not None else {}
-    in_optim = [key for key in optim.param_keys() if isinstance(key, str)]
-    return _Lookup(dict.fromkeys((*in_model, *in_optim)))
-
-
-def _words(group: Mapping[Key, Value], lookup: _Lookup) -> list[tuple[str, str]] | None:
-    """Each word of a group's ``param_names`` with the name of its row; None unless there is a word for each key."""
-    keys, words = group_params(group), group.get(_NAMES)
-    if keys is None or not isinstance(words, (list, tuple)) or len(words) != len(keys):
-        return None
-    texts = [word for word in words if isinstance(word, str)]
-    return [(word, lookup.name(word)) for word in texts] if len(texts) == len(words) else None
+def form_of(value: Value) -> Literal["list", "tuple"]:
+    """What ``sequence`` makes a value like ``value`` from."""
+    return "tuple" if isinstance(value, tuple) else "list"
 
 
 def _group(
-    group: Mapping[Key, Value],
-    listed: Sequence[tuple[str, str]] | None,
-    number_of: Mapping[ParamKey, MemberNumber],
-    rows: Mapping[str, Row],
+    group: Mapping[Key, Value], params: Sequence[ParamKey] | None, number_of: Mapping[ParamKey, MemberNumber]
 ) -> Group:
-    keys = group_params(group)
-    members = None if keys is None else tuple(number_of[key] for key in keys)
-    words = None if listed is None else tuple(Word(text, rows[name], name) for text, name in listed)
-    return Group(members, group, _form(group.get(_PARAMS)), words, _form(group.get(_NAMES)))
+    if params is None:
+        return Group(None, group)
+    settings: dict[Key, Value] = like(group, {**group, PARAMS: None})
+    return Group(tuple(number_of[key] for key in params), settings, form_of(group[PARAMS]))
 
 
-def _form(value: Value) -> Literal["list", "tuple"]:
-    return "tuple" if isinstance(value, tuple) else "list"
+def _entries(state: Mapping[ParamKey, States], number_of: Mapping[ParamKey, MemberNumber]) -> tuple[Entry, ...]:
+    entries = []
+    for key, states in state.items():
+        member = number_of.get(key)
+        entries.append(Entry(member, states, key if member is None else None))
+    return tuple(entries)
+
+
+def _less(group: Group, new: Mapping[MemberNumber, MemberNumber]) -> Group:
+    """``group`` of those members that have a ``new`` number."""
+    if group.members is None:
+        return group
+    members, words = group.members, group.words()
+    if words and len(words) == len(members):
+        beside = [word for member, word in zip(members, words, strict=True) if member in new]
+        group = group.with_setting(PARAM_NAMES, sequence(beside, form_of(group.settings[PARAM_NAMES])))
+    return replace(group, members=tuple(new[member] for member in members if member in new))

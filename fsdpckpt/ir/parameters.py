@@ -1,7 +1,7 @@
 """The table of one model's parameters and buffers: each is a row, and its name stands in one cell.
 
-Optimizers refer to rows by number, never by name (``ir.optimizer``). A row that gets a new name has it wherever the
-name is written: in the model, in the keys and the groups of the optimizer, in ``param_names``.
+Members of an optimizer are tied to rows by number, never by name (``ir.table``). A row that gets a new name has it
+wherever the name is written: in the model, in the keys and the groups of the optimizer, in ``param_names``.
 """
 
 from __future__ import annotations

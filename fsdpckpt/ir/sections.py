@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, OptimState, stored_entry
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.optimizer import Optimizer, stored_entry
 from fsdpckpt.ir.values import Key, Value, like
 
 # What says only that something is a model or an optimizer, not which one.
@@ -58,8 +59,8 @@ def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | No
     candidates = [
         (path, content) for path, content in zip(models, contents, strict=True) if isinstance(content, ModelState)
     ]
-    if isinstance(optimizer.content, OptimState) and optimizer.content.key_type == "name":
-        keys = {clean(str(key)) for key in optimizer.content.param_keys()}
+    if isinstance(optimizer.content, Optimizer) and optimizer.content.key_type == "name":
+        keys = {clean(str(key)) for key in optimizer.content.keys}
         with_names = [each for each in candidates if keys <= {clean(name) for name in each[1].params}]
         candidates = with_names or candidates
     if len(candidates) > 1:
@@ -75,29 +76,29 @@ def _alike(model: Iterable[Key], optimizer: Iterable[Key]) -> bool:
     return any(word in text for word in words for text in texts)
 
 
-def optimizers(checkpoint: Checkpoint) -> list[OptimState]:
+def optimizers(checkpoint: Checkpoint) -> list[Optimizer]:
     """The main optimizer, if there is one, and the named ones."""
     contents = [checkpoint.optim, *(named.content for named in checkpoint.named)]
-    return [content for content in contents if isinstance(content, OptimState)]
+    return [content for content in contents if isinstance(content, Optimizer)]
 
 
 def with_each_optimizer(checkpoint: Checkpoint, change: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
     """``checkpoint`` with every optimizer as ``change`` makes it of a checkpoint that has no other one."""
     named: list[NamedSection] = []
     for section in checkpoint.named:
-        changed = change(alone(checkpoint, section)).optim if isinstance(section.content, OptimState) else None
+        changed = change(alone(checkpoint, section)).optim if isinstance(section.content, Optimizer) else None
         named.append(section if changed is None else replace(section, content=changed))
     return replace(change(checkpoint), named=tuple(named))
 
 
-def section_dict(content: ModelState | OptimState) -> dict[Key, Value]:
+def section_dict(content: ModelState | Optimizer) -> dict[Key, Value]:
     """The state dict that ``load_state_dict`` takes."""
     if isinstance(content, ModelState):
         return dict(content.params.items())
     return optimizer_dict(content)
 
 
-def optimizer_dict(optim: OptimState) -> dict[Key, Value]:
+def optimizer_dict(optim: Optimizer) -> dict[Key, Value]:
     """The dict that ``Optimizer.load_state_dict`` takes, with the entries that users added."""
     state = {key: stored_entry(states) for key, states in optim.state.items()}
     root: dict[Key, Value] = {"state": state}  # type: ignore[dict-item]

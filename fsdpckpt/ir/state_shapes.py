@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TypeAlias
 
-from fsdpckpt.ir.checkpoint import OptimState, ParamKey, group_params
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.quantized import parameter_shapes
 from fsdpckpt.ir.tensors import OneSlice, Slices, Tensor
 from fsdpckpt.ir.values import Value
@@ -51,13 +51,13 @@ _NOT_ALL_ELEMENTS = frozenset({"projector", "mask"})
 class ShownShapes:
     """What the states of ``optim`` show about the shapes of its parameters."""
 
-    def __init__(self, optim: OptimState) -> None:
+    def __init__(self, optim: Optimizer) -> None:
         self._state = optim.state
         self._in_low_rank = {
             key
-            for group in optim.param_groups or ()
-            if isinstance(group.get(_LOW_RANK_GROUP), int)
-            for key in group_params(group) or ()
+            for group, keys in zip(optim.groups or (), optim.in_groups(), strict=False)
+            if isinstance(group.settings.get(_LOW_RANK_GROUP), int)
+            for key in keys
         }
         self._shaped = shaped_states(optim)
 
@@ -125,7 +125,7 @@ def _places_of_cuts(shape: Shape) -> set[int]:
     return {prod(shape[: dim + 1]) for dim, size in enumerate(shape) if size != 1}
 
 
-def shaped_states(optim: OptimState) -> frozenset[str]:
+def shaped_states(optim: Optimizer) -> frozenset[str]:
     """The names of states that have dimensions for some parameter, as moments do."""
     return frozenset(
         name
@@ -135,7 +135,7 @@ def shaped_states(optim: OptimState) -> frozenset[str]:
     )
 
 
-def has_scalars(optim: OptimState) -> bool:
+def has_scalars(optim: Optimizer) -> bool:
     """Whether the states show a parameter without dimensions (CLIP's ``logit_scale``)."""
     shown = ShownShapes(optim)
     return any(() in shown.of(key) for key in optim.state)

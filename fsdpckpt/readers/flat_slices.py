@@ -15,18 +15,8 @@ import numpy as np
 
 from fsdpckpt.formats.torch.distributed import BoxInFile
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.ir.checkpoint import (
-    BARE_VALUE,
-    Container,
-    Evidence,
-    EvidenceKind,
-    Layout,
-    ModelState,
-    OptimState,
-    ParamKey,
-    Problem,
-    Section,
-)
+from fsdpckpt.ir.checkpoint import Container, Evidence, EvidenceKind, Layout, ModelState, Problem, Section
+from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Int64Array, Slices, Tensor, Whole, contiguous_stride
 from fsdpckpt.ir.values import Value, equal
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
@@ -135,7 +125,7 @@ def crcs_of_chunks(tensor: Tensor, records: Mapping[tuple[int, int], tuple[int, 
     return {crc if nbytes == tensor.nbytes else None for nbytes, crc in recorded}
 
 
-def read_as_slices(optim: OptimState) -> OptimState:
+def read_as_slices(optim: Optimizer) -> Optimizer:
     """``optim`` with its vectors read as slices, and its parameters in the order of the groups.
 
     A 0-dim state is that of the ranks that hold elements of the parameter (``_convert_all_state_info``).
@@ -143,7 +133,7 @@ def read_as_slices(optim: OptimState) -> OptimState:
     state = {key: entry if BARE_VALUE in entry else _entry_as_slices(entry) for key, entry in optim.state.items()}
     listed = optim.grouped_keys()
     order = dict.fromkeys(key for key in (*listed, *state) if key in state)
-    return OptimState({key: state[key] for key in order}, optim.param_groups, optim.extra)
+    return Optimizer.of({key: state[key] for key in order}, optim.param_groups, optim.extra)
 
 
 def _entry_as_slices(entry: Mapping[str, Tensor | Value]) -> dict[str, Tensor | Value]:
@@ -187,7 +177,7 @@ def convert_slices(
     if sections.optim is not None:
         sections.optim = _converted(tree, sections.optim, sections.optim_path or (), model, label, possible=possible)
     for number, named in enumerate(sections.named):
-        if isinstance(named.content, OptimState):
+        if isinstance(named.content, Optimizer):
             content = _converted(tree, named.content, named.path, model, label, possible=possible)
             sections.named[number] = replace(named, content=content)
     if tree.world_size > 1:
@@ -195,8 +185,8 @@ def convert_slices(
 
 
 def _converted(
-    tree: Tree, optim: OptimState, path: KeyPath, model: ModelState | None, label: str, *, possible: bool
-) -> OptimState:
+    tree: Tree, optim: Optimizer, path: KeyPath, model: ModelState | None, label: str, *, possible: bool
+) -> Optimizer:
     """The optimizer at ``path``, as slices if it holds any; what its values by rank mean is settled in ``tree``."""
     reason = why_sliced(optim.state, model, tree) if possible else None
     if reason is not None:
@@ -214,7 +204,7 @@ def _converted(
     return optim
 
 
-def _unlike_copies(tree: Tree, optim: OptimState, label: str) -> Iterator[Problem]:
+def _unlike_copies(tree: Tree, optim: Optimizer, label: str) -> Iterator[Problem]:
     """Fatal problems of whole vectors without checksums whose bytes differ between ranks: they may be slices that have
     the length of a vector of the model.
     """
@@ -270,7 +260,7 @@ def _drop_missing_keys(tree: Tree, states: KeyPath) -> None:
     ]
 
 
-def _prefer_values_of_holders(tree: Tree, optim: OptimState, states: KeyPath) -> None:
+def _prefer_values_of_holders(tree: Tree, optim: Optimizer, states: KeyPath) -> None:
     """If values differ only on ranks without elements of their parameter, take those of the ranks that have some.
 
     The rule is that of ``_convert_all_state_info``: optimizers that make their states at once (Adagrad) have a step on

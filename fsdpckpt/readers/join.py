@@ -9,7 +9,6 @@ from dataclasses import replace
 from fsdpckpt.errors import NeedsInformationError, SourceUnrecognisedError
 from fsdpckpt.ir.adapters import without_adapter
 from fsdpckpt.ir.checkpoint import (
-    BARE_VALUE,
     Checkpoint,
     Checksums,
     Container,
@@ -23,6 +22,7 @@ from fsdpckpt.ir.checkpoint import (
     Section,
 )
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.optimizer import BARE_VALUE
 from fsdpckpt.ir.sections import section_names
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, replaced, walk, without

@@ -25,10 +25,10 @@ from fsdpckpt.ir.checkpoint import (
     Manifest,
     ManifestFile,
     Note,
-    OptimState,
     Problem,
     ProblemKind,
 )
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.spans import stored_bytes
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
@@ -335,13 +335,13 @@ def _restore_undetermined(checkpoint: Checkpoint, undetermined: object) -> None:
             params[key] = replace(leaf, sharded=None)
 
 
-def _with_ids(optim: OptimState) -> OptimState:
+def _with_ids(optim: Optimizer) -> Optimizer:
     """``optim`` with its ids as numbers: a container stored them as strings, and there are no param groups."""
     if optim.param_groups or not all(
         isinstance(key, int) or (key.isdecimal() and len(key) < _MAX_DIGITS) for key in optim.state
     ):
         return optim
-    return OptimState({int(key): states for key, states in optim.state.items()}, optim.param_groups, optim.extra)
+    return Optimizer.of({int(key): states for key, states in optim.state.items()}, optim.param_groups, optim.extra)
 
 
 _DECIDING = (".metadata", ".index.json")  # small, and without them the others mean nothing

@@ -16,17 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.ir.checkpoint import (
-    Checkpoint,
-    ModelState,
-    Note,
-    OptimState,
-    ParamKey,
-    Problem,
-    Section,
-    group_params,
-)
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem, Section
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Chunks, Flattened, Tensor
 from fsdpckpt.ir.values import Key, Value, replaced, value_at, without
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
@@ -105,7 +97,7 @@ def _in_another_order(
     wrong for the parameter ``different``.
     """
     optim, masters = checkpoint.optim, [master for group in groups for master in group]
-    keys = [group_params(group) or () for group in optim.param_groups or ()] if optim is not None else []
+    keys = optim.in_groups() if optim is not None else []
     as_many = [len(group) for group in keys] == [len(group) for group in groups]
     if optim is not None and optim.key_type == "id" and as_many and path[-1] != _FLAT_MASTERS:
         copies = {name: copy for name, copy, _ in pairs}
@@ -187,7 +179,7 @@ def _divided(checkpoint: Checkpoint, place: tuple[Key, ...], wrapper: dict[Key, 
     model, optim, flat = checkpoint.model, checkpoint.optim, wrapper.get(_FLAT_MASTERS)
     if model is None or optim is None or not isinstance(flat, (list, tuple)) or len(flat) != 1:
         return None
-    groups, (master,) = optim.param_groups or [], flat
+    groups, (master,) = optim.groups or (), flat
     trained: dict[tuple[bytes, bytes, tuple[int, ...]], tuple[str, Tensor]] = {}
     for name, leaf in model.params.items():
         if isinstance(leaf, Tensor) and leaf.sharded is not False:  # the file lists the buffers
@@ -195,7 +187,7 @@ def _divided(checkpoint: Checkpoint, place: tuple[Key, ...], wrapper: dict[Key, 
     members = list(trained.values())
     if len(groups) != 1 or not isinstance(master, Tensor) or master.ndim != 1:
         return None
-    key = next(iter(group_params(groups[0]) or ()), None)
+    key = next(iter(optim.grouped_keys()), None)
     states = optim.state.get(key, {}) if key is not None else {}
     vectors = [leaf for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim]
     length = sum(leaf.numel for _, leaf in members)
@@ -212,7 +204,7 @@ def _divided(checkpoint: Checkpoint, place: tuple[Key, ...], wrapper: dict[Key, 
         }
         at += copy.numel
     names: list[Value] = [name for name, _ in members]
-    by_name = OptimState(parts if states else {}, [{**groups[0], "params": names}], optim.extra)
+    by_name = Optimizer.of(parts if states else {}, [{**groups[0].settings, "params": names}], optim.extra)
     rest = {name: value for name, value in wrapper.items() if name != _FLAT_MASTERS}
     beside: dict[Key, Value] = {**rest, _MASTERS[0]: [masters]}
     checkpoint = replace(checkpoint, optim=by_name)
@@ -257,10 +249,10 @@ def _member_names(checkpoint: Checkpoint) -> list[list[str]] | None:
     except FsdpckptError:  # rekeying for the target asks again, and says what is missing
         return None
     optim = named.optim
-    if optim is None or optim.param_groups is None:
+    if optim is None or optim.groups is None:
         return None
-    groups = [group_params(group) for group in optim.param_groups]
-    return [[str(key) for key in keys] for keys in groups if keys is not None]
+    listed = zip(optim.groups, optim.in_groups(), strict=True)
+    return [[str(key) for key in keys] for group, keys in listed if group.members is not None]
 
 
 def _pairs(

@@ -1,4 +1,4 @@
-"""Recognises the forms of an optimizer's state dict, and reads each as one ``OptimState``.
+"""Recognises the forms of an optimizer's state dict, and reads each as one ``Optimizer``.
 
 ``{"state": {key: {name: value}}, "param_groups": [...]}`` as ``torch.optim.Optimizer.state_dict`` returns it; ``state``
 or ``param_groups`` alone (DCP drops empty dicts, so SGD without momentum has no ``state``); or the flattened form of
@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
-from fsdpckpt.ir.checkpoint import BARE_VALUE, Note, OptimState, ParamKey, group_params
+from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, encode
 from fsdpckpt.readers.protocol import KeyPath
@@ -108,7 +109,7 @@ def _is_half(value: Mapping[Key, Value], *, named: bool) -> bool:
     return len(states) == len(entries) and (named or any(not _STATE_NAMES.isdisjoint(entry) for entry in states))
 
 
-def optimizer_of(value: Mapping[Key, Value], notes: list[Note], *, named: bool) -> OptimState | None:
+def optimizer_of(value: Mapping[Key, Value], notes: list[Note], *, named: bool) -> Optimizer | None:
     """The optimizer whose state dict is ``value``; None if it is none. Adds repairs and conversions to ``notes``.
 
     ``named``: its key calls it an optimizer. A dict with a state whose name is not a string is none, because such a
@@ -130,7 +131,7 @@ def optimizer_of(value: Mapping[Key, Value], notes: list[Note], *, named: bool) 
     if _GROUPS in value:
         groups = [dict(group) for group in cast("list[dict[Key, Value]]", value[_GROUPS])]
     extra = {key: item for key, item in value.items() if key not in (_STATE, _GROUPS)}
-    return OptimState(_repair_ids(entries, groups or [], notes), groups, extra)
+    return Optimizer.of(_repair_ids(entries, groups or [], notes), groups, extra)
 
 
 def _repair_ids(
@@ -159,7 +160,7 @@ def _repair_ids(
     return repaired
 
 
-def _unflatten(value: Mapping[Key, Value], notes: list[Note]) -> OptimState:
+def _unflatten(value: Mapping[Key, Value], notes: list[Note]) -> Optimizer:
     hyper: dict[str, dict[Key, Value]] = {}
     flat: dict[str, Value] = {}
     for key, item in value.items():
@@ -180,7 +181,7 @@ def _unflatten(value: Mapping[Key, Value], notes: list[Note]) -> OptimState:
     if groups is not None:
         message = f"{len(groups)} param groups rebuilt from flattened keys: parameters with equal hyper-parameters"
         notes.append(Note("groups-rebuilt", message))
-    return OptimState(state, groups)
+    return Optimizer.of(state, groups)
 
 
 def _parameter(key: str, params: Mapping[str, object]) -> tuple[str, str]:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
-from fsdpckpt.ir.checkpoint import ModelState, NamedSection, Note, OptimState, Section
+from fsdpckpt.ir.checkpoint import ModelState, NamedSection, Note, Section
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.sections import section_names
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, like, value_at, without
@@ -46,7 +47,7 @@ class Sections:
     """
 
     model: ModelState | None
-    optim: OptimState | None
+    optim: Optimizer | None
     extra: dict[Key, Value]
     model_path: KeyPath | None = None
     optim_path: KeyPath | None = None
@@ -144,7 +145,7 @@ def regrouped(path: KeyPath, root: Mapping[Key, Value]) -> KeyPath:
     return (prefix, rest, *path[1:])
 
 
-_Optimizers: TypeAlias = dict[KeyPath, tuple[OptimState | None, list[Note]]]
+_Optimizers: TypeAlias = dict[KeyPath, tuple[Optimizer | None, list[Note]]]
 """Optimizers by path, with notes on how each was read; None for one whose states cannot be addressed by name."""
 
 
@@ -169,7 +170,7 @@ def _find_optimizers(root: dict[Key, Value], *, called_model: bool) -> _Optimize
 
 
 def _take_optimizer(
-    root: dict[Key, Value], path: KeyPath, optim: OptimState | None, notes: list[Note], sections: Sections
+    root: dict[Key, Value], path: KeyPath, optim: Optimizer | None, notes: list[Note], sections: Sections
 ) -> None:
     if optim is None:
         return

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from fsdpckpt.describe import Description, stored_files
-from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, NamedTensor, OptimState, Section, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
+from fsdpckpt.ir.optimizer import BARE_VALUE, PARAM_NAMES, PARAMS, Optimizer
 from fsdpckpt.ir.tensors import Stats, Tensor
 from fsdpckpt.ir.values import as_float, value_text
 from fsdpckpt.report.figures import (
@@ -247,25 +248,24 @@ def _statistics(described: Description) -> Table:
 
 def _groups(checkpoint: Checkpoint) -> Table:
     """The settings of each param group."""
-    groups = (checkpoint.optim.param_groups if checkpoint.optim is not None else None) or []
+    groups = (checkpoint.optim.groups if checkpoint.optim is not None else None) or ()
     rows = []
     for number, group in enumerate(groups):
-        hyper = [f"{key!s}={value_text(value)}" for key, value in group.items() if key not in ("params", "param_names")]
-        rows.append((number, count_text(len(group_params(group) or ())), ", ".join(hyper)))
+        settings = [(key, value) for key, value in group.settings.items() if key not in (PARAMS, PARAM_NAMES)]
+        hyper = [f"{key!s}={value_text(value)}" for key, value in settings]
+        rows.append((number, count_text(len(group.members or ())), ", ".join(hyper)))
     headings = ["group", "parameters", "settings"]
     return Table(headings, rows, frozenset({0, 1}), more=more_text(len(rows), "group"), longest=2000)
 
 
-def _optimizer_health(optim: OptimState, described: Description) -> dict[str, Any]:
+def _optimizer_health(optim: Optimizer, described: Description) -> dict[str, Any]:
     """For the template: the states, how many parameters have each, and whether the steps agree.
 
     Steps that are tensors have values only if ``described`` has statistics. As for ``verify``, only those of one param
     group must agree: a group may have been added later.
     """
     listed = optim.grouped_keys()
-    group_of = {
-        key: number for number, group in enumerate(optim.param_groups or ()) for key in group_params(group) or ()
-    }
+    group_of = optim.group_of()
     steps_of_group: dict[int | None, set[float]] = {}
     parameters = len(dict.fromkeys([*listed, *optim.state]))
     without_state = [str(key) for key in listed if not optim.state.get(key)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.ir.checkpoint import Checkpoint, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.transform.rekey import apply_key_type
 
 

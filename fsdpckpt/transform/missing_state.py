@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, ParamKey, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.files import Zeros
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.state_shapes import Shape, shaped_states
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import UnitParam, Units
@@ -75,8 +76,8 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, read: Read, units: Units | N
         shaped=shaped_states(optim),
     )
     new: NewStates = {}
-    for group in optim.param_groups or ():
-        new.update(maker.states_of_group(group_params(group) or [], optim.state, set(missing)))
+    for keys in optim.in_groups():
+        new.update(maker.states_of_group(keys, optim.state, set(missing)))
     if maker.problems:
         raise NeedsInformationError(
             f"{checkpoint.source}: zeros cannot be made for {plural(len(missing), 'parameter')} without state",
@@ -88,7 +89,7 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, read: Read, units: Units | N
     note = Note("filled", message, keys=tuple(map(str, missing)))
     return replace(
         checkpoint,
-        optim=OptimState(dict(_in_group_order(optim, new)), optim.param_groups, optim.extra),
+        optim=optim.with_state(dict(_in_group_order(optim, new))),
         files=(*checkpoint.files, Zeros(maker.zeros_used)),
         notes=(*checkpoint.notes, note),
     )
@@ -246,7 +247,7 @@ class _StateMaker:
         return _Zeros(None, sharded)
 
 
-def _in_group_order(optim: OptimState, new: NewStates) -> Iterator[tuple[ParamKey, dict[str, Tensor | Value]]]:
+def _in_group_order(optim: Optimizer, new: NewStates) -> Iterator[tuple[ParamKey, dict[str, Tensor | Value]]]:
     """The existing states in their order, each new one after the parameter that its group lists before it."""
     inserted_after: dict[ParamKey | None, list[ParamKey]] = {}
     last: ParamKey | None = None

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir import IdRule
-from fsdpckpt.ir.checkpoint import OptimState, ParamKey, group_params
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.state_shapes import ShownShapes, StateShapes, fits
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.assignment import Answer, Fits, in_any_order, in_order
@@ -41,17 +41,17 @@ class Ids:
     state_shapes: tuple[StateShapes, ...]
 
     @classmethod
-    def of(cls, optim: OptimState, source: str) -> Ids:
+    def of(cls, optim: Optimizer, source: str) -> Ids:
         """Collect the ids of ``optim``. Raises SourceCorruptError for a state that no group lists, or an id that two
         groups list.
         """
         shown = ShownShapes(optim)
         shapes = {key: shown.of(key) for key in optim.state if isinstance(key, int)}
-        if optim.param_groups is None:
+        if optim.groups is None:
             numbers, group_sizes = sorted(shapes), None
         else:
             numbers = [key for key in optim.grouped_keys() if isinstance(key, int)]
-            group_sizes = tuple(len(group_params(group) or ()) for group in optim.param_groups)
+            group_sizes = tuple(map(len, optim.in_groups()))
             wrong = [f"id {flaw}" for flaw in group_flaws(numbers, shapes)]
             if wrong:
                 raise contradicted(f"the ids of the optimizer of {source} contradict each other", wrong)

@@ -14,12 +14,12 @@ from itertools import accumulate, chain, repeat
 import numpy as np
 
 from fsdpckpt.ir.buffers import NO_BUFFERS
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, Container, OptimState, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, Container
 from fsdpckpt.ir.names import clean, keeps_order, without_module
+from fsdpckpt.ir.optimizer import Group, Optimizer
 from fsdpckpt.ir.state_shapes import Shape, ShownShapes, fits, has_scalars
 from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.ir.units import Groups, Units, first_misplaced
-from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.transform.id_order import in_model_order, listed_order
 
@@ -140,7 +140,7 @@ def parameter_orders(
 
 
 def _as_optimizer_lists(
-    listed: ParameterOrder, divided: Groups, optim: OptimState | None, of_model: ParameterOrder | None
+    listed: ParameterOrder, divided: Groups, optim: Optimizer | None, of_model: ParameterOrder | None
 ) -> ParameterOrder:
     """``listed``, the user's list, with the optimizer's groups if it says them.
 
@@ -148,7 +148,7 @@ def _as_optimizer_lists(
     optimizer's parameters in an order that is not the model's: then it is the optimizer's own. A list for ids that is
     sorted by name is nobody's order; for names it answers a warning, and is meant.
     """
-    sizes = None if optim is None or optim.param_groups is None else _group_sizes(optim)
+    sizes = () if optim is None else _group_sizes(optim)
     if not sizes:
         return listed
     names = listed.names
@@ -173,8 +173,8 @@ def _cut(names: tuple[str, ...], sizes: Sequence[int]) -> Groups:
     return tuple(names[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True))
 
 
-def _group_sizes(optim: OptimState) -> tuple[int, ...]:
-    return tuple(len(group_params(group) or ()) for group in optim.param_groups or ())
+def _group_sizes(optim: Optimizer) -> tuple[int, ...]:
+    return tuple(map(len, optim.in_groups()))
 
 
 def _of_reference(
@@ -205,13 +205,13 @@ def _of_reference(
             yield with_shapes
 
 
-def from_groups(optim: OptimState, source: str, names_to_match: Collection[str] = ()) -> ParameterOrder | None:
+def from_groups(optim: Optimizer, source: str, names_to_match: Collection[str] = ()) -> ParameterOrder | None:
     """The groups of an optimizer that is keyed by name, each in its order. ``names_to_match``: as for
     ``from_param_names``. None for other optimizers.
     """
-    if optim.key_type != "name" or optim.param_groups is None:
+    if optim.key_type != "name" or optim.groups is None:
         return None
-    groups = [[clean(str(key)) for key in group_params(group) or ()] for group in optim.param_groups]
+    groups = [[clean(str(key)) for key in keys] for keys in optim.in_groups()]
     names = without_module(chain(*groups), names_to_match)
     if not names or len(set(names)) != len(names) or any(map(is_flat_key, names)):
         return None
@@ -242,10 +242,10 @@ def _as_job_lists(order: ParameterOrder, of_model: ParameterOrder | None) -> Par
     )
 
 
-def _may_be_groups_of(optim: OptimState, order: ParameterOrder) -> bool:
+def _may_be_groups_of(optim: Optimizer, order: ParameterOrder) -> bool:
     """Whether the groups of ``order`` may be those of ``optim``: as large, with states of these shapes."""
     groups = order.groups
-    if groups is None or optim.param_groups is None or tuple(map(len, groups)) != _group_sizes(optim):
+    if groups is None or optim.groups is None or tuple(map(len, groups)) != _group_sizes(optim):
         return False
     if optim.key_type != "id":
         return _have_the_keys(groups, optim)
@@ -259,9 +259,9 @@ def _may_be_groups_of(optim: OptimState, order: ParameterOrder) -> bool:
     )
 
 
-def _have_the_keys(groups: Groups, optim: OptimState) -> bool:
+def _have_the_keys(groups: Groups, optim: Optimizer) -> bool:
     """Whether each group of ``optim``, which is keyed by name, has the names of one of ``groups``, in any order."""
-    of_optim = [{clean(str(key)) for key in group_params(group) or ()} for group in optim.param_groups or ()]
+    of_optim = [{clean(str(key)) for key in keys} for keys in optim.in_groups()]
     return of_optim == [set(group) for group in groups]
 
 
@@ -295,7 +295,7 @@ def from_units(units: Units, source: str) -> ParameterOrder:
     )
 
 
-def from_param_names(optim: OptimState, names_to_match: Collection[str] = ()) -> ParameterOrder | None:
+def from_param_names(optim: Optimizer, names_to_match: Collection[str] = ()) -> ParameterOrder | None:
     """The ``param_names`` of an optimizer built from ``named_parameters()``; None unless every key has one.
 
     Names of flat parameters do not count: each stands for many parameters. If the keys are names too, both must be the
@@ -303,7 +303,7 @@ def from_param_names(optim: OptimState, names_to_match: Collection[str] = ()) ->
     keys and leaves ``param_names`` in the optimizer's order. A ``module.`` prefix on all names is removed unless
     ``names_to_match`` have it.
     """
-    groups = [listed_param_names(group) for group in optim.param_groups or ()]
+    groups = [listed_param_names(group) for group in optim.groups or ()]
     names = without_module([name for group in groups for name in group or ()], names_to_match)
     if not names or None in groups or len(set(names)) != len(names):
         return None
@@ -316,11 +316,10 @@ def from_param_names(optim: OptimState, names_to_match: Collection[str] = ()) ->
     return ParameterOrder(names=names, source=source, authoritative=True, groups=regrouped, in_model_order=False)
 
 
-def listed_param_names(group: Mapping[Key, Value]) -> list[str] | None:
+def listed_param_names(group: Group) -> list[str] | None:
     """The clean ``param_names`` of one group; None unless there is one for each key, and none is a flat parameter's."""
-    params, listed = group_params(group) or [], group.get("param_names")
-    names = [clean(name) for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
-    return None if len(names) != len(params) or any(map(is_flat_key, names)) else names
+    names = [clean(word) for word in group.words() if isinstance(word, str)]
+    return None if len(names) != len(group.members or ()) or any(map(is_flat_key, names)) else names
 
 
 def from_list(names: Sequence[str], names_to_match: Collection[str] = ()) -> ParameterOrder:

@@ -13,10 +13,11 @@ from itertools import chain
 
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir import IdRule
-from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, OptimState, ParamKey, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.optimizer import MemberNumber, Table
+from fsdpckpt.ir.optimizer import MemberNumber, Optimizer, ParamKey
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
+from fsdpckpt.ir.table import Table
 from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.producers.table import id_rule_of
 from fsdpckpt.text import first_lines, plural, some_of
@@ -114,8 +115,7 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
     with_shapes = sum(map(bool, ids.state_shapes))
     message += f"states of {plural(with_shapes, 'parameter')} have the shapes that this needs"
     table = Table.of(checkpoint)
-    members = table.optimizer.members if table.optimizer is not None else ()
-    keys = {number: names.get(member.key, member.key) for number, member in enumerate(members)}
+    keys = {member: names.get(key, key) for member, key in enumerate(optim.keys)}
     return _with_keys(checkpoint, table, keys, message)
 
 
@@ -148,13 +148,10 @@ def to_ids(
         lists_places = id_rule_of(checkpoint) is IdRule.MODEL
         counted = _group_by_group(groups, order, others, checkpoint, lists_places=lists_places)
     table = Table.of(checkpoint)
-    if table.optimizer is None:
-        return checkpoint
-    names = table.optimizer.names(table.parameters)
+    names = table.member_names()
     member_of = {name: member for member, name in names.items()}
-    if optim.param_groups is not None:
-        listed = [[member_of[name] for name in group] for group in counted.groups]
-        table = replace(table, optimizer=table.optimizer.reordered(listed))
+    if optim.groups is not None:
+        table = table.reordered([[member_of[name] for name in group] for group in counted.groups])
     keys: dict[MemberNumber, ParamKey] = {}
     for member, name in names.items():
         keys[member] = counted.ids.get(str(name), counted.ids.get(clean(str(name)), name))
@@ -166,16 +163,16 @@ def to_ids(
 
 def recounted(checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` with the ids that ``torch.optim`` gives its parameters, from any others in the same groups."""
-    table = Table.of(checkpoint)
-    if table.optimizer is None or checkpoint.optim is None or checkpoint.optim.key_type != "id":
+    optim = checkpoint.optim
+    if optim is None or optim.key_type != "id":
         return checkpoint
-    keys = table.optimizer.counted()
-    if all(keys.get(number) == member.key for number, member in enumerate(table.optimizer.members)):
+    keys = optim.counted()
+    if all(keys.get(member) == key for member, key in enumerate(optim.keys)):
         return checkpoint
-    if len(keys) < len(table.optimizer.members):
+    if len(keys) < len(optim.keys):
         return checkpoint  # states that no group lists
     message = f"{plural(len(keys), 'optimizer id')} counted all parameters of the model; now they count group by group"
-    return _with_keys(checkpoint, table, keys, message)
+    return _with_keys(checkpoint, Table.of(checkpoint), keys, message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +237,7 @@ def _contradicts_own_list(
     """Whether the groups of ``order``, whose order in the optimizer is assumed, differ from what the source certainly
     lists itself. What the user lists is meant. Raises SourceCorruptError if the groups of ``order`` are certain, too.
     """
-    if checkpoint.optim is None or checkpoint.optim.param_groups is None or order.source.startswith(BY_USER):
+    if checkpoint.optim is None or checkpoint.optim.groups is None or order.source.startswith(BY_USER):
         return False
     if any(note.kind == "groups-rebuilt" for note in checkpoint.notes):
         return False
@@ -350,22 +347,22 @@ def _require_agreement(source: str, used: ParameterOrder, others: Sequence[Param
             raise contradicted(f"{used.source} and {other.source} of {source} contradict each other", wrong)
 
 
-def _require_param_names(source: str, optim: OptimState, names: NewKeys, order: ParameterOrder) -> None:
+def _require_param_names(source: str, optim: Optimizer, names: NewKeys, order: ParameterOrder) -> None:
     """Raises SourceCorruptError when a group has ``param_names`` that differ from ``names``."""
     wrong = [
         f"id {key} is {name} in param_names, {names[key]} in {order.source}"
-        for group in optim.param_groups or ()
-        for key, name in zip(group_params(group) or (), listed_param_names(group) or (), strict=False)
+        for group, keys in zip(optim.groups or (), optim.in_groups(), strict=False)
+        for key, name in zip(keys, listed_param_names(group) or (), strict=False)
         if name not in (names[key], f"module.{names[key]}")
     ]
     if wrong:
         raise contradicted(f"the param_names of {source} contradict {order.source}", wrong)
 
 
-def _grouped_names(optim: OptimState, order: ParameterOrder | None, source: str) -> list[list[str]]:
+def _grouped_names(optim: Optimizer, order: ParameterOrder | None, source: str) -> list[list[str]]:
     """The names that each group lists; without groups, those of an authoritative order."""
-    if optim.param_groups is not None:
-        return [[str(key) for key in group_params(group) or ()] for group in optim.param_groups]
+    if optim.groups is not None:
+        return [[str(key) for key in keys] for keys in optim.in_groups()]
     if order is None or not order.authoritative:
         says = f"{order.source} does not say" if order is not None else "nothing says"
         raise NeedsInformationError(
@@ -377,7 +374,7 @@ def _grouped_names(optim: OptimState, order: ParameterOrder | None, source: str)
 
 
 def _require_names_fit(
-    optim: OptimState, source: str, groups: Sequence[Sequence[str]], order: ParameterOrder | None
+    optim: Optimizer, source: str, groups: Sequence[Sequence[str]], order: ParameterOrder | None
 ) -> None:
     """Raises SourceCorruptError for a name that the order lacks, is grouped twice or never, or has other shapes."""
     names = list(chain(*groups))
@@ -387,7 +384,7 @@ def _require_names_fit(
             raise contradicted(f"the names of the optimizer of {source} contradict each other", wrong)
         return
     in_order, shown = set(order.names), ShownShapes(optim)
-    keys = dict.fromkeys((*names, *map(str, optim.param_keys())))
+    keys = dict.fromkeys((*names, *map(str, optim.keys)))
     wrong = [f"{name} is not in {order.source}" for name in keys if clean(name) not in in_order]
     wrong += group_flaws(names, [key for key in optim.state if clean(str(key)) in in_order])
     for name in names:

@@ -11,17 +11,11 @@ from functools import partial
 
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError, to_copy
 from fsdpckpt.ir import SectionName, section_of
-from fsdpckpt.ir.checkpoint import (
-    Checkpoint,
-    ModelState,
-    NamedSection,
-    Note,
-    OptimState,
-    Section,
-)
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, Note, Section
 from fsdpckpt.ir.names import WRAPPERS
-from fsdpckpt.ir.optimizer import Table, names_of
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.sections import alone
+from fsdpckpt.ir.table import Table, names_of
 from fsdpckpt.ir.values import with_tensors
 from fsdpckpt.text import plural, some_of
 
@@ -131,7 +125,7 @@ def with_own_tensors(checkpoint: Checkpoint) -> Checkpoint:
         model = ModelState(with_tensors(model.params, replace), model.metadata)
     if optim is not None:
         state = {key: with_tensors(states, replace) for key, states in optim.state.items()}
-        optim = OptimState(state, optim.param_groups, optim.extra)
+        optim = Optimizer.of(state, optim.param_groups, optim.extra)
     return replace(checkpoint, model=model, optim=optim)
 
 

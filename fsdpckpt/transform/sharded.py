@@ -17,7 +17,8 @@ from functools import partial
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError, to_copy
 from fsdpckpt.ir.buffers import NO_BUFFERS
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, Note, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, Note
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.parameters import undetermined
 from fsdpckpt.ir.quantized import (
     BITSANDBYTES,
@@ -55,7 +56,7 @@ class ShardingHints:
     buffers: tuple[str, ...] = ()
     reference: Mapping[str, bool | None] | None = None
     written: Mapping[str, str] = field(default_factory=dict)
-    left_out: OptimState | None = None
+    left_out: Optimizer | None = None
     all_keys: tuple[str, ...] = ()
 
     def is_buffer(self, name: str, glob: str) -> bool:
@@ -192,7 +193,7 @@ def _from_source_or_hints(tensor: Tensor, name: str, hints: ShardingHints) -> bo
     return None
 
 
-def _listed_by_optimizer(optim: OptimState | None, model: ModelState, first_names: Mapping[str, str]) -> set[str]:
+def _listed_by_optimizer(optim: Optimizer | None, model: ModelState, first_names: Mapping[str, str]) -> set[str]:
     """The names that the optimizer proves to be parameters: its keys, or all names if there are as many ids as model
     tensors.
     """
@@ -202,7 +203,7 @@ def _listed_by_optimizer(optim: OptimState | None, model: ModelState, first_name
         return set(map(str, optim.all_keys()))
     tensors = [name for name, leaf in model.params.items() if isinstance(leaf, Tensor)]
     distinct = len({first_names.get(name, name) for name in tensors})
-    return set(tensors) if distinct == len(set(optim.param_keys())) else set()
+    return set(tensors) if distinct == len(set(optim.keys)) else set()
 
 
 def _first_names(model: ModelState) -> dict[str, str]:
@@ -217,7 +218,7 @@ def _first_names(model: ModelState) -> dict[str, str]:
     }
 
 
-def _decide_optim(optim: OptimState | None, model: ModelState | None) -> tuple[OptimState | None, list[str]]:
+def _decide_optim(optim: Optimizer | None, model: ModelState | None) -> tuple[Optimizer | None, list[str]]:
     """The optimizer with every ``Tensor.sharded`` decided, and the keys of the parameters that remain undecided."""
     if optim is None:
         return None, []
@@ -226,7 +227,7 @@ def _decide_optim(optim: OptimState | None, model: ModelState | None) -> tuple[O
     groups = None
     if optim.param_groups is not None:
         groups = [with_tensors(group, _sharded_only_if_source_says) for group in optim.param_groups]
-    return OptimState(state, groups, with_tensors(optim.extra, _sharded_only_if_source_says)), ambiguous
+    return Optimizer.of(state, groups, with_tensors(optim.extra, _sharded_only_if_source_says)), ambiguous
 
 
 def _decide_entry(

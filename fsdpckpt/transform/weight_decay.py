@@ -9,12 +9,13 @@ learning rates. By its standard rule vectors and biases have no weight decay (``
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Group, Optimizer
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers.table import flavor_named
@@ -36,12 +37,13 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
     parameter.
     """
     optim = checkpoint.optim
-    groups = (optim.param_groups if optim is not None else None) or []
-    listed = all(group_params(group) is not None for group in groups)
+    groups = (optim.groups if optim is not None else None) or ()
+    listed = all(group.members is not None for group in groups)
     if optim is not None and patterns and has_one_group(checkpoint):
         _require_names(checkpoint.source, optim)
-        without = _without_decay(checkpoint, [str(name) for name in group_params(groups[0]) or ()], patterns)
-        return _with_groups(checkpoint, optim, _split_group(groups[0], without), without)
+        names = list(map(str, optim.grouped_keys()))
+        without = _without_decay(checkpoint, names, patterns)
+        return _with_groups(checkpoint, optim, _split_group(groups[0], names, without), without)
     source = flavor_named(checkpoint.flavor)
     if optim is None or listed or source is None or not source.groups_without_params:
         if patterns:
@@ -64,25 +66,26 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
     if not patterns:
         raise NeedsInformationError(
             f"the checkpoint does not say which parameters are in which of its {len(groups)} param groups",
-            details=[_settings(group) for group in groups],
+            details=[_settings(group.settings) for group in groups],
             why="Megatron saves the settings of the groups, and makes the lists again from the model's code",
             next_step="--no-weight-decay standard, if training used Megatron's own rule (none for vectors and biases); "
             "else --no-weight-decay GLOB for the parameters without weight decay; or --only model",
         )
     without = _without_decay(checkpoint, names, patterns)
-    filled = [group for group in _list_in_groups(checkpoint, groups, names, without) if group_params(group)]
+    settings = [group.settings for group in groups]
+    filled = [group for group in _list_in_groups(settings, names, without) if group[PARAMS]]
     return _with_groups(checkpoint, optim, filled, without)
 
 
 def has_one_group(checkpoint: Checkpoint) -> bool:
     """Whether the optimizer has one param group, which lists its parameters."""
-    groups = checkpoint.optim.param_groups if checkpoint.optim is not None else None
-    return groups is not None and len(groups) == 1 and group_params(groups[0]) is not None
+    groups = checkpoint.optim.groups if checkpoint.optim is not None else None
+    return groups is not None and len(groups) == 1 and groups[0].members is not None
 
 
 def note_one_group(checkpoint: Checkpoint) -> Checkpoint:
     """Add a note for the Trainer if the optimizer has one param group, as DeepSpeed makes them."""
-    groups = checkpoint.optim.param_groups if checkpoint.optim is not None else None
+    groups = checkpoint.optim.groups if checkpoint.optim is not None else None
     if groups is None or len(groups) != 1:
         return checkpoint
     message = (
@@ -92,7 +95,7 @@ def note_one_group(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", message, warning=True)))
 
 
-def _require_names(source: str, optim: OptimState) -> None:
+def _require_names(source: str, optim: Optimizer) -> None:
     """Raises UsageError for an optimizer that is keyed by id: a glob would match the digits."""
     if optim.key_type == "id":
         raise UsageError(
@@ -114,30 +117,30 @@ def _without_decay(checkpoint: Checkpoint, names: Sequence[str], patterns: Seque
 
 
 def _with_groups(
-    checkpoint: Checkpoint, optim: OptimState, groups: list[dict[Key, Value]], without: set[str]
+    checkpoint: Checkpoint, optim: Optimizer, groups: list[dict[Key, Value]], without: set[str]
 ) -> Checkpoint:
     """``checkpoint`` with ``groups`` in its optimizer, and a note. ``without``: the parameters without weight decay."""
-    names = [str(name) for group in groups for name in group_params(group) or ()]
+    changed = optim.with_groups(groups)
+    names = list(map(str, changed.grouped_keys()))
     message = f"param groups by weight decay: {len(without)} of {len(names)} parameters have none"
     note = Note("groups-rebuilt", message, keys=tuple(name for name in names if name in without))
-    return replace(checkpoint, optim=OptimState(optim.state, groups, optim.extra), notes=(*checkpoint.notes, note))
+    return replace(checkpoint, optim=changed, notes=(*checkpoint.notes, note))
 
 
-def _split_group(group: dict[Key, Value], without: set[str]) -> list[dict[Key, Value]]:
-    """Split ``group`` into its parameters with and without weight decay."""
-    settings = {key: value for key, value in group.items() if key != "param_names"}
-    names = group_params(group) or ()
-    decayed: list[Value] = [name for name in names if str(name) not in without]
-    others: list[Value] = [name for name in names if str(name) in without]
-    return [{**settings, "params": decayed}, {**settings, "params": others, "weight_decay": 0.0}]
+def _split_group(group: Group, names: Sequence[str], without: set[str]) -> list[dict[Key, Value]]:
+    """Split ``group``, of the parameters ``names``, into those with and without weight decay."""
+    settings = {key: value for key, value in group.settings.items() if key != PARAM_NAMES}
+    decayed: list[Value] = [name for name in names if name not in without]
+    others: list[Value] = [name for name in names if name in without]
+    return [{**settings, PARAMS: decayed}, {**settings, PARAMS: others, "weight_decay": 0.0}]
 
 
 def _list_in_groups(
-    checkpoint: Checkpoint, groups: Sequence[dict[Key, Value]], names: Sequence[str], without: set[str]
+    groups: Sequence[Mapping[Key, Value]], names: Sequence[str], without: set[str]
 ) -> list[dict[Key, Value]]:
     """``groups`` with their parameters: each name goes to the one group of its kind."""
     experts = any(group.get("is_expert_parallel") for group in groups)
-    listed: list[dict[Key, Value]] = [{**group, "params": []} for group in groups]
+    listed: list[dict[Key, Value]] = [{**group, PARAMS: []} for group in groups]
     for name in names:
         kind = (experts and bool(_EXPERTS.search(name)), name in without)
         fitting = [group for group in listed if _kind(group) == kind]
@@ -151,7 +154,7 @@ def _list_in_groups(
                 why="the training script made groups by its own rule",
                 next_step="--only model converts the weights",
             )
-        params = fitting[0]["params"]
+        params = fitting[0][PARAMS]
         if isinstance(params, list):
             params.append(name)
     return listed
@@ -175,7 +178,7 @@ def _matches(checkpoint: Checkpoint, name: str, pattern: str) -> bool:
     return bool(leaves) and leaves[0].ndim - stacked == 1
 
 
-def _settings(group: dict[Key, Value]) -> str:
+def _settings(group: Mapping[Key, Value]) -> str:
     """What distinguishes ``group`` from others, for messages."""
     settings = {key: group[key] for key in ("wd_mult", "weight_decay", "lr", "is_expert_parallel") if key in group}
     return ", ".join(f"{key} {value!r}" for key, value in settings.items()) or some_of(list(group), _KEYS_IN_MESSAGE)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Section, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Section
+from fsdpckpt.ir.optimizer import PARAMS
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.producers import PLAIN
@@ -99,13 +100,13 @@ def _missing_lists(checkpoint: Checkpoint) -> set[Path]:
     """The paths of the ``params`` that param groups lack: Megatron does not store which parameters are in which group;
     ``--no-weight-decay`` says it.
     """
-    groups = (checkpoint.optim.param_groups if checkpoint.optim is not None else None) or []
-    return {("param_groups", index, "params") for index, group in enumerate(groups) if "params" not in group}
+    groups = (checkpoint.optim.groups if checkpoint.optim is not None else None) or ()
+    return {("param_groups", index, PARAMS) for index, group in enumerate(groups) if PARAMS not in group.settings}
 
 
 def _lost_groups(checkpoint: Checkpoint, other: Checkpoint) -> set[Path]:
     """The paths of ``other``'s param groups without parameters, if ``checkpoint`` has flattened keys, which cannot hold
     them.
     """
-    groups = (other.optim.param_groups if other.optim is not None and checkpoint.flattened_keys else None) or []
-    return {("param_groups", index) for index, group in enumerate(groups) if not group_params(group)}
+    groups = (other.optim.groups if other.optim is not None and checkpoint.flattened_keys else None) or ()
+    return {("param_groups", index) for index, group in enumerate(groups) if not group.members}

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeGuard
 
-from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, ParamKey, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Section
 from fsdpckpt.ir.names import under_first_names
+from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, as_float, equal, value_text

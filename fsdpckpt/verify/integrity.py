@@ -14,19 +14,10 @@ import numpy as np
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceError, SourceIncompleteError
 from fsdpckpt.ir import invariants
 from fsdpckpt.ir.buffers import known_buffers, with_named_buffers
-from fsdpckpt.ir.checkpoint import (
-    STRAY,
-    Checkpoint,
-    NamedTensor,
-    ParamKey,
-    Problem,
-    ProblemKind,
-    Section,
-    group_params,
-    problem_of,
-)
+from fsdpckpt.ir.checkpoint import STRAY, Checkpoint, NamedTensor, Problem, ProblemKind, Section, problem_of
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import numpy_dtype
+from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.spans import chunk_ends
 from fsdpckpt.ir.tensors import Tensor
@@ -346,10 +337,10 @@ def check_steps(
     optim = checkpoint.optim
     if optim is None:
         return []
-    groups = [group_params(group) for group in optim.param_groups] if optim.param_groups else [list(optim.state)]
+    groups = optim.in_groups() if optim.groups else [list(optim.state)]
     values: list[tuple[int, ParamKey, Tensor | Value]] = []
     for number, keys in enumerate(groups):
-        for key in keys or ():
+        for key in keys:
             states = optim.state.get(key)
             if states and "step" in states and f"{key}.step" not in unreadable:
                 values.append((number, key, states["step"]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, OptimState, ParamKey, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Section
+from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, leaf_tensors, walk
 
@@ -46,7 +47,7 @@ def _walk(value: Value) -> Iterator[tuple[Path, Value]]:
 
 
 def _optimizer_leaves(
-    optim: OptimState, renamed: Mapping[ParamKey, ParamKey], positions: Mapping[ParamKey, int]
+    optim: Optimizer, renamed: Mapping[ParamKey, ParamKey], positions: Mapping[ParamKey, int]
 ) -> Iterator[tuple[Path, Value]]:
     """The leaves of ``optim`` by their paths in its state dict."""
     for param, states in optim.state.items():

@@ -14,8 +14,9 @@ from typing import TypeAlias
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, to_copy
 from fsdpckpt.ir import IdRule
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.names import clean, keeps_order
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.producers.table import id_rule_of
 from fsdpckpt.transform.id_order import listed_order
@@ -224,16 +225,14 @@ def _lengths(groups: Sequence[Sequence[ParamKey]]) -> str:
     return "+".join(str(len(group)) for group in groups) or "no"
 
 
-def _listed_keys(optim: OptimState) -> list[list[ParamKey]] | None:
+def _listed_keys(optim: Optimizer) -> list[list[ParamKey]] | None:
     """The keys that each param group lists; None without groups, or if a list is missing."""
-    if optim.param_groups is None:
+    if optim.groups is None or any(group.members is None for group in optim.groups):
         return None
-    groups = [group_params(group) for group in optim.param_groups]
-    complete = [keys for keys in groups if keys is not None]
-    return complete if len(complete) == len(groups) else None
+    return optim.in_groups()
 
 
-def _find_mismatch(a: OptimState, b: OptimState, pairs: Mapping[ParamKey, ParamKey]) -> str | None:
+def _find_mismatch(a: Optimizer, b: Optimizer, pairs: Mapping[ParamKey, ParamKey]) -> str | None:
     """Why keys cannot be matched by the order of the groups, None if every state matches."""
     for key_b, key_a in pairs.items():
         states_a = a.state.get(key_a, {})
@@ -249,6 +248,6 @@ def _find_mismatch(a: OptimState, b: OptimState, pairs: Mapping[ParamKey, ParamK
     return None if stray is None else f"the state of {stray} is in no param group"
 
 
-def _count_stateless(a: OptimState, b: OptimState, match: Match) -> int:
+def _count_stateless(a: Optimizer, b: Optimizer, match: Match) -> int:
     """The number of keys whose parameter has states on one side only. An order that is right has few."""
     return sum(bool(a.state.get(key_a)) != bool(b.state.get(key_b)) for key_b, key_a in match.keys.items())

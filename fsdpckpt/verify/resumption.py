@@ -10,7 +10,8 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, OptimState, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Section
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.values import Value
 from fsdpckpt.producers import Flavor, Form
 from fsdpckpt.producers.table import flavor_named
@@ -113,7 +114,7 @@ def _missing_sections(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Ite
         return
     named = [(f"{each.label}: ", each.content) for each in checkpoint.named]
     optimizers = [("", checkpoint.optim), *named]
-    found = [(label, optim) for label, optim in optimizers if isinstance(optim, OptimState)]
+    found = [(label, optim) for label, optim in optimizers if isinstance(optim, Optimizer)]
     if not found:
         yield _NO_OPTIMIZER
     elif len(found) > 1 and not (form.optimizers or form.keeps_source_keys):
@@ -122,20 +123,20 @@ def _missing_sections(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Ite
         yield from (f"{label}{what}" for what in _missing_of_optimizer(optim, flavor, form))
 
 
-def _missing_of_optimizer(optim: OptimState, flavor: Flavor, form: Form) -> Iterator[str]:
-    if optim.param_groups is None and not flavor.groups_without_params:
+def _missing_of_optimizer(optim: Optimizer, flavor: Flavor, form: Form) -> Iterator[str]:
+    if optim.groups is None and not flavor.groups_without_params:
         yield "the optimizer has no param groups, so its learning rates are unknown"
     if form.key_type is not None and optim.key_type not in (None, form.key_type):
         yield f"the optimizer is keyed by {optim.key_type}, and {flavor.name} loads one keyed by {form.key_type}"
-    if flavor.two_groups and optim.param_groups is not None and len(optim.param_groups) != 2:
-        count = plural(len(optim.param_groups), "param group")
+    if flavor.two_groups and optim.groups is not None and len(optim.groups) != 2:
+        count = plural(len(optim.groups), "param group")
         yield f"the optimizer has {count}; that of {flavor.name} has two, and does not load this one"
     without = _without_state(optim)
     if without:
         yield f"{plural(len(without), 'parameter')} of the optimizer have no state, {without[0]} first"
 
 
-def _without_state(optim: OptimState) -> list[str]:
+def _without_state(optim: Optimizer) -> list[str]:
     """The parameters without states, if others have some: PyTorch's loaders ask for the states of all."""
     if not any(optim.state.values()):
         return []  # SGD without momentum has none

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState
 from fsdpckpt.ir.names import clean, without_fsdp
+from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.producers.table import flavor_named
 
 UNWRAPPED = "prefixes of wrapper modules in the names do not count as differences"

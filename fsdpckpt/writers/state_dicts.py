@@ -11,16 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import (
-    BARE_VALUE,
-    Checkpoint,
-    ModelState,
-    Note,
-    OptimState,
-    Section,
-    group_params,
-)
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Section
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.optimizer import BARE_VALUE, PARAMS, Optimizer
 from fsdpckpt.ir.quantized import Blockwise, joined_states
 from fsdpckpt.ir.sections import in_extras, optimizer_dict, placed
 from fsdpckpt.ir.tensors import Tensor
@@ -200,7 +193,7 @@ def flatten(
     return leaves, notes + dropped
 
 
-def _flat_optimizer(optim: OptimState, at: Path, notes: list[Note]) -> Iterator[Leaf]:
+def _flat_optimizer(optim: Optimizer, at: Path, notes: list[Note]) -> Iterator[Leaf]:
     """The form of ``StateDictOptions(flatten_optimizer_state_dict=True)`` for an optimizer keyed by name.
 
     Raises SourceUnsupportedError for ids, which this form cannot hold.
@@ -217,23 +210,23 @@ def _flat_optimizer(optim: OptimState, at: Path, notes: list[Note]) -> Iterator[
     for key, value in entries:
         yield Leaf(_dotted((*at, key)), (*at, key), value)
     yield from settings_by_parameter(optim, at)
-    if len(optim.param_groups or []) > 1:
+    if len(optim.groups or ()) > 1:
         message = "each parameter has its own settings: the order of the groups is not kept"
         notes.append(Note("groups-flattened", message))
-    for number, group in enumerate(optim.param_groups or []):
-        if not group_params(group):
+    for number, group in enumerate(optim.groups or ()):
+        if not group.members:
             message = f"param group {number} lists no parameter, and flattened keys have nothing else to hold it by"
             notes.append(Note("dropped", message))
     for extra in optim.extra:
         notes.append(Note("dropped", f"{extra!s} of the optimizer cannot be stored among flattened keys", str(extra)))
 
 
-def settings_by_parameter(optim: OptimState, at: Path) -> Iterator[Leaf]:
+def settings_by_parameter(optim: Optimizer, at: Path) -> Iterator[Leaf]:
     """The settings of the param groups as a flattened optimizer at ``at`` has them: one entry for each parameter."""
-    for group in optim.param_groups or []:
-        for param in group_params(group) or ():
-            for setting, value in group.items():
-                if setting != "params":
+    for group, params in zip(optim.groups or (), optim.in_groups(), strict=False):
+        for param in params:
+            for setting, value in group.settings.items():
+                if setting != PARAMS:
                     key = f"param_groups.{param}.{setting!s}"
                     yield Leaf(_dotted((*at, key)), (*at, key), value)
 

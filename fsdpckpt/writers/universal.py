@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value
@@ -138,14 +139,14 @@ def _groups(checkpoint: Checkpoint) -> list[list[str]]:
         for name, leaf in leaves.items():
             first_names.setdefault(tied.get(leaf, leaf), name)
         return [list(first_names.values())]
-    listed = [group_params(group) for group in checkpoint.optim.param_groups or ()]
-    if not listed or any(names is None for names in listed):
+    groups = checkpoint.optim.groups
+    if not groups or any(group.members is None for group in groups):
         raise NeedsInformationError(
             f"{checkpoint.source} does not say which parameters are in which param group",
             why="DeepSpeed restores a universal checkpoint group by group",
             next_step="convert a checkpoint whose optimizer has its param_groups",
         )
-    return [[str(name) for name in names or ()] for names in listed]
+    return [[str(name) for name in names] for names in checkpoint.optim.in_groups()]
 
 
 def _weights(
@@ -277,9 +278,7 @@ def _module_states(
     return [file, zero3_file]
 
 
-def _optimizer_state(
-    optim: OptimState, groups: Sequence[Sequence[str]], extra: Mapping[Key, Value]
-) -> dict[Key, Value]:
+def _optimizer_state(optim: Optimizer, groups: Sequence[Sequence[str]], extra: Mapping[Key, Value]) -> dict[Key, Value]:
     """What all parameters share: the param groups, where ZeRO 1 and 2 and where ZeRO 3 look for them."""
     param_groups: list[Value] = [{**group, "params": [number]} for number, group in enumerate(optim.param_groups or ())]
     steps = [optim.state[group[0]].get(_STEP) if group else None for group in groups]
@@ -306,13 +305,13 @@ def _scaler(extra: Mapping[Key, Value]) -> Object | None:
     return Object(Global("deepspeed.runtime.fp16.loss_scaler", name), new=True, state=state, has_state=True)
 
 
-def _notes_on_groups(optim: OptimState) -> list[Note]:
+def _notes_on_groups(optim: Optimizer) -> list[Note]:
     """What ZeRO 3 silently does not restore."""
-    groups = optim.param_groups or []
+    settings = [group.settings for group in optim.groups or ()]
     states = {state for entry in optim.state.values() for state in entry}
     notes: list[Note] = []
     uneven = sorted(
-        str(key) for key in groups[0] if key != "params" and any(group.get(key) != groups[0][key] for group in groups)
+        str(key) for key in settings[0] if any(of_group.get(key) != settings[0][key] for of_group in settings)
     )
     if uneven:
         message = (

@@ -8,7 +8,8 @@ import pytest
 
 from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec
 from fsdpckpt.errors import UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, OptimState, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, Section
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers.table import FLAVORS
 from tests.flat.flat_synthetic import checkpoint
@@ -20,7 +21,7 @@ FLATTENED_KEYS = ("torchtitan", "torchtitan-old")
 
 def source(flavor: str, layout: Layout, container: Container, *, optim: bool = True) -> Checkpoint:
     """A checkpoint of 4 ranks."""
-    model, state = ModelState({}), OptimState({}, []) if optim else None
+    model, state = ModelState({}), Optimizer.of({}, []) if optim else None
     held = checkpoint(4, model=model, optim=state, layout=layout, container=container)
     return replace(held, flavor=flavor, flattened_keys=flavor in FLATTENED_KEYS)
 
@@ -145,7 +146,7 @@ def test_keys_that_are_not_the_frameworks_stay_as_they_are() -> None:
 def several(flavor: str, layout: Layout, container: Container) -> Checkpoint:
     """A checkpoint with two optimizers, neither of which is the main one."""
     names = ("generator", "critic")
-    named = tuple(NamedSection(Section.OPTIM, name, (name,), OptimState({}, [])) for name in names)
+    named = tuple(NamedSection(Section.OPTIM, name, (name,), Optimizer.of({}, [])) for name in names)
     return replace(source(flavor, layout, container, optim=False), named=named)
 
 

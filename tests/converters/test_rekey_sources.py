@@ -9,7 +9,8 @@ import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.flat.units import Settings, build_units
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
@@ -26,7 +27,7 @@ def full(keys: Sequence[ParamKey] = (0, 1, 2), *, model: bool = False, **group: 
     state: dict[ParamKey, dict[str, Tensor | Value]] = {
         key: {"exp_avg": whole(*param.shape)} for key, param in zip(keys, PARAMS, strict=True)
     }
-    optim = OptimState(state, [{"lr": 0.1, "params": list(keys), **group}])
+    optim = Optimizer.of(state, [{"lr": 0.1, "params": list(keys), **group}])
     return checkpoint(1, model=sharded_model(PARAMS) if model else None, optim=optim, layout=Layout.FULL)
 
 
@@ -82,8 +83,8 @@ def test_keys_that_are_right_already_or_absent_stay_as_they_are() -> None:
     for held, key_type in (
         (full(), "id"), (full(NAMES), "name"), (full(), None), (full(NAMES), None),
         (checkpoint(1, layout=Layout.FULL), "id"),
-        (checkpoint(1, optim=OptimState({}, []), layout=Layout.FULL), "id"),
-        (checkpoint(1, optim=OptimState({}, None), layout=Layout.FULL), "name"),
+        (checkpoint(1, optim=Optimizer.of({}, []), layout=Layout.FULL), "id"),
+        (checkpoint(1, optim=Optimizer.of({}, None), layout=Layout.FULL), "name"),
     ):  # fmt: skip
         assert rekeyed(held, key_type, units=None) is held
 
@@ -118,7 +119,7 @@ def test_a_parameter_without_dimensions_that_something_names_is_one(named_by: st
     if named_by == "param_names":
         group["param_names"] = list(names)
     model = sharded_model(params)
-    held = checkpoint(1, model=None if named_by == "reference" else model, optim=OptimState(state, [group]))
+    held = checkpoint(1, model=None if named_by == "reference" else model, optim=Optimizer.of(state, [group]))
     found = apply_key_type(
         held,
         "id" if named_by in ("keys", "reference") else "name",
@@ -136,12 +137,12 @@ def with_states(held: Checkpoint, **more: tuple[int, ...]) -> Checkpoint:
     added: dict[ParamKey, dict[str, Tensor | Value]] = {
         int(key[1:]) if key.startswith("_") else key: {"exp_avg": whole(*shape)} for key, shape in more.items()
     }
-    return replace(held, optim=replace(held.optim, state={**held.optim.state, **added}))
+    return replace(held, optim=held.optim.with_state({**held.optim.state, **added}))
 
 
 def without_groups(held: Checkpoint) -> Checkpoint:
     assert held.optim is not None
-    return replace(held, optim=replace(held.optim, param_groups=None))
+    return replace(held, optim=replace(held.optim, groups=None))
 
 
 def refused(
@@ -198,7 +199,7 @@ def test_param_names_that_contradict_the_units_are_refused() -> None:
     equal = (named("a", 5), named("b", 5))
     units = build_units(equal, ("",), Settings(use_orig_params=True))
     state: dict[ParamKey, dict[str, Tensor | Value]] = {number: {"exp_avg": whole(5)} for number in range(2)}
-    held = checkpoint(1, optim=OptimState(state, [{"params": [0, 1], "param_names": ["b", "a"]}]))
+    held = checkpoint(1, optim=Optimizer.of(state, [{"params": [0, 1], "param_names": ["b", "a"]}]))
     error = refused(held, "name", SourceCorruptError, units=units)
     assert error.what == "the param_names of run/step-7 contradict the units"
     assert error.details == ("id 0 is b in param_names, a in the units", "id 1 is a in param_names, b in the units")
@@ -252,8 +253,8 @@ def test_groups_that_were_rebuilt_give_ids_only_in_the_order_of_the_model() -> N
     held = replace(full(NAMES, model=True), notes=rebuilt)
     found = rekeyed(held, "id", units=None)
     assert found.optim is not None and list(found.optim.state) == [0, 1, 2]
-    assert held.optim is not None and held.optim.param_groups is not None
-    moved = replace(held.optim, param_groups=[{"params": ["v", "w", "b"]}])
+    assert held.optim is not None
+    moved = held.optim.with_groups([{"params": ["v", "w", "b"]}])
     error = refused(replace(held, optim=moved), "id", NeedsInformationError)
     assert "in a different order than the checkpoint's own model section" in error.what
     assert error.next_step is not None and "--units FILE" in error.next_step

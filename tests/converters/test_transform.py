@@ -19,18 +19,10 @@ from fsdpckpt.errors import (
     UsageError,
 )
 from fsdpckpt.flat.units import Settings, build_units
-from fsdpckpt.ir.checkpoint import (
-    UNORDERED,
-    Checkpoint,
-    Checksums,
-    Layout,
-    OptimState,
-    ParamKey,
-    Problem,
-    Section,
-)
+from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Checksums, Layout, Problem, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Strategy
 from fsdpckpt.ir.units_json import encode, render
@@ -50,7 +42,7 @@ def full(keys: Sequence[ParamKey] = (0, 1, 2, 3), *, without: Sequence[ParamKey]
         for number, (key, param) in enumerate(zip(keys, PARAMS, strict=True))
         if key not in without
     }
-    optim = OptimState(state, [{"lr": 0.1, "params": list(keys)}])
+    optim = Optimizer.of(state, [{"lr": 0.1, "params": list(keys)}])
     return checkpoint(1, model=sharded_model(PARAMS), optim=optim, layout=Layout.FULL)
 
 
@@ -96,7 +88,7 @@ def test_problems_count_in_the_sections_that_are_asked_for_also_where_nothing_of
 
 def test_copies_of_a_state_that_differ_are_refused() -> None:
     step = replicas(3)
-    optim = OptimState({"a.w": {"step": step}}, [{"params": ["a.w"]}])
+    optim = Optimizer.of({"a.w": {"step": step}}, [{"params": ["a.w"]}])
     files = tuple(Stored(f"rank{rank}", 4096) for rank in range(3))
     held = replace(checkpoint(3, optim=optim, layout=Layout.SHARDED), files=files)
     transformed(replace(held, checksums=Checksums.of([(rank, 64, 4, 7) for rank in range(3)])), to=Layout.FULL)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Slices, Tensor
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
 
@@ -153,16 +154,16 @@ class Played:
             found[one.key] = Tensor(FLOAT, (len(flat),), columns, sharded=True, cut=Sharded((Shard(0),)))
         return found
 
-    def optimizer(self, states: Mapping[str, Mapping[str, object]], order: list[str]) -> OptimState:
+    def optimizer(self, states: Mapping[str, Mapping[str, object]], order: list[str]) -> Optimizer:
         """Keyed by id in the order given; ``states``: state name -> optimizer key -> value."""
         state = {}
         for number, key in enumerate(order):
             entry = {name: values[key] for name, values in states.items() if key in values}
             if entry:
                 state[number] = entry
-        return OptimState(state, [{"lr": 0.1, "params": list(range(len(order)))}])  # type: ignore[arg-type]
+        return Optimizer.of(state, [{"lr": 0.1, "params": list(range(len(order)))}])  # type: ignore[arg-type]
 
-    def checkpoint(self, *, model: ModelState | None = None, optim: OptimState | None = None) -> Checkpoint:
+    def checkpoint(self, *, model: ModelState | None = None, optim: Optimizer | None = None) -> Checkpoint:
         files = tuple(Stored(f"rank{rank}", len(data)) for rank, data in enumerate(self.data))
         return Checkpoint(
             "ranks", Layout.FLATTENED, Container.TORCH, "plain", self.world_size, files, model, optim, extra={}

@@ -17,8 +17,9 @@ from fsdpckpt.flat.flatten import lay_out
 from fsdpckpt.flat.flatten.states import require_equal_states
 from fsdpckpt.flat.units import keyed_groups
 from fsdpckpt.flat.units.request import listed_names
-from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
@@ -73,7 +74,7 @@ class Model:
             for name, entry in self.states.items()
         }
         groups = None if self.groups is None else [dict(group) for group in self.groups]
-        return checkpoint(model, OptimState(state, groups), **more)
+        return checkpoint(model, Optimizer.of(state, groups), **more)
 
 
 class _RawSources(Sources):

@@ -9,8 +9,9 @@ from math import prod
 import numpy as np
 
 from fsdpckpt.flat.names import NamedParam, ParameterNames
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Slices, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
@@ -69,7 +70,7 @@ def optimizer(
     groups: Sequence[Sequence[str]] | None = None,
     without: Sequence[str] = (),
     param_names: Sequence[Sequence[str]] | None = None,
-) -> OptimState:
+) -> Optimizer:
     """The optimizer's own state on every rank. ``groups``: keys of the units; ``without``: keys that have no state."""
     listed = [list(group) for group in groups] if groups is not None else [list(units.optimizer_keys())]
     order = [key for group in listed for key in group]
@@ -85,7 +86,7 @@ def optimizer(
         if param_names is not None:
             entry["param_names"] = list(param_names[number])
         param_groups.append(entry)
-    return OptimState(state, param_groups)
+    return Optimizer.of(state, param_groups)
 
 
 def _state(units: Units, world_size: int, key: str) -> Tensor:
@@ -160,7 +161,7 @@ def checkpoint(
     world_size: int,
     *,
     model: ModelState | None = None,
-    optim: OptimState | None = None,
+    optim: Optimizer | None = None,
     layout: Layout = Layout.FLATTENED,
     container: Container = Container.TORCH,
     units: Units | None = None,

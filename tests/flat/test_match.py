@@ -9,7 +9,8 @@ import pytest
 
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.units import Settings, build_units
-from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, ModelState, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, ModelState
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Chunks, OneSlice, Tensor
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.values import Value
@@ -201,12 +202,12 @@ def test_parameters_beside_the_units_are_whole_on_every_rank() -> None:
 # The optimizer.
 
 
-def raw(held: Units, **changed: object) -> OptimState:
+def raw(held: Units, **changed: object) -> Optimizer:
     return optimizer(held, RANKS, **changed)  # type: ignore[arg-type]
 
 
-def with_states(optim: OptimState, key: int | str, **states: Tensor | Value) -> Checkpoint:
-    return checkpoint(RANKS, optim=OptimState({**optim.state, key: dict(states)}, optim.param_groups))
+def with_states(optim: Optimizer, key: int | str, **states: Tensor | Value) -> Checkpoint:
+    return checkpoint(RANKS, optim=Optimizer.of({**optim.state, key: dict(states)}, optim.param_groups))
 
 
 def test_groups_that_only_param_names_tell_become_the_units_groups() -> None:
@@ -229,11 +230,11 @@ def test_an_entry_that_no_group_lists_is_named_if_it_may_be_a_parameter() -> Non
 
 
 def test_ids_without_groups_count_the_units() -> None:
-    held = OptimState(raw(units()).state, None)
+    held = Optimizer.of(raw(units()).state, None)
     proved(checkpoint(RANKS, optim=held), units())
     recorded = replace(units(), groups=(("l._flat_param", "_flat_param"),))
     assert proved(checkpoint(RANKS, optim=held), recorded).keys == {0: "l._flat_param", 1: "_flat_param"}
-    beyond = checkpoint(RANKS, optim=OptimState({**held.state, 2: {"step": whole()}}, None))
+    beyond = checkpoint(RANKS, optim=Optimizer.of({**held.state, 2: {"step": whole()}}, None))
     assert said(beyond, units()) == ("optim 2: the units have 2 parameters",)
 
 
@@ -280,16 +281,16 @@ def test_states_of_parameters_beside_the_units_are_whole() -> None:
 
 def test_an_optimizer_of_whole_tensors_by_name_beside_flat_parameters_is_held_against_their_shapes() -> None:
     state = {name: {"step": whole(), "exp_avg": whole(*param.shape)} for name, param in units().params().items()}
-    optim = OptimState({**state, "user": {"x": whole(9, 9)}}, [{"params": list(NAMES)}])
+    optim = Optimizer.of({**state, "user": {"x": whole(9, 9)}}, [{"params": list(NAMES)}])
     held = replace(local(units()), optim=optim)
     found = proved(held, units())
     assert found.proved[-1] == "4 optimizer entries have the names and shapes of the units"
     assert not found.flat_optimizer
-    turned = OptimState({**optim.state, "e.weight": {"exp_avg": whole(3, 4)}}, optim.param_groups)
+    turned = Optimizer.of({**optim.state, "e.weight": {"exp_avg": whole(3, 4)}}, optim.param_groups)
     assert said(replace(held, optim=turned), units()) == (
         "optim e.weight: [4, 3] in the units, [3, 4] in the checkpoint",
     )
-    factors = OptimState({**optim.state, "e.weight": {"row": whole(4), "own": whole(4, 3)}}, optim.param_groups)
+    factors = Optimizer.of({**optim.state, "e.weight": {"row": whole(4), "own": whole(4, 3)}}, optim.param_groups)
     proved(replace(held, optim=factors), units())
 
 
@@ -313,9 +314,9 @@ def test_an_id_is_not_a_parameter_that_is_called_by_its_number() -> None:
     states = {number: {"exp_avg": replicas(1, *param.shape)} for number, param in enumerate(params)}
     model = ModelState({param.name: replicas(1, *param.shape) for param in params})
     for keys in ([0, 1], ["w", "0"]):
-        optim = OptimState(dict(zip(keys, states.values(), strict=True)), [{"params": [*keys]}])
+        optim = Optimizer.of(dict(zip(keys, states.values(), strict=True)), [{"params": [*keys]}])
         assert said(checkpoint(1, model=model, optim=optim), one_rank) == ()
-    swapped = OptimState({"w": states[1], "0": states[0]}, [{"params": ["w", "0"]}])
+    swapped = Optimizer.of({"w": states[1], "0": states[0]}, [{"params": ["w", "0"]}])
     assert len(said(checkpoint(1, model=model, optim=swapped), one_rank)) == 2
 
 
@@ -334,7 +335,7 @@ def test_the_one_slice_that_dcp_kept_may_be_any_ranks(length: int, fits: bool) -
 def test_keys_of_groups_by_name_have_to_be_parameters_and_others_may_be_a_users() -> None:
     named_ = raw(units(orig=True), by="name")
     proved(with_states(named_, "user", x=whole(3)), units(orig=True))
-    wrapped = OptimState(
+    wrapped = Optimizer.of(
         {f"_fsdp_wrapped_module.{key}": states for key, states in named_.state.items()},
         [{"params": [f"_fsdp_wrapped_module.{key}" for key in NAMES]}],
     )
@@ -344,7 +345,7 @@ def test_keys_of_groups_by_name_have_to_be_parameters_and_others_may_be_a_users(
     assert said(checkpoint(RANKS, optim=named_), units()) == tuple(
         f"optim: the groups list {name}, which the units do not have" for name in NAMES
     )
-    listed = OptimState(named_.state, [{"params": [*NAMES, "x"]}])
+    listed = Optimizer.of(named_.state, [{"params": [*NAMES, "x"]}])
     assert said(checkpoint(RANKS, optim=listed), units(orig=True)) == (
         "optim: the groups list x, which the units do not have",
     )
@@ -362,7 +363,7 @@ def test_groups_of_other_sizes_are_named() -> None:
     two = checkpoint(RANKS, optim=raw(units(), groups=[[keys[0]], [keys[1]]]))
     why = "the optimizer has 2 param groups, and the units do not say which parameters are in which"
     assert match(two, units()) == Mismatch((why,), uncompared=2)
-    bare = OptimState(raw(units()).state, [{"params": [0, 1]}, {"lr": 0.1}])
+    bare = Optimizer.of(raw(units()).state, [{"params": [0, 1]}, {"lr": 0.1}])
     assert said(checkpoint(RANKS, optim=bare), units()) == (why,)
     proved(checkpoint(RANKS, optim=bare), replace(units(), groups=(keys, ())))
 
@@ -407,7 +408,7 @@ def test_what_was_not_compared_is_not_said_to_be_proved() -> None:
     assert proved(checkpoint(RANKS, optim=raw(units())), units()).proved == (
         "4 optimizer states have the units' number of elements on every rank",
     )
-    nothing = OptimState({}, [{"params": [0, 1]}])
+    nothing = Optimizer.of({}, [{"params": [0, 1]}])
     assert proved(checkpoint(RANKS, optim=nothing), units()).proved == ()
 
 
@@ -415,7 +416,7 @@ def test_whole_states_by_wrapped_name_are_those_of_the_parameter() -> None:
     state: dict[ParamKey, dict[str, Tensor | Value]] = {
         "_orig_mod.e.weight": {"step": whole(), "mode": "fast", "exp_avg": whole(4, 3)}, "e.bias": {"step": whole()}
     }  # fmt: skip
-    found = proved(replace(local(units()), optim=OptimState(state, None)), units())
+    found = proved(replace(local(units()), optim=Optimizer.of(state, None)), units())
     assert found.keys == {"_orig_mod.e.weight": "e.weight", "e.bias": "e.bias"}
-    users = OptimState({"user": {"x": whole(9, 9)}}, None)
+    users = Optimizer.of({"user": {"x": whole(9, 9)}}, None)
     assert len(proved(replace(local(units()), optim=users), units()).proved) == 1

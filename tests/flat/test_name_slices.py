@@ -14,8 +14,9 @@ from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
 from fsdpckpt.flat.units.source import is_flattened
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Note, OptimState, ParamKey, Problem
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Note, Problem
 from fsdpckpt.ir.invariants import problems
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.units_json import encode, render
@@ -24,6 +25,7 @@ from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_checkpoints import Played, unit, units_of
 from tests.flat.flat_synthetic import checkpoint, local_model, named, optimizer, sharded_model, slices, whole
 from tests.flat.test_proofs import SHAPES, adagrad, proved, with_checksums, written
+from tests.ir.optimizers import without_entry
 
 PARAMS = (named("a.weight", 5, 3), named("a.bias", 5), named("b.weight", 2, 5))
 UNITS = build_units(PARAMS, ("", "a"), Settings(use_orig_params=False))
@@ -34,11 +36,11 @@ def said(source: Checkpoint, request: UnitsRequest | None = None) -> bool:
         return is_flattened(source, sources, request)
 
 
-def optim(*leaves: Tensor | Value, by: Sequence[ParamKey] = (0, 1, 2)) -> OptimState:
+def optim(*leaves: Tensor | Value, by: Sequence[ParamKey] = (0, 1, 2)) -> Optimizer:
     state: dict[ParamKey, dict[str, Tensor | Value]] = {
         key: {"step": whole(), "mode": "fast", "exp_avg": leaf} for key, leaf in zip(by, leaves, strict=False)
     }
-    return OptimState(state, [{"lr": 0.1, "params": list(by)}])
+    return Optimizer.of(state, [{"lr": 0.1, "params": list(by)}])
 
 
 def one_rank(units: Units = UNITS, *, layout: Layout = Layout.FULL, model: ModelState | None = None) -> Checkpoint:
@@ -48,7 +50,7 @@ def one_rank(units: Units = UNITS, *, layout: Layout = Layout.FULL, model: Model
         key: {name: replace(leaf, sharded=None) if isinstance(leaf, Tensor) else leaf for name, leaf in states.items()}
         for key, states in raw.state.items()
     }
-    return checkpoint(1, model=model, optim=OptimState(dict(state), raw.param_groups), layout=layout)
+    return checkpoint(1, model=model, optim=Optimizer.of(dict(state), raw.param_groups), layout=layout)
 
 
 def test_flat_parameters_and_slices_are_seen() -> None:
@@ -268,7 +270,7 @@ def test_a_problem_of_a_slice_is_not_repeated_beside_that_of_its_parameter(tmp_p
     units = units_of(unit("", SHAPES), unit("b", {"w": (4,)}), use_orig_params=False)
     source = adam(tmp_path, units)
     assert source.optim is not None
-    del source.optim.state[1]
+    source.optim = without_entry(source.optim, 1)
     damage = Problem("crc", "rank 1 is damaged")
     (stateless,) = problems(source)
     found = shown(replace(source, units=units, problems=(stateless, damage)))

@@ -10,20 +10,22 @@ import pytest
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.proofs import require_padding
-from fsdpckpt.ir.checkpoint import ModelState, OptimState
+from fsdpckpt.ir.checkpoint import ModelState
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_checkpoints import Played, unit, units_of
 from tests.flat.test_proofs import proved, written
+from tests.ir.optimizers import with_entry
 
 NINE = {"w": (7,), "b": (2,)}  # 9 elements: 8 ranks hold 2 each, rank 4 holds one and the last three none
 
 
 def optim(
     units: Units, world_size: int, changed: dict[tuple[str, int], float], constant: float = 0.0
-) -> tuple[Played, OptimState]:
+) -> tuple[Played, Optimizer]:
     """Two moments on the ranks. ``constant`` is the padding, ``changed`` the last element of a state on a rank."""
     played = Played(units, world_size)
     states = {}
@@ -93,7 +95,7 @@ def test_units_of_several_dtypes_have_the_constant_each_in_its_own(tmp_path: Pat
     for key, dtype in enumerate(("bfloat16", "float16")):
         tensor = found.state[key]["exp_avg"]
         assert isinstance(tensor, Tensor)
-        found.state[key] = {"exp_avg": replace(tensor, dtype=DTYPES[dtype])}
+        found = with_entry(found, key, {"exp_avg": replace(tensor, dtype=DTYPES[dtype])})
         at = int(tensor.chunks.offset[7])
         played.data[7][at : at + 4] = np.array([0.7, value]).astype(numpy_dtype(DTYPES[dtype])).tobytes()
     source = written(played, tmp_path, optim=found)

@@ -18,10 +18,12 @@ from fsdpckpt.flat.names import (
     units_names,
 )
 from fsdpckpt.flat.units import Settings, build_units
-from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, ModelState, OptimState
+from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from tests.flat.flat_synthetic import checkpoint, local_model, name_list, named, slices, whole
+from tests.ir.optimizers import with_setting
 
 F32, I64 = DTYPES["float32"], DTYPES["int64"]
 A, B, C = named("a.weight", 5, 3), named("a.bias", 5), named("b.weight", 3, 5)
@@ -118,8 +120,8 @@ def adam(shape: tuple[int, ...]) -> dict[str, object]:
     return {"step": whole(), "exp_avg": whole(*shape), "exp_avg_sq": whole(*shape)}
 
 
-def optimizer(states: dict[object, dict[str, object]], *groups: list[str]) -> OptimState:
-    return OptimState(states, [{"params": group} for group in groups] or None)  # type: ignore[arg-type]
+def optimizer(states: dict[object, dict[str, object]], *groups: list[str]) -> Optimizer:
+    return Optimizer.of(states, [{"params": group} for group in groups] or None)  # type: ignore[arg-type]
 
 
 def test_an_optimizer_by_name_says_the_parameters_that_have_whole_states() -> None:
@@ -169,9 +171,9 @@ def test_keys_show_where_units_begin() -> None:
 def test_an_optimizer_calls_its_parameters_by_keys_and_by_param_names() -> None:
     optim = optimizer({0: adam((3,)), "b": adam((3,))}, ["b"])
     assert optim.param_groups is not None
-    optim.param_groups[0]["param_names"] = ["_orig_mod.b", "b", 7]
+    optim = with_setting(optim, 0, param_names=["_orig_mod.b", "b", 7])
     assert raw_names(checkpoint(2, optim=optim)) == ["b", "_orig_mod.b", "7"]
-    optim.param_groups[0]["param_names"] = "b"
+    optim = with_setting(optim, 0, param_names="b")
     assert raw_names(checkpoint(2, optim=optim)) == ["b"]
     assert raw_names(checkpoint(2)) == []
 
@@ -180,11 +182,12 @@ def test_the_order_of_parameters_is_that_of_slices_by_name_or_of_one_groups_para
     model = ModelState({"_orig_mod.b": slices([2, 1]), "buffer": whole(3), "a": slices([1, 2])})
     named_too = optimizer({}, ["x"])
     assert named_too.param_groups is not None
-    named_too.param_groups[0]["param_names"] = ["_orig_mod.c", "u._flat_param", "d"]
+    named_too = with_setting(named_too, 0, param_names=["_orig_mod.c", "u._flat_param", "d"])
     source = checkpoint(2, model=model, optim=named_too)
     assert parameter_order(source) == ["b", "a"]
     assert parameter_order(replace(source, container=Container.DCP)) == ["c", "d"]
     assert parameter_order(replace(source, model=None)) == ["c", "d"]
-    named_too.param_groups.append({"params": [], "param_names": []})
-    assert parameter_order(replace(source, model=None)) == []
+    assert named_too.param_groups is not None
+    two = named_too.with_groups([*named_too.param_groups, {"params": [], "param_names": []}])
+    assert parameter_order(replace(source, model=None, optim=two)) == []
     assert parameter_order(checkpoint(2)) == []

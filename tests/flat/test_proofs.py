@@ -12,17 +12,19 @@ from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.flat.flatten.states import require_equal_states
 from fsdpckpt.flat.match import FlatMatch, match
 from fsdpckpt.flat.proofs import compare_replicas, require_padding
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ModelState, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ModelState
 from fsdpckpt.ir.files import Stored
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_checkpoints import FLOAT, Played, unit, units_of
+from tests.ir.optimizers import with_setting
 
 SHAPES = {"e.weight": (17, 9), "h.bias": (17,), "scale": (1,)}  # 171 elements: 4 ranks hold 43, the last one pads 1
 
 
-def adagrad(units: Units, played: Played, initial: float = 0.0) -> OptimState:
+def adagrad(units: Units, played: Played, initial: float = 0.0) -> Optimizer:
     moments = played.moment({name: played.values(param) for name, param in units.params().items()})
     for one in units.units if not units.use_orig_params else ():
         pad = -sum(param.numel for param in one.params) % played.world_size
@@ -69,7 +71,7 @@ def test_an_optimizer_may_begin_with_the_constant_that_its_group_names(
     played = Played(units, 4)
     optim = adagrad(units, played, initial=initial)
     assert optim.param_groups is not None
-    optim.param_groups[0]["initial_accumulator_value"] = 0.25
+    optim = with_setting(optim, 0, initial_accumulator_value=0.25)
     checkpoint = written(played, tmp_path, optim=optim)
     with Sources() as sources:
         if fits:
@@ -91,7 +93,7 @@ def test_each_param_group_may_begin_with_a_constant_of_its_own(tmp_path: Path, c
         end = int(tensor.chunks.offset[-1]) + int(tensor.chunks.size[-1, 0]) * 4
         values = np.array([value, value + (key == changed)], np.float32)
         played.data[-1][end - 8 : end] = values.tobytes()
-    optim.param_groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}]
+    optim = optim.with_groups([{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}])
     checkpoint = written(played, tmp_path, optim=optim)
     units = replace(units, groups=(("_flat_param",), ("l._flat_param",)))
     with Sources() as sources:
@@ -171,11 +173,11 @@ def test_steps_that_differ_within_a_unit_are_refused_by_name(tmp_path: Path) -> 
     units = units_of(unit("", {"e": (3,)}), unit("l.0", {"a": (2,), "b": (2,)}), use_orig_params=False)
     played = Played(units, 1)
     steps = {"e": scalar(played, 9), "l.0.a": scalar(played, 4), "l.0.b": scalar(played, 4)}
-    checkpoint = written(played, tmp_path, optim=OptimState({key: {"step": step} for key, step in steps.items()}, None))
+    checkpoint = written(played, tmp_path, optim=Optimizer.of({key: {"step": step} for key, step in steps.items()}))
     with Sources() as sources:
         require_equal_states(checkpoint, units, sources)
     steps["l.0.b"] = scalar(played, 5)
-    checkpoint = written(played, tmp_path, optim=OptimState({key: {"step": step} for key, step in steps.items()}, None))
+    checkpoint = written(played, tmp_path, optim=Optimizer.of({key: {"step": step} for key, step in steps.items()}))
     with Sources() as sources, pytest.raises(SourceUnsupportedError) as caught:
         require_equal_states(checkpoint, units, sources)
     assert "l.0" in caught.value.details[0] and "l.0.b" in caught.value.details[0]
@@ -184,7 +186,7 @@ def test_steps_that_differ_within_a_unit_are_refused_by_name(tmp_path: Path) -> 
 def test_non_tensor_states_that_differ_within_a_unit_are_refused(tmp_path: Path) -> None:
     units = units_of(unit("", {"a": (2,), "b": (2,)}), use_orig_params=False)
     played = Played(units, 1)
-    optim = OptimState({"a": {"mode": "fast", "calls": 1}, "b": {"mode": "slow", "calls": 1}}, None)
+    optim = Optimizer.of({"a": {"mode": "fast", "calls": 1}, "b": {"mode": "slow", "calls": 1}}, None)
     with Sources() as sources, pytest.raises(SourceUnsupportedError) as caught:
         require_equal_states(written(played, tmp_path, optim=optim), units, sources)
     assert len(caught.value.details) == 1

@@ -16,7 +16,7 @@ from fsdpckpt.flat import (
     tensor_text,
 )
 from fsdpckpt.flat.units import Settings, build_units
-from fsdpckpt.ir.checkpoint import OptimState, ParamKey
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Value
 from tests.flat.flat_synthetic import FLOAT, checkpoint, named, replicas, slices, whole
@@ -64,7 +64,7 @@ def sliced(
     names: bool = False,
 ) -> bool:
     units = build_units(PARAMS, ("",), Settings(orig), unmanaged=without)
-    optim = OptimState(states, [{"params": list("wbx") if names else [0, 1, 2]}])
+    optim = Optimizer.of(states, [{"params": list("wbx") if names else [0, 1, 2]}])
     return is_sliced(checkpoint(1, optim=optim), units)
 
 

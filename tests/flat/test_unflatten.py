@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Chunks, OneSlice, Slices, Tensor
 from fsdpckpt.ir.units import Strategy, UnitParam, Units
-from fsdpckpt.ir.values import Value
+from fsdpckpt.ir.values import Key, Value
 from tests.flat.flat_checkpoints import FLOAT, Played, unit, units_of
+from tests.ir.optimizers import with_setting
 from tests.materialise import gather
 
 ROOT = {"e.weight": (17, 9), "h.weight": (17, 9), "h.bias": (17,)}
@@ -329,7 +331,9 @@ def test_param_names_become_those_of_the_parameters(use_orig_params: bool) -> No
     units = toy(use_orig_params=use_orig_params)
     _, checkpoint, _ = raw(units, 2)
     assert checkpoint.optim is not None and checkpoint.optim.param_groups is not None
-    checkpoint.optim.param_groups[0]["param_names"] = [f"_fsdp_wrapped_module.{key}" for key in units.optimizer_keys()]
+    checkpoint.optim = with_setting(
+        checkpoint.optim, 0, param_names=[f"_fsdp_wrapped_module.{key}" for key in units.optimizer_keys()]
+    )
     found = named(checkpoint, units)
     assert found.optim is not None and found.optim.param_groups is not None
     (group,) = found.optim.param_groups
@@ -341,7 +345,7 @@ def test_entries_that_a_user_added_to_an_optimizer_keyed_by_name_stay_as_they_ar
     played, checkpoint, truth = raw(units, 2)
     states = dict(zip(units.parameters, by_name(checkpoint).values(), strict=True))
     keyed: dict[ParamKey, dict[str, Tensor | Value]] = {"tables": {"kind": "hash"}, **states}
-    checkpoint.optim = OptimState(keyed, [{"lr": 0.1, "params": list(units.parameters)}])
+    checkpoint.optim = Optimizer.of(keyed, [{"lr": 0.1, "params": list(units.parameters)}])
     found = named(checkpoint, units)
     require_states(found, played, truth)
     assert by_name(found)["tables"] == {"kind": "hash"}
@@ -388,12 +392,13 @@ def test_names_in_the_groups_settle_several_groups_and_contradict_others() -> No
     played, checkpoint, truth = raw(units, 3)
     assert checkpoint.optim is not None
     names = [f"_fsdp_wrapped_module.{name}" for name in units.parameters]
-    checkpoint.optim.param_groups = [
+    groups: list[dict[Key, Value]] = [
         {"lr": 1.0, "params": list(range(4)), "param_names": names[:4]},
         {"lr": 2.0, "params": list(range(4, 11)), "param_names": names[4:]},
     ]
+    checkpoint.optim = checkpoint.optim.with_groups(groups)
     require_states(named(checkpoint, units), played, truth)
-    checkpoint.optim.param_groups[0]["param_names"] = [names[1], names[0], *names[2:4]]
+    checkpoint.optim = with_setting(checkpoint.optim, 0, param_names=[names[1], names[0], *names[2:4]])
     assert "shape" in contradictions(checkpoint, units) or "elements" in contradictions(checkpoint, units)
     keyed_groups = replace(units, groups=(units.parameters[:4], units.parameters[4:]))
     assert "in param_names" in contradictions(checkpoint, keyed_groups)
@@ -403,7 +408,8 @@ def test_two_groups_without_names_need_units_that_say_who_is_in_them() -> None:
     units = toy(use_orig_params=True)
     _, checkpoint, _ = raw(units, 3)
     assert checkpoint.optim is not None
-    checkpoint.optim.param_groups = [{"params": list(range(4))}, {"params": list(range(4, 11))}]
+    groups: list[dict[Key, Value]] = [{"params": list(range(4))}, {"params": list(range(4, 11))}]
+    checkpoint.optim = checkpoint.optim.with_groups(groups)
     assert "do not say which parameters" in contradictions(checkpoint, units)
 
 

@@ -12,7 +12,8 @@ from functools import cache
 
 from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.execute.journal import Record, joined, run_of
-from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.manifest import read_manifest, with_manifest
 from fsdpckpt.readers.protocol import FileTable
@@ -186,7 +187,7 @@ def safetensors_document(data: bytes) -> object:
 
 def manifest(data: bytes) -> object:
     """``data``: ``fsdpckpt.json`` beside a model and an optimizer whose keys may be ids."""
-    optim = OptimState({"0": {}, "11": {}}, [], {})
+    optim = Optimizer.of({"0": {}, "11": {}}, [], {})
     with _Files({"d/fsdpckpt.json": data, "d/model.safetensors": _MODEL, "d/x.json": b"{}"}) as sources:
         names = ("fsdpckpt.json", "model.safetensors", "x.json")
         return with_manifest(replace(_CHECKPOINT, optim=optim), read_manifest("d", names, sources), sources)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, Container, Layout, ModelState, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value
 
@@ -45,7 +46,7 @@ def any_checkpoint(draw: st.DrawFn) -> Checkpoint:
     )  # fmt: skip
 
 
-def _optimizer(draw: st.DrawFn) -> OptimState:
+def _optimizer(draw: st.DrawFn) -> Optimizer:
     by_id = draw(st.booleans())
     names = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=6))
     keys: list[ParamKey] = [*draw(st.permutations(range(len(names))))] if by_id else [*names]
@@ -66,4 +67,4 @@ def _optimizer(draw: st.DrawFn) -> OptimState:
     state = {key: _states(draw) for key in stored}
     if draw(st.booleans()):
         state["user"] = {BARE_VALUE: 3} if draw(st.booleans()) else {"seen": 1}
-    return OptimState(state, groups, {"by_user": 1} if draw(st.booleans()) else {})
+    return Optimizer.of(state, groups, {"by_user": 1} if draw(st.booleans()) else {})

@@ -13,8 +13,9 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from fsdpckpt.ir.attached_states import misshapen_states
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, OptimState, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, Section
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.state_shapes import may_mirror
 from fsdpckpt.ir.tensors import Chunks, OneSlice, Slices, Tensor, Whole
 from fsdpckpt.ir.values import Key, Value
@@ -40,7 +41,7 @@ def checkpoint(
         for key, entry in state.items()
     }
     groups = groups or [{"params": list(states)}]
-    return Checkpoint("it.pt", Layout.FULL, Container.TORCH, "plain", 1, (), model, OptimState(states, groups), {})
+    return Checkpoint("it.pt", Layout.FULL, Container.TORCH, "plain", 1, (), model, Optimizer.of(states, groups), {})
 
 
 def found(
@@ -196,7 +197,7 @@ def test_every_optimizer_is_compared_with_its_own_model() -> None:
     states: dict[Any, dict[str, Tensor | Value]] = {"c.w": {"exp_avg": tensor(8, 9)}}
     named = (
         NamedSection(Section.MODEL, "critic", ("critic",), critic),
-        NamedSection(Section.OPTIM, "critic_optimizer", ("critic_optimizer",), OptimState(states, None)),
+        NamedSection(Section.OPTIM, "critic_optimizer", ("critic_optimizer",), Optimizer.of(states, None)),
     )
     both = replace(checkpoint({"w": (12, 5)}, {0: {"exp_avg": (4, 9)}, 1: {"exp_avg": (12, 5)}}), named=named)
     (problem,) = misshapen_states(both)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from fsdpckpt.ir.buffers import trained_keys
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Layout, ModelState, OptimState, Problem
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Layout, ModelState, Problem
 from fsdpckpt.ir.copies import CopiesJudge, unsummed_copies
 from fsdpckpt.ir.copies import differing_copies as copies_judged
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Sharded, Tensor
 from tests.flat.flat_synthetic import checkpoint, replicas, slices
 
@@ -31,7 +32,7 @@ def copies(*shape: int) -> Tensor:
 
 
 def source(state: Tensor, rows: list[tuple[int, int, int, int]]) -> Checkpoint:
-    optim = OptimState({"w": {"step": state}}, None)
+    optim = Optimizer.of({"w": {"step": state}}, None)
     return replace(checkpoint(RANKS, optim=optim), checksums=Checksums.of(rows))
 
 
@@ -69,7 +70,7 @@ def test_a_checksum_of_zero_is_one_like_any_other(crcs: tuple[int, ...]) -> None
 
 def test_what_several_parameters_share_is_named_once() -> None:
     step = replicas(RANKS)
-    optim = OptimState({"w": {"step": step}, "b": {"step": step}, "c": {"step": replicas(RANKS, 2)}}, None)
+    optim = Optimizer.of({"w": {"step": step}, "b": {"step": step}, "c": {"step": replicas(RANKS, 2)}}, None)
     held = replace(source(step, records(7, 7, 9)), optim=optim)
     assert [problem.key for problem in differing_copies(held)] == ["w.step"]
 
@@ -101,7 +102,7 @@ def test_whatever_its_shape_a_copy_that_differs_is_no_buffer_unless_that_is_know
     assert (found.kind, found.fatal) == ("replica", False) and "the first is taken" in found.message
     (found,) = differing_copies(held, ("none",))
     assert (found.kind, found.fatal) == ("replica", True)
-    trained = replace(held, optim=OptimState({"m.w": {"m": replicas(1, *shape)}}, None))
+    trained = replace(held, optim=Optimizer.of({"m.w": {"m": replicas(1, *shape)}}, None))
     for globs in ((), ("m.w",)):
         (found,) = differing_copies(trained, globs)
         assert (found.kind, found.fatal) == ("replica", True) and "it is a parameter" in found.message
@@ -110,7 +111,7 @@ def test_whatever_its_shape_a_copy_that_differs_is_no_buffer_unless_that_is_know
 def test_statistics_that_the_optimizer_trains_are_parameters() -> None:
     held = source(replicas(RANKS), records(7, 7, 9))
     params = {"n.running_mean": replicas(RANKS), "n.num_batches_tracked": 3}
-    optim = OptimState({}, [{"params": ["n.running_mean"]}])
+    optim = Optimizer.of({}, [{"params": ["n.running_mean"]}])
     (found,) = differing_copies(replace(held, model=ModelState(params), optim=optim))  # type: ignore[arg-type]
     assert found.fatal
 

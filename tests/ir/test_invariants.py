@@ -16,20 +16,12 @@ from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.ir import coverage, invariants
-from fsdpckpt.ir.checkpoint import (
-    BARE_VALUE,
-    Checkpoint,
-    Container,
-    Layout,
-    ModelState,
-    OptimState,
-    Problem,
-    Section,
-)
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Problem, Section
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.invariants import fatal, problems
+from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor
 
 F32 = DTYPES["float32"]
@@ -54,7 +46,7 @@ def at(offset: int, shape: Sequence[int], stride: Sequence[int] | None = None, f
 
 
 def checkpoint(
-    model: dict[str, Tensor] | None = None, optim: OptimState | None = None, world_size: int = 1
+    model: dict[str, Tensor] | None = None, optim: Optimizer | None = None, world_size: int = 1
 ) -> Checkpoint:
     files = tuple(Stored(f"rank_{rank}.pt", 1 << 20) for rank in range(world_size))
     state = ModelState(dict(model)) if model is not None else None
@@ -222,7 +214,7 @@ def test_a_box_of_negative_size_is_outside_and_fills_nothing(ones: int) -> None:
 
 def test_two_states_of_one_parameter_on_the_same_bytes_are_fatal() -> None:
     states = {"step": at(0, ()), "exp_avg": at(64, (3, 5)), "exp_avg_sq": at(64, (3, 5))}
-    (found,) = problems(checkpoint(optim=OptimState({"a.weight": dict(states)}, None)))
+    (found,) = problems(checkpoint(optim=Optimizer.of({"a.weight": dict(states)}, None)))
     assert (found.kind, found.fatal, found.key, found.section) == (
         "aliased-states",
         True,
@@ -246,7 +238,7 @@ def test_two_states_of_one_parameter_on_the_same_bytes_are_fatal() -> None:
     ],
 )
 def test_aliasing_is_about_elements_not_spans(one: Tensor, other: Tensor, aliased: bool) -> None:
-    optim = OptimState({0: {"exp_avg": one, "exp_avg_sq": other}}, None)
+    optim = Optimizer.of({0: {"exp_avg": one, "exp_avg_sq": other}}, None)
     assert [found.kind for found in problems(checkpoint(optim=optim, world_size=2))] == ["aliased-states"] * aliased
 
 
@@ -263,8 +255,8 @@ def test_aliasing_is_seen_among_many_chunks() -> None:
         )
         return Tensor(F32, (300,), chunks)
 
-    apart = OptimState({"w": {"exp_avg": cut(0), "exp_avg_sq": cut(12)}}, None)
-    same = OptimState({"w": {"exp_avg": cut(0), "exp_avg_sq": cut(8)}}, None)
+    apart = Optimizer.of({"w": {"exp_avg": cut(0), "exp_avg_sq": cut(12)}}, None)
+    same = Optimizer.of({"w": {"exp_avg": cut(0), "exp_avg_sq": cut(8)}}, None)
     assert problems(checkpoint(optim=apart, world_size=100)) == []
     assert [found.kind for found in problems(checkpoint(optim=same, world_size=100))] == ["aliased-states"]
 
@@ -276,18 +268,18 @@ def test_every_parameter_with_aliased_states_is_named_however_many_are_looked_at
     monkeypatch.setattr(invariants, "_CHUNKS_AT_ONCE", at_once)
     second = {number: at(40 if number % 3 else 80, (4, 5), file=number) for number in range(7)}
     states = {f"w{number}": {"exp_avg": at(0, (4, 5), file=number), "exp_avg_sq": second[number]} for number in second}
-    found = problems(checkpoint(optim=OptimState({**states, "plain": {}}, None), world_size=2))
+    found = problems(checkpoint(optim=Optimizer.of({**states, "plain": {}}, None), world_size=2))
     assert [problem.key for problem in found] == [f"w{number}.exp_avg" for number in (1, 2, 4, 5)]
 
 
 def test_tied_parameters_of_the_model_and_states_shared_between_parameters_are_fine() -> None:
-    optim = OptimState({"a": {"step": at(0, ())}, "b": {"step": at(0, ())}}, [{"params": ["a", "b"]}])
+    optim = Optimizer.of({"a": {"step": at(0, ())}, "b": {"step": at(0, ())}}, [{"params": ["a", "b"]}])
     assert problems(checkpoint({"embed": at(64, (3, 5)), "head": at(64, (3, 5))}, optim)) == []
 
 
 def test_parameters_without_state_and_doubles_are_reported_but_not_fatal() -> None:
     state = {key: {"exp_avg": at(64 * key, (3,))} for key in (0, 1)}
-    optim = OptimState(dict(state), [{"params": [0, 1, 2]}, {"params": [1]}])
+    optim = Optimizer.of(dict(state), [{"params": [0, 1, 2]}, {"params": [1]}])
     found = {one.key: one.message for one in problems(checkpoint(optim=optim))}
     assert found.keys() == {"2", "1"}
     assert "no optimizer state" in found["2"]
@@ -298,14 +290,14 @@ def test_parameters_without_state_and_doubles_are_reported_but_not_fatal() -> No
 @pytest.mark.parametrize(("key", "fatal"), [(7, True), ("7", False), ("w", False)])
 def test_a_state_in_no_group_is_fatal_if_an_id_is_all_that_names_it(key: int | str, fatal: bool) -> None:
     state = {0: {"exp_avg": at(0, (3,))}, key: {"exp_avg": at(64, (3,))}}
-    found = problems(checkpoint(optim=OptimState(state, [{"params": [0]}])))
+    found = problems(checkpoint(optim=Optimizer.of(state, [{"params": [0]}])))
     assert [(one.key, one.fatal) for one in found] == [(str(key), fatal)]
     assert "no param group" in found[0].message
-    assert problems(checkpoint(optim=OptimState(state, [{"lr": 0.1}]))) == []  # the groups list nobody
+    assert problems(checkpoint(optim=Optimizer.of(state, [{"lr": 0.1}]))) == []  # the groups list nobody
 
 
 def test_an_optimizer_without_any_state_is_complete() -> None:
-    assert problems(checkpoint(optim=OptimState({}, [{"params": ["a", "b"]}]))) == []
+    assert problems(checkpoint(optim=Optimizer.of({}, [{"params": ["a", "b"]}]))) == []
 
 
 def test_a_state_that_all_alike_but_one_have_is_reported() -> None:
@@ -316,7 +308,7 @@ def test_a_state_that_all_alike_but_one_have_is_reported() -> None:
     state = {key: states(1000 * n, (3, 2)) for n, key in enumerate("abcd")}
     state["bias"] = states(9000, (3,))  # factored optimizers keep other states for vectors
     del state["c"]["step"]
-    optim = OptimState({key: dict(value) for key, value in state.items()}, [{"params": list(state)}])
+    optim = Optimizer.of({key: dict(value) for key, value in state.items()}, [{"params": list(state)}])
     assert [(one.key, one.kind) for one in problems(checkpoint(optim=optim))] == [("c", "state")]
     assert "no state step" in problems(checkpoint(optim=optim))[0].message
 
@@ -349,7 +341,7 @@ def test_the_command_to_type_next_is_quoted_for_the_shell() -> None:
 def test_the_tensors_without_their_names_are_those_with_them_in_the_same_order() -> None:
     weight, step, first, second, scale, own, seed, drawn = (at(100 * number, (number + 1,)) for number in range(8))
     states = {"exp_avg": first, "step": step, "lists": [second, (scale, 3)], "none": None}
-    optim = OptimState({"w": states, "v": {BARE_VALUE: own}}, [{"params": ["w", "v"], "lr": seed}], {"x": [own]})
+    optim = Optimizer.of({"w": states, "v": {BARE_VALUE: own}}, [{"params": ["w", "v"], "lr": seed}], {"x": [own]})
     found = checkpoint({"w": weight, "dead": weight}, optim)
     found.model.params["_extra_state"] = {"scale": scale}  # type: ignore[union-attr]
     found.extra = {"rng": {"cpu": drawn}}

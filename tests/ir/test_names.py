@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.names import clean, leading_wrapper, normalise, revisits_a_module
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Tensor
 
 
@@ -23,7 +24,7 @@ def _checkpoint(model: list[str] | None, optim: list[str] | None, metadata: obje
     state = None
     if optim is not None:
         entries = {name: {"exp_avg": _tensor(3)} for name in optim}
-        state = OptimState(entries, [{"lr": 0.1, "params": optim, "param_names": [f"_orig_mod.{n}" for n in optim]}])
+        state = Optimizer.of(entries, [{"lr": 0.1, "params": optim, "param_names": [f"_orig_mod.{n}" for n in optim]}])
     return Checkpoint(
         source="SRC", layout=Layout.FULL, container=Container.TORCH, flavor="plain", world_size=1, files=(),
         model=None if model is None else ModelState({name: _tensor(3) for name in model}, metadata), optim=state,
@@ -61,7 +62,7 @@ def test_a_compiled_model_and_its_uncompiled_optimizer_come_together_and_get_the
 def test_an_optimizer_that_was_keyed_by_id_is_named_like_its_model() -> None:
     found, names = normalise(_checkpoint(["_orig_mod.l.w", "_orig_mod.b"], None))
     state = {"l.w": {}, "b": {}}
-    named = replace(found, optim=OptimState(state, [{"params": ["l.w", "b"]}]))
+    named = replace(found, optim=Optimizer.of(state, [{"params": ["l.w", "b"]}]))
     optim = names.restored(named).optim
     assert list(optim.state) == ["_orig_mod.l.w", "_orig_mod.b"] == optim.param_groups[0]["params"]
 
@@ -133,7 +134,7 @@ def test_module_versions_follow_the_keys() -> None:
 
 def test_ids_and_entries_of_a_user_pass_untouched() -> None:
     checkpoint = _checkpoint(["_orig_mod.b"], None)
-    checkpoint.optim = OptimState({0: {"exp_avg": _tensor(3)}, "mine": {"a": 1}}, [{"params": [0]}])
+    checkpoint.optim = Optimizer.of({0: {"exp_avg": _tensor(3)}, "mine": {"a": 1}}, [{"params": [0]}])
     found, _ = normalise(checkpoint)
     assert list(found.optim.state) == [0, "mine"] and found.optim.param_groups == [{"params": [0]}]
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
-from fsdpckpt.ir.checkpoint import BARE_VALUE, Checkpoint, Layout, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Section
+from fsdpckpt.ir.optimizer import BARE_VALUE
 from fsdpckpt.ir.tensors import Slices, Tensor
 from tests.readers.contents import Held, held, opened, raw
 from tests.readers.played_ranks import as_rank

@@ -33,7 +33,8 @@ from fsdpckpt.errors import (
     SourceUnsupportedError,
     UsageError,
 )
-from fsdpckpt.ir.checkpoint import Checkpoint, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.optimizer import group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import UNREAD
 from fsdpckpt.loading import StorageReader

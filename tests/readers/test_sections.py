@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from fsdpckpt.ir.checkpoint import BARE_VALUE, ModelState, NamedSection, OptimState, Section
+from fsdpckpt.ir.checkpoint import ModelState, NamedSection, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import state_completeness
+from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer
 from fsdpckpt.ir.sections import in_extras, optimizer_dict, section_dict
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import leaf_tensors, with_tensors
@@ -563,10 +564,10 @@ def test_every_entry_of_a_tree_goes_to_exactly_one_place() -> None:
             assert held[id(leaf)] is found.place_of(path), path
         kinds.update(place.section if isinstance(place, NamedSection) else place for place in held.values())
         kinds.update(type(named.content) for named in found.named)
-    assert kinds == {*Section, ModelState, OptimState}
+    assert kinds == {*Section, ModelState, Optimizer}
 
 
 def leaves_of(content: Any) -> list[Tensor]:
-    if isinstance(content, (ModelState, OptimState)):
+    if isinstance(content, (ModelState, Optimizer)):
         content = section_dict(content)
     return [leaf for _, leaf in leaf_tensors(content)] if content is not None else []

@@ -19,18 +19,11 @@ import fsdpckpt
 from fsdpckpt.cli.listing import listing
 from fsdpckpt.describe import describe
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
-from fsdpckpt.ir.checkpoint import (
-    Checkpoint,
-    Container,
-    Evidence,
-    EvidenceKind,
-    Layout,
-    ModelState,
-    OptimState,
-)
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Evidence, EvidenceKind, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Inline, Stored
 from fsdpckpt.ir.invariants import problems
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.layouts import mesh_chunks, row_sharding
 from fsdpckpt.report import MARK, check_report, write_report
@@ -65,7 +58,7 @@ def sharded(shape: tuple[int, ...], ranks: int, skip: frozenset[int] = frozenset
     return Tensor(DTYPES["float32"], shape, chunks, True, "[Shard(0)]")
 
 
-def checkpoint(params: dict[str, Tensor], *, ranks: int = 4, optim: OptimState | None = None) -> Checkpoint:
+def checkpoint(params: dict[str, Tensor], *, ranks: int = 4, optim: Optimizer | None = None) -> Checkpoint:
     files = (Stored("somewhere/__0_0.distcp", 1),)
     described = Checkpoint(
         "somewhere", Layout.SHARDED, Container.DCP, "plain", ranks, files, ModelState(dict(params)), optim, {}
@@ -94,7 +87,7 @@ def hostile_page() -> str:
     params = {f"{key}.{number}": sharded((9, 3), 2) for number, key in enumerate(HOSTILE)}
     params |= {key: sharded((5, 7), 2) for key in HOSTILE}
     groups = [{"lr": 0.5, HOSTILE[0]: HOSTILE[1], "params": list(HOSTILE)}]
-    optim = OptimState({key: {HOSTILE[0]: sharded((5, 7), 2), "step": 3} for key in HOSTILE}, groups)
+    optim = Optimizer.of({key: {HOSTILE[0]: sharded((5, 7), 2), "step": 3} for key in HOSTILE}, groups)
     described = checkpoint(params, ranks=2, optim=optim)
     described.source = HOSTILE[2]
     described.evidence = tuple(Evidence(EvidenceKind.CONTAINER, line) for line in HOSTILE)
@@ -183,7 +176,7 @@ def test_a_page_of_very_many_tensors_and_ranks_stays_small() -> None:
     shapes = {n: sharded((64 * n + 3, 8), 1024) for n in range(1, 8)}
     params = {f"layers.{n // 10}.w{n}.weight": shapes[1 + n % 7] for n in range(1500)}
     many = {f"layers.{n // 10}.w{n}.weight": sharded((5, 3), 1) for n in range(20_000)}
-    odd = OptimState({"w": {f"state{n}": sharded((5, 3), 1) for n in range(3000)}}, None)
+    odd = Optimizer.of({"w": {f"state{n}": sharded((5, 3), 1) for n in range(3000)}}, None)
     for described in (
         checkpoint(params, ranks=1024),
         checkpoint(many, ranks=1),

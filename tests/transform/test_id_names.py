@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.transform import assignment
@@ -28,7 +29,7 @@ def source(groups: Sequence[Sequence[ParamKey]] | None, names: str, **more: Valu
         number: adam(*SHAPES[name]) for number, name in enumerate(names) if name != "-"
     }
     listed = [{"lr": 0.1, "params": list(group), **more} for group in groups] if groups is not None else None
-    return checkpoint(1, optim=OptimState(state, listed), layout=Layout.FULL)
+    return checkpoint(1, optim=Optimizer.of(state, listed), layout=Layout.FULL)
 
 
 def named(groups: Sequence[Sequence[str]] | None, **more: Value) -> Checkpoint:
@@ -37,7 +38,7 @@ def named(groups: Sequence[Sequence[str]] | None, **more: Value) -> Checkpoint:
         name: adam(*SHAPES[name]) for group in groups or [list("eabcnh")] for name in group
     }
     listed = [{"lr": 0.1, "params": list(group), **more} for group in groups] if groups is not None else None
-    return checkpoint(1, optim=OptimState(state, listed), layout=Layout.FULL)
+    return checkpoint(1, optim=Optimizer.of(state, listed), layout=Layout.FULL)
 
 
 def order(names: str = "eabcnh", **more: object) -> ParameterOrder:
@@ -120,13 +121,13 @@ def test_an_id_without_groups_is_a_place_in_an_explicit_list() -> None:
 def test_groups_may_number_their_ids_as_they_like() -> None:
     """A trimmed optimizer keeps the numbers it had: the places in the groups count."""
     state: dict[ParamKey, dict[str, Tensor | Value]] = {9: adam(17, 9), 4: adam(28)}
-    held = checkpoint(1, optim=OptimState(state, [{"params": [9]}, {"params": [4]}]), layout=Layout.FULL)
+    held = checkpoint(1, optim=Optimizer.of(state, [{"params": [9]}, {"params": [4]}]), layout=Layout.FULL)
     for by in (order("eb", groups=(("e",), ("b",))), order("eb")):
         assert keys(to_names(held, by)) == ["e", "b"]
 
 
 def test_an_optimizer_without_any_id_has_nothing_to_name() -> None:
-    held = checkpoint(1, optim=OptimState({}, []), layout=Layout.FULL)
+    held = checkpoint(1, optim=Optimizer.of({}, []), layout=Layout.FULL)
     assert to_names(held, order()) is held
 
 
@@ -259,7 +260,7 @@ def test_param_names_follow_ids_and_stay_where_fsdp_sorted_the_keys_only() -> No
 
 def test_wrapped_names_get_the_ids_of_the_plain_ones() -> None:
     wrapped = {f"_orig_mod.{name}": adam(*SHAPES[name]) for name in "hn"}
-    held = checkpoint(1, optim=OptimState(dict(wrapped), [{"lr": 0.1, "params": list(wrapped)}]), layout=Layout.FULL)
+    held = checkpoint(1, optim=Optimizer.of(dict(wrapped), [{"lr": 0.1, "params": list(wrapped)}]), layout=Layout.FULL)
     for by in (order("nh"), order("nh", groups=(("n", "h"),))):
         assert keys(to_ids(held, by)) == [1, 0]
     assert keys(to_ids(held, order("nh"), [order("hn", ordered=False)])) == [1, 0]
@@ -292,24 +293,26 @@ def test_a_name_listed_twice_is_an_error() -> None:
 def test_states_under_both_kinds_of_key_are_an_error_and_nothing_is_lost() -> None:
     held = source([[0, 1]], "nh")
     assert held.optim is not None
-    both = checkpoint(1, optim=OptimState({**held.optim.state, "h": adam(9)}, held.optim.param_groups))
+    both = checkpoint(1, optim=Optimizer.of({**held.optim.state, "h": adam(9)}, held.optim.param_groups))
     wrong = refused(both, order("nh"))
     assert wrong.details == ("h",)
     first, _ = held.optim.state.values()
-    without_states = checkpoint(1, optim=OptimState({0: first, "h": adam(9)}, held.optim.param_groups))
+    without_states = checkpoint(1, optim=Optimizer.of({0: first, "h": adam(9)}, held.optim.param_groups))
     assert refused(without_states, order("nh")).details == ("h",)  # not the states of id 1, which has none
-    kept = checkpoint(1, optim=OptimState({**held.optim.state, "user": adam(9)}, held.optim.param_groups))
+    kept = checkpoint(1, optim=Optimizer.of({**held.optim.state, "user": adam(9)}, held.optim.param_groups))
     assert keys(to_names(kept, order("nh"))) == ["n", "h", "user"]
     back = to_names(held, order("nh")).optim
     assert back is not None
-    numbered = checkpoint(1, optim=OptimState({**back.state, 7: {"x": 1}}, back.param_groups))
+    numbered = checkpoint(1, optim=Optimizer.of({**back.state, 7: {"x": 1}}, back.param_groups))
     assert keys(to_ids(numbered, order("nh"))) == [0, 1, 7]
 
 
 def test_a_group_without_params_stays_as_it_is() -> None:
     held = source([[0, 1]], "nh")
     assert held.optim is not None and held.optim.param_groups is not None
-    odd = checkpoint(1, optim=OptimState(held.optim.state, [*held.optim.param_groups, {"lr": 7, "param_names": ["x"]}]))
+    odd = checkpoint(
+        1, optim=Optimizer.of(held.optim.state, [*held.optim.param_groups, {"lr": 7, "param_names": ["x"]}])
+    )
     found = to_names(odd, order("nh"))
     assert found.optim is not None and found.optim.param_groups is not None
     assert found.optim.param_groups[1] == {"lr": 7, "param_names": ["x"]}

@@ -12,7 +12,8 @@ import pytest
 from fsdpckpt.converters.mesh_options import parse_mesh, parse_meshes, parse_placements
 from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
-from fsdpckpt.ir.checkpoint import ModelState, OptimState
+from fsdpckpt.ir.checkpoint import ModelState
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Shard, Sharding
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.meshes import find_resized, resized, source_meshes, whole_of
@@ -210,7 +211,7 @@ def test_states_that_were_made_are_placed_like_others_of_their_shape() -> None:
         "row": replace(whole(5), sharded=True),
     }
     model = ModelState({"w": replace(whole(5, 3), sharded=True, sharding=old), "b": whole(5)})
-    held = checkpoint(6, model=model, optim=OptimState({"w": states}, None))
+    held = checkpoint(6, model=model, optim=Optimizer.of({"w": states}, None))
     found = apply_placements(held, held, TargetMesh((new,), AsSource({TWO: new})))
     placed = {named.key: named.tensor.sharding for named in found.tensors()}
     on_new = Sharding(new, old.placements)
@@ -221,7 +222,7 @@ def test_without_a_model_the_states_of_one_shape_show_that_of_their_parameter() 
     cut = Sharding(TWO, (Shard(0), Shard(1)))
     target = TargetMesh((TWO,), Rules("p.json", (Rule("*", cut),)))
     states: dict[str, Any] = {"step": whole(), "exp_avg": replace(whole(5, 3), sharded=True)}
-    held = checkpoint(6, optim=OptimState({"w": states}, None))
+    held = checkpoint(6, optim=Optimizer.of({"w": states}, None))
     found = apply_placements(held, held, target)
     assert {named.key: named.tensor.sharding for named in found.tensors()} == {"w.step": None, "w.exp_avg": cut}
     states["row"] = replace(whole(5), sharded=True)

@@ -11,8 +11,9 @@ import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.flat.units import Settings, build_units
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
@@ -41,7 +42,7 @@ def source(
     model: bool = True,
     params: Sequence[str] = NAMES,
 ) -> Checkpoint:
-    optim = OptimState(state, [{"lr": 0.1, "params": list(group)} for group in groups])
+    optim = Optimizer.of(state, [{"lr": 0.1, "params": list(group)} for group in groups])
     held = sharded_model([param for param in PARAMS if param.name in params]) if model else None
     return checkpoint(1, model=held, optim=optim, layout=Layout.FULL)
 

@@ -8,17 +8,10 @@ from typing import Any
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
-from fsdpckpt.ir.checkpoint import (
-    UNORDERED,
-    Checkpoint,
-    Checksums,
-    Container,
-    Layout,
-    ModelState,
-    OptimState,
-)
+from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Checksums, Container, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Slices, Tensor, Whole
 from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.transform.parameter_order import (
@@ -127,7 +120,7 @@ def test_one_place_is_one_parameter_and_equal_checksums_may_be() -> None:
     ],
 )
 def test_param_names_count_if_there_is_one_for_each_key(params: list[Any], recorded: Any, expected: Any) -> None:
-    found = from_param_names(OptimState({}, [{"params": params, "param_names": recorded}]))
+    found = from_param_names(Optimizer.of({}, [{"params": params, "param_names": recorded}]))
     assert (found.names if found is not None else None) == expected
     if found is not None:
         assert (found.groups, found.in_model_order, found.authoritative) == ((expected,), False, True)
@@ -162,7 +155,7 @@ def test_a_list_is_cleaned_and_says_names_only() -> None:
 
 def test_what_states_the_order_itself_comes_first_and_what_keeps_none_last() -> None:
     params = {"module.a": tensor(3, 2), "module.b": tensor(4, at=64)}
-    optim = OptimState({0: {"m": tensor(3, 2)}}, [{"params": [0, 1], "param_names": ["module.a", "module.b"]}])
+    optim = Optimizer.of({0: {"m": tensor(3, 2)}}, [{"params": [0, 1], "param_names": ["module.a", "module.b"]}])
     source = Checkpoint(
         "it.pt", Layout.FULL, Container.TORCH, "plain", 1, (Stored("it.pt", 999),), ModelState(params), optim, {}
     )  # fmt: skip
@@ -193,7 +186,7 @@ def test_what_states_the_order_itself_comes_first_and_what_keeps_none_last() -> 
     # Names keep a prefix that the checkpoint itself has, in its model or, without one, in its optimizer.
     by_list = parameter_orders(source, **{**given, "parameters": ["module.a", "module.b"]})[1]
     assert by_list.names == ("module.a", "module.b")
-    by_name = replace(source, model=None, optim=OptimState({"module.a": {}}, None))
+    by_name = replace(source, model=None, optim=Optimizer.of({"module.a": {}}, None))
     assert parameter_orders(by_name, **{**given, "parameters": ["module.a"]})[0].names == ("module.a",)
     assert parameter_orders(bare, **{**given, "parameters": ["module.a"]})[0].names == ("a",)
 
@@ -221,13 +214,13 @@ def test_module_prefix_reaches_every_set_of_names() -> None:
 # The groups of a reference whose optimizer is keyed by name.
 
 
-def optimizer(groups: list[list[Any]], *shapes: tuple[int, ...]) -> OptimState:
+def optimizer(groups: list[list[Any]], *shapes: tuple[int, ...]) -> Optimizer:
     keys = [key for group in groups for key in group]
     moments = {key: {"exp_avg": tensor(*(shapes or ((3,),) * len(keys))[at])} for at, key in enumerate(keys)}
-    return OptimState(moments, [{"lr": 0.1, "params": list(group)} for group in groups], {})
+    return Optimizer.of(moments, [{"lr": 0.1, "params": list(group)} for group in groups], {})
 
 
-def file_of(optim: OptimState, model: list[str] | None = None, source: str = "it.pt") -> Checkpoint:
+def file_of(optim: Optimizer, model: list[str] | None = None, source: str = "it.pt") -> Checkpoint:
     section = None if model is None else ModelState({name: tensor(3, at=64 * at) for at, name in enumerate(model)})
     return Checkpoint(
         source, Layout.FULL, Container.TORCH, "plain", 1, (Stored(source, 9999),), section, optim, {}

@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.tensors import Chunks, Slices, Tensor, Whole
 from fsdpckpt.transform.assignment import in_any_order, in_order
 from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_param_names
 from fsdpckpt.transform.rekey import to_ids, to_names
+from tests.ir.optimizers import with_entry, with_setting
 
 SHAPES = {"e": (17, 9), "a": (28, 9), "b": (28,), "c": (9, 28), "n": (9,), "h": (9,)}
 
@@ -35,7 +37,7 @@ def _checkpoint(groups: list[list[int | str]] | None, shapes: dict[int | str, tu
     listed = None if groups is None else [{"lr": 0.1 * n, "params": keys} for n, keys in enumerate(groups)]
     return Checkpoint(
         source="SRC", layout=Layout.FULL, container=Container.TORCH, flavor="plain", world_size=1, files=(),
-        model=None, optim=OptimState(state, listed), extra={},
+        model=None, optim=Optimizer.of(state, listed), extra={},
     )  # fmt: skip
 
 
@@ -117,7 +119,8 @@ def test_a_parameter_known_to_be_frozen_settles_it() -> None:
 
 def test_states_of_no_or_other_shapes_say_nothing_but_the_count_does() -> None:
     source = _checkpoint([[0, 1, 2, 3, 4, 5]], {})
-    source.optim.state = {0: {"step": _tensor()}, 3: {"exp_avg": _tensor(5, slices=True)}, 4: {"note": "x"}}
+    state = {0: {"step": _tensor()}, 3: {"exp_avg": _tensor(5, slices=True)}, 4: {"note": "x"}}
+    source.optim = source.optim.with_state(state)
     assert _groups(to_names(source, _order())) == [list("eabcnh")]
 
 
@@ -162,7 +165,7 @@ def test_a_state_that_no_group_lists_and_an_id_listed_twice_are_errors() -> None
 
 def test_entries_a_user_put_into_state_survive_both_ways() -> None:
     source = _checkpoint([[0, 1]], {0: (17, 9), 1: (28, 9)})
-    source.optim.state["mine"] = {"seen": 5}
+    source.optim = with_entry(source.optim, "mine", {"seen": 5})
     named = to_names(source, _order("ea"))
     assert list(named.optim.state) == ["e", "a", "mine"] and named.optim.state["mine"] == {"seen": 5}
     again = to_ids(named, _order("ea"))
@@ -171,7 +174,7 @@ def test_entries_a_user_put_into_state_survive_both_ways() -> None:
 
 def test_names_get_ids_group_by_group_in_the_order_in_which_the_groups_list_them() -> None:
     named = _checkpoint([["h", "b", "n"], ["c", "e", "a"]], {name: SHAPES[name] for name in "hnbeca"})
-    named.optim.param_groups[0]["param_names"] = ["m.h", "m.b", "m.n"]
+    named.optim = with_setting(named.optim, 0, param_names=["m.h", "m.b", "m.n"])
     found = to_ids(named, _order())
     assert _groups(found) == [[0, 1, 2], [3, 4, 5]]
     assert {
@@ -185,7 +188,7 @@ def test_names_get_ids_group_by_group_in_the_order_in_which_the_groups_list_them
 
 def test_names_that_were_sorted_get_ids_in_the_order_of_the_model_and_a_warning() -> None:
     named = _checkpoint([["b", "h", "n"], ["a", "c", "e"]], {name: SHAPES[name] for name in "hbncea"})
-    named.optim.param_groups[0]["param_names"] = ["m.b", "m.h", "m.n"]
+    named.optim = with_setting(named.optim, 0, param_names=["m.b", "m.h", "m.n"])
     found = to_ids(named, _order())
     assert [states is named.optim.state[name] for _, states, name in _numbered(found, "bnheac")] == [True] * 6
     assert found.optim.param_groups[0]["param_names"] == ["m.b", "m.n", "m.h"]
@@ -253,7 +256,7 @@ def test_rebuilt_groups_get_ids_only_where_a_lost_group_would_not_matter() -> No
     named.notes = (Note("groups-rebuilt", "1 param groups rebuilt"),)
     with pytest.raises(NeedsInformationError, match="a different order"):
         to_ids(named, _order())
-    named.optim.param_groups[0]["params"] = ["e", "a"]
+    named.optim = with_setting(named.optim, 0, params=["e", "a"])
     assert _groups(to_ids(named, _order())) == [[0, 1]]
 
 
@@ -286,9 +289,9 @@ def test_a_list_of_names_takes_its_shapes_from_the_further_sources() -> None:
 
 def test_param_names_of_one_group_contradict_the_order() -> None:
     source = _checkpoint([[0], [1]], {0: (17, 9), 1: (28, 9)})
-    source.optim.param_groups[1]["param_names"] = ["_orig_mod.a"]
+    source.optim = with_setting(source.optim, 1, param_names=["_orig_mod.a"])
     assert _groups(to_names(source, _order("ea"))) == [["e"], ["a"]]
-    source.optim.param_groups[1]["param_names"] = ["_orig_mod.x"]
+    source.optim = with_setting(source.optim, 1, param_names=["_orig_mod.x"])
     with pytest.raises(SourceCorruptError, match="param_names"):
         to_names(source, _order("ea"))
 
@@ -314,7 +317,7 @@ def test_param_names_of_one_group_contradict_the_order() -> None:
 def test_what_states_say_about_the_shape_of_their_parameter(
     shape: tuple[int, ...], states: dict[str, tuple[int, ...]], fit: bool
 ) -> None:
-    optim = OptimState({0: {name: _tensor(*size) for name, size in states.items()}}, None)
+    optim = Optimizer.of({0: {name: _tensor(*size) for name, size in states.items()}}, None)
     assert fits(shape, ShownShapes(optim).of(0)) is fit
 
 
@@ -386,5 +389,5 @@ def test_names_in_the_groups_count_only_if_every_key_has_its_own(
 ) -> None:
     keys = [[0, 1], [2]] if any(recorded) else [[], []]
     groups = [{"params": own, "param_names": of} for own, of in zip(keys, recorded, strict=True)]
-    found = from_param_names(OptimState({key: _adam(SHAPES["b"]) for own in keys for key in own}, groups))
+    found = from_param_names(Optimizer.of({key: _adam(SHAPES["b"]) for own in keys for key in own}, groups))
     assert (found.names if found is not None else None) == names

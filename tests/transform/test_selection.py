@@ -9,8 +9,9 @@ import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
 from fsdpckpt.ir import SectionName
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, OptimState, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, Section
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import undetermined
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.transform.selection import choose_section, rename, select_keys, select_section, with_own_tensors
@@ -27,7 +28,7 @@ def _checkpoint(*, ids: bool = False, sharded: bool | None = None) -> Checkpoint
     params = {name: _tensor(*shapes[i], sharded=sharded, offset=100 * i) for i, name in enumerate(names)}
     params["net.running"] = _tensor(7, offset=900)
     keys = list(range(3)) if ids else names
-    optim = OptimState(
+    optim = Optimizer.of(
         state={key: {"exp_avg": _tensor(*shapes[i]), "step": _tensor()} for i, key in enumerate(keys)},
         param_groups=[
             {"lr": 0.1, "params": keys[:2], "param_names": names[:2]},

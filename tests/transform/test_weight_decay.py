@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.transform.weight_decay import STANDARD, list_parameters, note_one_group
@@ -36,7 +37,7 @@ def megatron(
     state: dict[ParamKey, dict[str, Tensor | Value]] = {
         name: {"step": whole(), "exp_avg": whole(*shape)} for name, shape in shapes.items()
     }
-    optim = OptimState(state, [dict(group) for group in groups], dict(extra))
+    optim = Optimizer.of(state, [dict(group) for group in groups], dict(extra))
     return replace(checkpoint(1, optim=optim, layout=Layout.FULL), flavor="megatron")
 
 
@@ -47,7 +48,7 @@ def listed(source: Checkpoint) -> list[Value]:
 
 def one_group(keys: Sequence[ParamKey], **settings: Value) -> Checkpoint:
     state: dict[ParamKey, dict[str, Tensor | Value]] = {key: {"exp_avg": whole(5, 3)} for key in keys}
-    return checkpoint(1, optim=OptimState(state, [{**settings, "params": list(keys)}]), layout=Layout.FULL)
+    return checkpoint(1, optim=Optimizer.of(state, [{**settings, "params": list(keys)}]), layout=Layout.FULL)
 
 
 def test_the_note_lists_the_parameters_without_weight_decay_in_the_order_of_the_groups() -> None:
@@ -55,7 +56,7 @@ def test_the_note_lists_the_parameters_without_weight_decay_in_the_order_of_the_
     state: dict[ParamKey, dict[str, Tensor | Value]] = {
         name: {"exp_avg": whole(5, 3) if name.endswith("weight") else whole(5)} for name in names
     }
-    optim = OptimState(state, [{"lr": 0.1, "weight_decay": 0.5, "params": list(names)}])
+    optim = Optimizer.of(state, [{"lr": 0.1, "weight_decay": 0.5, "params": list(names)}])
     result = list_parameters(checkpoint(1, optim=optim, layout=Layout.FULL), [STANDARD])
     assert listed(result) == [names[::2], names[1::2]]
     assert result.notes[-1].keys == tuple(names[1::2])
@@ -158,7 +159,7 @@ def test_groups_that_list_their_parameters_need_no_rule() -> None:
     assert source.optim is not None and source.optim.param_groups is not None
     assert list_parameters(source, []) is source
     assert list_parameters(checkpoint(1, model=ModelState({}), layout=Layout.FULL), []).optim is None
-    two = replace(source, optim=OptimState(source.optim.state, [{"params": ["a"]}, {"params": ["b"]}]))
+    two = replace(source, optim=Optimizer.of(source.optim.state, [{"params": ["a"]}, {"params": ["b"]}]))
     with pytest.raises(UsageError, match="has neither"):
         list_parameters(two, [STANDARD])
     assert list_parameters(replace(megatron(), flavor="plain"), []).notes == ()  # another producer's own

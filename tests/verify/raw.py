@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES, DType, numpy_dtype
 from fsdpckpt.ir.files import Stored
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Tensor, Whole, contiguous_stride
 from fsdpckpt.ir.values import Key, Value
 
@@ -69,7 +70,7 @@ class Raw:
     def checkpoint(
         self,
         model: Mapping[str, Tensor | Value] | None = None,
-        optim: OptimState | None = None,
+        optim: Optimizer | None = None,
         extra: Mapping[Key, Value] | None = None,
         rank_extra: Sequence[dict[Key, Value]] = (),
     ) -> Checkpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, OptimState, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Section
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.compare import compare, only_section
 from fsdpckpt.verify.difference import Difference
 from fsdpckpt.verify.elements import Tolerance
+from tests.ir.optimizers import with_setting, without_entry
 from tests.verify.raw import Raw, numbers, random_array, rows
 
 
@@ -117,7 +120,7 @@ def test_integers_are_compared_exactly(tmp_path: Path, dtype: str, a: list[int],
 def test_keys_with_the_same_dotted_text_are_different_keys(tmp_path: Path) -> None:
     def extras(number: int) -> Checkpoint:
         extra = {0: number, "0": 2, "a.b": number, "a": {"b": 2}}
-        optim = OptimState({}, [{"params": [], "settings": {0: number, "0": 2}}], {"c.d": number, "c": {"d": 2}})
+        optim = Optimizer.of({}, [{"params": [], "settings": {0: number, "0": 2}}], {"c.d": number, "c": {"d": 2}})
         return Raw(tmp_path / str(number), 1).checkpoint(None, optim, extra, [{"e.f": number, "e": {"f": 2}}])
 
     result = difference(extras(1), extras(5))
@@ -171,7 +174,7 @@ def optimizer(directory: Path, keys: list[int | str], groups: list[list[int | st
         for key in keys
     }
     param_groups = [{"lr": 0.1, "betas": (0.9, 0.95), **hyper, "params": list(group)} for group in groups]
-    return raw.checkpoint(optim=OptimState(state, param_groups))
+    return raw.checkpoint(optim=Optimizer.of(state, param_groups))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +207,7 @@ def test_ids_are_matched_in_the_models_order_where_the_groups_list_names_in_anot
     names = optimizer(tmp_path / "names", ["a", "b", "c"], [["a", "b", "c"]])
     assert names.optim is not None
     assert names.optim.param_groups is not None
-    names.optim.param_groups[0]["params"] = ["c", "a", "b"]
+    names.optim = with_setting(names.optim, 0, params=["c", "a", "b"])
     with pytest.raises(NeedsInformationError):
         difference(names, ids)
     ids.model = ModelState(dict.fromkeys("abc"))  # its names, in the order that ids count in
@@ -226,9 +229,9 @@ def test_ids_are_matched_in_the_order_in_which_both_sides_have_states_of_the_sam
     assert names.optim is not None
     assert names.optim.param_groups is not None
     for frozen_id, frozen_name in ((1, "a"), (2, "b")):
-        ids.optim.state.pop(frozen_id)
-        names.optim.state.pop(frozen_name)
-    names.optim.param_groups[0]["params"] = ["a", "b", "c"]
+        ids.optim = without_entry(ids.optim, frozen_id)
+        names.optim = without_entry(names.optim, frozen_name)
+    names.optim = with_setting(names.optim, 0, params=["a", "b", "c"])
     result = difference(*(only_section(one, Section.OPTIM) if one is names else one for one in (ids, names)))
     assert [entry for entry in result.entries if entry.section is Section.OPTIM and entry.sigil != "="] == []
 
@@ -244,7 +247,7 @@ def test_an_order_that_does_not_fit_is_refused_never_guessed(
     right = optimizer(tmp_path / "names", ["c", "a", "b"], [["c", "a"], ["b"]])
     assert right.optim is not None
     assert right.optim.param_groups is not None
-    right.optim.param_groups[:] = [{"params": list(group)} for group in groups]
+    right.optim = right.optim.with_groups([{"params": list(group)} for group in groups])
     with pytest.raises(NeedsInformationError) as raised:
         difference(ids, right)
     assert why in raised.value.what
@@ -254,7 +257,7 @@ def test_an_order_that_does_not_fit_is_refused_never_guessed(
 def test_without_groups_ids_and_names_cannot_be_matched(tmp_path: Path) -> None:
     ids, names = optimizer(tmp_path / "a", [0], [[0]]), optimizer(tmp_path / "b", ["w"], [["w"]])
     assert names.optim is not None
-    names.optim.param_groups = None
+    names.optim = replace(names.optim, groups=None)
     with pytest.raises(NeedsInformationError, match="no param groups"):
         difference(ids, names)
     assert difference(only_section(ids, Section.MODEL), only_section(names, Section.MODEL)).same
@@ -272,7 +275,7 @@ def test_hyper_parameters_are_compared_in_type_and_value(tmp_path: Path) -> None
     right = optimizer(tmp_path / "b", ["w"], [["w"]], fused=False, eps=1e-8, nan=float("nan"))
     assert right.optim is not None
     assert right.optim.param_groups is not None
-    right.optim.param_groups[0]["betas"] = [0.9, 0.95]
+    right.optim = with_setting(right.optim, 0, betas=[0.9, 0.95])
     assert changed(difference(left, right)) == {
         "param_groups.0.betas": ("*", "(0.9, 0.95) vs [0.9, 0.95]"),
         "param_groups.0.fused": ("*", "None vs False"),
@@ -289,7 +292,7 @@ def test_keys_of_dicts_in_groups_that_became_text_are_no_difference(tmp_path: Pa
 def test_a_tensor_learning_rate_is_compared_as_a_tensor(tmp_path: Path) -> None:
     def made(name: str, rate: float) -> Checkpoint:
         raw = Raw(tmp_path / name, 1)
-        return raw.checkpoint(optim=OptimState({}, [{"lr": raw.put(np.float32(rate)), "params": ["w"]}]))
+        return raw.checkpoint(optim=Optimizer.of({}, [{"lr": raw.put(np.float32(rate)), "params": ["w"]}]))
 
     assert difference(made("a", 0.5), made("b", 0.5)).same
     assert changed(difference(made("c", 0.5), made("d", 0.25))).keys() == {"param_groups.0.lr"}
@@ -305,7 +308,7 @@ def test_extras_of_each_rank_are_compared_by_rank(tmp_path: Path) -> None:
 def test_weights_for_hugging_face_have_no_optimizer_no_extras_and_tied_weights_once(tmp_path: Path) -> None:
     embed, other = random_array(11, (5, 3)), random_array(12, (5, 3))
     raw, exported = Raw(tmp_path / "a", 1), Raw(tmp_path / "b", 1)
-    optim = OptimState({"embed": {"exp_avg": raw.put(embed)}}, [{"lr": 0.1, "params": ["embed"]}])
+    optim = Optimizer.of({"embed": {"exp_avg": raw.put(embed)}}, [{"lr": 0.1, "params": ["embed"]}])
     left = raw.checkpoint({"embed": raw.put(embed), "head": raw.put(embed)}, optim, {"epoch": 3})
     right = exported.checkpoint({"embed": exported.put(embed)})
     assert not difference(left, right).same

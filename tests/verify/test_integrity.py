@@ -17,8 +17,9 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, OptimState, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Section
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.report.page import page
 from fsdpckpt.storage.sources import Sources
@@ -50,7 +51,7 @@ class Whole:
             "buffer": self.raw.put(self.buffer, [((0,), (4,))] * 3),
         }
         self.steps = {key: self.raw.put(np.float32(5)) for key in "abc"}
-        self.optim = OptimState(
+        self.optim = Optimizer.of(
             {
                 key: {"step": step, "exp_avg": self.raw.put(numbers(n, (3, 2)), rows((3, 2), 3))}
                 for n, (key, step) in enumerate(self.steps.items())
@@ -216,7 +217,7 @@ def test_steps_that_disagree_are_listed_by_group(tmp_path: Path) -> None:
     (problem,) = verified(whole.checkpoint()).problems
     assert (problem.kind, problem.key) == ("step", "b.step")
     assert "5 for 2 (a, c); 6 for 1 (b)" in problem.message
-    whole.optim.param_groups = [{"params": ["a", "c"]}, {"params": ["b"]}]
+    whole.optim = whole.optim.with_groups([{"params": ["a", "c"]}, {"params": ["b"]}])
     assert kinds(whole.checkpoint()) == []
 
 
@@ -318,7 +319,7 @@ def with_mask(directory: Path, keys: tuple[str | int, ...], *, sharded: bool | N
     model = {name: replace(raw.put(bad), sharded=sharded) for name in ("a.weight", "frozen.weight")}
     model["mask"] = replace(raw.put(bad), sharded=None if sharded is None else False)
     state = {key: {"exp_avg": raw.put(bad)} for key in keys}
-    return raw.checkpoint(model, OptimState(dict(state), [{"params": list(keys)}]) if keys else None)
+    return raw.checkpoint(model, Optimizer.of(dict(state), [{"params": list(keys)}]) if keys else None)
 
 
 def test_buffers_are_searched_for_nan_only_when_they_are_named(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Tensor
 
 
@@ -90,7 +91,7 @@ def _dtype(tensor: torch.Tensor) -> DType:
 
 def checkpoint(
     model: dict[str, Any] | None = None,
-    optim: OptimState | None = None,
+    optim: Optimizer | None = None,
     extra: dict[Any, Any] | None = None,
     **more: Any,
 ) -> Checkpoint:
@@ -142,5 +143,5 @@ class Trained:
             {"params": keys[:2], "lr": 0.003, "betas": (0.9, 0.95), "foreach": None},
             {"params": keys[2:], "lr": 0.1, "betas": (0.8, 0.99), "foreach": True},
         ]
-        optim = OptimState(state, [dict(group) for group in self.groups])
+        optim = Optimizer.of(state, [dict(group) for group in self.groups])
         self.checkpoint = checkpoint(params, optim, {"epoch": 7}, world_size=ranks or 1)

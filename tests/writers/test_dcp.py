@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.dcp import lay_out
 from tests.materialise import materialise
@@ -225,7 +225,7 @@ def trained_toy():
     }
     groups = [{**group, "params": [names[key] for key in group["params"]]} for group in states["param_groups"]]
     weights = {name: raw.whole(weight, sharded=name != "seen") for name, weight in model.state_dict().items()}
-    return model, optimizer, raw, checkpoint(weights, OptimState(state, groups))
+    return model, optimizer, raw, checkpoint(weights, Optimizer.of(state, groups))
 
 
 @pytest.mark.parametrize("written_for", [1, 2, 5])
@@ -267,7 +267,7 @@ def test_values_nest_as_dcp_nests_them_and_what_vanishes_is_noted(tmp_path):
         "gone": {},
         5: "int key",
     }
-    optim = OptimState(
+    optim = Optimizer.of(
         {0: {"step": 3, "m": raw.whole(tensor), "hook": None}}, [{"params": [0], "lr": raw.whole(torch.tensor(0.5))}]
     )
     ckpt = checkpoint(optim=optim, extra=extra)

@@ -17,7 +17,8 @@ from torch.distributed._shard import load_with_process_group
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 
 from fsdpckpt.errors import UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Shard, StridedShard
 from fsdpckpt.layouts import as_fully_shard
 from fsdpckpt.options import TensorForm
@@ -67,7 +68,7 @@ def source_of(case: MeshCase, odd: int) -> tuple[Raw, Checkpoint]:
         for name, value in whole.named_parameters()
     }
     groups: list[dict[Any, Any]] = [{"params": list(state), "lr": 0.1, "betas": (0.9, 0.99)}]
-    return raw, checkpoint(model, OptimState(state, groups))  # type: ignore[arg-type]
+    return raw, checkpoint(model, Optimizer.of(state, groups))  # type: ignore[arg-type]
 
 
 def spec_of(case: MeshCase) -> WriteSpec:

@@ -9,8 +9,8 @@ import safetensors.torch
 import torch
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.safetensors import lay_out
 from tests.materialise import materialise
@@ -161,7 +161,7 @@ def test_tied_weights_are_stored_once_under_their_first_name(tmp_path):
 def test_what_is_no_tensor_is_in_the_document_and_tensors_in_values_have_keys(tmp_path):
     raw = Raw()
     lr, rng = torch.tensor(0.5), torch.arange(5, dtype=torch.uint8)
-    optim = OptimState({"w": {"step": 3, "none": None}}, [{"params": ["w"], "lr": raw.whole(lr)}], {"user": 1})
+    optim = Optimizer.of({"w": {"step": 3, "none": None}}, [{"params": ["w"], "lr": raw.whole(lr)}], {"user": 1})
     model = {"w": raw.whole(torch.randn(2)), "w._extra_state": {"scale": 2.0}}
     extra = {"rng": (raw.whole(rng),), 3: "int key"}
     path, _ = written(tmp_path, checkpoint(model, optim, extra), raw)
@@ -176,7 +176,7 @@ def test_what_is_no_tensor_is_in_the_document_and_tensors_in_values_have_keys(tm
 
 def test_states_whose_dotted_keys_become_equal_are_refused():
     raw = Raw()
-    optim = OptimState({"a": {"b.c": raw.whole(torch.randn(2))}, "a.b": {"c": raw.whole(torch.randn(2))}}, None)
+    optim = Optimizer.of({"a": {"b.c": raw.whole(torch.randn(2))}, "a.b": {"c": raw.whole(torch.randn(2))}}, None)
     with pytest.raises(SourceUnsupportedError) as caught:
         lay_out(checkpoint(optim=optim), WriteSpec(max_shard_size=100, single_file=True))
     assert caught.value.details == ("state.a.b.c",)

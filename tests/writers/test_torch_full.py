@@ -6,8 +6,8 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.torch_full import lay_out
@@ -55,7 +55,7 @@ def test_torch_itself_takes_both_parts(tmp_path):
     states = optimizer.state_dict()
     ckpt = checkpoint(
         OrderedDict((name, raw.whole(weight)) for name, weight in weights.items()),
-        OptimState(
+        Optimizer.of(
             {key: {name: raw.whole(state) for name, state in entry.items()} for key, entry in states["state"].items()},
             states["param_groups"],
         ),
@@ -140,7 +140,7 @@ def test_optimizer_views_of_one_large_buffer_become_compact(tmp_path):
     base = torch.randn(1000)
     raw = Raw()
     a, b = raw.views(base[3:13].view(2, 5), base[500:505])
-    loaded, target = written(tmp_path, checkpoint(optim=OptimState({0: {"m": a, "v": b}}, None)), raw)
+    loaded, target = written(tmp_path, checkpoint(optim=Optimizer.of({0: {"m": a, "v": b}}, None)), raw)
     state = loaded["optimizer"]["state"][0]
     assert same(state["m"], base[3:13].view(2, 5)) and same(state["v"], base[500:505])
     assert sum(write_item.nbytes for write_item in target.files[0].write_items) == 60
@@ -184,7 +184,7 @@ def test_one_section_alone_is_its_own_dict_when_bare(tmp_path):
     weight = torch.randn(3, 2)
     loaded, _ = written(tmp_path, checkpoint({"w": raw.whole(weight)}), raw, bare=True)
     assert list(loaded) == ["w"] and same(loaded["w"], weight)
-    optim = OptimState({}, [{"params": [0], "lr": 0.1}], {"user": "entry"})
+    optim = Optimizer.of({}, [{"params": [0], "lr": 0.1}], {"user": "entry"})
     loaded, _ = written(tmp_path, checkpoint(optim=optim), raw, bare=True)
     assert loaded == {"state": {}, "param_groups": [{"params": [0], "lr": 0.1}], "user": "entry"}
     loaded, _ = written(tmp_path, checkpoint({"w": raw.whole(weight)}, extra={"epoch": 1}), raw, bare=True)
@@ -194,7 +194,7 @@ def test_one_section_alone_is_its_own_dict_when_bare(tmp_path):
 def test_values_that_are_no_tensor_survive_with_their_types(tmp_path):
     raw = Raw()
     lr = torch.tensor(0.25)
-    optim = OptimState(
+    optim = Optimizer.of(
         {0: {"step": 3, "name": "x", "none": None, "flag": True, "list": [1, 2.5]}, 1: {}},
         [{"params": [1, 0], "lr": raw.whole(lr), "betas": (0.9, 0.99), "big": 2**80}, {"params": [], "lr": 1}],
     )

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdpckpt
 from fsdpckpt.errors import UsageError
-from fsdpckpt.ir.checkpoint import OptimState
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.options import TensorForm
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.torch_ranks import RankFiles, lay_out
@@ -119,7 +119,7 @@ def test_fsdp2_takes_its_rank_file_and_holds_what_it_held_before(tmp_path, rank,
     moments = {n: torch.randn(weight.shape) for n, weight in whole.named_parameters()}
     ckpt = checkpoint(
         OrderedDict((name, raw.whole(weight, sharded=name != "seen")) for name, weight in weights.items()),
-        OptimState(
+        Optimizer.of(
             {
                 number: {
                     "step": raw.whole(torch.tensor(5.0)),

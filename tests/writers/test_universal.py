@@ -13,7 +13,8 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.values import Global
 from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.universal import lay_out
@@ -129,7 +130,7 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     raw = Raw()
     weight, tied = raw.views(*[torch.randn(3, 5)] * 2)
     moments = {"step": 3.0, "exp_avg": raw.whole(torch.randn(3, 5)), "exp_avg_sq": raw.whole(torch.randn(3, 5))}
-    optim = OptimState({"embed": moments}, [{"lr": 0.1, "params": ["embed"]}])
+    optim = Optimizer.of({"embed": moments}, [{"lr": 0.1, "params": ["embed"]}])
     source = replace(
         Trained(seed=1).checkpoint, model=ModelState({"head": tied, "embed": weight}), optim=optim, extra={}
     )
@@ -165,15 +166,15 @@ def changed(**more: Any) -> Checkpoint:
     return replace(checkpoint, **{key: change(checkpoint) for key, change in more.items()})
 
 
-def without_first_state(checkpoint: Checkpoint) -> OptimState:
+def without_first_state(checkpoint: Checkpoint) -> Optimizer:
     assert checkpoint.optim is not None
-    return replace(checkpoint.optim, state=dict(list(checkpoint.optim.state.items())[1:]))
+    return checkpoint.optim.with_state(dict(list(checkpoint.optim.state.items())[1:]))
 
 
-def with_scalar(checkpoint: Checkpoint) -> OptimState:
+def with_scalar(checkpoint: Checkpoint) -> Optimizer:
     assert checkpoint.optim is not None
     state = {key: {**entry, "d": 0.5} for key, entry in checkpoint.optim.state.items()}
-    return replace(checkpoint.optim, state=state)
+    return checkpoint.optim.with_state(state)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def with_scalar(checkpoint: Checkpoint) -> OptimState:
         ({"optim": without_first_state}, NeedsInformationError, "1 parameter has no optimizer state: emb.weight"),
         ({"optim": with_scalar}, SourceUnsupportedError, "not have its parameter's shape: emb.weight.d"),
         ({"model": lambda _: None}, NeedsInformationError, "lacks 5 parameters of the optimizer: emb.weight"),
-        ({"optim": lambda one: replace(one.optim, param_groups=None)}, NeedsInformationError, "which param group"),
+        ({"optim": lambda one: replace(one.optim, groups=None)}, NeedsInformationError, "which param group"),
     ],
 )
 def test_what_deepspeed_could_not_load_is_refused(change: Any, error: type[Exception], words: str) -> None:
@@ -200,12 +201,10 @@ def test_names_that_are_no_directories_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("state", ["fp32", "x" * 253, "a/b", "", "lone \ud800"])
 def test_states_that_cannot_have_a_file_beside_the_weight_are_refused(state: str) -> None:
-    def named(checkpoint: Checkpoint) -> OptimState:
+    def named(checkpoint: Checkpoint) -> Optimizer:
         assert checkpoint.optim is not None
         states = checkpoint.optim.state
-        return replace(
-            checkpoint.optim, state={key: {**entry, state: entry["exp_avg"]} for key, entry in states.items()}
-        )
+        return checkpoint.optim.with_state({key: {**entry, state: entry["exp_avg"]} for key, entry in states.items()})
 
     with pytest.raises(SourceUnsupportedError, match="5 optimizer states have an unusable name") as caught:
         lay_out(changed(optim=named), WriteSpec())
@@ -216,7 +215,7 @@ def test_a_state_with_the_longest_name_that_a_file_can_have_is_written(tmp_path:
     trained = Trained(seed=1)
     assert trained.checkpoint.optim is not None
     state = {key: {**entry, "x" * 252: entry["exp_avg"]} for key, entry in trained.checkpoint.optim.state.items()}
-    source = replace(trained.checkpoint, optim=replace(trained.checkpoint.optim, state=state))
+    source = replace(trained.checkpoint, optim=trained.checkpoint.optim.with_state(state))
     materialise(lay_out(source, WriteSpec()), trained.raw.files, str(tmp_path / "out"))
 
 

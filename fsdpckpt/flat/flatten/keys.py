@@ -10,8 +10,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note, ParamKey, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note
 from fsdpckpt.ir.names import FSDP_WRAPPER
+from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Group, Optimizer, ParamKey
 from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.text import plural
@@ -42,9 +43,10 @@ class FlatKeys:
 
 def flat_keys(checkpoint: Checkpoint, units: Units, key_type: KeyType) -> FlatKeys:
     """The keys of ``checkpoint``'s optimizer (keyed by name) in a flattened target of ``units``, which match it."""
-    groups = checkpoint.optim.param_groups if checkpoint.optim is not None else None
+    optim = checkpoint.optim
+    groups = optim.groups if optim is not None else None
     order: Groups = units.groups if units.groups is not None else (units.optimizer_keys(),)
-    absent = _absent_unmanaged(groups, units)
+    absent = _absent_unmanaged(optim, units)
     prefixes = frozenset(unit.prefix for unit in units.units)
 
     def rank_keys(order: Groups) -> RankKeys:
@@ -66,15 +68,15 @@ def flat_keys(checkpoint: Checkpoint, units: Units, key_type: KeyType) -> FlatKe
     return FlatKeys(rank_keys(order), by_rank, notes)
 
 
-def _absent_unmanaged(groups: Sequence[Mapping[Key, Value]] | None, units: Units) -> frozenset[str]:
+def _absent_unmanaged(optim: Optimizer | None, units: Units) -> frozenset[str]:
     """The unmanaged parameters in the optimizer that the checkpoint does not contain.
 
     FSDP leaves them out (``_flatten_optim_state_dict``), as another part of the job may load them; without their entry
     ``Optimizer.load_state_dict`` refuses the group.
     """
-    if groups is None:
+    if optim is None or optim.groups is None:
         return frozenset()
-    listed = {key for group in groups for key in group_params(group) or ()}
+    listed = set(optim.grouped_keys())
     unmanaged = {param.name for param in units.unmanaged}
     return frozenset(key for group in units.groups or () for key in group if key in unmanaged and key not in listed)
 
@@ -88,15 +90,15 @@ def _numbered(order: Iterable[Sequence[str]], key_type: KeyType, prefixes: Colle
 
 
 def _group(
-    group: Mapping[Key, Value], names: Sequence[str], keys: Mapping[str, ParamKey], prefixes: frozenset[str]
+    group: Group, names: Sequence[str], keys: Mapping[str, ParamKey], prefixes: frozenset[str]
 ) -> dict[Key, Value]:
-    written = dict(group)
-    if "params" in group:
+    written = dict(group.settings)
+    if PARAMS in written:
         # In the order of the ids even if names are listed: ``Optimizer.load_state_dict`` matches by position.
-        written["params"] = [keys[name] for name in names]
-        if "param_names" in group:
+        written[PARAMS] = [keys[name] for name in names]
+        if PARAM_NAMES in written:
             # As in the wrapped model's named_parameters(): ``Optimizer.load_state_dict`` copies them unchecked.
-            written["param_names"] = [wrapped_name(name, prefixes) for name in names]
+            written[PARAM_NAMES] = [wrapped_name(name, prefixes) for name in names]
     return written
 
 

@@ -18,8 +18,9 @@ from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.flat.blocks import Quantized, require_aligned_slices
 from fsdpckpt.flat.flatten.keys import FlatKeys
 from fsdpckpt.flat.flatten.pickle import UnitState, in_memory_order
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, OptimState, ParamKey, stored_entry
+from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey, stored_entry
 from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.tensors import Flattened, Slices, Tensor
 from fsdpckpt.ir.units import Unit, UnitParam, Units
@@ -95,7 +96,7 @@ class FlatOptimizer:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        optim: OptimState,
+        optim: Optimizer,
         *,
         units: Units,
         placed: Sequence[PlacedUnit],
@@ -250,7 +251,7 @@ def require_equal_states(checkpoint: Checkpoint, units: Units, sources: Sources)
         )
 
 
-def _disagreements(unit: Unit, optim: OptimState, checkpoint: Checkpoint, sources: Sources) -> Iterator[str]:
+def _disagreements(unit: Unit, optim: Optimizer, checkpoint: Checkpoint, sources: Sources) -> Iterator[str]:
     params = [param for param in deciding_params(unit) if optim.state.get(param.name)]
     entries = [optim.state[param.name] for param in params]
     parts = {name for entry in entries for name in (*scales_in(entry), *maps_in(entry))}

@@ -22,9 +22,10 @@ import numpy as np
 from fsdpckpt.flat.names import NamedParam, ParameterNames, UnitPrefixes, raw_names
 from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, possible_numels, slice_lengths
 from fsdpckpt.flat.units.build import Settings, build_units, innermost_unit
-from fsdpckpt.ir.checkpoint import Checkpoint, OptimState, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Units
 from fsdpckpt.layouts.flattened import is_flat_key, place_units
@@ -294,11 +295,11 @@ def group_candidates(checkpoint: Checkpoint, units: Units) -> list[Groups | None
     It does not if the states are whole (of one rank, with ``use_orig_params=True``): their shapes are compared here.
     """
     optim = checkpoint.optim
-    if optim is None or units.groups is not None or optim.key_type != "id" or not optim.param_groups:
+    if optim is None or units.groups is not None or optim.key_type != "id" or not optim.groups:
         return [None]
-    ids = [[key for key in group_params(group) or () if isinstance(key, int)] for group in optim.param_groups]
+    ids = [[key for key in keys if isinstance(key, int)] for keys in optim.in_groups()]
     keys = units.optimizer_keys()
-    if all(group.get("param_names") for group in optim.param_groups):
+    if all(group.names() for group in optim.groups):
         return [None]
     listed = sum(map(len, ids))
     sliced = is_sliced(checkpoint, units)
@@ -322,7 +323,7 @@ def group_candidates(checkpoint: Checkpoint, units: Units) -> list[Groups | None
     return groups or ([None] if sliced else [])
 
 
-def _tokens(optim: OptimState, world_size: int) -> dict[int, _Token]:
+def _tokens(optim: Optimizer, world_size: int) -> dict[int, _Token]:
     """For each id, from its first state with elements: the lengths by rank, or the shape of a whole tensor."""
     tokens: dict[int, _Token] = {}
     for key, states in optim.state.items():

@@ -25,9 +25,10 @@ from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.names import ParameterNames, model_names, name_contradictions, optimizer_names, order_contradictions
 from fsdpckpt.flat.units.build import Settings, expand_globs, innermost_unit, listed_keys
 from fsdpckpt.flat.units.changes import NameChanges
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, group_params
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, Units, unit_text
 from fsdpckpt.ir.units_json import MAX_BYTES, UNITS_FILE, encode, loads, render
@@ -232,7 +233,7 @@ def contradictions(units: Units, checkpoint: Checkpoint, *, dtype: DType | None 
     return result
 
 
-def _optimizer_contradictions(units: Units, optim: OptimState) -> Iterator[str]:
+def _optimizer_contradictions(units: Units, optim: Optimizer) -> Iterator[str]:
     params = units.params()
     listed = {name for group in listed_names(optim) for name in group}
     for key, states in optim.state.items():
@@ -253,8 +254,8 @@ def _optimizer_contradictions(units: Units, optim: OptimState) -> Iterator[str]:
             yield f"the optimizer has states for {first} and for {later}, which are one parameter in the units"
 
 
-def _group_contradictions(units: Units, optim: OptimState) -> Iterator[str]:
-    if optim.param_groups is None:
+def _group_contradictions(units: Units, optim: Optimizer) -> Iterator[str]:
+    if optim.groups is None:
         return
     listed = listed_names(optim)
     params = set(units.params())
@@ -280,9 +281,9 @@ def _group_contradictions(units: Units, optim: OptimState) -> Iterator[str]:
             yield f"no param group lists {key}, which is in group {number} of the units"
 
 
-def listed_names(optim: OptimState) -> Sequence[Sequence[str]]:
+def listed_names(optim: Optimizer) -> Sequence[Sequence[str]]:
     """The names that each param group lists; empty if there are no groups."""
-    return [[clean(str(key)) for key in group_params(group) or ()] for group in optim.param_groups or ()]
+    return [[clean(str(key)) for key in keys] for keys in optim.in_groups()]
 
 
 def units_path(path: str) -> str:

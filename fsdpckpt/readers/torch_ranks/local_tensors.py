@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.ir.attached_states import param_keys
-from fsdpckpt.ir.checkpoint import Container, Layout, ModelState, Note, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import Container, Layout, ModelState, Note
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.state_shapes import mirrors
 from fsdpckpt.ir.tensors import Chunks, PerRank, Sharded, Tensor, Whole
 from fsdpckpt.ir.values import Value
@@ -57,7 +58,7 @@ class _RankTensors:
     names: list[str]
 
 
-def join_local_tensors(tree: Tree, sections: Sections, optim: OptimState | None) -> None:
+def join_local_tensors(tree: Tree, sections: Sections, optim: Optimizer | None) -> None:
     """Put together the tensors of the model in ``sections``, of the rank files ``tree``, that ``optim`` proves to be
     local tensors. A note names them, and how they are cut. Changes ``tree`` and ``sections``.
     """

@@ -17,17 +17,8 @@ from numpy.lib.stride_tricks import as_strided
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.formats.torch import TorchArchive, notes_on_dropped
 from fsdpckpt.formats.torch.bulk import read_tensors
-from fsdpckpt.ir.checkpoint import (
-    Checksums,
-    Container,
-    Evidence,
-    EvidenceKind,
-    Layout,
-    Note,
-    ParamKey,
-    Problem,
-    Section,
-)
+from fsdpckpt.ir.checkpoint import Checksums, Container, Evidence, EvidenceKind, Layout, Note, Problem, Section
+from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, RankOrder, Units
 from fsdpckpt.ir.values import Key, Value, replaced, value_at, walk

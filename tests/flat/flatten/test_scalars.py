@@ -12,9 +12,10 @@ import pytest
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.flat.flatten.states import require_equal_states
 from fsdpckpt.flat.units import Settings, build_units
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
@@ -44,7 +45,7 @@ def details(
     path.write_bytes(NUMBERS.tobytes())
     held: dict[ParamKey, dict[str, Tensor | Value]] = {name: dict(entry) for name, entry in states.items()}
     source: Checkpoint = replace(
-        checkpoint(1, optim=OptimState(held, None), layout=Layout.FULL), files=(Stored(str(path), 16),)
+        checkpoint(1, optim=Optimizer.of(held, None), layout=Layout.FULL), files=(Stored(str(path), 16),)
     )
     with Sources() as sources:
         require_equal_states(replace(source, optim=None), units, sources)
@@ -93,7 +94,7 @@ def test_the_root_is_named_as_such(tmp_path: Path) -> None:
     units = build_units(params, ("",), Settings(use_orig_params=False))
     held: dict[ParamKey, dict[str, Tensor | Value]] = {"a": {"n": 1}, "b": {"n": 2}}
     with Sources() as sources, pytest.raises(SourceUnsupportedError) as caught:
-        require_equal_states(checkpoint(1, optim=OptimState(held, None)), units, sources)
+        require_equal_states(checkpoint(1, optim=Optimizer.of(held, None)), units, sources)
     assert caught.value.details == ("the root unit, state n: 1 for a; 2 for b",)
 
 

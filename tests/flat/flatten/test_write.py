@@ -14,15 +14,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from fsdpckpt.flat.flatten import lay_out
 from fsdpckpt.flat.flatten.keys import wrapped_metadata
 from fsdpckpt.flat.flatten.states import unit_states
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, Container
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.units import RankOrder, Strategy, Unit, Units
 from fsdpckpt.ir.units_json import loads
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from tests.flat.flat_source import ORDER, SHAPES, Model, flat, loaded, param, units, written
+from tests.ir.optimizers import with_entry
 from tests.materialise import materialise
 from tests.oracle.compare import differences
 from tests.oracle.fake_group import as_rank
@@ -269,8 +271,8 @@ def test_what_a_user_added_to_the_optimizer_is_carried(tmp_path):
     ckpt = model.checkpoint()
     assert ckpt.optim is not None
     table = torch.randn(3, generator=torch.Generator().manual_seed(1))
-    ckpt.optim.state["tables"] = {"rows": model.raw.whole(table), "kind": "hash"}
-    ckpt.optim.state["nothing"] = {}
+    ckpt.optim = with_entry(ckpt.optim, "tables", {"rows": model.raw.whole(table), "kind": "hash"})
+    ckpt.optim = with_entry(ckpt.optim, "nothing", {})
     ckpt.optim.extra["schedule"] = [1, (2, None)]
     written(tmp_path, model, units(orig=False), 2, ckpt=ckpt)
     optim = loaded(tmp_path, "optim", 1, 2)
@@ -330,7 +332,7 @@ def test_channels_last_parameters_are_cut_in_memory_order(tmp_path):
     model = Model(raw=raw)
     ckpt = checkpoint(
         {"w": raw.whole(weight, sharded=True)},
-        OptimState({"w": {"exp_avg": raw.whole(weight)}}, [{"params": ["w"]}]),
+        Optimizer.of({"w": {"exp_avg": raw.whole(weight)}}, [{"params": ["w"]}]),
     )
     memory = weight.permute(0, 2, 3, 1).reshape(-1)
     written(tmp_path, model, of, 7, ckpt=ckpt)

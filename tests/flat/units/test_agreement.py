@@ -10,8 +10,9 @@ import pytest
 
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.request import contradictions
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
@@ -29,15 +30,15 @@ def states(*shapes: tuple[int, ...], step: bool = True) -> dict[str, Tensor | Va
 
 def by_name(
     entries: Mapping[str, dict[str, Tensor | Value]] | None = None, *groups: Sequence[str], listed: bool = True
-) -> OptimState:
+) -> Optimizer:
     """Adam's states of all parameters, unless given otherwise, in one group."""
     held = {param.name: states(param.shape, param.shape) for param in PARAMS} if entries is None else dict(entries)
-    return OptimState(
+    return Optimizer.of(
         dict(held), [{"lr": 0.1, "params": list(group)} for group in groups or (tuple(held),)] if listed else None
     )
 
 
-def full(model: ModelState | None = None, optim: OptimState | None = None) -> Checkpoint:
+def full(model: ModelState | None = None, optim: Optimizer | None = None) -> Checkpoint:
     return checkpoint(1, model=model, optim=optim, layout=Layout.FULL)
 
 
@@ -186,7 +187,7 @@ def test_wrapped_names_of_the_optimizer_are_those_of_the_units() -> None:
 
 
 def test_an_optimizer_by_id_is_left_to_those_who_name_its_ids() -> None:
-    optim = OptimState({0: states((9, 9))}, [{"lr": 0.1, "params": [0, 1, 2, 3]}])
+    optim = Optimizer.of({0: states((9, 9))}, [{"lr": 0.1, "params": [0, 1, 2, 3]}])
     assert said(full(optim=optim)) == []
 
 
@@ -220,9 +221,9 @@ def test_a_parameter_that_no_group_lists_is_named_unless_fsdp_does_not_manage_it
     assert said(full(optim=by_name(None, NAMES[2:])), whole_units) == [
         "no param group lists a._flat_param, which is in group 0 of the units"
     ]
-    nothing_listed = OptimState({}, [{"lr": 0.1, "params": []}])
+    nothing_listed = Optimizer.of({}, [{"lr": 0.1, "params": []}])
     assert len(said(full(optim=nothing_listed), units)) == len(NAMES)
-    assert said(full(optim=OptimState({}, [])), units) == ["the optimizer has 0 param groups, the units have 1"]
+    assert said(full(optim=Optimizer.of({}, [])), units) == ["the optimizer has 0 param groups, the units have 1"]
 
 
 def test_a_parameter_in_two_groups_is_named() -> None:
@@ -239,7 +240,7 @@ def test_groups_that_list_unknown_names_are_not_compared_any_further() -> None:
 def test_an_optimizer_without_groups_contradicts_no_groups() -> None:
     units = replace(UNITS, groups=(NAMES[:2], NAMES[2:]))
     assert said(full(optim=by_name(listed=False)), units) == []
-    bare = OptimState(dict(by_name().state), [{"lr": 0.1, "params": []}])
+    bare = Optimizer.of(dict(by_name().state), [{"lr": 0.1, "params": []}])
     assert said(full(optim=bare), replace(UNITS, groups=None)) == []
 
 

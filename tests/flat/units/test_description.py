@@ -12,6 +12,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Unit, Units
 from tests.flat.flat_source import ORDER, Model, param, units
+from tests.ir.optimizers import with_entry
 
 
 def differences(of: Units, checkpoint: Checkpoint) -> list[str]:
@@ -59,7 +60,7 @@ def test_the_names_of_a_shared_parameter_are_one():
     ckpt = model.checkpoint()
     of = units(orig=True, shared=(("head", "top"),))
     assert ckpt.optim is not None and ckpt.model is not None
-    ckpt.optim.state["head"] = dict(ckpt.optim.state["top"])
+    ckpt.optim = with_entry(ckpt.optim, "head", dict(ckpt.optim.state["top"]))
     twice = "the optimizer has states for top and for head, which are one parameter in the units"
     ckpt.model.params["head"] = ckpt.model.params["top"]
     assert differences(of, ckpt) == [twice]

@@ -26,8 +26,9 @@ from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, write_units
 from fsdpckpt.flat.units.source import find_units, source_units
 from fsdpckpt.flat.units.target import target_units
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Note, OptimState
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Note
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.storage.sources import Sources
@@ -75,15 +76,15 @@ def raw(world_size: int = 4, *, orig: bool = False, beside: Units | None = None)
     return checkpoint(world_size, optim=optimizer(units_of(orig=orig), world_size), units=beside)
 
 
-def by_name(params: Sequence[NamedParam] = PARAMS, *, groups: Sequence[Sequence[str]] | None = None) -> OptimState:
+def by_name(params: Sequence[NamedParam] = PARAMS, *, groups: Sequence[Sequence[str]] | None = None) -> Optimizer:
     listed = groups if groups is not None else [[param.name for param in params]]
     shapes = {param.name: param.shape for param in params}
     names = [name for group in listed for name in group]
     state = {name: {"step": whole(), "exp_avg": whole(*shapes[name], file=1)} for name in names}
-    return OptimState(dict(state), [{"lr": 0.1, "params": list(group)} for group in listed])
+    return Optimizer.of(dict(state), [{"lr": 0.1, "params": list(group)} for group in listed])
 
 
-def full(params: Sequence[NamedParam] = PARAMS, optim: OptimState | None = None, **rest: object) -> Checkpoint:
+def full(params: Sequence[NamedParam] = PARAMS, optim: Optimizer | None = None, **rest: object) -> Checkpoint:
     held = optim if optim is not None else by_name(params)
     return checkpoint(1, model=sharded_model(params), optim=held, layout=Layout.FULL, **rest)  # type: ignore[arg-type]
 
@@ -473,7 +474,7 @@ def test_a_unit_in_two_param_groups_needs_original_parameters(sources: Sources) 
     with pytest.raises(SourceUnsupportedError, match="divided") as caught:
         target_units(full(optim=by_name(groups=[names[::2], names[1::2]])), request, None, 4, sources)
     assert "in group 0; " in caught.value.details[0] and "--use-orig-params" in str(caught.value.next_step)
-    partly = full(optim=OptimState({}, by_name(groups=[names[:-1]]).param_groups))
+    partly = full(optim=Optimizer.of({}, by_name(groups=[names[:-1]]).param_groups))
     with pytest.raises(SourceUnsupportedError, match="divided") as caught:
         target_units(partly, UnitsRequest(), ResolvedUnits(units_of(), None, ()), 4, sources)
     assert f"{names[-1]} in no group" in caught.value.details[0]

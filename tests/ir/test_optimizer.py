@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpckpt.ir.checkpoint import BARE_VALUE, KeyType, OptimState, ParamKey
+from fsdpckpt.ir.checkpoint import KeyType
+from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
 from fsdpckpt.ir.values import Key, Value
 
 
@@ -26,7 +27,7 @@ from fsdpckpt.ir.values import Key, Value
 def test_the_groups_decide_how_an_optimizer_is_keyed_and_without_them_its_states(
     state: dict[ParamKey, dict[str, Value]], groups: list[dict[Key, Value]] | None, key_type: KeyType | None
 ) -> None:
-    assert OptimState(state, groups).key_type == key_type
+    assert Optimizer.of(state, groups).key_type == key_type
 
 
 @pytest.mark.parametrize("sequence", [list, tuple])
@@ -35,8 +36,8 @@ def test_a_parameter_without_a_new_key_leaves_state_groups_and_param_names(seque
         {"params": sequence(["a", "b"]), "param_names": sequence(["m.a", "m.b"])},
         {"lr": 1.0},
     ]
-    optim = OptimState({"a": {"step": 1}, "b": {"step": 2}}, groups, {"note": 3})
+    optim = Optimizer.of({"a": {"step": 1}, "b": {"step": 2}}, groups, {"note": 3})
     renamed = optim.renamed({"b": "c"})
     assert renamed.state == {"c": {"step": 2}}
-    assert renamed.param_groups == [{"params": ["c"], "param_names": sequence(["m.b"])}, {"lr": 1.0}]
+    assert renamed.param_groups == [{"params": sequence(["c"]), "param_names": sequence(["m.b"])}, {"lr": 1.0}]
     assert renamed.extra == {"note": 3}
