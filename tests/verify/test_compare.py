@@ -185,8 +185,8 @@ def test_groups_may_list_the_same_names_in_another_order(listed: list[list[str]]
     """Flattening lists them in the model's. A name in another group, or twice, is a difference."""
     left, right = (optimizer(tmp_path / name, ["a", "b", "c"], [["a", "b"], ["c"]]) for name in ("left", "right"))
     assert right.optim is not None
-    for group, names in zip(right.optim.param_groups or [], listed, strict=True):
-        group["params"] = list(names)
+    for number, names in enumerate(listed):
+        right.optim = with_setting(right.optim, number, params=list(names))
     result = difference(left, right)
     assert result.same is same
     assert bool(result.notes) is same
