@@ -147,6 +147,7 @@ class VerifyOptions(OptionRecord):
     world_size: int | None = option(
         "With --for: on this many ranks (default: as many as saved it).", minimum=1, scope=Scope.FRAMEWORK
     )
+    junit: str | None = option("Also write the result as JUnit XML, which CI systems show.", metavar="FILE.xml")
     digests: bool = option("Print a layout-independent SHA-256 of each tensor.", default=False)
     finite: bool = option("Report NaN and Inf in parameters and optimizer states; reads them all.", default=False)
     include: tuple[str, ...] = repeatable(

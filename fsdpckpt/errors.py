@@ -50,8 +50,10 @@ class FsdpckptError(Exception):
     ``what``: one sentence; ``details``: every single finding if there are several (all missing ranks, all unknown
     globals), of which a person sees the first ``most_shown`` if that is set; ``files``: the file of each finding;
     ``why``: the likely cause; ``next_step``: a command or an option.
-    ``run_again``: the same command may succeed, after ``next_step`` if there is one. ``alternative``: another way to
-    the same goal. ``leftover``: what a failed run left for the next one; ``resumable``: False if that does not help.
+    ``run_again``: the same command may succeed, after ``next_step`` if there is one. ``retryable``: it may succeed
+    later although nobody changes anything: a store did not answer, another run held the lock, a worker was lost.
+    ``alternative``: another way to the same goal. ``leftover``: what a failed run left for the next one;
+    ``resumable``: False if that does not help.
     ``file``, ``key``, ``rank``, ``expected`` and ``found`` are for machines (``--json``) and tests.
 
     ``title``: the kind of error, shown before ``what`` unless it is empty. ``usual_next_step``: for errors that have no
@@ -75,6 +77,7 @@ class FsdpckptError(Exception):
     run_again: bool = False
     alternative: str | None = None
     resumable: bool = True
+    retryable: bool = False
     file: str | None = None
     key: str | None = None
     rank: int | None = None

@@ -116,7 +116,7 @@ def test_convert_shows_every_option_as_a_keyword() -> None:
     [
         (InspectOptions, api.inspect, {"all_keys", "names_only", "report"}),
         (DiffOptions, api.diff, {"all_keys"}),
-        (VerifyOptions, api.verify, set()),
+        (VerifyOptions, api.verify, {"junit"}),
     ],
 )
 def test_the_options_of_the_other_commands_are_keywords_of_their_functions(

@@ -18,7 +18,7 @@ _INTERRUPTED = (
     b'{"schema": "fsdpckpt/error/1", "error": {"type": "InterruptedRunError", "exit_code": 130, "what": "by a signal", '
     b'"details": [], "why": "Ctrl-C, or a signal from the system; no partial output was left", '
     b'"next_step": "run it again", '
-    b'"file": null, "key": null, "rank": null, "expected": null, "found": null}}\n'
+    b'"file": null, "key": null, "rank": null, "expected": null, "found": null, "retryable": true}}\n'
 )
 
 NEAR = 0.8  # similarity of a mistyped option to the suggested one: --verbose is not --overwrite

@@ -92,7 +92,9 @@ def guarded(output: Output, body: Callable[[], int]) -> int:
 def _interruption_error(error: BaseException) -> InterruptedRunError:
     leftover, why = leftover_of(error), "Ctrl-C, or a signal from the system"
     if leftover is None:
-        return InterruptedRunError("by a signal", why=f"{why}; no partial output was left", next_step="run it again")
+        return InterruptedRunError(
+            "by a signal", why=f"{why}; no partial output was left", next_step="run it again", retryable=True
+        )
     import shlex
 
     words = [word for word in sys.argv[1:] if word != "--no-resume"]
@@ -101,6 +103,7 @@ def _interruption_error(error: BaseException) -> InterruptedRunError:
         details=[leftover.what],
         why=why,
         next_step=to_copy("run the same command again: it continues", shlex.join(["fsdpckpt", *words])),
+        retryable=True,
     )
 
 
@@ -145,11 +148,14 @@ def as_fsdpckpt_error(error: BaseException) -> FsdpckptError:
     if isinstance(error, OSError) and error.errno is not None:
         return _from_system(error)
     if type(error).__module__.partition(".")[0] in _STORES:
+        from fsdpckpt.storage.retry import is_final
+
         return SourceError(
             f"the store could not be read: {type(error).__name__}: {error}",
             why="the network, the credentials or the URL",
             next_step="check the URL and the credentials",
             run_again=True,
+            retryable=not is_final(error),
         )
     if isinstance(error, MemoryError):
         converting = _command_name() == "fsdpckpt convert"
@@ -236,6 +242,7 @@ def error_json(error: FsdpckptError) -> dict[str, object]:
         "rank": error.rank,
         "expected": error.expected,
         "found": error.found,
+        "retryable": error.retryable,
     }
     if error.exit_code == InternalError.exit_code:
         import platform

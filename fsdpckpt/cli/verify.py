@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ Examples:
   fsdpckpt verify runs/step-1000
   fsdpckpt verify full.pt --finite --exclude '*.attn_mask'
   fsdpckpt verify runs/step-1000 --digests -q > digests.txt
+  fsdpckpt verify runs/step-1000 --junit verify.xml
   fsdpckpt verify checkpoint-500 --for trainer --world-size 6
 
 \b
@@ -40,11 +42,19 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
     """
     from fsdpckpt.api import verify
 
+    if options.junit is not None:  # before hours of reading, not after them
+        from fsdpckpt.cli.junit import RESULTS
+
+        RESULTS.check(options.junit, source)
+    begun = time.monotonic()
     try:
         with output.progress() as progress:
             result = verify(source, **keywords_of(verify, options), progress=progress)
     except (SourceError, OSError) as error:
-        return show_error(output, error, _refused_document(source, as_fsdpckpt_error(error)), "verify")
+        refused = as_fsdpckpt_error(error)
+        _write_junit(source, options, refused, begun)
+        return show_error(output, error, _refused_document(source, refused), "verify")
+    _write_junit(source, options, result, begun)
     output.document(lambda: _document(result), "verify")
     output.data(
         f"{digest.sha256 or 'unreadable':64}  {digest.section} {key_text(digest.key)} "
@@ -60,6 +70,13 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
     if resumption is not None:
         _show_resumption(output, result.source, resumption)
     return 0 if result.whole and (resumption is None or resumption.resumes) else 1
+
+
+def _write_junit(source: str, options: VerifyOptions, result: Verification | FsdpckptError, begun: float) -> None:
+    if options.junit is not None:
+        from fsdpckpt.cli.junit import write_results
+
+        write_results(options.junit, source, result, searched=options.finite, seconds=time.monotonic() - begun)
 
 
 def _show_resumption(output: Output, source: str, resumption: Resumption) -> None:

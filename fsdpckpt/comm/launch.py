@@ -155,7 +155,7 @@ def launch(
             except SignalException as stopped:
                 name = signal.Signals(stopped.sigval).name
                 raise InterruptedRunError(
-                    f"by {name}", why="all workers were ended", next_step="run it again"
+                    f"by {name}", why="all workers were ended", next_step="run it again", retryable=True
                 ) from stopped
 
 

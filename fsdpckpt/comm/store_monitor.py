@@ -53,6 +53,13 @@ class Failure(NamedTuple):
     exit_code: int
     original: ErrorRecord | None = None
 
+    @property
+    def _is_retryable(self) -> bool:
+        """Whether a rank was lost, or failed for a cause that is retryable itself."""
+        if self.original is not None:
+            return bool(self.original.get("retryable"))
+        return self.exit_code == WorkerError.exit_code
+
     def error(self) -> WorkerError:
         """The error that every rank raises."""
         error = WorkerError(
@@ -60,6 +67,7 @@ class Failure(NamedTuple):
             rank=self.rank,
             next_step="find the cause on that rank",
             run_again=True,
+            retryable=self._is_retryable,
         )
         error.step, error.cause, error.cause_exit_code = self.step, self.cause, self.exit_code
         error.original = self.original

@@ -329,6 +329,7 @@ def _rendezvous(info: RankInfo, patience: float) -> Store:
             why=str(error).splitlines()[0],
             rank=info.rank,
             next_step="check that the address is reachable from every node and the port free",
+            retryable=True,  # a port that was taken, or a node that came late
         ) from error
     return PrefixStore(f"restart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 

@@ -345,7 +345,10 @@ class UploadDirectory:
                 return lock_path(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             except BlockingIOError:
                 raise TargetExistsError(
-                    f"another fsdpckpt is writing from {self.root}", file=self.root, next_step="wait for it to end"
+                    f"another fsdpckpt is writing from {self.root}",
+                    file=self.root,
+                    next_step="wait for it to end",
+                    retryable=True,
                 ) from None
             except FileNotFoundError:  # a run that ended has removed it
                 continue

@@ -208,4 +208,5 @@ class StreamReader(SourceReader):
                     found=f"{found:08x}",
                     why="the memory of one of the two machines, or the network between them, damages data",
                     next_step="run the command again, preferably on other machines",
+                    retryable=True,
                 )

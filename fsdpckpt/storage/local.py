@@ -88,6 +88,7 @@ def _read_error(path: str, offset: int, error: OSError) -> SourceError:
         file=path,
         why="the disk or the network file system is failing",
         next_step="run the command again; if it fails at the same place, fetch the file again",
+        retryable=True,
     )
 
 

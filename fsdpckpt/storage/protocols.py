@@ -197,4 +197,5 @@ def changed_error(path: str, change: str) -> SourceCorruptError:
         why="a training job is still writing this checkpoint, or another program is copying over it",
         next_step="wait until the checkpoint is complete",
         run_again=True,
+        retryable=True,
     )

@@ -66,7 +66,7 @@ def store_errors() -> tuple[type[BaseException], ...]:
     return tuple(kinds)
 
 
-def _is_final(error: BaseException) -> bool:
+def is_final(error: BaseException) -> bool:
     """Whether repeating the request would give the same error."""
     status = _status(error)
     if status is not None:
@@ -107,7 +107,7 @@ def with_retries(request: Callable[[], T], *, url: str, action: str, make_error:
             except caught as error:
                 if not isinstance(error, kinds) and _status(error) is None:  # not an answer of a store
                     raise
-                if attempt == ATTEMPTS or _is_final(error) or time.monotonic() - started > MAX_SECONDS:
+                if attempt == ATTEMPTS or is_final(error) or time.monotonic() - started > MAX_SECONDS:
                     raise (make_error or _source_error)(error, url, action, attempt) from error
             pause = FIRST_PAUSE * 2 ** (attempt - 1)
             time.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311  # not a secret
@@ -144,6 +144,7 @@ def _source_error(error: BaseException, url: str, action: str, attempts: int) ->
         file=url,
         found=_one_line(error),
         why="the store or the network is failing" if attempts > 1 else "the store refused the request",
+        retryable=not is_final(error),
         next_step="run the command again: convert continues where it stopped",
     )
 
@@ -169,6 +170,7 @@ def target_error(error: BaseException, url: str, action: str, attempts: int) -> 
         why=why,
         next_step=next_step,
         run_again=True,
+        retryable=not is_final(error),
     )
 
 

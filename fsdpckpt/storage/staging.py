@@ -141,6 +141,7 @@ class Staging:
             f"another fsdpckpt is writing {self._target}",
             file=self._target,
             next_step="wait for it to end, or give another DST",
+            retryable=True,
         )
 
     def _make(self) -> None:
