@@ -50,6 +50,11 @@ def duration_text(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def remaining_text(seconds: float) -> str:
+    """``3 s left``: an estimate has no tenths."""
+    return f"{round(max(seconds, 1.0))} s left" if seconds < 59.5 else f"{duration_text(seconds)} left"
+
+
 def count_text(count: int) -> str:
     """``1234567`` -> ``1,234,567``."""
     return f"{count:,}"
@@ -302,3 +307,31 @@ def _without_middle(word: str, length: int) -> str:
         return word
     head = length // 2
     return f"{word[:head]}…{word[len(word) - (length - head - 1) :]}"
+
+
+_KEY_IN_TEXT = re.compile(r"[^\s,:;()]*[\w\]*][./_][^\s,;:()]*[^\s,;:().]|\d+")
+_EXAMPLES = 3
+
+
+def fold_notes(messages: Iterable[str]) -> list[str]:
+    """``messages`` with one in place of those that differ only in a key, a path or a number: the first, with how many
+    more there are, and the first word in which some of them differ.
+    """
+    alike: dict[str, list[str]] = {}
+    for message in messages:
+        alike.setdefault(_KEY_IN_TEXT.sub("\0", message), []).append(message)
+    folded = []
+    for group in alike.values():
+        first, *others = dict.fromkeys(group)
+        if others:
+            examples = some_of([_first_difference(first, other) for other in others], _EXAMPLES)
+            folded.append(f"{first} (and {len(group) - 1} more like this: {examples})")
+        else:
+            folded.append(f"{first} ({len(group)} times)" if len(group) > 1 else first)
+    return folded
+
+
+def _first_difference(first: str, other: str) -> str:
+    """The first key, path or number of ``other`` that ``first`` does not have at this place."""
+    words = zip(_KEY_IN_TEXT.findall(first), _KEY_IN_TEXT.findall(other), strict=True)
+    return str(next(word for expected, word in words if word != expected))

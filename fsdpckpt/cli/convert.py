@@ -7,11 +7,11 @@ import shlex
 import socket
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.errors import error_lines, ignore_signals
+from fsdpckpt.cli.output import wrapped
 from fsdpckpt.errors import (
     FsdpckptWarning,
     SourceCorruptError,
@@ -21,7 +21,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.process import process_role
-from fsdpckpt.text import duration_text, plural, size_text
+from fsdpckpt.text import duration_text, fold_notes, plural, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -48,6 +48,7 @@ Examples:
   torchrun --nnodes 2 --nproc-per-node 8 ... \\
       -m fsdpckpt convert runs/step-1000 full.pt
 """
+LOADS = "load it with: "
 MAX_FILES = 20  # lines of a plan
 PORT = 29500  # torchrun's default
 
@@ -77,10 +78,10 @@ def convert_command(output: Output, source: str, target: str, options: ConvertOp
                 _suggest_verify(error, source)
             raise
     output.document(report.to_json, "convert")
-    for warning in report.warnings:
+    for warning in fold_notes(report.warnings):
         output.warning(warning)
     if options.dry_run:
-        output.data(plan_lines(report))
+        output.data(_wrapped_lines(plan_lines(report), output.columns))
         if report.disk_free is not None and not report.disk_suffices:
             from fsdpckpt.storage.target_checks import space_error
 
@@ -88,7 +89,7 @@ def convert_command(output: Output, source: str, target: str, options: ConvertOp
             output.error(error_lines(lacking))
             return lacking.exit_code
     elif not output.quiet:
-        output.data(done_lines(report))
+        output.data(_wrapped_lines(done_lines(report), output.columns))
     return 0
 
 
@@ -127,15 +128,12 @@ def _heading_text(report: Report) -> str:
 
 
 def _note_lines(report: Report) -> Iterator[str]:
-    """The notes that are no warnings. Equal ones, of several parts of the source, are one line."""
-    times = Counter(note.message for note in report.notes if not note.warning)
-    for message, count in times.items():
-        yield f"note: {message}" + (f" ({count} times)" if count > 1 else "")
+    """The notes that are no warnings; those that differ only in a key are one line."""
+    yield from (f"note: {message}" for message in fold_notes(note.message for note in report.notes if not note.warning))
 
 
-def _written_text(report: Report) -> str:
-    count = sum(file.source is None for file in report.files)
-    return f"{size_text(report.bytes_written)} in {plural(count, 'file')}"
+def _files_written(report: Report) -> int:
+    return sum(file.source is None for file in report.files)
 
 
 def _linked_text(report: Report) -> Iterator[str]:
@@ -151,11 +149,19 @@ def _workers_text(report: Report) -> str:
     return f"{threads}, one process" if report.workers == 1 else f"{report.workers} processes, up to {threads} each"
 
 
+def _wrapped_lines(lines: Iterable[str], columns: int | None) -> Iterator[str]:
+    """``lines`` broken between words, but for how to load it, which is copied."""
+    for line in lines:
+        yield from [line] if line.startswith(LOADS) else wrapped(line, columns)
+
+
 def done_lines(report: Report) -> Iterator[str]:
     yield _heading_text(report)
     rate = size_text(int(report.bytes_written / report.seconds)) if report.seconds > 0 else "-"
     yield (
-        f"  {plural(report.tensors, 'tensor')}, {_written_text(report)}, "
+        # The first size is that of the values, as verify gives it: files have headers, too, and some may be links.
+        f"  {plural(report.tensors, 'tensor')}, {size_text(report.tensor_bytes)}; "
+        f"{plural(_files_written(report), 'file')} written, {size_text(report.bytes_written)}, "
         f"{duration_text(report.seconds)} ({rate}/s), verified: {report.verified}"
     )
     for line in _linked_text(report):
@@ -164,7 +170,7 @@ def done_lines(report: Report) -> Iterator[str]:
         yield f"  replaced the checkpoint that was there: {_replaced_text(report)}"
     yield from _note_lines(report)
     if report.loads:
-        yield f"load it with: {report.loads}"
+        yield f"{LOADS}{report.loads}"
 
 
 def _replaced_text(report: Report) -> str:
@@ -189,7 +195,8 @@ def _file_lines(label: str, files: Sequence[PlannedFile], target: str) -> Iterat
 def plan_lines(report: Report) -> Iterator[str]:
     yield f"plan: {report.source} -> {_heading_text(report)}"
     yield f"  read    {size_text(report.bytes_read)} of tensor data from {plural(report.source_files, 'file')}"
-    yield f"  write   {_written_text(report)}, {plural(report.tensors, 'tensor')}"
+    written = f"{plural(_files_written(report), 'file')} of {size_text(report.bytes_written)}"
+    yield f"  write   {plural(report.tensors, 'tensor')}, {size_text(report.tensor_bytes)}, in {written}"
     for line in _linked_text(report):
         yield f"  link    {line}"
     place = f"in {report.staged_in}" if report.staged_in is not None else f"beside {report.target}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.output import Cell, Colour, Line, Name, Styled, cut, labelled, table_lines
 from fsdpckpt.command_options import DiffOptions, keywords_of
-from fsdpckpt.text import count_text, fold, key_text, numbers_text, plural, rate_text, step_text
+from fsdpckpt.text import count_text, fold, fold_notes, key_text, numbers_text, plural, rate_text, step_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -46,7 +46,7 @@ def diff_command(output: Output, a: str, b: str, options: DiffOptions) -> int:
 
     with output.progress() as progress:
         result = diff(a, b, **keywords_of(diff, options), progress=progress)
-    for note in result.notes:
+    for note in fold_notes(result.notes):
         output.message(f"note: {note}")
     output.document(lambda: _document(a, b, result, everything=options.all_keys), "diff")
     columns = output.columns

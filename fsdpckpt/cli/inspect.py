@@ -11,7 +11,7 @@ from fsdpckpt.cli.output import Colour, Line, Styled, cut, labelled, wrapped
 from fsdpckpt.cli.run import show_run
 from fsdpckpt.command_options import InspectOptions, keywords_of
 from fsdpckpt.errors import SeveralCheckpointsError, SourceCorruptError, SourceIncompleteError, UsageError
-from fsdpckpt.text import count_text, dtypes_text, key_text, names_text, plural, size_text
+from fsdpckpt.text import count_text, dtypes_text, fold_notes, key_text, names_text, plural, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -127,11 +127,11 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
     for label, optim in named_optimizers.items():
         yield from _groups(optim.param_groups, columns, f"{label}: ")
     yield from _extra_texts(checkpoint, columns)
-    for note in checkpoint.notes:
-        if note.kind == "not-carried" and note.keys:  # what convert does not copy
-            yield from wrapped(f"other files: {names_text(note.keys, 6)}", columns)
-        else:
-            yield from wrapped(f"note: {note.message}", columns)
+    not_carried = [note for note in checkpoint.notes if note.kind == "not-carried" and note.keys]
+    for note in not_carried:  # what convert does not copy
+        yield from wrapped(f"other files: {names_text(note.keys, 6)}", columns)
+    for message in fold_notes(note.message for note in checkpoint.notes if note not in not_carried):
+        yield from wrapped(f"note: {message}", columns)
     problems = checkpoint.problems
     for problem in problems if columns is None else problems[:MAX_PROBLEMS]:
         yield from labelled("problem:", problem.message, Colour.BAD, columns)

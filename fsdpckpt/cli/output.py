@@ -20,7 +20,7 @@ from typing import TextIO, TypeAlias
 
 from fsdpckpt.process import process_role
 from fsdpckpt.progress import NoProgress, Progress
-from fsdpckpt.text import JsonText, duration_text, shorten, shrink, size_text
+from fsdpckpt.text import JsonText, remaining_text, shorten, shrink, size_text
 
 GAP = 2  # spaces between columns
 NARROWEST = 8  # characters of a column of names, however narrow the terminal
@@ -340,7 +340,7 @@ class Lines:
             text += f" of {size_text(self._total)} ({100 * self._done // self._total} %)"
         text += f", {size_text(int(rate))}/s"
         if self._total > self._done and rate > 0:
-            text += f", {duration_text((self._total - self._done) / rate)} left"
+            text += f", {remaining_text((self._total - self._done) / rate)}"
         return text
 
 
@@ -353,13 +353,14 @@ def _bar() -> Iterator[Progress]:
     from rich.text import Text
 
     class Numbers(progress.ProgressColumn):
-        """In the words of all other output: ``1.2 GiB of 3.6 GiB 850.0 MiB/s 2 min 5 s left``."""
+        """In the words of all other output: ``1.2 GiB of 3.6 GiB (33 %)  850.0 MiB/s  2 min 5 s left``."""
 
         def render(self, task: progress.Task) -> Text:
-            of = f" of {size_text(int(task.total))}" if task.total else ""
+            done = int(task.completed)
+            of = f" of {size_text(int(task.total))} ({100 * done // int(task.total)} %)" if task.total else ""
             rate = f"  {size_text(int(task.speed))}/s" if task.speed else ""
-            left = f"  {duration_text(task.time_remaining)} left" if task.time_remaining else ""
-            return Text(f"{size_text(int(task.completed))}{of}{rate}{left}")
+            left = f"  {remaining_text(task.time_remaining)}" if task.time_remaining else ""
+            return Text(f"{size_text(done)}{of}{rate}{left}")
 
     drawn = progress.Progress(
         progress.TextColumn("{task.description}"),

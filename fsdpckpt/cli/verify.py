@@ -10,7 +10,7 @@ from fsdpckpt.cli.errors import as_fsdpckpt_error, show_error
 from fsdpckpt.cli.output import Colour, Line, Styled, labelled
 from fsdpckpt.command_options import VerifyOptions, keywords_of
 from fsdpckpt.errors import FsdpckptError, SourceError
-from fsdpckpt.text import key_text, plural, shape_text
+from fsdpckpt.text import fold_notes, key_text, plural, shape_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -63,7 +63,7 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
     )
     for problem in result.problems:
         output.data(labelled("problem:", f"{problem.kind}: {problem.message}", Colour.BAD, output.columns))
-    for note in result.notes:
+    for note in fold_notes(result.notes):
         output.message(f"note: {note}")
     output.message(_verdict(result))
     resumption = result.resumption

@@ -218,6 +218,7 @@ def make_report(
         disk_free=free_bytes(target) if options.dry_run else None,
         replaced=replaced,
         loads=_loads(spec, checkpoint, target),
+        tensor_bytes=sum(tensor.nbytes for tensor in checkpoint.leaves()),
     )
 
 

@@ -48,12 +48,13 @@ class PlannedFile:
 class Report:
     """Sizes are bytes, ``seconds`` wall time. ``peak_memory_planned``: the copy buffers, under ``--max-memory``.
 
-    ``bytes_read`` is tensor data, without headers and metadata. ``disk_needed`` is what DST will occupy; ``disk_free``
-    is the space a dry run found there, None if it was not measured. ``staged_in``: the local directory that needs this
-    space when DST is in an object store. ``link``: how the linked files among ``files`` were made; their bytes count
-    neither as read nor as written. ``replaced``: the files of the checkpoint at DST that ``--overwrite`` replaced (in a
-    dry run: would replace). ``workers``: the number of processes, each with ``threads`` threads and
-    ``peak_memory_planned`` bytes. ``loads``: how the framework's user loads DST, "" for a plain target.
+    ``tensor_bytes`` is what the values of DST take, as ``verify`` counts; ``bytes_written`` also has headers, and not
+    what is linked. ``bytes_read`` is tensor data, without headers and metadata. ``disk_needed`` is what DST will
+    occupy; ``disk_free`` is the space a dry run found there, None if it was not measured. ``staged_in``: the local
+    directory that needs this space when DST is in an object store. ``link``: how the linked files among ``files`` were
+    made; their bytes count neither as read nor as written. ``replaced``: the files of the checkpoint at DST that
+    ``--overwrite`` replaced (in a dry run: would replace). ``workers``: the number of processes, each with ``threads``
+    threads and ``peak_memory_planned`` bytes. ``loads``: how the framework's user loads DST, "" for a plain target.
     """
 
     source: str
@@ -81,6 +82,7 @@ class Report:
     link: str = LinkMode.COPY
     replaced: tuple[PlannedFile, ...] = ()
     loads: str = ""
+    tensor_bytes: int = 0
 
     def __repr__(self) -> str:
         """What a notebook shows. ``to_json`` has everything."""

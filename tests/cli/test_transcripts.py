@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,10 @@ next: copy the files of all ranks into one directory; or, the model can be
 exit 3
 """
     )
+
+
+def test_convert_and_verify_say_one_size(run: Run, tmp_path: Path) -> None:
+    done = run("convert", "a.pt", tmp_path / "out", "--to", "sharded", "--world-size", "2")
+    said = re.search(r"28 tensors, ([\d.]+ \w+); 4 files written,", done.out)
+    assert said is not None, done.out
+    assert f"28 tensors, {said[1]}, " in run("verify", tmp_path / "out").err
