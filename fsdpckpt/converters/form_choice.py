@@ -56,7 +56,8 @@ def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tu
     if flavor is None:
         return None
     if not flavor.forms:
-        return Note("plain", f"{_PLAIN}: fsdpckpt reads the flavor {flavor.name}, but does not write it")
+        resumes = f". What resumes with it: --flavor {flavor.contained_in[0]}" if flavor.contained_in else ""
+        return Note("plain", f"{_PLAIN}: fsdpckpt reads the flavor {flavor.name}, but does not write it{resumes}")
     layout = options.to or (Layout.FULL if suffix else _layout(flavor, source))
     fitting = [
         form

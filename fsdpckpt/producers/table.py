@@ -113,6 +113,22 @@ TRAINER = replace(
     tested="transformers 5.23",
 )
 
+_BARE_STATE = rf"{WEIGHTS}|{ADAPTER}"
+
+TRAINER_WITHOUT_FSDP = Flavor(  # DistributedDataParallel, or one process: the weights are those of ``save_pretrained``
+    name="trainer-ddp",
+    title="a checkpoint of the Trainer of transformers without FSDP",
+    signs=(Signature((_BARE_STATE, rf"{_TRAINER_FILE}|^scheduler\.pt$")),),
+    state=rf"{_BARE_STATE}|^optimizer\.pt$",
+    rank_files=TRAINER.rank_files,
+    side_files=TRAINER.side_files,
+    contained_in=(TRAINER.name,),
+    model_files="",
+    schedules=(("scheduler",),),
+    training_files=TRAINER.training_files,
+    schedule_file=TRAINER.schedule_file,
+)
+
 HUGGINGFACE = Flavor(
     name="huggingface",
     title="Hugging Face weights",
@@ -368,7 +384,7 @@ FAIRSCALE = Flavor(
 
 FLAVORS: tuple[Flavor, ...] = (  # the first with a sign that matches wins
     TRAINER, ACCELERATE, VERL, LIGHTNING_MODEL_PARALLEL, LIGHTNING, FABRIC, COMPOSER, TORCHTUNE, TORCHTITAN,
-    TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, DEEPSPEED, DEEPSPEED_UNIVERSAL, MEGATRON,
+    TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, DEEPSPEED, DEEPSPEED_UNIVERSAL, MEGATRON, TRAINER_WITHOUT_FSDP,
     HUGGINGFACE,
 )  # fmt: skip
 
