@@ -16,14 +16,16 @@ from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageErro
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.sections import optimizers
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Object, Value
+from fsdpckpt.ir.values import Key, Object, Value, value_at
 from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings, side_files
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.resumption import (
     changes_with_ranks,
+    changes_without_extras,
     data_position_changes,
     has_keys,
     missing_extra_warnings,
@@ -99,11 +101,19 @@ def adapt_to_form(
     if only is None and (has_both or not _extras_imply_both(flavor, form)):
         checkpoint = _adapt_extras(checkpoint, flavor, form, sources)
     if has_both and only is None:
-        lacking = [*missing_extra_warnings(checkpoint, flavor)]
-        lacking += data_position_changes(checkpoint, flavor, world_size or checkpoint.world_size)
-        warnings = [Note("resumption", text, warning=True) for text in lacking]
-        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *warnings))
+        checkpoint = _with_resumption(checkpoint, flavor, world_size or checkpoint.world_size)
     return checkpoint, form, copied.files
+
+
+def _with_resumption(checkpoint: Checkpoint, flavor: Flavor, ranks: int) -> Checkpoint:
+    """``checkpoint`` with a warning about each extra that it lacks, or has of other ranks, and ``flavor`` asks for."""
+    lacking = [
+        *missing_extra_warnings(checkpoint, flavor),
+        *changes_without_extras(checkpoint, flavor),
+        *data_position_changes(checkpoint, flavor, ranks),
+    ]
+    warnings = [Note("resumption", text, warning=True) for text in lacking]
+    return replace(checkpoint, notes=(*checkpoint.notes, *warnings))
 
 
 def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:
@@ -275,7 +285,11 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
         (key, [] if value == () else value) for key, value in form.defaults if key not in extra
     ]
     if form.counter and type(extra.get(form.counter)) is not int:
-        defaults.append((form.counter, _optimizer_steps(checkpoint, sources)))
+        steps = _recorded_steps(checkpoint, sources)
+        defaults.append((form.counter, steps or 0))
+        if steps is None:
+            message = f"nothing in {checkpoint.source} says how many steps the optimizer has made: {form.counter} = 0"
+            notes.append(Note("resumption", message, warning=True))
     if defaults:
         added = ", ".join(f"{key} = {value!r}" for key, value in defaults)
         message = f"what flavor {flavor.name} needs and the source does not have was added: {added}"
@@ -291,7 +305,7 @@ def _schedule_note(
     message = f"{place} is the state of the source's LR scheduler"
     if flavor.schedule_file and _LAMBDAS not in schedule:
         message += ", which is not a LambdaLR: resume with a scheduler of the same class"
-    epochs, steps = schedule.get("last_epoch"), _optimizer_steps(checkpoint, sources)
+    epochs, steps = schedule.get("last_epoch"), _recorded_steps(checkpoint, sources) or 0
     source = flavor_named(checkpoint.flavor)
     by_process = source is not None and source.counts_processes
     counts_otherwise = True
@@ -354,14 +368,40 @@ def _schedule_path(checkpoint: Checkpoint) -> tuple[PathKey, ...]:
     return next((path for path in paths if path[0] in checkpoint.extra), ())
 
 
-def _optimizer_steps(checkpoint: Checkpoint, sources: Sources) -> int:
-    """The optimizer's step count, from the first parameter that has one; 0 if none has, or if it is NaN or infinite."""
-    optimizers = [checkpoint.optim, *(named.content for named in checkpoint.named)]
-    optim = next((each for each in optimizers if isinstance(each, Optimizer)), None)
-    entries = optim.state.values() if optim is not None else ()
-    step = next((entry["step"] for entry in entries if "step" in entry), 0)
+_STEPS_OF_OTHERS = (("global_step",), ("global_steps",), ("train_state", "step"))
+"""Where frameworks count the optimizer's steps beside it: Lightning, DeepSpeed, torchtitan."""
+
+
+def _recorded_steps(checkpoint: Checkpoint, sources: Sources) -> int | None:
+    """How many steps the first optimizer that counts them has made; without any, what the framework that saved it has
+    counted. None if nothing records it.
+    """
+    found = (_steps_of(optim, checkpoint, sources) for optim in optimizers(checkpoint))
+    steps = next((each for each in found if each is not None), None)
+    if steps is not None:
+        return steps
+    values = (_value_at(checkpoint.extra, path) for path in _STEPS_OF_OTHERS)
+    return next((value for each in values if (value := _as_count(each, checkpoint, sources)) is not None), None)
+
+
+def _steps_of(optim: Optimizer, checkpoint: Checkpoint, sources: Sources) -> int | None:
+    """The step count of the first parameter that has one; None if none has, or if it is NaN or infinite."""
+    step = next((entry["step"] for entry in optim.state.values() if "step" in entry), None)
+    return _as_count(step, checkpoint, sources)
+
+
+def _value_at(extra: Mapping[Key, Value], path: tuple[Key, ...]) -> Value:
+    try:
+        value: Value = value_at(dict(extra), path)
+        return value
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _as_count(step: Value, checkpoint: Checkpoint, sources: Sources) -> int | None:
+    """A number, or a tensor of one, as an integer; None if it is anything else, NaN or infinite."""
     if isinstance(step, Tensor) and step.numel == 1 and step.dtype.numpy is not None:
         step = np.frombuffer(sources.read_elements(checkpoint.files, step), numpy_dtype(step.dtype))[0].item()
     if isinstance(step, Object) and step.number is not None:
         step = step.number.item()
-    return int(step) if isinstance(step, int) or (isinstance(step, float) and math.isfinite(step)) else 0
+    return int(step) if type(step) is int or (isinstance(step, float) and math.isfinite(step)) else None

@@ -153,7 +153,7 @@ class Flavor:
     ``training_files``, ``training_keys``: patterns of files, and extras that are not empty, which it saves only with
     both the model and the optimizer; a save of the model alone has none of them.
     ``needed``: files that it saves with the optimizer, and what its loader does without one; ``needed_extras``: the
-    same of extras.
+    same of extras; ``wanted_extras``: those without which it goes on, but otherwise.
     ``schedule_file``: the file with the LR scheduler's state dict.
     ``data_position``: the extra with the position of each data-parallel rank in the data, in torchtitan's form; "" if
     it saves none.
@@ -183,6 +183,7 @@ class Flavor:
     training_keys: tuple[str, ...] = ()
     needed: tuple[tuple[str, str], ...] = ()
     needed_extras: tuple[tuple[str, str], ...] = ()
+    wanted_extras: tuple[tuple[str, str], ...] = ()
     schedule_file: str = ""
     data_position: str = ""
     two_groups: bool = False

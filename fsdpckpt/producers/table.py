@@ -152,7 +152,8 @@ _META = SectionPath("meta.pt", container=Container.TORCH, layout=Layout.FULL)
 _META_FILES = (r"^meta\.pt$", r"^\.metadata$")
 _VERSION = "pytorch-lightning_version"
 # The oldest version that saves this form: the Trainer upgrades older ones.
-_DEFAULTS: _Defaults = ((_VERSION, "2.0.0"), ("epoch", 0), ("global_step", 0), ("lr_schedulers", ()))
+_DEFAULTS: _Defaults = ((_VERSION, "2.0.0"), ("epoch", 0), ("lr_schedulers", ()))
+_COUNTER = "global_step"
 
 
 def _lightning_sharded(model: str, optim: str, defaults: _Defaults = ()) -> Form:
@@ -160,7 +161,7 @@ def _lightning_sharded(model: str, optim: str, defaults: _Defaults = ()) -> Form
     several = ("optimizer_{number}",) if defaults else ()  # Fabric keeps the names that its users choose
     return Form(
         Layout.SHARDED, Container.DCP, *places, key_type="name", defaults=defaults, optimizers=several,
-        keeps_source_keys=not several,
+        keeps_source_keys=not several, counter=_COUNTER if defaults else "",
     )  # fmt: skip
 
 
@@ -182,6 +183,7 @@ _LIGHTNING_FULL = replace(
     key_type="id",
     id_rule=IdRule.MODEL,  # FSDPStrategy and ModelParallelStrategy, optimizer_state and load_checkpoint
     defaults=_DEFAULTS,
+    counter=_COUNTER,
     keeps_source_keys=False,
     optimizers=("optimizer_states", "{number}"),
 )
@@ -201,6 +203,7 @@ LIGHTNING = Flavor(
     loads='trainer.fit(model, ckpt_path="{target}")',
     tested="lightning 2.6",
     training_keys=("lr_schedulers",),  # absent with save_weights_only
+    wanted_extras=(("loops", "counts epochs and steps from 0"),),
 )
 
 LIGHTNING_MODEL_PARALLEL = replace(  # ModelParallelStrategy: FSDP2

@@ -166,7 +166,7 @@ def _missing_files(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Co
 
 
 def _missing_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Iterator[str]:
-    for key, _ in form.defaults:
+    for key in (*(key for key, _ in form.defaults), *filter(None, [form.counter])):
         if key not in checkpoint.extra:
             yield f"it has no {key}, which the loader of {flavor.name} needs"
     yield from missing_extra_warnings(checkpoint, flavor)
@@ -199,8 +199,16 @@ def _changes(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collecti
         if absent and saved_any:
             of_ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(absent)}"
             yield f"{of_ranks} of {ranks}: no {kind.name.format(rank='N')}, so random states start anew there"
+    yield from changes_without_extras(checkpoint, flavor)
     yield from data_position_changes(checkpoint, flavor, ranks)
     yield from changes_with_ranks(flavor, names, ranks_that_saved(checkpoint, names), ranks)
+
+
+def changes_without_extras(checkpoint: Checkpoint, flavor: Flavor) -> Iterator[str]:
+    """What the framework does otherwise without each extra that it would like to have."""
+    for key, what in flavor.wanted_extras:
+        if key not in checkpoint.extra and checkpoint.has(Section.OPTIM):
+            yield f"it has no {key}: {flavor.name} {what}"
 
 
 def data_position_changes(checkpoint: Checkpoint, flavor: Flavor, ranks: int) -> Iterator[str]:

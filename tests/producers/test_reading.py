@@ -130,7 +130,7 @@ def test_a_composer_run_goes_on_under_torchtitan(
     ("flavor", "expected"),
     [
         ("fabric", {}),
-        ("lightning", {"pytorch-lightning_version": "2.0.0", "epoch": 0, "global_step": 0, "lr_schedulers": []}),
+        ("lightning", {"pytorch-lightning_version": "2.0.0", "epoch": 0, "global_step": 2, "lr_schedulers": []}),
     ],
 )
 def test_lightnings_directories_have_the_file_that_its_loaders_open(

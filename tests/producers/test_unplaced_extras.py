@@ -162,3 +162,44 @@ def test_a_url_of_a_local_file_is_no_way_around_the_paths(full: str, tmp_path: P
         with pytest.raises(SourceUnrecognisedError, match="given by its path"):
             fsdpckpt.convert(f"file://{full}", target, overwrite=True)
     assert set(torch.load(full)) == {"model", "optimizer", "rng", "best_loss", "mystuff"}
+
+
+def _adam(step: object) -> dict[str, object]:
+    state = {"w": {"step": step, "exp_avg": torch.ones(2, 2)}} if step is not None else {}
+    return {"state": state, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+
+
+@pytest.mark.parametrize("flavor", ["lightning", "lightning-model-parallel"])
+@pytest.mark.parametrize(
+    ("step", "extras", "steps"),
+    [
+        (torch.tensor(7.0), {}, 7),
+        (7, {"epoch": 2, "global_step": 9}, 9),  # the source's own
+        (None, {"train_state": {"step": torch.tensor(5, dtype=torch.int32)}}, 5),  # SGD in torchtitan
+        (None, {"global_steps": 6}, 6),
+    ],
+)
+def test_lightnings_step_is_the_one_that_the_source_records(
+    flavor: str, step: object, extras: dict[str, object], steps: int, tmp_path: Path
+) -> None:
+    content = {"model": {"w": torch.ones(2, 2)}, "optimizer": _adam(step), **extras}
+    torch.save(content, tmp_path / "full.pt")
+    report = fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", flavor=flavor, to="sharded", buffers="none")
+    assert torch.load(tmp_path / "out/meta.pt")["global_step"] == steps
+    warnings = [note.message for note in report.notes if note.warning]
+    assert warnings == ["it has no loops: " + f"{flavor} counts epochs and steps from 0"]
+
+
+def test_a_step_that_nothing_records_is_zero_with_a_warning(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2, 2)}, "optimizer": _adam(None)}, tmp_path / "full.pt")
+    report = fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", flavor="lightning", to="sharded", buffers="none")
+    assert torch.load(tmp_path / "out/meta.pt")["global_step"] == 0
+    (said,) = [note for note in report.notes if "global_step = 0" in note.message and note.kind == "resumption"]
+    assert said.warning
+    resumption = fsdpckpt.verify(tmp_path / "out", flavor="lightning").resumption
+    assert resumption is not None and resumption.resumes and "counts epochs and steps from 0" in resumption.changes[0]
+    meta = torch.load(tmp_path / "out/meta.pt")
+    del meta["global_step"]
+    torch.save(meta, tmp_path / "out/meta.pt")
+    resumption = fsdpckpt.verify(tmp_path / "out", flavor="lightning").resumption
+    assert resumption is not None and any("no global_step" in reason for reason in resumption.missing)
