@@ -167,11 +167,6 @@ def inspect(
         checkpoint = _name_slices(opened, sources, options)
         if checkpoint is not opened:
             checkpoint = dataclasses.replace(checkpoint, problems=(*checkpoint.problems, *problems(checkpoint)))
-        if options.keys:
-            from fsdpckpt.transform.selection import require_globs
-
-            names = [(named.key,) for named in checkpoint.tensors() if options.section in (None, named.section)]
-            require_globs("--keys", options.keys, names, checkpoint.source)
         description = describe(checkpoint, options.keys, options.section)
         if options.stats:
             from fsdpckpt.verify.measures import stats_of

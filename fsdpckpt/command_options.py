@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir import Section, SectionName, Strategy
 from fsdpckpt.option_fields import (
+    ANY_SECTION,
     EVERYWHERE,
     FLAG,
     INTEGER,
@@ -82,7 +83,11 @@ class InspectOptions(OptionRecord):
     """Options of ``fsdpckpt inspect``."""
 
     keys: tuple[str, ...] = repeatable("Show only matching keys; may be repeated.")
-    section: Section | None = option("Show only this section.")
+    section: Section | SectionName | None = option(
+        "Show only this section; NAME is one of several models or optimizers.",
+        kind=ANY_SECTION,
+        completion=tuple(section.value for section in Section),
+    )
     names_only: bool = option("Print only the keys, one per line, for pipes.", default=False)
     all_keys: bool = option("One row for each key, also of repeated layers.", default=False, flag="--all")
     ranks: bool = option(

@@ -14,11 +14,13 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overload
 
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, require_torch
+from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Box, Boxes, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.text import plural, shape_text, size_text, truncate
+from fsdpckpt.transform.selection import tensors_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -227,13 +229,12 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
     files and compares what is read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, check: ReadCheck, section: Section | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, check: ReadCheck, section: Section | SectionName | None = None) -> None:
         self.checkpoint = checkpoint
         self._check = check
         self._tensors: dict[str, NamedTensor] = {}
-        for named in checkpoint.tensors():
-            if section is None or named.section is section:
-                self._tensors.setdefault(named.key, named)
+        for named in tensors_of(checkpoint, section):
+            self._tensors.setdefault(named.key, named)
 
     def __getitem__(self, key: str) -> LazyTensor:
         """Raises KeyError with the nearest keys."""
@@ -285,8 +286,10 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
         return f"{self.checkpoint.source}: {form}, {plural(len(self), 'tensor')}, {size}"
 
     def section(self, name: str) -> LazyCheckpoint:
-        """Only ``"model"``, ``"optim"`` or ``"extra"``."""
-        return LazyCheckpoint(self.checkpoint, self._check, Section(name))
+        """Only ``"model"``, ``"optim"``, ``"extra"``, or one of several: ``"model:critic"``."""
+        if ":" not in name:
+            return LazyCheckpoint(self.checkpoint, self._check, Section(name))
+        return LazyCheckpoint(self.checkpoint, self._check, SectionName(name))
 
     @property
     def param_groups(self) -> list[dict[Key, Value]]:

@@ -208,18 +208,24 @@ def one_of(
     return Kind(str, python_type, convert, metavar=metavar)
 
 
-def _section(flag: str, value: object) -> Section | SectionName:
-    """``model``, or ``model:NAME``."""
-    text = str(value)
-    section, colon, name = text.partition(":")
-    if section not in SECTIONS or bool(colon) != bool(name):
-        raise UsageError(
-            f"{flag} cannot be {value!r}",
-            expected=", ".join((*SECTIONS, *(f"{section}:NAME" for section in SECTIONS))),
-            found=text,
-            next_step=f"did you mean {flag} {near[0]}?" if (near := get_close_matches(text, SECTIONS, n=1)) else None,
-        )
-    return SectionName(text) if colon else Section(text)
+def _section_kind(*sections: str) -> Kind:
+    """One of ``sections``, or ``model:NAME`` or ``optim:NAME``."""
+    expected = (*sections, *(f"{name}:NAME" for name in SECTIONS))
+
+    def convert(flag: str, value: object) -> Section | SectionName:
+        text = str(value)
+        section, colon, name = text.partition(":")
+        if section not in (SECTIONS if colon else sections) or bool(colon) != bool(name):
+            near = get_close_matches(text, sections, n=1)
+            raise UsageError(
+                f"{flag} cannot be {value!r}",
+                expected=", ".join(expected),
+                found=text,
+                next_step=f"did you mean {flag} {near[0]}?" if near else None,
+            )
+        return SectionName(text) if colon else Section(text)
+
+    return Kind(str, "Section | str", convert, metavar="|".join(expected))
 
 
 def parse_size(text: str) -> int:
@@ -240,7 +246,8 @@ def _torch_version(flag: str, value: object) -> str:
 
 
 SECTIONS = (Section.MODEL.value, Section.OPTIM.value)  # what a conversion or a comparison may be limited to
-SECTION = Kind(str, "Section | str", _section, metavar="|".join((*SECTIONS, *(f"{name}:NAME" for name in SECTIONS))))
+SECTION = _section_kind(*SECTIONS)
+ANY_SECTION = _section_kind(*SECTIONS, Section.EXTRA.value)
 TEXT = Kind(str, "str", _text)
 INTEGER = Kind(str, "int", _integer, metavar="N")
 NUMBER = Kind(str, "float", _number)

@@ -37,7 +37,7 @@ from fsdpckpt.readers.side_files import with_copied
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
 from fsdpckpt.text import size_text
-from fsdpckpt.transform.selection import choose_section
+from fsdpckpt.transform.selection import choose_section, place_of
 from fsdpckpt.transform.weight_decay import has_one_group
 from fsdpckpt.verify.elements import without_repeats
 
@@ -127,7 +127,8 @@ def _read_and_transform(
         units=units,
         ignore_file=options.ignore_file,
     )
-    opened = choose_section(without_repeats(opened, sources), options.only)
+    opened = without_repeats(opened, sources)
+    place, opened = place_of(opened, options.only), choose_section(opened, options.only)
     options = replace(options, only=section_of(options.only))
     if locate is not True and is_flattened(opened, sources, units_request(options)):
         return _read_and_transform(source, target, options, sources, locate=True)
@@ -157,7 +158,7 @@ def _read_and_transform(
         )
         key_type = form.key_type if opened.has(Section.OPTIM) else None
         spec = replace(spec, form=form, options=replace(options, key_type=key_type))
-    transformed = transform_sections(opened, spec, sources)
+    transformed = transform_sections(opened, spec, sources, place=place)
     if spec.form is not None and spec.form.weights:
         weights, side_files = finish_export(transformed.checkpoint, side_files, options, sources)
         transformed = replace(transformed, checkpoint=weights)

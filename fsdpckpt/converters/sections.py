@@ -22,12 +22,15 @@ from fsdpckpt.transform.rekey import apply_key_type
 from fsdpckpt.transform.selection import NoKeyMatchesError
 
 
-def transform_sections(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> TransformedCheckpoint:
-    """``transform`` for the main sections and for each named one. Raises what that raises, NeedsInformationError for
-    sections that a flattened target or source cannot tell apart.
+def transform_sections(
+    opened: Checkpoint, spec: TargetSpec, sources: Sources, *, place: str = ""
+) -> TransformedCheckpoint:
+    """``transform`` for the main sections and for each named one. ``place``: where the section was that ``--only``
+    names. Raises what that raises, NeedsInformationError for sections that a flattened target or source cannot tell
+    apart.
     """
     if not opened.named or spec.options.only is not None:
-        return transform(opened, spec, sources)
+        return transform(opened, spec, sources, place=place)
     _refuse_flattened(opened, spec, sources)
     if spec.layout is Layout.SHARDED and opened.layout is not Layout.FLATTENED:
         opened = _with_listed_parameters(opened, spec.options)
@@ -39,7 +42,7 @@ def transform_sections(opened: Checkpoint, spec: TargetSpec, sources: Sources) -
         if spec.layout is Layout.FLATTENED:  # a model beside the flattened one: it stays as it is
             named.append(section)
             continue
-        done = unmatched.transform(alone(opened, section), section.dotted, spec, sources)
+        done = unmatched.transform(_view(opened, section), section.dotted, spec, sources)
         if done is None:
             notes.append(Note("dropped", f"--include and --exclude leave nothing of {section.label}"))
             continue
@@ -52,6 +55,14 @@ def transform_sections(opened: Checkpoint, spec: TargetSpec, sources: Sources) -
     if main is None:
         main = TransformedCheckpoint(replace(opened, model=None, optim=None))
     return replace(main, checkpoint=_promoted(replace(main.checkpoint, named=tuple(named), notes=tuple(notes))))
+
+
+def _view(opened: Checkpoint, section: NamedSection) -> Checkpoint:
+    """``section`` alone. The model of an optimizer only says what its ids are: it has nothing that could be lost."""
+    view = alone(opened, section)
+    if section.section is Section.MODEL or view.model is None:
+        return view
+    return replace(view, model=ModelState(view.model.params))
 
 
 def _is_of(note: Note, section: NamedSection) -> bool:
@@ -123,19 +134,26 @@ def _shape(leaf: object) -> tuple[int, ...] | None:
 
 
 def _promoted(checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint`` with its only section as the main one, if options have left just one."""
-    if checkpoint.model is not None or checkpoint.optim is not None or len(checkpoint.named) != 1:
-        return checkpoint
-    (only,) = checkpoint.named
-    main = alone(checkpoint, only)
-    return replace(checkpoint, model=main.model, optim=main.optim, nesting=main.nesting, named=())
+    """``checkpoint`` with its only model, and its only optimizer, as the main one, if options have left just one: that
+    is how a reader finds it.
+    """
+    for section in (Section.MODEL, Section.OPTIM):
+        main = checkpoint.model if section is Section.MODEL else checkpoint.optim
+        of_kind = [named for named in checkpoint.named if named.section is section]
+        if main is not None or len(of_kind) != 1:
+            continue
+        (only,) = of_kind
+        if isinstance(only.content, ModelState):
+            checkpoint = replace(checkpoint, model=only.content)
+        else:
+            checkpoint = replace(checkpoint, optim=only.content)
+        rest = tuple(named for named in checkpoint.named if named is not only)
+        checkpoint = replace(checkpoint, named=rest, nesting={**checkpoint.nesting, section: only.path})
+    return checkpoint
 
 
 class _Unmatched:
-    """Transforms section by section, and remembers which options that select or rename keys applied to none of one.
-
-    A key may be named as ``inspect`` shows it, with the place of its section first.
-    """
+    """Transforms section by section, and remembers which options that select or rename keys applied to none of one."""
 
     def __init__(self, opened: Checkpoint) -> None:
         self._opened = opened
@@ -152,21 +170,13 @@ class _Unmatched:
         if checkpoint.model is None and checkpoint.optim is None:
             return transform(checkpoint, replace(spec, options=_of_all_keys(options)), sources)
         self._sections += 1
-        prefix = f"{place}." if place else ""
-        short = {glob.removeprefix(prefix): glob for glob in (*options.include, *options.exclude)}
-        options = replace(
-            options,
-            include=tuple(glob.removeprefix(prefix) for glob in options.include),
-            exclude=tuple(glob.removeprefix(prefix) for glob in options.exclude),
-        )
         while True:
             try:
-                return transform(checkpoint, replace(spec, options=options), sources)
+                return transform(checkpoint, replace(spec, options=options), sources, place=place)
             except NoKeyMatchesError as error:
                 if error.given is None:
                     return None
-                given = short.get(error.given, error.given)
-                self._errors.setdefault(given, []).append(error)
+                self._errors.setdefault(error.given, []).append(error)
                 fewer = _without(options, error.given)
                 if options.include and not fewer.include:
                     return None

@@ -91,8 +91,9 @@ class TransformedCheckpoint:
     key_type: KeyType | None = None
 
 
-def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> TransformedCheckpoint:
-    """Select, unflatten, rekey, rename and shard ``opened`` as ``spec`` and its options ask.
+def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources, *, place: str = "") -> TransformedCheckpoint:
+    """Select, unflatten, rekey, rename and shard ``opened`` as ``spec`` and its options ask. ``place``: the keys of a
+    named section, which ``inspect`` shows before each of its names, and globs may therefore have.
 
     Raises SourceError for a source that is incomplete or contradicts itself, NeedsInformationError, UsageError.
     """
@@ -124,7 +125,9 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources) -> Transfo
     if options.clean_names:
         checkpoint = _with_clean_words(checkpoint, wrapped=source_names.wrapped, to_flattened=to_flattened)
     rules = _id_rules(opened, spec)
-    steps = _Steps(options, request, sources, _ordered_units(resolved, request, sources), source_names, opened, *rules)
+    steps = _Steps(
+        options, request, sources, _ordered_units(resolved, request, sources), source_names, opened, *rules, place
+    )
     if to_flattened:
         keyed = steps.key(checkpoint, "name")
         selected = steps.select(keyed)
@@ -305,7 +308,7 @@ class _Steps:
     """The single steps. ``units``: see ``_ordered_units``; ``source_names``: the names in the source.
 
     ``opened``: the source with the sections that ``--only`` leaves out, which say what names and parameters are.
-    ``source_ids``, ``target_ids``: how each counts ids.
+    ``source_ids``, ``target_ids``: how each counts ids. ``place``: see ``transform``.
     """
 
     options: ConvertOptions
@@ -316,10 +319,15 @@ class _Steps:
     opened: Checkpoint
     source_ids: IdRule
     target_ids: IdRule
+    place: str
 
     def select(self, checkpoint: Checkpoint) -> Checkpoint:
         options, names = self.options, self.source_names
-        aliases = {name: (names.of_model(name), names.of_optimizer(name)) for name in parameter_names(checkpoint)}
+        aliases: dict[str, tuple[str, ...]] = {}
+        for name in parameter_names(checkpoint):
+            aliases[name] = (names.of_model(name), names.of_optimizer(name))
+            if self.place:
+                aliases[name] += tuple(f"{self.place}.{each}" for each in (name, *aliases[name]))
         selected = select_keys(checkpoint, include=options.include, exclude=options.exclude, aliases=aliases)
         if selected.units is None or not (options.include or options.exclude):
             return selected

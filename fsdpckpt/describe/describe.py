@@ -12,11 +12,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Boxes, Stats, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value, value_text, walk
 from fsdpckpt.text import JsonText, plural
+from fsdpckpt.transform.selection import require_globs, tensors_of
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -101,17 +103,21 @@ def _named_json(named: NamedSection) -> Json:
     return row
 
 
-def describe(checkpoint: Checkpoint, keys: Sequence[str] = (), section: Section | None = None) -> Description:
+def describe(
+    checkpoint: Checkpoint, keys: Sequence[str] = (), section: Section | SectionName | None = None
+) -> Description:
     """Summarise ``checkpoint`` and list its tensors, without statistics.
 
-    ``keys``: only those with a key that one of these globs matches; ``section``: only those in it.
+    ``keys``: only those with a key that one of these globs matches; ``section``: only those in it. Raises UsageError
+    for globs that match none, and for a section that ``checkpoint`` does not have.
     """
-    chosen: list[NamedTensor] = []
+    of_section = list(tensors_of(checkpoint, section))
+    if keys:
+        require_globs("--keys", keys, [(named.key,) for named in of_section], checkpoint.source)
     by_section: dict[str, list[NamedTensor]] = {}
     for named in checkpoint.tensors():
         by_section.setdefault(named.label, []).append(named)
-        if section in (None, named.section) and (not keys or any(fnmatchcase(named.key, glob) for glob in keys)):
-            chosen.append(named)
+    chosen = [named for named in of_section if not keys or any(fnmatchcase(named.key, glob) for glob in keys)]
     sections = {name: _summary(tensors) for name, tensors in by_section.items()}
     key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
     return Description(checkpoint, sections, tuple(chosen), key_type=key_type)

@@ -86,7 +86,7 @@ def apply_key_type(
     if not orders:
         raise NeedsInformationError(
             f"nothing in {checkpoint.source} says which parameter each optimizer id is",
-            why="it has no model section, and its param groups have no param_names",
+            why="no model in it is certainly that of the optimizer, and the param groups have no param_names",
             next_step="add --reference PATH (a checkpoint of this model), --parameters FILE (the names of "
             "model.parameters(), one per line) or --units FILE",
         )

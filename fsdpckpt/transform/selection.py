@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError, to_copy
-from fsdpckpt.ir import SectionName, section_of
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, Note, Section
+from fsdpckpt.ir import SectionName
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, NamedTensor, Note, Section
 from fsdpckpt.ir.names import WRAPPERS
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.sections import alone
@@ -28,12 +28,12 @@ def choose_section(checkpoint: Checkpoint, only: Section | SectionName | None) -
     Raises NeedsInformationError if it has several and none is the main one, UsageError for a name that it does not
     have.
     """
-    section = section_of(only)
-    if only is None or section is None:
+    if only is None:
         return checkpoint
-    others = [named for named in checkpoint.named if named.section is section]
-    main = checkpoint.model if section is Section.MODEL else checkpoint.optim
     if not isinstance(only, SectionName):
+        section = only
+        others = [named for named in checkpoint.named if named.section is section]
+        main = checkpoint.model if section is Section.MODEL else checkpoint.optim
         if main is not None or not others:
             return checkpoint
         if len(others) > 1:
@@ -44,22 +44,58 @@ def choose_section(checkpoint: Checkpoint, only: Section | SectionName | None) -
                 next_step=f"--only {shlex.quote(others[0].label)}, or another of these",
             )
         return _chosen(checkpoint, others[0])
+    chosen = find_section(checkpoint, only)
+    return checkpoint if chosen is None else _chosen(checkpoint, chosen)
+
+
+def place_of(checkpoint: Checkpoint, only: Section | SectionName | None) -> str:
+    """The place of the section that ``only`` names, as ``inspect`` shows it before each key; "" for a main one. Call
+    it after ``choose_section``, which raises what there is to raise.
+    """
+    chosen: NamedSection | None = None
+    if isinstance(only, SectionName):
+        chosen = find_section(checkpoint, only)
+    elif only is not None and not (checkpoint.model if only is Section.MODEL else checkpoint.optim):
+        chosen = next((named for named in checkpoint.named if named.section is only), None)
+    return "" if chosen is None else chosen.dotted
+
+
+def find_section(checkpoint: Checkpoint, only: SectionName, option: str = "--only") -> NamedSection | None:
+    """The section that ``only``, the value of ``option``, names; None for the main one. Raises UsageError for a name
+    that ``checkpoint`` does not have.
+    """
+    section = only.section
+    others = [named for named in checkpoint.named if named.section is section]
+    main = checkpoint.model if section is Section.MODEL else checkpoint.optim
     path = ".".join(map(str, checkpoint.nesting.get(section, ())))
     if main is not None and only.name in (path, str(section), _WORDS[section]):
-        return checkpoint
+        return None
     for named in others:
         if only.name in (named.name, named.dotted):
-            return _chosen(checkpoint, named)
+            return named
     names = [named.label for named in others]
     names += [str(section)] if main is not None else []
     near = get_close_matches(only.name, [named.name for named in others], n=1)
-    meant = f"--only {section}:{near[0]}" if near else next((f"--only {name}" for name in names), None)
+    meant = f"{option} {section}:{near[0]}" if near else next((f"{option} {name}" for name in names), None)
     raise UsageError(
         f"{checkpoint.source} has no {_WORDS[section]} of the name {only.name}",
         expected=", ".join(names) or f"no {_WORDS[section]} at all",
         found=only.name,
-        next_step=f"did you mean {shlex.join(meant.split())}?" if meant else "drop --only",
+        next_step=f"did you mean {shlex.join(meant.split())}?" if meant else f"drop {option}",
     )
+
+
+def tensors_of(checkpoint: Checkpoint, section: Section | SectionName | None) -> Iterator[NamedTensor]:
+    """The tensors in ``section``, the value of ``--section``; all for None. Raises UsageError for a name that
+    ``checkpoint`` does not have.
+    """
+    label: str | None = None
+    if isinstance(section, SectionName):
+        named = find_section(checkpoint, section, "--section")
+        label = str(section.section) if named is None else named.label
+    for tensor in checkpoint.tensors():
+        if section is None or tensor.section is section or tensor.label == label:
+            yield tensor
 
 
 _WORDS = {Section.MODEL: "model", Section.OPTIM: "optimizer"}
@@ -163,6 +199,8 @@ def select_keys(
             next_step=_list_keys(checkpoint.source),
         )
     dropped = [name for name in names_of_each if name not in kept]
+    if not dropped:
+        return checkpoint
     count = f"{len(dropped):,} of {plural(len(names_of_each), 'key')}"
     message = f"--include/--exclude: {count} left out: {some_of(dropped, KEYS_IN_MESSAGE)}"
     note = Note("dropped", message, keys=tuple(dropped))

@@ -108,8 +108,11 @@ def _other_form(checkpoint: Checkpoint, flavor: Flavor) -> str:
 
 
 def _missing_sections(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Iterator[str]:
-    if checkpoint.model is None:
+    models = int(checkpoint.model is not None) + sum(each.section is Section.MODEL for each in checkpoint.named)
+    if not models:
         yield _NO_MODEL
+    elif models > 1 and checkpoint.model is None and not form.keeps_source_keys:
+        yield f"{flavor.name} has one model, and this checkpoint {models}"
     if form.optim is None:
         return
     named = [(f"{each.label}: ", each.content) for each in checkpoint.named]

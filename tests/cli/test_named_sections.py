@@ -1,0 +1,85 @@
+"""Several models and optimizers: a section's name, and the keys that ``inspect`` prints, are taken by every command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdpckpt
+from tests.cli.conftest import Run, training_state
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A generator and a critic, each with its optimizer; the critic has a module that is named like itself."""
+    content: dict[str, Any] = {}
+    for name, seed in (("generator", 1), ("critic", 2)):
+        saved: dict[str, Any] = training_state(seed)
+        weights = saved["model"]
+        if name == "critic":
+            weights = {f"critic.{key}" if key.startswith("0") else key: value for key, value in weights.items()}
+        content |= {name: weights, f"{name}_opt": saved["optimizer"]}
+    path = tmp_path / "two.pt"
+    torch.save({**content, "step": 2}, path)
+    return path
+
+
+def test_inspect_shows_one_of_several_sections(run: Run, two: Path) -> None:
+    done = run("inspect", two, "--section", "model:critic", "--names-only")
+    assert done.code == 0 and all(key.startswith("critic.") for key in done.out.split())
+    assert len(done.out.split()) == 6
+    done = run("inspect", two, "--section", "optim:generator_opt", "--names-only", "--keys", "*.exp_avg")
+    assert done.out.split() == [f"generator_opt.{number}.exp_avg" for number in range(6)]
+    done = run("inspect", two, "--section", "optim:generator_opt", "--keys", "critic*")
+    assert done.code == 2 and "matches no key" in done.err
+    done = run("inspect", two, "--section", "model:critik")
+    assert done.code == 2 and "next: did you mean --section model:critic?" in done.err
+    done = run("inspect", two, "--section", "extra:critic")
+    assert done.code == 2 and "expected model, optim, extra, model:NAME, optim:NAME" in done.err
+    with fsdpckpt.open(two) as found:
+        assert len(found.section("model:critic")) == 6 and len(found.section("model")) == 12
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("critic.critic.0.*", ["critic.0.weight", "critic.0.bias"]),  # as inspect prints them
+        ("critic.0.*", ["critic.0.weight", "critic.0.bias"]),  # as the section itself has them
+        ("critic.2.bias", ["2.bias"]),
+        ("*.bias", ["critic.0.bias", "1.bias", "2.bias"]),
+    ],
+)
+def test_a_key_may_be_given_as_inspect_prints_it_or_as_the_section_has_it(
+    run: Run, two: Path, tmp_path: Path, given: str, kept: list[str]
+) -> None:
+    assert run("convert", two, tmp_path / "one.pt", "--only", "model:critic", "--include", given).code == 0
+    assert list(torch.load(tmp_path / "one.pt")) == kept
+    assert run("convert", two, tmp_path / "rest.pt", "--only", "model:critic", "--exclude", given).code == 0
+    assert {*torch.load(tmp_path / "rest.pt"), *kept} == set(torch.load(two)["critic"])
+
+
+def test_what_is_said_of_a_section_is_on_that_section_and_never_empty(run: Run, two: Path, tmp_path: Path) -> None:
+    report = fsdpckpt.convert(two, tmp_path / "out.pt", include=["critic.*", "critic_opt.*"])
+    notes = [note.message for note in report.notes]
+    assert any("leave nothing of model:generator" in note for note in notes)
+    assert not any("0 of" in note or note.endswith(": ") for note in notes)
+    assert not any("optim:" in note and "module versions" in note for note in notes)
+    # One model and one optimizer are left, and a reader finds them as such.
+    assert torch.load(tmp_path / "out.pt")["model"].keys() == torch.load(two)["critic"].keys()
+    assert run("convert", two, tmp_path / "three.pt", "--include", "critic.*", "--include", "*_opt.*").code == 0
+    assert torch.load(tmp_path / "three.pt").keys() == {"generator_opt", "critic_opt", "model", "step"}
+
+
+def test_a_framework_with_one_model_is_told_of_several(run: Run, two: Path) -> None:
+    assert "the model is missing" not in run("verify", two, "--for", "fabric").out
+
+
+def test_ids_of_an_optimizer_without_its_model_are_explained(run: Run, tmp_path: Path) -> None:
+    first, second = (training_state(seed) for seed in (1, 2))
+    content = {"a": first["model"], "b": second["model"], "optimizer": first["optimizer"]}
+    torch.save(content, tmp_path / "unclear.pt")
+    done = run("convert", tmp_path / "unclear.pt", tmp_path / "out.pt", "--key-type", "name")
+    assert done.code == 4 and "no model in it is certainly that of the optimizer" in done.err
