@@ -1,6 +1,6 @@
 """Builds the columns of all chunks of a DCP checkpoint: boxes, and for each the item that holds it.
 
-Chunks come one by one, or as a run of rows that ``reduce`` parsed; so do the stored items. An item belongs to the chunk
+Chunks come one by one, or as a run of rows that were scanned; so do the stored items. An item belongs to the chunk
 of its tensor with the same start. Its index says which chunk that is, and is checked.
 """
 
@@ -14,9 +14,9 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.formats.dcp.fields import NeedsGeneralReaderError
-from fsdpckpt.formats.dcp.reduce import Columns, Reduced, Run
-from fsdpckpt.formats.dcp.repeats import ENTRY
+from fsdpckpt.formats.dcp.records import chunks_of, items_of
+from fsdpckpt.formats.pickle.operands import Columns, NotScannedError
+from fsdpckpt.formats.pickle.records import Record, Run, Scan
 from fsdpckpt.ir.tensors import Boxes, Int64Array, contiguous_strides
 
 Indexes: TypeAlias = tuple[int, ...]
@@ -114,17 +114,19 @@ class _TensorRows(NamedTuple):
 class ChunkTable:
     """Takes tensors one by one, and is then joined with the stored items.
 
-    ``single``: the items that the pickle has one by one, by key and start. Those in ``reduced`` are columns. Raises
-    NeedsGeneralReaderError for runs that are neither the chunks of a tensor nor the stored items.
+    ``single``: the items that the pickle has one by one, by key and start. Those in ``scan`` are columns. Raises
+    NotScannedError for runs that are neither the chunks of a tensor nor the stored items.
     """
 
-    def __init__(self, reduced: Reduced | None) -> None:
+    def __init__(self, scan: Scan | None) -> None:
         self.single: dict[tuple[str, Indexes | None], ItemLocation] = {}
         self.transforms: set[str] = set()
         self.files: list[str] = []
         self._numbers: dict[str, int] = {}
-        self._reduced = reduced
-        self._unused = {run for run in reduced.runs if run.kind != ENTRY} if reduced is not None else set()
+        self._texts = [] if scan is None else scan.texts
+        self._chunks = {} if scan is None else chunks_of(scan)
+        self._items = [] if scan is None else items_of(scan)
+        self._unused = set() if scan is None else {run for run in scan.runs if run.holder < 0}
         self._boxes: dict[int, _BoxColumns] = {}
         self._tensors: list[_TensorRows] = []
         self._in_columns: dict[str, int] = {}  # tensors whose chunks were added as runs: their numbers
@@ -136,21 +138,15 @@ class ChunkTable:
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def mark_used(self, run: Run, kind: tuple[bytes, bytes]) -> None:
-        """Note that ``run`` is used where records of ``kind`` belong."""
-        if run.kind != kind or run not in self._unused:
-            raise NeedsGeneralReaderError("a run that is used twice, or in the wrong table")
+    def mark_used(self, run: Run, record: Record) -> None:
+        """Note that ``run`` is used where records of this kind belong."""
+        if run.record is not record or run not in self._unused:
+            raise NotScannedError("a run that is used twice, or in the wrong table")
         self._unused.discard(run)
-
-    def chunks_run(self, entry: Run) -> Run:
-        """The chunks of the first tensor that is described as ``entry``, which many tensors may be."""
-        if entry.kind != ENTRY or self._reduced is None:
-            raise NeedsGeneralReaderError("a run of chunks or items where a tensor belongs")
-        return self._reduced.runs[entry.begin]
 
     def boxes_of(self, run: Run) -> tuple[Int64Array, Int64Array]:
         """The starts and sizes of the chunks in ``run``."""
-        chunks = self._reduced.chunks if self._reduced is not None else {}
+        chunks = self._chunks
         rows = slice(run.begin, run.end)
         ndim = int(chunks["ndim"][run.begin])
         return chunks["start"][rows, :ndim], chunks["size"][rows, :ndim]
@@ -201,11 +197,10 @@ class ChunkTable:
     def finish(self) -> tuple[list[StoredChunks], list[tuple[int, str]]]:
         """The chunks of each tensor, and those that no item holds: the tensor's number, and a name for messages."""
         if self._unused:
-            raise NeedsGeneralReaderError("an unused run")
+            raise NotScannedError("an unused run")
         for boxes in self._boxes.values():
             boxes.finish()
-        if self._reduced is not None:
-            self._reduced.chunks.clear()
+        self._chunks.clear()
         where = np.full((self._count, 3), -1, np.int64)  # file, offset, length
         for (key, start), stored in self.single.items():
             row = self._chunk_row(self._in_columns[key], start) if start is not None and key in self._in_columns else -1
@@ -214,8 +209,7 @@ class ChunkTable:
         if self._stored:
             table = np.array(self._stored, np.int64)
             where[table[:, 0]] = table[:, 1:]
-        if self._reduced is not None:
-            self._assign_items(self._reduced, where)
+        self._assign_items(where)
         missing = np.flatnonzero(where[:, 0] < 0).tolist()
         if missing:
             return [], list(self._name_of(missing))
@@ -258,20 +252,20 @@ class ChunkTable:
                 file[part] = numbers[file[part]]
             self.files = [self.files[number] for number in order]
 
-    def _assign_items(self, reduced: Reduced, where: Int64Array) -> None:
+    def _assign_items(self, where: Int64Array) -> None:
         """Assign each item in a run to its chunk. Leaves two items for one chunk to the general reader."""
-        texts = reduced.texts
+        texts = [text or "" for text in self._texts]  # all are known now
         by_key = {tensor.key: number for number, tensor in enumerate(self._tensors)}
         number_of = np.array([by_key.get(text, -1) for text in texts], np.int32)
         table = np.array([tensor[1:] for tensor in self._tensors], np.int64).reshape(len(self._tensors), 4)
         columns = tuple(np.ascontiguousarray(column) for column in table.T)
         paths = np.full(len(texts), -1, np.int64)
         assigned = len(self._stored)
-        while reduced.items:
-            part = reduced.items.pop()
+        while self._items:
+            part = self._items.pop()
             for number in np.flatnonzero(np.bincount(part["path"])).tolist():
                 if not is_inside(texts[number]):
-                    raise NeedsGeneralReaderError("a path that leaves the directory")
+                    raise NotScannedError("a path that leaves the directory")
                 paths[number] = self._file(texts[number])
             holder = number_of[part["name"]]
             if (holder < 0).any():  # items of no tensor
@@ -286,7 +280,7 @@ class ChunkTable:
             where[rows] = np.stack([paths[part["path"]], part["offset"], part["length"]], axis=1)
             assigned += len(rows)
         if np.count_nonzero(where[:, 0] >= 0) != assigned:
-            raise NeedsGeneralReaderError("two items of one chunk")
+            raise NotScannedError("two items of one chunk")
 
     def _chunk_rows(self, part: Columns, holder: npt.NDArray[np.int32], tensors: tuple[Int64Array, ...]) -> Int64Array:
         """The rows of the chunks that the items name, -1 if that chunk starts somewhere else."""

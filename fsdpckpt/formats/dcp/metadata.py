@@ -12,7 +12,7 @@ relative paths stay inside the directory, offsets and lengths are counts of byte
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -23,14 +23,15 @@ import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsafeError, damaged
 from fsdpckpt.formats.dcp.chunk_table import ChunkTable, Indexes, ItemLocation, StoredChunks, is_inside
-from fsdpckpt.formats.dcp.fields import NeedsGeneralReaderError
-from fsdpckpt.formats.dcp.reduce import Reduced, Run, reduce_pickle
-from fsdpckpt.formats.dcp.runs import CHUNK, INDEX
+from fsdpckpt.formats.dcp.records import CHUNK, ITEM, Entry, MetadataRuns, scan_metadata
 from fsdpckpt.formats.pickle import ARGUMENTS, StubInstance, instance_class, load, stub_for
 from fsdpckpt.formats.pickle.allowlist import STORAGE_MODULES
 from fsdpckpt.formats.pickle.check import MAX_DEPTH
+from fsdpckpt.formats.pickle.operands import NotScannedError
+from fsdpckpt.formats.pickle.records import Run, Scan
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
 from fsdpckpt.ir.tensors import Boxes, contiguous_strides
+from fsdpckpt.process import without_collection
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import plural, truncate
 
@@ -111,25 +112,20 @@ def _stub_for(module: str, name: str) -> object | None:
     return instance_class(module, name) if (module, name) in _CLASSES else None
 
 
-class _RunResolver:
-    """Persistent id n is ``runs[n]``."""
+def _load(data: bytes, file: str, runs: MetadataRuns | None = None) -> object:
+    """The object in ``data``: records, tuples, dicts, scalars, ``_TorchName``. Raises as ``formats.pickle.load``."""
+    what = "is not a readable DCP metadata file"
+    return load(data, file=file, tensors=runs or _NoRuns(), stubs=_stub_for, what=what)
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self._runs = runs
 
-    def storage(self, persistent_id: object) -> Run:
-        if type(persistent_id) is not int or not 0 <= persistent_id < len(self._runs):
-            raise pickle.UnpicklingError("unexpected persistent id")
-        return self._runs[persistent_id]
+class _NoRuns:
+    """A file that is not scanned has no persistent ids."""
+
+    def storage(self, _persistent_id: object) -> NoReturn:
+        raise pickle.UnpicklingError("unexpected persistent id")
 
     def rebuild(self, function: str, arguments: tuple[object, ...]) -> NoReturn:
         raise pickle.UnpicklingError(f"unexpected tensor: {function}, {len(arguments)} arguments")
-
-
-def _load(data: bytes, file: str, runs: Sequence[Run] = ()) -> object:
-    """The object in ``data``: records, tuples, dicts, scalars, ``_TorchName``. Raises as ``formats.pickle.load``."""
-    what = "is not a readable DCP metadata file"
-    return load(data, file=file, tensors=_RunResolver(runs), stubs=_stub_for, what=what)
 
 
 def parse_metadata(source: ByteSource) -> DcpMetadata:
@@ -138,16 +134,24 @@ def parse_metadata(source: ByteSource) -> DcpMetadata:
     Raises SourceUnsafeError (unknown globals), SourceCorruptError (contradictions), SourceIncompleteError (lists all
     entries without a stored item).
     """
-    reduced = reduce_pickle(source)
-    if reduced is not None:
-        # The general reader accepts or reports anything unexpected: it sees each record.
-        with suppress(NeedsGeneralReaderError, SourceCorruptError, SourceUnsafeError):
-            return _Parser(source.path, reduced).parse(_load(reduced.pickle, source.path, reduced.runs))
+    # The general reader accepts or reports anything unexpected: it sees each record.
+    with suppress(NotScannedError, SourceCorruptError, SourceUnsafeError):
+        with without_collection():
+            scan = scan_metadata(source)
+        return _parse_scanned(scan, source.path)
     return _Parser(source.path, None).parse(_load(source.read(0, source.nbytes), source.path))
 
 
+def _parse_scanned(scan: Scan, file: str) -> DcpMetadata:
+    """The same of a file whose records were scanned. Raises NotScannedError if the general reader must read it."""
+    runs = MetadataRuns(scan)
+    root = _load(scan.pickle, file, runs)
+    runs.finish()
+    return _Parser(file, scan).parse(root)
+
+
 class _ParsedTensor(NamedTuple):
-    """A tensor whose chunks are one run: dtype and shape, its ``number`` in the table, and starts and sizes if the
+    """A tensor that other keys have, too: dtype and shape, its ``number`` in the table, and starts and sizes if the
     chunks were added one by one.
     """
 
@@ -159,10 +163,10 @@ class _ParsedTensor(NamedTuple):
 class _Parser:
     """Parses the records of one file, and adds the chunks of its tensors to a table."""
 
-    def __init__(self, file: str, reduced: Reduced | None) -> None:
+    def __init__(self, file: str, scan: Scan | None) -> None:
         self._file = file
-        self._table = ChunkTable(reduced)
-        self._parsed: dict[Run, _ParsedTensor] = {}
+        self._table = ChunkTable(scan)
+        self._parsed: dict[int, _ParsedTensor] = {}  # by the number of the entry
 
     def _refuse(
         self, what: str, *, key: str | None = None, expected: str | None = None, found: object = None
@@ -183,8 +187,8 @@ class _Parser:
         items: dict[str, ItemLocation] = {}
         missing: list[tuple[float, str]] = []  # number of tensors before it, what
         for key, entry in entries.items():
-            if type(entry) is Run and type(key) is str:
-                heads[key] = self._add_copy(key, entry)
+            if type(entry) is Entry and type(key) is str:
+                heads[key] = self._add_entry(key, entry)
                 continue
             if type(key) is not str or not isinstance(entry, StubInstance):
                 self._refuse("an entry is neither a tensor nor a value", found=key)
@@ -243,8 +247,8 @@ class _Parser:
             self._refuse("there is no table of stored items", expected="storage_data")
         checked: set[str] = set()
         for index, info in data.items():
-            if isinstance(index, Run) and info is index:
-                self._table.mark_used(index, INDEX)
+            if type(index) is Run and info is None:
+                self._table.mark_used(index, ITEM)
                 continue
             try:
                 chunk, stored = index.__dict__, info.__dict__
@@ -273,39 +277,43 @@ class _Parser:
                 names = tuple(name if isinstance(name, str) else truncate(name) for name in transforms)
             self._table.single[fqn, start] = ItemLocation(path, offset, length, names)
 
-    def _add_copy(self, key: str, entry: Run) -> tuple[DType, Indexes]:
-        """Add the chunks of a tensor that is described like an earlier one; return its dtype and shape."""
-        run = self._table.chunks_run(entry)
-        if run not in self._parsed:
-            raise NeedsGeneralReaderError("a repeated entry refers to an unknown tensor")
-        head, number, boxes = self._parsed[run]
-        if boxes is not None:
-            self._table.add(key, len(head[1]), boxes)
+    def _add_entry(self, key: str, entry: Entry) -> tuple[DType, Indexes]:
+        """Add the chunks of a tensor whose record was scanned; return its dtype and shape."""
+        parsed = self._parsed.get(entry.number)
+        if parsed is None:
+            head = self._head(key, entry.shape, entry.properties)
+            boxes = None
+            if not self._table.add_runs(key, entry.shape, [entry.chunks]):
+                boxes = list(self._boxes(key, entry.shape, [entry.chunks]))
+                self._table.add(key, len(entry.shape), boxes)
+            parsed = self._parsed[entry.number] = _ParsedTensor(head, len(self._table) - 1, boxes)
+        elif parsed.boxes is not None:
+            self._table.add(key, len(entry.shape), parsed.boxes)
         else:
-            self._table.add_copy(key, number)
-        return head
+            self._table.add_copy(key, parsed.number)
+        return parsed.head
 
     def _tensor(self, key: str, entry: StubInstance) -> tuple[DType, Indexes]:
         """Add the chunks of a tensor; return its dtype and shape."""
         fields = entry.__dict__
-        shape = fields.get("size")
-        dtype = self._dtype(key, fields.get("properties"))
         entries = fields.get("chunks")
-        if not _is_shape(shape) or not isinstance(entries, list):
+        if not isinstance(entries, list):
+            self._refuse("a tensor has no shape or no chunks", key=key, found=f"{key}: {truncate(fields.get('size'))}")
+        dtype, shape = self._head(key, fields.get("size"), fields.get("properties"))
+        runs = [record for record in entries if type(record) is Run]
+        for run in runs:
+            self._table.mark_used(run, CHUNK)
+        if not runs or len(runs) < len(entries) or not self._table.add_runs(key, shape, runs):
+            self._table.add(key, len(shape), self._boxes(key, shape, entries))
+        return dtype, shape
+
+    def _head(self, key: str, shape: object, properties: object) -> tuple[DType, Indexes]:
+        """The dtype and the shape of a tensor, checked."""
+        dtype = self._dtype(key, properties)
+        if not _is_shape(shape):
             self._refuse("a tensor has no shape or no chunks", key=key, found=f"{key}: {truncate(shape)}")
         if len(shape) > MAX_DIMENSIONS or prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:
             self._refuse("a tensor is larger than any can be", key=key, found=f"{key}: {truncate(shape)}")
-        runs = [record for record in entries if isinstance(record, Run)]
-        for run in runs:
-            self._table.mark_used(run, CHUNK)
-        is_one_run = len(runs) == len(entries) == 1
-        boxes = None
-        if not runs or len(runs) < len(entries) or not self._table.add_runs(key, shape, runs):
-            checked = self._boxes(key, shape, entries)
-            boxes = list(checked) if is_one_run else None
-            self._table.add(key, len(shape), checked if boxes is None else boxes)
-        if is_one_run:
-            self._parsed[runs[0]] = _ParsedTensor((dtype, shape), len(self._table) - 1, boxes)
         return dtype, shape
 
     def _start_size_pairs(self, entries: list[object]) -> Iterator[tuple[object, object]]:

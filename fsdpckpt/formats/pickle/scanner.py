@@ -1,0 +1,498 @@
+"""Scans a pickle for records (``records``)."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache, cached_property
+from itertools import groupby
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpckpt.formats.pickle.opcodes import COUNTED, opcode_end
+from fsdpckpt.formats.pickle.operands import (
+    MEMOIZE,
+    Columns,
+    NotScannedError,
+    by_value,
+    numbers_of,
+    sizes_of,
+    smallest_integers,
+)
+from fsdpckpt.formats.pickle.patterns import ANY, GET, MEMOIZES, NUMBERED, PLAIN, PUTS, SHORT_TEXT, TEXT
+from fsdpckpt.formats.pickle.records import Example, Holder, Reads, Record, Row, Run, Scan
+from fsdpckpt.ir.tensors import Int64Array
+
+_SHORT_TEXT_OPCODE, _STOP = 0x8C, ord(".")
+_MAX_REMEMBERED = 32 << 20  # bytes of whole records with lists that are recognised when they come again
+
+
+class Skipped(Protocol):
+    """The last attribute of a pickle, which nobody reads. ``key``: the opcodes of its name; ``begin``: the first of
+    its value, which becomes None; ``end``: those that end the pickle after it.
+    """
+
+    key: bytes
+    begin: bytes
+    end: bytes
+    ended: bool
+
+    def past(self, data: bytes, at: int, limit: int) -> int:
+        """Skip from ``at`` at least to ``limit``; return where an opcode begins."""
+        ...
+
+
+class _Memo:
+    """The memo of a pickle that numbers its values by itself: which number each value has in what is left of it.
+
+    ``count``, ``kept``: values so far, in the pickle and in what is left.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.kept = 0
+        self._first: list[int] = []  # of values kept one after the other: the number of the first, ...
+        self._new: list[int] = []  # ... that number in what is left, ...
+        self._end: list[int] = []  # ... and the number after the last
+
+    def keep(self, values: int) -> None:
+        if self._end and self._end[-1] == self.count:
+            self._end[-1] += values
+        else:
+            self._first.append(self.count)
+            self._new.append(self.kept)
+            self._end.append(self.count + values)
+        self.count += values
+        self.kept += values
+
+    def find(self, number: int) -> int | None:
+        """The number in what is left of the value ``number``; None if it is not there."""
+        at = bisect_right(self._first, number) - 1
+        return None if at < 0 or number >= self._end[at] else self._new[at] + number - self._first[at]
+
+
+class _TextsInRun:
+    """The texts that the records of one run memoise. ``base``: the number of the first value that they memoise.
+
+    ``memoised``: for each part of a record, how many values it memoises (one number, or one for each record);
+    ``numbers``: the numbers of the texts, by part.
+    """
+
+    def __init__(
+        self,
+        base: int,
+        rows: int,
+        memoised: list[int | npt.NDArray[np.uint8]],
+        numbers: dict[int, npt.NDArray[np.signedinteger]],
+    ) -> None:
+        self.base, self.numbers = base, numbers
+        self._rows, self._memoised = rows, memoised
+
+    @cached_property
+    def starts(self) -> Int64Array:
+        """The memo number of the first value of each record."""
+        total = np.zeros(self._rows, np.int64)
+        for each in self._memoised:
+            total += each
+        return self.base + np.cumsum(total) - total
+
+    def find(self, number: int) -> int | None:
+        """The number of the text that is memoised as ``number``."""
+        row = int(np.searchsorted(self.starts, number, "right")) - 1
+        at = int(self.starts[row])
+        for part, each in enumerate(self._memoised):
+            here = each if isinstance(each, int) else int(each[row])
+            if part in self.numbers and here and at == number:
+                return int(self.numbers[part][row])
+            at += here
+        return None
+
+    @property
+    def end(self) -> int:
+        """The memo number after the last value."""
+        return self.base + sum(
+            each * self._rows if isinstance(each, int) else int(each.sum()) for each in self._memoised
+        )
+
+
+class _Known(NamedTuple):
+    """A record with a list that was read before. ``memoised``: how many values it memoises."""
+
+    run: Run
+    memoised: int
+
+
+_Groups: TypeAlias = tuple[bytes, ...]
+"""The opcodes of one record, by its parts."""
+
+
+class _Added(NamedTuple):
+    """``run``: what stands for rows that were added. ``examples``: with their opcodes. ``named``, ``new``: references
+    to texts that the loader must read, as opcodes, and the numbers of these texts.
+    """
+
+    run: Run
+    examples: list[tuple[Example, bytes]]
+    named: list[bytes]
+    new: list[int]
+
+
+class Scanner:
+    """Reads a pickle in blocks, without its first opcode, which tells the protocol, and without frames.
+
+    ``numbered``: its values have memo numbers of their own, as in protocols before 4. ``skipped``: what nobody reads.
+    """
+
+    def __init__(self, records: Sequence[Record], *, numbered: bool, skipped: Skipped | None = None) -> None:
+        self._records, self._numbered, self._skipped = records, numbered, skipped
+        self._step = _step(tuple(records), numbered, b"" if skipped is None else skipped.key + skipped.begin)
+        self._more = [re.compile(record.more, re.DOTALL) for record in records]
+        self._out = bytearray()
+        self._memo = _Memo()
+        self._numbers: list[bytes] = []  # the opcodes that give a value a memo number
+        self._gets: dict[bytes, bytes] = {}  # what a reference becomes
+        self._texts_in_runs: list[_TextsInRun] = []
+        self._bases: list[int] = []  # of these
+        self._text_numbers: dict[bytes, int] = {}  # by the opcodes of a text, or of a reference that the loader reads
+        self._forms: dict[tuple[object, ...], int] = {}
+        self._known: dict[bytes, _Known] = {}
+        self._counts = {record.name: 0 for record in (*records, *(record.inner for record in records if record.inner))}
+        self._room = _MAX_REMEMBERED
+        self._allowed = b""  # if not empty, the opcodes one of which must come next
+        self._skipping = False
+        self.ended = False
+        self._scan = Scan(b"", [], {record.name: [] for record in records}, [], [], {}, {})
+
+    def read(self, data: bytes, limit: int, frames: Sequence[int] = ()) -> int:
+        """Walk ``data`` from its begin at least to ``limit``; return where the walk ended: the next block begins with
+        the bytes from there on. ``frames``: where frames end in it, ascending.
+        """
+        boundaries = iter(frames)
+        boundary = next(boundaries, -1)
+        at, records = 0, len(self._records)
+        while at < limit and not self.ended:
+            if self._skipping and self._skipped is not None:
+                return self._skip(self._skipped, data, at, limit)
+            if self._allowed and data[at] not in self._allowed:
+                raise NotScannedError("records that are not added to a list or a dict")
+            self._allowed = b""
+            match = self._step.match(data, at)
+            kind, end = (-1, at) if match is None else ((match.lastindex or 0) - 1, match.end())
+            if match is None or end == at:
+                end = self._other(data, at)
+            elif kind < records:
+                self._take(self._records[kind], data, at, end)
+            elif kind == records:
+                self._begin_skipping()
+            else:
+                self._copy(match[records + 2], match[records + 3])
+            while 0 <= boundary <= end:
+                if 0 <= kind < records:  # whole records are passed at once
+                    passed = self._more[kind].match(data, at, boundary)
+                    at = at if passed is None else passed.end()
+                _require_boundary(data, at, boundary)
+                boundary = next(boundaries, -1)
+            at = end
+        if self.ended and at < len(data):
+            raise NotScannedError("bytes after the end")
+        return at
+
+    def finish(self, protocol: bytes) -> Scan:
+        """What was found. ``protocol``: the first opcode."""
+        if not self.ended:
+            raise NotScannedError("no end")
+        if self._numbered:
+            self._require_numbers_once()
+        self._scan.pickle = protocol + bytes(self._out)
+        return self._scan
+
+    def _copy(self, get: bytes | None, opcodes: bytes) -> None:
+        """Copy a reference, and opcodes without references."""
+        if get is not None:
+            self._out += self._gets.get(get) or self._reference(get)
+        self._out += opcodes
+        if self._numbered:
+            self._numbers += filter(None, NUMBERED.findall(opcodes))
+        elif b"\x94" in opcodes:
+            self._memo.keep(MEMOIZES.findall(opcodes).count(b"\x94"))
+
+    def _other(self, data: bytes, at: int) -> int:
+        """Copy a long text, or end the walk; return where the opcode ends."""
+        opcode = data[at]
+        if opcode == _STOP:
+            self._out.append(opcode)
+            self.ended = True
+            return at + 1
+        if opcode not in COUNTED:
+            raise NotScannedError(f"opcode {opcode:#x}")
+        end = opcode_end(data, at)
+        if end > len(data):
+            raise NotScannedError("a text that is too long, or cut off")
+        self._out += data[at:end]
+        return end
+
+    def _begin_skipping(self) -> None:
+        if self._skipped is not None:
+            self._out += self._skipped.key + b"N"
+            self._skipping = True
+
+    def _skip(self, skipped: Skipped, data: bytes, at: int, limit: int) -> int:
+        at = skipped.past(data, at, limit)
+        if skipped.ended:
+            self._out += skipped.end
+            self.ended = True
+            if at < len(data):
+                raise NotScannedError("bytes after the end")
+        return at
+
+    # References.
+
+    def _reference(self, get: bytes) -> bytes:
+        """The opcode for a reference to a value that was kept, or to a text in a record."""
+        if self._numbered:
+            new = get
+        else:
+            number = int.from_bytes(get[1:], "little")
+            kept = self._memo.find(number)
+            if kept is not None:
+                new = b"h%c" % kept if kept < 256 else b"j" + kept.to_bytes(4, "little")
+            else:
+                name = self._scan.texts[self._text_in_run(number)] or ""
+                encoded = name.encode("utf-8", "surrogatepass")
+                new = b"X" + len(encoded).to_bytes(4, "little") + encoded
+        self._gets[get] = new
+        return new
+
+    def _text_in_run(self, number: int) -> int:
+        """The number of the text that a record memoised as ``number``. Raises NotScannedError if it is something else,
+        or comes later.
+        """
+        at = bisect_right(self._bases, number) - 1
+        found = self._texts_in_runs[at].find(number) if at >= 0 and number < self._memo.count else None
+        if found is None:
+            raise NotScannedError("a reference to a part of a record")
+        return found
+
+    def _number_of_text(self, opcodes: bytes) -> int:
+        """The number of a text."""
+        known = self._text_numbers.get(opcodes)
+        if known is None:
+            known = self._text_numbers[opcodes] = len(self._scan.texts)
+            body = opcodes[2:-1] if opcodes[:1] == b"\x8c" else opcodes[5:]
+            try:
+                self._scan.texts.append(body.decode("utf-8", "surrogatepass"))
+            except UnicodeDecodeError:
+                raise NotScannedError("a text that is not UTF-8") from None
+        return known
+
+    # Records.
+
+    def _take(self, record: Record, data: bytes, begin: int, end: int) -> None:
+        """Put persistent ids in the place of the records from ``begin`` to ``end``."""
+        if record.inner is not None:
+            self._take_holder(record, record.inner, data[begin:end])
+            return
+        rows = record.fields.findall(data, begin, end)
+        for form, part in self._by_form(record, rows):
+            self._placeholder(self._add(record, form, part))
+        if len(rows) > 1:
+            self._allowed = record.added + b"hj"
+
+    def _take_holder(self, record: Record, inner: Record, opcodes: bytes) -> None:
+        """The same for a record that holds others in a list: its bytes often come again."""
+        known = self._known.get(opcodes)
+        if known is not None:
+            self._memo.count += known.memoised
+            self._placeholder(_Added(known.run, [], [], []))
+            return
+        match = record.fields.fullmatch(opcodes)
+        if match is None:
+            raise NotScannedError("a record that is read in two ways")
+        base, groups = self._memo.count, list(match.groups())
+        listed = next(at for at, part in enumerate(record.parts) if part.reads is Reads.LIST)
+        rows = inner.fields.findall(groups[listed])
+        groups[listed] = b""  # the example has an empty list
+        forms = list(self._by_form(inner, rows))
+        if len(forms) != 1:
+            raise NotScannedError("a list of records of several forms")
+        of_holder = self._add(record, record.form_of(groups), [tuple(groups)])
+        of_list = self._add(inner, *forms[0])
+        run = replace(of_list.run, record=record, holder=of_holder.run.holder)
+        if len(opcodes) <= self._room:
+            self._room -= len(opcodes)
+            self._known[opcodes] = _Known(run, self._memo.count - base)
+        examples = of_holder.examples + of_list.examples
+        self._placeholder(_Added(run, examples, of_holder.named + of_list.named, of_holder.new + of_list.new))
+
+    def _by_form(self, record: Record, rows: Sequence[_Groups]) -> Iterator[tuple[_Groups, Sequence[_Groups]]]:
+        """The rows, cut where the form changes, each part with its form."""
+        forms = list(map(record.form_of, rows))
+        if forms.count(forms[0]) == len(forms):  # as nearly always
+            yield forms[0], rows
+            return
+        begin = 0
+        for form, of_form in groupby(forms):
+            end = begin + len(list(of_form))
+            yield form, rows[begin:end]
+            begin = end
+
+    def _add(self, record: Record, form: _Groups, rows: Sequence[_Groups]) -> _Added:
+        """Add rows of one form to the columns."""
+        columns = list(zip(*rows, strict=True))
+        made: Columns = {}
+        memoised: list[int | npt.NDArray[np.uint8]] = []
+        texts: dict[int, npt.NDArray[np.signedinteger]] = {}
+        for at, (part, column) in enumerate(zip(record.parts, columns, strict=True)):
+            count: int | npt.NDArray[np.uint8] = 0
+            if part.reads is None:
+                count = _values_memoised(column[0])
+            elif part.reads is Reads.NUMBER:
+                made[part.name] = numbers_of(column)
+            elif part.reads is Reads.SIZES:
+                made[part.name], made[f"{part.name}_ndim"], count = sizes_of(column)
+            elif part.reads is Reads.TEXT:
+                made[part.name], count = self._texts(column)
+                texts[at] = made[part.name]
+            memoised.append(count)
+        in_run = _TextsInRun(self._memo.count, len(rows), memoised, texts)
+        named: list[bytes] = []
+        new: list[int] = []
+        if texts:
+            if not self._numbered:
+                self._texts_in_runs.append(in_run)
+                self._bases.append(in_run.base)
+            self._memo.count = in_run.end
+            for at, numbers in texts.items():
+                self._references(columns[at], numbers, in_run, named, new)
+        self._memo.count = in_run.end
+        if self._numbered and in_run.end != in_run.base:
+            raise NotScannedError("memo numbers of both kinds")
+        examples = []
+        row = _row(record, made)
+        if (record.name, form) not in self._forms:
+            number = self._forms[record.name, form] = len(self._forms)
+            examples.append((Example(record, number, row), self._opcodes_of_example(record, rows[0])))
+        number = self._forms[record.name, form]
+        if record.inner is not None:
+            self._scan.holders.append(Holder(number, row))
+            return _Added(Run(record, 0, 0, len(self._scan.holders) - 1), examples, named, new)
+        begin = self._counts[record.name]
+        self._counts[record.name] += len(rows)
+        self._scan.columns[record.name].append({name: smallest_integers(column) for name, column in made.items()})
+        return _Added(Run(record, begin, begin + len(rows)), examples, named, new)
+
+    def _texts(self, column: Sequence[bytes]) -> tuple[npt.NDArray[np.signedinteger], int | npt.NDArray[np.uint8]]:
+        """The numbers of texts, -1 for a reference; and which of them are memoised."""
+        different = dict.fromkeys(column)
+        numbers = {opcodes: self._number_of_text(opcodes) if opcodes[0] not in b"hj" else -1 for opcodes in different}
+        memoised = {opcodes: opcodes[0] == _SHORT_TEXT_OPCODE for opcodes in different}
+        return np.fromiter(map(numbers.__getitem__, column), np.int32, len(column)), by_value(memoised, column)
+
+    def _references(
+        self,
+        column: Sequence[bytes],
+        numbers: npt.NDArray[np.signedinteger],
+        in_run: _TextsInRun,
+        named: list[bytes],
+        new: list[int],
+    ) -> None:
+        """Put the numbers of texts that are referred to into ``numbers``. ``named``, ``new``: the references that the
+        loader must read, as opcodes, and the numbers of their texts.
+        """
+        rows = np.flatnonzero(numbers < 0).tolist()
+        if not rows:
+            return
+        found: dict[bytes, int] = {}
+        for row in rows:
+            get = column[row]
+            if get not in found:
+                found[get] = self._text_numbers.get(get, -1)
+            if found[get] < 0:
+                number = int.from_bytes(get[1:], "little")
+                if self._numbered or self._memo.find(number) is not None:
+                    found[get] = self._text_numbers[get] = len(self._scan.texts)
+                    self._scan.texts.append(None)
+                    named.append(self._reference(get))
+                    new.append(found[get])
+                elif number < in_run.starts[row]:
+                    found[get] = self._text_in_run(number)
+                else:
+                    raise NotScannedError("a reference to what comes later")
+        numbers[rows] = [found[column[row]] for row in rows]
+
+    def _opcodes_of_example(self, record: Record, groups: _Groups) -> bytes:
+        """The opcodes of one record as they are in what is left: not memoised."""
+        opcodes = b"".join(groups) + record.end
+        out = bytearray()
+        at = 0
+        while at < len(opcodes):
+            end = opcode_end(opcodes, at)
+            if opcodes[at] in b"hj":
+                out += self._gets.get(opcodes[at:end]) or self._reference(opcodes[at:end])
+            elif opcodes[at] != MEMOIZE:
+                out += opcodes[at:end]
+            at = end
+        return bytes(out)
+
+    def _placeholder(self, added: _Added) -> None:
+        """Write what stands for records."""
+        scan, number = self._scan, len(self._scan.runs)
+        scan.runs.append(added.run)
+        written = b"J" + number.to_bytes(4, "little")
+        if added.examples or added.named:
+            scan.examples[number] = [example for example, _ in added.examples]
+            scan.named[number] = added.new
+            opcodes = b"".join([opcodes for _, opcodes in added.examples])
+            written = b"(%b(%bt(%btt" % (written, opcodes, b"".join(added.named))
+        self._out += written + b"Q" + b"N" * (added.run.record.values - 1)
+
+    def _require_numbers_once(self) -> None:
+        """Raises unless every memo number is given to one value."""
+        if len({int.from_bytes(put[1:], "little") for put in self._numbers}) < len(self._numbers):
+            raise NotScannedError("a memo number that is given twice")
+
+
+@cache
+def _step(records: tuple[Record, ...], numbered: bool, skipped: bytes) -> re.Pattern[bytes]:  # noqa: FBT001 (a key of the cache)
+    """A pattern with a group for records of each kind, for what is skipped, for a reference, and for the opcodes up to
+    the next reference.
+    """
+    runs = b"".join(rb"(" + record.in_a_row + rb")|" for record in records)
+    skip = re.escape(skipped) if skipped else rb"(?!)"
+    texts = (rb"(?!" + skip + rb")(?:" + SHORT_TEXT + rb")", TEXT)
+    plain = b"|".join((PLAIN, PUTS if numbered else rb"\x94", *texts))
+    return re.compile(runs + rb"(" + skip + rb")|(" + GET + rb")?+((?:" + plain + rb")*+)", re.DOTALL)
+
+
+def _require_boundary(data: bytes, at: int, boundary: int) -> None:
+    """Raises unless one of the opcodes from ``at`` on ends at ``boundary``, where a frame begins."""
+    match = ANY.match(data, at, boundary)
+    at = at if match is None else match.end()
+    while at < boundary:
+        at = opcode_end(data, at)
+    if at != boundary:
+        raise NotScannedError("an opcode in two frames")
+
+
+@cache
+def _values_memoised(opcodes: bytes) -> int:
+    """How many values these opcodes memoise."""
+    at = count = 0
+    while at < len(opcodes):
+        count += opcodes[at] == MEMOIZE
+        at = opcode_end(opcodes, at)
+    return count
+
+
+def _row(record: Record, columns: Columns) -> Row:
+    """The fields of the first record."""
+    row: Row = {}
+    for part in record.parts:
+        if part.reads is Reads.SIZES:
+            row[part.name] = tuple(columns[part.name][0, : columns[f"{part.name}_ndim"][0]].tolist())
+        elif part.name in columns:
+            row[part.name] = int(columns[part.name][0])
+    return row
