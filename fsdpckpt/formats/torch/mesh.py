@@ -161,7 +161,7 @@ class MeshParser(FileParser):
             world,
             device if isinstance(device, str) else "",
             own_names,
-            _nesting(shape, ranks, own_names or (), (root.names if root is not None else None) or ()),
+            nesting_of(shape, ranks, own_names or (), (root.names if root is not None else None) or ()),
         )
 
     def _layout_ranks(
@@ -238,7 +238,7 @@ class MeshParser(FileParser):
         return pickled.shape, tuple(int(n) for n in values.reshape(-1))
 
 
-def _nesting(
+def nesting_of(
     shape: tuple[int, ...], ranks: tuple[int, ...], names: tuple[str, ...], root: tuple[str, ...]
 ) -> tuple[int, ...] | None:
     """As ``Mesh.nesting``. ``names``: of the mesh; ``root``: of the mesh that it was cut from, which knows the order of

@@ -1,0 +1,127 @@
+"""Recognises directories of torch_checkpointing by their ``metadata.pkl``, and finds the files of their items.
+
+``CheckpointManager.save(path, {"model": ..., "optimizer": ..., "step": 7})`` writes one file for each item and rank, by
+default ``<item>_<rank>.pt`` (``checkpoint_writer.py``). Rank 0 writes ``metadata.pkl`` if an item can be resharded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fsdpckpt.errors import SourceIncompleteError
+from fsdpckpt.ir import Section
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
+from fsdpckpt.readers.side_files import section_of_name
+from fsdpckpt.readers.torch_checkpointing.metadata import (
+    METADATA,
+    TORCH,
+    Item,
+    ItemFile,
+    Metadata,
+    is_metadata,
+    load_metadata,
+    parse_metadata,
+)
+from fsdpckpt.storage import Entry
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import plural
+
+_DEFAULT = re.compile(r"^(?P<item>.+)_(?P<rank>0|[1-9]\d{0,6})\.pt$")
+
+
+class TorchCheckpointingReader:
+    """Directories with torch_checkpointing's ``metadata.pkl``."""
+
+    def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
+        """None: a file of one rank is read like any other, and says what is missing."""
+        del file, sources
+        return None
+
+    def recognise_directory(
+        self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
+    ) -> Claim:
+        """One part with all items; with ``options.only``, without the items of other sections that lack files.
+
+        Raises SourceIncompleteError that lists every missing file.
+        """
+        if METADATA not in files:
+            return Claim()
+        content = load_metadata(files[METADATA].path, sources)
+        if not is_metadata(content):
+            return Claim()
+        metadata = parse_metadata(content, files[METADATA].path)
+        directory = path.rstrip("/")
+        found = _files_below(directory, files, metadata, sources)
+        items = [*metadata.items.values(), *_other_items(files, metadata)]
+        incomplete = {item.name: missing for item in items if (missing := _missing(item, found))}
+        unwanted = {name for name in incomplete if not _is_wanted(name, options.only)}
+        lacking = [name for item, names in incomplete.items() if item not in unwanted for name in names]
+        if lacking:
+            raise SourceIncompleteError(
+                f"{path}: {plural(len(lacking), 'file')} that {METADATA} names {'is' if len(lacking) == 1 else 'are'} "
+                "missing",
+                details=[f"{directory}/{name}" for name in lacking],
+                file=f"{directory}/{lacking[0]}",
+                why="each rank writes its own part, and every part is needed; other nodes may hold the rest on their "
+                "disks",
+                next_step="copy the files of all ranks into one directory and give that directory",
+            )
+        taken = [item for item in items if item.name not in unwanted]
+        left_out = [file.path for item in items if item.name in unwanted for file in item.files.values()]
+
+        def read(table: FileTable, sources: Sources) -> Tree:
+            from fsdpckpt.readers.torch_checkpointing.read import read_items
+
+            return read_items(directory, metadata, taken, table, sources)
+
+        names = {METADATA, *(file.path for item in items for file in item.files.values())}
+        return Claim(
+            [Part(path, directory.rpartition("/")[2], read)],
+            names & files.keys(),
+            [name for name in left_out if name in files],
+            {name.partition("/")[0] for name in names if "/" in name},
+        )
+
+
+def _is_wanted(name: str, only: Section | None) -> bool:
+    """Whether an item may be of the section ``only``."""
+    return only is None or section_of_name(name) in (None, only)
+
+
+def _files_below(directory: str, files: Mapping[str, Entry], metadata: Metadata, sources: Sources) -> set[str]:
+    """The names of all files, those in subdirectories that ``metadata`` names with their path."""
+    found = set(files)
+    paths = {file.path for item in metadata.items.values() for file in item.files.values()}
+    for folder in sorted({path.rpartition("/")[0] for path in paths} - {""}):
+        below = f"{directory}/{folder}"
+        if sources.stat(below) is not None:
+            found |= {f"{folder}/{entry.name}" for entry in sources.list_directory(below) if not entry.directory}
+    return found
+
+
+def _missing(item: Item, found: set[str]) -> list[str]:
+    return [file.path for _, file in sorted(item.files.items()) if file.path not in found]
+
+
+def _other_items(files: Mapping[str, Entry], metadata: Metadata) -> list[Item]:
+    """The items that are not in ``metadata`` because they cannot be resharded, by the default names of their files.
+
+    Some are those of one rank only. A gap between ranks shows that a file is missing.
+    """
+    claimed = {file.path for item in metadata.items.values() for file in item.files.values()}
+    by_item: dict[str, dict[int, ItemFile]] = {}
+    for name in files:
+        match = _DEFAULT.match(name)
+        if match is not None and name not in claimed and int(match["rank"]) < metadata.world_size:
+            by_item.setdefault(match["item"], {})[int(match["rank"])] = ItemFile(name, TORCH)
+    items = [Item(name, of_ranks, {}) for name, of_ranks in sorted(by_item.items())]
+    return [_without_gaps(item) for item in items]
+
+
+def _without_gaps(item: Item) -> Item:
+    """``item`` with the names of the files that lack between those of the ranks that saved it."""
+    several = range(max(item.files) + 1) if len(item.files) > 1 else item.files
+    named = {rank: item.files.get(rank, ItemFile(f"{item.name}_{rank}.pt", TORCH)) for rank in several}
+    return replace(item, files=named)
