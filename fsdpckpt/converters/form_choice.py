@@ -91,7 +91,7 @@ def _matches_request(form: Form, options: ConvertOptions, source: Checkpoint) ->
     both_dcp = form.container == source.container == Container.DCP
     if form.optim is None or (both_dcp and form.flattened != source.flattened_keys):
         return False
-    return options.key_type in (None, form.key_type)
+    return form.any_key_type or options.key_type in (None, form.key_type)
 
 
 def _holds_named(form: Form, source: Checkpoint) -> bool:
@@ -139,7 +139,7 @@ def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source:
             next_step=_what_to_change(flavor, suffix, options, source),
         )
     form = _with_source_keys(_preferred(flavor, fitting, source), source)
-    if form.optim is not None and options.key_type not in (None, form.key_type):
+    if form.optim is not None and not form.any_key_type and options.key_type not in (None, form.key_type):
         keys = f"keys its optimizer by {form.key_type}" if form.key_type else "has its own kind of keys in this form"
         raise UsageError(
             f"--key-type {options.key_type} does not go with --flavor {flavor.name}, which {keys}",

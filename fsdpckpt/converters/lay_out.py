@@ -127,6 +127,7 @@ def _lay_out_document(
             units=transformed.units,
             key_type=transformed.key_type or "id",
             linkable=linkable,
+            by_item=spec.form is not None and spec.form.by_item,
         ),
     )
 

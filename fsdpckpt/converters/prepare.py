@@ -156,7 +156,8 @@ def _read_and_transform(
             splits_param_group=splits_param_group,
             directory=spec.directory,
         )
-        key_type = form.key_type if opened.has(Section.OPTIM) else None
+        key_type = options.key_type if form.any_key_type else form.key_type
+        key_type = key_type if opened.has(Section.OPTIM) else None
         spec = replace(spec, form=form, options=replace(options, key_type=key_type))
     transformed = transform_sections(opened, spec, sources, place=place)
     if spec.form is not None and spec.form.weights:

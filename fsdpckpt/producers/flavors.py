@@ -72,6 +72,8 @@ class Form:
     ``directory``: whether DST is one; ``suffix``: the usual end of the name of a DST that is one file, "" if none.
     ``counter``: the extra that counts the optimizer's steps; if the source has none, it is the step in the states.
     ``by_parameter``: each weight and state has its own file.
+    ``by_item``: every top-level key has files of its own, and one file says how tensors are cut.
+    ``any_key_type``: its loader takes the key type that the job gave it, so that of the source stays.
     ``keeps_source_keys``: users choose the keys of the sections, so those of the source stay.
     ``optimizers``: the keys of each of several optimizers, with ``{number}`` for its number or its position in a list;
     () if the framework saves one.
@@ -96,6 +98,8 @@ class Form:
     keeps_source_keys: bool = False
     counter: str = ""
     by_parameter: bool = False
+    by_item: bool = False
+    any_key_type: bool = False
     optimizers: tuple[str, ...] = ()
 
     def optimizer_keys(self, number: int) -> tuple[PathKey, ...]:

@@ -381,6 +381,27 @@ MEGATRON = Flavor(
     groups_without_params=True,
 )
 
+TORCH_CHECKPOINTING = Flavor(
+    name="torch_checkpointing",
+    title="torch_checkpointing's CheckpointManager",
+    signs=(),  # its reader knows it by the content of metadata.pkl
+    forms=(
+        Form(
+            Layout.SHARDED,
+            Container.TORCH,
+            SectionPath("{rank}", ("model",)),
+            SectionPath("{rank}", ("optimizer",)),
+            SectionPath("{rank}"),
+            by_item=True,
+            any_key_type=True,
+            keeps_source_keys=True,
+        ),
+    ),
+    state=r"^metadata\.pkl$|_\d+\.(pt|safetensors)$",
+    loads='manager.load("{target}", into={{"model": ..., "optimizer": ...}})',
+    tested="torch_checkpointing 0.1.1",
+)
+
 FAIRSCALE = Flavor(
     name="fairscale", title="fairscale's FSDP", signs=(), state=r"[_.-]shard[_-]?\d+\.[^.]+$", model_files=""
 )
@@ -388,6 +409,7 @@ FAIRSCALE = Flavor(
 FLAVORS: tuple[Flavor, ...] = (  # the first with a sign that matches wins
     TRAINER, ACCELERATE, VERL, LIGHTNING_MODEL_PARALLEL, LIGHTNING, FABRIC, COMPOSER, TORCHTUNE, TORCHTITAN,
     TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, DEEPSPEED, DEEPSPEED_UNIVERSAL, MEGATRON, TRAINER_WITHOUT_FSDP,
+    TORCH_CHECKPOINTING,
     HUGGINGFACE,
 )  # fmt: skip
 

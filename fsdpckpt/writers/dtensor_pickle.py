@@ -214,7 +214,7 @@ class DTensorPickle(RankPickle):
     def _mesh_of_ranks(self, mesh: MeshShape, dims: tuple[int, ...]) -> None:
         """The attributes of 2.4 to 2.9: a tensor of the ranks that the mesh spans."""
         text, raw = self.text, self.raw
-        sizes, ranks = tuple(mesh.sizes[dim] for dim in dims), _ranks_along(mesh, dims, self.rank)
+        sizes, ranks = tuple(mesh.sizes[dim] for dim in dims), ranks_along(mesh, dims, self.rank)
         raw(text("device_type") + text(self._form.device) + text("mesh"))
         view = self.literal(DTYPES["int32"], struct.pack(f"<{len(ranks)}i", *ranks))
         self.view(view._replace(shape=sizes, stride=contiguous_stride(sizes)))
@@ -256,7 +256,7 @@ class DTensorPickle(RankPickle):
 
     def _group_info(self, mesh: MeshShape, dim: int, name: str) -> bytes:
         """Tag, ranks and name of this rank's process group along ``dim``."""
-        ranks = list_of([integer(rank) for rank in _ranks_along(mesh, (dim,), self.rank)])
+        ranks = list_of([integer(rank) for rank in ranks_along(mesh, (dim,), self.rank)])
         return self.text(f"ptd:{name}") + ranks + self.text(name) + b"\x87"
 
     def _dim_names(self, mesh: MeshShape, dims: tuple[int, ...]) -> bytes:
@@ -292,7 +292,7 @@ def has_fsdp_empties(torch: TorchVersion) -> bool:
     return torch >= (2, 6)
 
 
-def _ranks_along(mesh: MeshShape, dims: tuple[int, ...], rank: int) -> tuple[int, ...]:
+def ranks_along(mesh: MeshShape, dims: tuple[int, ...], rank: int) -> tuple[int, ...]:
     """The ranks of the submesh of ``dims`` that ``rank`` is in, row-major."""
     strides, coordinate = contiguous_stride(mesh.sizes), mesh.coordinate(rank)
     first = rank - sum(coordinate[dim] * strides[dim] for dim in dims)

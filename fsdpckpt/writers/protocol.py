@@ -95,6 +95,8 @@ class WriteSpec:
     ``weights_only``: the model's tensors and ``{"format": "pt"}`` alone, as Hugging Face's libraries write.
     ``default_loadable``: one torch file that ``torch.load`` takes with ``weights_only=True``, its default.
     ``units``, ``key_type``: of FSDP1's flat parameters, and whether its optimizer is keyed by name or by id.
+    ``by_item``: of files by rank, every top-level key has files of its own, and ``metadata.pkl`` says how tensors are
+    cut (torch_checkpointing).
     ``linkable``: numbers of the source's files that a file of the target may be, unchanged (``Target.links``).
     """
 
@@ -116,6 +118,7 @@ class WriteSpec:
     units: Units | None = None
     key_type: KeyType = "id"
     linkable: frozenset[int] = frozenset()
+    by_item: bool = False
 
     def sharding(self, tensor: Tensor) -> Sharding:
         """How a sharded ``tensor`` is cut: by its own sharding, or without ``meshes`` along dimension 0 over all ranks.

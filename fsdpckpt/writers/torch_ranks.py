@@ -33,6 +33,7 @@ from fsdpckpt.text import size_text
 from fsdpckpt.writers.dtensor_pickle import DTensorPickle, target_version
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.rank_pickle import RankPickle, ShardedTensorPickle
+from fsdpckpt.writers.sharding_metadata import items_by_rank, sharding_metadata
 from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank, model_dict
 from fsdpckpt.writers.torch_full import ties
 
@@ -76,10 +77,10 @@ class RankFiles:
                 build = partial(self._file, template, rank)
                 yield TargetFile(path, self.data, template.file.nbytes, build=build)
 
-    def of_values(self, values: Sequence[Value], paths: Sequence[str]) -> Iterator[TargetFile]:
-        """The file of each rank, if each holds its own one of ``values``."""
-        for rank, (value, path) in enumerate(zip(values, paths, strict=True)):
-            yield self._one(rank, path, value)[0]
+    def of_values(self, values: Mapping[int, Value], paths: Sequence[str]) -> Iterator[TargetFile]:
+        """The file of each rank of ``values``, if each holds its own."""
+        for rank, value in values.items():
+            yield self._one(rank, paths[rank], value)[0]
 
     def _one(self, rank: int, path: str, value: Value) -> tuple[TargetFile, RankPickle, TorchZip]:
         """The file of ``rank``, laid out from scratch."""
@@ -168,20 +169,19 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     use_template = spec.tensor is TensorForm.DTENSOR and all(len(sharding.mesh.sizes) == 1 for sharding in cut.values())
 
     def files_of(
-        section: Section, values: list[Value], tied: Mapping[Tensor, Tensor] | None = None
+        name: str, values: Mapping[int, Value], tied: Mapping[Tensor, Tensor] | None = None, *, same: bool = True
     ) -> list[TargetFile]:
-        """One file for each rank; ``values`` by rank, or one for all of them."""
+        """One file for each rank of ``values``, with ``name``. ``same``: all ranks have the value of rank 0."""
 
         def pickle(rank: int) -> RankPickle:
             return pickles(rank=rank, world_size=world_size, shardings=cut, casts=casts, canonical=tied or {})
 
-        name = spec.section_paths[section].file
         paths = [name.format(rank=rank, world_size=world_size) for rank in range(world_size)]
         laid_out = RankFiles(pickle, cut)
-        if len(values) == 1 and use_template:
+        if same and use_template:
             rank_files = laid_out.of_value(values[0], paths)
         else:
-            rank_files = laid_out.of_values(values if len(values) > 1 else values * world_size, paths)
+            rank_files = laid_out.of_values(dict.fromkeys(range(world_size), values[0]) if same else values, paths)
         files = []
         for file in rank_files:
             files.append(file)
@@ -189,16 +189,22 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         return files
 
     files = []
-    if checkpoint.model is not None:
-        model = model_dict(checkpoint.model)
-        tied = ties([leaf for leaf in checkpoint.model.params.values() if isinstance(leaf, Tensor)])
-        tied = {key: first for key, first in tied.items() if cut.get(key) == cut.get(first)}
-        files += files_of(Section.MODEL, [model], tied)
-    if checkpoint.optim is not None:
-        files += files_of(Section.OPTIM, [optimizer_dict(checkpoint.optim)])
+    leaves = checkpoint.model.params.values() if checkpoint.model is not None else ()
+    tied = ties([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    tied = {key: first for key, first in tied.items() if cut.get(key) == cut.get(first)}
     extras: list[Value] = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
+    if spec.by_item:
+        for item, values in items_by_rank(checkpoint, spec.section_paths, world_size).items():
+            files += files_of(f"{item}_{{rank}}.pt", values, tied, same=not checkpoint.rank_extra)
+        files.append(sharding_metadata(checkpoint, spec, cut, casts, device or mesh.device))
+    else:
+        if checkpoint.model is not None:
+            files += files_of(spec.section_paths[Section.MODEL].file, {0: model_dict(checkpoint.model)}, tied)
+        if checkpoint.optim is not None:
+            files += files_of(spec.section_paths[Section.OPTIM].file, {0: optimizer_dict(checkpoint.optim)})
+        if any(extras):
+            files += files_of(spec.section_paths[Section.EXTRA].file, dict(enumerate(extras)), same=world_size == 1)
     if any(extras):
-        files += files_of(Section.EXTRA, extras)
         notes += extra_notes(checkpoint, world_size)
     if device is None and spec.tensor is TensorForm.DTENSOR:
         what = f"a mesh of {mesh.device} devices, which the source does not say (--mesh-device changes it)"

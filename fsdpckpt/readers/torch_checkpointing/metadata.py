@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
-from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError, damaged
+from fsdpckpt.errors import SourceUnsupportedError, damaged
 from fsdpckpt.formats.pickle import load
 from fsdpckpt.formats.pickle.check import check_size
 from fsdpckpt.formats.torch.mesh import MAX_RANKS, as_int_tuple
@@ -25,7 +25,12 @@ from fsdpckpt.text import truncate
 
 METADATA = "metadata.pkl"
 VERSIONS = ("1.0", "2.0")
-TORCH, SAFETENSORS, JSON, RAW = "TorchSerialization", "SafetensorsSerialization", "JsonSerialization", "RawSerialization"
+TORCH, SAFETENSORS, JSON, RAW = (
+    "TorchSerialization",
+    "SafetensorsSerialization",
+    "JsonSerialization",
+    "RawSerialization",
+)
 
 _KEYS = {"metadata", "world_size"}
 
@@ -171,18 +176,19 @@ class _Parser:
         tensors: dict[tuple[Key, ...], dict[int, OnMesh | AsBoxes]] = {}
         for text, groups in self._dict(item.get("nested_path_to_metadata"), f"{name}: the tensors").items():
             nested = self._path_of(text)
+            key = ".".join(map(str, (name, *nested)))
             of_ranks = tensors[nested] = {}
             if not isinstance(groups, (list, tuple)):
-                self._damaged(f"{name}: {text}", "a list", groups)
+                self._damaged(key, "a list", groups)
             for group in groups:
-                described = self._dict(group, f"{name}: {text}")
-                cut = self._sharding(self._dict(described.get("sharding_metadata"), f"{name}: {text}"), f"{name}: {text}")
+                described = self._dict(group, key)
+                cut = self._sharding(self._dict(described.get("sharding_metadata"), key), key)
                 ranks = as_int_tuple(described.get("ranks"))
                 if ranks is None or not all(0 <= rank < world_size for rank in ranks):
-                    self._damaged(f"{name}: {text}: the ranks", f"below {world_size}", described.get("ranks"))
+                    self._damaged(f"{key}: the ranks", f"below {world_size}", described.get("ranks"))
                 of_ranks.update(dict.fromkeys(ranks, cut))
             if len({(cut.dtype, cut.shape) for cut in of_ranks.values()}) != 1:
-                self._damaged(f"{name}: {text}", "one dtype and shape", [str(cut.shape) for cut in of_ranks.values()])
+                self._damaged(key, "one dtype and shape", [str(cut.shape) for cut in of_ranks.values()])
         return Item(name, files, tensors)
 
     def _file(self, item: str, rank: int, layout: Value) -> ItemFile:
@@ -295,7 +301,7 @@ class _Parser:
             path = json.loads(text) if isinstance(text, str) else None
         except (ValueError, RecursionError):
             path = None
-        if not isinstance(path, list) or not path or not all(type(key) in (str, int) for key in path):
+        if not isinstance(path, list) or not all(type(key) in (str, int) for key in path):
             self._damaged("the path of a tensor", "a JSON list of keys", text)
         return tuple(path)
 

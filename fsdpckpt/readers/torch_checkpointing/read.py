@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from math import prod
 from operator import mul
-from typing import cast
+from typing import NoReturn, cast
 
 from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.pickle.check import check_size
@@ -22,7 +22,7 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir import Section
 from fsdpckpt.ir.checkpoint import UNORDERED, Checksums, Container, Evidence, EvidenceKind, Layout, Problem
 from fsdpckpt.ir.tensors import Replicate, Sharded, Tensor, contiguous_stride
-from fsdpckpt.ir.values import Key, Value, equal, value_at, walk
+from fsdpckpt.ir.values import Key, Value, equal, value_at
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, dotted
 from fsdpckpt.readers.side_files import section_of_name
 from fsdpckpt.readers.torch_checkpointing.metadata import (
@@ -32,7 +32,6 @@ from fsdpckpt.readers.torch_checkpointing.metadata import (
     TORCH,
     AsBoxes,
     Item,
-    ItemFile,
     Metadata,
     OnMesh,
 )
@@ -46,9 +45,7 @@ from fsdpckpt.transform.meshes import with_fsdp_dimensions
 _SECTIONS = (Section.MODEL, Section.OPTIM)
 
 
-def read_items(
-    directory: str, metadata: Metadata, items: Sequence[Item], files: FileTable, sources: Sources
-) -> Tree:
+def read_items(directory: str, metadata: Metadata, items: Sequence[Item], files: FileTable, sources: Sources) -> Tree:
     """The state dict that ``items`` in ``directory`` hold together.
 
     Raises SourceCorruptError for files that contradict ``metadata.pkl``, and what the readers of their formats raise.
@@ -120,7 +117,7 @@ def _read_safetensors(item: Item, paths: Mapping[int, str], files: FileTable, so
             if isinstance(leaf, Distributed):
                 forms.add(leaf.form)
                 devices.update({leaf.device} - {""})
-            _put(root, named[key], leaf)
+            _put(root, named[key], cast(Value, leaf))
         archive = TorchArchive(
             root=root,
             checksums=Checksums.of([]),
@@ -216,7 +213,8 @@ def _leaf(
 def _of_boxes(cut: AsBoxes, rank: int, local: StoredTensor, key: str, file: str) -> Distributed:
     boxes: list[BoxInFile] = []
     for start, begin, size in cut.boxes:
-        if len(local.shape) != len(size) or any(b + n > held for b, n, held in zip(begin, size, local.shape, strict=True)):
+        ends = [at + n for at, n in zip(begin, size, strict=True)]
+        if len(local.shape) != len(size) or any(end > held for end, held in zip(ends, local.shape, strict=True)):
             _refuse(file, key, rank, f"a local tensor that holds {size} from {begin}", shape_text(local.shape))
         at = sum(map(mul, begin, local.stride)) * local.dtype.itemsize
         if prod(size):
@@ -238,7 +236,7 @@ def _mesh(cut: OnMesh, rank: int) -> Mesh:
     return Mesh(spec.shape, spec.ranks, coordinate, rank, spec.ranks, spec.device, spec.names, nesting)
 
 
-def _refuse(file: str, key: str, rank: int, expected: str, found: str) -> None:
+def _refuse(file: str, key: str, rank: int, expected: str, found: str) -> NoReturn:
     raise SourceCorruptError(
         f"{file}: {key} is not what {METADATA} describes",
         file=file,
@@ -298,7 +296,7 @@ def _contradictions(directory: str, item: Item, root: Value) -> list[Problem]:
         if what:
             message = f"{key} {what}, and {METADATA} says {described.dtype.name} {shape_text(described.shape)}"
             file = f"{directory}/{METADATA}"
-            problems.append(Problem("metadata", message, file=file, key=dotted(path), section=section))
+            problems.append(Problem("rank-mismatch", message, file=file, key=dotted(path), section=section))
     return problems
 
 

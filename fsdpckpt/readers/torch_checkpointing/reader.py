@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fsdpckpt.errors import SourceIncompleteError
+from fsdpckpt.errors import SourceIncompleteError, SourceUnrecognisedError
 from fsdpckpt.ir import Section
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
 from fsdpckpt.readers.side_files import section_of_name
@@ -35,9 +35,22 @@ class TorchCheckpointingReader:
     """Directories with torch_checkpointing's ``metadata.pkl``."""
 
     def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
-        """None: a file of one rank is read like any other, and says what is missing."""
-        del file, sources
-        return None
+        """Raises SourceUnrecognisedError for a safetensors file of one rank, which does not say that it is a part."""
+        directory = file.path.rpartition("/")[0] or "."
+        if not file.name.endswith(".safetensors") or sources.stat(f"{directory}/{METADATA}") is None:
+            return None
+        content = load_metadata(f"{directory}/{METADATA}", sources)
+        if not is_metadata(content):
+            return None
+        metadata = parse_metadata(content, f"{directory}/{METADATA}")
+        paths = {item_file.path for item in metadata.items.values() for item_file in item.files.values()}
+        if metadata.world_size == 1 or file.name not in paths:
+            return None
+        raise SourceUnrecognisedError(
+            f"{file.path} is the part of one of {metadata.world_size} ranks, as {directory}/{METADATA} says",
+            file=file.path,
+            next_step=f"give the directory: {directory}",
+        )
 
     def recognise_directory(
         self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources

@@ -21,7 +21,7 @@ from tests.oracle.launch import torchrun
 from tests.oracle.session import Oracle, void
 
 SAVED_BY, LOADED_BY = 3, 2  # ranks
-RANKS = {"verl": 4}  # of those that save on a mesh with replicas
+RANKS = {"verl": 4, "torch_checkpointing": 4}  # of those that save on a mesh with replicas
 LIMIT = 280.0  # seconds; 8 to 20 on two idle cores
 
 
