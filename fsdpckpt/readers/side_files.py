@@ -180,6 +180,8 @@ def _is_state(entry: Entry, flavor: Flavor | None, read: set[str]) -> bool:
     """Whether it is part of the state: by the producer's names, or because it was ``read``."""
     if entry.name in (MANIFEST, UNITS, ".metadata"):
         return True
+    if entry.directory and any(path.startswith(f"{entry.path}/") for path in read):
+        return True
     return entry.path in read if flavor is None else re.search(flavor.state, entry.name) is not None
 
 

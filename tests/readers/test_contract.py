@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from fsdpckpt.readers import READERS
 from fsdpckpt.readers.dcp import DcpReader
 from fsdpckpt.readers.safetensors import SafetensorsReader
+from fsdpckpt.readers.torch_checkpointing import TorchCheckpointingReader
 from fsdpckpt.readers.torch_ranks import TorchReader
 from fsdpckpt.readers.torch_shards import TorchShardsReader
 from tests.readers.played_ranks import as_rank, save_as_ranks, shard
@@ -99,6 +101,28 @@ class TestTorchRanks(ReaderContract):
         for rank in range(2):
             with as_rank(rank, 2):
                 torch.save(_state_of_rank(rank), directory / f"model_world_size_2_rank_{rank}.pt")
+        return directory
+
+
+class TestTorchCheckpointing(ReaderContract):
+    reader = TorchCheckpointingReader()
+    harmless = frozenset({"metadata.pkl"})  # the DTensors in the files say the same
+
+    def save(self, directory: Path) -> Path:
+        mesh = {"device_type": "cpu", "mesh_shape": (2,), "mesh_data": (0, 1), "mesh_dim_names": None}
+        tensors = {}
+        for rank in range(2):
+            with as_rank(rank, 2):
+                state = _state_of_rank(rank)["model"]
+                torch.save(state, directory / f"model_{rank}.pt")
+            for name, tensor in state.items():
+                placements = [{"type": "Shard", "dim": 0} if tensor.ndim > 1 else {"type": "Replicate"}]
+                data = {"global_shape": list(tensor.shape), "dtype": str(tensor.dtype), "mesh_spec": mesh}
+                sharding = {"type": "DTensorShardingMetadata", "data": {**data, "placements": placements}}
+                tensors[json.dumps([name])] = [{"sharding_metadata": sharding, "ranks": (0, 1)}]
+        item = {"nested_path_to_metadata": tensors, "rank_to_layout_info": {0: None, 1: None}}
+        metadata = {"metadata": {"model": item}, "world_size": 2, "version": "2.0"}
+        (directory / "metadata.pkl").write_bytes(pickle.dumps(metadata))
         return directory
 
 

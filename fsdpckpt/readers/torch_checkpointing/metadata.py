@@ -20,6 +20,7 @@ from fsdpckpt.formats.torch.mesh import MAX_RANKS, as_int_tuple
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.tensors import Placement, Replicate, Shard, StridedShard
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import truncate
 
@@ -33,6 +34,7 @@ TORCH, SAFETENSORS, JSON, RAW = (
 )
 
 _KEYS = {"metadata", "world_size"}
+_MARKS = (b"rank_to_layout_info", b"nested_path_to_metadata")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +97,23 @@ def default_file(item: str, rank: int) -> str:
     return f"{item}_{rank}.pt"
 
 
-def is_metadata(value: Value) -> bool:
-    """Whether the content of a ``metadata.pkl`` is torch_checkpointing's: other programs use this name, too."""
-    return isinstance(value, dict) and value.keys() >= _KEYS and isinstance(value["metadata"], dict)
+def find_metadata(file: Entry | None, sources: Sources) -> Metadata | None:
+    """The metadata in ``file``; None if it is not torch_checkpointing's: other programs use this name, too, and their
+    pickles are not loaded.
 
-
-def load_metadata(path: str, sources: Sources) -> Value:
-    """The content of the file at ``path``. Raises SourceUnsafeError, SourceCorruptError."""
-    source = sources.open(path)
-    check_size(source.nbytes, path)
-    return load(source.read(0, source.nbytes), file=path)
-
-
-def parse_metadata(value: Value, path: str) -> Metadata:
-    """The metadata in ``value``, the content of the file at ``path``.
-
-    Raises SourceCorruptError for metadata that contradicts itself, SourceUnsupportedError for another version.
+    Raises SourceUnsafeError, SourceCorruptError for metadata that is damaged or contradicts itself,
+    SourceUnsupportedError for another version.
     """
-    return _Parser(path).parse(cast("dict[Key, Value]", value))
+    if file is None:
+        return None
+    check_size(file.nbytes, file.path)
+    data = sources.open(file.path).read(0, file.nbytes)
+    if not any(mark in data for mark in _MARKS):
+        return None
+    content = load(data, file=file.path)
+    if not isinstance(content, dict) or not content.keys() >= _KEYS:
+        return None
+    return _Parser(file.path).parse(content)
 
 
 class _Parser:

@@ -20,9 +20,7 @@ from fsdpckpt.readers.torch_checkpointing.metadata import (
     Item,
     ItemFile,
     Metadata,
-    is_metadata,
-    load_metadata,
-    parse_metadata,
+    find_metadata,
 )
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
@@ -37,12 +35,11 @@ class TorchCheckpointingReader:
     def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
         """Raises SourceUnrecognisedError for a safetensors file of one rank, which does not say that it is a part."""
         directory = file.path.rpartition("/")[0] or "."
-        if not file.name.endswith(".safetensors") or sources.stat(f"{directory}/{METADATA}") is None:
+        if not file.name.endswith(".safetensors"):
             return None
-        content = load_metadata(f"{directory}/{METADATA}", sources)
-        if not is_metadata(content):
+        metadata = find_metadata(sources.stat(f"{directory}/{METADATA}"), sources)
+        if metadata is None:
             return None
-        metadata = parse_metadata(content, f"{directory}/{METADATA}")
         paths = {item_file.path for item in metadata.items.values() for item_file in item.files.values()}
         if metadata.world_size == 1 or file.name not in paths:
             return None
@@ -59,12 +56,9 @@ class TorchCheckpointingReader:
 
         Raises SourceIncompleteError that lists every missing file.
         """
-        if METADATA not in files:
+        metadata = find_metadata(files.get(METADATA), sources)
+        if metadata is None:
             return Claim()
-        content = load_metadata(files[METADATA].path, sources)
-        if not is_metadata(content):
-            return Claim()
-        metadata = parse_metadata(content, files[METADATA].path)
         directory = path.rstrip("/")
         found = _files_below(directory, files, metadata, sources)
         items = [*metadata.items.values(), *_other_items(files, metadata)]
