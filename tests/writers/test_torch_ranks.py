@@ -216,7 +216,11 @@ def test_a_file_made_of_another_ranks_is_the_one_laid_out_from_scratch(monkeypat
 
     rows, count = contents()
     assert count > 280
-    monkeypatch.setattr(RankFiles, "of_value", lambda self, value, paths: self.of_values([value] * len(paths), paths))
+    monkeypatch.setattr(
+        RankFiles,
+        "of_value",
+        lambda self, value, paths: self.of_values(dict.fromkeys(range(len(paths)), value), paths),
+    )
     assert contents() == (rows, 0)
 
 
