@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -52,41 +52,77 @@ def saved_by_ranks(tmp_path: Path) -> Path:
     return directory
 
 
-def test_the_workflow_reshards_to_every_world_size_of_its_matrix(
-    saved_by_ranks: Path, tmp_path: Path, shell: dict[str, str]
-) -> None:
-    saved = saved_by_ranks
+def action_steps(place: Mapping[str, str], world_size: int) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """The name, the commands and the environment of each step of the composite action, as the workflow calls it."""
+    (job,) = yaml.safe_load((RECIPES / "github-actions.yml").read_text())["jobs"].values()
+    action = yaml.safe_load((RECIPES / "action.yml").read_text())
+    (call,) = (step for step in job["steps"] if step["uses"].startswith("./"))
+    values = {f"env.{name}": value for name, value in place.items()}
+    values |= {"matrix.world-size": str(world_size), "github.run_id": "17", "vars.FSDPCKPT_PACKAGE": "fsdpckpt"}
+    given = {name: filled(str(value), values) for name, value in call["with"].items()}
+    declared = action["inputs"]
+    assert {name for name, each in declared.items() if each.get("required")} <= given.keys() <= declared.keys()
+    inputs = {f"inputs.{name}": given.get(name, each.get("default", "")) for name, each in declared.items()}
+    for step in action["runs"]["steps"]:
+        if "run" in step and step["name"] != "Install":
+            assert step["shell"] == "bash"
+            yield step["name"], step["run"], {name: filled(text, inputs) for name, text in step["env"].items()}
+
+
+def run_step(command: str, environment: Mapping[str, str], directory: Path) -> subprocess.CompletedProcess[str]:
+    """As GitHub runs a step whose shell is bash."""
+    return subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", command],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_the_action_reshards_compares_and_reports(saved_by_ranks: Path, tmp_path: Path, shell: dict[str, str]) -> None:
     workflow = yaml.safe_load((RECIPES / "github-actions.yml").read_text())
     assert workflow[True]["schedule"]  # YAML 1.1 takes the key "on" for a truth value
-    jobs = workflow["jobs"]
-    assert tuple(jobs["reshard"]["strategy"]["matrix"]["world-size"]) == SIZES
-    place = {"CHECKPOINT": str(saved), "TARGETS": str(tmp_path / "resharded"), "RUNNER_TEMP": str(tmp_path)}
-    assert place.keys() - {"RUNNER_TEMP"} <= workflow["env"].keys()
-    commands = 0
-    for name, sizes in (("check", [0]), ("reshard", [SIZES[0]])):  # one of the matrix: a process takes a second
-        for size in sizes:
-            for step in jobs[name]["steps"]:
-                if "run" not in step or step["run"].startswith("pip install"):
-                    continue
-                command = filled(step["run"], {"matrix.world-size": str(size), "github.run_id": "17"})
-                done = subprocess.run(
-                    ["bash", "-e", "-c", command],
-                    cwd=tmp_path,
-                    env={**shell, **place},
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                    timeout=120,
-                )
-                assert done.returncode == 0, f"{command}\n{done.stderr}"
-                commands += 1
-    assert commands == 4
-    assert json.loads((tmp_path / "diff.json").read_text())["same"] is True
-    assert json.loads((tmp_path / "verify.json").read_text())["whole"] is True
-    for job in jobs.values():  # the report of a step that failed is the one that is wanted
-        assert [step["if"] for step in job["steps"] if "upload-artifact" in step.get("uses", "")] == ["always()"]
-    assert json.loads((tmp_path / "convert.json").read_text())["world_size"] == SIZES[0]
-    assert fsdpckpt.diff(saved, tmp_path / "resharded" / "17" / f"on-{SIZES[0]}").same
+    assert tuple(workflow["jobs"]["reshard"]["strategy"]["matrix"]["world-size"]) == SIZES
+    assert "AWS_DEFAULT_REGION" in workflow["env"]
+    place = {"CHECKPOINT": str(saved_by_ranks), "TARGETS": str(tmp_path / "resharded")}
+    assert place.keys() <= workflow["env"].keys()
+    runner = {"RUNNER_TEMP": str(tmp_path), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}
+    names = []
+    for name, command, environment in action_steps(place, SIZES[0]):
+        done = run_step(command, {**shell, **runner, **environment}, tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        names.append(name)
+    assert names[:2] == ["Verify", "Draw"] and names[-1] == "Summary"
+    report = tmp_path / "reshard-report"
+    assert sorted(path.name for path in report.iterdir()) == [
+        "checkpoint.html", "convert.json", "diff.txt", "inspect.json", "plan.txt", "verify.txt", "verify.xml",
+    ]  # fmt: skip
+    assert json.loads((report / "convert.json").read_text())["world_size"] == SIZES[0]
+    assert "0 differ" in (report / "diff.txt").read_text() and "is whole" in (report / "verify.txt").read_text()
+    summary = (tmp_path / "summary.md").read_text()
+    assert f"{saved_by_ranks} for 8 ranks" in summary and "is whole" in summary and "0 differ" in summary
+    assert fsdpckpt.diff(saved_by_ranks, tmp_path / "resharded" / "17" / f"on-{SIZES[0]}").same
+    steps = yaml.safe_load((RECIPES / "action.yml").read_text())["runs"]["steps"]
+    always = [step for step in steps if step.get("if") == "always()"]  # a step that failed is the one to read about
+    assert ["Summary", "upload" in str(always[1].get("uses"))] == [always[0]["name"], True] and len(always) == 2
+
+
+@pytest.mark.parametrize(("retryable", "tries"), [(True, 3), (False, 1)])
+def test_the_action_tries_again_what_may_succeed_later(
+    retryable: bool, tries: int, tmp_path: Path, shell: dict[str, str]
+) -> None:
+    program = Path(shell["PATH"].split(os.pathsep)[0]) / "fsdpckpt"
+    document = json.dumps({"error": {"retryable": retryable}})
+    program.write_text(f"#!/bin/sh\necho try >> {tmp_path}/tries\necho '{document}'\nexit 3\n")
+    (tmp_path / "reshard-report").mkdir()
+    place = {"CHECKPOINT": "a", "TARGETS": "b"}
+    (convert,) = (each for each in action_steps(place, 8) if each[0] == "Convert")
+    environment = {**shell, **convert[2], "RUNNER_TEMP": str(tmp_path), "RETRY_SECONDS": "0"}
+    assert run_step(convert[1], environment, tmp_path).returncode == 3
+    assert (tmp_path / "tries").read_text().count("try") == tries
 
 
 def test_the_batch_script_reshards_to_the_world_size_of_its_task_and_may_be_run_again(
