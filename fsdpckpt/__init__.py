@@ -9,7 +9,10 @@ if TYPE_CHECKING:
     from fsdpckpt.errors import (
         FsdpckptError,
         FsdpckptWarning,
+        InternalError,
+        InterruptedRunError,
         NeedsInformationError,
+        SeveralCheckpointsError,
         SourceCorruptError,
         SourceError,
         SourceIncompleteError,
@@ -17,20 +20,23 @@ if TYPE_CHECKING:
         SourceUnrecognisedError,
         SourceUnsafeError,
         SourceUnsupportedError,
+        StateDictMismatchError,
         TargetError,
         TargetExistsError,
         TargetUnwritableError,
+        TorchMissingError,
         UsageError,
         WorkerError,
     )
     from fsdpckpt.loading import StorageReader
 
 __all__ = [
-    "FsdpckptError", "FsdpckptWarning", "NeedsInformationError", "SourceCorruptError", "SourceError",
-    "SourceIncompleteError", "SourceMissingError", "SourceUnrecognisedError", "SourceUnsafeError",
-    "SourceUnsupportedError", "StorageReader", "TargetError", "TargetExistsError", "TargetUnwritableError",
-    "UsageError", "WorkerError", "__version__", "comm", "convert", "diff", "inspect", "open",
-    "save_parameter_order", "save_units", "verify",
+    "FsdpckptError", "FsdpckptWarning", "InternalError", "InterruptedRunError", "NeedsInformationError",
+    "SeveralCheckpointsError", "SourceCorruptError", "SourceError", "SourceIncompleteError", "SourceMissingError",
+    "SourceUnrecognisedError", "SourceUnsafeError", "SourceUnsupportedError", "StateDictMismatchError",
+    "StorageReader", "TargetError", "TargetExistsError", "TargetUnwritableError", "TorchMissingError", "UsageError",
+    "WorkerError", "__version__", "comm", "convert", "diff", "inspect", "open", "save_parameter_order", "save_units",
+    "verify",
 ]  # fmt: skip
 
 

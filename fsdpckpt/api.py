@@ -110,8 +110,6 @@ if TYPE_CHECKING:
         fault_limit: float
 
 
-Path = str | os.PathLike[str]
-
 KNOWLEDGE = tuple(option.name for option in options_of(KnowledgeOptions))
 
 
@@ -119,8 +117,8 @@ class UnitsKeywords(TypedDict, total=False):
     """The keywords of ``KnowledgeOptions``."""
 
     unit: Iterable[str]
-    reference: Path | None
-    parameters: Path | None
+    reference: str | os.PathLike[str] | None
+    parameters: str | os.PathLike[str] | None
     buffers: Iterable[str]
     use_orig_params: bool | None
     strategy: Strategy | str | None
@@ -130,14 +128,14 @@ class UnitsKeywords(TypedDict, total=False):
 
 @takes_options(KnowledgeOptions)
 def inspect(
-    source: Path,
+    source: str | os.PathLike[str],
     *,
     keys: Iterable[str] = (),
     section: str | None = None,
     ranks: bool = False,
     stats: bool = False,
     ignore_file: Iterable[str] = (),
-    units: Path | None = None,
+    units: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
     **how: Unpack[UnitsKeywords],
@@ -183,7 +181,7 @@ def inspect(
         return dataclasses.replace(description, key_type=stored)
 
 
-def inspect_run(source: Path, several: SeveralCheckpointsError) -> Run:
+def inspect_run(source: str | os.PathLike[str], several: SeveralCheckpointsError) -> Run:
     """The checkpoints of a run: a row for each, read from headers and metadata alone.
 
     ``several``: what ``inspect(source)`` raised.
@@ -194,7 +192,7 @@ def inspect_run(source: Path, several: SeveralCheckpointsError) -> Run:
         return describe_run(os.fsdecode(source), several, sources)
 
 
-def inspect_incomplete(source: Path, error: FsdpckptError) -> Incomplete | None:
+def inspect_incomplete(source: str | os.PathLike[str], error: FsdpckptError) -> Incomplete | None:
     """What is left of a checkpoint: which rank has which file, and which sections can be read alone.
 
     ``error``: what ``inspect(source)`` raised. None if it is not about the files of a directory.
@@ -207,8 +205,8 @@ def inspect_incomplete(source: Path, error: FsdpckptError) -> Incomplete | None:
 
 @takes_options(ConvertOptions, LaunchOptions)
 def convert(
-    source: Path,
-    target: Path,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
     options: ConvertOptions | None = None,
     *,
     launch: LaunchOptions | None = None,
@@ -240,15 +238,15 @@ def convert(
 
 @takes_options(KnowledgeOptions)
 def diff(
-    a: Path,
-    b: Path,
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
     *,
     rtol: float | None = None,
     atol: float | None = None,
     only: str | None = None,
     strict: bool = False,
     ignore_file: Iterable[str] = (),
-    units: Path | None = None,
+    units: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
     **how: Unpack[UnitsKeywords],
@@ -303,7 +301,7 @@ def _chosen(checkpoint: Checkpoint, only: Section | SectionName | None) -> Check
 
 @takes_options(KnowledgeOptions)
 def verify(
-    source: Path,
+    source: str | os.PathLike[str],
     *,
     digests: bool = False,
     finite: bool = False,
@@ -312,7 +310,7 @@ def verify(
     flavor: str | None = None,
     world_size: int | None = None,
     ignore_file: Iterable[str] = (),
-    units: Path | None = None,
+    units: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
     **how: Unpack[UnitsKeywords],
@@ -375,10 +373,10 @@ def verify(
 
 @takes_options(KnowledgeOptions)
 def open(  # noqa: A001  # the contract's name
-    source: Path,
+    source: str | os.PathLike[str],
     *,
     ignore_file: Iterable[str] = (),
-    units: Path | None = None,
+    units: str | os.PathLike[str] | None = None,
     verify: bool = False,
     **how: Unpack[UnitsKeywords],
 ) -> LazyCheckpoint:
@@ -406,7 +404,7 @@ def open(  # noqa: A001  # the contract's name
         return lazy
 
 
-def save_parameter_order(model: nn.Module, optimizer: Optimizer | None, path: Path) -> None:
+def save_parameter_order(model: nn.Module, optimizer: Optimizer | None, path: str | os.PathLike[str]) -> None:
     """Write what no checkpoint records: the order of ``model.parameters()`` and of the optimizer's groups, which the
     ids of ``optimizer.state_dict()`` count in; for FSDP1 also the parameters of each flat parameter.
 
@@ -426,7 +424,12 @@ save_units = save_parameter_order
 
 
 def _open_all(
-    paths: Sequence[Path], sources: Sources, units: str | None, ignore_file: tuple[str, ...], *, locate: bool = True
+    paths: Sequence[str | os.PathLike[str]],
+    sources: Sources,
+    units: str | None,
+    ignore_file: tuple[str, ...],
+    *,
+    locate: bool = True,
 ) -> list[Checkpoint]:
     """The checkpoints at ``paths``. Raises UsageError for a glob of ``ignore_file`` that matches none of
     their files.
@@ -550,7 +553,7 @@ def _with_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources)
     return with_each_optimizer(checkpoint, name)
 
 
-def find_units(source: Path, options: UnitsOptions) -> ResolvedUnits:
+def find_units(source: str | os.PathLike[str], options: UnitsOptions) -> ResolvedUnits:
     """The units of the checkpoint at ``source``, inferred or from ``options.units``, and how they were checked.
 
     Raises NeedsInformationError if several units match, SourceError.

@@ -33,6 +33,7 @@ _AGAIN = "run the command again"
 EMPTY = "most likely a shell variable without a value"
 COPY_AGAIN = "copy or save the checkpoint again"
 _OTHER_TARGET = "give another DST"
+_MOST_IN_REPR = 3  # of an error's findings
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,14 @@ class FsdpckptError(Exception):
     def to_json(self) -> dict[str, Any]:
         """Every field except the class, for ``from_json`` in another process."""
         return asdict(self)
+
+    def __repr__(self) -> str:
+        """The class, ``what``, and the fields that say what it is about: ``str`` has the whole error."""
+        about = {name: getattr(self, name) for name in ("file", "key", "rank", "expected", "found")}
+        known = [f"{name}={value!r}" for name, value in about.items() if value is not None]
+        if self.details:
+            known.append(f"details={self.shown_findings(_MOST_IN_REPR)!r}")
+        return f"{type(self).__name__}({', '.join([repr(str(self.what)), *known])})"
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> FsdpckptError:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from heapq import nlargest
-from html import escape
 from itertools import takewhile
 from math import prod
 from types import EllipsisType
@@ -19,6 +18,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Box, Boxes, Tensor
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.notebook import table
 from fsdpckpt.text import plural, shape_text, size_text, truncate
 from fsdpckpt.transform.selection import tensors_of
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 Index: TypeAlias = SupportsIndex | slice | EllipsisType
 _Default = TypeVar("_Default")
-
-MAX_ROWS = 100  # tensors in a notebook's table
 
 
 class LazyTensor:
@@ -263,22 +261,17 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
     def __repr__(self) -> str:
         return f"<{self._heading()}>"
 
+    def _ipython_key_completions_(self) -> list[str]:
+        """What ``checkpoint["<TAB>`` offers in IPython and notebooks."""
+        return list(self._tensors)
+
     def _repr_html_(self) -> str:
         """For notebooks: a table of the tensors."""
-        rows = [
-            (
-                key,
-                named.section,
-                named.tensor.dtype.name,
-                shape_text(named.tensor.shape),
-                size_text(named.tensor.nbytes),
-            )
-            for key, named in list(self._tensors.items())[:MAX_ROWS]
-        ]
-        cells = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in rows)
-        more = f"<p>and {len(self) - MAX_ROWS} more</p>" if len(self) > MAX_ROWS else ""
-        heads = "".join(f"<th>{head}</th>" for head in ("key", "section", "dtype", "shape", "size"))
-        return f"<p>{escape(self._heading())}</p><table><tr>{heads}</tr>{cells}</table>{more}"
+        rows = (
+            (key, each.section, each.tensor.dtype.name, shape_text(each.tensor.shape), size_text(each.tensor.nbytes))
+            for key, each in self._tensors.items()
+        )
+        return table(self._heading(), ("key", "section", "dtype", "shape", "size"), rows, len(self))
 
     def _heading(self) -> str:
         size = size_text(sum(named.tensor.nbytes for named in self._tensors.values()))

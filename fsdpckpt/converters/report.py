@@ -20,6 +20,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, Note
 from fsdpckpt.ir.parameters import undetermined
 from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.ir.units_json import encode
+from fsdpckpt.notebook import table
 from fsdpckpt.options import LinkMode
 from fsdpckpt.readers.manifest import SEAL
 from fsdpckpt.readers.protocol import MANIFEST
@@ -93,6 +94,14 @@ class Report:
             f"<{self.target}: {self.layout}, {self.container} ({self.flavor}){ranks}; "
             f"{plural(self.tensors, 'tensor')}, {size}; {done}; {plural(len(self.notes), 'note')}>"
         )
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what was written, how to load it, warnings first, then all notes."""
+        rows = [("warning" if note.warning else "note", note.message) for note in self.notes]
+        rows.sort(key=lambda row: row[0] == "note")
+        loads = [("load it with", self.loads)] if self.loads else []
+        rows = list(dict.fromkeys([*loads, *rows]))
+        return table(repr(self)[1:-1], ("", ""), rows, len(rows))
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTenso
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Boxes, Stats, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value, value_text, walk
-from fsdpckpt.text import JsonText, plural
+from fsdpckpt.notebook import table
+from fsdpckpt.text import JsonText, plural, shape_text, size_text
 from fsdpckpt.transform.selection import require_globs, tensors_of
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -57,6 +58,24 @@ class Description:
         return (
             f"<{checkpoint.source}: {checkpoint.layout}, {checkpoint.container}, world size {checkpoint.world_size}, "
             f"{plural(len(self.tensors), 'tensor')}, {plural(len(checkpoint.problems), 'problem')}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks: totals by section, problems, the first tensors."""
+        heading = repr(self)[1:-1]
+        totals = [
+            (name, f"{each.tensors:,}", f"{each.elements:,}", size_text(each.nbytes), ", ".join(each.dtypes))
+            for name, each in self.sections.items()
+        ]
+        problems = [(problem.kind, problem.message) for problem in self.checkpoint.problems]
+        rows = (
+            (each.label, each.key, each.tensor.dtype.name, shape_text(each.tensor.shape), size_text(each.tensor.nbytes))
+            for each in self.tensors
+        )
+        return (
+            table(heading, ("section", "tensors", "elements", "size", "dtypes"), totals, len(totals))
+            + table("problems:" if problems else "problems: none", ("kind", "problem"), problems, len(problems))
+            + table("tensors:", ("section", "key", "dtype", "shape", "size"), rows, len(self.tensors))
         )
 
     def to_json(self, *, ranks: bool = False) -> dict[str, Json]:

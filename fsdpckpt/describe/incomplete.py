@@ -16,6 +16,7 @@ from fsdpckpt.formats.zip import read_directory
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.spans import chunk_ends
+from fsdpckpt.notebook import table
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.manifest import read_manifest
 from fsdpckpt.storage import Entry
@@ -53,6 +54,11 @@ class Incomplete:
     def commands(self) -> list[str]:
         """What converts each section that can be read."""
         return [f"fsdpckpt convert {shlex.quote(self.source)} DST --only {section}" for section in self.readable]
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the files that are missing or damaged."""
+        rows = [(name, "missing") for name in self.missing] + [(name, "damaged") for name in self.damaged]
+        return table(repr(self)[1:-1], ("file", "state"), rows, len(rows))
 
     def __repr__(self) -> str:
         return f"<{self.source}: incomplete; {', '.join(self.readable) or 'nothing'} can be read>"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fsdpckpt.describe.describe import stored_files
 from fsdpckpt.errors import FsdpckptError, SeveralCheckpointsError
 from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.notebook import table
 from fsdpckpt.readers.candidates import newest, pointers
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources, relative_path
@@ -54,6 +55,22 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<{self.source}: {len(self.checkpoints)} checkpoints, newest {self.newest}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a table of the checkpoints."""
+        columns = ("name", "step", "holds", "layout", "ranks", "complete")
+        rows = (
+            (
+                each.name,
+                "-" if each.step is None else each.step,
+                ", ".join(each.sections),
+                each.layout or "-",
+                each.world_size or "-",
+                "yes" if each.complete else "; ".join(each.problems),
+            )
+            for each in self.checkpoints
+        )
+        return table(repr(self)[1:-1], columns, rows, len(self.checkpoints))
 
 
 def describe_run(source: str, several: SeveralCheckpointsError, sources: Sources) -> Run:

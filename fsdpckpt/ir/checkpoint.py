@@ -248,6 +248,9 @@ class NamedTensor(NamedTuple):
     tensor: Tensor
     of: NamedSection | None = None
 
+    def __repr__(self) -> str:
+        return f"<{self.label} {self.key}: {self.tensor.dtype.name} {list(self.tensor.shape)}, {self.tensor.placement}>"
+
     @property
     def key(self) -> str:
         """The dotted address within the section: the FQN for ``model``, ``<param>.<state>`` for ``optim``, the dotted
@@ -280,7 +283,7 @@ def problem_of(
     return Problem(kind, f"{names}: {what}", fatal, file, first.key, rank, first.section)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Checkpoint:
     """Everything a reader learned, without tensor data.
 
@@ -323,6 +326,10 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
     account: Account = field(default_factory=Account)
     named: tuple[NamedSection, ...] = ()
+
+    def __repr__(self) -> str:
+        """One line: everything in it would fill the screen."""
+        return f"<{self.source}: {self.layout}, {self.container}, world size {self.world_size}>"
 
     def has(self, section: Section) -> bool:
         """Whether it has a model, or an optimizer: the main one or others."""

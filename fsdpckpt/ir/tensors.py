@@ -236,7 +236,7 @@ def first_equal(rows: Int64Array) -> Int64Array:
     return first
 
 
-@dataclass(slots=True, eq=False)  # Final, not frozen: see Chunks
+@dataclass(slots=True, eq=False, repr=False)  # Final, not frozen: see Chunks
 class Boxes:
     """n boxes of a tensor of d dimensions, one row each, and the strides with which each is stored.
 
@@ -251,6 +251,9 @@ class Boxes:
 
     def __len__(self) -> int:
         return len(self.start)
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} boxes of {self.start.shape[1]} dimensions>"
 
     def take(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Boxes:
         """The rows that ``index`` selects."""
@@ -276,7 +279,7 @@ def _number(value: int) -> Int64Array:
 
 
 @dataclass(
-    slots=True, eq=False
+    slots=True, eq=False, repr=False
 )  # Final, not frozen: frozen objects take four times as long to make, and there are many
 class Chunks:
     """The chunks of one tensor, one row each: n rows.
@@ -307,6 +310,9 @@ class Chunks:
 
     def __len__(self) -> int:
         return len(self.file)
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} chunks>"
 
     @classmethod
     def whole(
@@ -376,7 +382,7 @@ class Chunks:
         return Chunks(self.rank, self.file, self.offset, changed, self.item)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Tensor:
     """One tensor of a checkpoint. ``shape``: the global shape in elements. Equal only to itself, so that it can be a
     key of a dict.
@@ -396,6 +402,10 @@ class Tensor:
     cut: Final[TensorCut] = _WHOLE
     sharding: Final[Sharding | None] = None
     undetermined: Final[bool] = False
+
+    def __repr__(self) -> str:
+        """One line: the positions of its chunks would fill the screen."""
+        return f"<{self.dtype.name} {list(self.shape)}, {self.placement}, {len(self.chunks):,} chunks>"
 
     def with_sharded(self, sharded: bool | None) -> Tensor:  # noqa: FBT001 (the field of that name)
         """Another tensor of the same data. Ten times as fast as ``dataclasses.replace``."""

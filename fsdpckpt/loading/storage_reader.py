@@ -46,8 +46,6 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 from fsdpckpt.verify.blocks import DEFAULT_THREADS
 
-Path = str | os.PathLike[str]
-
 
 class StorageReader(TorchStorageReader):
     """Fills a state dict from any source: ``dcp.load(state_dict, storage_reader=StorageReader(path))``.
@@ -65,20 +63,20 @@ class StorageReader(TorchStorageReader):
 
     def __init__(
         self,
-        path: Path,
+        path: str | os.PathLike[str],
         *,
         model: str | None = None,
         optimizer: str | None = None,
         flatten_optimizer_state_dict: bool = False,
         key_type: KeyType = "name",
-        units: Path | None = None,
+        units: str | os.PathLike[str] | None = None,
         unit: Iterable[str] = (),
         use_orig_params: bool | None = None,
         strategy: str | None = None,
         param_dtype: str | torch.dtype | None = None,
         shard_size: int | None = None,
-        reference: Path | None = None,
-        parameters: Path | None = None,
+        reference: str | os.PathLike[str] | None = None,
+        parameters: str | os.PathLike[str] | None = None,
         buffers: Iterable[str] = (),
         missing_state: str | None = None,
         no_weight_decay: Iterable[str] = (),
@@ -114,7 +112,7 @@ class StorageReader(TorchStorageReader):
         """The checkpoint at the path, keyed and named as it will be loaded; its ``notes`` say what was inferred."""
         return self._checkpoint
 
-    def reset(self, checkpoint_id: Path | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Step 0: open another source with the same options, if ``dcp.load`` is given a ``checkpoint_id``."""
         if checkpoint_id is not None:
             self._open(os.fsdecode(checkpoint_id), locate=False)
@@ -182,7 +180,7 @@ class StorageReader(TorchStorageReader):
         return done
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the path exists. ``dcp.load`` itself calls this only for its own readers."""
         with Sources() as sources:
             return sources.stat(os.fsdecode(checkpoint_id)) is not None

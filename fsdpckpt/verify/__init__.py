@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from inspect import Signature, signature
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 
 class _CallablePackage(ModuleType):
     """Importing a submodule binds the package to ``fsdpckpt.verify``; so the package itself has to be the function."""
+
+    @property
+    def __signature__(self) -> Signature:
+        """For ``help()`` and completion: that of the function."""
+        return signature(import_module("fsdpckpt.api").verify)
 
     def __call__(self, source: str | os.PathLike[str], **options: object) -> Verification:
         # By name: the API lies above this package, which uses nothing of it.

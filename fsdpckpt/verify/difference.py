@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from fsdpckpt.ir.checkpoint import Section
+from fsdpckpt.notebook import table
 from fsdpckpt.text import count_text
 
 Sigil: TypeAlias = Literal["=", "*", "-", "+"]
@@ -92,6 +93,15 @@ class Difference:
 
     def __repr__(self) -> str:
         return f"<{self.summary}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the keys that differ, those that count first; none that are the same."""
+        differing = [entry for entry in self.entries if entry.sigil != "="]
+        rows = [
+            (entry.sigil, entry.section, entry.key, entry.detail, "" if entry.counts else "does not count")
+            for entry in sorted(differing, key=lambda entry: not entry.counts)
+        ]
+        return table(self.summary, ("", "section", "key", "detail", ""), rows, len(rows))
 
     def __bool__(self) -> bool:
         raise TypeError("a Difference is neither true nor false: ask .same")

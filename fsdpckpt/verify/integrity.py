@@ -22,6 +22,7 @@ from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.spans import chunk_ends
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, as_float
+from fsdpckpt.notebook import table
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
@@ -84,6 +85,13 @@ class Verification:
 
     def __repr__(self) -> str:
         return f"<{self.summary}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the verdict, and every problem."""
+        rows: list[tuple[str, str]] = [(problem.kind, problem.message) for problem in self.problems]
+        if self.resumption is not None:
+            rows += [("resume", reason) for reason in self.resumption.missing]
+        return table(self.summary, ("kind", "problem"), rows, len(rows))
 
     def __bool__(self) -> bool:
         raise TypeError("a Verification is neither true nor false: ask .whole")
