@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
+from fsdpckpt import flags
 from fsdpckpt.command_options import (
     DiffOptions,
     InspectOptions,
@@ -32,6 +33,7 @@ from fsdpckpt.errors import (
     of_option,
     require_torch,
 )
+from fsdpckpt.flags import in_python
 from fsdpckpt.ir import Layout, Section, SectionName, Strategy, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.invariants import problems
@@ -232,7 +234,7 @@ def convert(
     chosen, launched = with_keywords(records, keywords)
     report = run(os.fsdecode(source), os.fsdecode(target), chosen, launched, progress or NO_PROGRESS)
     for message in report.warnings:
-        warnings.warn(message, FsdpckptWarning, stacklevel=2)
+        warnings.warn(in_python(message), FsdpckptWarning, stacklevel=2)
     return report
 
 
@@ -340,10 +342,10 @@ def verify(
         **how,
     )
     if options.flavor is None:
-        refuse_unused(options, Scope.FRAMEWORK, "no framework is named", "add --for FLAVOR")
-    framework = writable_flavor(options.flavor, "--for") if options.flavor is not None else None
+        refuse_unused(options, Scope.FRAMEWORK, "no framework is named", f"add {flags.for_('FLAVOR')}")
+    framework = writable_flavor(options.flavor, flags.for_) if options.flavor is not None else None
     if not options.finite:
-        refuse_unused(options, Scope.FINITE, "nothing is searched for NaN and Inf", "add --finite")
+        refuse_unused(options, Scope.FINITE, "nothing is searched for NaN and Inf", f"add {flags.finite}")
     searched = Finite(options.include, options.exclude) if options.finite else None
     with Sources() as sources:
         with listing_all_damage(os.fsdecode(source), sources):
@@ -493,9 +495,9 @@ def _with_buffers(
     unused = [] if needed else [name for name in given if name != "buffers" or not told]
     read = [with_named_buffers(side, buffers) for side in sides]
     if unused:
-        flags = " and ".join(option.flag for option in options_of(VerifyOptions) if option.name in unused)
+        listed = " and ".join(f"{option.flag}" for option in options_of(VerifyOptions) if option.name in unused)
         which = " and ".join(dict.fromkeys(side.source for side in sides))
-        note = Note("unused", f"{flags} had no effect: nothing else is needed to read {which}")
+        note = Note("unused", f"{listed} had no effect: nothing else is needed to read {which}")
         read[0] = dataclasses.replace(read[0], notes=(*read[0].notes, note))
     return read
 
@@ -539,7 +541,7 @@ def _with_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources)
 
     reference = None
     if request.reference is not None:
-        with of_option("--reference"):
+        with of_option(flags.reference):
             reference = open_checkpoint(request.reference, sources=sources, locate=False)
     name = partial(
         apply_key_type,
@@ -596,7 +598,7 @@ def model_units(model: str, options: UnitsOptions) -> ResolvedUnits:
         with Sources() as sources:
             how += prove(units, options.source, sources)
     if options.use_orig_params is None:
-        how.append("use_orig_params=False, FSDP's own default: add --use-orig-params if the training sets it")
+        how.append(f"use_orig_params=False, FSDP's own default: add {flags.use_orig_params} if the training sets it")
     return ResolvedUnits(units, None, tuple(how))
 
 

@@ -1,14 +1,11 @@
-"""Declares the options of all commands but ``convert``, and turns options into keywords of the Python API.
+"""Declares the options of all commands but ``convert``, and makes keywords of the Python API from them.
 
-Options that ``convert`` has too are taken from it. Messages use the options of the command line; ``in_python``
-translates them for ``str(error)``: there ``--world-size 3`` is ``world_size=3``. Imports neither numpy nor torch, since
-``--help`` needs all of it.
+Options that ``convert`` has too are taken from it. Imports neither numpy nor torch, since ``--help`` needs all of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,20 +13,14 @@ from enum import Enum
 from inspect import Parameter, cleandoc, signature
 from typing import Any, Literal, TypeVar
 
+from fsdpckpt import flags
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir import Section, SectionName, Strategy
 from fsdpckpt.option_fields import (
     ANY_SECTION,
     EVERYWHERE,
-    FLAG,
-    INTEGER,
-    NUMBER,
-    PAIRS,
     PATH,
-    SIZE,
-    TEXTS,
     Heading,
-    Option,
     OptionRecord,
     Scope,
     option,
@@ -38,7 +29,7 @@ from fsdpckpt.option_fields import (
     options_of,
     repeatable,
 )
-from fsdpckpt.options import DTYPE, FLAVORS, ConvertOptions, LaunchOptions
+from fsdpckpt.options import FLAVORS, ConvertOptions
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -89,7 +80,7 @@ class InspectOptions(OptionRecord):
         completion=tuple(section.value for section in Section),
     )
     names_only: bool = option("Print only the keys, one per line, for pipes.", default=False)
-    all_keys: bool = option("One row for each key, also of repeated layers.", default=False, flag="--all")
+    all_keys: bool = option("One row for each key, also of repeated layers.", default=False, flag=flags.all_)
     ranks: bool = option(
         "Show the place of each chunk of a tensor: rank, file, byte offset, and box (offsets and sizes).", default=False
     )
@@ -121,7 +112,7 @@ class DiffOptions(OptionRecord):
         "only", "Compare only this section; NAME is one of several models or optimizers, as inspect lists them."
     )
     all_keys: bool = option(
-        "Print every key, also what is the same and of repeated layers.", default=False, flag="--all"
+        "Print every key, also what is the same and of repeated layers.", default=False, flag=flags.all_
     )
     strict: bool = option("Count extras that only one of them can hold (random states of ranks).", default=False)
     ignore_file: tuple[str, ...] = _as_in_convert(
@@ -145,7 +136,7 @@ class VerifyOptions(OptionRecord):
 
     flavor: str | None = option(
         f"Also check whether this framework resumes from SRC: {', '.join(FRAMEWORKS)}.",
-        flag="--for",
+        flag=flags.for_,
         metavar="FLAVOR",
         completion=FRAMEWORKS,
     )
@@ -180,7 +171,7 @@ class UnitsOptions(OptionRecord):
 
     source: str | None = option(
         "Checkpoint to infer the units from, or to check those of --model or --config against.",
-        flag="--from",
+        flag=flags.from_,
         metavar="SRC",
     )
     ignore_file: tuple[str, ...] = _as_in_convert("ignore_file", None, Scope.CHECKPOINT)
@@ -218,7 +209,7 @@ class UnitsOptions(OptionRecord):
 class OutputOptions(OptionRecord):
     """What every command prints, and where."""
 
-    as_json: bool = option("Print one JSON document on stdout, and nothing else there.", default=False, flag="--json")
+    as_json: bool = option("Print one JSON document on stdout, and nothing else there.", default=False, flag=flags.json)
     quiet: bool = option("Suppress messages and progress on stderr.", default=False, short="-q")
     fail_on: Literal["warning"] | None = option("Exit with 1 if there is a warning; what is written stays.")
 
@@ -272,57 +263,3 @@ def takes_options(*records: type[OptionRecord]) -> Callable[[Function], Function
 
 def _plain(value: object) -> object:
     return value.value if isinstance(value, Enum) else value
-
-
-_OPTIONS = {
-    option.flag: option
-    for record in (ConvertOptions, LaunchOptions, InspectOptions, DiffOptions, VerifyOptions)
-    for option in options_of(record)
-}
-# A command for a terminal stays unchanged. Else an option, and the word after it, which may be its value.
-_OPTION_IN_TEXT = re.compile(
-    r"(?:fsdpckpt (?:inspect|convert|diff|verify|units)|torchrun|curl|pip)\b[^`#\n]*"
-    r"|(?P<flag>--[a-z][a-z-]*[a-z])(?: (?P<value>'[^']*'|(?:[^\s,;:()`?]|,(?=\w))*[^\s,;:()`.?]))?(?: \(repeatable\))?"
-)
-
-
-def in_python(text: str) -> str:
-    """``text`` with the options of the command line as keywords of the Python API."""
-    return _OPTION_IN_TEXT.sub(_as_keyword, text)
-
-
-def _as_keyword(match: re.Match[str]) -> str:
-    flag, value = match["flag"], match["value"]
-    named = _OPTIONS.get(flag) or _OPTIONS.get(f"--{flag.removeprefix('--no-')}") if flag else None
-    if named is None:
-        return match[0]
-    if named.kind == FLAG:
-        return f"{named.name}={flag == named.flag}" + match[0].removeprefix(flag)
-    if value is None or not _is_value(named, value):
-        return named.name + match[0].removeprefix(flag)
-    return f"{named.name}={_literal(named, value)}"
-
-
-def _is_value(named: Option, word: str) -> bool:
-    """Whether ``word`` is a value of the option, not a word of the sentence."""
-    patterns = {
-        INTEGER: r"\d+",
-        NUMBER: r"[\d.]+",
-        SIZE: r"\d\S*",
-        PATH: r".*[./].*",
-        DTYPE: r"[a-z]+\d\w*",
-        TEXTS: r"none|\d+|(?:\w+=\d+,?)+",
-        PAIRS: ".+=.+",
-    }
-    listed = word in named.choices or word in named.completion
-    return (
-        listed or word[0] == "'" or word.isupper() or re.fullmatch(patterns.get(named.kind, "(?!)"), word) is not None
-    )
-
-
-def _literal(named: Option, word: str) -> str:
-    if named.kind == PAIRS:
-        old, _, new = word.partition("=")
-        return f"{{{old}: {new}}}" if word.isupper() else f"{{{old!r}: {new!r}}}"
-    bare = word[0] == "'" or word.isupper() or (word.isdigit() and named.kind != TEXTS) or named.kind == NUMBER
-    return word if bare else f"{word!r}"

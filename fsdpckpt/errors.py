@@ -25,8 +25,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, ClassVar
+
+from fsdpckpt.flags import Flag, Message, in_python
 
 NEW_LINE = "\n  "  # before a command to copy
 _AGAIN = "run the command again"
@@ -43,6 +45,10 @@ class Leftover:
     what: str
     resume: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "what", Message(self.what))
+        object.__setattr__(self, "resume", Message(self.resume))
+
 
 @dataclass(eq=False, repr=False)
 class FsdpckptError(Exception):
@@ -55,7 +61,8 @@ class FsdpckptError(Exception):
     later although nobody changes anything: a store did not answer, another run held the lock, a worker was lost.
     ``alternative``: another way to the same goal. ``leftover``: what a failed run left for the next one;
     ``resumable``: False if that does not help.
-    ``file``, ``key``, ``rank``, ``expected`` and ``found`` are for machines (``--json``) and tests.
+    ``file``, ``key``, ``rank``, ``expected`` and ``found`` are for machines (``--json``) and tests. Whatever text a
+    field is given, it holds a ``Message``: with options as the command line shows them, and as values beside that.
 
     ``title``: the kind of error, shown before ``what`` unless it is empty. ``usual_next_step``: for errors that have no
     other.
@@ -88,7 +95,10 @@ class FsdpckptError(Exception):
 
     def __post_init__(self) -> None:
         super().__init__(self.what)
-        self.details, self.files = tuple(self.details), tuple(self.files)
+        self.files = tuple(self.files)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, _with_messages(value))
 
     @property
     def findings(self) -> tuple[str, ...]:
@@ -107,38 +117,42 @@ class FsdpckptError(Exception):
         """The line of ``expected`` and ``found``, if either is known."""
         pair = (("expected", self.expected), ("found", self.found))
         line = ", ".join(f"{word} {value}" for word, value in pair if value is not None)
-        return [f"  {line}"] if line else []
+        return [Message(f"  {line}")] if line else []
 
     @property
     def next_steps(self) -> str | None:
         """All next steps; None if the error has none. Commands to copy are on separate lines."""
+        first = None if self.next_step is None else f"{self.next_step}"
         if self.leftover is not None:
-            steps = "; then ".join(filter(None, (self.next_step, f"{_AGAIN}: it {self.leftover.resume}")))
+            steps = "; then ".join(filter(None, (first, f"{_AGAIN}: it {self.leftover.resume}")))
         else:
-            steps = ", then ".join(filter(None, (self.next_step, _AGAIN if self.run_again else None)))
-        if not steps or self.alternative is None:
-            return steps or self.alternative
-        return f"{steps}\nor:   {self.alternative}" if NEW_LINE in steps else f"{steps}; or, {self.alternative}"
+            steps = ", then ".join(filter(None, (first, _AGAIN if self.run_again else None)))
+        if steps and self.alternative is not None:
+            either = f"{steps}\nor:   " if NEW_LINE in steps else f"{steps}; or, "
+            return Message(f"{either}{self.alternative}")
+        return Message(steps) if steps else self.alternative
 
     @property
     def text(self) -> str:
         """The whole error, in several lines, with the options of the command line."""
-        lines = [self.what, *self.expectation, *(f"  - {detail}" for detail in self.shown_findings())]
+        lines = [self.what, *self.expectation]
+        lines.extend(f"  - {finding}" for finding in self.shown_findings())
         if self.why is not None:
             lines.append(f"  why: {self.why}")
         if self.next_steps is not None:
             lines.append(f"  next: {self.next_steps}")
-        return "\n".join(lines)
+        return Message("\n".join(map(format, lines)))
 
     def __str__(self) -> str:
         """For Python: ``text`` with options as keywords. The command line shows the fields (``cli.errors``)."""
-        from fsdpckpt.command_options import in_python  # which needs all options: no error does before it is shown
-
         return in_python(self.text)
 
     def to_json(self) -> dict[str, Any]:
-        """Every field except the class, for ``from_json`` in another process."""
-        return asdict(self)
+        """Every field except the class, for ``from_json`` in another process, where options are still values."""
+        document = {field.name: _coded_field(getattr(self, field.name)) for field in fields(self)}
+        if self.leftover is not None:
+            document["leftover"] = {"what": f"{self.leftover.what}", "resume": f"{self.leftover.resume}"}
+        return document
 
     def __repr__(self) -> str:
         """The class, ``what``, and the fields that say what it is about: ``str`` has the whole error."""
@@ -155,8 +169,23 @@ class FsdpckptError(Exception):
         return cls(**{**document, "leftover": None if leftover is None else Leftover(**leftover)})
 
 
+def _with_messages(value: object) -> object:
+    """A field's ``value`` with Messages for all texts in it."""
+    if isinstance(value, str):
+        return Message(value)
+    if isinstance(value, tuple | list):
+        return tuple(map(_with_messages, value))
+    return value
+
+
+def _coded_field(value: object) -> object:
+    if isinstance(value, str):
+        return f"{value}"  # not ``str``, which is what the command line shows
+    return [_coded_field(each) for each in value] if isinstance(value, tuple) else value
+
+
 @contextmanager
-def of_option(flag: str) -> Iterator[None]:
+def of_option(flag: Flag) -> Iterator[None]:
     """Make a SourceError in the block name ``flag``, the option whose file it is about."""
     try:
         yield

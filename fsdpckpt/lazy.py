@@ -12,6 +12,7 @@ from math import prod
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overload
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, require_torch
 from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
@@ -150,7 +151,7 @@ class LazyTensor:
                     problem.message,
                     key=problem.key,
                     why="one rank's copy may be a part, or one of several",
-                    next_step="open the file of one rank, or convert with --buffers if it is a buffer",
+                    next_step=f"open the file of one rank, or convert with {flags.buffers} if it is a buffer",
                 )
 
 

@@ -16,12 +16,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from enum import Enum, Flag, StrEnum, auto
+from enum import Enum, StrEnum, auto
+from enum import Flag as FlagEnum
 from functools import cache
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Literal, Self, Union, cast, get_args, get_origin, get_type_hints
 
+from fsdpckpt import flags
 from fsdpckpt.errors import EMPTY, UsageError
+from fsdpckpt.flags import UNNAMED, Flag, Switch, Wording
 from fsdpckpt.ir import Section, SectionName
 
 
@@ -37,7 +40,7 @@ class Heading(StrEnum):
     OTHER = "Other options"
 
 
-class Scope(Flag):
+class Scope(FlagEnum):
     """Where an option applies. It is refused anywhere else, because it was meant for another source or target."""
 
     MODEL = auto()  # a selected model section
@@ -71,7 +74,7 @@ class Kind:
 
     cli_type: Any
     python_type: str
-    convert: Callable[[str, Any], object]
+    convert: Callable[[Flag, Any], object]
     choices: tuple[str, ...] = ()
     metavar: str | None = None
 
@@ -98,7 +101,7 @@ def _literal_type(choices: tuple[str, ...]) -> str:
     return f"Literal[{', '.join(map(repr, choices))}]".replace("'", '"')
 
 
-def _integer(flag: str, value: object) -> int:
+def _integer(flag: Flag, value: object) -> int:
     if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value, re.ASCII):
         return int(value)
     if not isinstance(value, int) or isinstance(value, bool):
@@ -106,7 +109,7 @@ def _integer(flag: str, value: object) -> int:
     return value
 
 
-def _number(flag: str, value: object) -> float:
+def _number(flag: Flag, value: object) -> float:
     with suppress(ValueError, TypeError, OverflowError):
         number = float(cast("str", value))
         if not math.isnan(number) and not isinstance(value, bool):
@@ -114,14 +117,14 @@ def _number(flag: str, value: object) -> float:
     raise UsageError(f"{flag} takes a number", found=str(value))
 
 
-def _flag(flag: str, value: object) -> bool:
+def _flag(flag: Flag, value: object) -> bool:
     if not isinstance(value, bool):
-        keyword = flag.removeprefix("--").replace("-", "_")  # a command line gives nothing else
-        raise UsageError(f"{keyword} takes True or False", found=repr(value))
+        # Only Python gives another value.
+        raise UsageError(f"{flag.keyword} takes True or False", found=repr(value))
     return value
 
 
-def _text(flag: str, value: object) -> str:
+def _text(flag: Flag, value: object) -> str:
     if not isinstance(value, str):
         raise UsageError(f"{flag} takes text", found=repr(value))
     if not value:
@@ -129,17 +132,17 @@ def _text(flag: str, value: object) -> str:
     return value
 
 
-def empty(flag: str) -> UsageError:
+def empty(flag: Flag) -> UsageError:
     """The error for an option whose value is an empty text."""
     return UsageError(f"{flag} is empty", why=EMPTY, next_step=f"give it a value, or drop {flag}")
 
 
-def _texts(flag: str, value: object) -> tuple[str, ...]:
+def _texts(flag: Flag, value: object) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) or not isinstance(value, Iterable) else value
     return tuple(_text(flag, text) for text in values)
 
 
-def _pairs(flag: str, value: object) -> tuple[tuple[str, str], ...]:
+def _pairs(flag: Flag, value: object) -> tuple[tuple[str, str], ...]:
     """``(old, new)`` pairs; on the command line each is written ``OLD=NEW``."""
     values = value.items() if isinstance(value, Mapping) else value
     pairs = []
@@ -148,34 +151,34 @@ def _pairs(flag: str, value: object) -> tuple[tuple[str, str], ...]:
         if isinstance(pair, tuple | list) and len(pair) == 2:
             old, new = map(str, pair)
         elif not old or not equals:
-            example = f"for example {flag} encoder=backbone"
+            example = f"for example {flag('encoder=backbone')}"
             raise UsageError(f"{flag} takes OLD=NEW", expected="OLD=NEW", found=str(pair), next_step=example)
         if old == new:
-            same = f"{flag} {old}={new}"
+            same = flag(f"{old}={new}")
             raise UsageError(f"{same} has no effect: both names are the same", next_step=f"drop {same}")
         pairs.append((old, new))
     return tuple(pairs)
 
 
-def _size(flag: str, value: object) -> int:
+def _size(flag: Flag, value: object) -> int:
     if not isinstance(value, str):
         return _integer(flag, value)
     try:
         return parse_size(value)
     except (ValueError, OverflowError):
         raise UsageError(
-            f"{flag}: {value!r} is not a size", next_step=f"{flag} 128MiB, or 5GB, or 1000 (bytes)"
+            f"{flag}: {value!r} is not a size", next_step=f"{flag('128MiB')}, or 5GB, or 1000 (bytes)"
         ) from None
 
 
-def _workers(flag: str, value: object) -> str:
+def _workers(flag: Flag, value: object) -> str:
     text = str(value)
     if text not in ("gpu", "auto") and not re.fullmatch(r"0*[1-9]\d{0,8}", text, re.ASCII):
-        raise UsageError(f"{flag} takes a number, gpu or auto", found=text, next_step=f"for example {flag} 4")
+        raise UsageError(f"{flag} takes a number, gpu or auto", found=text, next_step=f"for example {flag(4)}")
     return text
 
 
-def _path(flag: str, value: object) -> str:
+def _path(flag: Flag, value: object) -> str:
     return _text(flag, os.fspath(value) if isinstance(value, os.PathLike) else value)
 
 
@@ -193,15 +196,15 @@ def one_of(
     with one of these names, ``torch.bfloat16``, without importing torch.
     """
 
-    def convert(flag: str, value: object) -> str:
+    def convert(flag: Flag, value: object) -> str:
         name = value if isinstance(value, str) else str(value).removeprefix("torch.")
         if name not in names:
             near = [aliases.get(name), *get_close_matches(name, names, n=1), example]
             raise UsageError(
-                f"{flag} {name} is not {noun}",
+                f"{flag(name)} is not {noun}",
                 expected=", ".join(names),
                 found=name,
-                next_step=f"{flag} {next(filter(None, near))}",
+                next_step=f"{flag(next(filter(None, near)))}",
             )
         return name
 
@@ -212,7 +215,7 @@ def _section_kind(*sections: str) -> Kind:
     """One of ``sections``, or ``model:NAME`` or ``optim:NAME``."""
     expected = (*sections, *(f"{name}:NAME" for name in SECTIONS))
 
-    def convert(flag: str, value: object) -> Section | SectionName:
+    def convert(flag: Flag, value: object) -> Section | SectionName:
         text = str(value)
         section, colon, name = text.partition(":")
         if section not in (SECTIONS if colon else sections) or bool(colon) != bool(name):
@@ -221,7 +224,7 @@ def _section_kind(*sections: str) -> Kind:
                 f"{flag} cannot be {value!r}",
                 expected=", ".join(expected),
                 found=text,
-                next_step=f"did you mean {flag} {near[0]}?" if near else None,
+                next_step=f"did you mean {flag(near[0])}?" if near else None,
             )
         return SectionName(text) if colon else Section(text)
 
@@ -237,11 +240,11 @@ def parse_size(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
 
 
-def _torch_version(flag: str, value: object) -> str:
+def _torch_version(flag: Flag, value: object) -> str:
     """``2.8``, for ``2.8``, ``2.8.1`` or ``2.13.0+cpu``."""
     match = re.match(r"(\d{1,4})\.(\d{1,4})(?![\w])", str(value))
     if match is None:
-        raise UsageError(f"{flag} takes a version", found=str(value), next_step=f"for example {flag} 2.8")
+        raise UsageError(f"{flag} takes a version", found=str(value), next_step=f"for example {flag('2.8')}")
     return f"{int(match[1])}.{int(match[2])}"
 
 
@@ -267,11 +270,11 @@ BY_TYPE = Kind(str, "", lambda _, value: value)  # the kind that the type of the
 class Option:
     """One option of a record. ``option`` declares it, and ``options_of`` adds what the field itself says.
 
-    ``name``: that of the field and of the keyword in Python. ``flag``: the option on the command line, as messages show
-    it: ``--world-size``. ``metavar``: the placeholder for a value in help. ``minimum``: of a number. ``choices``: the
-    values that it takes; empty if it takes any others. ``completion``: values that the shell completes, for an option
-    that takes others too. ``synonyms``: what people try instead, without dashes. ``changes_output``: whether the bytes
-    that are written depend on it.
+    ``name``: that of the field and of the keyword in Python. ``flag``: the option in messages, and its name on the
+    command line. ``metavar``: the placeholder for a value in help. ``minimum``: of a number. ``choices``: the values
+    that it takes; empty if it takes any others. ``completion``: values that the shell completes, for an option that
+    takes others too. ``synonyms``: what people try instead, without dashes. ``changes_output``: whether the bytes that
+    are written depend on it.
     """
 
     help_text: str
@@ -279,7 +282,7 @@ class Option:
     default: object = None
     kind: Kind = BY_TYPE
     name: str = ""
-    flag: str = ""
+    flag: Flag = UNNAMED
     short: str | None = None
     metavar: str | None = None
     minimum: float | None = None
@@ -342,7 +345,7 @@ class OptionRecord:
                 converted = option.convert(value)
             except UsageError as error:
                 near = get_close_matches(str(value), option.choices, n=1)
-                meant = f"did you mean {option.flag} {near[0]}?" if near else error.next_step
+                meant = f"did you mean {option.flag(near[0])}?" if near else error.next_step
                 error.next_step = _option_taking(type(self), option.name, value) or meant
                 raise
             object.__setattr__(self, option.name, converted)  # the record is frozen
@@ -371,7 +374,7 @@ def _with_field(declared: Option, name: str, annotation: object) -> Option:
     kind = kind_of(annotation) if declared.kind == BY_TYPE else declared.kind
     choices = declared.choices or kind.choices
     metavar = f"<{'|'.join(choices)}>" if choices else declared.metavar or kind.metavar
-    flag = declared.flag or "--" + name.replace("_", "-")
+    flag = flags.of_keyword(name, switch=kind is FLAG) if declared.flag == UNNAMED else declared.flag
     return dataclasses.replace(declared, name=name, kind=kind, choices=choices, metavar=metavar, flag=flag)
 
 
@@ -382,7 +385,7 @@ def _option_taking(record: type[OptionRecord], name: str, value: object) -> str 
     """
     for other in options_of(record):
         if other.name != name and value != "none" and value in (*other.choices, *other.completion):
-            return f"{other.flag} {value}"
+            return f"{other.flag(value)}"
     return None
 
 
@@ -393,28 +396,28 @@ def option_with_synonym(records: Iterable[type[OptionRecord]], name: str) -> Opt
     return next((option for option in options if synonym in option.synonyms), None)
 
 
-def given(record: OptionRecord, scope: Scope) -> tuple[str, ...]:
-    """The options of ``scope`` that differ from their defaults, as they are typed on the command line."""
+def given(record: OptionRecord, scope: Scope) -> tuple[Wording, ...]:
+    """The options of ``scope`` that differ from their defaults, as messages name them."""
     values = ((option, getattr(record, option.name)) for option in options_of(type(record)) if scope in option.scope)
     return tuple(
-        f"--no-{option.flag.removeprefix('--')}" if value is False else option.flag
+        option.flag.off if isinstance(option.flag, Switch) and value is False else option.flag
         for option, value in values
         if value != option.default
     )
 
 
-def arguments_of(record: OptionRecord) -> list[str]:
-    """The options of ``record`` that differ from their defaults, with their values, as they are typed."""
-    arguments: list[str] = []
+def arguments_of(record: OptionRecord) -> list[Wording]:
+    """The options of ``record`` that differ from their defaults, with their values."""
+    arguments: list[Wording] = []
     for option in options_of(type(record)):
         value = getattr(record, option.name)
         if value == option.default:
             continue
-        if option.kind is FLAG:
-            arguments.append(option.flag if value else f"--no-{option.flag.removeprefix('--')}")
+        if isinstance(option.flag, Switch):
+            arguments.append(option.flag if value else option.flag.off)
             continue
         for single in value if isinstance(value, tuple) else (value,):
-            arguments += [option.flag, "=".join(single) if isinstance(single, tuple) else str(single)]
+            arguments.append(option.flag("=".join(single) if isinstance(single, tuple) else single))
     return arguments
 
 
@@ -423,10 +426,10 @@ def refuse_unused(record: OptionRecord, scope: Scope, why: str, remedy: str = ""
 
     ``remedy``: what would give them an effect: ``add --to sharded``.
     """
-    flags = given(record, scope)
-    if flags:
-        listed = " and ".join(filter(None, (", ".join(flags[:-1]), flags[-1])))
-        has = "has" if len(flags) == 1 else "have"
+    unused = [f"{flag}" for flag in given(record, scope)]
+    if unused:
+        listed = " and ".join(filter(None, (", ".join(unused[:-1]), unused[-1])))
+        has = "has" if len(unused) == 1 else "have"
         raise UsageError(
             f"{listed} {has} no effect: {why}", next_step=f"drop {listed}" + (f", or {remedy}" if remedy else "")
         )

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fsdpckpt import flags
 from fsdpckpt.converters import Report
 from fsdpckpt.converters.target_spec import refuse_unknown_suffix
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError, require_torch
@@ -56,12 +57,12 @@ def _convert(source: str, target: str, options: ConvertOptions, launch: LaunchOp
         return _as_worker(source, target, options, launch, progress)
     if launch.launcher is Launcher.TORCHRUN or launch.nproc_per_node is not None or launch.nnodes != 1:
         if launch.launcher is Launcher.LOCAL:
-            refuse_unused(launch, Scope.LAUNCH, "--launcher local is one process")
+            refuse_unused(launch, Scope.LAUNCH, f"{flags.launcher('local')} is one process")
         if launch.nproc_per_node is None and launch.nnodes == 1:
-            what = "--launcher torchrun starts workers, and nothing says how many"
-            raise UsageError(what, next_step="add --nproc-per-node N")
+            what = f"{flags.launcher('torchrun')} starts workers, and nothing says how many"
+            raise UsageError(what, next_step=f"add {flags.nproc_per_node('N')}")
         return _launched(source, target, options, launch, progress)
-    refuse_unused(launch, Scope.WORKERS, "there are no workers", "add --nproc-per-node N")
+    refuse_unused(launch, Scope.WORKERS, "there are no workers", f"add {flags.nproc_per_node('N')}")
     from fsdpckpt.comm.protocol import Solo
     from fsdpckpt.converters.pipeline import convert as run
 

@@ -15,16 +15,11 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # started with nohup: the
 import hypothesis
 import pytest
 
-from fsdpckpt.errors import FsdpckptError
 from tests.oracle.session import Oracle, shared_directory
 
 # A busy machine is slow now and then. In CI the examples are always the same ones: new findings belong to no change.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("suite")
-
-AS_PYTHON_SHOWS = FsdpckptError.__str__
-FsdpckptError.__str__ = lambda error: error.text  # type: ignore[method-assign]
-"""Tests match errors as they are written, with options; ``test_wording`` has the words that Python shows."""
 
 SLOW_FIRST = (
     "e2e/flattened/test_held.py",

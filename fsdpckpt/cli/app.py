@@ -172,11 +172,11 @@ def _parameter(option: Option) -> signatures.Parameter:
     default: Any = option.default
     if not isinstance(default, bool | int | float) or option.kind == SIZE:
         default = None
-    flags = [option.flag, *([option.short] if option.short else [])]
+    flags = [str(option.flag), *([option.short] if option.short else [])]
     if option.choices and option.default is not None:
         default = str(option.default)
     elif cli_type is bool and option.default is None:
-        flags = [f"{option.flag}/--no-{option.flag.removeprefix('--')}"]
+        flags = [f"{flags[0]}/--no-{flags[0].removeprefix('--')}"]
     elif cli_type is str and default is not None:
         default = str(default)
     completed = option.choices or option.completion

@@ -25,6 +25,7 @@ from fsdpckpt.errors import (
     leftover_of,
     to_copy,
 )
+from fsdpckpt.flags import Message
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Line, Output
@@ -218,7 +219,7 @@ def error_text(error: FsdpckptError) -> str:
     if error.why is not None:
         lines.append(f"why:  {error.why}")
     lines.append(f"next: {error.next_steps or error.usual_next_step}".rstrip(" "))
-    return "\n".join(lines)
+    return str(Message("\n".join(map(format, lines))))
 
 
 def _mentions(text: str, word: str) -> bool:

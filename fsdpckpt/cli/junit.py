@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape, quoteattr
 
+from fsdpckpt import flags
 from fsdpckpt.cli.output import visible
 from fsdpckpt.storage.documents import Document
 from fsdpckpt.text import plural
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from fsdpckpt.verify.integrity import Verification
 
 RESULTS = Document(
-    "--junit",
+    flags.junit,
     "test result",
     '<?xml version="1.0" encoding="UTF-8"?>\n<!-- test results of fsdpckpt verify -->\n',
     (".xml",),

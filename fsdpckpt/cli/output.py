@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TextIO, TypeAlias
 
+from fsdpckpt.flags import Message
 from fsdpckpt.process import process_role
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.text import JsonText, remaining_text, shorten, shrink, size_text
@@ -30,6 +31,7 @@ def visible(text: str) -> str:
     """``text`` on one line, with line breaks and control sequences of the terminal escaped."""
     if text.isprintable():
         return text
+    text = Message(text)  # options that are still values
     return "".join(char if char.isprintable() else _escaped(char) for char in text)
 
 
@@ -244,6 +246,7 @@ def _json_parts(document: Mapping[str, object]) -> Iterator[str]:
 
 def _json(value: object) -> str:
     text = str(value) if isinstance(value, JsonText) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text = Message(text)  # options that are still values
     if sys.stdout is not None and not _writable(sys.stdout, text):
         text = json.dumps(json.loads(text), allow_nan=False)
     return text

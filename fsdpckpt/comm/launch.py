@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
+from fsdpckpt import flags
 from fsdpckpt.comm.liveness import LAUNCHER
 from fsdpckpt.comm.store_monitor import STATUS_DIRECTORY, Failure, Position
 from fsdpckpt.errors import InterruptedRunError, UsageError, WorkerError
@@ -73,7 +74,7 @@ def local_workers(nproc_per_node: str) -> int:
     if nproc_per_node in {"gpu", "auto"}:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0 and nproc_per_node == "gpu":
-            raise UsageError("--nproc-per-node gpu: torch sees no GPU here", next_step="give a number")
+            raise UsageError(f"{flags.nproc_per_node} gpu: torch sees no GPU here", next_step="give a number")
         return max(count, 1)
     return int(nproc_per_node)
 
@@ -86,7 +87,9 @@ def choose_backend(backend: str, device: str, *, votes: Callable[[], GpuVotes]) 
     if backend not in {"auto", "nccl", "gloo"} or device not in {"auto", "cpu", "cuda"}:
         raise UsageError(f"no such backend or device: {backend}, {device}", expected="auto|nccl|gloo, auto|cpu|cuda")
     if backend == "nccl" and device == "cpu":
-        raise UsageError("NCCL moves data between GPUs only", next_step="--backend gloo, or --device cuda")
+        raise UsageError(
+            "NCCL moves data between GPUs only", next_step=f"{flags.backend('gloo')}, or {flags.device('cuda')}"
+        )
     if backend == "gloo":
         # Gloo sends host memory: with tensors on a GPU everything would be copied twice more.
         return "gloo", "cpu"
@@ -95,7 +98,7 @@ def choose_backend(backend: str, device: str, *, votes: Callable[[], GpuVotes]) 
     voted = votes()
     if backend == "nccl" or device == "cuda":
         if not voted.any:
-            raise UsageError("not every worker sees a GPU, which NCCL needs", next_step="--backend gloo")
+            raise UsageError("not every worker sees a GPU, which NCCL needs", next_step=f"{flags.backend('gloo')}")
         return "nccl", "cuda"  # workers may share a GPU: whether they can, NCCL itself says
     return ("nccl", "cuda") if voted.own else ("gloo", "cpu")
 
@@ -109,7 +112,7 @@ def nccl_refused(error: RuntimeError) -> UsageError | None:
         "NCCL refused: several workers share one GPU",
         found=said,
         why="NCCL before 2.30 wants one GPU per worker, and newer versions want NCCL_MULTI_RANK_GPU_ENABLE=1 set",
-        next_step="start one worker per GPU, or add --backend gloo, which exchanges between the CPUs",
+        next_step=f"start one worker per GPU, or add {flags.backend('gloo')}, which exchanges between the CPUs",
     )
 
 
@@ -165,7 +168,8 @@ def _config(workers: int, nodes: int, node_rank: int | None, endpoint: str | Non
 
     if nodes > 1 and endpoint is None:
         raise UsageError(
-            "several nodes need a place to meet", next_step="--rdzv-endpoint HOST:PORT, the same on every node"
+            "several nodes need a place to meet",
+            next_step=f"{flags.rdzv_endpoint('HOST:PORT')}, the same on every node",
         )
     settings: dict[str, object] = {
         "min_nodes": nodes,

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
@@ -153,7 +154,7 @@ def _require_places(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> None:
                 f"flavor {flavor.name} saves one {what}, and {checkpoint.source} has {len(several)}",
                 details=[named.label for named in several],
                 file=checkpoint.source,
-                next_step=f"--only {several[0].label} (one of these); or --flavor plain, which keeps all",
+                next_step=f"{flags.only(several[0].label)} (one of these); or {flags.flavor('plain')}, which keeps all",
             )
 
 
@@ -192,13 +193,13 @@ def _require_section_of_form(checkpoint: Checkpoint, flavor: Flavor, form: Form,
     """Raises UsageError or SourceMissingError if the checkpoint has none of the sections in ``form``."""
     if form.optim is None and only is Section.OPTIM:
         raise UsageError(
-            f"--only optim does not go with --flavor {flavor.name}, which has no place for the optimizer",
-            next_step="drop --only, or --flavor",
+            f"{flags.only('optim')} does not go with {flags.flavor(flavor.name)}, which has no place for the optimizer",
+            next_step=f"drop {flags.only}, or {flags.flavor}",
         )
     if form.optim is None and not checkpoint.has(Section.MODEL):
         raise SourceMissingError(
             f"{checkpoint.source} has no model, and flavor {flavor.name} keeps nothing else",
-            next_step="give the checkpoint that has the model, or drop --flavor",
+            next_step=f"give the checkpoint that has the model, or drop {flags.flavor}",
         )
 
 

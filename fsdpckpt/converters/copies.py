@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.buffers import known_buffers, undecided_copies
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem
@@ -53,8 +54,8 @@ def _undecided(source: str, problems: Sequence[Problem]) -> NeedsInformationErro
         key=problems[0].key,
         why="ranks have their own copies of a buffer; of a parameter each may have a part (tensor parallelism), or "
         "another one than the others (experts, ignored_params)",
-        next_step="add --buffers GLOB for the buffers, of which the lowest rank's copy is taken; save parameters as "
-        "DTensors, or give the file of one rank",
+        next_step=f"add {flags.buffers('GLOB')} for the buffers, of which the lowest rank's copy is taken; save "
+        "parameters as DTensors, or give the file of one rank",
     )
 
 

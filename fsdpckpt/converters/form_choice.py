@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 
+from fsdpckpt import flags
 from fsdpckpt.errors import UsageError
+from fsdpckpt.flags import Flag
 from fsdpckpt.ir import Container, Layout, Section
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.options import ConvertOptions
@@ -19,18 +21,18 @@ _PLAIN = "the target is plain"
 _ALIASES = {"hf": HUGGINGFACE.name, "transformers": HUGGINGFACE.name}
 
 
-def writable_flavor(name: str, option: str = "--flavor") -> Flavor:
+def writable_flavor(name: str, option: Flag = flags.flavor) -> Flavor:
     """Look up a flavor by name, the value of ``option``. Raises UsageError for one that cannot be written."""
     flavor = flavor_named(name)
     if flavor is None or not flavor.forms:
-        names = [each for each in WRITABLE if option == "--flavor" or each != PLAIN]
+        names = [each for each in WRITABLE if option == flags.flavor or each != PLAIN]
         near = get_close_matches(_ALIASES.get(name.lower(), name.lower()), names, n=1) if flavor is None else []
         what = "is a flavor that fsdpckpt reads, but does not write" if flavor is not None else "is an unknown flavor"
         raise UsageError(
-            f"{option} {name} {what}",
+            f"{option(name)} {what}",
             expected=", ".join(names),
             found=name,
-            next_step=f"{option} {near[0]}" if near else f"choose one of these, or drop {option}",
+            next_step=f"{option(near[0])}" if near else f"choose one of these, or drop {option}",
         )
     return flavor
 
@@ -56,7 +58,7 @@ def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tu
     if flavor is None:
         return None
     if not flavor.forms:
-        resumes = f". What resumes with it: --flavor {flavor.contained_in[0]}" if flavor.contained_in else ""
+        resumes = f". What resumes with it: {flags.flavor(flavor.contained_in[0])}" if flavor.contained_in else ""
         return Note("plain", f"{_PLAIN}: fsdpckpt reads the flavor {flavor.name}, but does not write it{resumes}")
     layout = options.to or (Layout.FULL if suffix else _layout(flavor, source))
     fitting = [
@@ -70,10 +72,14 @@ def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tu
     requested = _request_text(suffix, options) or "all that is taken from this source"
     if options.only is None and not any(_holds_named(each, source) for each in flavor.forms):
         requested = " and ".join(named.label for named in source.named)
-        return Note("plain", f"{_PLAIN}: flavor {flavor.name} does not save {requested}. --only takes one of them")
+        return Note(
+            "plain", f"{_PLAIN}: flavor {flavor.name} does not save {requested}. {flags.only} takes one of them"
+        )
     why = f"flavor {flavor.name} does not save {requested}"
     resumes = "resumes" if form.optim is not None else "loads"
-    return Note("plain", f"{_PLAIN}: {why}. What {resumes} with it: --flavor {flavor.name} {_describe_change(form)}")
+    return Note(
+        "plain", f"{_PLAIN}: {why}. What {resumes} with it: {flags.flavor(flavor.name)} {_describe_change(form)}"
+    )
 
 
 def _matches_request(form: Form, options: ConvertOptions, source: Checkpoint) -> bool:
@@ -133,7 +139,7 @@ def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source:
     fitting = _fitting(flavor, suffix, options, source)
     if not fitting:
         raise UsageError(
-            f"--flavor {flavor.name} does not go with "
+            f"{flags.flavor(flavor.name)} does not go with "
             + _request_text(suffix, replace(options, key_type=None, only=None), " and "),
             expected="; ".join(map(_describe_change, flavor.forms)),
             next_step=_what_to_change(flavor, suffix, options, source),
@@ -142,8 +148,8 @@ def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source:
     if form.optim is not None and not form.any_key_type and options.key_type not in (None, form.key_type):
         keys = f"keys its optimizer by {form.key_type}" if form.key_type else "has its own kind of keys in this form"
         raise UsageError(
-            f"--key-type {options.key_type} does not go with --flavor {flavor.name}, which {keys}",
-            next_step="drop --key-type",
+            f"{flags.key_type(options.key_type)} does not go with {flags.flavor(flavor.name)}, which {keys}",
+            next_step=f"drop {flags.key_type}",
         )
     return form
 
@@ -184,31 +190,36 @@ def _layout(flavor: Flavor, source: Checkpoint) -> Layout:
 def _what_to_change(flavor: Flavor, suffix: str, options: ConvertOptions, source: Checkpoint) -> str:
     """The smallest change to the options that makes one of the forms match."""
     without: Mapping[str, tuple[str, ConvertOptions]] = {
-        "drop --container": (suffix, replace(options, container=None)),
-        "drop --to": (suffix, replace(options, to=None)),
-        "drop --world-size": (suffix, replace(options, world_size=None)),
+        f"drop {flags.container}": (suffix, replace(options, container=None)),
+        f"drop {flags.to}": (suffix, replace(options, to=None)),
+        f"drop {flags.world_size}": (suffix, replace(options, world_size=None)),
         "give DST a name without a suffix": ("", options),
-        "drop --to and --container": (suffix, replace(options, to=None, container=None)),
-        "drop --to, --container and --world-size": (suffix, replace(options, to=None, container=None, world_size=None)),
+        f"drop {flags.to} and {flags.container}": (suffix, replace(options, to=None, container=None)),
+        f"drop {flags.to}, {flags.container} and {flags.world_size}": (
+            suffix,
+            replace(options, to=None, container=None, world_size=None),
+        ),
     }
     for change, (changed_suffix, changed) in without.items():
         fitting = _fitting(flavor, changed_suffix, changed, source)
         if fitting:
             form = _preferred(flavor, fitting, source)
             needs_ranks = is_per_rank(form.layout, form.container) and ranks_of(flavor, form, changed, source) is None
-            return f"{change}, and add --world-size N" if needs_ranks else change
-    return "drop --to, --container and --world-size, and give DST a name without a suffix"
+            return f"{change}, and add {flags.world_size('N')}" if needs_ranks else change
+    return f"drop {flags.to}, {flags.container} and {flags.world_size}, and give DST a name without a suffix"
 
 
 def _describe_change(form: Form) -> str:
-    ranks = " --world-size N" if is_per_rank(form.layout, form.container) else ""
-    return f"--to {form.layout} --container {form.container}" + ranks + ("" if form.directory else ", one file")
+    ranks = f" {flags.world_size('N')}" if is_per_rank(form.layout, form.container) else ""
+    return (
+        f"{flags.to(form.layout)} {flags.container(form.container)}" + ranks + ("" if form.directory else ", one file")
+    )
 
 
 def _request_text(suffix: str, options: ConvertOptions, between: str = ", ") -> str:
-    flags = [f"--to {options.to}"] if options.to is not None else []
-    flags += [f"--container {options.container}"] if options.container is not None else []
-    flags += [f"--world-size {options.world_size}"] if options.world_size is not None else []
-    flags += [f"--key-type {options.key_type}"] if options.key_type is not None else []
-    flags += [f"--only {options.only}"] if options.only is not None else []
-    return between.join([*flags, *([f"one {suffix} file"] if suffix else [])])
+    given = [f"{flags.to(options.to)}"] if options.to is not None else []
+    given += [f"{flags.container(options.container)}"] if options.container is not None else []
+    given += [f"{flags.world_size(options.world_size)}"] if options.world_size is not None else []
+    given += [f"{flags.key_type(options.key_type)}"] if options.key_type is not None else []
+    given += [f"{flags.only(options.only)}"] if options.only is not None else []
+    return between.join([*given, *([f"one {suffix} file"] if suffix else [])])

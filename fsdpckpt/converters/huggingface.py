@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note
 from fsdpckpt.ir.model_config import CONFIG, WORD_EMBEDDINGS, disagreements
@@ -21,8 +22,8 @@ from fsdpckpt.writers.torch_full import ties
 # The weight that transformers leaves out of a model with tied embeddings.
 _OUTPUT_LAYER = re.compile(r"(^|\.)lm_head\.weight$")
 _NEEDED = (
-    f"from_pretrained also needs {CONFIG} and the tokenizer files; the source has none: add --reference DIR, the "
-    "directory of the model that was trained"
+    f"from_pretrained also needs {CONFIG} and the tokenizer files; the source has none: add {flags.reference('DIR')}, "
+    "the directory of the model that was trained"
 )
 
 
@@ -68,11 +69,11 @@ def with_stated_dtype(
     dtype = _stated_dtype(_configuration(folders, sources))
     if dtype is None:
         raise NeedsInformationError(
-            f"--dtype auto: no {CONFIG} states a dtype",
+            f"{flags.dtype('auto')}: no {CONFIG} states a dtype",
             details=[f"searched: {folder}" for folder in folders],
-            next_step="--dtype bfloat16, or --reference DIR of the model that was trained",
+            next_step=f"{flags.dtype} bfloat16, or {flags.reference('DIR')} of the model that was trained",
         )
-    note = Note("config-dtype", f"--dtype auto is {dtype}, as {CONFIG} states")
+    note = Note("config-dtype", f"{flags.dtype('auto')} is {dtype}, as {CONFIG} states")
     return replace(checkpoint, notes=(*checkpoint.notes, note)), replace(options, dtype=dtype)
 
 
@@ -104,7 +105,9 @@ def _with_note_on_dtype(
         return checkpoint
     what = "the weights" if len(others) == len(written) else f"{len(others)} of {len(written)} weights"
     dtypes = " and ".join(dict.fromkeys(others))
-    message = f"{what} are written as {dtypes}, and {CONFIG} says {stated}: --dtype auto casts them to {stated}"
+    message = (
+        f"{what} are written as {dtypes}, and {CONFIG} says {stated}: {flags.dtype('auto')} casts them to {stated}"
+    )
     return replace(checkpoint, notes=(*checkpoint.notes, Note("config-dtype", message)))
 
 
@@ -141,7 +144,7 @@ def _check_configuration(reference: str, checkpoint: Checkpoint, sources: Source
             f"{path} does not describe the model in {checkpoint.source}",
             details=wrong,
             file=path,
-            why="--reference names another model, or training has resized the model or its vocabulary",
+            why=f"{flags.reference} names another model, or training has resized the model or its vocabulary",
             next_step=f"name the directory of the trained model, or change these fields in a copy of {reference}",
         )
 
@@ -254,11 +257,12 @@ def _require_fitting(checkpoint: Checkpoint, reference: Checkpoint) -> None:
     ]
     if wrong:
         raise SourceUnsupportedError(
-            f"the weights of {checkpoint.source} do not fit those of --reference {reference.source}",
+            f"the weights of {checkpoint.source} do not fit those of {flags.reference(reference.source)}",
             details=wrong,
             file=reference.source,
             why="the reference is another model, or its vocabulary was resized or its layers renamed in training",
-            next_step="name the directory of the model that was trained; --rename and --strip-prefix change names",
+            next_step=f"name the directory of the model that was trained; {flags.rename} and {flags.strip_prefix} "
+            "change names",
         )
 
 

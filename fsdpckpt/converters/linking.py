@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from fsdpckpt import flags
 from fsdpckpt.errors import TargetUnwritableError, UsageError
 from fsdpckpt.execute.checks import require_checksum, sum_of
 from fsdpckpt.execute.output import target_differs
@@ -98,7 +99,7 @@ def _refused_error(source: str, path: str, error: OSError) -> TargetUnwritableEr
         f"{path} cannot be a hard link to {source}: {error.strerror}",
         file=path,
         why=why,
-        next_step="give --link auto, which copies where nothing can be shared",
+        next_step=f"give {flags.link('auto')}, which copies where nothing can be shared",
     )
 
 
@@ -118,13 +119,13 @@ class Linking:
         if not target.links:
             if self.requested in (LinkMode.HARDLINK, LinkMode.REFLINK):
                 raise UsageError(
-                    f"--link {self.requested}: no file of DST would be the same as a file of SRC",
+                    f"{flags.link(self.requested)}: no file of DST would be the same as a file of SRC",
                     why="this conversion cuts the tensors differently, casts them, or writes them to other files",
-                    next_step="drop --link: the bytes have to be copied",
+                    next_step=f"drop {flags.link}: the bytes have to be copied",
                 )
             if self.requested is LinkMode.AUTO and self.mode is LinkMode.COPY:
                 message = "nothing was linked: the file system of DST cannot share blocks with the files of SRC"
-                return [Note("linked", f"{message} (reflinks); --link hardlink may still share whole files")]
+                return [Note("linked", f"{message} (reflinks); {flags.link('hardlink')} may still share whole files")]
             return []
         nbytes = sum(files[link.source].nbytes for link in target.links)
         count = f"{plural(len(target.links), 'file')} of DST ({size_text(nbytes)})"
@@ -142,7 +143,7 @@ class Linking:
 def without_links(options: ConvertOptions, why: str) -> ConvertOptions:
     """``options`` for a run that cannot link files because of ``why``. Raises UsageError if links were requested."""
     if options.link in (LinkMode.HARDLINK, LinkMode.REFLINK):
-        raise UsageError(f"--link {options.link} cannot be done here: {why}", next_step="drop --link")
+        raise UsageError(f"{flags.link(options.link)} cannot be done here: {why}", next_step=f"drop {flags.link}")
     return replace(options, link=LinkMode.COPY)
 
 
@@ -172,22 +173,22 @@ def choose_linking(requested: LinkMode, files: Sequence[SourceFile], target: str
     if not devices:
         where = f"{unseen} is on another machine" if unseen is not None else "SRC is not on a disk of this machine"
         raise UsageError(
-            f"--link {requested}: {where}",
+            f"{flags.link(requested)}: {where}",
             why="only files of one local file system can be linked",
-            next_step="drop --link",
+            next_step=f"drop {flags.link}",
         )
     if mode is LinkMode.HARDLINK:
         raise TargetUnwritableError(
-            f"--link hardlink: {target} and SRC are on different file systems",
+            f"{flags.link('hardlink')}: {target} and SRC are on different file systems",
             file=target,
             why="a hard link is a second name of a file, within its file system",
-            next_step="give a DST on the file system of SRC, or drop --link",
+            next_step=f"give a DST on the file system of SRC, or drop {flags.link}",
         )
     raise TargetUnwritableError(
-        f"--link reflink: the file system of {target} cannot share blocks with the files of SRC",
+        f"{flags.link('reflink')}: the file system of {target} cannot share blocks with the files of SRC",
         file=target,
         why="XFS, Btrfs and some others can, within one file system; ext4 and tmpfs cannot",
-        next_step="give --link hardlink, which makes SRC and DST share whole files, or drop --link",
+        next_step=f"give {flags.link('hardlink')}, which makes SRC and DST share whole files, or drop {flags.link}",
     )
 
 

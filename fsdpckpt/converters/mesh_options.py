@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnrecognisedError, UsageError, of_option
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir.tensors import MeshShape, Placement, Replicate, Shard, Sharding
@@ -15,7 +16,7 @@ from fsdpckpt.text import plural
 from fsdpckpt.transform.meshes import mesh_options, shard_dimension
 from fsdpckpt.transform.placements import Rule, Rules
 
-EXAMPLE_MESH = "--mesh dp_replicate=2,dp_shard=4,tp=2"
+EXAMPLE_MESH = f"{flags.mesh('dp_replicate=2,dp_shard=4,tp=2')}"
 _DIMENSION = re.compile(r"((?P<name>[^=]*[^=\s]\s*)=\s*)?(?P<size>0*[1-9]\d{0,8})", re.ASCII)
 _SHARD = re.compile(r"shard\(\s*(?:dim\s*=\s*)?(\d{1,4})\s*\)", re.IGNORECASE)
 _REPLICATE = re.compile(r"replicate(\(\s*\))?", re.IGNORECASE)
@@ -29,19 +30,19 @@ def parse_meshes(texts: Sequence[str]) -> tuple[MeshShape, ...]:
     for mesh in meshes:
         if mesh.world_size > MAX_RANKS:
             raise UsageError(
-                f"--mesh {mesh} has {mesh.world_size:,} ranks",
+                f"{flags.mesh(mesh)} has {mesh.world_size:,} ranks",
                 expected=f"at most {MAX_RANKS:,}",
                 found=str(mesh.world_size),
             )
         if len(meshes) > 1 and mesh.names is None:
             raise UsageError(
-                f"--mesh {mesh} is one of several, and has no names",
+                f"{flags.mesh(mesh)} is one of several, and has no names",
                 why="the names of its dimensions say which tensors are on a mesh",
                 next_step="write NAME=SIZE,... for each",
             )
         if mesh.world_size != meshes[0].world_size:
             raise UsageError(
-                f"--mesh {meshes[0]} has {plural(meshes[0].world_size, 'rank')}, and --mesh {mesh} has "
+                f"{flags.mesh(meshes[0])} has {plural(meshes[0].world_size, 'rank')}, and {flags.mesh(mesh)} has "
                 f"{mesh.world_size}",
                 why="every mesh is of all ranks of the job",
                 expected=str(meshes[0].world_size),
@@ -69,7 +70,7 @@ def parse_mesh(text: str) -> MeshShape:
         wrong = next(part for part, name in zip(parts, names, strict=True) if not name)
     if wrong is not None:
         raise UsageError(
-            f"--mesh {text}: {wrong!r} is not a dimension and its number of ranks",
+            f"{flags.mesh(text)}: {wrong!r} is not a dimension and its number of ranks",
             expected="NAME=SIZE,NAME=SIZE,...",
             found=wrong,
             next_step=f"for example {EXAMPLE_MESH}",
@@ -77,7 +78,7 @@ def parse_mesh(text: str) -> MeshShape:
     twice = next((name for name in names if name and names.count(name) > 1), None)
     if twice is not None:
         raise UsageError(
-            f"--mesh {text} names {twice} twice", found=twice, next_step="give each dimension its own name"
+            f"{flags.mesh(text)} names {twice} twice", found=twice, next_step="give each dimension its own name"
         )
     sizes = tuple(int(match["size"]) for match in matches if match)
     return MeshShape(sizes, tuple(names) if names[0] else None)
@@ -88,7 +89,7 @@ def parse_placements(path: str, meshes: Sequence[MeshShape], sources: Sources) -
 
     Raises UsageError, and SourceError for a file that cannot be read.
     """
-    with of_option("--placements"):
+    with of_option(flags.placements):
         entry = sources.stat(path)
         if entry is not None and entry.directory:
             raise SourceUnrecognisedError(f"{path} is a directory", file=path, next_step="give a JSON file")
@@ -98,10 +99,10 @@ def parse_placements(path: str, meshes: Sequence[MeshShape], sources: Sources) -
         document = json.loads(text, object_pairs_hook=_Pairs)
     except (ValueError, RecursionError) as error:
         example = _example_document(meshes)
-        raise UsageError(f"--placements {path} is not JSON: {error}", file=path, next_step=example) from None
+        raise UsageError(f"{flags.placements(path)} is not JSON: {error}", file=path, next_step=example) from None
     if not isinstance(document, _Pairs) or not document:
         example = _example_document(meshes)
-        raise UsageError(f"--placements {path} is not a JSON object", file=path, next_step=example)
+        raise UsageError(f"{flags.placements(path)} is not a JSON object", file=path, next_step=example)
     globs = [glob for glob, _ in document]
     twice = next((glob for glob in globs if globs.count(glob) > 1), None)
     if twice is not None:
@@ -163,7 +164,7 @@ def _entry(path: str, glob: str, placed: object, meshes: Sequence[MeshShape]) ->
                 key=glob,
                 expected=", ".join(dimensions),
                 found=name,
-                next_step="correct the name, or add the dimension to --mesh",
+                next_step=f"correct the name, or add the dimension to {flags.mesh}",
             )
         placements[name] = _placement(path, glob, text)
     mesh = _mesh_with(path, glob, list(placements), meshes)

@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from fsdpckpt import flags
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceError, TargetExistsError, to_copy
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, belongs, flavor_named
@@ -73,22 +74,22 @@ def explain_why_overwrite_is_refused(target: str) -> Iterator[None]:
     try:
         yield
     except TargetExistsError as error:
-        if "add --overwrite" in (error.next_step or ""):
+        if f"add {flags.overwrite!s}" in (error.next_step or ""):
             try:
                 find_replaceable(target)
             except FsdpckptError as refused:
                 error.details, error.next_step = refused.details, refused.next_step
-                error.why = f"fsdpckpt won't replace it, with --overwrite either: {refused.what}"
+                error.why = f"fsdpckpt won't replace it, with {flags.overwrite} either: {refused.what}"
         raise
 
 
 def foreign_files_error(target: str, names: Iterable[str]) -> TargetExistsError:
     """The error for files at ``target`` that do not belong to a checkpoint. ``names``: their paths below it."""
     return _refused_error(
-        f"{target} holds files that do not belong to a checkpoint, and --overwrite would delete them",
+        f"{target} holds files that do not belong to a checkpoint, and {flags.overwrite} would delete them",
         target,
         _listed(names),
-        why="--overwrite replaces a checkpoint, and nothing else",
+        why=f"{flags.overwrite} replaces a checkpoint, and nothing else",
     )
 
 
@@ -147,7 +148,7 @@ def _listed(names: Iterable[str]) -> list[str]:
     return [*ordered[:_MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
 
 
-_ONLY_ONE = "--overwrite replaces one checkpoint, and everything at DST would be deleted"
+_ONLY_ONE = f"{flags.overwrite} replaces one checkpoint, and everything at DST would be deleted"
 
 
 def _refused_error(what: str, target: str, details: Iterable[str], *, why: str) -> TargetExistsError:

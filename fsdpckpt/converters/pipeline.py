@@ -21,6 +21,7 @@ from typing import cast
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identity
 from fsdpckpt.comm.protocol import Group, Solo, original_error
 from fsdpckpt.converters.check import OutputCheck
@@ -92,7 +93,7 @@ def convert(
         report = _Conversion(group, source, target, options, progress, visibility, peers).run(workers_here)
         if options.staging is None:
             return report
-        note = Note("unused", "--staging had no effect: only a DST in an object store is staged there")
+        note = Note("unused", f"{flags.staging} had no effect: only a DST in an object store is staged there")
         return replace(report, notes=(*report.notes, note))
     with Upload(group, source, target, options, progress, visibility, peers) as upload:
         conversion = _Conversion(

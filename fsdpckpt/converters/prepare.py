@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from fsdpckpt import flags
 from fsdpckpt.converters.adapt import adapt_to_form, schedule_of_two_groups
 from fsdpckpt.converters.huggingface import finish_export, with_stated_dtype
 from fsdpckpt.converters.lay_out import lay_out
@@ -92,7 +93,7 @@ def _require_possible_size(transformed: TransformedCheckpoint, target: str) -> N
             f"{target} would hold {size_text(total)}, more than any file system",
             file=target,
             why="SRC has expanded tensors, each of which stands for many more bytes than are stored",
-            next_step="leave them out with --exclude GLOB",
+            next_step=f"leave them out with {flags.exclude('GLOB')}",
         )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 
+from fsdpckpt import flags
 from fsdpckpt.converters.prepare import prepare
 from fsdpckpt.errors import FsdpckptError, UsageError
 from fsdpckpt.option_fields import arguments_of
@@ -31,7 +31,7 @@ def with_proposal(
     # Some forms are the same for any number of ranks, and take no --world-size.
     for world_size in (found.world_size, None):
         options = ConvertOptions.of(**given, flavor=flavor.name, world_size=world_size)
-        command = shlex.join(["fsdpckpt", "convert", source, target, *arguments_of(options)])
+        command = flags.command("convert", source, target, *arguments_of(options))
         try:
             prepared = prepare(source, target, replace(options, dry_run=True), sources)
         except UsageError as error:

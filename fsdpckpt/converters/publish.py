@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Self, TypeAlias, TypeVar, cast
 
+from fsdpckpt import flags
 from fsdpckpt.comm.liveness import Background, ProcessIdentity, kill_stopped, wait_for
 from fsdpckpt.comm.protocol import Group, Solo
 from fsdpckpt.converters.linking import without_links
@@ -56,7 +57,7 @@ T = TypeVar("T")
 
 BLOCK = 4 << 20  # bytes compared at once
 CANCEL_SECONDS = 5.0  # to remove the parts of a cancelled upload
-_OTHER_DIRECTORY = "add --staging DIR, a local directory that can be written to and has room for the output"
+_OTHER_DIRECTORY = f"add {flags.staging('DIR')}, a local directory that can be written to and has room for the output"
 
 Holders: TypeAlias = "Mapping[str, Sequence[int]]"
 """By target file the ranks that see it in the directory that is uploaded from."""
@@ -136,8 +137,10 @@ class Upload:
         without_links(options, f"{self._target} is in an object store")
         if self.visibility is Visibility.NODE:
             raise UsageError(
-                f"every node sees {self._target}: --output-visibility node is for nodes that write to their own disks",
-                next_step="drop --output-visibility: nodes that share no --staging directory use their own",
+                f"every node sees {self._target}: {flags.output_visibility('node')} is for nodes that write to their "
+                "own disks",
+                next_step=f"drop {flags.output_visibility}: nodes that share no {flags.staging} directory use their "
+                "own",
             )
         with explain_why_overwrite_is_refused(self._target):
             directory = UploadDirectory.of(self._target.rstrip("/"), options.staging)
@@ -163,8 +166,9 @@ class Upload:
             raise TargetExistsError(
                 f"{remote.url} holds an upload that was not completed",
                 file=f"{remote.url}/{UPLOADING}",
-                why="it was interrupted, or still runs, on another machine or with another --staging",
-                next_step="run the command there again; or add --resume to continue here, or --overwrite to start over",
+                why=f"it was interrupted, or still runs, on another machine or with another {flags.staging}",
+                next_step=f"run the command there again; or add {flags.resume} to continue here, or {flags.overwrite} "
+                "to start over",
             )
         foreign = sorted(set(remote.names) - names)
         if foreign:

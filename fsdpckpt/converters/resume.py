@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.prepare import Prepared
 from fsdpckpt.converters.staging import StagingDirectories, divide_work, files_in
@@ -147,7 +148,7 @@ def other_upload(path: str) -> TargetError:
     )
 
 
-_START_OVER = "add --no-resume to remove it and start over, or give the {} that it was begun with"
+_START_OVER = f"add {flags.resume.off} to remove it and start over, or give the {{}} that it was begun with"
 
 
 def _other_command(what: str, details: Sequence[str] = (), file: str | None = None) -> TargetError:
@@ -187,7 +188,7 @@ def _cleared_note(interrupted: InterruptedRun, options: ConvertOptions, changed_
         return Note("cleared", f"{interrupted.root} held nothing to continue with: started from the beginning")
     if interrupted.exists:
         left = f"{size_text(interrupted.removed)} that an interrupted run had left in {interrupted.root}"
-        return Note("cleared", f"{left} were removed (--no-resume)")
+        return Note("cleared", f"{left} were removed ({flags.resume.off})")
     if options.resume:
         return Note("cleared", "there was nothing to resume: started from the beginning")
     return None
@@ -304,5 +305,5 @@ def staged_leftover(target: str, options: ConvertOptions) -> Leftover | None:
     if not nbytes:
         return None
     of_all = f" of {size_text(runs[0][0].nbytes)}" if runs[0][0].nbytes else ""
-    resume = "continues from there" + (" without --no-resume" if options.resume is False else "")
+    resume = "continues from there" + (f" without {flags.resume.off}" if options.resume is False else "")
     return Leftover(f"{size_text(nbytes)}{of_all} are kept in {root}", resume)

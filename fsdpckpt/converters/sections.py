@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from fsdpckpt import flags
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import TransformedCheckpoint, transform, units_request
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError
@@ -44,7 +44,7 @@ def transform_sections(
             continue
         done = unmatched.transform(_view(opened, section), section.dotted, spec, sources)
         if done is None:
-            notes.append(Note("dropped", f"--include and --exclude leave nothing of {section.label}"))
+            notes.append(Note("dropped", f"{flags.include} and {flags.exclude} leave nothing of {section.label}"))
             continue
         content = done.checkpoint.model if section.section is Section.MODEL else done.checkpoint.optim
         if content is not None:
@@ -189,7 +189,7 @@ class _Unmatched:
                 first = errors[0]
                 meant = next((named for named in self._opened.named if given.startswith(f"{named.dotted}.")), None)
                 if meant is not None:
-                    first.next_step = f"--only {shlex.quote(meant.label)} takes that section alone"
+                    first.next_step = f"{flags.only(meant.label)} takes that section alone"
                 raise first
 
 
@@ -221,8 +221,8 @@ def _refuse_flattened(opened: Checkpoint, spec: TargetSpec, sources: Sources) ->
     if flat:
         raise NeedsInformationError(
             f"{opened.source} has several models or optimizers, and flat parameters are those of one",
-            details=[f"--only {named.label}" for named in flat],
+            details=[f"{flags.only(named.label)}" for named in flat],
             file=opened.source,
             why="the units of flat parameters describe one model and one optimizer",
-            next_step=f"convert one at a time: --only {shlex.quote(flat[0].label)}",
+            next_step=f"convert one at a time: {flags.only(flat[0].label)}",
         )

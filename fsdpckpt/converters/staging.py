@@ -24,6 +24,7 @@ from typing import cast
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.overwrite import still_replaceable
 from fsdpckpt.converters.prepare import Prepared
@@ -339,7 +340,7 @@ class UploadDirectory:
                 raise TargetUnwritableError(
                     f"{self.root} is {whose}, and fsdpckpt stages the output in a directory of yours",
                     file=self.root,
-                    next_step=f"remove {shlex.quote(self.root)}, or add --staging DIR",
+                    next_step=f"remove {shlex.quote(self.root)}, or add {flags.staging('DIR')}",
                 )
             try:
                 return lock_path(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

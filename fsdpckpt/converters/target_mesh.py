@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TypeAlias
 
+from fsdpckpt import flags
 from fsdpckpt.converters.mesh_options import EXAMPLE_MESH, parse_meshes, parse_placements
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import NeedsInformationError, UsageError, of_option
@@ -39,18 +40,20 @@ def check_mesh(options: ConvertOptions) -> tuple[MeshShape, ...]:
     if meshes and options.world_size not in (None, meshes[0].world_size):
         product = " x ".join(map(str, meshes[0].sizes)) + " = " if len(meshes[0].sizes) > 1 else ""
         raise UsageError(
-            f"--mesh {meshes[0]} has {product}{plural(meshes[0].world_size, 'rank')}, and --world-size says "
+            f"{flags.mesh(meshes[0])} has {product}{plural(meshes[0].world_size, 'rank')}, and {flags.world_size} says "
             f"{options.world_size}",
             expected=str(meshes[0].world_size),
             found=str(options.world_size),
-            next_step="drop --world-size, or change a size of --mesh",
+            next_step=f"drop {flags.world_size}, or change a size of {flags.mesh}",
         )
     if options.placements is not None and options.like is not None:
-        raise UsageError("--placements and --like both say how tensors are cut", next_step="drop one of them")
+        raise UsageError(
+            f"{flags.placements} and {flags.like} both say how tensors are cut", next_step="drop one of them"
+        )
     if options.placements is not None and not meshes:
         raise UsageError(
-            "--placements says how tensors are placed on a mesh, and there is no --mesh",
-            next_step=f"add --mesh NAME=SIZE,..., for example {EXAMPLE_MESH}",
+            f"{flags.placements} says how tensors are placed on a mesh, and there is no {flags.mesh}",
+            next_step=f"add {flags.mesh('NAME=SIZE,...')}, for example {EXAMPLE_MESH}",
         )
     return meshes
 
@@ -144,20 +147,20 @@ def with_mesh(options: ConvertOptions, source_layout: Layout, mesh: TargetMesh |
     options = replace(options, world_size=mesh.world_size)
     if (options.to or source_layout) is not Layout.FLATTENED:
         return options
-    values = {"--placements": options.placements, "--like": options.like}
-    flags = [flag for flag, value in values.items() if value is not None]
+    values = {flags.placements: options.placements, flags.like: options.like}
+    given = [flag for flag, value in values.items() if value is not None]
     if (
-        flags
+        given
         or len(mesh.meshes) > 1
         or len(sizes) > 2
         or (len(sizes) == 2 and options.strategy not in (None, Strategy.HYBRID_SHARD))
     ):
-        what = f"{flags[0]} does" if flags else f"{mesh_options(mesh.meshes)} does"
+        what = f"{given[0]} does" if given else f"{mesh_options(mesh.meshes)} does"
         raise UsageError(
             f"{what} not fit flat parameters",
             why="FSDP1 flattens on one mesh dimension, or with hybrid-shard on two: the first replicates, the second "
             "shards",
-            next_step="--mesh replicate=2,shard=4 --strategy hybrid-shard, or --to sharded",
+            next_step=f"{flags.mesh('replicate=2,shard=4')} {flags.strategy('hybrid-shard')}, or {flags.to('sharded')}",
         )
     if len(sizes) == 1:
         return options
@@ -256,8 +259,9 @@ def _on_one_dimension(spec: TargetSpec, source: Checkpoint, why: str, world_size
         raise NeedsInformationError(
             f"nothing says how the tensors of {source.source} lie on {plural(world_size, 'rank')}",
             why=why,
-            next_step="add --container dcp, which loads on any mesh and into any pipeline stage; or --mesh "
-            f"{world_size} for FSDP alone, --mesh NAME=SIZE,... --placements FILE for more",
+            next_step=f"add {flags.container('dcp')}, which loads on any mesh and into any pipeline stage; or "
+            f"{flags.mesh(world_size)} for FSDP alone, {flags.mesh('NAME=SIZE,...')} {flags.placements('FILE')} for "
+            "more",
         )
     rows = row_sharding(world_size)
     note = f"all tensors of {source.source} are sharded over one mesh dimension of {world_size} ranks: {why}"
@@ -312,17 +316,18 @@ def _keeps_dimensions(mesh: MeshShape, target: MeshShape) -> bool:
 
 
 def _like_checkpoint(path: str, options: ConvertOptions, meshes: Sequence[MeshShape], sources: Sources) -> TargetMesh:
-    with of_option("--like"):
+    with of_option(flags.like):
         other = open_checkpoint(path, sources=sources, locate=False)
     whole = meshes_of(other)
     if not whole or not _cover_all_ranks(whole, other):
         raise UsageError(
-            f"--like {path} does not say how its tensors are placed on a mesh",
+            f"{flags.like(path)} does not say how its tensors are placed on a mesh",
             why=f"its tensors are on meshes of some ranks only: {' and '.join(map(str, whole))}"
             if whole
             else "only per-rank files of DTensors record their mesh: a DCP directory, ShardedTensors and whole tensors "
             "do not",
-            next_step="give the mesh and the placements instead: --mesh NAME=SIZE,... --placements FILE",
+            next_step=f"give the mesh and the placements instead: {flags.mesh('NAME=SIZE,...')} "
+            f"{flags.placements('FILE')}",
         )
     if meshes:
         pairs = _by_dimensions(whole, meshes)
@@ -330,10 +335,10 @@ def _like_checkpoint(path: str, options: ConvertOptions, meshes: Sequence[MeshSh
         pairs = resized(whole, options.world_size or other.world_size, source=path)
     if pairs is None:
         raise UsageError(
-            f"{mesh_options(meshes)} does not have the dimensions of --like {path}",
+            f"{mesh_options(meshes)} does not have the dimensions of {flags.like(path)}",
             expected=" and ".join(", ".join(mesh.dimension_names) for mesh in whole),
             found=" and ".join(", ".join(mesh.dimension_names) for mesh in meshes),
-            next_step=f"{mesh_options(whole)} with other sizes, or --placements FILE instead of --like",
+            next_step=f"{mesh_options(whole)} with other sizes, or {flags.placements('FILE')} instead of {flags.like}",
         )
     target = AsSource(pairs)
     shardings: dict[str, Sharding | None] = {}
@@ -352,9 +357,9 @@ def _placements_needed_error(
     meant = next(filter(None, (_meant(mesh, before) for before in present)), None) if len(meshes) == 1 else None
     if mesh.names is None and meant is not None:
         return NeedsInformationError(
-            f"--mesh {mesh} has no names, and the mesh of {source.source} has: {' and '.join(map(str, present))}",
+            f"{flags.mesh(mesh)} has no names, and the mesh of {source.source} has: {' and '.join(map(str, present))}",
             why="placements are by the names of dimensions",
-            next_step=f"did you mean --mesh {meant}?",
+            next_step=f"did you mean {flags.mesh(meant)}?",
         )
     placed = ", ".join(f'"{name}": "{_example_placement(name, present)}"' for name in mesh.dimension_names)
     source_mesh = " and ".join(map(str, present))
@@ -362,12 +367,13 @@ def _placements_needed_error(
     if len(present) > 1:
         keeping = f"give all its meshes ({mesh_options(present)} with other sizes), or "
     elif meant is not None:
-        keeping = f"give --mesh {meant}, which keeps the source's placements, or "
+        keeping = f"give {flags.mesh(meant)}, which keeps the source's placements, or "
     return NeedsInformationError(
         f"nothing says how tensors are placed on {mesh_options(meshes)}",
         why=f"{source.source} is on {f'the mesh {source_mesh}' if source_mesh else 'no mesh of several dimensions'}",
-        next_step=f"{keeping}add --like PATH (per-rank DTensor files of this model on such a mesh), or --placements "
-        f'FILE, JSON like {{"GLOB": {{{placed}}}, ...}}',
+        next_step=f"{keeping}add {flags.like('PATH')} (per-rank DTensor files of this model on such a mesh), or "
+        f"{flags.placements('FILE')}, "
+        f'JSON like {{"GLOB": {{{placed}}}, ...}}',
     )
 
 

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
+from fsdpckpt import flags
 from fsdpckpt.converters.form_choice import default_form, is_per_rank, ranks_of, requested_form, writable_flavor
 from fsdpckpt.errors import UsageError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
@@ -62,7 +63,7 @@ def make_target_spec(target: str, options: ConvertOptions, source: Checkpoint) -
     """
     if options.world_size is not None and options.world_size > MAX_RANKS:
         expected = f"at most {MAX_RANKS:,}"
-        raise UsageError("--world-size has too many ranks", expected=expected, found=str(options.world_size))
+        raise UsageError(f"{flags.world_size} has too many ranks", expected=expected, found=str(options.world_size))
     suffix = os.path.splitext(target.rstrip("/"))[1]
     file_suffix = suffix if suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX) else ""
     notes: tuple[Note, ...] = ()
@@ -99,7 +100,7 @@ def require_file_name(target: str, spec: TargetSpec) -> None:
     """Raises UsageError if one file is written and DST is a directory or ends with a slash."""
     if not spec.directory and (target.endswith("/") or is_empty_directory(target)):
         name = os.path.join(target, "full" + (SAFETENSORS_SUFFIX if spec.container is Container.SAFETENSORS else ".pt"))
-        other = "; or add --to sharded for a directory" if spec.options.to is None else ""
+        other = f"; or add {flags.to('sharded')} for a directory" if spec.options.to is None else ""
         raise UsageError(
             f"DST names a directory, {target}, and a {spec.layout} {spec.container} checkpoint is one file",
             next_step=f"give the file a name, for example {name}{other}",
@@ -115,12 +116,12 @@ def _plain_spec(suffix: str, options: ConvertOptions, source: Checkpoint) -> Tar
     if layout is Layout.FULL and options.world_size is not None:
         if options.to is None and container is not Container.SAFETENSORS and suffix not in TORCH_SUFFIXES:
             raise UsageError(
-                "--world-size is for sharded targets, and the target will be full, as the source is",
-                next_step=f"add --to sharded, or drop --world-size {options.world_size}",
+                f"{flags.world_size} is for sharded targets, and the target will be full, as the source is",
+                next_step=f"add {flags.to('sharded')}, or drop {flags.world_size(options.world_size)}",
             )
         raise UsageError(
-            f"--world-size says for how many ranks to shard, and {_why_full(container, suffix)} is not sharded",
-            next_step="drop --world-size",
+            f"{flags.world_size} says for how many ranks to shard, and {_why_full(container, suffix)} is not sharded",
+            next_step=f"drop {flags.world_size}",
         )
     world_size = options.world_size
     if is_per_rank(layout, container):
@@ -129,15 +130,15 @@ def _plain_spec(suffix: str, options: ConvertOptions, source: Checkpoint) -> Tar
         _require_ranks(world_size)
     if layout is Layout.FLATTENED and container is not Container.TORCH:
         raise UsageError(
-            f"flattened shards are written as torch files, one per rank, and --container says {container}",
-            next_step="drop --container",
+            f"flattened shards are written as torch files, one per rank, and {flags.container} says {container}",
+            next_step=f"drop {flags.container}",
         )
     refuse_target_options(options, layout=layout, container=container, source_layout=source_layout)
     one_file = layout is Layout.FULL and (container is Container.TORCH or suffix == SAFETENSORS_SUFFIX)
     if one_file and given(options, Scope.SAFETENSORS):
         raise UsageError(
-            f"--max-shard-size splits the files of a directory, and DST is one file ({suffix})",
-            next_step="drop --max-shard-size, or give DST a name without a suffix",
+            f"{flags.max_shard_size} splits the files of a directory, and DST is one file ({suffix})",
+            next_step=f"drop {flags.max_shard_size}, or give DST a name without a suffix",
         )
     return TargetSpec(layout, container, world_size, options, directory=not one_file)
 
@@ -158,13 +159,13 @@ def _producer_spec(flavor: Flavor, form: Form, options: ConvertOptions, source: 
 
 def _require_ranks(world_size: int | None) -> None:
     if world_size is None:
-        raise UsageError("per-rank files need a number of ranks", next_step="add --world-size N")
+        raise UsageError("per-rank files need a number of ranks", next_step=f"add {flags.world_size('N')}")
 
 
 def _why_full(container: Container, suffix: str) -> str:
     if container is Container.SAFETENSORS:
         return "a safetensors target"
-    return f"one file ({suffix})" if suffix in TORCH_SUFFIXES else "--to full"
+    return f"one file ({suffix})" if suffix in TORCH_SUFFIXES else f"{flags.to('full')}"
 
 
 def _container(suffix: str, options: ConvertOptions, source_layout: Layout) -> Container:
@@ -173,8 +174,9 @@ def _container(suffix: str, options: ConvertOptions, source_layout: Layout) -> C
     )
     if options.container not in (None, of_suffix) and of_suffix is not None:
         raise UsageError(
-            f"DST ends in {suffix}, which names the container {of_suffix}, and --container says {options.container}",
-            next_step="drop --container, or give DST another name",
+            f"DST ends in {suffix}, which names the container {of_suffix}, and {flags.container} says "
+            f"{options.container}",
+            next_step=f"drop {flags.container}, or give DST another name",
         )
     if (container := options.container or of_suffix) is not None:
         return container
@@ -185,8 +187,8 @@ def _layout(container: Container, suffix: str, options: ConvertOptions, source_l
     if container is Container.SAFETENSORS:
         if options.to not in (None, Layout.FULL):
             raise UsageError(
-                f"safetensors files hold whole tensors, so --to {options.to} does not fit",
-                next_step="--to full, or a DST and a --container that are not safetensors",
+                f"safetensors files hold whole tensors, so {flags.to(options.to)} does not fit",
+                next_step=f"{flags.to('full')}, or a DST and a {flags.container} that are not safetensors",
             )
         return Layout.FULL
     layout = options.to
@@ -194,7 +196,7 @@ def _layout(container: Container, suffix: str, options: ConvertOptions, source_l
         layout = Layout.FULL if suffix in TORCH_SUFFIXES else source_layout
     if layout is not Layout.FULL and suffix in TORCH_SUFFIXES:
         raise UsageError(
-            f"--to {layout} writes a directory, and DST ends in {suffix}",
+            f"{flags.to(layout)} writes a directory, and DST ends in {suffix}",
             next_step="give DST a name without a suffix",
         )
     return layout
@@ -213,10 +215,10 @@ def refuse_target_options(
     per_rank = layout is Layout.SHARDED and container is Container.TORCH
     flat = Layout.FLATTENED in (layout, source_layout)
     for scope, applies, remedy in (
-        (Scope.PER_RANK_FILES, per_rank, "--to sharded --container torch"),
-        (Scope.SHARDED, layout is not Layout.FULL, "--to sharded"),
-        (Scope.DTENSORS, flat or per_rank, "--to sharded --container torch"),
-        (Scope.SAFETENSORS, container is Container.SAFETENSORS, "--container safetensors"),
+        (Scope.PER_RANK_FILES, per_rank, f"{flags.to('sharded')} {flags.container('torch')}"),
+        (Scope.SHARDED, layout is not Layout.FULL, f"{flags.to('sharded')}"),
+        (Scope.DTENSORS, flat or per_rank, f"{flags.to('sharded')} {flags.container('torch')}"),
+        (Scope.SAFETENSORS, container is Container.SAFETENSORS, f"{flags.container('safetensors')}"),
     ):
         if not applies:
             refuse_unused(options, scope, f"the target is {layout}, {container}", f"add {remedy}")
@@ -231,7 +233,7 @@ def refuse_section_options(spec: TargetSpec, opened: Checkpoint) -> None:
     ):
         why = None
         if section_of(options.only) not in (None, section):
-            why = f"--only {options.only} leaves the {words} out"
+            why = f"{flags.only(options.only)} leaves the {words} out"
         elif not present:
             why = f"{opened.source} has no {words}"
         elif section is Section.OPTIM and not written:
@@ -243,8 +245,10 @@ def refuse_section_options(spec: TargetSpec, opened: Checkpoint) -> None:
 def refuse_flat_options(options: ConvertOptions, source: Checkpoint, *, has_flat: bool) -> None:
     """Raises UsageError for options about FSDP1's flat parameters if neither the source nor the target has any."""
     if given(options, Scope.FLAT_PARAMETERS) and not has_flat:
-        why, remedy = f"neither {source.source} nor the target has flat parameters", "add --to flattened"
+        why, remedy = f"neither {source.source} nor the target has flat parameters", f"add {flags.to('flattened')}"
         if source.optim is not None and source.optim.key_type == "id" and not any(source.optim.state.values()):
             why = f"the optimizer of {source.source} has ids without states, which do not show what FSDP1 flattened"
-            remedy = "give --units FILE (save_units or `fsdpckpt units` makes one), which says what each id is"
+            remedy = (
+                f"give {flags.units('FILE')} (save_units or `fsdpckpt units` makes one), which says what each id is"
+            )
         refuse_unused(options, Scope.FLAT_PARAMETERS, why, remedy)

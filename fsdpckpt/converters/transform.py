@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from fsdpckpt import flags
 from fsdpckpt.converters.copies import with_equal_copies
 from fsdpckpt.converters.target_spec import TargetSpec, refuse_flat_options
 from fsdpckpt.errors import (
@@ -158,7 +159,7 @@ def _require_reference(options: ConvertOptions, sources: Sources) -> None:
     path = options.reference
     if path is not None and sources.stat(path) is None:
         raise SourceMissingError(
-            f"--reference {path} does not exist", file=path, next_step="give the path of a checkpoint, or drop it"
+            f"{flags.reference(path)} does not exist", file=path, next_step="give the path of a checkpoint, or drop it"
         )
 
 
@@ -188,7 +189,7 @@ def _refuse_states(checkpoint: Checkpoint, spec: TargetSpec) -> None:
     if spec.options.optim_dtype is not None:
         refuse_casts(checkpoint)
     if spec.options.missing_state is MissingState.ZEROS:
-        refuse_in_blocks(checkpoint, "zeros in blocks are not made", "drop --missing-state zeros")
+        refuse_in_blocks(checkpoint, "zeros in blocks are not made", f"drop {flags.missing_state('zeros')}")
     if Layout.FLATTENED in (spec.layout, checkpoint.layout):
         _refuse_prodigy_slices(checkpoint)
     if spec.layout is Layout.FLATTENED:
@@ -204,7 +205,8 @@ def _refuse_prodigy_slices(checkpoint: Checkpoint) -> None:
                 f"the states s and p0 of Prodigy (prodigyopt) with slice_p={step} cannot be cut like flat parameters",
                 file=checkpoint.source,
                 why=f"a rank keeps every {step}th element of its own slice, and other slices have others",
-                next_step="--only model converts the model alone; Prodigy(slice_p=1) can be converted with its states",
+                next_step=f"{flags.only('model')} converts the model alone; Prodigy(slice_p=1) can be converted with "
+                "its states",
             )
 
 
@@ -251,17 +253,17 @@ def _note_unused(checkpoint: Checkpoint, spec: TargetSpec, key_types: set[KeyTyp
     ``key_types``: those that its optimizer will have.
     """
     options, model, optim = spec.options, checkpoint.model, checkpoint.optim
-    names = given(options, Scope.KNOWLEDGE)
+    unused = given(options, Scope.KNOWLEDGE)
     if spec.form is not None and spec.form.weights:  # the reference is the model's directory
-        names = tuple(name for name in names if name != "--reference")
+        unused = tuple(option for option in unused if option != flags.reference)
     leaves = model.params.values() if model is not None and spec.layout is Layout.SHARDED else ()
     undecided = any(isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is None for leaf in leaves)
     rekeyed = optim is not None and key_types != {optim.key_type}
     # Named sections use them on their own.
-    if not names or undecided or rekeyed or options.missing_state is not None or checkpoint.named:
+    if not unused or undecided or rekeyed or options.missing_state is not None or checkpoint.named:
         return checkpoint
     why = f"{checkpoint.source} itself says all that this conversion needs"
-    return _with_unused(checkpoint, f"{' and '.join(names)} had no effect: {why}")
+    return _with_unused(checkpoint, f"{' and '.join(f'{option}' for option in unused)} had no effect: {why}")
 
 
 def _with_clean_words(checkpoint: Checkpoint, *, wrapped: bool, to_flattened: bool) -> Checkpoint:
@@ -271,7 +273,7 @@ def _with_clean_words(checkpoint: Checkpoint, *, wrapped: bool, to_flattened: bo
     cleaned = Table.of(checkpoint).with_plain_words().written(checkpoint) if has_words else checkpoint
     if to_flattened or not (wrapped or cleaned.optim != checkpoint.optim):
         names = "flat parameters" if to_flattened else f"the names in {checkpoint.source}"
-        cleaned = _with_unused(cleaned, f"--clean-names had no effect: {names} have no prefixes of wrappers")
+        cleaned = _with_unused(cleaned, f"{flags.clean_names} had no effect: {names} have no prefixes of wrappers")
     return cleaned
 
 
@@ -292,7 +294,7 @@ def _require_common_ids(checkpoint: Checkpoint, units: Units | None, layout: Lay
             f"the optimizers of the ranks of {checkpoint.source} list their parameters in different orders, so an id "
             "would be another parameter on each rank that loads the target",
             why="one optimizer state for all ranks can only be keyed by what all ranks agree on",
-            next_step="--key-type name",
+            next_step=f"{flags.key_type('name')}",
         )
 
 
@@ -520,8 +522,9 @@ class _Steps:
             require_equal_states(checkpoint, target.units, self.sources)
             if options.key_type == "name":
                 raise UsageError(
-                    "--key-type name cannot key flat parameters: with use_orig_params=False one entry holds many names",
-                    next_step="drop --key-type, or add --use-orig-params",
+                    f"{flags.key_type('name')} cannot key flat parameters: with use_orig_params=False one entry holds "
+                    "many names",
+                    next_step=f"drop {flags.key_type}, or add {flags.use_orig_params}",
                 )
             key_type = "id"
         if spec.form is not None:  # which may shard one section and flatten the other
@@ -544,7 +547,7 @@ class _Steps:
         path = self.options.reference
         if path is None:
             return None
-        with of_option("--reference"):
+        with of_option(flags.reference):
             return open_checkpoint(path, sources=self.sources, locate=False)
 
 
@@ -606,12 +609,12 @@ def _listed(path: str) -> Groups:
                     parts.append([])
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path, bytes that are no text
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise SourceMissingError(f"--parameters {path}: {reason}", file=path, next_step=next_step) from error
+        raise SourceMissingError(f"{flags.parameters(path)}: {reason}", file=path, next_step=next_step) from error
     names = [name for part in parts for name in part]
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice or not names:
         raise SourceCorruptError(
-            f"--parameters {path} " + ("names some parameters more than once" if twice else "names no parameter"),
+            f"{flags.parameters(path)} " + ("names some parameters more than once" if twice else "names no parameter"),
             details=twice,
             file=path,
             next_step=next_step,

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.optimizer import Optimizer
@@ -132,7 +133,7 @@ def describe(
     """
     of_section = list(tensors_of(checkpoint, section))
     if keys:
-        require_globs("--keys", keys, [(named.key,) for named in of_section], checkpoint.source)
+        require_globs(flags.keys, keys, [(named.key,) for named in of_section], checkpoint.source)
     by_section: dict[str, list[NamedTensor]] = {}
     for named in checkpoint.tensors():
         by_section.setdefault(named.label, []).append(named)

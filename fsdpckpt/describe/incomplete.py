@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.describe.describe import SectionSummary, describe
 from fsdpckpt.describe.rank_grid import FileState, RankGrid, rank_grid
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceError, SourceIncompleteError
@@ -53,7 +53,7 @@ class Incomplete:
     @property
     def commands(self) -> list[str]:
         """What converts each section that can be read."""
-        return [f"fsdpckpt convert {shlex.quote(self.source)} DST --only {section}" for section in self.readable]
+        return [flags.command("convert", self.source, "DST", flags.only(section)) for section in self.readable]
 
     def _repr_html_(self) -> str:
         """For notebooks: the files that are missing or damaged."""

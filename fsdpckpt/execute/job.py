@@ -13,6 +13,7 @@ from typing import cast
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
@@ -44,14 +45,14 @@ def make_budget(*, max_memory: int, threads: int | None) -> Budget:
     """The largest windows that fit in ``max_memory`` bytes. Raises UsageError if not even the smallest fit."""
     requested = threads if threads is not None else min(MAX_THREADS, max(2, os.cpu_count() or 1))
     if requested < 1:
-        raise UsageError("--threads must be at least 1", expected="1 or more", found=str(requested))
+        raise UsageError(f"{flags.threads} must be at least 1", expected="1 or more", found=str(requested))
     affordable = max_memory // (BUFFERS_PER_THREAD * SMALLEST_WINDOW)
     if affordable < 1:
         raise UsageError(
-            "--max-memory is too small for a single copy buffer",
+            f"{flags.max_memory} is too small for a single copy buffer",
             expected=f"at least {size_text(BUFFERS_PER_THREAD * SMALLEST_WINDOW)}",
             found=size_text(max_memory),
-            next_step=f"--max-memory {BUFFERS_PER_THREAD * SMALLEST_WINDOW >> 10}KiB",
+            next_step=f"{flags.max_memory(f'{BUFFERS_PER_THREAD * SMALLEST_WINDOW >> 10}KiB')}",
         )
     count = min(requested, affordable)
     window = min(LARGEST_WINDOW, max_memory // (BUFFERS_PER_THREAD * count))

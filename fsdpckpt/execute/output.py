@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from isal.isal_zlib import crc32
 
+from fsdpckpt import flags
 from fsdpckpt.errors import TargetExistsError
 from fsdpckpt.execute.checks import Part, combine, patch_effect
 from fsdpckpt.execute.staged import StagedFile
@@ -293,8 +294,9 @@ def target_differs(path: str) -> TargetExistsError:
     return TargetExistsError(
         f"{path} exists, and is not what this command writes",
         file=path,
-        why="--resume continues an interrupted run of the same command, and this was written by a different command",
-        next_step="give another DST, or add --overwrite to replace it once the new one is complete",
+        why=f"{flags.resume} continues an interrupted run of the same command, and this was written by a different "
+        "command",
+        next_step=f"give another DST, or add {flags.overwrite} to replace it once the new one is complete",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError
 from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.quantized import BITSANDBYTES, block_of, scales_in
@@ -23,7 +24,8 @@ _WHY = (
     "which changes values"
 )
 _OTHERS = (
-    f"--only model converts the model alone; {BITSANDBYTES}' 32-bit optimizers can be converted for any number of ranks"
+    f"{flags.only('model')} converts the model alone; {BITSANDBYTES}' 32-bit optimizers can be converted for any "
+    "number of ranks"
 )
 
 
@@ -131,5 +133,5 @@ def require_aligned_slices(
         f"{source}: slices of the target would cut blocks of {BITSANDBYTES}' 8-bit states",
         details=wrong,
         why=_WHY,
-        next_step=f"--world-size with a number that works for all states: {listed(sizes)}" if sizes else _OTHERS,
+        next_step=f"{flags.world_size} with a number that works for all states: {listed(sizes)}" if sizes else _OTHERS,
     )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
@@ -82,7 +83,8 @@ def require_padding(checkpoint: Checkpoint, match: FlatMatch, sources: Sources) 
             details=wrong,
             file=checkpoint.source,
             why="the units are those of a different model or wrapping: the lengths agree by chance",
-            next_step="give the units of this very model: --units FILE written by fsdpckpt.save_units in its training",
+            next_step=f"give the units of this very model: {flags.units('FILE')} written by fsdpckpt.save_units in its "
+            "training",
         )
     return checked
 

@@ -10,6 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from fsdpckpt import flags
+
 
 class Fate(StrEnum):
     """What became of a file. An error ends the reading, so no account has one."""
@@ -27,10 +29,10 @@ class Rule(StrEnum):
     EMPTY = "an empty directory"
     EXPORT = "a second copy of the model, for other programs"
     HIDDEN = "a hidden directory"
-    IGNORED = "left out by --ignore-file"
+    IGNORED = f"left out by {flags.ignore_file!s}"
     LINK = "a link to what is here under another name"
     OTHER = "not a file that a checkpoint consists of, judging by its content"
-    OTHER_SECTION = "holds a section that --only leaves out"
+    OTHER_SECTION = f"holds a section that {flags.only!s} leaves out"
     REFUSED = "holds objects that fsdpckpt does not read"
     SEPARATE = "a checkpoint of its own"
     UNNAMED = "data that neither an index nor the metadata of the checkpoint names"

@@ -10,6 +10,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from fsdpckpt.flags import Message
 from fsdpckpt.ir.account import Account
 from fsdpckpt.ir.files import SourceFile
 from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
@@ -61,6 +62,9 @@ class Problem:
     rank: int | None = None
     section: Section | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", Message(self.message))
+
 
 @dataclass(frozen=True, slots=True)
 class Note:
@@ -76,6 +80,9 @@ class Note:
     key: str | None = None
     keys: tuple[str, ...] = ()
     warning: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", Message(self.message))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,6 +12,7 @@ from math import gcd
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.ir.attached_states import misshapen_states
 from fsdpckpt.ir.buffers import undecided_copies
@@ -268,7 +269,7 @@ def fatal(problems: Iterable[Problem], *, source: str) -> SourceError:
     )
 
 
-_ONLY_MODEL = "--only model converts the model alone"
+_ONLY_MODEL = f"{flags.only('model')} converts the model alone"
 
 _STATES_OF_ONE_RANK = {
     "d_numerator": "Prodigy (prodigyopt) without fsdp_in_use=True sums over its own shard alone, so each rank learned "
@@ -304,7 +305,7 @@ def _contradiction(
         return SourceCorruptError, "holds a model and an optimizer of different shapes", *_why_misshapen(wrong)
     if kinds == {"config"}:
         why = "a shard of the model is missing, or one rank's part was saved; or config.json is another model's"
-        next_step = "copy the missing files; if config.json does not belong to these weights, add --ignore-file"
+        next_step = f"copy the missing files; if config.json does not belong to these weights, add {flags.ignore_file}"
         return SourceCorruptError, "does not hold the model that its config.json describes", why, next_step
     why = "files of different saves were mixed, or bytes were damaged"
     if kinds == {"replica"}:
@@ -325,8 +326,8 @@ def _why_misshapen(wrong: Sequence[Problem]) -> tuple[str, str]:
     if short == {Section.MODEL}:
         why = "a shard of the model is missing, or each rank saved what it holds of a tensor as if it were the tensor"
         return why, (
-            "copy the missing files, or save the model again with get_model_state_dict; --only optim converts the "
-            "optimizer alone"
+            f"copy the missing files, or save the model again with get_model_state_dict; {flags.only('optim')} "
+            "converts the optimizer alone"
         )
     if short == {Section.OPTIM}:
         why = "the states are what one rank holds of them, saved as if they were whole; or they are of another model"
@@ -340,7 +341,7 @@ def _why_incomplete(first: Problem, source: str) -> tuple[str, str]:
     """Why something is missing, and what to do next. ``first``: the first of the problems."""
     if first.kind == "missing-section":
         present = Section.MODEL if first.section is Section.OPTIM else Section.OPTIM
-        next_step = f"copy the missing files there, or convert what there is: add --only {present}"
+        next_step = f"copy the missing files there, or convert what there is: add {flags.only(present)}"
         return "the copy or the save did not finish", next_step
     if first.kind == "missing-rank" and first.file == source:
         directory = shlex.quote(os.path.dirname(source) or ".")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.adapters import without_adapter
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, EvidenceKind, ModelState, Note
@@ -235,7 +236,7 @@ def _refuse_collisions(checkpoint: Checkpoint, names: Mapping[str, str], section
             f"{checkpoint.source}: {section} keys that differ only in the prefixes of wrapper modules would become one",
             details=[f"{' and '.join(olds)} -> {new}" for new, olds in collisions.items()],
             why="the checkpoint holds a model and a compiled or wrapped copy of it",
-            next_step="save one of the two, or convert only the other section with --only",
+            next_step=f"save one of the two, or convert only the other section with {flags.only}",
             key=first[0],
         )
 

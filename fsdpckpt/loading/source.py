@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from fsdpckpt import flags
 from fsdpckpt.converters.sections import transform_sections
 from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.transform import units_request
@@ -70,7 +71,7 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
         return transform_sections(without_repeats(checkpoint, sources), spec, sources).checkpoint
     except NeedsInformationError as error:
         if options.key_type == "name":
-            error.alternative = "--key-type id for an optimizer.state_dict() that is keyed by id itself"
+            error.alternative = f"{flags.key_type('id')} for an optimizer.state_dict() that is keyed by id itself"
         raise
 
 
@@ -140,7 +141,8 @@ def _loadable(leaf: Leaf) -> Value:
             f"{leaf.key} is {leaf.value.blocks}, which StorageReader does not load",
             key=leaf.key,
             why=f"only {TORCHAO} fills such a tensor from another",
-            next_step="fsdpckpt convert SRC DST --container dcp, and load DST with torch.distributed.checkpoint",
+            next_step=f"{flags.command('convert', 'SRC', 'DST', flags.container('dcp'))}, and load DST with "
+            "torch.distributed.checkpoint",
         )
     return leaf.value
 

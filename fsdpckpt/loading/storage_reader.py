@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
+from fsdpckpt import flags
 from fsdpckpt.comm.boxes import held_boxes
 from fsdpckpt.comm.dtensor import DTensor, StridedShard, compute_local_shape_and_global_offset
 from fsdpckpt.errors import InternalError, SourceError, StateDictMismatchError, UsageError
@@ -239,7 +240,12 @@ class StorageReader(TorchStorageReader):
                 details=list(wrong.values()),
                 why="loading never casts: the choice of rounding is yours" if cast else None,
                 next_step="make the state dict like the checkpoint"
-                + (f", or cast the checkpoint first: fsdpckpt convert {self._path} DST --dtype DTYPE" if cast else ""),
+                + (
+                    ", or cast the checkpoint first: "
+                    f"{flags.command('convert', self._path, 'DST', flags.dtype('DTYPE'))}"
+                    if cast
+                    else ""
+                ),
                 key=next(iter(wrong)),
             )
 

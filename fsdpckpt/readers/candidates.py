@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
+from fsdpckpt import flags
 from fsdpckpt.errors import (
     FsdpckptError,
     NeedsInformationError,
@@ -187,7 +188,7 @@ def _how_to_choose(source: str, what: str, candidates: Sequence[ReadPart], parts
         return bool(globs[candidate.label]), tree.layout is Layout.FULL, tree.container == Container.SAFETENSORS
 
     chosen = min(candidates, key=preference).label
-    ignored = " ".join(f"--ignore-file {shlex.quote(glob)}" for label, glob in globs.items() if label != chosen)
+    ignored = " ".join(f"{flags.ignore_file(glob)}" for label, glob in globs.items() if label != chosen)
     shown = "that one" if named == chosen else shlex.quote(named)
     other = f"; or give {shown} as SRC" if named.rstrip("/") != source.rstrip("/") else ""
     return f"to read {chosen}, add {ignored}{other}"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 
+from fsdpckpt import flags
 from fsdpckpt.errors import (
     EMPTY,
     FsdpckptError,
@@ -162,7 +163,7 @@ class _Opening:
             ignored = tuple(self.sources.ignored)
             for path, directory in self.sources.ignored.items():
                 self.book.left_out(f"{self.source.rstrip('/')}/{path}", Rule.IGNORED, directory=directory)
-            found.notes.append(Note("ignored", f"left out by --ignore-file: {some_of(ignored, 6)}", keys=ignored))
+            found.notes.append(Note("ignored", f"left out by {flags.ignore_file}: {some_of(ignored, 6)}", keys=ignored))
         checkpoint = join(self.source, read, self.files, found.notes, self.sources)
         checkpoint = with_flavor(checkpoint, found.names, found.path)
         if units is not None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.formats.torch.distributed import BoxInFile
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Container, Evidence, EvidenceKind, Layout, ModelState, Problem, Section
@@ -303,7 +304,7 @@ def _flattened_extras(tree: Tree, sections: Sections, label: str) -> Iterator[Pr
             yield Problem(
                 "flattened",
                 f"{key} is in FSDP1's flattened shards ({reason}), and only one model and one optimizer can be given "
-                "their names: save it separately, or convert the sections alone (--only)",
+                f"their names: save it separately, or convert the sections alone ({flags.only})",
                 file=label,
                 key=key,
                 section=Section.EXTRA,

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnrecognisedError
 from fsdpckpt.ir.adapters import without_adapter
 from fsdpckpt.ir.checkpoint import (
@@ -208,7 +209,7 @@ def _reused_ids(part: ReadPart, model: ModelState | None) -> Problem | None:
             message = (
                 f"id {key} means different parameters on different ranks: the model's parameters are not the same on "
                 "all of them, as with pipeline stages, and every rank counts its own. Save the optimizer by name, with "
-                "get_optimizer_state_dict; --only model converts the rest"
+                f"get_optimizer_state_dict; {flags.only('model')} converts the rest"
             )
             return Problem("parameter-order", message, file=part.label, key=str(key), section=Section.OPTIM)
     return None

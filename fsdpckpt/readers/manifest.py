@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceError
 from fsdpckpt.ir.checkpoint import (
     Checkpoint,
@@ -73,7 +74,7 @@ def find_units(entries: Sequence[Entry], sources: Sources) -> FoundUnits | None:
             return FoundUnits(None, "", tuple(notes)) if notes else None
         return FoundUnits(files[0][1], files[0][0], tuple(notes))
     paths = " and ".join(path for path, _ in files)
-    message = f"{paths} are different units files, and none is used: name the right one with --units FILE"
+    message = f"{paths} are different units files, and none is used: name the right one with {flags.units('FILE')}"
     return FoundUnits(None, paths, (*notes, Note("units-ambiguous", message)))
 
 

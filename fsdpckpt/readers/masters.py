@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from fsdpckpt import flags
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem, Section
 from fsdpckpt.ir.names import clean
@@ -118,7 +119,7 @@ def _in_another_order(
     message = (
         f"{dotted(path)} contradicts the model: the {_MASTER_DTYPE} weight in the place of {different} does not round "
         "to the model's copy of it. The optimizer may list its parameters in another order than the model, and nothing "
-        "says which; --only model takes the copies that the model computed with"
+        f"says which; {flags.only('model')} takes the copies that the model computed with"
     )
     problem = Problem("parameter-order", message, key=different, section=Section.OPTIM)
     return replace(checkpoint, problems=(*checkpoint.problems, problem))

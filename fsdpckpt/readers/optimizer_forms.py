@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
+from fsdpckpt import flags
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey, group_params
@@ -242,6 +243,6 @@ def notes_on_copies(copies: Collection[str], weights: str = "float32") -> list[N
         return []
     message = (
         f"the trained parameters are the optimizer's {weights} weights, not the {' and '.join(sorted(copies))} copies "
-        f"that the model computed with; --dtype {min(copies)} gives those"
+        f"that the model computed with; {flags.dtype(min(copies))} gives those"
     )
     return [Note("master-weights", message)]

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fsdpckpt import flags
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DType
@@ -47,7 +48,7 @@ def require_matches(globs: Sequence[str], *checkpoints: Checkpoint) -> None:
             names = [file.path for checkpoint in checkpoints for file in checkpoint.files]
             sources = " or ".join(checkpoint.source for checkpoint in checkpoints)
             raise UsageError(
-                f"--ignore-file {glob} matches no file of {sources}",
+                f"{flags.ignore_file(glob)} matches no file of {sources}",
                 details=[f"{name} exists" for name in get_close_matches(glob, names, n=3, cutoff=0.4)],
                 next_step="give the name of a file or directory, or its path from there",
             )

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, NoteKind, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
@@ -82,7 +83,7 @@ def files_of_model(directory: str, files_read: Sequence[SourceFile], sources: So
     chosen = SideFiles()
     entry = sources.stat(directory)
     if entry is None:
-        raise SourceMissingError(f"--reference {directory} does not exist", file=directory)
+        raise SourceMissingError(f"{flags.reference(directory)} does not exist", file=directory)
     if entry.directory:
         entries = sources.list_directory(directory)
         chosen.add(

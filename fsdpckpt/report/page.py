@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.describe import Description, stored_files
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.optimizer import BARE_VALUE, PARAM_NAMES, PARAMS, Optimizer
@@ -99,7 +100,10 @@ def _content(described: Description) -> dict[str, Any]:
         "buffers": "; ".join(buffers[:MAX_ROWS]),
         "statistics": _statistics(described),
         "groups": _groups(checkpoint),
-        "recognised": [*map(str, checkpoint.evidence), *(f"{note.kind}: {note.message}" for note in checkpoint.notes)],
+        "recognised": [
+            *map(str, checkpoint.evidence),
+            *(f"{note.kind}: {note.message!s}" for note in checkpoint.notes),
+        ],
         "files": Table(
             ["file", "bytes"],
             [(file.path, size_text(file.nbytes)) for file in files],
@@ -242,7 +246,7 @@ def _statistics(described: Description) -> Table:
         if named.tensor.shape and stats is not None
     ]
     headings = ["section", "key", "min", "max", "mean", "std", "norm"]
-    more = more_text(len(rows), "tensor", ": inspect --stats --json lists them all")
+    more = more_text(len(rows), "tensor", f": inspect {flags.stats!s} {flags.json!s} lists them all")
     return Table(headings, rows, frozenset(range(2, 7)), more=more)
 
 
@@ -300,7 +304,9 @@ def _optimizer_health(optim: Optimizer, described: Description) -> dict[str, Any
         verdict = "disagree" if disagree else "agree" if len(steps) == 1 else "agree within each param group"
         text = f"the steps {verdict}: {_steps_text(steps)}"
     else:
-        text = "the values of step were not read (--stats reads them)" if steps_not_read else "no step is stored"
+        text = (
+            f"the values of step were not read ({flags.stats!s} reads them)" if steps_not_read else "no step is stored"
+        )
     more = f" and {count_text(len(without_state) - 50)} more" if len(without_state) > 50 else ""
     headings = ["state", "parameters", "of all", "dtypes"]
     return {

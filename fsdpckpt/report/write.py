@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from fsdpckpt import flags
 from fsdpckpt.describe import Description
 from fsdpckpt.storage.documents import Document
 
 MARK = "<!doctype html>\n<!-- fsdpckpt inspect --report -->\n"
 """The beginning of every page: a file that begins otherwise is never replaced."""
 
-_PAGE = Document("--report", "report", MARK, (".html", ".htm"), "an HTML page")
+_PAGE = Document(flags.report, "report", MARK, (".html", ".htm"), "an HTML page")
 
 
 def check_report(path: str, source: str) -> None:

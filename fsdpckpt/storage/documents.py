@@ -6,10 +6,10 @@ Each is written complete or not at all, and never over anything but an earlier o
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import dataclass
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
+from fsdpckpt.flags import Flag
 from fsdpckpt.storage.local import replace_file
 from fsdpckpt.storage.places import Tree
 from fsdpckpt.storage.protocols import is_url
@@ -21,7 +21,7 @@ class Document:
     begins otherwise is never replaced. ``suffixes``: of its names, the usual one first. ``form``: ``"an HTML page"``.
     """
 
-    option: str
+    option: Flag
     noun: str
     mark: str
     suffixes: tuple[str, ...]
@@ -56,7 +56,7 @@ class Document:
 
     @property
     def _example(self) -> str:
-        return f"{self.option} {self.noun}{self.suffixes[0]}"
+        return f"{self.option(self.noun + self.suffixes[0])}"
 
     def _unwritable(self, path: str, why: str) -> TargetUnwritableError:
         return TargetUnwritableError(
@@ -70,11 +70,11 @@ class Document:
         if path == "-":
             raise UsageError(f"{self.option} takes the name of a file", found=repr(path), next_step=self._example)
         if is_url(path):
-            what = f"{self.option} {path}: a {self.noun} is written to a local file"
+            what = f"{self.option(path)}: a {self.noun} is written to a local file"
             raise UsageError(what, next_step=self._example)
         if not is_url(source) and os.path.isdir(source) and Tree(source).holds(path):
             raise UsageError(
-                f"{self.option} {path} is inside the source, which is never written to",
+                f"{self.option(path)} is inside the source, which is never written to",
                 file=path,
                 next_step=f"give {self.option} a file outside of SRC",
             )
@@ -86,7 +86,7 @@ class Document:
             raise TargetExistsError(
                 f"{path} is a directory, and the {self.noun} is one file",
                 file=path,
-                next_step=f"{self.option} {shlex.quote(inside)}",
+                next_step=f"{self.option(inside)}",
             )
         if os.path.exists(path) and not os.path.isfile(path):
             raise TargetUnwritableError(
@@ -102,10 +102,10 @@ class Document:
         if not path.lower().endswith(self.suffixes):
             named = os.path.splitext(path)[0] + self.suffixes[0]
             raise UsageError(
-                f"{self.option} {path}: a {self.noun} is {self.form}",
+                f"{self.option(path)}: a {self.noun} is {self.form}",
                 expected=f"a name that ends in {self.suffixes[0]}",
                 found=path,
-                next_step=f"{self.option} {shlex.quote(named)}",
+                next_step=f"{self.option(named)}",
             )
 
     def _is_earlier_one(self, path: str) -> bool:

@@ -26,6 +26,7 @@ import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from fsdpckpt import flags
 from fsdpckpt.errors import FsdpckptError, TargetExistsError, TargetUnwritableError
 from fsdpckpt.ir.checkpoint import Note, NoteKind
 from fsdpckpt.storage.hidden import (
@@ -328,7 +329,7 @@ class Staging:
             f"{self._target} exists",
             file=self._target,
             why="another program created it meanwhile, or it had been moved aside by an interrupted run",
-            next_step="give another DST, or add --overwrite to replace it",
+            next_step=f"give another DST, or add {flags.overwrite} to replace it",
         )
 
     def discard(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TypeAlias
 
+from fsdpckpt import flags
 from fsdpckpt.errors import EMPTY, TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage.hidden import NAME_LIMIT, hidden_place_of
 from fsdpckpt.storage.local import target_errors
@@ -187,12 +188,12 @@ def _refuse_hidden(target: str, source: str) -> None:
 
 def require_apart(directory: str, source: str) -> None:
     """Raises UsageError if the ``directory`` to upload from lies in the local ``source``, or the source in it."""
-    require_outside(directory, source, what="--staging DIR")
+    require_outside(directory, source, what=f"{flags.staging('DIR')}")
     if is_within(source, directory):
         raise UsageError(
             f"{source} is part of what an interrupted upload left in {directory}, which this run would remove",
             file=directory,
-            next_step=f"give another --staging DIR, or move {source} out of {directory}",
+            next_step=f"give another {flags.staging('DIR')}, or move {source} out of {directory}",
         )
 
 
@@ -232,7 +233,8 @@ def refuse_links_into(target: str, source: str, opened: Iterable[str], *, units:
         raise UsageError(
             f"replacing {target} would delete {units}, which says what the source holds",
             file=target,
-            next_step="copy that file out of DST and give the copy with --units, or give a DST that does not exist yet",
+            next_step=f"copy that file out of DST and give the copy with {flags.units}, or give a DST that does not "
+            "exist yet",
         )
 
 
@@ -259,8 +261,8 @@ def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
         raise TargetExistsError(
             f"{target} exists{leads}",
             file=target,
-            why="fsdpckpt won't replace existing files without --overwrite",
-            next_step="give another DST, or add --overwrite to replace it once the new one is complete",
+            why=f"fsdpckpt won't replace existing files without {flags.overwrite}",
+            next_step=f"give another DST, or add {flags.overwrite} to replace it once the new one is complete",
         )
 
 

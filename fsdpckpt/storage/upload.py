@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceError, TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage.protocols import UPLOADING, is_url
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
@@ -376,12 +377,12 @@ def _refuse_existing(remote: RemoteTarget, *, overwrite: bool) -> None:
         raise TargetExistsError(
             f"{remote.url} exists",
             file=remote.url,
-            why="fsdpckpt won't replace existing files without --overwrite",
-            next_step="give another DST, or add --overwrite to replace it",
+            why=f"fsdpckpt won't replace existing files without {flags.overwrite}",
+            next_step=f"give another DST, or add {flags.overwrite} to replace it",
         )
     if "/" not in remote.root:
         raise TargetExistsError(
-            f"{remote.url} is a whole bucket: --overwrite does not replace that",
+            f"{remote.url} is a whole bucket: {flags.overwrite} does not replace that",
             file=remote.url,
             why="everything in it would be deleted",
             next_step="give a DST that does not exist yet",

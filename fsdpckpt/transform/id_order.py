@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TypeAlias
 
+from fsdpckpt import flags
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.parameters import sorted_by_name
 
@@ -23,12 +24,15 @@ OWN_GROUPS = "the optimizer's own groups"
 
 _MAX_DEPTH = 32  # of units within units
 _FOLLOWS = "ids follow the order of the model, because the source lists the optimizer's parameters"
-_HOW = "If the job gives them to its optimizer in another order, add --parameters FILE with the names in that order"
+_HOW = (
+    f"If the job gives them to its optimizer in another order, add {flags.parameters('FILE')} with the names in that "
+    "order"
+)
 
 _MAY_BE_BY_UNIT = (
     "ids follow the order in which the source's groups list the optimizer's parameters, which is not the model's. "
-    "FSDP1 lists those of flat parameters so, too: if the source is of such a job, add --parameters FILE with the "
-    "names of model.parameters()"
+    f"FSDP1 lists those of flat parameters so, too: if the source is of such a job, add {flags.parameters('FILE')} "
+    "with the names of model.parameters()"
 )
 
 

@@ -8,6 +8,7 @@ from itertools import islice, product
 from math import lcm, prod
 from typing import TypeVar
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
@@ -20,7 +21,7 @@ _MAX_CHOICES = 12  # meshes that a message proposes
 
 def mesh_options(meshes: Iterable[MeshShape]) -> str:
     """The options for ``meshes``, as the user would type them."""
-    return " ".join(f"--mesh {mesh}" for mesh in meshes)
+    return " ".join(f"{flags.mesh(mesh)}" for mesh in meshes)
 
 
 def source_meshes(checkpoint: Checkpoint) -> list[MeshShape]:
@@ -104,7 +105,7 @@ def find_resized(
     sizes = " x ".join(str(size) for number, size in enumerate(start[mesh].sizes) if number != dim)
     name = mesh.names[dim] if mesh.names is not None else f"dimension {dim}"
     return NeedsInformationError(
-        f"--world-size {world_size} does not fit the mesh of {source}, {mesh}",
+        f"{flags.world_size(world_size)} does not fit the mesh of {source}, {mesh}",
         details=choices,
         why=f"only {name} changes, which FSDP shards over: {world_size} is not divisible by the {sizes} ranks of "
         "the other dimensions",

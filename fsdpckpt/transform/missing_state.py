@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
@@ -63,7 +64,8 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, read: Read, units: Units | N
             f"{checkpoint.source}: {_parameters(len(missing))} no optimizer state",
             details=[*map(str, missing)],
             why="they were frozen, or had no gradient yet, or their states were lost",
-            next_step="--missing-state zeros makes states for them, --missing-state skip leaves them without",
+            next_step=f"{flags.missing_state('zeros')} makes states for them, {flags.missing_state('skip')} leaves "
+            "them without",
         )
     if choice == "skip":
         note = Note("missing-state", f"{_parameters(len(missing))} no optimizer state", keys=tuple(map(str, missing)))
@@ -83,7 +85,8 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, read: Read, units: Units | N
             f"{checkpoint.source}: zeros cannot be made for {plural(len(missing), 'parameter')} without state",
             details=maker.problems,
             why="they are made like the other states of their group, which have to be unambiguous",
-            next_step="--missing-state skip leaves them without state; a model section or --units FILE states shapes",
+            next_step=f"{flags.missing_state('skip')} leaves them without state; a model section or "
+            f"{flags.units('FILE')} states shapes",
         )
     message = f"{plural(len(missing), 'parameter')} had no optimizer state, and got zeros"
     note = Note("filled", message, keys=tuple(map(str, missing)))
@@ -286,6 +289,6 @@ def require_complete(checkpoint: Checkpoint, units: Units) -> None:
             f"and dtype: in {plural(len(wrong), 'unit')} of {checkpoint.source} only some parameters have states",
             details=wrong,
             why="with use_orig_params=False a unit's parameters share every state",
-            next_step="add --missing-state zeros, which makes the absent states, or --use-orig-params, where they may "
-            "be absent",
+            next_step=f"add {flags.missing_state('zeros')}, which makes the absent states, or {flags.use_orig_params}, "
+            "where they may be absent",
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
@@ -134,8 +135,8 @@ def _model_unknown(ids: Ids, order: ParameterOrder) -> NeedsInformationError:
     return NeedsInformationError(
         f"{order.source} cannot name the {len(ids.numbers)} optimizer ids of {ids.source}",
         why="the ids count over all parameters of the model, and only the order of the optimizer is known",
-        next_step="add --parameters FILE with the names of model.parameters(), one a line, or --reference PATH of a "
-        "torch or DCP checkpoint of this model",
+        next_step=f"add {flags.parameters('FILE')} with the names of model.parameters(), one a line, or "
+        f"{flags.reference('PATH')} of a torch or DCP checkpoint of this model",
     )
 
 
@@ -296,14 +297,16 @@ def _ambiguous(ids: Ids, order: ParameterOrder, why: str, candidates: Sequence[s
     too_many = len(order.names) > len(ids.numbers)
     ways: list[str] = []
     if too_many and not several_groups and not order.authoritative and not order.excludes_buffers:
-        ways.append("--buffers GLOB for the model keys that are not parameters (--buffers none if all are)")
-    listed = "--parameters FILE with the names of the optimizer's parameters in its order"
+        ways.append(
+            f"{flags.buffers('GLOB')} for the model keys that are not parameters ({flags.buffers('none')} if all are)"
+        )
+    listed = f"{flags.parameters('FILE')} with the names of the optimizer's parameters in its order"
     ways.append(listed + (", and a blank line between groups" if several_groups else ""))
     if not order.ordered:
-        ways.append("--reference PATH of a torch or DCP checkpoint of this model")
+        ways.append(f"{flags.reference('PATH')} of a torch or DCP checkpoint of this model")
     elif several_groups:
-        ways.append("--reference PATH of a checkpoint of the same job whose optimizer is keyed by name")
-    ways.append("--units FILE, which save_parameter_order(model, optimizer, FILE) writes in the job")
+        ways.append(f"{flags.reference('PATH')} of a checkpoint of the same job whose optimizer is keyed by name")
+    ways.append(f"{flags.units('FILE')}, which save_parameter_order(model, optimizer, FILE) writes in the job")
     return NeedsInformationError(
         f"{order.source} cannot name the {len(ids.numbers)} optimizer ids of {ids.source} for certain",
         details=candidates,

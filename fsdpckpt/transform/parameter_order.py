@@ -13,6 +13,7 @@ from itertools import accumulate, chain, repeat
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, Container
 from fsdpckpt.ir.names import clean, keeps_order, without_module
@@ -23,7 +24,7 @@ from fsdpckpt.ir.units import Groups, Units, first_misplaced
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.transform.id_order import in_model_order, listed_order
 
-BY_USER = "--parameters"
+BY_USER = f"{flags.parameters}"
 """The source of the order that the user gives."""
 
 

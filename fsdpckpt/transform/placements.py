@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
+from fsdpckpt import flags
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Note, Section
 from fsdpckpt.ir.names import clean
@@ -202,7 +203,7 @@ def _by_name(named: Checkpoint, other: LikeCheckpoint) -> dict[Tensor, Sharding 
             shardings[leaf.tensor] = by_name[name]
         else:
             unmatched[name] = None
-    _require_matched(list(unmatched), f"{other.source} does not have", "--placements FILE instead")
+    _require_matched(list(unmatched), f"{other.source} does not have", f"{flags.placements('FILE')} instead")
     return shardings
 
 
@@ -237,7 +238,7 @@ def _parameters(named: Checkpoint, cut: Collection[str] = ()) -> Iterator[tuple[
                 f"{leaf.key} has the shape {shape_text(tensor.shape)}, a different one than its parameter, and nothing "
                 "says how to cut it",
                 key=leaf.key,
-                next_step="drop --placements and --like, which keeps the source's placements",
+                next_step=f"drop {flags.placements} and {flags.like}, which keeps the source's placements",
             )
 
 
@@ -272,7 +273,7 @@ def _unused_rule_error(rules: Rules, glob: str, names: Sequence[str], whole: Map
         no_dimension = "it has no dimension to cut"
         return UsageError(
             f"{rules.file}: {glob} places {name}, which every rank holds whole",
-            why="the source, --buffers or --reference say so" if whole[name].shape else no_dimension,
+            why=f"the source, {flags.buffers} or {flags.reference} say so" if whole[name].shape else no_dimension,
             key=name,
             next_step="write null for it, or remove the entry",
         )
@@ -310,7 +311,7 @@ def place_remaining(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
             key=unplaced[0],
             why="in the source they are not DTensors, or are packed (a _StridedShard alone), or are on a mesh whose "
             "dimensions have a different order",
-            next_step=f"add {mesh_options(target.meshes)} --placements FILE",
+            next_step=f"add {mesh_options(target.meshes)} {flags.placements('FILE')}",
         )
     if not remaining:
         return checkpoint

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note
@@ -87,8 +88,8 @@ def apply_key_type(
         raise NeedsInformationError(
             f"nothing in {checkpoint.source} says which parameter each optimizer id is",
             why="no model in it is certainly that of the optimizer, and the param groups have no param_names",
-            next_step="add --reference PATH (a checkpoint of this model), --parameters FILE (the names of "
-            "model.parameters(), one per line) or --units FILE",
+            next_step=f"add {flags.reference('PATH')} (a checkpoint of this model), {flags.parameters('FILE')} (the "
+            f"names of model.parameters(), one per line) or {flags.units('FILE')}",
         )
     return to_names(checkpoint, orders[0], orders[1:])
 
@@ -283,8 +284,9 @@ def _unknown_order(checkpoint: Checkpoint, order: ParameterOrder | None) -> Need
     return NeedsInformationError(
         what,
         why=why,
-        next_step="add --parameters FILE (the names in the order in which the job gives them to its optimizer, one a "
-        "line), --units FILE, or --reference PATH of a torch or DCP checkpoint of this model",
+        next_step=f"add {flags.parameters('FILE')} (the names in the order in which the job gives them to its "
+        f"optimizer, one a line), {flags.units('FILE')}, or {flags.reference('PATH')} of a torch or DCP checkpoint of "
+        "this model",
     )
 
 
@@ -296,7 +298,7 @@ def _require_groups_of_source(checkpoint: Checkpoint, order: ParameterOrder | No
             f"{order.source if order is not None else 'the model'}",
             why="its groups were rebuilt from equal hyper-parameters, so there may have been more of them, and ids "
             "count group by group",
-            next_step="add --units FILE, which says the parameters of every group",
+            next_step=f"add {flags.units('FILE')}, which says the parameters of every group",
         )
 
 
@@ -322,8 +324,8 @@ def _over_model(groups: Sequence[Sequence[str]], orders: Sequence[ParameterOrder
             f"{plural(len(undecided), 'model key')} of {checkpoint.source} may be frozen parameters or buffers",
             details=first_lines(undecided, _KEYS_IN_MESSAGE),
             why="the target's ids count over all parameters of the model, frozen ones included, and no buffers",
-            next_step="add --buffers GLOB for the buffers (--buffers none when there are none), or --parameters FILE "
-            "(the names of model.parameters(), one per line)",
+            next_step=f"add {flags.buffers('GLOB')} for the buffers ({flags.buffers('none')} when there are none), or "
+            f"{flags.parameters('FILE')} (the names of model.parameters(), one per line)",
         )
     ids = {name: places[clean(name)] for group in groups for name in group}
     ordered = [sorted(group, key=lambda name: ids[name]) for group in groups]
@@ -333,7 +335,8 @@ def _over_model(groups: Sequence[Sequence[str]], orders: Sequence[ParameterOrder
     if plain:
         taken = "is taken for a buffer" if len(plain) == 1 else "are taken for buffers"
         how += (
-            f"; {some_of(plain)} {taken}: whole beside distributed tensors (--parameters FILE with all parameters of "
+            f"; {some_of(plain)} {taken}: whole beside distributed tensors ({flags.parameters('FILE')} with all "
+            "parameters of "
         )
         how += "the model says otherwise, if FSDP ignored a frozen one)"
     return _Counted(ids, ordered, how)
@@ -368,7 +371,8 @@ def _grouped_names(optim: Optimizer, order: ParameterOrder | None, source: str) 
         raise NeedsInformationError(
             f"the optimizer of {source} has no param_groups, so {says} which ids its states get",
             why="ids count in the order of the groups, over parameters without state too",
-            next_step="add --parameters FILE (the parameters of the optimizer, one name a line) or --units FILE",
+            next_step=f"add {flags.parameters('FILE')} (the parameters of the optimizer, one name a line) or "
+            f"{flags.units('FILE')}",
         )
     return [list(group) for group in order.groups] if order.groups is not None else [list(order.names)]
 

@@ -9,7 +9,9 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError, to_copy
+from fsdpckpt.flags import Flag, Wording
 from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, NamedTensor, Note, Section
 from fsdpckpt.ir.names import WRAPPERS
@@ -38,10 +40,10 @@ def choose_section(checkpoint: Checkpoint, only: Section | SectionName | None) -
             return checkpoint
         if len(others) > 1:
             raise NeedsInformationError(
-                f"{checkpoint.source} has {len(others)} {_WORDS[section]}s, and --only {section} takes one",
-                details=[f"--only {named.label}" for named in others],
+                f"{checkpoint.source} has {len(others)} {_WORDS[section]}s, and {flags.only(section)} takes one",
+                details=[f"{flags.only(named.label)}" for named in others],
                 file=checkpoint.source,
-                next_step=f"--only {shlex.quote(others[0].label)}, or another of these",
+                next_step=f"{flags.only(others[0].label)}, or another of these",
             )
         return _chosen(checkpoint, others[0])
     chosen = find_section(checkpoint, only)
@@ -60,7 +62,7 @@ def place_of(checkpoint: Checkpoint, only: Section | SectionName | None) -> str:
     return "" if chosen is None else chosen.dotted
 
 
-def find_section(checkpoint: Checkpoint, only: SectionName, option: str = "--only") -> NamedSection | None:
+def find_section(checkpoint: Checkpoint, only: SectionName, option: Flag = flags.only) -> NamedSection | None:
     """The section that ``only``, the value of ``option``, names; None for the main one. Raises UsageError for a name
     that ``checkpoint`` does not have.
     """
@@ -76,12 +78,12 @@ def find_section(checkpoint: Checkpoint, only: SectionName, option: str = "--onl
     names = [named.label for named in others]
     names += [str(section)] if main is not None else []
     near = get_close_matches(only.name, [named.name for named in others], n=1)
-    meant = f"{option} {section}:{near[0]}" if near else next((f"{option} {name}" for name in names), None)
+    meant = f"{section}:{near[0]}" if near else next(iter(names), None)
     raise UsageError(
         f"{checkpoint.source} has no {_WORDS[section]} of the name {only.name}",
         expected=", ".join(names) or f"no {_WORDS[section]} at all",
         found=only.name,
-        next_step=f"did you mean {shlex.join(meant.split())}?" if meant else f"drop {option}",
+        next_step=f"did you mean {option(meant)}?" if meant else f"drop {option}",
     )
 
 
@@ -91,7 +93,7 @@ def tensors_of(checkpoint: Checkpoint, section: Section | SectionName | None) ->
     """
     label: str | None = None
     if isinstance(section, SectionName):
-        named = find_section(checkpoint, section, "--section")
+        named = find_section(checkpoint, section, flags.section)
         label = str(section.section) if named is None else named.label
     for tensor in checkpoint.tensors():
         if section is None or tensor.section is section or tensor.label == label:
@@ -109,7 +111,7 @@ def _chosen(checkpoint: Checkpoint, named: NamedSection) -> Checkpoint:
     # The model of an optimizer stays until it has said what the ids are: ``select_section`` drops it.
     kept = chosen.model if named.section is Section.OPTIM else None
     out += [other.label for other in checkpoint.named if other is not named and other.content is not kept]
-    notes = [Note("dropped", f"--only {named.label}: the section {name} was left out") for name in out]
+    notes = [Note("dropped", f"{flags.only(named.label)}: the section {name} was left out") for name in out]
     return replace(
         chosen,
         extra=checkpoint.extra,
@@ -138,7 +140,7 @@ def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
     dropped = [str(name) for name, is_present in sections.items() if is_present and name != only]
     dropped += [named.label for named in checkpoint.named]
     dropped.extend([Section.EXTRA] if checkpoint.extra or checkpoint.rank_extra else [])
-    notes = [Note("dropped", f"--only {only}: the section {name} was left out") for name in dropped]
+    notes = [Note("dropped", f"{flags.only(only)}: the section {name} was left out") for name in dropped]
     return replace(
         checkpoint,
         model=checkpoint.model if only == Section.MODEL else None,
@@ -189,20 +191,21 @@ def select_keys(
     if not include and not exclude:
         return checkpoint
     names_of_each = {name: (name, *(aliases or {}).get(name, ())) for name in parameter_names(checkpoint)}
-    require_globs("--include", include, list(names_of_each.values()), checkpoint.source)
-    require_globs("--exclude", exclude, list(names_of_each.values()), checkpoint.source)
+    require_globs(flags.include, include, list(names_of_each.values()), checkpoint.source)
+    require_globs(flags.exclude, exclude, list(names_of_each.values()), checkpoint.source)
 
     kept = {name: name for name, names in names_of_each.items() if is_selected(names, include=include, exclude=exclude)}
     if not kept:
         raise NoKeyMatchesError(
-            f"--include and --exclude leave none of the {plural(len(names_of_each), 'key')} of {checkpoint.source}",
+            f"{flags.include} and {flags.exclude} leave none of the {plural(len(names_of_each), 'key')} of "
+            f"{checkpoint.source}",
             next_step=_list_keys(checkpoint.source),
         )
     dropped = [name for name in names_of_each if name not in kept]
     if not dropped:
         return checkpoint
     count = f"{len(dropped):,} of {plural(len(names_of_each), 'key')}"
-    message = f"--include/--exclude: {count} left out: {some_of(dropped, KEYS_IN_MESSAGE)}"
+    message = f"{flags.include}/{flags.exclude}: {count} left out: {some_of(dropped, KEYS_IN_MESSAGE)}"
     note = Note("dropped", message, keys=tuple(dropped))
     return _with_names(checkpoint, kept, note)
 
@@ -227,9 +230,11 @@ def rename(
         return checkpoint
     names = {name: name for name in parameter_names(checkpoint)}
     if strip_prefix is not None:
-        _apply(names, "--strip-prefix", strip_prefix, partial(_stripped, prefix=strip_prefix), checkpoint)
+        _apply(
+            names, flags.strip_prefix(strip_prefix), strip_prefix, partial(_stripped, prefix=strip_prefix), checkpoint
+        )
     for old, new in pairs:
-        _apply(names, "--rename", old, partial(_renamed, old=old, new=new), checkpoint)
+        _apply(names, flags.rename(f"{old}={new}"), old, partial(_renamed, old=old, new=new), checkpoint)
     if add_prefix is not None:
         names = {source: _prefixed(name, add_prefix) for source, name in names.items()}
     _refuse_collisions(names)
@@ -239,11 +244,11 @@ def rename(
     return _with_names(checkpoint, names, note)
 
 
-def require_globs(option: str, globs: Iterable[str], names_of_each: Sequence[Sequence[str]], source: str) -> None:
+def require_globs(option: Flag, globs: Iterable[str], names_of_each: Sequence[Sequence[str]], source: str) -> None:
     """Raises UsageError for a glob of ``option`` that matches no name of any key of ``source``."""
     for glob in globs:
         if not any(fnmatchcase(name, glob) for names in names_of_each for name in names):
-            raise unmatched_error(f"{option} {glob!r} matches", glob, source, [names[0] for names in names_of_each])
+            raise unmatched_error(f"{option(glob)} matches", glob, source, [names[0] for names in names_of_each])
 
 
 def unmatched_error(what: str, given: str, source: str, names: Sequence[str]) -> NoKeyMatchesError:
@@ -265,7 +270,7 @@ def _closest(given: str, names: Sequence[str]) -> list[str]:
 
 
 def _list_keys(source: str) -> str:
-    return to_copy("list the keys", f"fsdpckpt inspect {shlex.quote(source)} --names-only")
+    return to_copy("list the keys", flags.command("inspect", source, flags.names_only))
 
 
 def parameter_names(checkpoint: Checkpoint) -> list[str]:
@@ -303,7 +308,7 @@ def _renamed(name: str, old: str, new: str) -> str | None:
 
 
 def _apply(
-    names: dict[str, str], option: str, old: str, change: Callable[[str], str | None], checkpoint: Checkpoint
+    names: dict[str, str], option: Wording, old: str, change: Callable[[str], str | None], checkpoint: Checkpoint
 ) -> None:
     """Change ``names`` (old to new) in place. ``change``: returns the new name, None if it does not apply.
 
@@ -311,7 +316,7 @@ def _apply(
     """
     changed = {source: result for source, name in names.items() if (result := change(name)) is not None}
     if not changed:
-        raise unmatched_error(f"{option} {old} applies to", old, checkpoint.source, list(names.values()))
+        raise unmatched_error(f"{option} applies to", old, checkpoint.source, list(names.values()))
     names.update(changed)
 
 
@@ -322,7 +327,7 @@ def _refuse_collisions(names: Mapping[str, str]) -> None:
             message = f"{source} would have no name"
             if name:
                 message = f"{seen[name]} and {source} would both be named {name!r}"
-            raise UsageError(message, key=source, next_step="give other --rename or prefix options")
+            raise UsageError(message, key=source, next_step=f"give other {flags.rename} or prefix options")
 
 
 def _with_names(checkpoint: Checkpoint, names: Mapping[str, str], note: Note) -> Checkpoint:

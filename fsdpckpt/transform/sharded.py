@@ -9,12 +9,12 @@ Optimizer states quantized in blocks are never quantized again: they are refused
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError, to_copy
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, Note
@@ -40,7 +40,7 @@ from fsdpckpt.text import first_lines, listed, plural, some_of
 _KEYS_IN_MESSAGE = 12  # enough to recognise the model, few enough to read
 _KEYS_IN_NOTE = 5
 _MAX_RANKS_TRIED = 256  # when a message proposes world sizes
-_ONLY_MODEL = "--only model converts the model alone"
+_ONLY_MODEL = f"{flags.only('model')} converts the model alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,9 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
             why="the source stores both the same way, and it has no optimizer that lists the parameters"
             if checkpoint.optim is None
             else "the source stores both the same way, and the optimizer does not list these keys",
-            next_step="add --buffers GLOB for the buffers (--buffers none when there are none), --reference PATH of a "
-            "sharded checkpoint of this model, or --units FILE, which save_parameter_order writes in the job",
+            next_step=f"add {flags.buffers('GLOB')} for the buffers ({flags.buffers('none')} when there are none), "
+            f"{flags.reference('PATH')} of a sharded checkpoint of this model, or {flags.units('FILE')}, which "
+            "save_parameter_order writes in the job",
         )
     optim, ambiguous = _decide_optim(checkpoint.optim, model)
     if ambiguous and strict:
@@ -92,14 +93,15 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
             f"{checkpoint.source} does not say which states of {plural(len(ambiguous), 'parameter')} are sharded",
             details=first_lines(ambiguous, _KEYS_IN_MESSAGE),
             why="their states have several shapes, and no model key of the same name says which one is the parameter's",
-            next_step="write a DCP directory (--container dcp), which loads either way, or add --only model",
+            next_step=f"write a DCP directory ({flags.container('dcp')}), which loads either way, or add "
+            f"{flags.only('model')}",
         )
     notes = list(checkpoint.notes)
     if strict and whole and checkpoint.container == Container.DCP:  # which does not say why they are in one piece
         message = (
             f"{plural(len(whole), 'parameter', 'are')} in one piece, which every rank gets, as if FSDP ignored "
             f"{'it' if len(whole) == 1 else 'them'}: {some_of(whole, _KEYS_IN_NOTE)}. If only tensor parallelism cut "
-            "the others, add --like PATH (per-rank DTensor files of this model), which says what FSDP shards"
+            f"the others, add {flags.like('PATH')} (per-rank DTensor files of this model), which says what FSDP shards"
         )
         notes.append(Note("inferred", message, keys=tuple(whole)))
     if inferred:
@@ -142,9 +144,10 @@ def _require_buffers(checkpoint: Checkpoint, hints: ShardingHints) -> None:
     for glob in hints.buffers if names and hints.buffers != NO_BUFFERS else ():
         if not any(hints.is_buffer(name, glob) for name in names):
             raise UsageError(
-                f"--buffers {glob} matches no model key of {checkpoint.source}",
+                f"{flags.buffers(glob)} matches no model key of {checkpoint.source}",
                 next_step=to_copy(
-                    "see the names", f"fsdpckpt inspect {shlex.quote(checkpoint.source)} --names-only --section model"
+                    "see the names",
+                    flags.command("inspect", checkpoint.source, flags.names_only, flags.section("model")),
                 ),
             )
 
@@ -291,13 +294,15 @@ def refuse_in_blocks(checkpoint: Checkpoint, why: str, next_step: str = _ONLY_MO
 def refuse_casts(checkpoint: Checkpoint) -> None:
     """Raises UsageError if ``--optim-dtype`` would cast a state quantized in blocks."""
     for key, blocks, _ in states_in_blocks(checkpoint):
-        raise UsageError(f"--optim-dtype cannot cast {key}: it is {blocks}", key=key, next_step="drop --optim-dtype")
+        raise UsageError(
+            f"{flags.optim_dtype} cannot cast {key}: it is {blocks}", key=key, next_step=f"drop {flags.optim_dtype}"
+        )
     for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
         for scale in scales_in(unwrapped(states)):
             raise UsageError(
-                f"--optim-dtype cannot cast {param}.{scale}: it scales {BITSANDBYTES}' 8-bit states",
+                f"{flags.optim_dtype} cannot cast {param}.{scale}: it scales {BITSANDBYTES}' 8-bit states",
                 key=str(param),
-                next_step="drop --optim-dtype",
+                next_step=f"drop {flags.optim_dtype}",
             )
 
 
@@ -327,7 +332,7 @@ def require_whole_blocks(checkpoint: Checkpoint, world_size: int, *, placed: boo
                 else "shards of whole rows",
                 why=f"{TORCHAO} keeps one scale for each block of a rank's shard: other blocks would have to be "
                 "quantized again, which changes values",
-                next_step=f"--world-size with a number that works for all states: {listed(works)}",
+                next_step=f"{flags.world_size} with a number that works for all states: {listed(works)}",
             )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Group, Optimizer
@@ -48,9 +49,9 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
     if optim is None or listed or source is None or not source.groups_without_params:
         if patterns:
             raise UsageError(
-                "--no-weight-decay is for Megatron's param groups, which list no parameters, and for an optimizer with "
-                f"one group; {checkpoint.source} has neither",
-                next_step="leave out --no-weight-decay",
+                f"{flags.no_weight_decay} is for Megatron's param groups, which list no parameters, and for an "
+                f"optimizer with one group; {checkpoint.source} has neither",
+                next_step=f"leave out {flags.no_weight_decay}",
             )
         return checkpoint
     names = [str(name) for name in optim.state]
@@ -60,16 +61,17 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
             details=list(map(str, optim.extra))[:_KEYS_IN_MESSAGE],
             why="only the model's code says which elements of them belong to which parameter",
             next_step="load it with Megatron on the same ranks, save it with --dist-ckpt-optim-fully-reshardable (in "
-            "Python: distrib_optim_sharding_type=fully_reshardable), and convert that; or --only model, for the "
-            "weights that the model computed with",
+            f"Python: distrib_optim_sharding_type=fully_reshardable), and convert that; or {flags.only('model')}, for "
+            "the weights that the model computed with",
         )
     if not patterns:
         raise NeedsInformationError(
             f"the checkpoint does not say which parameters are in which of its {len(groups)} param groups",
             details=[_settings(group.settings) for group in groups],
             why="Megatron saves the settings of the groups, and makes the lists again from the model's code",
-            next_step="--no-weight-decay standard, if training used Megatron's own rule (none for vectors and biases); "
-            "else --no-weight-decay GLOB for the parameters without weight decay; or --only model",
+            next_step=f"{flags.no_weight_decay('standard')}, if training used Megatron's own rule (none for vectors "
+            f"and biases); else {flags.no_weight_decay('GLOB')} for the parameters without weight decay; or "
+            f"{flags.only('model')}",
         )
     without = _without_decay(checkpoint, names, patterns)
     settings = [group.settings for group in groups]
@@ -90,7 +92,7 @@ def note_one_group(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     message = (
         "the optimizer has one param group: the Trainer's own has two, and does not load one. If DeepSpeed made this "
-        "optimizer, add --no-weight-decay standard (none for vectors and biases, the Trainer's rule)"
+        f"optimizer, add {flags.no_weight_decay('standard')} (none for vectors and biases, the Trainer's rule)"
     )
     return replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", message, warning=True)))
 
@@ -99,8 +101,9 @@ def _require_names(source: str, optim: Optimizer) -> None:
     """Raises UsageError for an optimizer that is keyed by id: a glob would match the digits."""
     if optim.key_type == "id":
         raise UsageError(
-            f"--no-weight-decay needs the names of the parameters, and the optimizer of {source} is keyed by ids",
-            next_step="convert it with --key-type name first, and what that writes with --no-weight-decay",
+            f"{flags.no_weight_decay} needs the names of the parameters, and the optimizer of {source} is keyed by ids",
+            next_step=f"convert it with {flags.key_type('name')} first, and what that writes with "
+            f"{flags.no_weight_decay}",
         )
 
 
@@ -109,9 +112,9 @@ def _without_decay(checkpoint: Checkpoint, names: Sequence[str], patterns: Seque
     unused = [pattern for pattern in patterns if not any(_matches(checkpoint, name, pattern) for name in names)]
     if unused:
         raise UsageError(
-            f"--no-weight-decay {unused[0]} matches none of the parameters",
+            f"{flags.no_weight_decay(unused[0])} matches none of the parameters",
             details=names[:_KEYS_IN_MESSAGE],
-            next_step="give globs of names as fsdpckpt inspect --names-only shows them",
+            next_step="give globs of names as `fsdpckpt inspect --names-only` shows them",
         )
     return {name for name in names if any(_matches(checkpoint, name, pattern) for pattern in patterns)}
 
@@ -152,7 +155,7 @@ def _list_in_groups(
                 expected="one group for the parameters with weight decay and one for those without, and the same for "
                 "experts",
                 why="the training script made groups by its own rule",
-                next_step="--only model converts the weights",
+                next_step=f"{flags.only('model')} converts the weights",
             )
         params = fitting[0][PARAMS]
         if isinstance(params, list):

@@ -332,7 +332,7 @@ def _add_damage(error: SourceError, source: str, sources: Sources, *, single: bo
         error.details, error.files = zip(*all_findings, strict=True)
     if others:
         count = plural(len(others), "other file")
-        error.what += f"; {count} {'is' if len(others) == 1 else 'are'} damaged"
+        error.what = f"{error.what}; {count} {'is' if len(others) == 1 else 'are'} damaged"
 
 
 def check_steps(

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 import numpy.typing as npt
 
+from fsdpckpt import flags
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
@@ -213,8 +214,8 @@ class Finite:
     def require_matches(self, checkpoint: Checkpoint) -> None:
         """Raises UsageError for a glob that matches nothing: the intended tensors would not be searched."""
         names = [(named.key, named.param) for named in checkpoint.tensors()]
-        require_globs("--include", self.include, names, checkpoint.source)
-        require_globs("--exclude", self.exclude, names, checkpoint.source)
+        require_globs(flags.include, self.include, names, checkpoint.source)
+        require_globs(flags.exclude, self.exclude, names, checkpoint.source)
 
     def selects(self, named: NamedTensor, buffers: frozenset[str]) -> bool:
         if _matches_any(named, self.exclude):
@@ -230,7 +231,7 @@ class Finite:
         seem = "seems to be a buffer" if len(buffers) == 1 else "seem to be buffers"
         count = f"{plural(len(buffers), 'model tensor')} {seem}"
         names = some_of(sorted(buffers), 3)
-        return (f"{count}, not searched for NaN and Inf: {names}; --include GLOB searches what it matches",)
+        return (f"{count}, not searched for NaN and Inf: {names}; {flags.include('GLOB')} searches what it matches",)
 
 
 def _matches_any(named: NamedTensor, globs: tuple[str, ...]) -> bool:

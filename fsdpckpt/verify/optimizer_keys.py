@@ -6,12 +6,12 @@ the same lengths and the shapes of all states fit; otherwise the comparison is r
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, to_copy
 from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
@@ -214,10 +214,10 @@ def _model_order(checkpoint: Checkpoint) -> dict[ParamKey, int]:
 def _next_step(a: Checkpoint, b: Checkpoint, key_type: str | None) -> str:
     unnamed = [checkpoint.source for checkpoint in (a, b) if any(note.kind == "unnamed" for note in checkpoint.notes)]
     if unnamed:
-        return f"add --units FILE: it says which parameters are in the slices of {unnamed[0]}"
+        return f"add {flags.units('FILE')}: it says which parameters are in the slices of {unnamed[0]}"
     if a.model is not None and b.model is not None:
-        return "compare the models alone: add --only model"
-    convert = f"fsdpckpt convert {shlex.quote(b.source)} DST --key-type {key_type}"
+        return f"compare the models alone: add {flags.only('model')}"
+    convert = flags.command("convert", b.source, "DST", flags.key_type(key_type))
     return to_copy("convert B first, then compare A with the result", convert)
 
 

@@ -16,6 +16,7 @@ from itertools import product
 from math import prod
 from typing import TypeAlias
 
+from fsdpckpt import flags
 from fsdpckpt.errors import InternalError, UsageError
 from fsdpckpt.formats.pickle.opcodes import flag, integer, integers, list_of, tuple_of
 from fsdpckpt.ir.checkpoint import Note
@@ -125,9 +126,9 @@ class DTensorPickle(RankPickle):
                 if self._torch < (2, 5):
                     raise UsageError(
                         "PyTorch 2.4 has no placement for FSDP2 over tensor parallelism",
-                        expected="Shard(d) or Replicate() for --torch-version 2.4",
+                        expected=f"Shard(d) or Replicate() for {flags.torch_version('2.4')}",
                         found=str(placement),
-                        next_step="give --torch-version 2.5 or a later one, or --container dcp",
+                        next_step=f"give {flags.torch_version('2.5')} or a later one, or {flags.container('dcp')}",
                     )
                 head = self.name(types, "_StridedShard") + NEW + text("dim") + integer(dim)
                 return head + text("split_factor") + integer(factor) + BUILD
@@ -281,9 +282,10 @@ def target_version(given: str | None) -> tuple[TorchVersion, list[Note]]:
             f"DTensors cannot be written for PyTorch {text}",
             expected=f"{'.'.join(map(str, _OLDEST))} or newer",
             found=text,
-            next_step="give --torch-version a newer one, or add --container dcp, which every version loads",
+            next_step=f"give {flags.torch_version} a newer one, or add {flags.container('dcp')}, which every version "
+            "loads",
         )
-    note = f"DTensors are pickled for PyTorch {major}.{minor}, {why} (--torch-version changes it)"
+    note = f"DTensors are pickled for PyTorch {major}.{minor}, {why} ({flags.torch_version} changes it)"
     return version, [] if given is not None else [Note("inferred", note)]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.pickle.opcodes import StorageView, flag, integer, list_of
 from fsdpckpt.formats.pickle.write import PickleWriter
@@ -84,7 +85,7 @@ class RankPickle(PickleWriter, ABC):
         raise SourceUnsupportedError(
             f"a ShardedTensor does not hold {value.blocks}",
             why=f"{TORCHAO}'s optimizers keep DTensors",
-            next_step="drop --tensor sharded-tensor",
+            next_step=f"drop {flags.tensor('sharded-tensor')}",
         )
 
     def _part(self, tensor: Tensor) -> StorageView:

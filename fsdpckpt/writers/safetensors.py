@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.safetensors import METADATA_KEY, VERSION, model_key, state_key
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
@@ -167,7 +168,7 @@ def _refuse(groups: list[_Group]) -> None:
             f"{plural(len(unfit), 'tensor', 'have')} a key that a safetensors file cannot hold",
             details=unfit,
             why="its header is JSON in UTF-8, in which __metadata__ is not a tensor",
-            next_step="rename them with --rename OLD=NEW, or leave them out with --exclude",
+            next_step=f"rename them with {flags.rename('OLD=NEW')}, or leave them out with {flags.exclude}",
             key=unfit[0],
         )
     unknown = [
@@ -180,7 +181,8 @@ def _refuse(groups: list[_Group]) -> None:
         raise SourceUnsupportedError(
             f"{plural(len(unknown), 'tensor', 'have')} a dtype that safetensors cannot hold",
             details=unknown,
-            next_step="write another container (--container torch or dcp), or leave them out with --exclude",
+            next_step=f"write another container ({flags.container('torch')} or dcp), or leave them out with "
+            f"{flags.exclude}",
             key=unknown[0].split(" ")[0],
         )
     duplicates = [key for group in groups for key in group.duplicates]
@@ -189,7 +191,7 @@ def _refuse(groups: list[_Group]) -> None:
             "several tensors would get the same key in a safetensors file",
             details=duplicates,
             why="parameter and state names joined with dots become equal",
-            next_step="leave one of them out with --exclude, or rename it with --rename OLD=NEW",
+            next_step=f"leave one of them out with {flags.exclude}, or rename it with {flags.rename('OLD=NEW')}",
             key=duplicates[0],
         )
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Mapping
 from typing import cast
 
+from fsdpckpt import flags
 from fsdpckpt.errors import UsageError
 from fsdpckpt.formats.pickle.write import dumps
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
@@ -56,7 +56,7 @@ def items_by_rank(
                 raise UsageError(
                     f"{key!r} cannot be an item of torch_checkpointing: each item has a file of its name",
                     key=str(key),
-                    next_step=f"--exclude {shlex.quote(str(key))}, or --flavor plain",
+                    next_step=f"{flags.exclude(str(key))}, or {flags.flavor('plain')}",
                 )
             items.setdefault(key, {})[rank] = value
     return items

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Section
 from fsdpckpt.ir.dtypes import DType
@@ -201,7 +202,7 @@ def _flat_optimizer(optim: Optimizer, at: Path, notes: list[Note]) -> Iterator[L
     if optim.key_type == "id":
         raise SourceUnsupportedError(
             "flattened optimizer keys begin with parameter names, and this optimizer is keyed by id",
-            next_step="--key-type name",
+            next_step=f"{flags.key_type('name')}",
         )
     entries: list[tuple[str, Value | Blockwise]] = []
     for param, states in optim.state.items():
@@ -239,6 +240,6 @@ def _refuse_duplicates(leaves: list[Leaf], double: list[str]) -> None:
             "several entries would get the same key in a DCP directory",
             details=same,
             why="DCP makes keys text and joins nested ones with dots, and two of them become equal",
-            next_step="leave one of them out with --exclude, or rename it with --rename OLD=NEW",
+            next_step=f"leave one of them out with {flags.exclude}, or rename it with {flags.rename('OLD=NEW')}",
             key=same[0],
         )

@@ -19,6 +19,7 @@ from functools import partial
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.formats.pickle.opcodes import integer
 from fsdpckpt.formats.zip_write import TorchZip
@@ -207,7 +208,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     if any(extras):
         notes += extra_notes(checkpoint, world_size)
     if device is None and spec.tensor is TensorForm.DTENSOR:
-        what = f"a mesh of {mesh.device} devices, which the source does not say (--mesh-device changes it)"
+        what = f"a mesh of {mesh.device} devices, which the source does not say ({flags.mesh_device} changes it)"
         notes.append(Note("inferred", f"DTensors record {what}"))
     return Target(files, notes=notes)
 
@@ -225,7 +226,8 @@ def _require_rows(checkpoint: Checkpoint, spec: WriteSpec) -> None:
                 key=named.key,
                 expected="[Shard(0)], or [Replicate(), Shard(0)]",
                 found=str(sharding),
-                next_step="drop --tensor sharded-tensor, or give --mesh one dimension or replicas and shards",
+                next_step=f"drop {flags.tensor('sharded-tensor')}, or give {flags.mesh} one dimension or replicas and "
+                "shards",
             )
 
 
@@ -237,7 +239,7 @@ def _mesh_device(checkpoint: Checkpoint) -> str | None:
             file=checkpoint.source,
             found=", ".join(devices),
             why="a model loads DTensors only from a mesh of its own device type",
-            next_step=f"add --mesh-device {devices[0]}, or the one that the loading job has",
+            next_step=f"add {flags.mesh_device(devices[0])}, or the one that the loading job has",
         )
     return devices[0] if devices else None
 
@@ -250,11 +252,11 @@ def require_memory(nbytes: int, world_size: int) -> None:
     needed, available = nbytes * world_size, memory_bytes()
     if needed > available:
         raise UsageError(
-            f"--world-size {world_size} with files for each rank needs more memory than this machine has",
+            f"{flags.world_size(world_size)} with files for each rank needs more memory than this machine has",
             expected=f"up to {size_text(available)} of memory",
             found=f"{size_text(nbytes)} around the tensors of each of {world_size} files",
             why="every such file names every rank, and all are planned before the first is written",
-            next_step="--container dcp, whose files do not, or a smaller --world-size",
+            next_step=f"{flags.container('dcp')}, whose files do not, or a smaller {flags.world_size}",
         )
 
 

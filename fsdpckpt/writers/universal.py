@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
@@ -170,7 +171,7 @@ def _weights(
             details=unfit,
             key=unfit[0],
             why="a universal checkpoint has a directory for each parameter",
-            next_step="rename them with --rename OLD=NEW",
+            next_step=f"rename them with {flags.rename('OLD=NEW')}",
         )
     if checkpoint.optim is not None:
         _require_states(weights, checkpoint.optim.state)
@@ -192,7 +193,7 @@ def _require_states(weights: Mapping[str, Tensor], states: Mapping[int | str, Ma
             f"{plural(len(stateless), 'parameter', 'have')} no optimizer state: {some_of(stateless, _LISTED)}",
             details=stateless,
             why="DeepSpeed opens the states of every parameter that it trains",
-            next_step="add --missing-state zeros",
+            next_step=f"add {flags.missing_state('zeros')}",
         )
     apart = [str(key) for key in states if key not in weights]
     if apart:
@@ -201,7 +202,7 @@ def _require_states(weights: Mapping[str, Tensor], states: Mapping[int | str, Ma
             details=apart,
             key=apart[0],
             why="a universal checkpoint has states of its weights only",
-            next_step="write a different --flavor, which keeps such entries",
+            next_step=f"write a different {flags.flavor}, which keeps such entries",
         )
     unfit = [
         f"{name}.{state}"
@@ -215,7 +216,7 @@ def _require_states(weights: Mapping[str, Tensor], states: Mapping[int | str, Ma
             details=unfit,
             key=unfit[0],
             why=f"a universal checkpoint has a file named after each state, beside {_WEIGHT}.pt, the weight",
-            next_step="write the weights alone with --only model, or a different --flavor",
+            next_step=f"write the weights alone with {flags.only('model')}, or a different {flags.flavor}",
         )
     uncut = [
         f"{name}.{state}"
@@ -229,7 +230,7 @@ def _require_states(weights: Mapping[str, Tensor], states: Mapping[int | str, Ma
             details=uncut,
             key=uncut[0],
             why="DeepSpeed cuts every state but the step as it cuts the parameter",
-            next_step="write the weights alone with --only model, or a different --flavor",
+            next_step=f"write the weights alone with {flags.only('model')}, or a different {flags.flavor}",
         )
 
 

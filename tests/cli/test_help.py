@@ -35,7 +35,7 @@ def test_every_option_of_convert_is_shown_under_its_heading(run: Run) -> None:
     assert set(sections) == {"Arguments", *(heading.value for heading in Heading)}
     for record in (ConvertOptions, LaunchOptions, OutputOptions):
         for each in options_of(record):
-            assert re.search(rf"(^|[ ,]){each.flag}( |$)", sections[each.heading], re.MULTILINE), each.flag
+            assert re.search(rf"(^|[ ,]){each.flag!s}( |$)", sections[each.heading], re.MULTILINE), each.flag
 
 
 def test_the_headings_of_convert_are_shown_in_order_and_followed_by_examples(run: Run) -> None:
@@ -88,7 +88,7 @@ def test_bash_completes_the_values_of_every_option_that_lists_them(
         for each in options_of(record):
             values = each.choices or each.completion
             if values:
-                assert complete(f"fsdpckpt {command} {each.flag} ") == list(values), each.flag
+                assert complete(f"fsdpckpt {command} {each.flag!s} ") == list(values), each.flag
             assert values or each.kind != DTYPE, each.flag
 
 

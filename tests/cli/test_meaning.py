@@ -74,7 +74,7 @@ def test_the_option_that_was_meant_is_named_in_python_too(saved: Path, tmp_path:
     with pytest.raises(UsageError) as error:
         fsdpckpt.convert(saved, tmp_path / "out", to="safetensors")  # type: ignore[arg-type]
     assert error.value.next_step == "--container safetensors"
-    with pytest.raises(UsageError, match="did you mean --to full"):
+    with pytest.raises(UsageError, match="did you mean to='full'"):
         fsdpckpt.convert(saved, tmp_path / "out", to="ful")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="did you mean world_size") as unknown:
         fsdpckpt.convert(saved, tmp_path / "out", num_gpus=6)  # type: ignore[call-arg]

@@ -76,5 +76,5 @@ def test_the_number_of_workers_follows_the_gpus_where_asked(monkeypatch: pytest.
     with pytest.raises(UsageError):
         launch.local_workers("gpu")
     for text in ("0", "many", 0):
-        with pytest.raises(UsageError, match="--nproc-per-node takes a number"):
+        with pytest.raises(UsageError, match="nproc_per_node takes a number"):
             LaunchOptions.of(nproc_per_node=text)

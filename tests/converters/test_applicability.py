@@ -23,17 +23,17 @@ def saved(path: Path, *sections: str) -> Path:
 @pytest.mark.parametrize(
     ("sections", "options", "message"),
     [
-        (("model", "optimizer"), {"only": "model", "optim_dtype": "bfloat16"}, "--optim-dtype .* --only model"),
-        (("model", "optimizer"), {"only": "model", "key_type": "name"}, "--key-type .* --only model"),
-        (("model", "optimizer"), {"only": "model", "missing_state": "skip"}, "--missing-state .* --only model"),
-        (("model", "optimizer"), {"only": "optim", "dtype": "bfloat16"}, "--dtype .* --only optim"),
-        (("model",), {"optim_dtype": "bfloat16"}, "--optim-dtype .* has no optimizer"),
-        (("model",), {"key_type": "name"}, "--key-type .* has no optimizer"),
-        (("optimizer",), {"dtype": "bfloat16"}, "--dtype .* has no model"),
+        (("model", "optimizer"), {"only": "model", "optim_dtype": "bfloat16"}, "optim_dtype .* only='model'"),
+        (("model", "optimizer"), {"only": "model", "key_type": "name"}, "key_type .* only='model'"),
+        (("model", "optimizer"), {"only": "model", "missing_state": "skip"}, "missing_state .* only='model'"),
+        (("model", "optimizer"), {"only": "optim", "dtype": "bfloat16"}, "dtype .* only='optim'"),
+        (("model",), {"optim_dtype": "bfloat16"}, "optim_dtype .* has no optimizer"),
+        (("model",), {"key_type": "name"}, "key_type .* has no optimizer"),
+        (("optimizer",), {"dtype": "bfloat16"}, "dtype .* has no model"),
         (("model", "optimizer"), {"only": "model", "exclude": ["v.*"]}, "matches no key"),
         (("model", "optimizer"), {"only": "model", "rename": [("v", "u")]}, "applies to no key"),
-        (("model", "optimizer"), {"node_rank": 1}, "--node-rank has no effect"),
-        (("model", "optimizer"), {"rdzv_endpoint": "host:1", "fault_limit": 3.0}, "--rdzv-endpoint and --fault-limit"),
+        (("model", "optimizer"), {"node_rank": 1}, "node_rank has no effect"),
+        (("model", "optimizer"), {"rdzv_endpoint": "host:1", "fault_limit": 3.0}, "rdzv_endpoint and fault_limit"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(
@@ -47,13 +47,13 @@ def test_an_option_that_would_do_nothing_is_refused(
 
 def test_an_option_about_an_optimizer_that_the_framework_does_not_save_is_refused(tmp_path: Path) -> None:
     source = saved(tmp_path / "source.pt", "model", "optimizer")
-    with pytest.raises(UsageError, match=r"--optim-dtype .* has no place for the optimizer"):
+    with pytest.raises(UsageError, match=r"optim_dtype .* has no place for the optimizer"):
         fsdpckpt.convert(source, tmp_path / "out", flavor="huggingface", optim_dtype="bfloat16")
 
 
 def test_a_key_type_for_a_framework_without_an_optimizer_is_refused_for_that_reason(tmp_path: Path) -> None:
     source = saved(tmp_path / "source.pt", "model", "optimizer")
-    with pytest.raises(UsageError, match=r"--key-type .* has no place for the optimizer"):
+    with pytest.raises(UsageError, match=r"key_type .* has no place for the optimizer"):
         fsdpckpt.convert(source, tmp_path / "out", flavor="huggingface", key_type="name")
 
 
@@ -61,7 +61,7 @@ def test_a_key_type_for_a_framework_without_an_optimizer_is_refused_for_that_rea
 def test_a_form_with_keys_of_its_own_refuses_key_type(tmp_path: Path, key_type: str) -> None:
     source = saved(tmp_path / "source.pt", "model", "optimizer")
     options = {"flavor": "accelerate", "to": "flattened", "world_size": 2, "unit": ["none"], "use_orig_params": True}
-    with pytest.raises(UsageError, match=r"--key-type .* its own kind of keys in this form"):
+    with pytest.raises(UsageError, match=r"key_type=.* its own kind of keys in this form"):
         fsdpckpt.convert(source, tmp_path / "out", key_type=key_type, **options)
 
 
@@ -75,7 +75,7 @@ def test_units_of_an_optimizer_without_states_are_asked_for_as_a_file(tmp_path: 
     units = json.loads((tmp_path / "flat" / "fsdpckpt.json").read_text())["units"]
     (tmp_path / "flat" / "fsdpckpt.json").unlink()
     with pytest.raises(
-        UsageError, match=r"--unit has no effect: the optimizer of .*flat has ids without states"
+        UsageError, match=r"unit has no effect: the optimizer of .*flat has ids without states"
     ) as refused:
         fsdpckpt.convert(tmp_path / "flat", tmp_path / "out.pt", to="full", key_type="name", unit=["a"])
     assert "give --units FILE" in str(refused.value.next_step)

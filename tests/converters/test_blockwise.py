@@ -91,7 +91,7 @@ def test_shards_that_are_not_alike_are_refused(
 def test_cuts_inside_of_blocks_are_refused_with_the_world_sizes_that_work(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(NeedsInformationError) as raised:
         fsdpckpt.convert(saved / "AdamW8bit" / "ranks-4", tmp_path / "three", world_size=3)
-    message = str(raised.value)
+    message = raised.value.text
     assert raised.value.key == "1.exp_avg"
     assert "torchao's OptimState8bit in blocks of 256" in message
     assert "--world-size with a number that works for all states: 1..2, 4..5, 8, " in message

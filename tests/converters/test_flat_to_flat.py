@@ -266,5 +266,5 @@ def test_buffers_may_be_named_as_in_the_source_or_as_they_will_be_written(buffer
     recorded = json.loads((tmp_path / "flat" / "fsdpckpt.json").read_text())["units"]
     assert [param["name"] for unit in recorded["units"] for param in unit["params"]] == ["new.weight", "new.bias"]
     fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "without", exclude="table", buffers="table", **given)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="--buffers rope matches no name"):
+    with pytest.raises(UsageError, match="buffers='rope' matches no name"):
         fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", buffers="rope", **given)  # type: ignore[arg-type]

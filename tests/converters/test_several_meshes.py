@@ -128,13 +128,13 @@ def test_dcp_has_the_items_of_both_meshes(
 @pytest.mark.parametrize(
     ("meshes", "rules", "message"),
     [
-        (("fsdp=8", "efsdp=2,ep=2"), {"*": {"fsdp": "Shard(0)"}}, "fsdp=8 has 8 ranks, and --mesh efsdp=2,ep=2 has 4"),
-        (("4", "efsdp=2,ep=2"), {"*": {"fsdp": "Shard(0)"}}, "--mesh 4 is one of several, and has no names"),
+        (("fsdp=8", "efsdp=2,ep=2"), {"*": {"fsdp": "Shard(0)"}}, "fsdp=8 has 8 ranks, and mesh='efsdp=2,ep=2' has 4"),
+        (("4", "efsdp=2,ep=2"), {"*": {"fsdp": "Shard(0)"}}, "mesh='4' is one of several, and has no names"),
         (("a=2,b=2", "b=1,a=4"), {"*": {"a": "Shard(0)"}}, "two meshes have the dimensions a, b"),
         (
             ("fsdp=4", "efsdp=2,ep=2"),
             {"*": {"tp": "Shard(0)"}},
-            "mesh dimension tp, which --mesh fsdp=4 --mesh efsdp=2",
+            "mesh dimension tp, which mesh='fsdp=4' mesh='efsdp=2'",
         ),
         (("fsdp=4", "efsdp=2,ep=2"), {"*": {"fsdp": "Shard(0)", "ep": "Shard(1)"}}, r"\* does not say on which mesh"),
         (("a=2,b=2", "b=2,c=2"), {"*": {"b": "Shard(0)"}}, r"\* does not say on which mesh"),
@@ -176,11 +176,11 @@ def test_a_world_size_that_does_not_divide_names_all_meshes_to_type(saved: Path,
 
 def test_one_mesh_is_not_taken_for_several(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        NeedsInformationError, match="nothing says how tensors are placed on --mesh efsdp=2,ep=2"
+        NeedsInformationError, match="nothing says how tensors are placed on mesh='efsdp=2,ep=2'"
     ) as error:
         to_ranks(saved / "four", tmp_path / "new", mesh="efsdp=2,ep=2")
     assert "all its meshes (--mesh fsdp=4 --mesh efsdp=2,ep=2" in str(error.value.next_step)
-    with pytest.raises(UsageError, match="does not have the dimensions of --like"):
+    with pytest.raises(UsageError, match="does not have the dimensions of like"):
         to_ranks(saved / "dcp", tmp_path / "new", like=saved / "four", mesh="fsdp=4")
     to_ranks(saved / "four", tmp_path / "new", mesh="3")  # rows over one dimension
     assert fsdpckpt.diff(tmp_path / "new", saved / "full.pt").same

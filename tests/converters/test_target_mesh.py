@@ -210,15 +210,15 @@ FULL = {"mesh": "dp_replicate=1,dp_shard=2,tp=2"}
 @pytest.mark.parametrize(
     ("options", "placements", "message"),
     [
-        ({**FULL, "world_size": 8}, None, "tp=2 has 1 x 2 x 2 = 4 ranks, and --world-size says 8"),
+        ({**FULL, "world_size": 8}, None, "tp=2 has 1 x 2 x 2 = 4 ranks, and world_size says 8"),
         ({"mesh": "dp_shard=2,tp"}, None, "'tp' is not a dimension"),
         ({"mesh": "dp_shard=2,dp_shard=2"}, None, "names dp_shard twice"),
         ({"mesh": "dp_shard=0"}, None, "'dp_shard=0' is not a dimension"),
         ({"mesh": "dp_shard==2"}, None, "'dp_shard==2' is not a dimension"),
         ({"mesh": "=2"}, None, "'=2' is not a dimension"),
         ({"mesh": f"dp_shard={'9' * 5000}"}, None, "is not a dimension"),
-        ({}, PLACEMENTS, "there is no --mesh"),
-        (FULL, {"*": {"pp": "Shard(0)"}}, r"\* names the mesh dimension pp, which --mesh"),
+        ({}, PLACEMENTS, "there is no mesh"),
+        (FULL, {"*": {"pp": "Shard(0)"}}, r"\* names the mesh dimension pp, which mesh"),
         (FULL, {"seen": None, "*": {"tp": "Shard(1)"}}, r"cuts col.bias along dimension 1, which its shape \[19\]"),
         (FULL, {"*": {"tp": "_StridedShard(0, sf=2)"}}, "a placement that cannot be written"),
         (FULL, {"*": {"tp": 0}}, "a placement that cannot be written: 0"),
@@ -230,7 +230,7 @@ FULL = {"mesh": "dp_replicate=1,dp_shard=2,tp=2"}
         (FULL, [], "is not a JSON object"),
         ({**FULL, "like": "tp"}, PLACEMENTS, "both say how"),
         ({"like": "full.pt"}, None, "does not say how its tensors are placed on a mesh"),
-        ({"like": "tp", "mesh": "a=2,b=2"}, None, "does not have the dimensions of --like"),
+        ({"like": "tp", "mesh": "a=2,b=2"}, None, "does not have the dimensions of like"),
     ],
 )
 def test_a_mesh_or_placements_that_do_not_fit_are_refused_with_the_key(
@@ -276,7 +276,7 @@ def test_buffers_and_0_dim_tensors_stay_whole_whatever_a_glob_says(
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("mask", "--buffers or --reference say so"), ("scale", "it has no dimension to cut")]
+    ("name", "why"), [("mask", "buffers or reference say so"), ("scale", "it has no dimension to cut")]
 )
 def test_an_entry_that_cuts_what_every_rank_holds_whole_is_refused(tmp_path: Path, name: str, why: str) -> None:
     options = with_a_scale(tmp_path, {name: CUT, "*": CUT})
@@ -303,7 +303,7 @@ def test_two_entries_of_one_glob_are_refused(saved: Path, tmp_path: Path) -> Non
     [
         ("[" * 200_000, UsageError, "is not JSON"),
         ("{", UsageError, "is not JSON"),
-        (None, SourceMissingError, "^--placements .* does not exist"),
+        (None, SourceMissingError, "^placements='.*' does not exist"),
     ],
 )
 def test_a_file_of_placements_that_cannot_be_read_is_refused_under_the_name_of_its_option(
@@ -327,7 +327,7 @@ def test_a_mesh_of_two_dimensions_needs_placements(saved: Path, tmp_path: Path) 
 
 
 def test_a_mesh_is_for_sharded_targets(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--mesh has no effect"):
+    with pytest.raises(UsageError, match="mesh has no effect"):
         fsdpckpt.convert(saved / "tp", tmp_path / "full.pt", mesh="dp_shard=2,tp=2")
 
 

@@ -44,13 +44,13 @@ def test_options_suffix_and_source_together_say_what_is_written(
     ("target", "options", "words"),
     [
         ("out.pt", {"to": SHARDED}, "ends in .pt"),
-        ("out.pt", {"container": DCP}, "--container says dcp"),
+        ("out.pt", {"container": DCP}, "container says dcp"),
         ("out.safetensors", {"to": SHARDED}, "whole tensors"),
-        ("out", {"to": FULL, "world_size": 4}, "--to full is not"),
+        ("out", {"to": FULL, "world_size": 4}, "to='full' is not"),
         ("out.pt", {"world_size": 4}, "one file .* is not sharded"),
         ("out", {"container": Container.SAFETENSORS, "world_size": 4}, "safetensors target is not sharded"),
-        ("out", {"to": SHARDED, "world_size": 2_000_000}, "--world-size has too many ranks"),
-        ("out", {"flavor": "verl", "world_size": 2_000_000}, "--world-size has too many ranks"),
+        ("out", {"to": SHARDED, "world_size": 2_000_000}, "world_size has too many ranks"),
+        ("out", {"flavor": "verl", "world_size": 2_000_000}, "world_size has too many ranks"),
         ("out", {"to": Layout.FLATTENED, "world_size": 2, "container": Container.DCP}, "one per rank"),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_world_size_for_a_full_source_says_what_to_add() -> None:
 def test_a_form_that_a_producer_does_not_have_names_the_option_to_drop(
     target: str, options: dict[str, object], next_step: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"--flavor {options['flavor']} does not go with") as caught:
+    with pytest.raises(UsageError, match=f"flavor='{options['flavor']}' does not go with") as caught:
         make_target_spec(target, ConvertOptions(**options), checkpoint(4, layout=SHARDED))
     given = [f"--{name.replace('_', '-')} {value}" for name, value in options.items() if name != "flavor"]
     assert all(words in caught.value.what for words in given or ["one .pt file"])

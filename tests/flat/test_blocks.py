@@ -174,5 +174,5 @@ def test_what_each_rank_keeps_for_itself_is_refused_by_the_optimizers_name(tmp_p
         (source("sampled", {"d_numerator": (0.1, 0.1), "slice_p": (11, 11)}), "every 11th element of its own slice"),
         (source("came", {}, rms=True), "CAME keeps the root mean square of a rank's own slice"),
     ):
-        with pytest.raises(SourceUnsupportedError, match=f"(?s){words}.*--only model converts the model alone"):
+        with pytest.raises(SourceUnsupportedError, match=f"(?s){words}.*only='model' converts the model alone"):
             fsdpckpt.convert(path, tmp_path / "target", to="flattened", world_size=3)

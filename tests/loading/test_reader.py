@@ -244,7 +244,7 @@ def test_each_rank_gets_the_extras_of_its_own(tmp_path: Path) -> None:
 def test_an_optimizer_that_is_keyed_by_id_asks_for_what_would_name_it(tmp_path: Path) -> None:
     optimizer = {"state": {0: {"exp_avg": random(4, 3)}}, "param_groups": [{"lr": 0.5, "params": [0]}]}
     torch.save({"optimizer": optimizer}, tmp_path / "ids.pt")
-    with pytest.raises(NeedsInformationError, match=r"--reference .*--key-type id"):
+    with pytest.raises(NeedsInformationError, match=r"reference=.*key_type='id'"):
         fsdpckpt.StorageReader(tmp_path / "ids.pt")
     state = {"optimizer": blank(optimizer)}
     assert differences(filled(tmp_path / "ids.pt", state, key_type="id"), {"optimizer": optimizer}) == []

@@ -95,7 +95,7 @@ def test_one_stage_is_read_with_its_optimizer(layer: str, tmp_path: Path) -> Non
 def test_several_stages_are_called_so(more: dict[str, Any], count: int, tmp_path: Path) -> None:
     with pytest.raises(SourceUnsupportedError, match="files of pipeline stages") as error:
         opened(save({**files(), **more}, tmp_path / "step"))
-    assert len(error.value.details) == count and "--ignore-file" not in str(error.value)
+    assert len(error.value.details) == count and "--ignore-file" not in error.value.text
 
 
 def test_the_number_of_stages_is_read_from_the_files_too(tmp_path: Path) -> None:

@@ -283,7 +283,7 @@ class TestGroups:
 
     def test_a_checkpoint_that_lists_them_needs_no_glob(self, full: Callable[[str], Any], tmp_path: Path) -> None:
         torch.save(full("uneven"), tmp_path / "listed.pt")
-        with pytest.raises(UsageError, match="--no-weight-decay is for"):
+        with pytest.raises(UsageError, match="no_weight_decay is for"):
             fsdpckpt.convert(str(tmp_path / "listed.pt"), str(tmp_path / "a.pt"), no_weight_decay=("*bias",))
 
     def test_groups_of_another_rule_are_refused(self, golden: Path, tmp_path: Path) -> None:

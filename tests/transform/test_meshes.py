@@ -90,7 +90,7 @@ def test_only_fsdps_dimension_changes(source: str, world_size: int, target: str)
 def test_where_the_others_do_not_divide_the_meshes_that_do_are_named(
     source: str, world_size: int, targets: list[str], multiple: int
 ) -> None:
-    with pytest.raises(NeedsInformationError, match=f"--world-size {world_size} does not fit the mesh of x") as error:
+    with pytest.raises(NeedsInformationError, match=f"world_size={world_size} does not fit the mesh of x") as error:
         resized(cut(source), world_size, source="x")
     assert list(error.value.details) == [" ".join(f"--mesh {mesh}" for mesh in one.split()) for one in targets]
     assert error.value.expected == f"a multiple of {multiple}"
@@ -152,12 +152,12 @@ def test_replicas_are_given_up_on_all_meshes_or_on_none() -> None:
         (["2,4"], [MeshShape((2, 4))]),
         ([" dp = 2 , tp=04"], [MeshShape((2, 4), ("dp", "tp"))]),
         (["fsdp=4", "efsdp=2,ep=2"], [MeshShape((4,), ("fsdp",)), MeshShape((2, 2), ("efsdp", "ep"))]),
-        (["dp=2,4"], "--mesh dp=2,4: '4' is not a dimension"),
-        (["4,dp=2"], "--mesh 4,dp=2: '4' is not a dimension"),
-        (["dp=2,"], "--mesh dp=2,: '' is not a dimension"),
+        (["dp=2,4"], "mesh='dp=2,4': '4' is not a dimension"),
+        (["4,dp=2"], "mesh='4,dp=2': '4' is not a dimension"),
+        (["dp=2,"], "mesh='dp=2,': '' is not a dimension"),
         (["dp=2,dp=2"], "names dp twice"),
-        (["4", "dp=4"], "--mesh 4 is one of several, and has no names"),
-        (["a=4", "b=2"], "--mesh a=4 has 4 ranks, and --mesh b=2 has 2"),
+        (["4", "dp=4"], "mesh='4' is one of several, and has no names"),
+        (["a=4", "b=2"], "mesh='a=4' has 4 ranks, and mesh='b=2' has 2"),
         (["a=2,b=3", "c=6", "b=3,a=2"], "two meshes have the dimensions a, b"),
         ([f"dp={MAX_RANKS}"], [MeshShape((MAX_RANKS,), ("dp",))]),
         ([f"dp={MAX_RANKS + 1}"], f"has {MAX_RANKS + 1:,} ranks"),
@@ -182,7 +182,7 @@ def test_meshes_are_read_as_they_are_typed(texts: list[str], meshes: Any) -> Non
         ([], "is not a JSON object"),
         ({"*": {}}, r"\* has no placements"),
         ({"*": ["Shard(0)"]}, r"\* has no placements"),
-        ({"*": {"pp": "Shard(0)"}}, "mesh dimension pp, which --mesh dp=2,tp=3 does not have"),
+        ({"*": {"pp": "Shard(0)"}}, "mesh dimension pp, which mesh='dp=2,tp=3' does not have"),
         ({"*": {"tp": "Shard(-1)"}}, "a placement that cannot be written"),
         ({"*": {"tp": "_StridedShard(0, sf=2)"}}, "a placement that cannot be written"),
         ({"*": {"tp": "Shard(0) "}, "a": {"dp": None}}, "a has a placement that cannot be written: None"),

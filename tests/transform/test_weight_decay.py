@@ -144,7 +144,7 @@ def test_buffers_of_many_parameters_are_refused() -> None:
 
 @pytest.mark.parametrize("patterns", [["*.wrong"], ["*.bias", "*.wrong"]])
 def test_a_pattern_that_matches_nothing_is_named(patterns: list[str]) -> None:
-    with pytest.raises(UsageError, match=r"--no-weight-decay \*\.wrong matches none") as caught:
+    with pytest.raises(UsageError, match=r"no_weight_decay='\*\.wrong' matches none") as caught:
         list_parameters(megatron(), patterns)
     assert list(caught.value.details) == list(SHAPES)[:4]
 

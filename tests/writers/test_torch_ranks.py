@@ -233,7 +233,7 @@ def test_more_ranks_than_the_memory_has_room_for_are_refused_after_the_first_fil
     )
     monkeypatch.setattr("fsdpckpt.writers.torch_ranks.memory_bytes", lambda: most)
     lay_out(source.checkpoint, WriteSpec(world_size=9, tensor=form, mesh_device="cpu"))
-    with pytest.raises(UsageError, match="--world-size 5000 ") as error:
+    with pytest.raises(UsageError, match="world_size=5000 ") as error:
         lay_out(source.checkpoint, WriteSpec(world_size=5000, tensor=form, mesh_device="cpu"))
     assert "--container dcp" in error.value.next_step
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.flat.blocks import Quantized, require_aligned_slices
 from fsdpckpt.flat.flatten.keys import FlatKeys
@@ -131,8 +132,9 @@ class FlatOptimizer:
                     if units.use_orig_params
                     else "; with use_orig_params=False those of a unit become one, of one dtype"
                 ),
-                next_step="convert to another layout (--to full, --to sharded), or only the model (--only model)"
-                + ("" if units.use_orig_params else "; where dtypes differ, add --use-orig-params"),
+                next_step=f"convert to another layout ({flags.to('full')}, {flags.to('sharded')}), or only the model "
+                f"({flags.only('model')})"
+                + ("" if units.use_orig_params else f"; where dtypes differ, add {flags.use_orig_params}"),
             )
         cut = [Quantized.of(unit.unit, self._state) for unit in placed if unit.sharded or not units.use_orig_params]
         layouts = {unit.unit.key: unit.layout for unit in placed}
@@ -188,7 +190,7 @@ class FlatOptimizer:
             raise SourceCorruptError(
                 f"{checkpoint.source}: the optimizer has states of parameters that none of its groups lists",
                 details=ungrouped,
-                next_step="leave them out with --exclude",
+                next_step=f"leave them out with {flags.exclude}",
             )
 
     # use_orig_params=True.
@@ -246,7 +248,7 @@ def require_equal_states(checkpoint: Checkpoint, units: Units, sources: Sources)
             details=wrong,
             why="with use_orig_params=False the parameters of a unit share one optimizer entry: its states, its step, "
             "and each value that is not a tensor",
-            next_step="add --use-orig-params, which gives each parameter its own entry, or check the source: "
+            next_step=f"add {flags.use_orig_params}, which gives each parameter its own entry, or check the source: "
             "fsdpckpt verify",
         )
 

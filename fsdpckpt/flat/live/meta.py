@@ -20,7 +20,9 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnsupportedError, UsageError, to_copy
+from fsdpckpt.flags import Flag
 from fsdpckpt.flat.live.modules import fsdp_modules, unit_param
 from fsdpckpt.flat.live.save import units_of
 from fsdpckpt.flat.units import module_pattern
@@ -131,17 +133,17 @@ def _replace_by_fakes(model: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def _module_class(given: str | type[nn.Module]) -> type[nn.Module]:
-    module_class = import_object(given, "--wrap") if isinstance(given, str) else given
+    module_class = import_object(given, flags.wrap) if isinstance(given, str) else given
     if not isinstance(module_class, type) or not issubclass(module_class, nn.Module):
-        raise UsageError(f"{given} is not an nn.Module class", next_step="--wrap package.module:Class")
+        raise UsageError(f"{given} is not an nn.Module class", next_step=f"{flags.wrap('package.module:Class')}")
     return module_class
 
 
 def build_on_meta(factory: str | Callable[[], nn.Module]) -> nn.Module:
     """The model that ``factory`` makes under ``torch.device("meta")``: no memory, no weights."""
-    make = import_object(factory, "--model") if isinstance(factory, str) else factory
+    make = import_object(factory, flags.model) if isinstance(factory, str) else factory
     if not callable(make):
-        raise UsageError(f"{factory} is not callable", next_step="--model package.module:make_model")
+        raise UsageError(f"{factory} is not callable", next_step=f"{flags.model('package.module:make_model')}")
     try:
         with torch.device("meta"):
             model = make()
@@ -156,7 +158,7 @@ def build_on_meta(factory: str | Callable[[], nn.Module]) -> nn.Module:
             f"{factory} did not return a torch.nn.Module",
             expected="a torch.nn.Module",
             found=type(model).__name__,
-            next_step="--model package.module:make_model",
+            next_step=f"{flags.model('package.module:make_model')}",
         )
     return model
 
@@ -169,7 +171,7 @@ def _require_classes(model: nn.Module, wrap_classes: Sequence[type[nn.Module]]) 
                 f"the model has no module of class {module_class.__module__}:{module_class.__qualname__}",
                 details=kinds,
                 why="a class that is not there would leave its parameters in the root's unit; these are the classes",
-                next_step="--wrap with the class that the training job wraps",
+                next_step=f"{flags.wrap} with the class that the training job wraps",
             )
 
 
@@ -177,14 +179,14 @@ def _ignored_params(model: nn.Module, globs: Sequence[str]) -> set[nn.Parameter]
     """The parameters that the globs match, by their own names or in a module that is matched."""
     params: set[nn.Parameter] = set()
     for glob in globs:
-        pattern = module_pattern(glob, "--ignore")
+        pattern = module_pattern(glob, flags.ignore)
         modules = [module for path, module in model.named_modules() if path and pattern.fullmatch(path)]
         single = [param for name, param in model.named_parameters(remove_duplicate=False) if pattern.fullmatch(name)]
         if not modules and not single:
             raise UsageError(
-                f"--ignore {glob} matches no module and no parameter of this model",
+                f"{flags.ignore(glob)} matches no module and no parameter of this model",
                 details=[path for path, _ in model.named_modules() if path],
-                next_step="--ignore 'layers.*.adapter'; * does not cross dots",
+                next_step=f"{flags.ignore('layers.*.adapter')}; * does not cross dots",
             )
         params.update(single, (param for module in modules for param in module.parameters()))
     return params
@@ -210,7 +212,7 @@ def _refuse(wrong: Sequence[str]) -> None:
         )
 
 
-def import_object(reference: str, option: str) -> object:
+def import_object(reference: str, option: Flag) -> object:
     """Import the object that ``package.module:name`` (or ``:Outer.name``) refers to. ``option`` is named in errors.
 
     Also searches the current directory, like ``python -m``. Raises UsageError.
@@ -218,7 +220,7 @@ def import_object(reference: str, option: str) -> object:
     module_name, _, name = reference.partition(":")
     if not module_name or not name:
         raise UsageError(
-            f"{option} takes package.module:name, not {reference!r}", next_step=f"{option} package.module:name"
+            f"{option} takes package.module:name, not {reference!r}", next_step=f"{option('package.module:name')}"
         )
     directory = os.getcwd()
     if directory not in sys.path:
@@ -227,12 +229,12 @@ def import_object(reference: str, option: str) -> object:
         target: object = import_module(module_name)
     except (Exception, SystemExit) as error:  # the user's own code, which may raise anything, or be a script
         raise UsageError(
-            f"{option} {reference}: {module_name} could not be imported: {type(error).__name__}: {error}",
+            f"{option(reference)}: {module_name} could not be imported: {type(error).__name__}: {error}",
             why="it is imported as `python -m` would do from the current directory",
             next_step=to_copy("see where it fails", f"python -c 'import {module_name}'"),
         ) from error
     for word in name.split("."):
         if not hasattr(target, word):
-            raise UsageError(f"{option} {reference}: there is no {word!r}", next_step=f"{option} package.module:name")
+            raise UsageError(f"{option(reference)}: there is no {word!r}", next_step=f"{option('package.module:name')}")
         target = getattr(target, word)
     return target

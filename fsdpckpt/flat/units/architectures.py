@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import TypeAlias
 
+from fsdpckpt import flags
 from fsdpckpt.errors import (
     FsdpckptError,
     NeedsInformationError,
@@ -33,9 +33,8 @@ from fsdpckpt.storage.sources import Sources
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _MOST_NAMES = 10  # of a model that differs, in an error
-_INSTEAD = (
-    "call save_units in the training script, or build the model with its code: fsdpckpt units --model MODULE:NAME "
-    "--wrap MODULE:CLASS"
+_INSTEAD = "call save_units in the training script, or build the model with its code: " + flags.command(
+    "units", flags.model("MODULE:NAME"), flags.wrap("MODULE:CLASS")
 )
 
 _Place: TypeAlias = tuple[int, ...]
@@ -105,7 +104,7 @@ class BaseModel:
                     f"{self.architecture.name} has no module of class {name}",
                     details=list(known),
                     why="its parameters would stay in the root's unit; these are the classes of the model",
-                    next_step="--wrap with the class that the training job wraps",
+                    next_step=f"{flags.wrap} with the class that the training job wraps",
                 )
             wrapped.update(known[name])
         paths = [path for path in module_paths(param.name for param in self.names.params) if template(path) in wrapped]
@@ -114,7 +113,7 @@ class BaseModel:
 
 def wrap_text(classes: Sequence[str]) -> str:
     """The options for ``classes``, for a message."""
-    return " ".join(f"--wrap {name}" for name in classes)
+    return " ".join(f"{flags.wrap(name)}" for name in classes)
 
 
 def require_classes(base: BaseModel, classes: Sequence[str]) -> None:
@@ -123,8 +122,8 @@ def require_classes(base: BaseModel, classes: Sequence[str]) -> None:
         raise NeedsInformationError(
             "a model does not say which of its modules are wrapped",
             why="each wrapped module has its own flat parameter, and wrapping is never guessed",
-            next_step=f"add {wrap_text(base.architecture.layers)} if each of its layers is wrapped, or --wrap none for "
-            "the root only",
+            next_step=f"add {wrap_text(base.architecture.layers)} if each of its layers is wrapped, or "
+            f"{flags.wrap('none')} for the root only",
         )
 
 
@@ -157,7 +156,7 @@ def base_model(directory: str, sources: Sources) -> BaseModel:
     fields = config_fields(path, sources)
     if not fields:
         raise SourceMissingError(
-            f"--config {directory} has no {CONFIG}",
+            f"{flags.config(directory)} has no {CONFIG}",
             file=path,
             expected=f"the directory of a Hugging Face model: {CONFIG} and its safetensors files",
             next_step="give the directory that the training started from",
@@ -167,7 +166,7 @@ def base_model(directory: str, sources: Sources) -> BaseModel:
     stored = model_names(checkpoint, directory)
     if stored is None:
         raise SourceMissingError(
-            f"--config {directory} has no weights, whose headers say the shapes of the parameters",
+            f"{flags.config(directory)} has no weights, whose headers say the shapes of the parameters",
             file=directory,
             next_step="give the directory that the training started from",
         )
@@ -258,7 +257,7 @@ def units_command(reference: str | None, source: str | None, sources: Sources) -
         layers = base_model(directory or ".", sources).architecture.layers
     except FsdpckptError:
         return None
-    words = ["fsdpckpt", "units", "--config", directory or "."]
-    for name in layers:
-        words += ["--wrap", name]
-    return shlex.join([*words, *(["--from", source] if source is not None else []), "-o", "units.json"])
+    words = [flags.config(directory or "."), *map(flags.wrap, layers)]
+    if source is not None:
+        words.append(flags.from_(source))
+    return flags.command("units", *words, "-o", "units.json")

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fsdpckpt import flags
 from fsdpckpt.errors import UsageError
+from fsdpckpt.flags import Flag, Wording
 from fsdpckpt.flat.names import NamedParam
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.units import Strategy, Unit, Units
@@ -49,16 +51,18 @@ class Settings:
             return changed
         return replace(changed, groups=keyed_groups(replace(changed, groups=None), names))
 
-    def options(self) -> list[str]:
-        """The command line options for the known settings."""
-        flag = {True: "--use-orig-params", False: "--no-use-orig-params", None: ""}[self.use_orig_params]
-        given = [
-            flag,
-            f"--strategy {self.strategy.value}" if self.strategy is not None else "",
-            f"--param-dtype {self.param_dtype.name}" if self.param_dtype is not None else "",
-            f"--shard-size {self.shard_size}" if self.shard_size is not None else "",
-        ]
-        return [option for option in given if option]
+    def options(self) -> list[Wording]:
+        """The options for the known settings."""
+        given: list[Wording] = []
+        if self.use_orig_params is not None:
+            given.append(flags.use_orig_params if self.use_orig_params else flags.use_orig_params.off)
+        if self.strategy is not None:
+            given.append(flags.strategy(self.strategy.value))
+        if self.param_dtype is not None:
+            given.append(flags.param_dtype(self.param_dtype.name))
+        if self.shard_size is not None:
+            given.append(flags.shard_size(self.shard_size))
+        return given
 
 
 SETTINGS: Mapping[str, Callable[[Units], tuple[Hashable, ...]]] = {
@@ -180,11 +184,11 @@ def expand_globs(globs: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
     for glob in globs:
         if glob == ROOT_ONLY and ROOT_ONLY not in paths:
             raise UsageError(
-                "--unit none says that only the root is wrapped, and another --unit wraps more",
-                found=" ".join(f"--unit {given}" for given in globs),
-                next_step="drop --unit none: the root is a unit beside the others",
+                f"{flags.unit('none')} says that only the root is wrapped, and another {flags.unit} wraps more",
+                found=" ".join(f"{flags.unit(given)}" for given in globs),
+                next_step=f"drop {flags.unit('none')}: the root is a unit beside the others",
             )
-        pattern = module_pattern(glob, "--unit")
+        pattern = module_pattern(glob, flags.unit)
         matched = [path for path in paths if pattern.fullmatch(path)]
         if not matched:
             raise _nothing(glob, paths)
@@ -196,11 +200,11 @@ def any_module(globs: Sequence[str], names: Iterable[str]) -> bool:
     """Whether the globs of ``--unit`` match a module of these parameters, or say that none is wrapped."""
     paths = module_paths(names)
     return tuple(globs) == (ROOT_ONLY,) or any(
-        module_pattern(glob, "--unit").fullmatch(path) for glob in globs for path in paths
+        module_pattern(glob, flags.unit).fullmatch(path) for glob in globs for path in paths
     )
 
 
-def module_pattern(glob: str, option: str) -> re.Pattern[str]:
+def module_pattern(glob: str, option: Flag) -> re.Pattern[str]:
     """The pattern of the whole module paths that ``glob``, the value of ``option``, matches. Raises UsageError."""
     text = ""
     for part in re.split(r"(\*\*|\*|\?|\[[^\]]+\])", glob):
@@ -218,16 +222,16 @@ def module_pattern(glob: str, option: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error:
-        raise UsageError(f"{option} {glob}: {glob!r} is not a glob", next_step=f"{option} 'layers.*'") from None
+        raise UsageError(f"{option(glob)}: {glob!r} is not a glob", next_step=f"{option('layers.*')}") from None
 
 
 def _nothing(glob: str, paths: Sequence[str]) -> UsageError:
     return UsageError(
-        f"--unit {glob or repr(glob)} matches no module of this model",
+        f"{flags.unit(glob)} matches no module of this model",
         details=[folded.key for folded in fold((path, None) for path in paths)],
         why="a glob is matched against whole module paths, and * does not cross dots; these are the modules",
-        next_step=f"--unit '{layers_glob(paths)}' for every layer, --unit '**.block' for a name anywhere, "
-        "--unit none for the root",
+        next_step=f"{flags.unit(layers_glob(paths))} for every layer, {flags.unit('**.block')} for a name anywhere, "
+        f"{flags.unit('none')} for the root",
     )
 
 

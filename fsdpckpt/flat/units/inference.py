@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.match import FlatMatch, match
 from fsdpckpt.flat.slices import describe_lengths, has_uneven_slices, lengths_by_key, possible_shard_sizes
@@ -188,27 +189,27 @@ def _without_strides(checkpoint: Checkpoint, kernels: list[str]) -> NeedsInforma
         f"nothing says whether {checkpoint.source} is of a channels_last model",
         details=kernels,
         why="FSDP1 flattens the kernels of convolutions in memory order, and neither lengths nor shapes show it",
-        next_step="add --units FILE: save_units and `fsdpckpt units --model` record the strides",
+        next_step=f"add {flags.units('FILE')}: save_units and `fsdpckpt units --model` record the strides",
     )
 
 
 _OPTIONS = {
-    "use_orig_params": "--use-orig-params or --no-use-orig-params",
-    "strategy": "--strategy",
-    "shard_size": "--shard-size N",
-    "param_dtype": "--param-dtype DTYPE",
+    "use_orig_params": f"{flags.use_orig_params} or {flags.use_orig_params.off}",
+    "strategy": f"{flags.strategy}",
+    "shard_size": f"{flags.shard_size('N')}",
+    "param_dtype": f"{flags.param_dtype('DTYPE')}",
 }
 
 
 def _ambiguous(checkpoint: Checkpoint, several: list[_Matched]) -> NeedsInformationError:
     options = [_OPTIONS[name] for name in differing_settings([matched.match.units for matched in several])]
     if len({(matched.candidate.assumed, matched.match.units.groups) for matched in several}) > 1:
-        options.append("--parameters FILE (the names of model.named_parameters(), one per line)")
+        options.append(f"{flags.parameters('FILE')} (the names of model.named_parameters(), one per line)")
     return NeedsInformationError(
         f"the units of {checkpoint.source} are ambiguous: {len(several)} candidates match every slice",
         details=list(dict.fromkeys(matched.description + _first_difference(matched, several) for matched in several)),
         why="slices of flat parameters carry no names, and these candidates would give different parameters",
-        next_step="add " + ", or ".join([*options, "--units FILE"]),
+        next_step="add " + ", or ".join([*options, f"{flags.units('FILE')}"]),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+from fsdpckpt import flags
 from fsdpckpt.errors import (
     NeedsInformationError,
     SourceCorruptError,
@@ -91,15 +92,17 @@ def order_unknown(
 ) -> NeedsInformationError:
     """``command``: what makes a units file from the base model that the names come from."""
     options = (
-        "--parameters FILE (the names of model.named_parameters(), one per line), --reference PATH of a checkpoint "
-        "that PyTorch wrote, or --units FILE"
+        f"{flags.parameters('FILE')} (the names of model.named_parameters(), one per line), {flags.reference('PATH')} "
+        f"of a checkpoint that PyTorch wrote, or {flags.units('FILE')}"
     )
     return NeedsInformationError(
         f"the order of the parameters of {source} is not known: {reason}",
         details=details,
         why="flat parameters and ids follow model.parameters(); safetensors files, some DCP directories and some "
         "scripts sort or reorder their keys, and FSDP1 lists an optimizer's parameters unit by unit",
-        next_step=f"add {options}" if command is None else to_copy("make a units file, then add --units", command),
+        next_step=f"add {options}"
+        if command is None
+        else to_copy(f"make a units file, then add {flags.units}", command),
         alternative=None if command is None else f"add {options}",
     )
 
@@ -121,10 +124,10 @@ def _no_file(path: str, *, directory: bool) -> SourceMissingError:
     inside = next((name for name in names if directory and os.path.isfile(name)), None)
     folder = path if directory else os.path.dirname(path) or "."
     return SourceMissingError(
-        f"--units {path} is a directory" if directory else f"--units {path or repr(path)} does not exist",
+        f"{flags.units(path)} is a directory" if directory else f"{flags.units(path)} does not exist",
         file=path,
         expected="the file that save_units or `fsdpckpt units` wrote, or the fsdpckpt.json of a flattened target",
-        next_step=f"--units {shlex.quote(inside)}"
+        next_step=f"{flags.units(inside)}"
         if inside is not None
         else to_copy("see what is there", f"ls {shlex.quote(folder if os.path.isdir(folder) else '.')}"),
     )
@@ -134,7 +137,7 @@ def reference_names(path: str, sources: Sources) -> ParameterNames:
     """The names and shapes of the checkpoint at ``path``. Raises SourceUnrecognisedError if it has none."""
     from fsdpckpt.readers.detect import open_checkpoint
 
-    with of_option("--reference"):
+    with of_option(flags.reference):
         checkpoint = open_checkpoint(path, sources=sources, locate=False)
     names = model_names(checkpoint, path) or optimizer_names(checkpoint, f"the optimizer of {path}")
     if names is None:
@@ -143,7 +146,7 @@ def reference_names(path: str, sources: Sources) -> ParameterNames:
             file=path,
             expected="a full or sharded model state dict",
             found=f"a checkpoint that is {checkpoint.layout}",
-            next_step="--reference PATH of a full or sharded checkpoint of the same model",
+            next_step=f"{flags.reference('PATH')} of a full or sharded checkpoint of the same model",
         )
     return replace(names, from_reference=True)
 
@@ -172,8 +175,8 @@ def require_agreement(units: Units, request: UnitsRequest, sources: Sources, des
     wrong = option_contradictions(units, request, sources)
     if not wrong:
         return
-    options = {"--unit": request.globs, "--parameters": request.parameters, "--reference": request.reference}
-    given = [option for option, value in options.items() if value]
+    options = {flags.unit: request.globs, flags.parameters: request.parameters, flags.reference: request.reference}
+    given = [f"{option}" for option, value in options.items() if value]
     raise SourceCorruptError(
         f"{' and '.join(given)} {'contradicts' if len(given) == 1 else 'contradict'} {described}",
         details=wrong,
@@ -189,7 +192,7 @@ def option_contradictions(units: Units, request: UnitsRequest, sources: Sources)
         given = request.names_in(request.parameters, units.parameters).values()
         for number, (listed, name) in enumerate(zip_longest(given, units.parameters)):
             if listed != name:
-                wrong.append(f"parameter {number} is {name} in the units, {listed} in --parameters")
+                wrong.append(f"parameter {number} is {name} in the units, {listed} in {flags.parameters}")
     names = target_reference(request, units.parameters, sources)
     if names is not None:
         contradicted = [*name_contradictions(units, names, whole_model=False)]
@@ -211,7 +214,7 @@ def _wrapping_contradictions(units: Units, globs: tuple[str, ...]) -> Iterator[s
         )
         if misplaced is not None:
             by_globs = innermost_unit(misplaced, prefixes) or ""
-            yield f"{misplaced} is in {unit} according to the units, in {unit_text(by_globs)} according to --unit"
+            yield f"{misplaced} is in {unit} according to the units, in {unit_text(by_globs)} according to {flags.unit}"
 
 
 def contradictions(units: Units, checkpoint: Checkpoint, *, dtype: DType | None = None) -> list[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError, to_copy
+from fsdpckpt.flags import Flag
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.names import (
     ParameterNames,
@@ -38,7 +40,7 @@ from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 
-_SAVED = "give the units file that save_units wrote in the job that saved this: --units FILE"
+_SAVED = f"give the units file that save_units wrote in the job that saved this: {flags.units('FILE')}"
 
 
 def is_flattened(checkpoint: Checkpoint, sources: Sources, request: UnitsRequest | None = None) -> bool:
@@ -108,7 +110,7 @@ def source_units(
             f"several different units files are beside {checkpoint.source}",
             details=checkpoint.units_from.split(", "),
             why="each describes a different model or wrapping, and only one can be this checkpoint's",
-            next_step="name the one that belongs to it: --units FILE",
+            next_step=f"name the one that belongs to it: {flags.units('FILE')}",
         )
     if request.file is None or not (units := load_units(request.file, sources)).flat:
         return _infer_units(checkpoint, request, sources, target_flattened=target_flattened)
@@ -124,7 +126,7 @@ def _given_units(
     """Units from a file, with the settings from options applied; proved or refused."""
     requested = request.applied_to(units)
     result = match(checkpoint, requested)
-    settings = request.options()
+    settings = [f"{option}" for option in request.options()]
     if isinstance(result, Mismatch) and settings and isinstance(match(checkpoint, units), FlatMatch):
         raise UsageError(
             f"{', '.join(settings)}: that is not how {checkpoint.source} was saved",
@@ -198,8 +200,8 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
             details=describe_lengths(checkpoint),
             why="PyTorch does not save names and shapes with them, and "
             + ("; ".join(unused) or "there is no units file beside the checkpoint"),
-            next_step="add --units FILE (save_units or `fsdpckpt units` makes one), or --reference PATH of a full or "
-            "sharded checkpoint of this model",
+            next_step=f"add {flags.units('FILE')} (save_units or `fsdpckpt units` makes one), or "
+            f"{flags.reference('PATH')} of a full or sharded checkpoint of this model",
         )
     best = next((names for names in available if names.ordered and names.in_model_order), None)
     best = best or next((names for names in available if names.ordered), available[0])
@@ -230,30 +232,32 @@ def _unit_prefixes(
     shown = prefixes_of(checkpoint)
     if shown is None and not request.globs:
         options = (
-            "add --unit GLOB (repeatable) for the wrapped modules, for example --unit "
-            f"'{layers_glob(param.name for param in names.params)}' (--unit none when only the root was wrapped), or "
-            "--units FILE"
+            f"add {flags.unit('GLOB')} (repeatable) for the wrapped modules, for example "
+            f"{flags.unit(layers_glob(param.name for param in names.params))} ({flags.unit('none')} when only the root "
+            f"was wrapped), or {flags.units('FILE')}"
         )
         command = units_command(request.reference, checkpoint.source, sources) if not names.ordered else None
         raise NeedsInformationError(
             f"{checkpoint.source} does not say which modules were FSDP units",
             details=describe_lengths(checkpoint),
             why="a raw optimizer.state_dict() has neither unit names nor param_names, and wrapping is never guessed",
-            next_step=options if command is None else to_copy("make a units file, then add --units", command),
+            next_step=options if command is None else to_copy(f"make a units file, then add {flags.units}", command),
             alternative=None if command is None else options,
         )
     if shown is not None and (not request.globs or target_flattened):
         return shown
     expanded = expand_globs(request.globs, [param.name for param in names.params])
-    label = f"--unit {' --unit '.join(request.globs)}"
-    return _agreed_prefixes(checkpoint, shown, UnitPrefixes(("", *expanded), complete=False, label=label))
+    label = " ".join(f"{flags.unit(glob)}" for glob in request.globs)
+    return _agreed_prefixes(checkpoint, shown, UnitPrefixes(("", *expanded), complete=False, label=label), flags.unit)
 
 
-def _agreed_prefixes(checkpoint: Checkpoint, shown: UnitPrefixes | None, wanted: UnitPrefixes) -> UnitPrefixes:
-    """``wanted``, of an option, and what the checkpoint shows, with which it must agree. Raises UsageError."""
+def _agreed_prefixes(
+    checkpoint: Checkpoint, shown: UnitPrefixes | None, wanted: UnitPrefixes, option: Flag
+) -> UnitPrefixes:
+    """``wanted``, of ``option``, and what the checkpoint shows, with which it must agree. Raises UsageError."""
     if shown is None:
         return wanted
-    option, given = wanted.label.partition(" ")[0], set(wanted.prefixes)
+    given = set(wanted.prefixes)
     # An optimizer that was not given a frozen unit does not name it; flat parameters name all.
     unknown = sorted(given - {"", *shown.prefixes}) if shown.exact else []
     absent = sorted(set(shown.prefixes) - given)
@@ -264,9 +268,9 @@ def _agreed_prefixes(checkpoint: Checkpoint, shown: UnitPrefixes | None, wanted:
                 *(f"{prefix} is not a unit according to {shown.label}" for prefix in unknown),
                 *(f"{prefix} is a unit according to {shown.label}, and no {option} matches it" for prefix in absent),
             ],
-            next_step="give --wrap for each class that the training job wrapped"
-            if option == "--wrap"
-            else "drop --unit: the checkpoint names its units itself",
+            next_step=f"give {option} for each class that the training job wrapped"
+            if option == flags.wrap
+            else f"drop {flags.unit}: the checkpoint names its units itself",
         )
     more = [prefix for prefix in wanted.prefixes if prefix not in shown.prefixes]
     return replace(shown, prefixes=(*shown.prefixes, *more))
@@ -280,7 +284,8 @@ def _refused_error(
         details=[f"nearest: {refusal.nearest}", *refusal.contradictions],
         why="the names are those of a different model, units were left out, or rank files were mixed up; or the job "
         "used settings that were not tried",
-        next_step=f"correct what is wrong above with --unit GLOB, --reference PATH or --parameters FILE, or {_SAVED}",
+        next_step=f"correct what is wrong above with {flags.unit('GLOB')}, {flags.reference('PATH')} or "
+        f"{flags.parameters('FILE')}, or {_SAVED}",
     )
 
 
@@ -312,12 +317,14 @@ def units_of_base(
     if checkpoint is None or checkpoint.layout is not Layout.FLATTENED:
         units = build_units(base.names.params, prefixes.prefixes, request, shared=base.names.shared)
         dtypes = ", ".join(dict.fromkeys(param.dtype.name for param in base.names.params))
-        assumed = [f"{dtypes}, as in the base model: --from SRC takes the dtype of a flattened checkpoint"]
+        assumed = [f"{dtypes}, as in the base model: {flags.from_('SRC')} takes the dtype of a flattened checkpoint"]
         if request.use_orig_params is None:
-            assumed.append("use_orig_params=False, FSDP's own default: add --use-orig-params if the training sets it")
+            assumed.append(
+                f"use_orig_params=False, FSDP's own default: add {flags.use_orig_params} if the training sets it"
+            )
         proved = () if source is None else prove(units, source, sources)
         return ResolvedUnits(units, None, (*how, *assumed, *proved))
-    agreed = _agreed_prefixes(checkpoint, prefixes_of(checkpoint), prefixes)
+    agreed = _agreed_prefixes(checkpoint, prefixes_of(checkpoint), prefixes, flags.wrap)
     result = infer(checkpoint, candidates(checkpoint, base.names, agreed), wanted=request)
     if isinstance(result, Refusal):
         raise _refused_error(checkpoint, base.names, agreed, result)
@@ -344,8 +351,8 @@ def prove(units: Units, source: str, sources: Sources) -> tuple[str, ...]:
             details=wrong,
             why="the checkpoint is of a different model, or was saved with other classes wrapped, or with a different "
             "use_orig_params, strategy or MixedPrecision.param_dtype",
-            next_step="give --wrap, --use-orig-params/--no-use-orig-params, --strategy and --param-dtype as the "
-            "training script does",
+            next_step=f"give {flags.wrap}, {flags.use_orig_params}/{flags.use_orig_params.off}, {flags.strategy} and "
+            f"{flags.param_dtype} as the training script does",
             file=source,
         )
     return proved

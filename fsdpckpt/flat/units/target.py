@@ -10,6 +10,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.flat.names import NamedParam, ParameterNames, model_names, optimizer_names, units_names, unwrapped_names
 from fsdpckpt.flat.units.architectures import units_command
@@ -118,10 +119,10 @@ def _wrapping(
         raise NeedsInformationError(
             f"nothing says which modules of {checkpoint.source} become FSDP units",
             why="wrapping is never guessed: a different wrapping gives different files",
-            next_step="add --units FILE (save_units or `fsdpckpt units` makes one), or --unit GLOB (repeatable) for "
-            "the wrapped modules, for example --unit "
-            f"'{layers_glob(checkpoint.model.params if checkpoint.model is not None else ())}' (--unit none when only "
-            "the root is wrapped)",
+            next_step=f"add {flags.units('FILE')} (save_units or `fsdpckpt units` makes one), or {flags.unit('GLOB')} "
+            "(repeatable) for the wrapped modules, for example "
+            f"{flags.unit(layers_glob(checkpoint.model.params if checkpoint.model is not None else ()))} "
+            f"({flags.unit('none')} when only the root is wrapped)",
         )
     wrapped = source_units is not None and source_units.flat
     if not wrapped and request.use_orig_params is None:
@@ -150,7 +151,8 @@ def _wrapping(
         settings = Settings(None, first.strategy, first.param_dtype, source_units.shard_size)
         units = replace(settings.applied_to(units), world_size=source_units.world_size)
     require_known_order(units, names, checkpoint, request, sources)
-    return units, f"target units: names from {names.label}, wrapping from --unit {' --unit '.join(request.globs)}"
+    wrapping = " ".join(f"{flags.unit(glob)}" for glob in request.globs)
+    return units, f"target units: names from {names.label}, wrapping from {wrapping}"
 
 
 def _require_same_model(units: Units, checkpoint: Checkpoint, request: UnitsRequest, dtype: DType | None) -> None:
@@ -161,12 +163,13 @@ def _require_same_model(units: Units, checkpoint: Checkpoint, request: UnitsRequ
     raise SourceCorruptError(
         f"the units do not describe the model of {checkpoint.source}",
         details=wrong,
-        why="they have the names and the order of --parameters"
+        why=f"they have the names and the order of {flags.parameters}"
         if listed
         else "they are those of a different model, or of another version of this one",
-        next_step="write the names of model.named_parameters() into the --parameters file, one per line, in that order"
+        next_step=f"write the names of model.named_parameters() into the {flags.parameters} file, one per line, in "
+        "that order"
         if listed
-        else "give this model's: --units FILE (save_units or `fsdpckpt units` makes one)",
+        else f"give this model's: {flags.units('FILE')} (save_units or `fsdpckpt units` makes one)",
         file=request.file,
     )
 
@@ -187,8 +190,8 @@ def _require_orders(
             expected=f"units of {world_size} ranks",
             found=f"units of {from_file.world_size} ranks",
             why="an id is the position of a parameter in the optimizer of one rank",
-            next_step="add --units FILE that save_units wrote on every rank of the job that will load it, or give the "
-            "optimizer its parameters in the same order on every rank and save units again",
+            next_step=f"add {flags.units('FILE')} that save_units wrote on every rank of the job that will load it, or "
+            "give the optimizer its parameters in the same order on every rank and save units again",
         )
 
 
@@ -210,7 +213,7 @@ def _orig_params_unknown(checkpoint: Checkpoint, why: str) -> NeedsInformationEr
             "use_orig_params=True: states by parameter, aligned",
         ],
         why=why,
-        next_step="add --use-orig-params or --no-use-orig-params",
+        next_step=f"add {flags.use_orig_params} or {flags.use_orig_params.off}",
     )
 
 
@@ -222,7 +225,9 @@ def _lost_strategy(units: Units, request: UnitsRequest, world_size: int | None) 
     no_shard = any(unit.strategy is Strategy.NO_SHARD for unit in units.units)
     if request.strategy is not None or units.world_size != 1 or world_size == 1 or not no_shard:
         return []
-    return ["full-shard is assumed: on 1 rank FSDP1 turns every strategy into no-shard; --strategy chooses another"]
+    return [
+        f"full-shard is assumed: on 1 rank FSDP1 turns every strategy into no-shard; {flags.strategy} chooses another"
+    ]
 
 
 def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Units:
@@ -232,8 +237,8 @@ def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Un
         return Settings(strategy=Strategy.FULL_SHARD).applied_to(units)
     if request.shard_size is not None and not hybrid:
         raise UsageError(
-            "--shard-size is the size of a sharding group, which only hybrid-shard has",
-            next_step="add --strategy hybrid-shard, or drop --shard-size",
+            f"{flags.shard_size} is the size of a sharding group, which only hybrid-shard has",
+            next_step=f"add {flags.strategy('hybrid-shard')}, or drop {flags.shard_size}",
         )
     same_ranks = request.strategy is None and world_size is not None and world_size == units.world_size
     if hybrid and units.shard_size is None and not same_ranks:
@@ -242,20 +247,21 @@ def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Un
         raise NeedsInformationError(
             "hybrid-shard shards within groups of ranks, and "
             + (unknown if recorded else "nothing says how many ranks a group has"),
-            next_step="add --shard-size N (usually the GPUs of one node)",
+            next_step=f"add {flags.shard_size('N')} (usually the GPUs of one node)",
         )
     size = units.shard_size
     if size is not None and world_size is not None and world_size % size:
         if request.shard_size is not None:
             raise UsageError(
-                f"--shard-size {size} does not divide the {plural(world_size, 'rank')} of the target",
+                f"{flags.shard_size(size)} does not divide the {plural(world_size, 'rank')} of the target",
                 why="every sharding group has the same number of ranks",
-                next_step="--shard-size "
-                + " or ".join(str(divisor) for divisor in range(2, world_size + 1) if world_size % divisor == 0),
+                next_step=" or ".join(
+                    f"{flags.shard_size(divisor)}" for divisor in range(2, world_size + 1) if world_size % divisor == 0
+                ),
             )
         raise NeedsInformationError(
             f"sharding groups of {plural(size, 'rank')}, as the units have, do not divide {plural(world_size, 'rank')}",
-            next_step="add --shard-size N, or --strategy full-shard",
+            next_step=f"add {flags.shard_size('N')}, or {flags.strategy('full-shard')}",
         )
     return units
 
@@ -316,7 +322,7 @@ def _require_undivided(units: Units, checkpoint: Checkpoint) -> None:
             "a flat parameter has to be in one param group, and these are divided among several",
             details=wrong,
             why="use_orig_params=False gives the optimizer one parameter per unit",
-            next_step="add --use-orig-params, or wrap so that the parameters of a unit are in one group",
+            next_step=f"add {flags.use_orig_params}, or wrap so that the parameters of a unit are in one group",
         )
 
 
@@ -344,7 +350,8 @@ def _require_possible(units: Units, *, recorded: bool) -> None:
             "FSDP1 cannot wrap this model like this",
             details=wrong,
             why="a flat parameter has elements, all of one dtype, and with use_orig_params=False of one requires_grad",
-            next_step="wrap it differently (--unit GLOB or --units FILE), or add --use-orig-params",
+            next_step=f"wrap it differently ({flags.unit('GLOB')} or {flags.units('FILE')}), or add "
+            f"{flags.use_orig_params}",
         )
 
 
@@ -353,12 +360,14 @@ def _settings_notes(units: Units, request: UnitsRequest, *, aligned: bool) -> li
     lines = [describe_settings(units)]
     if units.use_orig_params and not aligned and any(unit.param_dtype is None for unit in units.units):
         lines.append(
-            "nothing says which MixedPrecision.param_dtype the job uses, if any: give --param-dtype DTYPE if it does"
+            f"nothing says which MixedPrecision.param_dtype the job uses, if any: give {flags.param_dtype('DTYPE')} if "
+            "it does"
         )
     kernels = possibly_channels_last(units)
     if kernels and request.globs:
         lines.append(
-            f"{plural(len(kernels), 'kernel', 'are')} assumed to be row-major: channels_last models need --units FILE"
+            f"{plural(len(kernels), 'kernel', 'are')} assumed to be row-major: channels_last models need "
+            f"{flags.units('FILE')}"
         )
     return lines
 
@@ -382,7 +391,8 @@ def target_names(
     if chosen is None:
         raise NeedsInformationError(
             f"{checkpoint.source} has no names and shapes to make units from",
-            next_step="add --units FILE, or --reference PATH of a full or sharded checkpoint of this model",
+            next_step=f"add {flags.units('FILE')}, or {flags.reference('PATH')} of a full or sharded checkpoint of "
+            "this model",
         )
     if request.parameters is not None:
         listed = request.names_in(request.parameters, [param.name for param in chosen.params])
@@ -401,8 +411,8 @@ def separate_buffers(names: ParameterNames, buffers: Sequence[str], *, all_match
     useless = [glob for glob in globs if not any(fnmatchcase(param.name, glob) for param in names.params)]
     if useless and all_match:
         raise UsageError(
-            f"--buffers {useless[0]} matches no name of {names.label}",
-            next_step="--buffers with the names of the buffers, or --buffers none",
+            f"{flags.buffers(useless[0])} matches no name of {names.label}",
+            next_step=f"{flags.buffers} with the names of the buffers, or {flags.buffers('none')}",
         )
     return replace(
         names,
@@ -434,18 +444,18 @@ def _listed_only(names: ParameterNames, order: tuple[str, ...], checkpoint: Chec
     absent = [name for name in order if name not in by_name]
     if absent:
         raise SourceCorruptError(
-            f"--parameters lists names that {checkpoint.source} does not have",
+            f"{flags.parameters} lists names that {checkpoint.source} does not have",
             details=absent,
-            next_step="--parameters FILE with the names of model.named_parameters(), one per line",
+            next_step=f"{flags.parameters('FILE')} with the names of model.named_parameters(), one per line",
         )
     optim = checkpoint.optim
     with_state = [str(key) for key in optim.state if str(key) in by_name] if optim is not None else []
     absent = [name for name in with_state if name not in set(order)]
     if absent:
         raise SourceCorruptError(
-            f"--parameters does not list {len(absent)} of the parameters that the optimizer has states of",
+            f"{flags.parameters} does not list {len(absent)} of the parameters that the optimizer has states of",
             details=absent,
-            next_step="--parameters FILE with the names of model.named_parameters(), one per line",
+            next_step=f"{flags.parameters('FILE')} with the names of model.named_parameters(), one per line",
         )
     listed, shared = set(order), list(names.shared)
     for name, param in by_name.items():
@@ -457,9 +467,9 @@ def _listed_only(names: ParameterNames, order: tuple[str, ...], checkpoint: Chec
             ]
             if len(first) != 1:
                 raise NeedsInformationError(
-                    f"{name} is a parameter that --parameters does not list, so it is a shared one",
+                    f"{name} is a parameter that {flags.parameters} does not list, so it is a shared one",
                     details=[f"it may be {first_name}" for first_name in first],
-                    next_step="add --units FILE, which says what is shared",
+                    next_step=f"add {flags.units('FILE')}, which says what is shared",
                 )
             shared.append((name, first[0]))
     params = tuple(replace(by_name[name], sharded=by_name[name].sharded is not False) for name in order)
@@ -468,7 +478,7 @@ def _listed_only(names: ParameterNames, order: tuple[str, ...], checkpoint: Chec
         params=params,
         ordered=True,
         in_model_order=True,
-        label=f"{names.label} and --parameters",
+        label=f"{names.label} and {flags.parameters}",
         shared=tuple(shared),
     )
 
@@ -503,8 +513,9 @@ def _require_settled(names: ParameterNames, checkpoint: Checkpoint) -> Parameter
             f"{checkpoint.source} does not say enough about {len(undecided)} of its names to make units from them",
             details=undecided,
             why="a flat parameter holds every parameter once, frozen ones too, and no buffer",
-            next_step="add --buffers GLOB for the buffers (--buffers none when there are none), --parameters FILE (the "
-            "names of model.named_parameters(), one per line), or --units FILE",
+            next_step=f"add {flags.buffers('GLOB')} for the buffers ({flags.buffers('none')} when there are none), "
+            f"{flags.parameters('FILE')} (the names of model.named_parameters(), one per line), or "
+            f"{flags.units('FILE')}",
         )
     return replace(names, params=tuple(params))
 

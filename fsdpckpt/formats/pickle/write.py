@@ -15,6 +15,7 @@ from itertools import islice
 from math import prod
 from typing import Any
 
+from fsdpckpt import flags
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from fsdpckpt.formats.pickle.allowlist import kind_of
 from fsdpckpt.formats.pickle.opcodes import TUPLE_ENDS, PickleOpcodes, StorageView, flag, integer
@@ -273,7 +274,7 @@ class PickleWriter(PickleOpcodes):
             raise SourceUnsupportedError(
                 f"a {type(value).__name__} contains itself",
                 why="a value that refers to itself cannot be laid out in another container",
-                next_step="leave it out with --exclude",
+                next_step=f"leave it out with {flags.exclude}",
             )
         known = self._shared.get(id(value))
         if known is None:

@@ -16,6 +16,7 @@ from math import prod
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.dcp import DcpMetadata, DcpTensor, PathElement
 from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note, Problem, ProblemKind, Section
@@ -286,7 +287,7 @@ def _find_flattened(directory: DcpDirectory, tensors: dict[str, Tensor], tree: T
                 f"{lost} is a vector in one piece, although {ranks} saved {directory.path}. It is whole if FSDP does "
                 "not shard its parameter (ignored_params). In FSDP1's raw optimizer.state_dict() it is one rank's "
                 "slice, and DCP kept no other. Nothing shows which: save it again with get_optimizer_state_dict of "
-                "torch.distributed.checkpoint.state_dict, or convert the model alone (--only model)"
+                f"torch.distributed.checkpoint.state_dict, or convert the model alone ({flags.only('model')})"
             )
         kind: ProblemKind = "flattened-lost" if certain else "flattened"
         tree.problems.append(Problem(kind, message, file=directory.path, key=lost, section=Section.OPTIM))

@@ -13,6 +13,7 @@ from typing import cast
 
 import numpy as np
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
@@ -330,7 +331,7 @@ class _Step:
                     expected=f"{weight.shape[0]} elements",
                     found=f"shape {list(leaf.shape)}",
                     why="an optimizer that factors or quantizes its states keeps them in a different form under ZeRO",
-                    next_step="convert the weights alone with --only model",
+                    next_step=f"convert the weights alone with {flags.only('model')}",
                 )
             states[key] = part(str(key), leaf)
         return cut, states

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.text import numbers_text, plural, some_of
 
@@ -28,7 +29,8 @@ def require_one_save(directory: str, files: Mapping[str, str]) -> None:
             details=[f"saved {how}: {_joined(names)}" for how, names in saves.items()],
             file=directory,
             why="an earlier save left files behind, or not all files of the last one were written or copied",
-            next_step="move the files of one save into another directory, or leave them out with --ignore-file GLOB",
+            next_step="move the files of one save into another directory, or leave them out with "
+            f"{flags.ignore_file('GLOB')}",
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnsupportedError, damaged
 from fsdpckpt.formats.pickle import load
 from fsdpckpt.formats.pickle.check import check_size
@@ -242,7 +243,7 @@ class _Parser:
             expected="DTensorShardingMetadata or default_tensor_v1",
             found=truncate(kind),
             why="the job has a resharder of its own",
-            next_step="save this item as DTensors, or leave its files out with --ignore-file GLOB",
+            next_step=f"save this item as DTensors, or leave its files out with {flags.ignore_file('GLOB')}",
         )
 
     def _mesh(self, spec: Mapping[Key, Value], key: str) -> MeshSpec:

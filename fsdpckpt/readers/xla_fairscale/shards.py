@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import cast
 
+from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
 from fsdpckpt.formats.torch import TorchArchive
 from fsdpckpt.formats.torch.distributed import all_ranks
@@ -177,7 +178,7 @@ def _name_optimizer(
     except UnnamedError as error:
         message = (
             f"{title}: its ids cannot be named: {error}. An optimizer made with model.named_parameters() saves the "
-            "names; --only model converts the rest"
+            f"names; {flags.only('model')} converts the rest"
         )
         report.problems.append(Problem("flattened", message, file=shards.file, key=title, section=Section.OPTIM))
         return shards.unnamed_optimizer(optimizer)

@@ -176,7 +176,7 @@ def test_names_that_may_be_buffers_or_parameters_with_the_same_lengths_are_refus
     root = UnitPrefixes(("",), complete=False, label="--unit none")
     with pytest.raises(NeedsInformationError, match="ambiguous") as caught:
         inferred(checkpoint(2, optim=optimizer(truth, 2)), name_list(*params), root)
-    assert "--parameters" in str(caught.value)
+    assert "--parameters" in caught.value.text
     found = proved(
         checkpoint(2, optim=optimizer(truth, 2)), name_list(*params), root, parameters=("n.weight", "a.weight")
     )

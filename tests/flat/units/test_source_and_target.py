@@ -157,7 +157,7 @@ def test_parameters_in_another_order_than_the_units_file_says_are_refused(source
 
 def test_settings_that_contradict_proved_units_are_the_mistake_not_the_units(sources: Sources) -> None:
     request = UnitsRequest(use_orig_params=True, param_dtype=BF16)
-    with pytest.raises(UsageError, match="--use-orig-params, --param-dtype bfloat16: that is not how") as caught:
+    with pytest.raises(UsageError, match="use_orig_params=True, param_dtype='bfloat16': that is not how") as caught:
         source_units(raw(beside=units_of()), request, sources)
     assert caught.value.next_step == "drop --use-orig-params and --param-dtype bfloat16"
     # Lengths that are the same either way contradict nothing.
@@ -167,13 +167,13 @@ def test_settings_that_contradict_proved_units_are_the_mistake_not_the_units(sou
 def test_unit_globs_that_contradict_the_units_file_are_refused(tmp_path: Path, sources: Sources) -> None:
     assert source_units(raw(beside=units_of()), UnitsRequest(globs=("l.*",)), sources).units == units_of()
     request = UnitsRequest(globs=("l.0",))
-    with pytest.raises(SourceCorruptError, match="--unit contradicts the units of run/step-7") as caught:
+    with pytest.raises(SourceCorruptError, match="unit contradicts the units of run/step-7") as caught:
         source_units(raw(beside=units_of()), request, sources)
     assert caught.value.details == (
         "l.1.a.weight is in unit 'l.1' according to the units, in the root unit according to --unit",
     )
     given = replace(request, file=saved(tmp_path, units_of()))
-    with pytest.raises(SourceCorruptError, match="--unit contradicts"):
+    with pytest.raises(SourceCorruptError, match="unit contradicts"):
         target_units(full(), given, None, 4, sources)
 
 
@@ -402,14 +402,14 @@ def test_what_buffers_says_is_no_longer_asked(sources: Sources) -> None:
     found = target_units(full(params, by_name()), replace(request, buffers=("none",)), None, 4, sources).units
     assert found.parameters[0] == "position"
     assert not found.params()["position"].requires_grad  # it has no optimizer state
-    with pytest.raises(UsageError, match="--buffers mask matches no name"):
+    with pytest.raises(UsageError, match="buffers='mask' matches no name"):
         target_units(full(params, by_name()), replace(request, buffers=("pos*", "mask")), None, 4, sources)
 
 
 def test_a_list_of_parameters_that_lacks_some_with_states_is_refused(sources: Sources) -> None:
     request = UnitsRequest(globs=("l.*",), use_orig_params=False)
     order = tuple(param.name for param in PARAMS)
-    with pytest.raises(SourceCorruptError, match="--parameters does not list 2 of") as caught:
+    with pytest.raises(SourceCorruptError, match="parameters does not list 2 of") as caught:
         target_units(full(), replace(request, parameters=order[:-2]), None, 4, sources)
     assert caught.value.details == order[-2:]
     with pytest.raises(SourceCorruptError, match="do not describe") as caught:
