@@ -308,11 +308,12 @@ class StoreMonitor:
     # the store, and the launcher
 
     def _call(self, call: Callable[[], T]) -> T:
-        """Run ``call``, which talks to the store, in the background, and wait at most the limit."""
+        """Run ``call``, which talks to the store, in the background. A store that is as silent as a lost rank is lost."""
+        patience = SILENCE_LIMIT * self.limit
         try:
-            return self._control.submit(call).result(self.limit)
+            return self._control.submit(call).result(patience)
         except TimeoutError:
-            raise self._store_lost(f"no answer within {self.limit:.0f} s") from None
+            raise self._store_lost(f"no answer within {patience:.0f} s") from None
         except RuntimeError as error:  # what every store of torch raises; its subclasses differ between versions
             raise self._store_lost(str(error).splitlines()[0]) from error
 
@@ -364,7 +365,8 @@ class StoreMonitor:
     def _wait_for_all(self, key: str, *, wait: bool) -> None:
         lost = self.failure is not None and self.failure.exit_code == WorkerError.exit_code
         deadline = time.monotonic() + (GRACE if lost else 1.0) * self.limit
+        expected = self.world_size - lost  # the rank that was lost does not come
         count = self._call(lambda: self._store.add(key, 1))
-        while wait and count < self.world_size and time.monotonic() < deadline:
+        while wait and count < expected and time.monotonic() < deadline:
             time.sleep(self._max_interval)
             count = self._call(lambda: self._store.add(key, 0))

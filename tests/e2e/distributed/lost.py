@@ -1,4 +1,4 @@
-"""Conversions of which one worker is lost in one step: ``python -m tests.e2e.distributed.lost OUT`` plays all ``LOST``.
+"""Conversions of which one worker is lost in one step: ``scripts/lost_test`` plays all of ``LOST``.
 
 Every worker is a process of its own on a machine of its own: none sees another's files, so that headers and tensors
 travel. A worker is lost by one of ``TROUBLES``; what the others then do goes into OUT/results.json.
@@ -51,8 +51,11 @@ class Lost(NamedTuple):
     def name(self) -> str:
         return f"{self.step}, {self.trouble}, rank {self.rank} of {self.workers}"
 
+    @property
+    def directory(self) -> str:
+        return self.name.replace(",", "").replace(" ", "-")
 
-NO_SPACES = str.maketrans({" ": "-", ",": None})
+
 LOST = [
     Lost(step, trouble, rank, workers)
     for workers in (2, 3)
@@ -206,8 +209,7 @@ def main(arguments: list[str]) -> int:
 def play_all(chosen: Iterable[Lost], out: Path, *, limit: float, at_once: int) -> dict[str, Any]:
     with ThreadPoolExecutor(at_once) as pool:
         futures = {
-            lost.name: pool.submit(play, out / "base", lost, out / lost.name.translate(NO_SPACES), limit=limit)
-            for lost in chosen
+            lost.name: pool.submit(play, out / "base", lost, out / lost.directory, limit=limit) for lost in chosen
         }
         return {name: future.result() for name, future in futures.items()}
 

@@ -35,13 +35,13 @@ def _full() -> None:
 
 
 def _sockets() -> list[socket.socket]:
-    """Every TCP connection of this process."""
+    """Every TCP connection of this process. Those it listens on are none."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 connection = socket.socket(fileno=os.dup(int(name)))
-                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername():
                     found.append(connection)
     return found
 
