@@ -308,7 +308,7 @@ class StoreMonitor:
     # the store, and the launcher
 
     def _call(self, call: Callable[[], T]) -> T:
-        """Run ``call``, which talks to the store, in the background. A store that is as silent as a lost rank is lost."""
+        """Run ``call``, which talks to the store, in the background. A store as silent as a lost rank is lost, too."""
         patience = SILENCE_LIMIT * self.limit
         try:
             return self._control.submit(call).result(patience)
