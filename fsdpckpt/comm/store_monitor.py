@@ -19,6 +19,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
@@ -95,6 +96,8 @@ STATUS_DIRECTORY = "FSDPCKPT_STATUS_DIRECTORY"
 SILENCE_LIMIT = 0.7  # without progress: the rank has failed, and there is time left to tell the others
 HEARTBEAT_INTERVAL = 0.1  # between two heartbeats, and between two checks of the next rank
 GRACE = 0.1  # to wait for another rank's failure that explains a broken connection
+
+STORE_POLL = 0.1  # seconds between two looks at whether the store was lost; an answer ends the wait at once
 
 T = TypeVar("T")
 
@@ -276,25 +279,28 @@ class StoreMonitor:
         if peer is not None:
             position = self._call(lambda: self._position(peer))
             return self.fail("its connection was closed: it may have ended", rank=peer, position=position)
-        silent = self._first_silent_rank()
+        try:
+            silent = self._first_silent_rank()
+        except WorkerError as found:
+            return found
         if silent is not None:
             return self.fail("its connections were closed: it may have ended", rank=silent[0], position=silent[1])
         return self.fail_with(error)
 
     def _first_silent_rank(self) -> tuple[int, str] | None:
-        """The first rank without progress, with its last position; None if all make progress."""
+        """The first rank without progress, with its last position; None if all make progress.
+
+        Raises WorkerError if a rank is known to have failed, or was silent for long before.
+        """
         ranks = [rank for rank in range(self.world_size) if rank != self.rank]
         before = self._call(lambda: {rank: self._position(rank) for rank in ranks})
         deadline = time.monotonic() + (SILENCE_LIMIT - GRACE) * self.limit
         silent = set(ranks)
         while silent and time.monotonic() < deadline:
             time.sleep(HEARTBEAT_INTERVAL * self.limit / 2)
-            self._progress += 1
-            self._call(self._write_heartbeat)
+            self.check_peers()
             now = self._call(lambda: {rank: self._position(rank) for rank in ranks})
             silent = {rank for rank in silent if now[rank] == before[rank]}
-            if self._call(self._stored_failure):
-                break
         return (min(silent), before[min(silent)]) if silent else None
 
     def _check_failure(self) -> None:
@@ -310,10 +316,14 @@ class StoreMonitor:
     def _call(self, call: Callable[[], T]) -> T:
         """Run ``call``, which talks to the store, in the background. A store as silent as a lost rank is lost, too."""
         patience = SILENCE_LIMIT * self.limit
+        deadline = time.monotonic() + patience
+        future = self._control.submit(call)
         try:
-            return self._control.submit(call).result(patience)
-        except TimeoutError:
-            raise self._store_lost(f"no answer within {patience:.0f} s") from None
+            # Several threads of this rank may call: once one of them has waited in vain, none waits any longer.
+            while not wait([future], STORE_POLL).done:
+                if self._store_is_lost or time.monotonic() > deadline:
+                    raise self._store_lost(f"no answer within {patience:.0f} s")
+            return future.result()
         except RuntimeError as error:  # what every store of torch raises; its subclasses differ between versions
             raise self._store_lost(str(error).splitlines()[0]) from error
 

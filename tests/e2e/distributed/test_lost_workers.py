@@ -1,7 +1,7 @@
 """The promise of 15 seconds: one worker is killed, stopped or cut off inside each step, and all others end in time.
 
 ``scripts/lost_test`` plays every step, trouble, rank and number of workers; here is a part of them in which each step
-meets all kinds of trouble but one, and rank 0, which plans and serves the store, as often as the others.
+meets at least three kinds of trouble, and rank 0, which plans and serves the store, as often as the others.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ PLAYED = [
     Lost("read and plan", "kill", 0, 2),
     Lost("read and plan", "stop", 1, 3),
     Lost("read and plan", "unreachable", 0, 2),
+    Lost("read and plan", "unreachable", 1, 3),
     Lost("read back", "kill", 2, 3),
     Lost("read back", "stop", 0, 2),
     Lost("read back", "cut off", 1, 2),
     Lost("copy", "kill", 1, 2),
     Lost("copy", "stop", 0, 3),
     Lost("copy", "cut off", 2, 3),
+    Lost("copy", "unreachable", 1, 3),
     Lost("exchange", "stop", 1, 2),
     Lost("exchange", "cut off", 0, 2),
     Lost("exchange", "unreachable", 1, 3),
