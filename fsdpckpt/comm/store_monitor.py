@@ -45,7 +45,8 @@ class Position(NamedTuple):
 class Failure(NamedTuple):
     """Rank ``rank`` failed in ``step``. ``exit_code``: that of a single process with the same cause.
 
-    ``original``: the cause as a record, if the error has one (``protocol.encode_error``).
+    ``original``: the cause as a record, if the error has one (``protocol.encode_error``). ``stored_by``: the rank that
+    says so: another one if the rank that failed was lost, and will never leave.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Failure(NamedTuple):
     cause: str
     exit_code: int
     original: ErrorRecord | None = None
+    stored_by: int | None = None
 
     @property
     def _is_retryable(self) -> bool:
@@ -246,12 +248,12 @@ class StoreMonitor:
             rank, step = self.rank, self._step
         else:
             step = Position(*json.loads(position)).step if position else "start"
-        return self._store_failure(Failure(rank, step, cause, WorkerError.exit_code))
+        return self._store_failure(Failure(rank, step, cause, WorkerError.exit_code, stored_by=self.rank))
 
     def fail_with(self, error: BaseException) -> WorkerError:
         """Store ``error`` as the failure of this rank. Returns the error to raise, as ``fail``."""
         return self._store_failure(
-            Failure(self.rank, self._step, _cause_text(error), _exit_code_of(error), encode_error(error))
+            Failure(self.rank, self._step, _cause_text(error), _exit_code_of(error), encode_error(error), self.rank)
         )
 
     def _store_failure(self, failure: Failure) -> WorkerError:
@@ -373,8 +375,10 @@ class StoreMonitor:
                 self._wait_for_all("stopped", wait=True)
 
     def _wait_for_all(self, key: str, *, wait: bool) -> None:
-        lost = self.failure is not None and self.failure.exit_code == WorkerError.exit_code
-        deadline = time.monotonic() + (GRACE if lost else 1.0) * self.limit
+        failure = self.failure
+        brief = failure is not None and failure.exit_code == WorkerError.exit_code
+        deadline = time.monotonic() + (GRACE if brief else 1.0) * self.limit
+        lost = failure is not None and failure.stored_by not in (None, failure.rank)
         expected = self.world_size - lost  # the rank that was lost does not come
         count = self._call(lambda: self._store.add(key, 1))
         while wait and count < expected and time.monotonic() < deadline:
