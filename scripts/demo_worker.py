@@ -2,9 +2,9 @@
 
 train: a few steps of a small transformer under FSDP, saved to DIRECTORY/dcp, DIRECTORY/ranks and, gathered by PyTorch
 itself, DIRECTORY/truth.pt.
-check: load DIRECTORY/three into FSDP on any number of ranks; compare it, and DIRECTORY/full.pt, with truth.pt.
+check: load DIRECTORY/checked/on-3 into FSDP on any number of ranks; compare it, and DIRECTORY/full.pt, with truth.pt.
 train1, check1: the same with FSDP1's flat parameters: saves DIRECTORY/flat; loads the weights of
-DIRECTORY/flat-full.pt and each rank's optimizer of DIRECTORY/flat-three.
+DIRECTORY/flat-full.pt and each rank's optimizer of DIRECTORY/checked/flat-on-3.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def check1(directory: str) -> bool:
     full = torch.load(f"{directory}/flat-full.pt", weights_only=True)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(full["model"])
-    optimizer.load_state_dict(torch.load(f"{directory}/flat-three/optim_{name}", weights_only=True))
-    say(f"loaded flat-full.pt (weights) and flat-three (optimizer) into FSDP1 on {world} ranks; gathering both")
+    optimizer.load_state_dict(torch.load(f"{directory}/checked/flat-on-3/optim_{name}", weights_only=True))
+    say(f"loaded flat-full.pt (weights) and checked/flat-on-3 (optimizer) into FSDP1 on {world} ranks; gathering both")
     truth = torch.load(f"{directory}/truth1.pt", weights_only=True)
     return compare("what 3 ranks hold against what 4 ranks held", full1(model, optimizer), truth)
 
@@ -194,9 +194,9 @@ def check(directory: str) -> bool:
     model, optimizer = sharded(seed=99)  # other weights, and an optimizer that has never stepped
     weights, states = get_state_dict(model, optimizer)
     content = {"model": weights, "optimizer": states}
-    dcp.load(content, checkpoint_id=f"{directory}/three")
+    dcp.load(content, checkpoint_id=f"{directory}/checked/on-3")
     set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
-    say(f"loaded {directory}/three into FSDP on {dist.get_world_size()} ranks; now gathering it again")
+    say(f"loaded {directory}/checked/on-3 into FSDP on {dist.get_world_size()} ranks; now gathering it again")
     weights, states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     same = compare("what 3 ranks hold against what 4 ranks held", {"model": weights, "optimizer": states}, truth)
     full = torch.load(f"{directory}/full.pt", weights_only=True)

@@ -7,8 +7,10 @@ command line must accept every option, and find nothing wrong but the missing so
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import shutil
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,17 @@ def test_the_readme_fits_its_page() -> None:
     assert len(text.splitlines()) <= 200
     blocks = "\n".join(re.findall(r"^```\w+\n(.*?)^```", text, re.M | re.S))
     assert [line for line in blocks.splitlines() if len(line) > 100 and not line.startswith("note:")] == []
+
+
+def test_the_terminal_of_the_readme_shows_its_commands_and_can_be_drawn_again(demo: Path) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "terminal"))
+    shown, drawn = script["TARGET"].read_text(), script["record"](demo / "demo-run")
+    assert "](docs/terminal.svg)" in (ROOT / "README.md").read_text()
+    readme = [command.partition(" --keys")[0] for command in commands(ROOT / "README.md")]
+    for svg in (shown, drawn):
+        words = re.sub(r"<[^>]*>", "", unescape(svg)).replace("\xa0", " ")
+        for command in script["COMMANDS"]:
+            assert command.partition(" --keys")[0] in readme and f"$ {command}" in words
+        for said in ("problems: none", "verified: structure", "is whole", "225 same, 0 differ"):
+            assert said in words, said
+        assert not re.search(r"@font-face|<script|href=|url\((?!#)", svg)  # it needs nothing from elsewhere
