@@ -132,7 +132,7 @@ GOLDEN_UNITS = {  # of the checkpoints whose flat parameters say no names
 
 
 def golden_cases(side: Path, *, quick: bool) -> Iterator[Case]:
-    """Checkpoints of old torch versions, torch_xla and fairscale, with their truth as a reference."""
+    """Checkpoints of old torch versions, with their truth as a reference."""
     for directory in sorted({Path(folder) for folder, _, files in os.walk(side / "golden") if files}):
         source = str(directory.relative_to(side))
         name = source.replace("/", "-")
@@ -272,7 +272,7 @@ def worker_cases(base: Path) -> Iterator[Case]:
         source, name = f"corpus/oracle-flattened-2/{variant}/flat", f"workers-{variant}"
         for target, options in {**FEW, "flat2": ["--to=flattened", "--world-size=3"]}.items():
             yield from converted(source, name, target, *options, "--buffers=none", workers=2)
-    for directory in ("torch-2.4/f2_default/ckpt", "torch-2.1/f1_flat_sh_st", "xla/flat", "fairscale/apart"):
+    for directory in ("torch-2.4/f2_default/ckpt", "torch-2.1/f1_flat_sh_st"):
         for target, options in FEW.items():
             name = "workers-" + directory.replace("/", "-")
             yield from converted(f"golden/{directory}", name, target, *options, workers=2)

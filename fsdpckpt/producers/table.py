@@ -324,18 +324,6 @@ TORCHTUNE = Flavor(
 )
 
 
-_RANK = r"^rank\d+-of-\d+-(model|optimizer|optim|pytorch_model|adapter_model)\.(bin|pt|pth)$"
-_OLD_RANK = r"[_-]rank-\d{8}-of-\d{8}\.pth?$"
-
-TORCH_XLA = Flavor(
-    name="torch_xla",
-    title="torch_xla's FSDP",
-    signs=(Signature((_RANK,)), Signature((_OLD_RANK,))),
-    state=rf"{_RANK}|{_OLD_RANK}",
-    model_files="",
-    exports=(WEIGHTS, r"_consolidated\.pth$"),
-)
-
 DEEPSPEED = Flavor(
     tested="deepspeed 0.19",
     name="deepspeed",
@@ -402,13 +390,9 @@ TORCH_CHECKPOINTING = Flavor(
     tested="torch_checkpointing 0.1.1",
 )
 
-FAIRSCALE = Flavor(
-    name="fairscale", title="fairscale's FSDP", signs=(), state=r"[_.-]shard[_-]?\d+\.[^.]+$", model_files=""
-)
-
 FLAVORS: tuple[Flavor, ...] = (  # the first with a sign that matches wins
     TRAINER, ACCELERATE, VERL, LIGHTNING_MODEL_PARALLEL, LIGHTNING, FABRIC, COMPOSER, TORCHTUNE, TORCHTITAN,
-    TORCHTITAN_OLD, TORCH_XLA, FAIRSCALE, DEEPSPEED, DEEPSPEED_UNIVERSAL, MEGATRON, TRAINER_WITHOUT_FSDP,
+    TORCHTITAN_OLD, DEEPSPEED, DEEPSPEED_UNIVERSAL, MEGATRON, TRAINER_WITHOUT_FSDP,
     TORCH_CHECKPOINTING,
     HUGGINGFACE,
 )  # fmt: skip

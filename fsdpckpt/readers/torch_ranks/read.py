@@ -26,10 +26,10 @@ from fsdpckpt.readers.flat_slices import crcs_of_chunks, flat_parameter_keys
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree
 from fsdpckpt.readers.sections import regroup, regrouped, split
+from fsdpckpt.readers.torch_ranks.discontinued import refuse_discontinued
 from fsdpckpt.readers.torch_ranks.merge import Merge
 from fsdpckpt.readers.torch_ranks.rank_files import grouped, open_ranks
 from fsdpckpt.readers.torch_ranks.rank_names import check_names
-from fsdpckpt.readers.xla_fairscale import find_shard_metadata, name_shards, shards_without_metadata
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import listed, plural, some_of
 from fsdpckpt.transform.meshes import with_fsdp_dimensions
@@ -52,16 +52,15 @@ def read_torch_ranks(
     """
     ranks = sorted(paths)
     opened = open_ranks(paths, files, sources, alike=True)
-    roots = {id(file.archive.root): file.archive.root for file in opened}
-    if any(find_shard_metadata(root) is not None for root in roots.values()):  # such shards are named rank by rank
-        opened = open_ranks(paths, files, sources, alike=False)
-    named = name_shards([file.archive for file in opened], ranks, paths)
-    archives = named.archives
+    archives = [file.archive for file in opened]
+    roots = {id(archive.root): (archive.root, paths[rank]) for rank, archive in zip(ranks, archives, strict=True)}
+    for root, path in roots.values():
+        refuse_discontinued(root, path)
     _check_ranks(paths, ranks, archives)
     without_rank = [rank for rank, archive in zip(ranks, archives, strict=True) if not archive.ranks]
     check_names({rank: paths[rank] for rank in without_rank}, sources)
     forms = sorted({form for archive in archives for form in archive.forms})
-    tree = Tree(None, Layout.SHARDED if forms else Layout.FULL, Container.TORCH, len(ranks), flavor=named.producer)
+    tree = Tree(None, Layout.SHARDED if forms else Layout.FULL, Container.TORCH, len(ranks))
     groups = grouped(opened, _one_order([archive.root for archive in archives], ranks, files.units, tree))
     merge = Merge(groups, sharded=bool(forms))
     merged = merge.value([group.root for group in groups])
@@ -81,9 +80,6 @@ def read_torch_ranks(
     tree.devices.update(*(archive.devices for archive in archives))
     _separate_extras(tree, files, sources, only_extras=only_extras)
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, _container_text(paths, ranks, forms)))
-    tree.evidence.extend(named.evidence)
-    tree.problems.extend(named.problems)
-    tree.notes.extend(named.notes)
     return tree
 
 
@@ -224,10 +220,9 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
     source = sources.open(path)
     file_id = files.add(path, source.nbytes)
     archive = read_tensors(source, file_id)
-    metadata = find_shard_metadata(archive.root)
-    if archive.forms or metadata is not None:
-        rank = min(archive.ranks, default=0) if metadata is None or metadata.rank is None else metadata.rank
-        return read_torch_ranks({rank: path}, files, sources)
+    refuse_discontinued(archive.root, path)
+    if archive.forms:
+        return read_torch_ranks({min(archive.ranks, default=0): path}, files, sources)
     tree = Tree(archive.root, Layout.FULL, Container.TORCH, 1, checksums=archive.checksums)
     tree.notes.extend(notes_on_dropped([archive]))
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{path} is one torch.save file of plain tensors"))
@@ -235,7 +230,6 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
     if keys:
         tree.layout = Layout.FLATTENED
         tree.evidence.append(Evidence(EvidenceKind.LAYOUT, f"keys of flat parameters: {', '.join(keys[:3])}"))
-    tree.problems.extend(shards_without_metadata(archive.root, path))
     return tree
 
 

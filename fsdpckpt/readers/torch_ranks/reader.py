@@ -1,8 +1,8 @@
 """Reads torch.save files: single ones, and sets with one file for each rank, whose names differ in a number.
 
 Patterns: ``model_world_size_4_rank_0.pt`` (verl, and what this program writes), ``pytorch_model_fsdp_0_rank3.bin``
-(accelerate), ``rank0-of-4-optimizer.pt`` and ``run_rank-00000000-of-00000004.pth`` (torch_xla), ``last-shard0.pt``
-(fairscale), ``rank0.pt``, ``model_0.pt``. The number of a step or an epoch is not a rank.
+(accelerate), ``rank0-of-4-optimizer.pt``, ``last-shard0.pt``, ``rank0.pt``, ``model_0.pt``. The number of a step or an
+epoch is not a rank.
 """
 
 from __future__ import annotations
