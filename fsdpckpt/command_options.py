@@ -111,6 +111,10 @@ class DiffOptions(OptionRecord):
     only: Section | SectionName | None = _as_in_convert(
         "only", "Compare only this section; NAME is one of several models or optimizers, as inspect lists them."
     )
+    report: str | None = option(
+        "Also write a self-contained page: how far each layer and state moved, outliers, what only one has.",
+        metavar="FILE.html",
+    )
     all_keys: bool = option(
         "Print every key, also what is the same and of repeated layers.", default=False, flag=flags.all_
     )

@@ -115,7 +115,7 @@ def test_convert_shows_every_option_as_a_keyword() -> None:
     ("record", "function", "of_the_command_line"),
     [
         (InspectOptions, api.inspect, {"all_keys", "names_only", "report"}),
-        (DiffOptions, api.diff, {"all_keys"}),
+        (DiffOptions, api.diff, {"all_keys", "report"}),
         (VerifyOptions, api.verify, {"junit"}),
     ],
 )

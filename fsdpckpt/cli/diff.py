@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.output import Cell, Colour, Line, Name, Styled, cut, labelled, table_lines
 from fsdpckpt.command_options import DiffOptions, keywords_of
-from fsdpckpt.text import count_text, fold, fold_notes, key_text, numbers_text, plural, rate_text, step_text
+from fsdpckpt.text import count_text, fold, fold_notes, key_text, numbers_text, plural, rate_text, size_text, step_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -22,6 +22,7 @@ Examples:
   fsdpckpt diff runs/step-1000 runs/step-1000-on-3-ranks --only model
   fsdpckpt diff a.pt b.pt --rtol 1e-5 --atol 1e-8
   fsdpckpt diff a.pt b.pt --all
+  fsdpckpt diff runs/step-1000 runs/step-2000 --report diff.html
 
 \b
 On a terminal the steps and learning rates of both come first, then how far
@@ -44,8 +45,17 @@ def diff_command(output: Output, a: str, b: str, options: DiffOptions) -> int:
     """
     from fsdpckpt.api import diff
 
+    if options.report is not None:  # before an hour of reading, not after it
+        from fsdpckpt.report import check_diff_report
+
+        check_diff_report(options.report, (a, b))
     with output.progress() as progress:
         result = diff(a, b, **keywords_of(diff, options), progress=progress)
+    if options.report is not None:
+        from fsdpckpt.report import write_diff_report
+
+        nbytes = write_diff_report(result, options.report, (a, b))
+        output.message(f"{options.report}: {size_text(nbytes)}")
     for note in fold_notes(result.notes):
         output.message(f"note: {note}")
     output.document(lambda: _document(a, b, result, everything=options.all_keys), "diff")

@@ -21,14 +21,21 @@ _SIGNS = {"present": "+", "missing": "-", "damaged": "!", "none": " "}
 _WORST = ("damaged", "missing", "present", "none")
 
 
-def show_incomplete(output: Output, source: str, error: SourceIncompleteError | SourceCorruptError) -> int:
-    """Show it on stdout and the error on stderr, and return the error's exit code."""
+def show_incomplete(
+    output: Output, source: str, error: SourceIncompleteError | SourceCorruptError, report: str | None
+) -> int:
+    """Show it on stdout and the error on stderr, and return the error's exit code. ``report``: a page to write."""
     from fsdpckpt.api import inspect_incomplete
 
     left = inspect_incomplete(source, error)
     if left is None:
         raise error
     suggest_readable(error, left)
+    if report is not None:
+        from fsdpckpt.report import write_incomplete_report
+
+        nbytes = write_incomplete_report(left, report)
+        output.message(f"{report}: {size_text(nbytes)}")
     if output.as_json:
         return show_error(output, error, _document(left), "incomplete")
     output.data(_lines(left, output.columns))

@@ -59,7 +59,7 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
             raise
         return show_run(output, source, error)
     except (SourceIncompleteError, SourceCorruptError) as error:
-        return show_incomplete(output, source, error)
+        return show_incomplete(output, source, error, options.report)
     if options.report is not None:
         from fsdpckpt.report import write_report
 

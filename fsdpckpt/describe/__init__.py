@@ -2,11 +2,12 @@
 
 from fsdpckpt.describe.describe import Description, SectionSummary, describe, extra_json, json_value, stored_files
 from fsdpckpt.describe.incomplete import Incomplete, describe_incomplete
-from fsdpckpt.describe.rank_grid import FilesOfRanks, RankGrid
+from fsdpckpt.describe.rank_grid import FilesOfRanks, FileState, RankGrid, rank_grid
 from fsdpckpt.describe.run import Run, RunCheckpoint, describe_run
 
 __all__ = [
     "Description",
+    "FileState",
     "FilesOfRanks",
     "Incomplete",
     "RankGrid",
@@ -18,5 +19,6 @@ __all__ = [
     "describe_run",
     "extra_json",
     "json_value",
+    "rank_grid",
     "stored_files",
 ]

@@ -321,6 +321,7 @@ class Table:
     label: str = ""
     more: str = ""
     longest: int = LONGEST
+    shares: frozenset[int] = frozenset()  # columns of percentages, drawn as bars behind them
 
 
 def more_text(rows: int, word: str, hint: str = "") -> str:

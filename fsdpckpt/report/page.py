@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 
 from fsdpckpt import flags
-from fsdpckpt.describe import Description, stored_files
-from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
+from fsdpckpt.describe import Description, RankGrid, rank_grid, stored_files
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor, Section
 from fsdpckpt.ir.optimizer import BARE_VALUE, PARAM_NAMES, PARAMS, Optimizer
 from fsdpckpt.ir.tensors import Stats, Tensor
-from fsdpckpt.ir.values import as_float, value_text
+from fsdpckpt.ir.values import as_float, value_text, walk
+from fsdpckpt.producers import PLAIN
+from fsdpckpt.report.curves import layer_curves
 from fsdpckpt.report.figures import (
     MAX_ROWS,
     Holdings,
@@ -30,55 +34,32 @@ from fsdpckpt.report.figures import (
     more_text,
     percent,
 )
+from fsdpckpt.report.memory import memory_by_ranks
+from fsdpckpt.report.rank_rows import rank_rows
+from fsdpckpt.report.render import render
+from fsdpckpt.report.treemap import NARROW, WIDE, tiles, treemap
+from fsdpckpt.storage.sources import relative_path
 from fsdpckpt.text import count_text, fold, plural, size_text, step_text
+from fsdpckpt.transform.known_names import known_names
 from fsdpckpt.verify.measures import buffer_keys
-from fsdpckpt.version import __version__
 
-MAX_PROBLEMS = 200
 MAX_FIGURES = 24  # more states than any optimizer has
-LONGEST_LINE = 600  # characters of a problem or a note
-
-# No script runs and nothing is fetched, whatever the keys of a checkpoint contain.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+MAX_EXTRAS = 200  # rows
+LONGEST_LIST = 8  # values of a list in the extras; of a longer one, the number
 
 _TITLES = {Section.MODEL: "model", Section.OPTIM: "optimizer state"}
 
 
 def page(described: Description, created: datetime | None = None) -> str:
     """The page for what ``inspect`` describes, with statistics if they were computed. ``created``: None for now."""
-    import jinja2
-    from markupsafe import Markup
-
-    def printable(value: object) -> object:
-        """Control characters and lone surrogates in Python's notation."""
-        if not isinstance(value, str) or isinstance(value, Markup) or value.isprintable():
-            return value
-        return "".join(char if char.isprintable() else repr(char)[1:-1] for char in value)
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fsdpckpt", "report"),
-        autoescape=True,
-        finalize=printable,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(clip=clipped, count=count_text, plural=plural)
-    return environment.get_template("page.html.jinja").render(
-        policy=POLICY,
-        version=__version__,
-        max_rows=MAX_ROWS,
-        max_problems=MAX_PROBLEMS,
-        longest_line=LONGEST_LINE,
-        created=(created or datetime.now().astimezone()).strftime("%Y-%m-%d %H:%M %Z"),
-        **_content(described),
-    )
+    return render("page.html.jinja", created, {"command": "inspect", **_content(described)})
 
 
 def _content(described: Description) -> dict[str, Any]:
     """The values for the template."""
     checkpoint = described.checkpoint
     optimizer = _optimizer_health(checkpoint.optim, described) if checkpoint.optim is not None else None
+    described = _named(described)
     buffers: list[str] = []
     sizes: list[dict[str, Any]] = []
     files = stored_files(checkpoint)
@@ -94,6 +75,13 @@ def _content(described: Description) -> dict[str, Any]:
         "tiles": _tiles(described),
         "problems": problems,
         "sections": [part for section in _TITLES if (part := _section(described, section)) is not None],
+        "treemaps": _treemaps(described),
+        "memory": _memory(described),
+        "curves": _curves(described),
+        "grid": rank_rows(_files_of_ranks(checkpoint)),
+        "extras": _extras(checkpoint),
+        "commands": _commands(described),
+        "parts": _parts(described),
         "dtypes": _dtypes(described),
         "optimizer": optimizer,
         "magnitudes": sizes,
@@ -111,6 +99,122 @@ def _content(described: Description) -> dict[str, Any]:
             more=more_text(len(files), "file"),
         ),
     }
+
+
+def _named(described: Description) -> Description:
+    """``described`` with the states of ids under the names of their parameters, where the checkpoint proves them."""
+    names = {str(number): name for number, name in known_names(described.checkpoint).items()}
+    tensors = [
+        named._replace(param=names[named.param])
+        if named.section is Section.OPTIM and named.of is None and named.param in names
+        else named
+        for named in described.tensors
+    ]
+    return replace(described, tensors=tuple(tensors))
+
+
+def _treemaps(described: Description) -> list[dict[str, Any]]:
+    """Of the weights and all states together, by module: one drawing for a wide screen and one for a phone."""
+    held = [
+        (named.param if named.of is None else f"{named.label}.{named.param}", named.tensor.nbytes)
+        for named in described.tensors
+        if named.section is not Section.EXTRA
+    ]
+    root = tiles(held)
+    return [treemap(root, size, "bytes by module") for size in (WIDE, NARROW)] if root.nbytes else []
+
+
+def _memory(described: Description) -> list[dict[str, Any]]:
+    """For the template: what a rank would hold, on each number of ranks."""
+    rows = memory_by_ranks(described.tensors, buffer_keys(described.checkpoint), described.checkpoint.world_size)
+    return [
+        {
+            "ranks": row.ranks,
+            "total": size_text(row.total),
+            "saved": row.ranks == max(described.checkpoint.world_size, 1),
+            "parts": [
+                (f"part{number}", label, size_text(nbytes), 100 * nbytes / row.total)
+                for number, (label, nbytes) in enumerate(
+                    (("weights", row.weights), ("gradients", row.gradients), ("optimizer state", row.states))
+                )
+                if nbytes
+            ],
+        }
+        for row in rows
+        if row.total
+    ]
+
+
+def _parts(described: Description) -> list[tuple[str, str, str, float]]:
+    """For a bar: the style, the label, the size and the share of each section and dtype."""
+    sums: Counter[str] = Counter()
+    for named in described.tensors:
+        sums[f"{named.label} {named.tensor.dtype.name}"] += named.tensor.nbytes
+    whole = sum(sums.values())
+    largest = sums.most_common()
+    shown = [(label, nbytes) for label, nbytes in largest[:6] if nbytes]
+    rest = sum(nbytes for _, nbytes in largest[6:])
+    shown += [("all others", rest)] if rest else []
+    return [
+        (f"part{number}", label, size_text(nbytes), 100 * nbytes / whole)
+        for number, (label, nbytes) in enumerate(shown)
+    ]
+
+
+def _curves(described: Description) -> list[dict[str, Any]]:
+    """By layer: the weights, and each state that has its parameter's shape."""
+    values = []
+    for named, stats in zip(described.tensors, described.stats or (), strict=False):
+        if named.section is Section.EXTRA or stats is None or stats.norm is None or not named.tensor.shape:
+            continue
+        kind = "weights" if named.section is Section.MODEL else str(named.state)
+        largest = max(abs(stats.min or 0.0), abs(stats.max or 0.0))
+        values.append((kind, named.param, stats.norm, named.tensor.numel, largest))
+    return layer_curves(values)
+
+
+def _files_of_ranks(checkpoint: Checkpoint) -> RankGrid:
+    names = [relative_path(file.path, checkpoint.source) for file in stored_files(checkpoint)]
+    return rank_grid(names, (), ())
+
+
+def _extras(checkpoint: Checkpoint) -> Table:
+    """Everything beside the model and the optimizer; of a long list, how many values it has."""
+    lists: dict[tuple[int | None, str], list[str]] = {}
+    for rank, extra in ((None, checkpoint.extra), *enumerate(checkpoint.rank_extra)):
+        for path, value in walk(extra) if extra else ():
+            key, last = ".".join(map(str, path[:-1])), path[-1]
+            name = key if isinstance(last, int) and key else ".".join(map(str, path))
+            lists.setdefault((rank, name), []).append(value_text(value))
+    rows = []
+    for (rank, name), values in lists.items():
+        text = ", ".join(values) if len(values) <= LONGEST_LIST else f"{plural(len(values), 'value')}, {values[0]} ..."
+        rows.append(("all" if rank is None else str(rank), name, text))
+    rows.sort(key=lambda row: row[0] != "all")  # those of single ranks are many and alike
+    left = len(rows) - MAX_EXTRAS
+    more = f"and {plural(left, 'extra')} more: inspect --json lists them all" if left > 0 else ""
+    return Table(["rank", "extra", "value"], rows[:MAX_EXTRAS], more=more)
+
+
+def _commands(described: Description) -> list[tuple[str, str]]:
+    """What one may do next: the purpose and the command."""
+    checkpoint = described.checkpoint
+    source = shlex.quote(checkpoint.source)
+    framework = "" if checkpoint.flavor == PLAIN else f" --for {checkpoint.flavor}"
+    commands = [("check every byte", f"fsdpckpt verify {source}{framework}")]
+    if described.stats is None:
+        commands.append(
+            ("add curves by layer and search for NaN", f"fsdpckpt inspect {source} --stats --report report.html")
+        )
+    if checkpoint.layout is not Layout.FULL:
+        commands.append(("resume on another number of ranks", f"fsdpckpt convert {source} DST --world-size N"))
+        commands.append(("make one file of it", f"fsdpckpt convert {source} full.pt"))
+    else:
+        commands.append(
+            ("cut it for N ranks", f"fsdpckpt convert {source} DST --to sharded --world-size N"),
+        )
+    commands.append(("compare it with another step", f"fsdpckpt diff {source} OTHER --report diff.html"))
+    return commands
 
 
 def _tiles(described: Description) -> list[tuple[str, str]]:
@@ -173,7 +277,7 @@ def _rank_table(grid: Holdings, root: Module) -> Table:
         )
         for rank in order
     ]
-    return Table(["rank", "holds", "share", "chunks"], rows, frozenset({0, 1, 2, 3}), more=more)
+    return Table(["rank", "holds", "share", "chunks"], rows, frozenset({0, 1, 2, 3}), more=more, shares=frozenset({2}))
 
 
 def _module_table(root: Module) -> Table:
@@ -202,7 +306,7 @@ def _module_table(root: Module) -> Table:
         )
     headings = ["module", "bytes", "in all", "share", "elements", "tensors", "tensor"]
     more = f"and {plural(left, 'smaller module')}" if left > 0 else ""
-    return Table(headings, rows, frozenset({1, 2, 3, 4, 5}), "size by module", more)
+    return Table(headings, rows, frozenset({1, 2, 3, 4, 5}), "size by module", more, shares=frozenset({3}))
 
 
 def _modules(node: Module, depth: int) -> Iterator[Module]:
@@ -236,7 +340,8 @@ def _dtypes(described: Description) -> Table:
         (section, dtype, count_text(number), count_text(elements), size_text(nbytes), percent(nbytes, whole))
         for (section, dtype), (number, elements, nbytes) in sums.items()
     ]
-    return Table(["section", "dtype", "tensors", "elements", "bytes", "share"], rows, frozenset({2, 3, 4, 5}))
+    headings = ["section", "dtype", "tensors", "elements", "bytes", "share"]
+    return Table(headings, rows, frozenset({2, 3, 4, 5}), shares=frozenset({5}))
 
 
 def _statistics(described: Description) -> Table:

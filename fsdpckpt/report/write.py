@@ -1,15 +1,21 @@
-"""Draws a checkpoint as one self-contained HTML page (``inspect --report``)."""
+"""Writes the pages (``inspect --report``, ``diff --report``): each is one self-contained file."""
 
 from __future__ import annotations
 
 from fsdpckpt import flags
-from fsdpckpt.describe import Description
+from fsdpckpt.describe import Description, Incomplete
 from fsdpckpt.storage.documents import Document
+from fsdpckpt.verify.difference import Difference
 
 MARK = "<!doctype html>\n<!-- fsdpckpt inspect --report -->\n"
-"""The beginning of every page: a file that begins otherwise is never replaced."""
+"""The beginning of every page on a checkpoint: a file that begins otherwise is never replaced by one."""
 
-_PAGE = Document(flags.report, "report", MARK, (".html", ".htm"), "an HTML page")
+DIFF_MARK = "<!doctype html>\n<!-- fsdpckpt diff --report -->\n"
+
+_SUFFIXES = (".html", ".htm")
+_FORM = "an HTML page"
+_PAGE = Document(flags.report, "report", MARK, _SUFFIXES, _FORM)
+_DIFF_PAGE = Document(flags.report, "report", DIFF_MARK, _SUFFIXES, _FORM)
 
 
 def check_report(path: str, source: str) -> None:
@@ -26,3 +32,28 @@ def write_report(described: Description, path: str) -> int:
     from fsdpckpt.report.page import page  # and the template engine: only if a page is made
 
     return _PAGE.write(path, described.checkpoint.source, page(described))
+
+
+def write_incomplete_report(left: Incomplete, path: str) -> int:
+    """The same for what is left of a checkpoint."""
+    check_report(path, left.source)
+    from fsdpckpt.report.incomplete import incomplete_page
+
+    return _PAGE.write(path, left.source, incomplete_page(left))
+
+
+def check_diff_report(path: str, sources: tuple[str, str]) -> None:
+    """Check that a page on ``sources`` may be written to ``path``. Raises what ``Document.check`` does."""
+    for source in sources:
+        _DIFF_PAGE.check(path, source)
+
+
+def write_diff_report(result: Difference, path: str, sources: tuple[str, str]) -> int:
+    """Write the page for ``result``, the comparison of ``sources``, to ``path``; returns its length in bytes.
+
+    Raises what ``check_diff_report`` does.
+    """
+    check_diff_report(path, sources)
+    from fsdpckpt.report.compared import compared_page
+
+    return _DIFF_PAGE.write(path, sources[0], compared_page(result))

@@ -125,7 +125,7 @@ def test_a_browser_runs_nothing_that_a_key_says(tmp_path: Path) -> None:
     assert titles
     assert titles[0] != "owned"
     assert "<svg onload" not in shown
-    assert shown.count("<svg") == 2
+    assert shown.count("<svg") == 4  # two tree maps and two sections
 
 
 def test_every_byte_of_every_rank_is_counted() -> None:

@@ -1,0 +1,41 @@
+"""Builds the page of a checkpoint that is incomplete: which rank has which file, and what can be read."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from fsdpckpt.describe import Incomplete
+from fsdpckpt.report.figures import Table
+from fsdpckpt.report.rank_rows import rank_rows
+from fsdpckpt.report.render import render
+from fsdpckpt.text import count_text, dtypes_text, size_text
+
+
+def incomplete_page(left: Incomplete, created: datetime | None = None) -> str:
+    """``created``: None for now."""
+    error = left.error
+    readable = [
+        (
+            section,
+            count_text(totals.tensors),
+            count_text(totals.elements),
+            size_text(totals.nbytes),
+            dtypes_text(totals.dtypes),
+        )
+        for section, totals in left.summaries.items()
+    ]
+    values = {
+        "command": "inspect",
+        "name": left.source,
+        "what": error.what,
+        "findings": list(error.findings),
+        "why": error.why,
+        "grid": rank_rows(left.grid),
+        "files": Table(
+            ["file", "state"],
+            [*((name, "missing") for name in left.missing), *((name, "damaged") for name in left.damaged)],
+        ),
+        "readable": Table(["section", "tensors", "elements", "bytes", "dtypes"], readable, frozenset({1, 2, 3})),
+        "commands": [("convert what can be read", command) for command in left.commands],
+    }
+    return render("incomplete.html.jinja", created, values)
