@@ -28,7 +28,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeAlias, cast
 
 from fsdpckpt.formats.pickle.operands import Columns, NotScannedError
-from fsdpckpt.formats.pickle.patterns import GET, INTEGER, SHORT_TEXT, SIZES, TEXT
+from fsdpckpt.formats.pickle.patterns import GET, INTEGER, SHORT_TEXT, SIZES
 
 Row: TypeAlias = dict[str, object]
 """The fields of one record: an int, a tuple of ints, or the number of a text."""
@@ -68,7 +68,7 @@ def sizes(name: str) -> Part:
 
 
 def text(name: str) -> Part:
-    return Part(GET + rb"|" + SHORT_TEXT + rb"\x94|" + TEXT, name, Reads.TEXT)
+    return Part(GET + rb"|" + SHORT_TEXT + rb"\x94", name, Reads.TEXT)
 
 
 def list_of(record: Record) -> Part:
@@ -99,12 +99,11 @@ class Record:
     @cached_property
     def in_a_row(self) -> bytes:
         """A pattern for one or several such records; those with lists come one by one, between the keys of a dict."""
-        return self.pattern if self.inner is not None else self.pattern + self.more
+        return self.pattern if self.inner is not None else rb"(?=[hj])" + self.several(self.pattern) + rb"+"
 
-    @cached_property
-    def more(self) -> bytes:
-        """A pattern for any number of records that may come after one."""
-        return rb"(?:(?:" + self.added + rb"\()?" + self.pattern + rb")*+"
+    def several(self, pattern: bytes) -> bytes:
+        """A pattern for one or several records, each of which is matched by ``pattern``, in batches."""
+        return rb"(?:(?:" + self.added + rb"\()?" + pattern + rb")+"
 
     @cached_property
     def form_of(self) -> Callable[[Sequence[bytes]], tuple[bytes, ...]]:
@@ -112,9 +111,32 @@ class Record:
         return itemgetter(*[at for at, part in enumerate(self.parts) if part.reads is None])
 
     @cached_property
-    def fields(self) -> re.Pattern[bytes]:
-        """The opcodes, with a group for each part."""
+    def by_parts(self) -> re.Pattern[bytes]:
+        """A record, with a group for each part."""
         return re.compile(b"".join(rb"(" + part.pattern + rb")" for part in self.parts) + self.end, re.DOTALL)
+
+
+class Form:
+    """All opcodes of a record that are no fields: ``opcodes``, by part. ``number``: of the form.
+
+    ``fields`` matches a record of this form, with a group for each field; ``several`` matches one or several.
+    """
+
+    def __init__(self, record: Record, opcodes: Sequence[bytes], number: int) -> None:
+        self.record, self.number = record, number
+        fixed = iter(opcodes)
+        self.parts = [(part, next(fixed) if part.reads is None else b"") for part in record.parts]
+        self.fields, self.several = (
+            re.compile(self._pattern(rb"("), re.DOTALL),
+            re.compile(record.several(self._pattern(rb"(?:")) + rb"+", re.DOTALL),
+        )
+
+    def _pattern(self, group: bytes) -> bytes:
+        """The opcodes, with fields in groups that begin so."""
+        pattern = b"".join(
+            re.escape(opcodes) if part.reads is None else group + part.pattern + rb")" for part, opcodes in self.parts
+        )
+        return pattern + self.record.end
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
-from itertools import groupby
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -24,10 +23,11 @@ from fsdpckpt.formats.pickle.operands import (
     smallest_integers,
 )
 from fsdpckpt.formats.pickle.patterns import ANY, GET, MEMOIZES, NUMBERED, PLAIN, PUTS, SHORT_TEXT, TEXT
-from fsdpckpt.formats.pickle.records import Example, Holder, Reads, Record, Row, Run, Scan
+from fsdpckpt.formats.pickle.records import Example, Form, Holder, Reads, Record, Row, Run, Scan
 from fsdpckpt.ir.tensors import Int64Array
 
 _SHORT_TEXT_OPCODE, _STOP = 0x8C, ord(".")
+_MAX_FORMS = 256  # patterns that are made; a save has fewer than ten
 _MAX_REMEMBERED = 32 << 20  # bytes of whole records with lists that are recognised when they come again
 
 
@@ -149,7 +149,6 @@ class Scanner:
     def __init__(self, records: Sequence[Record], *, numbered: bool, skipped: Skipped | None = None) -> None:
         self._records, self._numbered, self._skipped = records, numbered, skipped
         self._step = _step(tuple(records), numbered, b"" if skipped is None else skipped.key + skipped.begin)
-        self._more = [re.compile(record.more, re.DOTALL) for record in records]
         self._out = bytearray()
         self._memo = _Memo()
         self._numbers: list[bytes] = []  # the opcodes that give a value a memo number
@@ -157,7 +156,9 @@ class Scanner:
         self._texts_in_runs: list[_TextsInRun] = []
         self._bases: list[int] = []  # of these
         self._text_numbers: dict[bytes, int] = {}  # by the opcodes of a text, or of a reference that the loader reads
-        self._forms: dict[tuple[object, ...], int] = {}
+        self._forms: dict[tuple[str, _Groups], Form] = {}
+        self._latest: dict[str, Form] = {}
+        self._shown: set[Form] = set()  # those with an example
         self._known: dict[bytes, _Known] = {}
         self._counts = {record.name: 0 for record in (*records, *(record.inner for record in records if record.inner))}
         self._room = _MAX_REMEMBERED
@@ -190,9 +191,9 @@ class Scanner:
             else:
                 self._copy(match[records + 2], match[records + 3])
             while 0 <= boundary <= end:
-                if 0 <= kind < records:  # whole records are passed at once
-                    passed = self._more[kind].match(data, at, boundary)
-                    at = at if passed is None else passed.end()
+                latest = self._latest.get(self._records[kind].name) if 0 <= kind < records else None
+                passed = latest.several.match(data, at, boundary) if latest is not None else None
+                at = at if passed is None else passed.end()  # whole records are passed at once
                 _require_boundary(data, at, boundary)
                 boundary = next(boundaries, -1)
             at = end
@@ -281,9 +282,8 @@ class Scanner:
         known = self._text_numbers.get(opcodes)
         if known is None:
             known = self._text_numbers[opcodes] = len(self._scan.texts)
-            body = opcodes[2:-1] if opcodes[:1] == b"\x8c" else opcodes[5:]
             try:
-                self._scan.texts.append(body.decode("utf-8", "surrogatepass"))
+                self._scan.texts.append(opcodes[2:-1].decode("utf-8", "surrogatepass"))
             except UnicodeDecodeError:
                 raise NotScannedError("a text that is not UTF-8") from None
         return known
@@ -295,10 +295,11 @@ class Scanner:
         if record.inner is not None:
             self._take_holder(record, record.inner, data[begin:end])
             return
-        rows = record.fields.findall(data, begin, end)
-        for form, part in self._by_form(record, rows):
-            self._placeholder(self._add(record, form, part))
-        if len(rows) > 1:
+        count = 0
+        for form, rows in self._by_form(record, data, begin, end):
+            self._placeholder(self._add(form, rows))
+            count += len(rows)
+        if count > 1:
             self._allowed = record.added + b"hj"
 
     def _take_holder(self, record: Record, inner: Record, opcodes: bytes) -> None:
@@ -308,18 +309,25 @@ class Scanner:
             self._memo.count += known.memoised
             self._placeholder(_Added(known.run, [], [], []))
             return
-        match = record.fields.fullmatch(opcodes)
+        match = record.by_parts.fullmatch(opcodes)
         if match is None:
             raise NotScannedError("a record that is read in two ways")
-        base, groups = self._memo.count, list(match.groups())
+        base, groups = self._memo.count, match.groups()
         listed = next(at for at, part in enumerate(record.parts) if part.reads is Reads.LIST)
-        rows = inner.fields.findall(groups[listed])
-        groups[listed] = b""  # the example has an empty list
-        forms = list(self._by_form(inner, rows))
+        # The list is in its own group: (batch, e, (batch, e, or a single record and a.
+        inside = groups[listed].removeprefix(b"(")
+        forms = list(self._by_form(inner, inside, 0, len(inside) - 1))
         if len(forms) != 1:
             raise NotScannedError("a list of records of several forms")
-        of_holder = self._add(record, record.form_of(groups), [tuple(groups)])
-        of_list = self._add(inner, *forms[0])
+        form = self._form(record, record.form_of(groups))
+        # The example has an empty list.
+        fields = [
+            b"" if part.reads is Reads.LIST else group
+            for part, group in zip(record.parts, groups, strict=True)
+            if part.reads
+        ]
+        of_holder = self._add(form, [tuple(fields)])
+        of_list = self._add(*forms[0])
         run = replace(of_list.run, record=record, holder=of_holder.run.holder)
         if len(opcodes) <= self._room:
             self._room -= len(opcodes)
@@ -327,57 +335,68 @@ class Scanner:
         examples = of_holder.examples + of_list.examples
         self._placeholder(_Added(run, examples, of_holder.named + of_list.named, of_holder.new + of_list.new))
 
-    def _by_form(self, record: Record, rows: Sequence[_Groups]) -> Iterator[tuple[_Groups, Sequence[_Groups]]]:
-        """The rows, cut where the form changes, each part with its form."""
-        forms = list(map(record.form_of, rows))
-        if forms.count(forms[0]) == len(forms):  # as nearly always
-            yield forms[0], rows
-            return
-        begin = 0
-        for form, of_form in groupby(forms):
-            end = begin + len(list(of_form))
-            yield form, rows[begin:end]
-            begin = end
+    def _form(self, record: Record, opcodes: _Groups) -> Form:
+        """The form of a record with these opcodes in the parts that are no fields."""
+        form = self._forms.get((record.name, opcodes))
+        if form is None:
+            if len(self._forms) == _MAX_FORMS:
+                raise NotScannedError("more forms of records than any save has")
+            form = self._forms[record.name, opcodes] = Form(record, opcodes, len(self._forms))
+        return form
 
-    def _add(self, record: Record, form: _Groups, rows: Sequence[_Groups]) -> _Added:
+    def _by_form(self, record: Record, data: bytes, begin: int, end: int) -> Iterator[tuple[Form, list[_Groups]]]:
+        """The fields of the records from ``begin`` to ``end``, cut where the form changes."""
+        at = begin
+        while at < end:
+            # As a rule all are of the form that the last one had.
+            form = self._latest.get(record.name)
+            several = form.several.match(data, at, end) if form is not None else None
+            if form is None or several is None:
+                match = record.by_parts.match(data, at + 2 * data.startswith(record.added + b"(", at), end)
+                if match is None:
+                    raise NotScannedError("a record that is read in two ways")
+                self._latest[record.name] = self._form(record, record.form_of(match.groups()))
+                continue
+            yield form, form.fields.findall(data, at, several.end())
+            at = several.end()
+
+    def _add(self, form: Form, rows: Sequence[_Groups]) -> _Added:
         """Add rows of one form to the columns."""
-        columns = list(zip(*rows, strict=True))
+        record, columns = form.record, iter(zip(*rows, strict=True))
         made: Columns = {}
         memoised: list[int | npt.NDArray[np.uint8]] = []
-        texts: dict[int, npt.NDArray[np.signedinteger]] = {}
-        for at, (part, column) in enumerate(zip(record.parts, columns, strict=True)):
+        texts: dict[int, tuple[_Groups, npt.NDArray[np.signedinteger]]] = {}
+        for at, (part, opcodes) in enumerate(form.parts):
             count: int | npt.NDArray[np.uint8] = 0
+            column = next(columns) if part.reads is not None else ()
             if part.reads is None:
-                count = _values_memoised(column[0])
+                count = _values_memoised(opcodes)
             elif part.reads is Reads.NUMBER:
                 made[part.name] = numbers_of(column)
             elif part.reads is Reads.SIZES:
                 made[part.name], made[f"{part.name}_ndim"], count = sizes_of(column)
             elif part.reads is Reads.TEXT:
                 made[part.name], count = self._texts(column)
-                texts[at] = made[part.name]
+                texts[at] = column, made[part.name]
             memoised.append(count)
-        in_run = _TextsInRun(self._memo.count, len(rows), memoised, texts)
+        in_run = _TextsInRun(self._memo.count, len(rows), memoised, {at: numbers for at, (_, numbers) in texts.items()})
         named: list[bytes] = []
         new: list[int] = []
-        if texts:
-            if not self._numbered:
-                self._texts_in_runs.append(in_run)
-                self._bases.append(in_run.base)
-            self._memo.count = in_run.end
-            for at, numbers in texts.items():
-                self._references(columns[at], numbers, in_run, named, new)
         self._memo.count = in_run.end
+        if texts and not self._numbered:
+            self._texts_in_runs.append(in_run)
+            self._bases.append(in_run.base)
+        for column, numbers in texts.values():
+            self._references(column, numbers, in_run, named, new)
         if self._numbered and in_run.end != in_run.base:
             raise NotScannedError("memo numbers of both kinds")
         examples = []
         row = _row(record, made)
-        if (record.name, form) not in self._forms:
-            number = self._forms[record.name, form] = len(self._forms)
-            examples.append((Example(record, number, row), self._opcodes_of_example(record, rows[0])))
-        number = self._forms[record.name, form]
+        if form not in self._shown:
+            self._shown.add(form)
+            examples.append((Example(record, form.number, row), self._opcodes_of_example(form, rows[0])))
         if record.inner is not None:
-            self._scan.holders.append(Holder(number, row))
+            self._scan.holders.append(Holder(form.number, row))
             return _Added(Run(record, 0, 0, len(self._scan.holders) - 1), examples, named, new)
         begin = self._counts[record.name]
         self._counts[record.name] += len(rows)
@@ -423,9 +442,11 @@ class Scanner:
                     raise NotScannedError("a reference to what comes later")
         numbers[rows] = [found[column[row]] for row in rows]
 
-    def _opcodes_of_example(self, record: Record, groups: _Groups) -> bytes:
+    def _opcodes_of_example(self, form: Form, fields: _Groups) -> bytes:
         """The opcodes of one record as they are in what is left: not memoised."""
-        opcodes = b"".join(groups) + record.end
+        left = iter(fields)
+        parts = [next(left) if part.reads is not None else same for part, same in form.parts]
+        opcodes = b"".join(parts) + form.record.end
         out = bytearray()
         at = 0
         while at < len(opcodes):
