@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.errors import COPY_AGAIN, SourceUnsupportedError, damaged
-from fsdpckpt.formats.dcp.fields import MASK
 from fsdpckpt.formats.pickle import load
 from fsdpckpt.formats.torch import check_byteorder, read_pickle
 from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder
@@ -32,6 +31,7 @@ from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import bytes_text
 
+_MASK = np.array([(1 << (8 * width)) - 1 for width in range(9)], np.uint64)  # of so many bytes of a word
 _END = 1 << 12  # bytes read at each end of an item: all its structure, unless its names are very long
 _NEAR = 24 << 10  # bytes between two ranges: a smaller gap is read rather than making two requests
 _BATCH = 2 << 20  # bytes read before they are compared
@@ -302,7 +302,7 @@ class _BatchEnds:
         return fits
 
     def crcs(self, template: _Template, numbers: npt.NDArray[np.intp]) -> Int64Array:
-        crcs: Int64Array = (self._masked_words[self._tail[numbers] + template.crc_at] & MASK[4]).astype(np.int64)
+        crcs: Int64Array = (self._masked_words[self._tail[numbers] + template.crc_at] & _MASK[4]).astype(np.int64)
         return crcs
 
 
@@ -349,7 +349,7 @@ def _make_template(
 def _masked_words(segments: _Segments) -> list[tuple[np.int64, np.uint64, np.uint64]]:
     """``segments`` (offset, bytes) as words: offset, value, and a mask of the bytes that count."""
     return [
-        (np.int64(offset + at), np.uint64(int.from_bytes(word, "little")), MASK[len(word)])
+        (np.int64(offset + at), np.uint64(int.from_bytes(word, "little")), _MASK[len(word)])
         for offset, segment in segments
         for at in range(0, len(segment), 8)
         if (word := segment[at : at + 8])
