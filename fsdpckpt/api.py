@@ -12,7 +12,6 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 from fsdpckpt import flags
@@ -30,7 +29,6 @@ from fsdpckpt.errors import (
     FsdpckptWarning,
     SeveralCheckpointsError,
     UsageError,
-    of_option,
     require_torch,
 )
 from fsdpckpt.flags import in_python
@@ -514,7 +512,9 @@ def _name_both(a: Checkpoint, b: Checkpoint, sources: Sources, options: DiffOpti
     require_comparable(named[0], named[1], request, sources)
     given = _knowledge(options)
     if given and _keyed_differently(*named):
-        return [_with_names(each, request, sources) for each in named]
+        from fsdpckpt.converters.told_names import named_as_told
+
+        return [named_as_told(each, request, sources) for each in named]
     read_as_they_are = given and all(each is one for each, one in zip(named, (a, b), strict=True))
     return _with_buffers(named, given) if read_as_they_are else named
 
@@ -531,28 +531,6 @@ def _keyed_differently(a: Checkpoint, b: Checkpoint) -> bool:
         if optim.key_type is not None
     }
     return len(rules) > 1
-
-
-def _with_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> Checkpoint:
-    """``checkpoint`` with its optimizers keyed by name, as ``request`` says."""
-    from fsdpckpt.ir.sections import with_each_optimizer
-    from fsdpckpt.readers.detect import open_checkpoint
-    from fsdpckpt.transform.rekey import apply_key_type
-
-    reference = None
-    if request.reference is not None:
-        with of_option(flags.reference):
-            reference = open_checkpoint(request.reference, sources=sources, locate=False)
-    name = partial(
-        apply_key_type,
-        key_type="name",
-        units=_load_units(request.file),
-        reference=reference,
-        parameters=request.parameters,
-        parameter_groups=request.parameter_groups,
-        buffers=request.buffers,
-    )
-    return with_each_optimizer(checkpoint, name)
 
 
 def find_units(source: str | os.PathLike[str], options: UnitsOptions) -> ResolvedUnits:

@@ -269,7 +269,12 @@ def _show_help(
     """Show the help of COMMAND, as COMMAND --help does."""
     program = ctx.parent
     group = program.command if program is not None else ctx.command
-    name = (words or [""])[0]
+    name, *more = words or [""]
+    if more:
+        raise UsageError(
+            f"help takes one command, not {' '.join(words or ())}",
+            next_step=f"fsdpckpt help {more[0]}, or {name} --help",
+        )
     command_named = group.get_command(program, name) if name else group  # type: ignore[attr-defined]
     if command_named is None:
         listed = ", ".join(group.list_commands(program))  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest
 from fsdpckpt.converters.sections import transform_sections
 from fsdpckpt.converters.target_mesh import meshes_of, on_mesh, requested_mesh, with_mesh
 from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec, refuse_section_options, require_file_name
+from fsdpckpt.converters.told_names import with_told_masters
 from fsdpckpt.converters.transform import TransformedCheckpoint, units_request
 from fsdpckpt.errors import FsdpckptError, TargetUnwritableError
 from fsdpckpt.execute.job import Budget
@@ -130,6 +131,7 @@ def _read_and_transform(
     )
     opened = without_repeats(opened, sources)
     place, opened = place_of(opened, options.only), choose_section(opened, options.only)
+    opened = with_told_masters(opened, replace(options, only=section_of(options.only)), sources)
     options = replace(options, only=section_of(options.only))
     if locate is not True and is_flattened(opened, sources, units_request(options)):
         return _read_and_transform(source, target, options, sources, locate=True)

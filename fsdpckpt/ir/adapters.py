@@ -7,7 +7,9 @@ under the live model's names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Iterator
+from itertools import pairwise
 
 _SAVED_WHOLE = "modules_to_save"
 
@@ -15,20 +17,36 @@ _SAVED_WHOLE = "modules_to_save"
 def without_adapter(names: Iterable[str], like: Collection[str]) -> tuple[str, ...]:
     """``names`` without the name of the adapter, if that makes all that have it names of ``like``.
 
-    Unchanged if all are known, if no one segment explains the others, or if several do: then nothing says which adapter
-    ``like`` was saved from.
+    The adapter's name stands right behind what PEFT adds to a module (``lora_A``, ``modules_to_save``). Unchanged if
+    all are known, if no one segment explains the others, or if several do: then nothing says which adapter ``like`` was
+    saved from.
     """
     names, known = tuple(names), frozenset(like)
     unknown = [name for name in names if name not in known]
     if not unknown or not known:
         return names
-    segments = {segment for name in unknown for segment in name.split(".")}
+    segments = {segment for name in unknown for segment in _behind_additions(name)}
     segments -= {segment for name in known for segment in name.split(".")} | {_SAVED_WHOLE}
     explained = [found for segment in sorted(segments) if (found := _explained(segment, unknown, known)) is not None]
     if len(explained) != 1:
         return names
     changed = tuple(explained[0].get(name, name) for name in names)
     return changed if len(set(changed)) == len(set(names)) else names
+
+
+_ADDED = re.compile(
+    r"(lora|ia3|hada|lokr|oft|boft|vera|pvera|poly|fourierft|vblora|hra|hira|bone|miss|trainable_tokens|shira|c3a|road|"
+    r"waveft|randlora|ln_tuning|gralora|delora|tinylora|unilora|glora|osf|psoft|lily|beft|deft|adamss|frod|shadow)_\w+|"
+    r"token_adapter|modules_to_save"
+)
+"""What PEFT's tuners call the modules and parameters that they add: the ``prefix`` of each."""
+
+
+def _behind_additions(name: str) -> Iterator[str]:
+    """The segments of ``name`` that may be an adapter's name."""
+    for before, segment in pairwise(name.split(".")):
+        if _ADDED.fullmatch(before):
+            yield segment
 
 
 def _explained(adapter: str, names: Iterable[str], known: Collection[str]) -> dict[str, str] | None:
@@ -38,6 +56,8 @@ def _explained(adapter: str, names: Iterable[str], known: Collection[str]) -> di
         words = name.split(".")
         if adapter not in words:
             continue
+        if adapter not in _behind_additions(name):
+            return None
         shorter = [word for word in words if word != adapter]
         forms = (".".join(shorter), ".".join(word for word in shorter if word != _SAVED_WHOLE))
         target = next((form for form in forms if form in known), None)

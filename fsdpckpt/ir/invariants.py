@@ -307,6 +307,10 @@ def _contradiction(
         why = "a shard of the model is missing, or one rank's part was saved; or config.json is another model's"
         next_step = f"copy the missing files; if config.json does not belong to these weights, add {flags.ignore_file}"
         return SourceCorruptError, "does not hold the model that its config.json describes", why, next_step
+    if kinds == {"parameter-order"}:
+        what = "does not say which parameter each of its optimizer's states belongs to"
+        why = "an id, or a place in a list, may be one parameter for the optimizer or a rank, and another for the model"
+        return SourceCorruptError, what, why, _ONLY_MODEL
     why = "files of different saves were mixed, or bytes were damaged"
     if kinds == {"replica"}:
         names = [(problem.key or "").rpartition(".")[2] for problem in wrong]

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from fsdpckpt import flags
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, NoteKind, Problem, Section
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Chunks, Flattened, Tensor
 from fsdpckpt.ir.values import Key, Value, replaced, value_at, without
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import dotted
-from fsdpckpt.readers.same_weights import first_different, names_by_value
+from fsdpckpt.readers.same_weights import KnownCopies, first_different, names_by_value
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 from fsdpckpt.transform.rekey import apply_key_type
@@ -32,6 +33,7 @@ from fsdpckpt.transform.rekey import apply_key_type
 _MASTERS = ("fp32_groups", "fp32_from_fp16_params", "fp32_from_fp16_groups", "fp32_from_fp16")
 _FLAT_MASTERS = "fp32_groups_flat"
 _MASTER_DTYPE = "float32"
+MASTER_NOTE: NoteKind = "master-weights"
 
 
 def with_masters(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
@@ -45,7 +47,7 @@ def with_masters(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
     if checkpoint.model is None or not wrapper:
         return checkpoint
     if _FLAT_MASTERS in wrapper:
-        divided = _divided(checkpoint, place, wrapper)
+        divided = _divided(checkpoint, place, wrapper) or _divided_by_value(checkpoint, place, wrapper, sources)
         if divided is None:
             return _untied(checkpoint, (*place, _FLAT_MASTERS))
         checkpoint = divided
@@ -54,6 +56,11 @@ def with_masters(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
     if found is None:
         return checkpoint
     return _with_tied(saved, checkpoint, (*place, found[0]), found[1], sources)
+
+
+def has_untied_masters(checkpoint: Checkpoint) -> bool:
+    """Whether master weights are among the extras, because nothing said whose they are."""
+    return checkpoint.model is not None and _masters(_wrapper(checkpoint)[1]) is not None
 
 
 def _with_tied(
@@ -65,7 +72,8 @@ def _with_tied(
     names = _member_names(checkpoint)
     pairs = _pairs(names, groups, checkpoint.model) if names is not None and checkpoint.model is not None else None
     if pairs is None:
-        return _untied(checkpoint, path)
+        copies = {name: leaf for name, leaf in _trained(checkpoint) if leaf.dtype.name != _MASTER_DTYPE}
+        return _tied_by_value(checkpoint, path, groups, copies, sources) or _untied(checkpoint, path)
     misfits = [
         Problem(
             "state",
@@ -97,25 +105,11 @@ def _in_another_order(
     is; with a fatal problem if they do not say it of all. ``pairs``: as the order of the model ties them, which is
     wrong for the parameter ``different``.
     """
-    optim, masters = checkpoint.optim, [master for group in groups for master in group]
-    keys = optim.in_groups() if optim is not None else []
-    as_many = [len(group) for group in keys] == [len(group) for group in groups]
-    if optim is not None and optim.key_type == "id" and as_many and path[-1] != _FLAT_MASTERS:
+    if path[-1] != _FLAT_MASTERS:
         copies = {name: copy for name, copy, _ in pairs}
-        names = names_by_value(copies, masters, checkpoint.files, sources)
-        if names is not None:
-            ids = [key for group in keys for key in group]
-            message = (
-                f"the optimizer lists its parameters in another order than the model: {plural(len(ids), 'id')} became "
-                f"names by the values of {dotted(path)}, each of which rounds to one parameter's copy"
-            )
-            checkpoint = replace(
-                checkpoint,
-                optim=optim.renamed(dict(zip(ids, names, strict=True))),
-                notes=(*checkpoint.notes, Note("master-weights", message, dotted(path))),
-            )
-            tied = [(name, copies[name], master) for name, master in zip(names, masters, strict=True)]
-            return _with_params(checkpoint, path, tied)
+        tied = _tied_by_value(checkpoint, path, groups, copies, sources)
+        if tied is not None:
+            return tied
     message = (
         f"{dotted(path)} contradicts the model: the {_MASTER_DTYPE} weight in the place of {different} does not round "
         "to the model's copy of it. The optimizer may list its parameters in another order than the model, and nothing "
@@ -123,6 +117,47 @@ def _in_another_order(
     )
     problem = Problem("parameter-order", message, key=different, section=Section.OPTIM)
     return replace(checkpoint, problems=(*checkpoint.problems, problem))
+
+
+def _tied_by_value(
+    checkpoint: Checkpoint,
+    path: tuple[Key, ...],
+    groups: Sequence[Sequence[Tensor]],
+    copies: Mapping[str, Tensor],
+    sources: Sources,
+) -> Checkpoint | None:
+    """``checkpoint`` with the masters in ``groups`` at ``path`` tied to the ``copies`` that they round to, which say
+    what each optimizer id is; None if they do not say it of all.
+    """
+    optim, masters = checkpoint.optim, [master for group in groups for master in group]
+    keys = optim.in_groups() if optim is not None else []
+    as_many = [len(group) for group in keys] == [len(group) for group in groups]
+    if optim is None or optim.key_type != "id" or not as_many:
+        return None
+    names = names_by_value(copies, masters, checkpoint.files, sources)
+    if names is None:
+        return None
+    ids = [key for group in keys for key in group]
+    message = (
+        f"{plural(len(ids), 'optimizer id')} became names by the values of {dotted(path)}, each of which rounds to one "
+        "parameter's copy: the order of the model does not say it"
+    )
+    checkpoint = replace(
+        checkpoint,
+        optim=optim.renamed(dict(zip(ids, names, strict=True))),
+        notes=(*checkpoint.notes, Note(MASTER_NOTE, message, dotted(path))),
+    )
+    tied = [(name, copies[name], master) for name, master in zip(names, masters, strict=True)]
+    return _with_params(checkpoint, path, tied)
+
+
+def _trained(checkpoint: Checkpoint) -> list[tuple[str, Tensor]]:
+    """The tensors of the model that may have masters, a shared one under its first name."""
+    trained: dict[tuple[bytes, bytes, tuple[int, ...]], tuple[str, Tensor]] = {}
+    for name, leaf in checkpoint.model.params.items() if checkpoint.model is not None else ():
+        if isinstance(leaf, Tensor) and leaf.sharded is not False:  # the file lists the buffers
+            trained.setdefault(_place(leaf), (name, leaf))
+    return list(trained.values())
 
 
 def _with_params(
@@ -158,7 +193,7 @@ def _untied(checkpoint: Checkpoint, path: tuple[Key, ...]) -> Checkpoint:
         f"{dotted(path)} holds the optimizer's {_MASTER_DTYPE} weights, and nothing says whose they are: they stay an "
         "extra, and the model has the copies that it computed with"
     )
-    return replace(checkpoint, notes=(*checkpoint.notes, Note("master-weights", message, dotted(path))))
+    return replace(checkpoint, notes=(*checkpoint.notes, Note(MASTER_NOTE, message, dotted(path))))
 
 
 def _wrapper(checkpoint: Checkpoint) -> tuple[tuple[Key, ...], dict[Key, Value]]:
@@ -181,33 +216,83 @@ def _divided(checkpoint: Checkpoint, place: tuple[Key, ...], wrapper: dict[Key, 
     if model is None or optim is None or not isinstance(flat, (list, tuple)) or len(flat) != 1:
         return None
     groups, (master,) = optim.groups or (), flat
-    trained: dict[tuple[bytes, bytes, tuple[int, ...]], tuple[str, Tensor]] = {}
-    for name, leaf in model.params.items():
-        if isinstance(leaf, Tensor) and leaf.sharded is not False:  # the file lists the buffers
-            trained.setdefault(_place(leaf), (name, leaf))
-    members = list(trained.values())
+    members = _trained(checkpoint)
     if len(groups) != 1 or not isinstance(master, Tensor) or master.ndim != 1:
         return None
-    key = next(iter(optim.grouped_keys()), None)
-    states = optim.state.get(key, {}) if key is not None else {}
-    vectors = [leaf for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim]
-    length = sum(leaf.numel for _, leaf in members)
-    if any(leaf.shape != (length,) or not _is_plain(leaf) for leaf in (master, *vectors)):
+    if master.shape != (sum(leaf.numel for _, leaf in members),):
+        return None
+    return _in_parts(checkpoint, place, wrapper, [members], [master])
+
+
+def _divided_by_value(
+    checkpoint: Checkpoint, place: tuple[Key, ...], wrapper: dict[Key, Value], sources: Sources
+) -> Checkpoint | None:
+    """What ``_divided`` returns, for a flat tensor for each of several param groups: the part at each place rounds to
+    the copy of exactly one parameter. None if not every part does.
+    """
+    flat = wrapper.get(_FLAT_MASTERS)
+    masters = [leaf for leaf in flat if isinstance(leaf, Tensor)] if isinstance(flat, (list, tuple)) else []
+    if not isinstance(flat, (list, tuple)) or len(masters) != len(flat):
+        return None
+    copies = dict(_trained(checkpoint))
+    known = KnownCopies(copies, checkpoint.files, sources)
+    groups: list[list[tuple[str, Tensor]]] = []
+    used: set[str] = set()
+    for master in masters:
+        if master.ndim != 1 or not _is_plain(master):
+            return None
+        members: list[tuple[str, Tensor]] = []
+        at = 0
+        while at < master.numel:
+            shapes = [shape for shape in known.shapes if at + prod(shape) <= master.numel]
+            found = {known.of(_part(master, at, shape)) for shape in shapes} - {None} - used
+            if len(found) != 1:
+                return None
+            name = str(found.pop())
+            used.add(name)
+            members.append((name, copies[name]))
+            at += copies[name].numel
+        groups.append(members)
+    return _in_parts(checkpoint, place, wrapper, groups, masters)
+
+
+def _in_parts(
+    checkpoint: Checkpoint,
+    place: tuple[Key, ...],
+    wrapper: dict[Key, Value],
+    members: Sequence[Sequence[tuple[str, Tensor]]],
+    flat: Sequence[Tensor],
+) -> Checkpoint | None:
+    """``checkpoint`` with the ``members`` of each param group in place of its one flat tensor. None if a state has
+    another length.
+    """
+    optim = checkpoint.optim
+    if optim is None or optim.groups is None or len(optim.groups) != len(flat):
         return None
     parts: dict[ParamKey, dict[str, Tensor | Value]] = {}
     masters: list[Value] = []
-    at = 0
-    for name, copy in members:
-        masters.append(_part(master, at, copy.shape))
-        parts[name] = {
-            state: _part(leaf, at, copy.shape) if isinstance(leaf, Tensor) and leaf.ndim else leaf
-            for state, leaf in states.items()
-        }
-        at += copy.numel
-    names: list[Value] = [name for name, _ in members]
-    by_name = Optimizer.of(parts if states else {}, [{**groups[0].settings, "params": names}], optim.extra)
+    groups: list[dict[Key, Value]] = []
+    for group, keys, of_group, master in zip(optim.groups, optim.in_groups(), members, flat, strict=True):
+        states = optim.state.get(keys[0], {}) if len(keys) == 1 else {}
+        vectors = [leaf for leaf in states.values() if isinstance(leaf, Tensor) and leaf.ndim]
+        if any(leaf.shape != master.shape or not _is_plain(leaf) for leaf in (master, *vectors)):
+            return None
+        at = 0
+        of_members: list[Value] = []
+        for name, copy in of_group:
+            of_members.append(_part(master, at, copy.shape))
+            if states:
+                parts[name] = {
+                    state: _part(leaf, at, copy.shape) if isinstance(leaf, Tensor) and leaf.ndim else leaf
+                    for state, leaf in states.items()
+                }
+            at += copy.numel
+        masters.append(of_members)
+        names: list[Value] = [name for name, _ in of_group]
+        groups.append({**group.settings, "params": names})
+    by_name = Optimizer.of(parts, groups, optim.extra)
     rest = {name: value for name, value in wrapper.items() if name != _FLAT_MASTERS}
-    beside: dict[Key, Value] = {**rest, _MASTERS[0]: [masters]}
+    beside: dict[Key, Value] = {**rest, _MASTERS[0]: masters}
     checkpoint = replace(checkpoint, optim=by_name)
     return checkpoint.with_extras(lambda extra: _with(extra, place, beside))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.ir.checkpoint import SourceFile
-from fsdpckpt.ir.dtypes import numpy_dtype
+from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.remote_file import REQUESTS
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fsdpckpt.ir.dtypes import NumpyArray
 
 _WHOLE = 1 << 16  # elements: chunks up to this size are compared completely
+_FIRST = 64  # elements that tell most tensors apart
 _WINDOW = 1 << 14  # elements of larger ones, at the beginning, in the middle and at the end
 
 
@@ -50,13 +51,56 @@ def names_by_value(
     copies: Mapping[str, Tensor], masters: Sequence[Tensor], files: Sequence[SourceFile], sources: Sources
 ) -> list[str] | None:
     """The name of the one copy that each of ``masters`` rounds to; None if it is not exactly one for each."""
+    known = KnownCopies(copies, files, sources)
     names: list[str] = []
     for master in masters:
-        found = [name for name, copy in copies.items() if _is_copy(copy, master, files, sources)]
-        if len(found) != 1 or found[0] in names:
+        name = known.of(master)
+        if name is None or name in names:
             return None
-        names += found
+        names.append(name)
     return names
+
+
+class KnownCopies:
+    """Finds the copy that a master rounds to. Copies with other first elements are not read further."""
+
+    def __init__(self, copies: Mapping[str, Tensor], files: Sequence[SourceFile], sources: Sources) -> None:
+        self._copies, self._files, self._sources = copies, files, sources
+        self._names: dict[tuple[tuple[int, ...], str, bytes], list[str]] = {}
+        self.shapes: dict[tuple[int, ...], set[str]] = {}
+        """The dtypes of the copies of each shape."""
+        for name, copy in copies.items():
+            first = self._first_elements(copy)
+            if first is not None:
+                key = copy.shape, copy.dtype.name, first.tobytes()
+                self._names.setdefault(key, []).append(name)
+                self.shapes.setdefault(copy.shape, set()).add(copy.dtype.name)
+
+    def of(self, master: Tensor) -> str | None:
+        """The name of the only copy that ``master`` rounds to; None if there is none, or several."""
+        first = self._first_elements(master)
+        found: list[str] = []
+        for dtype in sorted(self.shapes.get(master.shape, ())) if first is not None else ():
+            with np.errstate(over="ignore", invalid="ignore"):
+                rounded = first.astype(numpy_dtype(DTYPES[dtype]))  # type: ignore[union-attr]
+            for name in self._names.get((master.shape, dtype, rounded.tobytes()), ()):
+                if _is_copy(self._copies[name], master, self._files, self._sources):
+                    found.append(name)
+        return found[0] if len(found) == 1 else None
+
+    def _first_elements(self, tensor: Tensor) -> NumpyArray | None:
+        """The first elements of the first chunk, in the order of the file; None if they cannot be read."""
+        rows = _rows(tensor)
+        if tensor.dtype.numpy is None or not rows or not _is_located(tensor):
+            return None
+        row = rows[min(rows)]
+        elements = _Elements(tensor, row, self._files, self._sources)
+        if not elements.count or elements.span != elements.count:
+            return None
+        try:
+            return elements.read_first(min(elements.count, _FIRST))
+        except FsdpckptError:
+            return None
 
 
 def _is_copy(copy: Tensor, master: Tensor, files: Sequence[SourceFile], sources: Sources) -> bool:
@@ -109,6 +153,13 @@ class _Elements:
         self.count = int(np.prod(self.size, dtype=np.int64))
         steps = zip(self.size, self.stride, strict=True)
         self.span = sum((length - 1) * step for length, step in steps) + 1 if self.count else 0
+
+    def read_first(self, count: int) -> NumpyArray:
+        """The first ``count`` elements in the order of the file."""
+        dtype = numpy_dtype(self._tensor.dtype)
+        data = self._sources.read_elements(self._files, self._tensor, row=self._row, first=0, count=count)
+        first: NumpyArray = np.frombuffer(data, dtype)
+        return first
 
     def read(self, low: int, high: int) -> NumpyArray:
         """The elements of ``_windows``: all in row-major order for (0, count), else those from ``low`` to ``high`` in

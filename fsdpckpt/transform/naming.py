@@ -217,8 +217,8 @@ def _by_shapes(ids: Ids, order: ParameterOrder) -> NewKeys:
 
     answer = in_any_order(len(ids.numbers), len(order.names), may_be)
     if answer is None:
-        why = "does not say in which groups they are" if order.ordered else "does not keep the order of the parameters"
-        raise _ambiguous(ids, order, f"{order.source} {why}", _candidates(ids, order.names, may_be))
+        lost = "the groups that they are in are" if order.ordered else "the order of the parameters is"
+        raise _ambiguous(ids, order, f"{lost} not recorded in {order.source}", _candidates(ids, order.names, may_be))
     return ids.named(order.names[index] for index in answer)
 
 

@@ -280,7 +280,7 @@ def _unknown_order(checkpoint: Checkpoint, order: ParameterOrder | None) -> Need
         why = "its groups list names that were sorted, or flat parameter by flat parameter, and ids count in that order"
     else:
         what = f"the optimizer of {checkpoint.source} cannot get ids in the order of {order.source}"
-        why = f"{order.source} does not keep the order of the parameters, and ids count in it"
+        why = f"ids count in the order of the parameters, which is not recorded in {order.source}"
     return NeedsInformationError(
         what,
         why=why,
@@ -367,7 +367,7 @@ def _grouped_names(optim: Optimizer, order: ParameterOrder | None, source: str) 
     if optim.groups is not None:
         return [[str(key) for key in keys] for keys in optim.in_groups()]
     if order is None or not order.authoritative:
-        says = f"{order.source} does not say" if order is not None else "nothing says"
+        says = f"nothing in {order.source} says" if order is not None else "nothing says"
         raise NeedsInformationError(
             f"the optimizer of {source} has no param_groups, so {says} which ids its states get",
             why="ids count in the order of the groups, over parameters without state too",

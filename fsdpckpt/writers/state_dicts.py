@@ -20,7 +20,7 @@ from fsdpckpt.ir.sections import in_extras, optimizer_dict, placed
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.producers import PLAIN_PATHS, PathKey, SectionPath
-from fsdpckpt.text import plural
+from fsdpckpt.text import plural, some_of
 
 
 def extras_of_rank(checkpoint: Checkpoint, rank: int) -> dict[Key, Value]:
@@ -105,7 +105,8 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """Collects the leaves of one section, and in ``double`` the keys that equal another one of their dict as text.
+    """Collects the leaves of one section, in ``texts`` the keys that become text, by the dict that has them, and in
+    ``double`` those that then equal another one of their dict.
 
     ``ids``: the dict whose keys may be parameter ids, which readers restore.
     """
@@ -113,6 +114,7 @@ class _Walk:
     leaves: list[Leaf]
     notes: list[Note]
     double: list[str]
+    texts: dict[str, list[Key]]
     ids: Path = ()
 
     def enter(self, path: Path, prefix: str, value: Value) -> None:
@@ -141,9 +143,24 @@ class _Walk:
         if text in siblings:
             self.double.append(f"{prefix}.{text}" if prefix else text)
         if not (self.ids and prefix == _dotted(self.ids)):
-            where = prefix or "the extras"
-            self.notes.append(Note("renamed", f"key {key!r} of {where} becomes the text {text!r}", text))
+            self.texts.setdefault(prefix, []).append(key)
         return text
+
+
+def _notes_on_texts(texts: Mapping[str, Sequence[Key]]) -> Iterator[Note]:
+    """One note on all keys that become text in a DCP directory. ``texts``: them, by the dict that has them."""
+    keys = [(prefix, key) for prefix, of_dict in texts.items() for key in of_dict]
+    if len(keys) == 1:
+        ((prefix, key),) = keys
+        message = f"key {key!r} of {prefix or 'the extras'} becomes the text {str(key)!r}"
+        yield Note("renamed", message, str(key))
+    elif keys:
+        where = [
+            f"{some_of(list(map(repr, of_dict)))} of {prefix or 'the extras'}" for prefix, of_dict in texts.items()
+        ]
+        message = f"{plural(len(keys), 'key')} that are not text become text: {some_of(where, 3)}"
+        dotted = [".".join(filter(None, (prefix, str(key)))) for prefix, key in keys]
+        yield Note("renamed", message, keys=tuple(dotted))
 
 
 def _dotted(path: Path) -> str:
@@ -171,7 +188,8 @@ def flatten(
     leaves: list[Leaf] = []
     notes: list[Note] = []
     double: list[str] = []
-    walk = _Walk(leaves, notes, double)
+    texts: dict[str, list[Key]] = {}
+    walk = _Walk(leaves, notes, double, texts)
     if checkpoint.model is not None:
         path = section_paths[Section.MODEL].keys
         walk.mapping(path, _dotted(path), dict(checkpoint.model.params.items()))
@@ -184,14 +202,14 @@ def flatten(
             leaves.extend(_flat_optimizer(checkpoint.optim, path, notes))
         else:
             root, state = optimizer_dict(checkpoint.optim), (*path, "state")
-            _Walk(leaves, notes, double, ids=state).enter(state, _dotted(state), root.pop("state"))
+            _Walk(leaves, notes, double, texts, ids=state).enter(state, _dotted(state), root.pop("state"))
             if root:
                 walk.mapping(path, _dotted(path), root)
     extra, dropped = extras_of_one(checkpoint)
     if extra:
         walk.mapping((), "", extra)
     _refuse_duplicates(leaves, double)
-    return leaves, notes + dropped
+    return leaves, [*notes, *_notes_on_texts(texts), *dropped]
 
 
 def _flat_optimizer(optim: Optimizer, at: Path, notes: list[Note]) -> Iterator[Leaf]:

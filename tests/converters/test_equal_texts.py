@@ -75,8 +75,17 @@ def test_full_verification_compares_both_and_records_the_digest_of_neither(
 def test_keys_become_text_as_in_a_dcp_directory_of_pytorch(root: dict[str, Any], tmp_path: Path) -> None:
     torch.save(root, tmp_path / "source.pt")
     report = fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "dcp", container="dcp", verify="full")
-    assert any("becomes the text '7'" in str(note) for note in report.notes)
+    assert any("becomes the text '7'" in note.message or "7 of" in note.message for note in report.notes)
     dcp.save(root, checkpoint_id=tmp_path / "expected", no_dist=True)
     for directory in ("dcp", "expected"):
         dcp_to_torch_save(tmp_path / directory, tmp_path / f"{directory}.pt")
     assert_equal(torch.load(tmp_path / "dcp.pt"), torch.load(tmp_path / "expected.pt"), "root")
+
+
+def test_many_keys_that_become_text_are_one_note(tmp_path: Path) -> None:
+    extra = {"queue": {number: {"at": number} for number in range(40)}, "more": {1.5: 3}}
+    torch.save({"model": {"w": torch.randn(3, 5)}, **extra}, tmp_path / "source.pt")
+    report = fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "dcp", container="dcp")
+    (note,) = [note for note in report.notes if note.kind == "renamed"]
+    assert note.message.startswith("41 keys that are not text become text: 0, 1, 2") and "1.5 of more" in note.message
+    assert len(note.keys) == 41 and note.keys[-1] == "more.1.5"

@@ -91,6 +91,9 @@ def test_a_tied_parameter_has_its_master_under_both_names(tmp_path: Path) -> Non
 def test_masters_that_nothing_ties_to_a_parameter_stay_an_extra(tmp_path: Path) -> None:
     """Two groups of equal shapes: weight and bias of the norm and the bias of the layer may be in either."""
     model, optimizer = trained(groups=[["0.weight", "1.weight", "2.weight"], ["0.bias", "1.bias"]])
+    with torch.no_grad():
+        for leaf in model.parameters():  # no value says it either
+            leaf.fill_(0.5)
     weights = [[leaf.detach().clone() for leaf in group["params"]] for group in optimizer.param_groups]
     wrapper = {"optimizer_state_dict": optimizer.state_dict(), "fp32_groups": weights}
     source = saved(tmp_path, {"model": copies(model), "optimizer": wrapper})
@@ -100,6 +103,35 @@ def test_masters_that_nothing_ties_to_a_parameter_stay_an_extra(tmp_path: Path) 
     found = loaded(tmp_path / "full.pt")
     assert found["model"]["0.bias"].dtype is torch.bfloat16
     assert torch.equal(found["optimizer"]["fp32_groups"][1][0], weights[1][0])
+    # What the user says ties them, too: a reader of the target would.
+    (tmp_path / "names.txt").write_text("0.weight\n1.weight\n2.weight\n\n0.bias\n1.bias")
+    options: dict[str, Any] = {"key_type": "name", "parameters": tmp_path / "names.txt"}
+    fsdpckpt.convert(source, tmp_path / "named.pt", **options)
+    named = loaded(tmp_path / "named.pt")
+    assert all(leaf.dtype is torch.float32 for leaf in named["model"].values())
+    assert "fp32_groups" not in named["optimizer"] and fsdpckpt.verify(tmp_path / "named.pt").whole
+    (tmp_path / "names.txt").write_text("0.weight\n1.bias\n2.weight\n\n0.bias\n1.weight")
+    root = torch.load(source)
+    root["optimizer"]["fp32_groups"][1][0] += 1
+    torch.save(root, source)
+    with pytest.raises(fsdpckpt.SourceError, match="does not say which parameter"):
+        fsdpckpt.convert(source, tmp_path / "wrong.pt", **options)
+
+
+def test_masters_of_several_groups_are_tied_by_their_values(tmp_path: Path) -> None:
+    groups = [["1.bias", "0.weight", "2.weight"], ["1.weight", "0.bias"]]
+    model, optimizer = trained(groups=groups)
+    weights = [[leaf.detach().clone() for leaf in group["params"]] for group in optimizer.param_groups]
+    wrapper = {"optimizer_state_dict": optimizer.state_dict(), "fp32_groups": weights}
+    source = saved(tmp_path, {"model": copies(model), "optimizer": wrapper})
+    report = fsdpckpt.convert(source, tmp_path / "full.pt")
+    assert any("5 optimizer ids became names by the values" in note.message for note in report.notes)
+    found = loaded(tmp_path / "full.pt")
+    states = found["optimizer"]
+    assert [group["params"] for group in states["param_groups"]] == groups
+    for name, leaf in model.named_parameters():
+        assert torch.equal(found["model"][name], leaf), name
+        assert torch.equal(states["state"][name]["exp_avg"], optimizer.state[leaf]["exp_avg"]), name
 
 
 def test_a_master_of_another_shape_is_a_contradiction(tmp_path: Path) -> None:
@@ -199,17 +231,38 @@ def test_the_flat_masters_and_states_of_deepspeeds_fused_adam_become_parameters(
     assert fsdpckpt.diff(source, tmp_path / "dcp").same
 
 
-@pytest.mark.parametrize(
-    ("groups", "buffers"),
-    [
-        ([["0.weight", "2.weight"], ["0.bias", "1.weight", "1.bias"]], ["mask"]),  # who is in which group?
-        ([["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]], []),  # more elements than the flat tensor has
-    ],
-)
+IN_GROUPS = [
+    ([["0.weight", "2.weight"], ["0.bias", "1.weight", "1.bias"]], ["mask"]),  # who is in which group?
+    ([["1.bias", "0.weight"], ["2.weight", "0.bias", "1.weight"]], []),
+    ([["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]], []),  # fewer elements than the model with its buffer
+]
+
+
+@pytest.mark.parametrize(("groups", "buffers"), IN_GROUPS)
+def test_the_flat_masters_of_several_groups_are_divided_by_their_values(
+    groups: list[list[str]], buffers: list[str], tmp_path: Path
+) -> None:
+    source, _, whole = fused(tmp_path, groups, buffers=buffers)
+    fsdpckpt.convert(source, tmp_path / "full.pt")
+    found = loaded(tmp_path / "full.pt")
+    states = found["optimizer"]["optimizer_state_dict"]
+    assert [group["params"] for group in states["param_groups"]] == groups
+    for name, master, exp_avg in whole:
+        assert torch.equal(found["model"][name], master), name
+        assert torch.equal(states["state"][name]["exp_avg"], exp_avg), name
+    assert found["model"]["mask"].dtype is torch.bfloat16
+    assert fsdpckpt.diff(source, tmp_path / "full.pt").same
+
+
+@pytest.mark.parametrize(("groups", "buffers"), IN_GROUPS)
 def test_flat_masters_whose_parameters_are_not_proved_stay_an_extra(
     groups: list[list[str]], buffers: list[str], tmp_path: Path
 ) -> None:
     source, _, _ = fused(tmp_path, groups, buffers=buffers)
+    root = torch.load(source, weights_only=False)
+    for tensor in (*root["module"].values(), *root["optimizer"]["fp32_groups_flat"]):  # no value says it either
+        tensor.data.fill_(0.5)
+    torch.save(root, source)
     checkpoint = opened(source)
     assert any("nothing says whose they are" in note.message for note in checkpoint.notes)
     assert checkpoint.optim is not None and checkpoint.optim.key_type == "id"
@@ -243,7 +296,7 @@ def test_an_optimizer_in_another_order_than_the_model_is_tied_by_value(
         assert torch.equal(found["model"][name], masters[number])
         state = found["optimizer"]["state"][name]
         assert torch.equal(state["exp_avg"], optimizer.state_dict()["state"][number]["exp_avg"])
-    assert any("another order than the model" in note.message for note in report.notes)
+    assert any("the order of the model does not say it" in note.message for note in report.notes)
     fsdpckpt.convert(source, tmp_path / "weights.pt", only="model")
     assert all(torch.equal(loaded(tmp_path / "weights.pt")[name], masters[at]) for at, name in enumerate(own))
 

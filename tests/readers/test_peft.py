@@ -119,6 +119,28 @@ def test_the_name_of_the_adapter_is_found_or_nothing_is_changed() -> None:
     assert without_adapter(["a.x.weight", "b.x.weight"], ["a.weight"]) == ("a.x.weight", "b.x.weight")
 
 
+@pytest.mark.parametrize("module", ["encoder", "lora", "A"])
+def test_a_module_that_no_tuner_adds_has_no_adapters_name_behind_it(module: str) -> None:
+    """A model that was renamed, or another one: its states are not those of the parameters with shorter names."""
+    longer = [f"{module}.layer.{at}.weight" for at in range(2)]
+    shorter = [f"{module}.{at}.weight" for at in range(2)]
+    assert without_adapter(longer, shorter) == tuple(longer)
+
+
+def test_the_tuners_of_peft_are_known() -> None:
+    for added in (
+        "lora_embedding_A",
+        "ia3_l",
+        "hada_w1_a",
+        "lokr_w2_b",
+        "boft_R",
+        "vera_lambda_d",
+        "trainable_tokens_delta",
+    ):
+        assert without_adapter([f"q.{added}.mine"], [f"q.{added}"]) == (f"q.{added}",), added
+        assert without_adapter([f"q.{added}.mine.weight"], [f"q.{added}.weight"]) == (f"q.{added}.weight",)
+
+
 def test_another_model_is_no_adapter(tmp_path: Path) -> None:
     torch.save({"a.weight": torch.randn(3)}, tmp_path / "model.pt")
     state = {"b.default.weight": {"exp_avg": torch.randn(3)}}

@@ -208,7 +208,9 @@ def test_names_in_no_order_are_settled_by_shapes_or_shown(certain: bool) -> None
     groups = None if certain else [[0, 1, 2]]
     wrong = refused(source(groups, "nhe"), by, error=NeedsInformationError)
     assert wrong.details == ("id 0 may be n, h", "id 1 may be n, h")
-    assert ("in which groups" if certain else "does not keep the order") in wrong.why
+    assert (
+        "the groups that they are in are not" if certain else "the order of the parameters is not recorded"
+    ) in wrong.why
     assert ("--reference" in wrong.next_step) is not certain
     assert "--parameters FILE with the names of the optimizer's parameters" in wrong.next_step
     assert keys(to_names(source(None if certain else [[0, 1]], "ae"), order("ea", ordered=certain))) == ["a", "e"]
