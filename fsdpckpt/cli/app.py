@@ -273,7 +273,7 @@ def _show_help(
     if more:
         raise UsageError(
             f"help takes one command, not {' '.join(words or ())}",
-            next_step=f"fsdpckpt help {more[0]}, or {name} --help",
+            next_step=f"fsdpckpt help {more[0]}, or fsdpckpt help {name}",
         )
     command_named = group.get_command(program, name) if name else group  # type: ignore[attr-defined]
     if command_named is None:
