@@ -191,9 +191,12 @@ class Units:
 
 @dataclass(slots=True)
 class _Module:
-    """One module: its parameters, its other keys, and its children, in the order of ``state_dict``."""
+    """One module: its parameters, the key of its flat parameter, its other keys, and its children, in the order of
+    ``state_dict``.
+    """
 
     params: list[str] = field(default_factory=list)
+    flat: str | None = None
     others: list[str] = field(default_factory=list)
     children: dict[str, _Module] = field(default_factory=dict)
 
@@ -213,21 +216,32 @@ def state_dict_order(names: Iterable[str], units: Units) -> list[str]:
         for word in path:
             module = module.children.setdefault(word, _Module())
         (module.params if name in parameters else module.others).append(name)
+    for unit in units.units:
+        holder: _Module | None = root
+        for word in unit.prefix.split(".") if unit.prefix else ():
+            holder = holder.children.get(word) if holder is not None else None
+        if holder is not None:  # else nothing in it is in ``names``
+            holder.flat = unit.key
+    return _listed(root, last=units.use_orig_params)
+
+
+def _listed(root: _Module, *, last: bool) -> list[str]:
+    """The keys of all modules. ``last``: flat parameters come after everything in their module."""
     keys: list[str] = []
-    _list_module(root, "", {unit.prefix: unit.key for unit in units.units}, keys, last=units.use_orig_params)
+    left: list[_Module | str] = [root]  # what comes next is at the end; names in a file may nest deeper than calls can
+    while left:
+        module = left.pop()
+        if isinstance(module, str):
+            keys.append(module)
+            continue
+        keys.extend(module.params)
+        if module.flat is not None and not last:
+            keys.append(module.flat)
+        keys.extend(module.others)
+        if module.flat is not None and last:
+            left.append(module.flat)
+        left.extend(reversed(module.children.values()))
     return keys
-
-
-def _list_module(module: _Module, path: str, flat: Mapping[str, str], keys: list[str], *, last: bool) -> None:
-    keys.extend(module.params)
-    key = flat.get(path)
-    if key is not None and not last:
-        keys.append(key)
-    keys.extend(module.others)
-    for word, child in module.children.items():
-        _list_module(child, f"{path}.{word}" if path else word, flat, keys, last=last)
-    if key is not None and last:
-        keys.append(key)
 
 
 def flaws(units: Units) -> list[str]:

@@ -171,7 +171,8 @@ def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) ->
     if not missing:
         return []
     shown = some_of(missing, _MAX_NAMES)
-    if len(missing) < len(named) or with_model is with_optim:
+    has_ids = len(named) < len(set(optim.grouped_keys()))  # beside texts that are no names
+    if len(missing) < len(named) or with_model is with_optim or has_ids:
         keys = "1 optimizer key is" if len(missing) == 1 else f"{len(missing)} optimizer keys are"
         return [Note("unmatched", f"{keys} none of the model's: {shown}", keys=tuple(missing))]
     raise NeedsInformationError(

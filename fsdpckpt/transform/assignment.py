@@ -20,6 +20,7 @@ Fits: TypeAlias = Callable[[int, int], bool]
 
 _MAX_STEPS = 200_000  # of a search, about a second: one that needs more proves nothing
 _STEPS_PER_NAME = 16  # in addition, as even a single answer takes some for each name
+_GROUPS_PER_STEP = 16  # a look at so many groups, or a copy of what is known of them, counts as one step
 _MAX_PAIRS = 4_000_000  # (id, name) pairs: a model with more has parameters of equal shape, so a search is futile
 
 _Path: TypeAlias = tuple["_Path | None", int, int]
@@ -35,7 +36,8 @@ def in_order(
     """
     if len(group_sizes) == 1:
         return _one_group(group_sizes[0], name_count, fits)
-    steps = (_MAX_STEPS if effort is None else effort) + _STEPS_PER_NAME * name_count
+    looks = min(len(group_sizes) * name_count, _MAX_PAIRS) // _GROUPS_PER_STEP
+    steps = (_MAX_STEPS if effort is None else effort) + _STEPS_PER_NAME * name_count + 4 * looks
     return _several_groups(group_sizes, name_count, fits, steps)
 
 
@@ -69,11 +71,14 @@ def _several_groups(group_sizes: Sequence[int], name_count: int, fits: Fits, ste
     for name in range(name_count):
         following: dict[tuple[int, ...], list[_Path | None]] = {}
         steps -= len(frontier)
-        if steps < 0:
-            return None
         for state, paths in frontier.items():
+            # Each state has a number for each group: looking at it takes as long as there are groups.
+            steps -= len(state) // _GROUPS_PER_STEP
+            if steps < 0:
+                return None
             for group, done in enumerate(state):
                 if done < group_sizes[group] and fits(first[group] + done, name):
+                    steps -= len(state) // _GROUPS_PER_STEP
                     after = (*state[:group], done + 1, *state[group + 1 :])
                     _extend(following, after, [(path, first[group] + done, name) for path in paths])
             if total - sum(state) < name_count - name:

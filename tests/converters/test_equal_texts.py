@@ -39,6 +39,21 @@ def test_they_are_kept_apart_or_refused(root: dict[str, Any], key: str, tmp_path
     assert error.value.key == key
 
 
+def test_groups_that_list_an_id_and_its_text_are_kept_apart_in_rank_files(tmp_path: Path) -> None:
+    root = {
+        "model": {"w": torch.ones(4), "v": torch.ones(4)},
+        "optimizer": {
+            "state": {key: {"a": torch.rand(4)} for key in (0, 1, "0", "1")},
+            "param_groups": [{"params": [0, 1, "0", "1"], "lr": 0.1}],
+        },
+    }
+    torch.save(root, tmp_path / "source.pt")
+    options: dict[str, Any] = {"to": "sharded", "container": "torch", "world_size": 2, "buffers": ("none",)}
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "ranks", **options)
+    fsdpckpt.convert(tmp_path / "ranks", tmp_path / "back.pt", to="full")
+    assert_equal(torch.load(tmp_path / "back.pt"), root, "root")
+
+
 def test_full_verification_compares_both_and_records_the_digest_of_neither(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -404,6 +404,15 @@ def test_the_ranks_of_a_job_are_a_tensor_too() -> None:
     assert (alone.shape, alone.ranks, alone.rank) == ((1,), (0,), 0)
 
 
+def test_two_rank_maps_of_one_mesh_that_differ_are_refused() -> None:
+    stored = StoredTensor(DTYPES["int32"], (6,), (1,), 0)
+    layout = stub(shape=(2, 3), stride=(3, 1))
+    mesh = mesh_of(_layout=layout, _rank_map=stored, _flatten_rank_map=tuple(range(6)), _coordinate_on_dim=[1, 2])
+    assert mesh.ranks == tuple(range(6))
+    with pytest.raises(SourceCorruptError, match="two rank maps"):
+        mesh_of(_layout=layout, _rank_map=stored, _flatten_rank_map=(0, 1, 2, 4, 3, 5), _coordinate_on_dim=[1, 2])
+
+
 @pytest.mark.parametrize(("stride", "what"), [((3,), "a coordinate outside its mesh"), (3, "an unknown mesh layout")])
 def test_a_layout_with_more_sizes_than_strides_is_refused(stride: Any, what: str) -> None:
     layout = stub(shape=(2, 3), stride=stride)

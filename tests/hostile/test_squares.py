@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError
 from tests.hostile.opcodes import P2, name, text
 
 SECONDS = 12.0  # of processor time
@@ -81,3 +81,47 @@ def test_states_in_no_group_are_named_where_a_format_has_no_place_for_them(tmp_p
     torch.save({"model": {"a": weight, "b": weight * 2}, "optimizer": optim}, tmp_path / "source.pt")
     with pytest.raises(SourceUnsupportedError, match="states of 1 key in no param group: 0"):
         fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out", flavor="deepspeed-universal")
+
+
+def saved(path: Path, params: list[list[int]], shape: tuple[int, ...] = (2,)) -> Path:
+    count = sum(map(len, params))
+    optimizer = {
+        "state": {number: {"exp_avg": torch.zeros(shape)} for number in range(count)},
+        "param_groups": [{"lr": 0.1, "params": each} for each in params],
+    }
+    torch.save({"model": {f"w{number}": torch.zeros(shape) for number in range(count)}, "optimizer": optimizer}, path)
+    return path
+
+
+@pytest.mark.parametrize("per_group", [1, 2])
+def test_a_group_for_each_parameter_of_one_shape_is_soon_called_ambiguous(tmp_path: Path, per_group: int) -> None:
+    count = 800
+    groups = [list(range(at, at + per_group)) for at in range(0, count, per_group)]
+    source = saved(tmp_path / "groups.pt", groups)
+    begun = time.process_time()
+    with pytest.raises(NeedsInformationError, match="more ways to name them than can be tried"):
+        fsdpckpt.convert(source, tmp_path / "out.pt", to="full", key_type="name")
+    assert time.process_time() - begun < SECONDS
+
+
+def test_a_group_for_each_parameter_of_its_own_shape_is_named(tmp_path: Path) -> None:
+    shapes = [(number + 1,) for number in range(600)]
+    optimizer = {
+        "state": {number: {"exp_avg": torch.zeros(shape)} for number, shape in enumerate(shapes)},
+        "param_groups": [{"lr": 0.1, "params": [number]} for number in range(len(shapes))],
+    }
+    model = {f"w{number}": torch.zeros(shape) for number, shape in enumerate(shapes)}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "source.pt")
+    begun = time.process_time()
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out.pt", to="full", key_type="name")
+    assert time.process_time() - begun < SECONDS
+    assert list(torch.load(tmp_path / "out.pt")["optimizer"]["state"]) == list(model)
+
+
+@pytest.mark.parametrize("name", ["a." * 3000 + "w", "." * 1200 + "w"])
+def test_a_name_deeper_than_calls_may_nest_is_written_as_flat_shards(name: str, tmp_path: Path) -> None:
+    torch.save({"model": {"v": torch.zeros(2), name: torch.ones(3)}}, tmp_path / "source.pt")
+    options = {"to": "flattened", "world_size": 2, "unit": ("none",), "buffers": ("none",), "use_orig_params": True}
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "flat", **options)
+    fsdpckpt.convert(tmp_path / "flat", tmp_path / "full.pt", to="full")
+    assert set(torch.load(tmp_path / "full.pt")["model"]) == {"v", name}

@@ -36,7 +36,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
 FORMS = [f"{name}{ending}" for name in WRITTEN for ending in ("", " without fsdpckpt.json")]
 FORMS += ["safetensors by name", "torch.save", "dcp.save", "save_file"]
 WITHOUT_CHECKSUMS = {"safetensors without fsdpckpt.json", "safetensors by name", "save_file"}
-PROTECTED = {"found", "harmless", "refused by convert alone", "in .metadata, not protected"}
+ANOTHER_COPY = "found by verify, in a copy that convert does not read"
+PROTECTED = {"found", "harmless", "refused by convert alone", "in .metadata, not protected", ANOTHER_COPY}
 """What may come of a bit where records have a checksum."""
 VERIFY_ALONE = "FOUND BY VERIFY ALONE"  # never
 
@@ -61,7 +62,7 @@ class Outcome:
         if self.converted == "warned" and self.verified:
             return "found by verify, a warning of convert"
         if self.verified:
-            return VERIFY_ALONE
+            return ANOTHER_COPY if self.converted == "right" else VERIFY_ALONE
         return "harmless" if self.converted == "right" else "not protected"
 
 

@@ -9,11 +9,13 @@ import random
 import zipfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import fsdpckpt
-from fsdpckpt.errors import SourceError
+from fsdpckpt.errors import SourceCorruptError, SourceError
 from tests.verify.bit_flips import (
     FORMS,
     PROTECTED,
@@ -89,3 +91,21 @@ def test_a_record_that_no_tensor_is_in_is_compared_by_whoever_opens_the_file(rec
     with pytest.raises(SourceError) as error:
         fsdpckpt.verify(path)
     assert len(error.value.details) == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_mesh_is_compared_with_its_checksum_on_every_rank(rank: int, alike: bool, tmp_path: Path) -> None:
+    """Nobody reads its bytes again, and the other ranks' files are not parsed if they are like the first."""
+    torch.save({f"w{number}": torch.randn(4, 2) for number in range(3)}, tmp_path / "source.pt")
+    options: dict[str, Any] = {"to": "sharded", "container": "torch", "world_size": 2, "buffers": ("none",)}
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "ranks", **options)
+    (tmp_path / "ranks" / "fsdpckpt.json").unlink()
+    path = tmp_path / "ranks" / f"model_world_size_2_rank_{rank}.pt"
+    data = bytearray(path.read_bytes())
+    at = data.index((0).to_bytes(4, "little") + (1).to_bytes(4, "little") + b"PK")  # the ranks of the mesh
+    data[at if alike else at + 7] ^= 2
+    path.write_bytes(data)
+    for read in (fsdpckpt.inspect, lambda path: fsdpckpt.convert(path, tmp_path / "out.pt", to="full")):
+        with pytest.raises(SourceCorruptError, match="checksum"):
+            read(tmp_path / "ranks")

@@ -2,6 +2,7 @@
 
 from fsdpckpt.formats.torch.archive import (
     ChecksumRow,
+    ComparedRecords,
     TorchArchive,
     check_byteorder,
     checksums_of,
@@ -17,6 +18,7 @@ from fsdpckpt.formats.torch.archive import (
 
 __all__ = [
     "ChecksumRow",
+    "ComparedRecords",
     "TorchArchive",
     "check_byteorder",
     "checksums_of",

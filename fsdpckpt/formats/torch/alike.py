@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.formats.torch.archive import OpenedArchive, TorchArchive, parse_archive
+from fsdpckpt.formats.torch.archive import ComparedRecords, OpenedArchive, TorchArchive, parse_archive
 from fsdpckpt.formats.torch.distributed import BoxInFile, BoxInLocal, Cut, CutBoxes, Distributed, DistributedParser
 from fsdpckpt.formats.torch.mesh import Hole, Mesh, MeshParser
 from fsdpckpt.formats.torch.tensors import StoredTensor, TensorBuilder, Wrapped
@@ -217,8 +217,9 @@ class RankTemplate:
             parts += [data[at : number.opcode], b"X%b%bQ" % (len(name).to_bytes(4, "little"), name.encode())]
             at = number.end
         builder = _WithHoles(self._opened, holes)
-        meshes = MeshParser(source, self._values(numbers, {}))
-        parser = _CutParser(source, meshes)
+        compared = ComparedRecords(source, self._opened.checksums(0))
+        meshes = MeshParser(compared, self._values(numbers, {}))
+        parser = _CutParser(compared, meshes)
         holed = OpenedArchive(_Sealed(source.path), self._opened.records, b"".join([*parts, data[at:]]))
         try:
             archive = parse_archive(holed, 0, builder=builder, parser=parser)

@@ -28,7 +28,7 @@ from fsdpckpt.ir.quantized import split_state
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Global, Key, Object, Value
 from fsdpckpt.storage import ByteSource
-from fsdpckpt.text import plural, some_of, truncate
+from fsdpckpt.text import bytes_text, plural, some_of, truncate
 
 _PLAIN: frozenset[type] = frozenset({str, int, float, bool, type(None), bytes, complex, bytearray, Global, Distributed})
 
@@ -293,6 +293,7 @@ def _set_order(item: object) -> str:
 # by `verify` alone: whoever opens the archive compares their checksums.
 _DESCRIPTIONS = ("byteorder", "version", ".format_version", ".storage_alignment", SERIALIZATION_ID)
 _LARGEST_DESCRIPTION = 4096  # bytes; torch's have at most 40
+_BLOCK = 1 << 20  # bytes of a record that are read at a time
 
 ChecksumRow: TypeAlias = tuple[int, int, int, int]  # file, offset, nbytes, crc
 
@@ -311,6 +312,32 @@ class OpenedArchive:
         if not records.crc.any():
             return Checksums.of([])
         return Checksums(np.full(len(records), file_id, np.int64), records.offset, records.nbytes, records.crc)
+
+
+class ComparedRecords(ByteSource):
+    """A file, for bytes that become part of a value and that nobody reads again: a mesh, a NumPy array. The record in
+    which they are must have its checksum, if there are ``checksums``.
+    """
+
+    def __init__(self, source: ByteSource, checksums: Checksums) -> None:
+        self.path, self.nbytes = source.path, source.nbytes
+        self._source = source
+        order = np.argsort(checksums.offset, kind="stable")
+        self._records = np.stack([checksums.offset, checksums.nbytes, checksums.crc])[:, order]
+        self._compared: set[int] = set()
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        number = int(self._records[0].searchsorted(offset, side="right")) - 1
+        if number >= 0 and number not in self._compared:
+            self._compare(*self._records[:, number].tolist())
+            self._compared.add(number)
+        self._source.read_into(offset, buffer)
+
+    def _compare(self, offset: int, nbytes: int, stored: int) -> None:
+        crc = 0
+        for at in range(0, nbytes, _BLOCK):
+            crc = zlib.crc32(self._source.read(offset + at, min(_BLOCK, nbytes - at)), crc)
+        _require_checksum(self.path, f"{bytes_text(nbytes)} at offset {offset:,}", stored, crc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +459,7 @@ def parse_archive(
     Raises SourceUnsupportedError (lists the keys of all values that are not strided tensors), SourceUnsafeError and
     SourceCorruptError.
     """
-    source = opened.source
+    source = ComparedRecords(opened.source, opened.checksums(file_id))
     if builder is None:
         builder = TensorBuilder(opened.records, source.path)
     walk = _TreeWalk(source, builder, leaf, parser or DistributedParser(source))
@@ -465,14 +492,15 @@ def read_pickle(source: ByteSource, record: ZipRecord, *, verify_checksum: bool)
 def read_record(source: ByteSource, record: ZipRecord, *, verify_checksum: bool) -> bytes:
     """All bytes of the record. Raises as ``read_pickle``."""
     data = source.read(record.offset, record.nbytes)
-    if not verify_checksum:
-        return data
-    crc = zlib.crc32(data)
-    if crc != record.crc:
-        what, why = f"the checksum of {record.name} is wrong", "bytes of the file were changed after it was saved"
-        stored, computed = f"{record.crc:#010x}", f"{crc:#010x}"
-        raise damaged(source.path, what, stored, computed, why=why, next_step=COPY_AGAIN, run_again=True)
+    if verify_checksum:
+        _require_checksum(source.path, record.name, record.crc, zlib.crc32(data))
     return data
+
+
+def _require_checksum(path: str, name: str, stored: int, computed: int) -> None:
+    if computed != stored:
+        what, why = f"the checksum of {name} is wrong", "bytes of the file were changed after it was saved"
+        raise damaged(path, what, f"{stored:#010x}", f"{computed:#010x}", why=why, next_step=COPY_AGAIN, run_again=True)
 
 
 def check_byteorder(source: ByteSource, record: ZipRecord) -> None:

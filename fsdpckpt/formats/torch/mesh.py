@@ -168,9 +168,12 @@ class MeshParser(FileParser):
         self, attributes: Mapping[object, object], coordinate: tuple[int, ...] | None, rank: int | None, key: str
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """(shape, ranks, world) of a mesh of torch 2.10+: a rank map, and axes with strides into it."""
-        world = as_int_tuple(attributes.get("_flatten_rank_map"))
-        if world is None:
-            world = self._tensor_ranks(attributes.get("_rank_map"), key)[1]
+        world, stored = as_int_tuple(attributes.get("_flatten_rank_map")), attributes.get("_rank_map")
+        if world is None or isinstance(stored, StoredTensor):
+            ranks = self._tensor_ranks(stored, key)[1]
+            if world is not None and world != ranks:  # torch makes the one from the other
+                self._corrupt(key, "the mesh has two rank maps", f"{world}", f"{ranks}")
+            world = ranks
         axes = self._axes(attributes.get("_layout"), key)
         shape = tuple(len(axis) for axis in axes)
         whole = prod(shape) == len(world)

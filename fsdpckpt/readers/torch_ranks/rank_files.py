@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdpckpt.formats.torch import TorchArchive, open_archive, parse_archive
+from fsdpckpt.formats.torch import ComparedRecords, TorchArchive, open_archive, parse_archive
 from fsdpckpt.formats.torch.alike import Differences, RankLocations, RankTemplate, archive_of
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
@@ -74,7 +74,8 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
                 pending.append((index, number, candidates[-1], {}, archive.records.offset, parsed.checksums))
     for index, number, model, differences, offsets, checksums in pending:
         path = paths[ranks[index]]
-        locations = model.locations_of(sources.open(path), offsets, differences)
+        source = ComparedRecords(sources.open(path), checksums)
+        locations = model.locations_of(source, offsets, differences)
         if locations is not None:
             opened[index] = RankFile(ranks[index], number, archive_of(locations, checksums, path), locations)
         elif opened[index] is None:
