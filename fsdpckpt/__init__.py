@@ -5,7 +5,7 @@ from fsdpckpt.version import __version__
 TYPE_CHECKING = False  # typing's own, without the time that importing it takes
 if TYPE_CHECKING:
     from fsdpckpt import comm
-    from fsdpckpt.api import convert, diff, inspect, open, save_parameter_order, save_units, verify  # noqa: A004
+    from fsdpckpt.api import convert, convert_each, diff, inspect, open, save_parameter_order, save_units, verify  # noqa: A004
     from fsdpckpt.errors import (
         FsdpckptError,
         FsdpckptWarning,
@@ -35,8 +35,8 @@ __all__ = [
     "SeveralCheckpointsError", "SourceCorruptError", "SourceError", "SourceIncompleteError", "SourceMissingError",
     "SourceUnrecognisedError", "SourceUnsafeError", "SourceUnsupportedError", "StateDictMismatchError",
     "StorageReader", "TargetError", "TargetExistsError", "TargetUnwritableError", "TorchMissingError", "UsageError",
-    "WorkerError", "__version__", "comm", "convert", "diff", "inspect", "open", "save_parameter_order", "save_units",
-    "verify",
+    "WorkerError", "__version__", "comm", "convert", "convert_each", "diff", "inspect", "open",
+    "save_parameter_order", "save_units", "verify",
 ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from fsdpckpt.ir import Layout, Section, SectionName, Strategy, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.option_fields import OptionRecord, Scope, options_of, refuse_unused
-from fsdpckpt.options import ConvertOptions, LaunchOptions
+from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.storage.sources import Sources
 
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from fsdpckpt.ir.units import Units
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.options import Launcher, LinkMode, MissingState, TensorForm, VerifyLevel, Visibility
+    from fsdpckpt.runs import Attempt
     from fsdpckpt.verify.difference import Difference
     from fsdpckpt.verify.integrity import Verification
 
@@ -234,6 +235,31 @@ def convert(
     for message in report.warnings:
         warnings.warn(in_python(message), FsdpckptWarning, stacklevel=2)
     return report
+
+
+def convert_each(
+    run: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    glob: str,
+    *,
+    newer_than: str | None = None,
+    launch: LaunchOptions | None = None,
+    progress: Progress | None = None,
+    **keywords: Unpack[ConvertKeywords],
+) -> list[Attempt]:
+    """Convert each checkpoint of ``run`` that matches ``glob``, to one of the same name in ``target``.
+
+    A checkpoint that cannot be converted does not stop the others: its ``Attempt.error`` says why. Those that are
+    there and complete are compared (``Attempt.was_there``). ``newer_than``: only those after this name. The keywords
+    are those of ``convert``. Raises SourceMissingError if nothing matches, UsageError.
+    """
+    from fsdpckpt.runs import convert_each as attempts
+
+    records = (ConvertOptions(), LaunchOptions() if launch is None else launch)
+    chosen, launched = with_keywords(records, keywords)
+    each = EachOptions(each=glob, newer_than=newer_than)
+    source, goal = os.fsdecode(run), os.fsdecode(target)
+    return list(attempts(source, goal, each, chosen, launched, progress or NO_PROGRESS))
 
 
 @takes_options(KnowledgeOptions)

@@ -34,6 +34,7 @@ class Heading(StrEnum):
     WRITTEN = "What is written"
     SELECTED = "What is converted, and its names"
     UNITS = "Units of FSDP1's flat parameters, and the order of parameters"
+    RUN = "Every checkpoint of a run"
     SAFETY = "Safety"
     RESOURCES = "Resources"
     WORKERS = "Workers"

@@ -34,7 +34,7 @@ DEFAULT_MAX_SHARD_SIZE = 5_000_000_000  # bytes, the split Hugging Face's own wr
 # Listed, as --help imports no table of producers and dtypes; tests compare them with those.
 FLAVORS = (
     *("plain", "accelerate", "deepspeed-universal", "fabric", "huggingface", "lightning", "lightning-model-parallel"),
-    *("torchtitan", "torchtitan-old", "trainer", "verl"),
+    *("torch_checkpointing", "torchtitan", "torchtitan-old", "trainer", "verl"),
 )
 # float8_e8m0fnu has neither sign nor zero: it holds the scales of other tensors, never values.
 CASTABLE_DTYPES = (
@@ -359,4 +359,28 @@ class LaunchOptions(OptionRecord):
         metavar="SECONDS",
         minimum=1.0,
         scope=Scope.WORKERS,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EachOptions(OptionRecord):
+    """Which checkpoints of a run are converted, if SRC is one."""
+
+    each: str | None = option(
+        "SRC is a run: convert each of its checkpoints that matches, to one of the same name in DST; those that are "
+        "there and complete are compared.",
+        Heading.RUN,
+        metavar="GLOB",
+    )
+    newer_than: str | None = option(
+        "Only those that come after this one, in the natural order of their names.",
+        Heading.RUN,
+        metavar="NAME",
+    )
+    watch: float | None = option(
+        "Look again this long after the last one was converted, until interrupted; one that is still being saved is "
+        "tried again.",
+        Heading.RUN,
+        metavar="SECONDS",
+        minimum=1.0,
     )

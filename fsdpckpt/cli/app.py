@@ -18,7 +18,7 @@ from fsdpckpt.cli.output import Output
 from fsdpckpt.command_options import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
 from fsdpckpt.errors import EMPTY, UsageError
 from fsdpckpt.option_fields import SIZE, Heading, Option, OptionRecord, options_of
-from fsdpckpt.options import ConvertOptions, LaunchOptions
+from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 from fsdpckpt.version import __version__
 
 EPILOG = """\b
@@ -202,14 +202,14 @@ class _ConvertHelp(HelpCommand):
     headings: ClassVar = {
         option.name: heading.value
         for heading in Heading
-        for record in (ConvertOptions, LaunchOptions)
+        for record in (ConvertOptions, LaunchOptions, EachOptions)
         for option in options_of(record)
         if option.heading is heading
     }
     rest: ClassVar = Heading.OTHER.value
     tunable: ClassVar = frozenset(
         option.name
-        for record in (ConvertOptions, LaunchOptions)
+        for record in (ConvertOptions, LaunchOptions, EachOptions)
         for option in options_of(record)
         if option.heading in TUNABLE
     )
@@ -240,7 +240,14 @@ app.command(
     cls=_ConvertHelp,
     short_help="Convert to another layout, container or world size.",
     epilog=convert.EXAMPLES,
-)(command(convert.convert_command, [_SRC, _DST], [ConvertOptions, LaunchOptions], "fsdpckpt.converters.pipeline"))
+)(
+    command(
+        convert.convert_command,
+        [_SRC, _DST],
+        [ConvertOptions, LaunchOptions, EachOptions],
+        "fsdpckpt.converters.pipeline",
+    )
+)
 app.command("diff", cls=HelpCommand, short_help="Compare two checkpoints key by key.", epilog=diff.EXAMPLES)(
     command(diff.diff_command, [_A, _B], [DiffOptions], "fsdpckpt.verify.compare")
 )

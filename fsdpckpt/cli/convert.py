@@ -19,13 +19,14 @@ from fsdpckpt.errors import (
     TargetUnwritableError,
     to_copy,
 )
-from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
+from fsdpckpt.options import ConvertOptions, EachOptions, Launcher, LaunchOptions
 from fsdpckpt.process import process_role
 from fsdpckpt.text import duration_text, fold_notes, plural, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
     from fsdpckpt.converters import PlannedFile, Report
+    from fsdpckpt.runs import Attempt
 
 EXAMPLES = """\b
 Examples:
@@ -44,6 +45,7 @@ Examples:
   fsdpckpt convert runs/step-1000 weights --container safetensors \\
       --only model --dtype bfloat16
   fsdpckpt convert runs/step-1000 full.pt --dry-run
+  fsdpckpt convert runs on-6 --each 'checkpoint-*' --world-size 6
   fsdpckpt convert runs/step-1000 full.pt --nproc-per-node 4
   torchrun --nnodes 2 --nproc-per-node 8 ... \\
       -m fsdpckpt convert runs/step-1000 full.pt
@@ -53,7 +55,9 @@ MAX_FILES = 20  # lines of a plan
 PORT = 29500  # torchrun's default
 
 
-def convert_command(output: Output, source: str, target: str, options: ConvertOptions, launch: LaunchOptions) -> int:
+def convert_command(
+    output: Output, source: str, target: str, options: ConvertOptions, launch: LaunchOptions, each: EachOptions
+) -> int:
     """Convert a checkpoint to another layout, container or world size, with its optimizer state.
 
     SRC is never written to; DST appears complete or not at all.
@@ -62,6 +66,8 @@ def convert_command(output: Output, source: str, target: str, options: ConvertOp
     if local:
         process_role.worker = False
     _refuse_memory_url(target)
+    if each != EachOptions():
+        return _convert_each(output, source, target, options, launch, each)
     from fsdpckpt.api import convert
 
     alone = not local and launch.nproc_per_node is None and launch.nnodes == 1 and not process_role.worker
@@ -91,6 +97,46 @@ def convert_command(output: Output, source: str, target: str, options: ConvertOp
     elif not output.quiet:
         output.data(_wrapped_lines(done_lines(report), output.columns))
     return 0
+
+
+def _convert_each(
+    output: Output, run: str, out: str, options: ConvertOptions, launch: LaunchOptions, each: EachOptions
+) -> int:
+    """Convert the checkpoints of a run, say of each what came of it, and return the worst exit code."""
+    from fsdpckpt.runs import convert_each
+
+    attempts: list[Attempt] = []
+    warned: set[str] = set()
+    with output.progress() as progress:
+        for attempt in convert_each(run, out, each, options, launch, progress):
+            attempts.append(attempt)
+            if attempt.error is not None:
+                output.error(error_lines(attempt.error))
+            for warning in fold_notes(attempt.report.warnings if attempt.report is not None else ()):
+                if warning not in warned:  # mostly all checkpoints of a run have the same
+                    output.warning(warning)
+                warned.add(warning)
+            if not output.quiet:
+                output.data([_attempt_text(attempt)])
+    failed = sum(attempt.error is not None for attempt in attempts)
+    output.document(
+        lambda: {"source": run, "target": out, "checkpoints": [each.to_json() for each in attempts]}, "each"
+    )
+    if not output.quiet:
+        done = f"{len(attempts) - failed} of {plural(len(attempts), 'checkpoint')}"
+        planned = "can be converted" if options.dry_run else f"are in {out}"
+        output.data([f"{done} {planned}" + (f", {failed} failed" if failed else "")])
+    return max((attempt.exit_code for attempt in attempts), default=0)
+
+
+def _attempt_text(attempt: Attempt) -> str:
+    report = attempt.report
+    if report is None:
+        return f"{attempt.name}: failed"
+    if attempt.was_there:
+        return f"{attempt.name}: complete already, compared"
+    size = f"{plural(report.tensors, 'tensor')}, {size_text(report.tensor_bytes)}"
+    return f"{attempt.name}: {_heading_text(report)}, {size}, {duration_text(report.seconds)}"
 
 
 def _refuse_memory_url(target: str) -> None:

@@ -126,6 +126,7 @@ class _Conversion:
     _opened: list[str] = field(default_factory=list)  # every file that rank 0 has read; later those without chunks
     _staged: StagedOutput = field(default_factory=StagedOutput)
     _note: Note | None = None
+    _was_complete: bool = False
     _warnings: list[Note] = field(default_factory=list)  # of all ranks: what DST does not need and could not be done
     _replaces: Contents = field(default_factory=dict)  # on rank 0: what was at DST
     _manifest: bytes = b""  # fsdpckpt.json as it was written
@@ -292,6 +293,7 @@ class _Conversion:
                 windows, changed_sources = journaled_windows(journals, directories, identity, options)
                 job = divide_work(prepared, directories, visible, budget, windows)
                 interrupted = None if staging is None else staging.interrupted
+                self._was_complete = interrupted is None and not len(job.claims)
                 self._note = resume_note(job, self.target, interrupted, options, changed_sources)
                 journaled = joined(list(windows.values()))
                 if self._single_rank:
@@ -448,6 +450,7 @@ class _Conversion:
                 *(self._prepared, self.target, budget, self.group.world_size, self._manifest),
                 notes=[*([] if self._note is None else [self._note]), *dict.fromkeys(self._warnings)],
                 replaced=replaced_files(self._replaces),
+                was_complete=self._was_complete,
                 seconds=time.monotonic() - begun,
             )
             if self._single_rank:

@@ -179,6 +179,7 @@ def make_report(
     *,
     notes: Sequence[Note],
     replaced: tuple[PlannedFile, ...],
+    was_complete: bool,
     seconds: float,
 ) -> Report:
     """The report of what was done or, with ``--dry-run``, would be. ``budget``: that of each of the ``workers``.
@@ -222,6 +223,7 @@ def make_report(
         evidence=tuple(map(str, checkpoint.evidence)),
         disk_free=free_bytes(target) if options.dry_run else None,
         replaced=replaced,
+        was_complete=was_complete,
         loads=_loads(spec, checkpoint, target),
         tensor_bytes=sum(tensor.nbytes for tensor in checkpoint.leaves()),
     )

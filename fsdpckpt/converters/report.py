@@ -56,6 +56,7 @@ class Report:
     made; their bytes count neither as read nor as written. ``replaced``: the files of the checkpoint at DST that
     ``--overwrite`` replaced (in a dry run: would replace). ``workers``: the number of processes, each with ``threads``
     threads and ``peak_memory_planned`` bytes. ``loads``: how the framework's user loads DST, "" for a plain target.
+    ``was_complete``: DST was there, and every byte of it is what this conversion would have written.
     """
 
     source: str
@@ -84,6 +85,7 @@ class Report:
     replaced: tuple[PlannedFile, ...] = ()
     loads: str = ""
     tensor_bytes: int = 0
+    was_complete: bool = False
 
     def __repr__(self) -> str:
         """What a notebook shows. ``to_json`` has everything."""

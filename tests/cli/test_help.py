@@ -12,12 +12,12 @@ import pytest
 
 from fsdpckpt.command_options import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
 from fsdpckpt.option_fields import Heading, options_of
-from fsdpckpt.options import DTYPE, ConvertOptions, LaunchOptions
+from fsdpckpt.options import DTYPE, ConvertOptions, EachOptions, LaunchOptions
 from tests.cli.conftest import Run
 
 RECORDS: dict[str, tuple[type, ...]] = {
     "inspect": (InspectOptions,),
-    "convert": (ConvertOptions, LaunchOptions),
+    "convert": (ConvertOptions, LaunchOptions, EachOptions),
     "diff": (DiffOptions,),
     "verify": (VerifyOptions,),
     "units": (UnitsOptions,),
@@ -33,7 +33,7 @@ def test_every_option_of_convert_is_shown_under_its_heading(run: Run) -> None:
     sections = dict(re.findall(r"^(\S[^\n]*):\n((?:  [^\n]*\n)+)", help_text(run, "convert"), re.MULTILINE))
     assert list(sections)[:2] == ["Arguments", "What is written"]
     assert set(sections) == {"Arguments", *(heading.value for heading in Heading)}
-    for record in (ConvertOptions, LaunchOptions, OutputOptions):
+    for record in (ConvertOptions, LaunchOptions, EachOptions, OutputOptions):
         for each in options_of(record):
             assert re.search(rf"(^|[ ,]){each.flag!s}( |$)", sections[each.heading], re.MULTILINE), each.flag
 
@@ -77,7 +77,7 @@ def complete(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[
 def test_bash_completes_commands_and_options(complete: Callable[[str], list[str]]) -> None:
     assert complete("fsdpckpt conv") == ["convert"]
     assert complete("fsdpckpt convert --world") == ["--world-size"]
-    assert complete("fsdpckpt convert --flavor t") == ["torchtitan", "torchtitan-old", "trainer"]
+    assert complete("fsdpckpt convert --flavor t") == ["torch_checkpointing", "torchtitan", "torchtitan-old", "trainer"]
 
 
 @pytest.mark.parametrize("command", sorted(RECORDS))

@@ -1,0 +1,149 @@
+"""Converts each checkpoint of a run: ``fsdpckpt convert RUN OUT --each 'step-*'``.
+
+Running it again is cheap to type and safe: what is complete in OUT is compared and kept, what was interrupted goes on,
+and a checkpoint that cannot be converted does not stop the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from fsdpckpt.converters import Report
+from fsdpckpt.errors import FsdpckptError, InterruptedRunError, SourceError, SourceMissingError, UsageError, WorkerError
+from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
+from fsdpckpt.progress import Progress
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import natural, some_of
+from fsdpckpt.worker import convert
+
+_SHOWN = 8  # names in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """The conversion of one checkpoint, ``name`` below the run, to ``target``: its ``report``, or its ``error``."""
+
+    name: str
+    target: str
+    report: Report | None = None
+    error: FsdpckptError | None = None
+
+    @property
+    def exit_code(self) -> int:
+        return self.error.exit_code if self.error is not None else 0
+
+    @property
+    def was_there(self) -> bool:
+        """Whether the target was complete already: every byte was compared, and none was written."""
+        return self.report is not None and self.report.was_complete
+
+    def to_json(self) -> dict[str, object]:
+        """``report``: as of one conversion; ``error``: what is wrong and what to do, None without one."""
+        error = None
+        if self.error is not None:
+            error = {"what": self.error.what, "next": self.error.next_step, "exit_code": self.exit_code}
+        report = self.report.to_json() if self.report is not None else None
+        return {"name": self.name, "target": self.target, "report": report, "error": error}
+
+
+def convert_each(
+    run: str, out: str, each: EachOptions, options: ConvertOptions, launch: LaunchOptions, progress: Progress
+) -> Iterator[Attempt]:
+    """Convert the checkpoints of ``run`` that ``each`` selects, in the natural order of their names, to directories or
+    files of the same names in ``out``. With ``watch`` it does not end: it looks for new ones again and again.
+
+    Raises SourceMissingError if none matches (not with ``watch``), UsageError for an option that no checkpoint can be
+    converted with, WorkerError, InterruptedRunError. Other errors are in the attempts.
+    """
+    glob = _require_glob(each)
+    if options.resume is None and not options.overwrite:
+        options = replace(options, resume=True)  # what is there and complete is compared, and accepted
+    converted: set[str] = set()
+    while True:
+        names = [name for name in find_checkpoints(run, glob, each.newer_than) if name not in converted]
+        if not names and each.watch is None:
+            raise _no_match_error(run, glob, each.newer_than)
+        for name in names:
+            attempt = _attempt(run, out, name, options, launch, progress, first=not converted)
+            # One that is incomplete may be of a save that is under way: with --watch it is tried again.
+            if not isinstance(attempt.error, SourceError):
+                converted.add(name)
+            yield attempt
+        if each.watch is None:
+            return
+        time.sleep(each.watch)
+
+
+def find_checkpoints(run: str, glob: str, newer_than: str | None) -> list[str]:
+    """The names below ``run`` that match ``glob``, component by component, in natural order; only those after
+    ``newer_than``. Hidden names match no glob.
+    """
+    found = [""]
+    with Sources() as sources:
+        for part in glob.strip("/").split("/"):
+            found = [name for above in found for name in _matching(run, above, part, sources)]
+    names = sorted(found, key=natural)
+    if newer_than is None:
+        return names
+    last = natural(newer_than.strip("/"))
+    return [name for name in names if natural(name) > last]
+
+
+def _matching(run: str, above: str, glob: str, sources: Sources) -> Iterator[str]:
+    """What matches ``glob`` in the directory ``above`` of ``run``; nothing if that is a file."""
+    directory = "/".join([run.rstrip("/"), above]).rstrip("/")
+    entry = sources.stat(directory)
+    if entry is None or not entry.directory:
+        return
+    for child in sources.list_directory(directory):
+        if not child.name.startswith(".") and fnmatchcase(child.name, glob):
+            yield f"{above}/{child.name}" if above else child.name
+
+
+def _attempt(
+    run: str, out: str, name: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress, *, first: bool
+) -> Attempt:
+    source, target = f"{run.rstrip('/')}/{name}", f"{out.rstrip('/')}/{name}"
+    try:
+        return Attempt(name, target, convert(source, target, options, launch, progress))
+    except (InterruptedRunError, WorkerError):
+        raise
+    except FsdpckptError as error:
+        if isinstance(error, UsageError) and first:  # it is the command that is wrong, for all of them
+            raise
+        return Attempt(name, target, error=error)
+
+
+def _require_glob(each: EachOptions) -> str:
+    """The glob of ``--each``. Raises UsageError without one."""
+    if each.each is None:
+        given = "--newer-than" if each.newer_than is not None else "--watch"
+        raise UsageError(
+            f"{given} selects checkpoints of a run, and there is no --each",
+            next_step="add --each GLOB, for example --each 'step-*'",
+        )
+    if not each.each.strip("/") or ".." in each.each.split("/"):
+        raise UsageError(
+            "--each names checkpoints below SRC",
+            found=each.each,
+            next_step="give a glob of their names, for example --each 'step-*' or --each 'global_step_*/actor'",
+        )
+    return each.each
+
+
+def _no_match_error(run: str, glob: str, newer_than: str | None) -> SourceMissingError:
+    with Sources() as sources:
+        entry = sources.stat(run)
+        names: Sequence[str] = ()
+        if entry is not None and entry.directory:
+            names = sorted((child.name for child in sources.list_directory(run)), key=natural)
+    after = f" after {newer_than}" if newer_than is not None else ""
+    return SourceMissingError(
+        f"nothing in {run} matches --each {glob}{after}",
+        file=run,
+        found=some_of(names, _SHOWN) or "an empty directory",
+        next_step="give a glob of the names of its checkpoints",
+    )

@@ -1,0 +1,109 @@
+"""``convert --each``: every checkpoint of a run, again and again, and one that is broken does not stop the others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsdpckpt
+from fsdpckpt import runs
+from fsdpckpt.errors import SourceMissingError, UsageError
+from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
+from fsdpckpt.progress import NO_PROGRESS
+from tests.cli.conftest import Run
+
+STEPS = ("step-900", "step-1000", "step-1100")
+
+
+@pytest.fixture
+def run_of_three(tmp_path: Path) -> Path:
+    """Three checkpoints, the second of which was cut off, and a directory that is none."""
+    for number, name in enumerate(STEPS):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        torch.manual_seed(number)
+        torch.save({"weight": torch.randn(5, 3)}, tmp_path / "run" / name / "model.pt")
+    broken = tmp_path / "run" / STEPS[1] / "model.pt"
+    broken.write_bytes(broken.read_bytes()[:-100])
+    (tmp_path / "run" / "logs").mkdir()
+    return tmp_path / "run"
+
+
+def test_a_broken_checkpoint_does_not_stop_the_others(run_of_three: Path, tmp_path: Path, run: Run) -> None:
+    done = run("convert", str(run_of_three), str(tmp_path / "out"), "--each", "step-*", "--to", "full")
+    assert done.code == 3
+    assert [line.split(":")[0] for line in done.out.splitlines()[:3]] == list(STEPS)
+    assert done.out.splitlines()[-1] == f"2 of 3 checkpoints are in {tmp_path / 'out'}, 1 failed"
+    assert f"{run_of_three}/step-1000/model.pt" in done.err
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["step-1100", "step-900"]
+    for name in (STEPS[0], STEPS[2]):
+        (saved,) = (run_of_three / name).iterdir()
+        written = torch.load(tmp_path / "out" / name)
+        assert torch.equal(written["model"]["weight"], torch.load(saved)["weight"])
+
+
+def test_what_is_there_is_compared_and_not_written_again(run_of_three: Path, tmp_path: Path, run: Run) -> None:
+    command = ("convert", str(run_of_three), str(tmp_path / "out"), "--each", "step-*", "--to", "full")
+    run(*command)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    torch.save({"weight": torch.randn(5, 3)}, run_of_three / STEPS[1] / "model.pt")
+    done = run(*command, "--json")
+    assert done.code == 0
+    checkpoints = json.loads(done.out)["checkpoints"]
+    assert [each["report"]["was_complete"] for each in checkpoints] == [True, False, True]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    (tmp_path / "out" / STEPS[0]).write_bytes(b"something else")
+    changed = run(*command, "--newer-than", "step-100")
+    assert changed.code == 5
+    assert (tmp_path / "out" / STEPS[0]).read_bytes() == b"something else"
+
+
+def test_only_those_after_a_name_are_taken(run_of_three: Path, tmp_path: Path) -> None:
+    attempts = fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*", newer_than="step-1000", to="full")
+    assert [attempt.name for attempt in attempts] == ["step-1100"]
+    with pytest.raises(SourceMissingError, match="matches --each step-\\* after step-1100"):
+        fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*", newer_than="step-1100", to="full")
+
+
+def test_a_glob_has_as_many_components_as_the_names(run_of_three: Path, tmp_path: Path) -> None:
+    for name in (STEPS[0], STEPS[2]):
+        (run_of_three / name / "actor").mkdir()
+        shutil.move(run_of_three / name / "model.pt", run_of_three / name / "actor" / "model.pt")
+    attempts = fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*/actor", to="full")
+    assert [attempt.name for attempt in attempts] == ["step-900/actor", "step-1100/actor"]
+    assert (tmp_path / "out" / "step-900" / "actor").is_file()
+
+
+def test_a_wrong_command_is_said_once(run_of_three: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*", to="full", world_size=3)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [("--newer-than", "step-1"), ("--watch", "5"), ("--each", "../*"), ("--each", "/")])
+def test_what_selects_nothing_is_a_wrong_command(options: tuple[str, ...], run_of_three: Path, run: Run) -> None:
+    assert run("convert", str(run_of_three), "out", *options).code == 2
+
+
+def test_watching_tries_an_incomplete_one_again(
+    run_of_three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+
+    def finish_the_save(seconds: float) -> None:
+        waited.append(seconds)
+        torch.save({"weight": torch.randn(5, 3)}, run_of_three / STEPS[1] / "model.pt")
+
+    monkeypatch.setattr(time, "sleep", finish_the_save)
+    each = EachOptions(each="step-*", watch=30.0)
+    attempts = runs.convert_each(
+        str(run_of_three), str(tmp_path / "out"), each, ConvertOptions.of(to="full"), LaunchOptions(), NO_PROGRESS
+    )
+    names = [(attempt.name, attempt.exit_code) for attempt in islice(attempts, 4)]
+    assert names == [("step-900", 0), ("step-1000", 3), ("step-1100", 0), ("step-1000", 0)]
+    assert waited == [30.0]
