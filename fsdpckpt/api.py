@@ -237,6 +237,7 @@ def convert(
     return report
 
 
+@takes_options(ConvertOptions, LaunchOptions)
 def convert_each(
     run: str | os.PathLike[str],
     target: str | os.PathLike[str],

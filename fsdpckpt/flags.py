@@ -205,6 +205,10 @@ device = _flag("device")
 backend = _flag("backend")
 output_visibility = _flag("output_visibility")
 fault_limit = _flag("fault_limit")
+# convert, of a run
+each = _command_flag("--each")
+newer_than = _flag("newer_than")
+watch = _command_flag("--watch")
 # inspect
 keys = _flag("keys")
 section = _flag("section")

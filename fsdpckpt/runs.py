@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from fsdpckpt import flags
 from fsdpckpt.converters import Report
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, SourceError, SourceMissingError, UsageError, WorkerError
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
@@ -120,16 +121,17 @@ def _attempt(
 def _require_glob(each: EachOptions) -> str:
     """The glob of ``--each``. Raises UsageError without one."""
     if each.each is None:
-        given = "--newer-than" if each.newer_than is not None else "--watch"
+        given = flags.newer_than if each.newer_than is not None else flags.watch
         raise UsageError(
-            f"{given} selects checkpoints of a run, and there is no --each",
-            next_step="add --each GLOB, for example --each 'step-*'",
+            f"{given} selects checkpoints of a run, and there is no {flags.each}",
+            next_step=f"add {flags.each('GLOB')}, for example {flags.each('step-*')}",
         )
     if not each.each.strip("/") or ".." in each.each.split("/"):
         raise UsageError(
-            "--each names checkpoints below SRC",
+            f"{flags.each} names checkpoints below SRC",
             found=each.each,
-            next_step="give a glob of their names, for example --each 'step-*' or --each 'global_step_*/actor'",
+            next_step=f"give a glob of their names, for example {flags.each('step-*')} or "
+            f"{flags.each('global_step_*/actor')}",
         )
     return each.each
 
@@ -142,7 +144,7 @@ def _no_match_error(run: str, glob: str, newer_than: str | None) -> SourceMissin
             names = sorted((child.name for child in sources.list_directory(run)), key=natural)
     after = f" after {newer_than}" if newer_than is not None else ""
     return SourceMissingError(
-        f"nothing in {run} matches --each {glob}{after}",
+        f"nothing in {run} matches {flags.each(glob)}{after}",
         file=run,
         found=some_of(names, _SHOWN) or "an empty directory",
         next_step="give a glob of the names of its checkpoints",

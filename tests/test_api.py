@@ -132,7 +132,7 @@ def test_wrong_keywords_and_values_are_usage_errors(saved: Path, tmp_path: Path)
         ({"colour": "red"}, "no option 'colour'"),
         ({"worldsize": 2}, r"did you mean world_size\?"),
         ({"to": "halved"}, "to cannot be .halved."),
-        ({"max_memory": "lots"}, "--max-memory: 'lots' is not a size"),
+        ({"max_memory": "lots"}, "max_memory: 'lots' is not a size"),
     ):
         with pytest.raises(UsageError, match=words):
             fsdpckpt.convert(saved, tmp_path / "out.pt", **wrong)

@@ -23,13 +23,13 @@ from fsdpckpt.errors import FsdpckptError, Leftover, SourceIncompleteError, Targ
 from fsdpckpt.flags import CommandFlag, Flag, Message, in_python
 from fsdpckpt.ir.checkpoint import Note, Problem
 from fsdpckpt.option_fields import Option, options_of
-from fsdpckpt.options import ConvertOptions, LaunchOptions
+from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 
 PACKAGE = Path(fsdpckpt.__file__).parent
 FLAGS = {str(value): value for value in vars(flags).values() if isinstance(value, Flag) and str(value)}
 OPTIONS = [
     option
-    for record in (ConvertOptions, LaunchOptions, InspectOptions, DiffOptions, VerifyOptions, UnitsOptions)
+    for record in (ConvertOptions, LaunchOptions, EachOptions, InspectOptions, DiffOptions, VerifyOptions, UnitsOptions)
     for option in options_of(record)
 ] + list(options_of(OutputOptions))
 
@@ -117,7 +117,14 @@ def test_there_are_no_flags_of_options_that_no_command_has() -> None:
 def test_what_python_has_no_keyword_for_is_named_as_the_command_line_does() -> None:
     import inspect
 
-    functions = (fsdpckpt.inspect, fsdpckpt.convert, fsdpckpt.diff, fsdpckpt.api.verify, fsdpckpt.open)  # type: ignore[attr-defined]
+    functions = (
+        fsdpckpt.inspect,
+        fsdpckpt.convert,
+        fsdpckpt.convert_each,
+        fsdpckpt.diff,
+        fsdpckpt.api.verify,
+        fsdpckpt.open,
+    )  # type: ignore[attr-defined]
     keywords = {name for function in functions for name in inspect.signature(function).parameters}
     assert not {flag.keyword for flag in FLAGS.values() if not isinstance(flag, CommandFlag)} - keywords
 

@@ -66,7 +66,7 @@ def test_what_is_there_is_compared_and_not_written_again(run_of_three: Path, tmp
 def test_only_those_after_a_name_are_taken(run_of_three: Path, tmp_path: Path) -> None:
     attempts = fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*", newer_than="step-1000", to="full")
     assert [attempt.name for attempt in attempts] == ["step-1100"]
-    with pytest.raises(SourceMissingError, match="matches --each step-\\* after step-1100"):
+    with pytest.raises(SourceMissingError, match="matches --each 'step-\\*' after step-1100"):
         fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*", newer_than="step-1100", to="full")
 
 
