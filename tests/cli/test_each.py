@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from fsdpckpt.errors import SourceMissingError, UsageError
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 from fsdpckpt.progress import NO_PROGRESS
 from tests.cli.conftest import Run
+from tests.cli.test_schemas import checked
 
 STEPS = ("step-900", "step-1000", "step-1100")
 
@@ -54,7 +55,7 @@ def test_what_is_there_is_compared_and_not_written_again(run_of_three: Path, tmp
     torch.save({"weight": torch.randn(5, 3)}, run_of_three / STEPS[1] / "model.pt")
     done = run(*command, "--json")
     assert done.code == 0
-    checkpoints = json.loads(done.out)["checkpoints"]
+    checkpoints: Any = checked(done.out)["checkpoints"]
     assert [each["report"]["was_complete"] for each in checkpoints] == [True, False, True]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     (tmp_path / "out" / STEPS[0]).write_bytes(b"something else")

@@ -34,6 +34,7 @@ def test_the_schemas_are_schemas() -> None:
     assert names == [
         "convert.json",
         "diff.json",
+        "each.json",
         "error.json",
         "formats.json",
         "incomplete.json",
