@@ -87,7 +87,30 @@ def _usage_error(error: BaseException) -> BaseException:
     message = str(getattr(error, "format_message", lambda: str(error))()).rstrip(".")
     what = f"there is no option {unknown}" if unknown else message[:1].lower() + message[1:]
     expected = _expected(error, message)
-    return UsageError(what, expected=expected, next_step=_meant_option(error, unknown) if unknown else None)
+    meant = _meant_option(error, unknown) if unknown else _meant_command(message)
+    return UsageError(what, expected=expected, next_step=meant)
+
+
+_OTHER_NAMES = {
+    "inspect": ("cat", "describe", "info", "list", "ls", "print", "show", "stat"),
+    "convert": ("consolidate", "cp", "copy", "export", "merge", "merge-weights", "reshard", "save"),
+    "diff": ("cmp", "compare"),
+    "verify": ("check", "fsck", "test", "validate"),
+}
+"""What other programs call the commands."""
+
+
+def _meant_command(message: str) -> str | None:
+    """The command that was probably meant by one that does not exist."""
+    from difflib import get_close_matches
+
+    begin = "No such command '"
+    if not message.startswith(begin):
+        return None
+    given = message.removeprefix(begin).partition("'")[0].lower()
+    near = [name for name, others in _OTHER_NAMES.items() if given in others]
+    near += get_close_matches(given, (*_OTHER_NAMES, "units", "formats", "version", "help"), n=1)
+    return f"did you mean fsdpckpt {near[0]}?" if near else None
 
 
 def _expected(error: BaseException, message: str) -> str | None:

@@ -21,13 +21,14 @@ from fsdpckpt.converters.target_mesh import meshes_of, on_mesh, requested_mesh, 
 from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec, refuse_section_options, require_file_name
 from fsdpckpt.converters.told_names import with_told_masters
 from fsdpckpt.converters.transform import TransformedCheckpoint, units_request
-from fsdpckpt.errors import FsdpckptError, TargetUnwritableError
+from fsdpckpt.errors import FsdpckptError, SourceIncompleteError, TargetUnwritableError
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.recorded import recorded_checksums
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout, Section, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Note
+from fsdpckpt.ir.stored_once import stored_bytes
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
@@ -69,7 +70,13 @@ _Selected: TypeAlias = "tuple[TransformedCheckpoint, TargetSpec, Mapping[str, Te
 
 def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
     """Read ``source``, transform it, lay out ``target`` and plan the copies. Does not read tensor data."""
-    transformed, spec, side_files = _select(source, target, options, sources)
+    try:
+        transformed, spec, side_files = _select(source, target, options, sources)
+    except SourceIncompleteError as error:
+        if options.only is None and (readable := _what_can_be_read(source, error, sources)) is not None:
+            steps = [error.next_step or error.usual_next_step, readable]
+            error.next_step = "; or ".join(f"{step}" for step in steps)
+        raise
     _require_possible_size(transformed, target)
     files = transformed.checkpoint.files
     linking = choose_linking(options.link, files, target)
@@ -82,6 +89,19 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     checkpoint.checksums = Checksums.joined([checkpoint.checksums, recorded.checksums])
     output.notes += recorded.notes
     return Prepared(transformed, spec, output, plan, linking)
+
+
+def _what_can_be_read(source: str, error: SourceIncompleteError, sources: Sources) -> str | None:
+    """How to take what does not need what ``error`` misses; None if there is nothing."""
+    from fsdpckpt.describe import describe_incomplete  # on the way to an error only
+
+    incomplete = describe_incomplete(source, error, sources)
+    for section in incomplete.readable if incomplete is not None else ():
+        return f"take the {_WORDS[section]} alone, which is complete: add {flags.only(section)}"
+    return None
+
+
+_WORDS = {Section.MODEL: "model", Section.OPTIM: "optimizer"}
 
 
 def _require_possible_size(transformed: TransformedCheckpoint, target: str) -> None:
@@ -225,7 +245,7 @@ def make_report(
         replaced=replaced,
         was_complete=was_complete,
         loads=_loads(spec, checkpoint, target),
-        tensor_bytes=sum(tensor.nbytes for tensor in checkpoint.leaves()),
+        tensor_bytes=stored_bytes(list(checkpoint.leaves())),
     )
 
 

@@ -306,4 +306,4 @@ def staged_leftover(target: str, options: ConvertOptions) -> Leftover | None:
         return None
     of_all = f" of {size_text(runs[0][0].nbytes)}" if runs[0][0].nbytes else ""
     resume = "continues from there" + (f" without {flags.resume.off}" if options.resume is False else "")
-    return Leftover(f"{size_text(nbytes)}{of_all} are kept in {root}", resume)
+    return Leftover(f"{size_text(nbytes)}{of_all} done, kept in {root} (delete it to give up)", resume)

@@ -107,6 +107,9 @@ def require_file_name(target: str, spec: TargetSpec) -> None:
         )
 
 
+_WITHOUT_SHARDS = "-ddp"  # the end of the name of a flavor whose jobs do not shard
+
+
 def _plain_spec(suffix: str, options: ConvertOptions, source: Checkpoint) -> TargetSpec:
     source_layout = source.layout
     container = _container(suffix, options, source_layout)
@@ -115,8 +118,16 @@ def _plain_spec(suffix: str, options: ConvertOptions, source: Checkpoint) -> Tar
         refuse_unused(options, Scope.SHARDED, f"{_why_full(container, suffix)} is not sharded")
     if layout is Layout.FULL and options.world_size is not None:
         if options.to is None and container is not Container.SAFETENSORS and suffix not in TORCH_SUFFIXES:
+            if source_layout is Layout.FULL and source.flavor.endswith(_WITHOUT_SHARDS):
+                raise UsageError(
+                    f"{flags.world_size} has no effect: {source.source} is a full (DDP) checkpoint, which every rank "
+                    "loads whole",
+                    why="there is nothing to reshard: it resumes on any number of ranks as it is",
+                    next_step=f"drop {flags.world_size(options.world_size)}; or, for a job with FSDP, add "
+                    f"{flags.to('sharded')}",
+                )
             raise UsageError(
-                f"{flags.world_size} is for sharded targets, and the target will be full, as the source is",
+                f"{flags.world_size} applies only to sharded targets; the source is full, so the target would be too",
                 next_step=f"add {flags.to('sharded')}, or drop {flags.world_size(options.world_size)}",
             )
         raise UsageError(

@@ -612,9 +612,13 @@ def _listed(path: str) -> Groups:
         raise SourceMissingError(f"{flags.parameters(path)}: {reason}", file=path, next_step=next_step) from error
     names = [name for part in parts for name in part]
     twice = [name for name, times in Counter(names).items() if times > 1]
-    if twice or not names:
+    if not names:
+        raise UsageError(
+            f"{flags.parameters(path)} names no parameter: the file is empty", file=path, next_step=next_step
+        )
+    if twice:
         raise SourceCorruptError(
-            f"{flags.parameters(path)} " + ("names some parameters more than once" if twice else "names no parameter"),
+            f"{flags.parameters(path)} names some parameters more than once",
             details=twice,
             file=path,
             next_step=next_step,

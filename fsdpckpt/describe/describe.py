@@ -16,6 +16,7 @@ from fsdpckpt import flags
 from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.stored_once import stored
 from fsdpckpt.ir.tensors import Boxes, Stats, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value, value_text, walk
 from fsdpckpt.notebook import table
@@ -30,7 +31,10 @@ _CACHED_LAYOUTS = 64  # whose boxes are kept as text: a model has few layouts, e
 
 @dataclass(frozen=True, slots=True)
 class SectionSummary:
-    """Totals of one section. ``dtypes``: name -> number of tensors; ``parameters``: number of parameter keys."""
+    """Totals of one section; bytes that several names share are counted once.
+
+    ``dtypes``: name -> number of tensors; ``parameters``: number of parameter keys.
+    """
 
     tensors: int
     parameters: int
@@ -149,11 +153,13 @@ def stored_files(checkpoint: Checkpoint) -> list[SourceFile]:
 
 
 def _summary(tensors: list[NamedTensor]) -> SectionSummary:
+    own = stored([named.tensor for named in tensors])
+    once = [named.tensor for named, has_bytes in zip(tensors, own, strict=True) if has_bytes]
     return SectionSummary(
         tensors=len(tensors),
         parameters=len({named.param for named in tensors}),
-        elements=sum(named.tensor.numel for named in tensors),
-        nbytes=sum(named.tensor.nbytes for named in tensors),
+        elements=sum(tensor.numel for tensor in once),
+        nbytes=sum(tensor.nbytes for tensor in once),
         dtypes=dict(Counter(named.tensor.dtype.name for named in tensors)),
     )
 

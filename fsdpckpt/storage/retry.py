@@ -145,7 +145,7 @@ def _source_error(error: BaseException, url: str, action: str, attempts: int) ->
         found=_one_line(error),
         why="the store or the network is failing" if attempts > 1 else "the store refused the request",
         retryable=not is_final(error),
-        next_step="run the command again: convert continues where it stopped",
+        run_again=True,
     )
 
 

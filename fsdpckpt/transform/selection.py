@@ -251,22 +251,39 @@ def require_globs(option: Flag, globs: Iterable[str], names_of_each: Sequence[Se
             raise unmatched_error(f"{option(glob)} matches", glob, source, [names[0] for names in names_of_each])
 
 
-def unmatched_error(what: str, given: str, source: str, names: Sequence[str]) -> NoKeyMatchesError:
-    """The error for ``given``, a glob or a prefix that matches none of ``names``. ``what``: subject and verb."""
-    closest = _closest(given, names)
+def unmatched_error(
+    what: str, given: str, source: str, names: Sequence[str], *, glob: bool = True
+) -> NoKeyMatchesError:
+    """The error for ``given``, a ``glob`` or a prefix that matches none of ``names``. ``what``: subject and verb."""
+    closest = _closest(given, names, glob=glob)
     error = NoKeyMatchesError(f"{what} no key of {source}", details=closest, next_step=_list_keys(source))
     error.given = given
     return error
 
 
-def _closest(given: str, names: Sequence[str]) -> list[str]:
+def prefixes_of(names: Iterable[str]) -> Iterator[str]:
+    """Every module on the way to one of ``names``, once."""
+    seen: set[str] = set()
+    for name in names:
+        words = name.split(".")
+        for depth in range(len(words) - 1, 0, -1):
+            prefix = ".".join(words[:depth])
+            if prefix in seen:
+                break
+            seen.add(prefix)
+            yield prefix
+
+
+def _closest(given: str, names: Sequence[str], *, glob: bool) -> list[str]:
     """Names, and the dotted prefixes that they share, that look like ``given``."""
-    prefixes = (name.rpartition(".")[0] for name in names)
-    existing = dict.fromkeys((*filter(None, prefixes), *names))
+    existing = dict.fromkeys((*prefixes_of(names), *names))
     bare = given.strip("*.")
+    if glob and bare in existing:  # a module: a glob is compared with whole keys
+        return [f"did you mean '{bare}.*'?"]
     closest = get_close_matches(bare, existing, n=3, cutoff=0.6)
     closest = closest or [name for name in existing if bare and bare in name][:3]
-    return [f"{name} exists" for name in closest]
+    modules = set(prefixes_of(names)) if glob else set()
+    return [f"did you mean '{name}.*'?" if name in modules else f"did you mean {name}?" for name in closest]
 
 
 def _list_keys(source: str) -> str:
@@ -316,7 +333,7 @@ def _apply(
     """
     changed = {source: result for source, name in names.items() if (result := change(name)) is not None}
     if not changed:
-        raise unmatched_error(f"{option} applies to", old, checkpoint.source, list(names.values()))
+        raise unmatched_error(f"{option} applies to", old, checkpoint.source, list(names.values()), glob=False)
     names.update(changed)
 
 

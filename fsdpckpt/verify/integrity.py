@@ -20,6 +20,7 @@ from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.spans import chunk_ends
+from fsdpckpt.ir.stored_once import stored_bytes
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, as_float
 from fsdpckpt.notebook import table
@@ -190,7 +191,7 @@ def verify_checkpoint(
         problems=tuple(dict.fromkeys(problems)),
         digests=tuple(tensor_digests),
         tensors=len(tensors),
-        nbytes=sum(named.tensor.nbytes for named in tensors),
+        nbytes=stored_bytes([named.tensor for named in tensors]),
         records=len(ranges),
         replicas=sum(len(rows) - 1 for sets in replicas for rows in sets),
         notes=(

@@ -37,7 +37,7 @@ def test_an_error_says_how_much_of_the_output_is_kept(tmp_path: Path) -> None:
     error = SourceError("the disk failed")
     attach_leftovers(error, str(tmp_path / "out"), ConvertOptions())
     assert error.leftover is not None
-    assert error.leftover.what == f"1000 B of 3.9 KiB are kept in {root}"
+    assert error.leftover.what == f"1000 B of 3.9 KiB done, kept in {root} (delete it to give up)"
 
 
 @pytest.mark.parametrize("error", [SourceCorruptError("damaged"), SourceError("of another run", resumable=False)])
@@ -51,7 +51,7 @@ def test_a_traceback_that_is_not_ours_names_what_is_kept_too(tmp_path: Path) -> 
     interrupted(tmp_path / "out")
     error = KeyboardInterrupt()
     attach_leftovers(error, str(tmp_path / "out"), ConvertOptions())
-    assert leftover_of(error) is not None and "are kept in" in error.__notes__[0]
+    assert leftover_of(error) is not None and "done, kept in" in error.__notes__[0]
 
 
 def test_what_cannot_be_read_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_a_signal_stops_the_run_and_names_the_command_that_goes_on(
     target = tmp_path / "target"
     stopped = convert(source, target, *FULL, hook=(20, f"os.kill(os.getpid(), {int(number)})"))
     assert stopped.code == 130
-    assert f"B are kept in {hidden(target)}" in stopped.err
+    assert f"B done, kept in {hidden(target)} (delete it to give up)" in stopped.err
     assert not hidden(target, "lock").exists()
     command = shlex.split(stopped.err.splitlines()[-1])  # on a line of its own, to be copied
     assert command[:2] == ["fsdpckpt", "convert"]

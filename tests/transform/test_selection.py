@@ -114,10 +114,15 @@ def test_without_options_nothing_changes_and_nothing_is_noted() -> None:
 
 
 def test_a_glob_that_matches_nothing_is_an_error() -> None:
-    for glob, closest in (("nett.*", ["net", "net.a"]), ("a.w", ["net.a.weight"]), ("zzz", [])):
+    for glob, closest in (
+        ("nett.*", ["'net.*'", "'net.a.*'"]),
+        ("net.a", ["'net.a.*'"]),
+        ("a.w", ["net.a.weight"]),
+        ("zzz", []),
+    ):
         with pytest.raises(UsageError, match="matches no key") as error:
             select_keys(_checkpoint(), include=[glob], exclude=[])
-        assert list(error.value.details) == [f"{name} exists" for name in closest]
+        assert list(error.value.details) == [f"did you mean {name}?" for name in closest]
 
 
 def test_a_dotted_prefix_is_renamed_in_every_section_and_a_longer_word_is_not() -> None:

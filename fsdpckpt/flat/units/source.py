@@ -39,6 +39,7 @@ from fsdpckpt.ir.units import Units
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import plural
 
 _SAVED = f"give the units file that save_units wrote in the job that saved this: {flags.units('FILE')}"
 
@@ -178,7 +179,8 @@ def _infer_units(
         order_command=lambda: units_command(request.reference, checkpoint.source, sources),
     )
     if isinstance(result, Refusal):
-        raise _refused_error(checkpoint, names, prefixes, result)
+        command = None if names.ordered else units_command(request.reference, checkpoint.source, sources)
+        raise _refused_error(checkpoint, names, prefixes, result, command)
     # --unit was compared with the checkpoint, or describes the target.
     require_agreement(result.units, replace(request, globs=()), sources, f"what {checkpoint.source} shows of its units")
     if names.in_model_order or request.parameters is not None:
@@ -195,8 +197,12 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
     available = [names for names in lists if names is not None]
     if not available:
         unused = [note.message for note in checkpoint.notes if note.kind == "units-unreadable"]
+        listed = parameter_order(checkpoint)
+        what = "nothing says which parameters they hold"
+        if listed:
+            what = f"nothing says the shapes of the {plural(len(listed), 'parameter')} that it names"
         raise NeedsInformationError(
-            f"{checkpoint.source} holds flat parameters, and nothing says which parameters they hold",
+            f"{checkpoint.source} holds flat parameters, and {what}",
             details=describe_lengths(checkpoint),
             why="PyTorch does not save names and shapes with them, and "
             + ("; ".join(unused) or "there is no units file beside the checkpoint"),
@@ -277,15 +283,30 @@ def _agreed_prefixes(
 
 
 def _refused_error(
-    checkpoint: Checkpoint, names: ParameterNames, prefixes: UnitPrefixes, refusal: Refusal
+    checkpoint: Checkpoint,
+    names: ParameterNames,
+    prefixes: UnitPrefixes,
+    refusal: Refusal,
+    command: str | None = None,
 ) -> NeedsInformationError:
+    """``command``: what makes a units file from the base model whose names do not have the order of the model."""
+    options = (
+        f"correct what is wrong above with {flags.unit('GLOB')}, {flags.reference('PATH')} or "
+        f"{flags.parameters('FILE')}, or {_SAVED}"
+    )
+    if command is not None:
+        return NeedsInformationError(
+            f"the units of {checkpoint.source} cannot be inferred: the names of {names.label} are sorted",
+            why="flat parameters follow model.parameters(), which weight files do not keep",
+            next_step=to_copy(f"make a units file, then add {flags.units}", command),
+            alternative=options,
+        )
     return NeedsInformationError(
         f"the units of {checkpoint.source} cannot be inferred: names from {names.label}, units from {prefixes.label}",
         details=[f"nearest: {refusal.nearest}", *refusal.contradictions],
         why="the names are those of a different model, units were left out, or rank files were mixed up; or the job "
         "used settings that were not tried",
-        next_step=f"correct what is wrong above with {flags.unit('GLOB')}, {flags.reference('PATH')} or "
-        f"{flags.parameters('FILE')}, or {_SAVED}",
+        next_step=options,
     )
 
 

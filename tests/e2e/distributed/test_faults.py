@@ -78,5 +78,7 @@ def test_a_full_disk_leaves_what_was_written_and_says_how_to_go_on(base: Path, t
     assert ended == error["exit_code"] == 5, error
     assert "full.pt" in str(error["what"])
     root = str(tmp_path / ".out.pt.fsdpckpt-staging")
-    assert str(error["details"][0]).endswith(f"B are kept in {root}: the same command continues from there"), error
+    assert str(error["details"][0]).endswith(
+        f"B done, kept in {root} (delete it to give up): the same command continues from there"
+    ), error
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.pt.fsdpckpt-staging", "when"]
