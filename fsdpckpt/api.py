@@ -165,7 +165,7 @@ def inspect(
         (opened,) = _open_all([source], sources, options.units, options.ignore_file, locate=located)
         checkpoint = _name_slices(opened, sources, options)
         if checkpoint is not opened:
-            checkpoint = dataclasses.replace(checkpoint, problems=(*checkpoint.problems, *problems(checkpoint)))
+            checkpoint = checkpoint.with_problems(*problems(checkpoint))
         description = describe(checkpoint, options.keys, options.section)
         if options.stats:
             from fsdpckpt.verify.measures import stats_of
@@ -523,7 +523,7 @@ def _with_buffers(
         listed = " and ".join(f"{option.flag}" for option in options_of(VerifyOptions) if option.name in unused)
         which = " and ".join(dict.fromkeys(side.source for side in sides))
         note = Note("unused", f"{listed} had no effect: nothing else is needed to read {which}")
-        read[0] = dataclasses.replace(read[0], notes=(*read[0].notes, note))
+        read[0] = read[0].noted(note)
     return read
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fsdpckpt
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.execute.read_check import ReadCheck
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.lazy import LazyCheckpoint, LazyTensor
@@ -46,7 +46,13 @@ def lazy(raw: Raw, array: np.ndarray, boxes: list, **how: object) -> LazyTensor:
     tensor = raw.put(array, boxes, **how)  # type: ignore[arg-type]
     files = tuple(Stored(str(rank), len(data)) for rank, data in enumerate(raw.data))
     model = ModelState({"weight": tensor})
-    checkpoint = Checkpoint("raw", Layout.SHARDED, Container.TORCH, "plain", len(files), files, model, None, {})
+    checkpoint = Checkpoint(
+        Origin("raw", Layout.SHARDED, Container.TORCH, "plain", len(files)),
+        files=files,
+        model=model,
+        optim=None,
+        extra={},
+    )
     sources = OpenedBy(lambda path: CountedFile(bytes(raw.data[int(path)]), path))
     return LazyCheckpoint(checkpoint, ReadCheck(checkpoint, sources))["weight"]
 

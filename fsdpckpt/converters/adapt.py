@@ -60,17 +60,21 @@ def adapt_to_form(
     _require_section_of_form(checkpoint, flavor, form, only)
     if only is None:
         _require_places(checkpoint, flavor, form)
-    others = (*checkpoint.ignored, flavor.schedule_file) if splits_param_group else checkpoint.ignored
-    source = replace(checkpoint, ignored=others)
+    others = (*checkpoint.origin.ignored, flavor.schedule_file) if splits_param_group else checkpoint.origin.ignored
+    source = replace(checkpoint, origin=replace(checkpoint.origin, ignored=others))
     copied = side_files(source, flavor, world_size, sources, only=only, directory=directory)
-    below = f"{checkpoint.directory.rstrip('/')}/"  # ``copied`` lists its files again
+    below = f"{checkpoint.origin.directory.rstrip('/')}/"  # ``copied`` lists its files again
     notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(below)]
-    checkpoint = replace(checkpoint, notes=tuple(notes), files=(*checkpoint.files, *copied.sources))
+    checkpoint = replace(
+        checkpoint,
+        files=(*checkpoint.files, *copied.sources),
+        ledger=replace(checkpoint.ledger, notes=tuple(notes)),
+    )
     if only is None:
         checkpoint = _place_named(checkpoint, flavor, form)
     if checkpoint.optim is not None and form.optim is None:
         note = Note("not-carried", f"the optimizer is left out: flavor {flavor.name} has no place for it")
-        checkpoint = replace(checkpoint, optim=None, notes=(*checkpoint.notes, note))
+        checkpoint = replace(checkpoint, optim=None).noted(note)
     if form.extra is None:
         extra: dict[Key, Value] = {}
         if checkpoint.has(Section.OPTIM) and only is None:
@@ -90,15 +94,15 @@ def adapt_to_form(
     if not has_both:
         why = f"left out, because flavor {flavor.name} saves them only with both the model and the optimizer"
         checkpoint = _without_extras(checkpoint, _extras_implying_both(checkpoint, flavor, form), why)
-    checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *copied.notes))
+    checkpoint = checkpoint.noted(*copied.notes)
     if only is None and form.optim is not None and not checkpoint.has(Section.OPTIM):
         message = f"{checkpoint.source} has no optimizer: {flavor.name} starts with a new one, or stops"
-        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("resumption", message, warning=True)))
+        checkpoint = checkpoint.noted(Note("resumption", message, warning=True))
     if has_both and world_size is not None and form.optim is not None:
         names = names_beside(checkpoint, sources)
         changes = changes_with_ranks(flavor, copied.files, ranks_that_saved(checkpoint, names), world_size)
         changed = [Note("resumption", change, warning=True) for change in changes]
-        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *changed))
+        checkpoint = checkpoint.noted(*changed)
     if only is None and (has_both or not _extras_imply_both(flavor, form)):
         checkpoint = _adapt_extras(checkpoint, flavor, form, sources)
     if has_both and only is None:
@@ -114,7 +118,7 @@ def _with_resumption(checkpoint: Checkpoint, flavor: Flavor, ranks: int) -> Chec
         *data_position_changes(checkpoint, flavor, ranks),
     ]
     warnings = [Note("resumption", text, warning=True) for text in lacking]
-    return replace(checkpoint, notes=(*checkpoint.notes, *warnings))
+    return checkpoint.noted(*warnings)
 
 
 def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:
@@ -139,7 +143,7 @@ def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoi
             message = f"{named.dotted} becomes {'.'.join(map(str, path))}, as flavor {flavor.name} calls it"
             notes.append(Note("renamed", message, named.dotted))
         placed.append(replace(named, path=path))
-    return replace(checkpoint, named=tuple(placed), notes=(*checkpoint.notes, *notes))
+    return replace(checkpoint, named=tuple(placed)).noted(*notes)
 
 
 def _require_places(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> None:
@@ -183,10 +187,10 @@ def _without_extras(checkpoint: Checkpoint, names: Collection[str], why: str | N
         {key: value for key, value in each.items() if str(key) not in names}
         for each in (checkpoint.extra, *checkpoint.rank_extra)
     )
-    notes = checkpoint.notes
-    if why is not None and names:
-        notes = (*notes, Note("not-carried", f"{why}: {', '.join(names)}", keys=tuple(names)))
-    return replace(checkpoint, extra=extra, rank_extra=tuple(rank_extra), notes=notes)
+    left = replace(checkpoint, extra=extra, rank_extra=tuple(rank_extra))
+    if why is None or not names:
+        return left
+    return left.noted(Note("not-carried", f"{why}: {', '.join(names)}", keys=tuple(names)))
 
 
 def _require_section_of_form(checkpoint: Checkpoint, flavor: Flavor, form: Form, only: Section | None) -> None:
@@ -275,7 +279,8 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
     ]
     why = f"left out, because flavor {flavor.name} keeps something else under that name"
     checkpoint = _without_extras(checkpoint, different, why)
-    notes, extra = list(checkpoint.notes), dict(checkpoint.extra)
+    notes: list[Note] = []
+    extra = dict(checkpoint.extra)
     if form.schedule is not None and form.schedule[0] not in extra:
         place, keys = form.schedule
         schedule = _source_schedule(checkpoint, keys)
@@ -296,7 +301,7 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
         message = f"what flavor {flavor.name} needs and the source does not have was added: {added}"
         notes.append(Note("inferred", message))
         extra.update(defaults)
-    return replace(checkpoint, extra=extra, notes=tuple(notes))
+    return replace(checkpoint, extra=extra).noted(*notes)
 
 
 def _schedule_note(

@@ -44,7 +44,7 @@ def with_equal_copies(
         return whole, needed
     count = plural(len(keys), "model key", "differ")
     message = f"{count} between ranks, and the lowest rank's copy is taken: {some_of(keys, KEYS_IN_MESSAGE)}"
-    return replace(whole, notes=(*whole.notes, Note("replicas", message, keys=keys))), needed
+    return whole.noted(Note("replicas", message, keys=keys)), needed
 
 
 def _undecided(source: str, problems: Sequence[Problem]) -> NeedsInformationError:

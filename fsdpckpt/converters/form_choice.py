@@ -95,7 +95,7 @@ def _matches_request(form: Form, options: ConvertOptions, source: Checkpoint) ->
     if not source.has(Section.OPTIM) or options.only is Section.MODEL:
         return True
     both_dcp = form.container == source.container == Container.DCP
-    if form.optim is None or (both_dcp and form.flattened != source.flattened_keys):
+    if form.optim is None or (both_dcp and form.flattened != source.origin.flattened_keys):
         return False
     return form.any_key_type or options.key_type in (None, form.key_type)
 
@@ -130,7 +130,7 @@ _CHOSEN_BY_USERS = frozenset(
 
 def _chosen_keys(source: Checkpoint, section: Section) -> tuple[PathKey, ...] | None:
     """The keys of a section in the source; None for one in a file of its own, or deeper than a loader looks."""
-    path = tuple(key for key in source.nesting.get(section, ()) if isinstance(key, (str, int)))
+    path = tuple(key for key in source.origin.nesting.get(section, ()) if isinstance(key, (str, int)))
     return path if len(path) == 1 or (path and source.flavor != PLAIN) else None
 
 

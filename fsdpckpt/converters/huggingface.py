@@ -42,15 +42,13 @@ def finish_export(
     if reference is not None:
         reference_files = files_of_model(reference, checkpoint.files, sources)
         files.update(reference_files.files)
-        checkpoint = replace(
-            checkpoint,
-            files=(*checkpoint.files, *reference_files.sources),
-            notes=(*checkpoint.notes, *reference_files.notes),
+        checkpoint = replace(checkpoint, files=(*checkpoint.files, *reference_files.sources)).noted(
+            *reference_files.notes
         )
         _check_against(reference, checkpoint, sources)
         _check_configuration(reference, checkpoint, sources)
     if CONFIG not in files:
-        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", _NEEDED, warning=True)))
+        checkpoint = checkpoint.noted(Note("unconfigured", _NEEDED, warning=True))
     else:
         checkpoint = _with_note_on_dtype(checkpoint, folders, options, sources)
     return _without_tied_copies(checkpoint, folders, sources, reference), files
@@ -74,15 +72,15 @@ def with_stated_dtype(
             next_step=f"{flags.dtype} bfloat16, or {flags.reference('DIR')} of the model that was trained",
         )
     note = Note("config-dtype", f"{flags.dtype('auto')} is {dtype}, as {CONFIG} states")
-    return replace(checkpoint, notes=(*checkpoint.notes, note)), replace(options, dtype=dtype)
+    return checkpoint.noted(note), replace(options, dtype=dtype)
 
 
 def _folders(checkpoint: Checkpoint, options: ConvertOptions) -> list[str]:
     """Where the ``config.json`` of the model may be, in order."""
     if options.reference is not None:
         return [options.reference]
-    directory = checkpoint.directory.rstrip("/")
-    return [checkpoint.directory, f"{directory}/huggingface"] if directory else []
+    directory = checkpoint.origin.directory.rstrip("/")
+    return [checkpoint.origin.directory, f"{directory}/huggingface"] if directory else []
 
 
 def _stated_dtype(configuration: Mapping[str, object]) -> str | None:
@@ -108,7 +106,7 @@ def _with_note_on_dtype(
     message = (
         f"{what} are written as {dtypes}, and {CONFIG} says {stated}: {flags.dtype('auto')} casts them to {stated}"
     )
-    return replace(checkpoint, notes=(*checkpoint.notes, Note("config-dtype", message)))
+    return checkpoint.noted(Note("config-dtype", message))
 
 
 def _check_against(reference: str, checkpoint: Checkpoint, sources: Sources) -> None:
@@ -179,7 +177,7 @@ def _without_tied_copies(
     notes += [Note("tied", f"{name} is left out: it is tied to {first}", name) for name, first in left_out.items()]
     notes += [Note("dropped", f"{name} is left out: it is not a tensor", name) for name in values]
     params = {name: leaf for name, leaf in model.params.items() if name not in left_out and name not in values}
-    return replace(checkpoint, model=ModelState(params), notes=(*checkpoint.notes, *notes))
+    return replace(checkpoint, model=ModelState(params)).noted(*notes)
 
 
 def _tied_by_configuration(

@@ -65,7 +65,7 @@ def _source_paths(checkpoint: Checkpoint, spec: TargetSpec) -> tuple[Mapping[Sec
     """
     paths = {
         section: tuple(key for key in path if isinstance(key, (str, int)))
-        for section, path in checkpoint.nesting.items()
+        for section, path in checkpoint.origin.nesting.items()
     }
     both_dcp = checkpoint.container is Container.DCP and spec.container is Container.DCP
     taken = {key for rank in range(max(1, len(checkpoint.rank_extra))) for key in extras_of_rank(checkpoint, rank)}
@@ -76,7 +76,7 @@ def _source_paths(checkpoint: Checkpoint, spec: TargetSpec) -> tuple[Mapping[Sec
         for section, path in PLAIN_PATHS.items()
     }
     by_name = checkpoint.optim is not None and checkpoint.optim.key_type != "id"
-    return moved, both_dcp and checkpoint.flattened_keys and by_name
+    return moved, both_dcp and checkpoint.origin.flattened_keys and by_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,9 +135,9 @@ def _open(where: str, target: str, sources: Sources, contents: Contents) -> Chec
         ) from error
     except FsdpckptError as error:
         raise _refused_error(f"{target} does not read as a checkpoint", target, files, why=error.what) from error
-    if checkpoint.directory and checkpoint.directory.rstrip("/") != where:
+    if checkpoint.origin.directory and checkpoint.origin.directory.rstrip("/") != where:
         what = f"{target} is not a checkpoint, it contains one"
-        raise _refused_error(what, target, [checkpoint.directory], why=_ONLY_ONE)
+        raise _refused_error(what, target, [checkpoint.origin.directory], why=_ONLY_ONE)
     return checkpoint
 
 

@@ -162,7 +162,7 @@ def _read_and_transform(
     options = with_mesh(options, opened.layout, mesh)
     spec = on_mesh(make_target_spec(target, options, opened), opened, meshes, mesh)
     require_file_name(target, spec)
-    opened = replace(opened, notes=(*opened.notes, *spec.notes))
+    opened = opened.noted(*spec.notes)
     refuse_section_options(spec, opened)
     splits_param_group = has_one_group(opened) and bool(options.no_weight_decay)
     if splits_param_group:

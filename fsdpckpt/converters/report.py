@@ -160,7 +160,7 @@ def encode_manifest(
     uploaded = spec.container is Container.SAFETENSORS  # people publish such a directory
 
     def without_paths(text: str) -> str:
-        return _without_directories(text, (checkpoint.source, checkpoint.directory)) if uploaded else text
+        return _without_directories(text, (checkpoint.source, checkpoint.origin.directory)) if uploaded else text
 
     document = {
         "program": "fsdpckpt",
@@ -186,8 +186,8 @@ def encode_manifest(
             }
             for note in notes
         ],
-        "copied": [path for paths in checkpoint.account.paths(Fate.COPIED).values() for path in paths],
-        "left_out": checkpoint.account.paths(Fate.LEFT_OUT),
+        "copied": [path for paths in checkpoint.ledger.account.paths(Fate.COPIED).values() for path in paths],
+        "left_out": checkpoint.ledger.account.paths(Fate.LEFT_OUT),
         "undetermined": undetermined(checkpoint),
         "files": {
             **{linked.path: _linked_entry(linked, link, checkpoint, without_paths) for linked in target.links},
@@ -203,7 +203,7 @@ def _linked_entry(
     linked: LinkedFile, link: LinkMode, checkpoint: Checkpoint, without_paths: Callable[[str], str]
 ) -> dict[str, object]:
     source = checkpoint.files[linked.source]
-    manifest = checkpoint.manifest
+    manifest = checkpoint.origin.manifest
     name = os.path.relpath(source.path, manifest.directory) if manifest is not None else ""
     listed = manifest.files.get(name) if manifest is not None else None
     crc = listed.crc if listed is not None and listed.nbytes == source.nbytes else None

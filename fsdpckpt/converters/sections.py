@@ -54,7 +54,8 @@ def transform_sections(
     unmatched.require_none()
     if main is None:
         main = TransformedCheckpoint(replace(opened, model=None, optim=None))
-    return replace(main, checkpoint=_promoted(replace(main.checkpoint, named=tuple(named), notes=tuple(notes))))
+    ledger = replace(main.checkpoint.ledger, notes=tuple(notes))
+    return replace(main, checkpoint=_promoted(replace(main.checkpoint, named=tuple(named), ledger=ledger)))
 
 
 def _view(opened: Checkpoint, section: NamedSection) -> Checkpoint:
@@ -148,7 +149,8 @@ def _promoted(checkpoint: Checkpoint) -> Checkpoint:
         else:
             checkpoint = replace(checkpoint, optim=only.content)
         rest = tuple(named for named in checkpoint.named if named is not only)
-        checkpoint = replace(checkpoint, named=rest, nesting={**checkpoint.nesting, section: only.path})
+        origin = replace(checkpoint.origin, nesting={**checkpoint.origin.nesting, section: only.path})
+        checkpoint = replace(checkpoint, origin=origin, named=rest)
     return checkpoint
 
 

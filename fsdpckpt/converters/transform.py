@@ -32,7 +32,7 @@ from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.flat.units.target import target_units
 from fsdpckpt.ir import IdRule, section_of
 from fsdpckpt.ir.buffers import NO_BUFFERS, trained_keys
-from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container, KeyType, Layout, Note, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, KeyType, Layout, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import SourceNames, clean, leading_wrapper, normalise, under_first_names
@@ -118,7 +118,7 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources, *, place: 
         resolved = _source_units(opened, checkpoint, request, sources, target_flattened=to_flattened)
         checkpoint = name_slices(checkpoint, resolved, sources)
         if not resolved.order_known:
-            checkpoint = replace(checkpoint, evidence=(*checkpoint.evidence, UNORDERED))
+            checkpoint = checkpoint.without_order()
     opened_names = list(opened.model.params) if opened.model is not None else ()
     leading = leading_wrapper(opened_names) if resolved is not None else ""
     checkpoint, source_names = normalise(checkpoint, leading=leading, like=opened_names)
@@ -244,7 +244,7 @@ def _with_odd_states(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     count = plural(len(odd), "optimizer state", "are")
     message = f"{count} carried although something is odd about them: {some_of(odd, KEYS_IN_MESSAGE)}"
-    return replace(checkpoint, notes=(*checkpoint.notes, Note("odd-states", message, warning=True)))
+    return checkpoint.noted(Note("odd-states", message, warning=True))
 
 
 def _note_unused(checkpoint: Checkpoint, spec: TargetSpec, key_types: set[KeyType | str | None]) -> Checkpoint:
@@ -278,7 +278,7 @@ def _with_clean_words(checkpoint: Checkpoint, *, wrapped: bool, to_flattened: bo
 
 
 def _with_unused(checkpoint: Checkpoint, message: str) -> Checkpoint:
-    return replace(checkpoint, notes=(*checkpoint.notes, Note("unused", message)))
+    return checkpoint.noted(Note("unused", message))
 
 
 def _require_common_ids(checkpoint: Checkpoint, units: Units | None, layout: Layout) -> None:
@@ -420,7 +420,7 @@ class _Steps:
         if target is None:
             return checkpoint
         if target.note is not None:
-            checkpoint = replace(checkpoint, notes=(*checkpoint.notes, Note("inferred", target.note)))
+            checkpoint = checkpoint.noted(Note("inferred", target.note))
         if isinstance(target.placing, Rules | LikeCheckpoint):
             checkpoint = mark_sharded(checkpoint, self.hints(checkpoint))
         named, _ = normalise(checkpoint if renamed else self.written(checkpoint))
@@ -439,7 +439,7 @@ class _Steps:
             return checkpoint
         message = f"{plural(len(keys), 'parameter', 'are')} whole on every rank, as FSDP1 has those of NO_SHARD units: "
         note = Note("units", message + some_of(keys, KEYS_IN_MESSAGE), keys=keys)
-        return replace(checkpoint, notes=(*checkpoint.notes, note))
+        return checkpoint.noted(note)
 
     def cut(self, checkpoint: Checkpoint, spec: TargetSpec) -> Checkpoint:
         """Decide which tensors are sharded, and how, if the target is."""
@@ -514,7 +514,7 @@ class _Steps:
             left_out=self._names_left_out(checkpoint, changes),
         )
         checkpoint = _under_all_names(under_first_names(checkpoint, target.units), target.units)
-        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *(Note("units", line) for line in target.how)))
+        checkpoint = checkpoint.noted(*(Note("units", line) for line in target.how))
         checkpoint = self.fill(checkpoint, target.units)
         key_type = options.key_type or source_keys or "id"
         if not target.units.use_orig_params:
@@ -562,7 +562,7 @@ def _under_all_names(checkpoint: Checkpoint, units: Units) -> Checkpoint:
         return checkpoint
     notes = (Note("tied", f"{later} is added: it is tied to {first}", later) for later, first in missing.items())
     both = {**params, **{later: params[first] for later, first in missing.items()}}
-    return replace(checkpoint, model=replace(model, params=both), notes=(*checkpoint.notes, *notes))
+    return replace(checkpoint, model=replace(model, params=both)).noted(*notes)
 
 
 def _in_units(units: Units, checkpoint: Checkpoint) -> dict[str, bool]:

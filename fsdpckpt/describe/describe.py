@@ -94,7 +94,7 @@ class Description:
         once.
         """
         checkpoint = self.checkpoint
-        optim, account = checkpoint.optim, checkpoint.account
+        optim, account = checkpoint.optim, checkpoint.ledger.account
         return {
             "source": checkpoint.source,
             "layout": str(checkpoint.layout),

@@ -94,7 +94,7 @@ def _checksums_of(checkpoint: Checkpoint, numbers: Collection[int]) -> Checksums
 
 def _listed(checkpoint: Checkpoint) -> dict[str, ManifestFile]:
     """What ``fsdpckpt.json`` says of each file, by its path."""
-    manifest = checkpoint.manifest
+    manifest = checkpoint.origin.manifest
     return {manifest.path_of(name): listed for name, listed in manifest.files.items()} if manifest is not None else {}
 
 

@@ -47,7 +47,7 @@ def logical(
         if request != NOTHING_GIVEN:
             raise
         note = Note("unnamed", f"the slices keep their ids: {error.what}")
-        return replace(checkpoint, notes=(*checkpoint.notes, note))
+        return checkpoint.noted(note)
     except SourceCorruptError as error:
         if request != NOTHING_GIVEN or not listing:
             raise
@@ -56,14 +56,15 @@ def logical(
         named = name_slices(checkpoint, resolved, sources, replicas=not listing)
     except SourceUnsupportedError as error:  # blocks of which no parameter has whole ones
         message = "; ".join((error.what, *error.details[:1]))
-        return replace(checkpoint, notes=(*checkpoint.notes, Note("unnamed", f"the slices keep their ids: {message}")))
+        return checkpoint.noted(Note("unnamed", f"the slices keep their ids: {message}"))
     except SourceCorruptError as error:
         if not listing:
             raise
         return _with_problems(checkpoint, error)
     # A problem of slices appears again, under a parameter's name, in the tensors made of them.
     of_slices = set(problems(checkpoint))
-    return replace(named, problems=tuple(problem for problem in named.problems if problem not in of_slices))
+    others = tuple(problem for problem in named.problems if problem not in of_slices)
+    return replace(named, ledger=replace(named.ledger, problems=others))
 
 
 def require_comparable(a: Checkpoint, b: Checkpoint, request: UnitsRequest, sources: Sources) -> None:
@@ -109,7 +110,7 @@ def _with_help_of(
         return
     if other.units is not None and other.units.flat and request.file is None:
         try:
-            yield units_like(checkpoint, other.units, other.units_from or other.source, sources)
+            yield units_like(checkpoint, other.units, other.origin.units_from or other.source, sources)
         except NeedsInformationError as error:
             yield error
         except SourceError:
@@ -128,4 +129,4 @@ def _with_problems(checkpoint: Checkpoint, error: SourceCorruptError) -> Checkpo
     """``checkpoint`` with one problem for each item that ``error`` lists."""
     added = [Problem("units", f"{error.what}: {detail}", file=error.file) for detail in error.details]
     added = added or [Problem("units", error.what, file=error.file)]
-    return replace(checkpoint, problems=(*checkpoint.problems, *added))
+    return checkpoint.with_problems(*added)

@@ -37,14 +37,14 @@ _Run: TypeAlias = tuple[int, int, int, int, int]
 
 def unflatten(checkpoint: Checkpoint, match: FlatMatch) -> Checkpoint:
     """The same checkpoint with whole tensors under original names; an optimizer in slices becomes keyed by name."""
-    notes = list(checkpoint.notes)
+    notes: list[Note] = []
     model = checkpoint.model
     if model is not None and any(is_flat_key(key) for key in model.params):
         model = _model(model, match, notes)
     optim = checkpoint.optim
     if optim is not None and match.flat_optimizer:
         optim = _optimizer(optim, match, checkpoint.world_size, notes)
-    return replace(checkpoint, model=model, optim=optim, notes=tuple(notes))
+    return replace(checkpoint, model=model, optim=optim).noted(*notes)
 
 
 # The model.
@@ -356,4 +356,4 @@ def name_slices(
     if problems:
         raise fatal(problems, source=checkpoint.source)
     added = [*notes, *(Note("units", line) for line in (*resolved.how, *resolved.match.proved, *proved))]
-    return unflatten(replace(checkpoint, notes=(*checkpoint.notes, *added)), resolved.match)
+    return unflatten(checkpoint.noted(*added), resolved.match)

@@ -76,7 +76,7 @@ def with_named_buffers(checkpoint: Checkpoint, globs: Sequence[str]) -> Checkpoi
     problems = [each for each in checkpoint.problems if each.kind != "copies" or each.key not in known]
     if len(problems) == len(checkpoint.problems):
         return checkpoint
-    return replace(checkpoint, problems=tuple(problems))
+    return replace(checkpoint, ledger=replace(checkpoint.ledger, problems=tuple(problems)))
 
 
 def undecided_copies(checkpoint: Checkpoint, globs: Sequence[str] = ()) -> Iterator[Problem]:

@@ -2,87 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import chain
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from fsdpckpt.flags import Message
-from fsdpckpt.ir.account import Account
 from fsdpckpt.ir.files import SourceFile
+from fsdpckpt.ir.ledger import UNORDERED, Evidence, EvidenceKind, Ledger, Note, NoteKind, Problem, ProblemKind
 from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
+from fsdpckpt.ir.origin import Manifest, ManifestFile, Origin
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.terms import Container, KeyType, Layout, Section
 from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Key, Value, leaf_tensors, with_tensors
 
-# From ``ir``: code that uses a checkpoint uses them too.
-__all__ = ["Container", "KeyType", "Layout", "Section", "SourceFile"]
-
-STRAY: Final = "stray"
-"""The kind of notes on files of another save that lie among those of a checkpoint."""
-
-NoteKind: TypeAlias = (
-    Literal["found-below", "model-found", "optimizer-found", "part-of", "several-models", "several-optimizers", "stray"]
-    | Literal["chunks-corrected", "empty-entries", "ids-repaired", "inferred", "orders", "replicas", "repeated", "tied"]
-    | Literal["buffer-type", "master-weights", "normalised", "unread", "unshared", "unused", "zero-3"]
-    | Literal["missing-state", "odd-states", "undetermined", "unlisted", "unmatched", "unnamed", "unproved-order"]
-    | Literal["units", "units-ambiguous", "units-unreadable", "flattened-names", "unflattened"]
-    | Literal["cast", "config-dtype", "dropped", "encoded", "filled", "ignored", "rekeyed", "renamed"]
-    | Literal["groups-flattened", "groups-rebuilt", "plain", "resumption", "unconfigured"]
-    | Literal["carried", "cleared", "copies", "linked", "manifest", "not-carried", "resumed", "staged", "unchecked"]
-    | Literal["left-behind", "not-synced", "unlocked"]
-)
-"""What a note is about, in ``fsdpckpt.json`` and ``--json``: what was found, how it was read, and what was written."""
-
-ProblemKind: TypeAlias = (
-    Literal["checksum", "digest", "length", "missing-file", "missing-rank", "not-finite", "truncated", "unreadable"]
-    | Literal["aliased-states", "incomplete", "local-shape", "outside", "overlap", "quantized", "replica", "step"]
-    | Literal["flattened", "flattened-lost", "names", "parameter-order", "rank-mismatch", "state", "units"]
-    | Literal["config", "copies", "manifest", "missing-key", "missing-section", "shape", "stray"]
-)
-"""What is wrong, in ``--json``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something wrong with a checkpoint. ``fatal``: converting it would lose or invent data.
-
-    ``section``: None if the whole checkpoint is concerned. A conversion that leaves a section out ignores its problems.
-    """
-
-    kind: ProblemKind
-    message: str
-    fatal: bool = True
-    file: str | None = None
-    key: str | None = None
-    rank: int | None = None
-    section: Section | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "message", Message(self.message))
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Something that was inferred, cast, dropped, renamed, repaired or not carried over: every summary shows it.
-
-    ``key``: the one key concerned; ``keys``: all of them if there are many. ``warning``: whether a framework will stop
-    because of it, start afresh, or train in another way than before, or something has to be done by hand; then it is
-    shown as a warning.
-    """
-
-    kind: NoteKind
-    message: str
-    key: str | None = None
-    keys: tuple[str, ...] = ()
-    warning: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "message", Message(self.message))
+# Code that uses a checkpoint uses them too.
+__all__ = [
+    "Container", "Evidence", "EvidenceKind", "KeyType", "Layout", "Ledger", "Manifest", "ManifestFile", "Note",
+    "NoteKind", "Origin", "Problem", "ProblemKind", "Section", "SourceFile",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,63 +78,6 @@ class ChunkChecksums:
     def _key(file: Int64Array, offset: Int64Array) -> Int64Array:
         # Files of less than 2**42 bytes, fewer than 2**21 of them: both fit into one number.
         return (file << np.int64(42)) + offset
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestFile:
-    """Length and CRC-32 of a whole file. ``crc`` is None for a file that was linked, not read.
-
-    ``stored``: how many of its bytes belong to tensors of the checkpoint; None if that is not known.
-    """
-
-    nbytes: int
-    crc: int | None
-    stored: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """The content of the ``fsdpckpt.json`` at ``path``: ``files`` in ``directory`` by name, and ``digests``.
-
-    A digest is the SHA-256 of one tensor's row-major bytes, by ``<section> <key>``; most conversions record none.
-    """
-
-    path: str
-    directory: str
-    files: Mapping[str, ManifestFile]
-    digests: Mapping[str, str]
-
-    def path_of(self, name: str) -> str:
-        """The path of one of ``files``."""
-        return f"{self.directory}/{name}" if self.directory else name
-
-
-class EvidenceKind(StrEnum):
-    """What a piece of evidence is about."""
-
-    CONTAINER = "container"
-    SECTIONS = "sections"
-    LAYOUT = "layout"
-    ORDER = "order"
-    METADATA = "metadata"
-    FLAVOR = "flavor"
-    MANIFEST = "manifest"
-    UNITS = "units"
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """One reason why a checkpoint was read the way it was: ``kind`` is for code, ``message`` for people."""
-
-    kind: EvidenceKind
-    message: str
-
-    def __str__(self) -> str:
-        return self.message
-
-
-UNORDERED = Evidence(EvidenceKind.ORDER, "keys are not in the order of the state dict they were saved from")
-"""Marks a checkpoint whose order of keys must not be taken for that of the parameters."""
 
 
 @dataclass(slots=True)
@@ -296,43 +179,69 @@ class Checkpoint:
 
     ``files``: what ``Chunks.file`` indexes. ``extra``: what is neither model nor optimizer, under the source's own keys
     (nesting kept). ``rank_extra``: the extras of each rank if ranks saved different ones (RNG states), index = rank;
-    empty otherwise. ``evidence``: what was recognised and why. ``container``: one of ``Container``, or the name of a
-    format that can only be read. ``units``: those beside the checkpoint, and ``units_from`` the file they come from.
-    ``directory``: where it was found, at ``source`` or below; "" for one file. ``mesh_devices``: the device types of
-    its DTensors' meshes. ``manifest``: that of the directory, if this program wrote it. ``nesting``: the path of keys
-    to each main section in its file or DCP directory, and ``flattened_keys`` whether the optimizer's keys are
-    ``state.<name>.<state>``. ``orders``: of the ranks whose optimizers number parameters in another order, according to
-    the units or ``param_names``; in the IR an id is the same parameter on all ranks. ``ignored``: the files and
-    directories below ``source`` that the user asked to leave out, as relative paths. ``named``: further models and
-    optimizers, or all of several if none is the main one; ``ir.sections`` has what is done with them.
-    ``account``: what became of every file below ``source`` and of every entry in those that were read.
+    empty otherwise. ``named``: further models and optimizers, or all of several if none is the main one;
+    ``ir.sections`` has what is done with them. ``units``: those beside the checkpoint. ``orders``: of the ranks whose
+    optimizers number parameters in another order, according to the units or ``param_names``; in the IR an id is the
+    same parameter on all ranks.
     """
 
-    source: str
-    layout: Layout
-    container: str
-    flavor: str
-    world_size: int
+    origin: Origin
     files: tuple[SourceFile, ...]
-    model: ModelState | None
-    optim: Optimizer | None
-    extra: dict[Key, Value]
+    model: ModelState | None = None
+    optim: Optimizer | None = None
+    extra: dict[Key, Value] = field(default_factory=dict)
     rank_extra: tuple[dict[Key, Value], ...] = ()
-    checksums: Checksums = field(default_factory=lambda: Checksums.of([]))
-    evidence: tuple[Evidence, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    notes: tuple[Note, ...] = ()
-    units: Units | None = None
-    units_from: str = ""
-    directory: str = ""
-    manifest: Manifest | None = None
-    nesting: Mapping[Section, tuple[Key, ...]] = field(default_factory=dict)
-    flattened_keys: bool = False
-    mesh_devices: frozenset[str] = frozenset()
-    orders: tuple[RankOrder, ...] = ()
-    ignored: tuple[str, ...] = ()
-    account: Account = field(default_factory=Account)
     named: tuple[NamedSection, ...] = ()
+    units: Units | None = None
+    orders: tuple[RankOrder, ...] = ()
+    checksums: Checksums = field(default_factory=lambda: Checksums.of([]))
+    ledger: Ledger = field(default_factory=Ledger)
+
+    @property
+    def source(self) -> str:
+        return self.origin.source
+
+    @property
+    def layout(self) -> Layout:
+        return self.origin.layout
+
+    @property
+    def container(self) -> str:
+        return self.origin.container
+
+    @property
+    def flavor(self) -> str:
+        return self.origin.flavor
+
+    @property
+    def world_size(self) -> int:
+        return self.origin.world_size
+
+    @property
+    def evidence(self) -> tuple[Evidence, ...]:
+        return self.ledger.evidence
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        return self.ledger.problems
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        return self.ledger.notes
+
+    def noted(self, *notes: Note) -> Checkpoint:
+        """The checkpoint with further notes."""
+        return replace(self, ledger=self.ledger.with_notes(*notes)) if notes else self
+
+    def with_problems(self, *problems: Problem) -> Checkpoint:
+        """The checkpoint with further problems."""
+        return replace(self, ledger=self.ledger.with_problems(*problems)) if problems else self
+
+    def without_order(self) -> Checkpoint:
+        """The checkpoint as one whose keys are not in the order of the state dict that they were saved from."""
+        return replace(
+            self, origin=replace(self.origin, keys_in_order=False), ledger=self.ledger.with_evidence(UNORDERED)
+        )
 
     def __repr__(self) -> str:
         """One line: everything in it would fill the screen."""

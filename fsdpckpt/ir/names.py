@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.adapters import without_adapter
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, EvidenceKind, ModelState, Note
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, Note
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value, like
@@ -55,9 +55,9 @@ def _in_module(name: str) -> bool:
 
 def keeps_order(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
     """Whether the model section of ``checkpoint``, whose parameters are ``names``, is in the order of a state dict."""
-    if any(evidence.kind is EvidenceKind.ORDER for evidence in checkpoint.evidence):
+    if not checkpoint.origin.keys_in_order or checkpoint.container is Container.SAFETENSORS:
         return False
-    return checkpoint.container is not Container.SAFETENSORS and not sorted_by_a_tool(names)
+    return not sorted_by_a_tool(names)
 
 
 def revisits_a_module(names: Iterable[str]) -> bool:
@@ -142,7 +142,7 @@ class SourceNames:
             return checkpoint
         message = f"{plural(len(listed), 'key')} lost the prefixes of wrapper modules: {some_of(listed, _MAX_NAMED)}"
         note = Note("normalised", message, keys=tuple(listed))
-        return replace(checkpoint, notes=(*checkpoint.notes, note))
+        return checkpoint.noted(note)
 
 
 def leading_wrapper(names: Iterable[str]) -> str:
@@ -181,15 +181,15 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
     if optim is not None:
         optim = _renamed(optim, in_optim)
     of_model, of_optim = ({new: old for old, new in names.items()} for names in (in_model, in_optim))
-    notes = checkpoint.notes
+    notes: list[Note] = []
     lost = [] if any(map(_in_fsdp, like)) else [wrapped for wrapped in of_optim.values() if _in_fsdp(wrapped)]
     if lost:
         of_optim = {name: without_fsdp(wrapped) for name, wrapped in of_optim.items()}
         message = f"{plural(len(lost), 'key')} of the optimizer lost the prefixes of FSDP1's wrappers: {lost[0]}, ..."
-        notes = (*notes, Note("normalised", message, keys=tuple(lost)))
+        notes.append(Note("normalised", message, keys=tuple(lost)))
     adapters = {new: of_live_model[old] for old, new in in_optim.items() if of_live_model[old] != new}
     names = SourceNames(of_model, of_optim, metadata, leading, adapters)
-    return replace(checkpoint, model=model, optim=optim, notes=notes), names
+    return replace(checkpoint, model=model, optim=optim).noted(*notes), names
 
 
 def under_first_names(checkpoint: Checkpoint, units: Units) -> Checkpoint:

@@ -42,11 +42,12 @@ def alone(checkpoint: Checkpoint, named: NamedSection) -> Checkpoint:
     model, optim = (named.content, None) if isinstance(named.content, ModelState) else (None, named.content)
     if optim is not None:
         model = model_of(checkpoint, named)
-    nesting = {section: path for section, path in checkpoint.nesting.items() if section is not named.section}
+    nesting = {section: path for section, path in checkpoint.origin.nesting.items() if section is not named.section}
+    origin = replace(checkpoint.origin, nesting={**nesting, named.section: named.path})
+    ledger = replace(checkpoint.ledger, problems=(), notes=())
     return replace(
-        checkpoint, model=model, optim=optim, extra={}, rank_extra=(), named=(), problems=(), notes=(),
-        nesting={**nesting, named.section: named.path},
-    )  # fmt: skip
+        checkpoint, origin=origin, model=model, optim=optim, extra={}, rank_extra=(), named=(), ledger=ledger
+    )
 
 
 def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | None:

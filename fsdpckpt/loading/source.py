@@ -94,7 +94,8 @@ class Names:
             if name is not None:
                 return tuple(name.split(".")) if name else ()
             is_dcp = checkpoint.container is Container.DCP
-            stored = checkpoint.nesting.get(section, PLAIN_PATHS[section].keys) if is_dcp else PLAIN_PATHS[section].keys
+            plain = PLAIN_PATHS[section].keys
+            stored = checkpoint.origin.nesting.get(section, plain) if is_dcp else plain
             return tuple(key if isinstance(key, int) else str(key) for key in stored)
 
         given = {Section.MODEL: self.model, Section.OPTIM: self.optimizer}

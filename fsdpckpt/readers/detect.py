@@ -87,8 +87,8 @@ def open_checkpoint(
     opening = _Opening(source, remaining, ReadOptions(locate, only, as_dcp), units)
     with without_collection():
         checkpoint = opening.directory() if entry.directory else opening.file(entry)
-        checkpoint.ignored = tuple(remaining.ignored)
-        checkpoint.problems = (*checkpoint.problems, *problems(checkpoint))
+        checkpoint.origin = replace(checkpoint.origin, ignored=tuple(remaining.ignored))
+        checkpoint.ledger = checkpoint.ledger.with_problems(*problems(checkpoint))
     return checkpoint
 
 
@@ -123,8 +123,9 @@ class _Opening:
             raise
         checkpoint = with_flavor(join(self.source, [read], self.files, [], self.sources), [entry.name], "")
         self.book.claimed([entry])
-        checkpoint.account = self.book.account([read], self.files.files(), self.sources)
-        checkpoint.problems = (*checkpoint.problems, *missing_sections(checkpoint, ()))
+        account = self.book.account([read], self.files.files(), self.sources)
+        checkpoint.ledger = replace(checkpoint.ledger, account=account)
+        checkpoint.ledger = checkpoint.ledger.with_problems(*missing_sections(checkpoint, ()))
         units = None if is_url(self.source) else _nearest_units([os.path.dirname(self.source) or "."], self.sources)
         if units is not None:
             with_units(checkpoint, units)
@@ -132,7 +133,9 @@ class _Opening:
         if HUGGING_FACE_WEIGHTS.fullmatch(entry.name) and not is_url(self.source):
             parent = os.path.dirname(self.source) or "."
             names = [each.name for each in self.sources.list_directory(parent)]
-            checkpoint.problems = (*checkpoint.problems, *config_problems(checkpoint, parent, names, self.sources))
+            checkpoint.ledger = checkpoint.ledger.with_problems(
+                *config_problems(checkpoint, parent, names, self.sources)
+            )
         return checkpoint
 
     def directory(self) -> Checkpoint:
@@ -175,8 +178,9 @@ class _Opening:
         absent = missing_sections(checkpoint, found.names)
         unfinished = [problem for entry in found.unfinished if (problem := _unfinished(entry, checkpoint)) is not None]
         contradicted = config_problems(checkpoint, found.path, found.names, self.sources)
-        checkpoint.problems = (*checkpoint.problems, *(unfinished or absent), *contradicted)
-        checkpoint.account = self.book.account(read, self.files.files(), self.sources)
+        checkpoint.ledger = checkpoint.ledger.with_problems(*(unfinished or absent), *contradicted)
+        account = self.book.account(read, self.files.files(), self.sources)
+        checkpoint.ledger = replace(checkpoint.ledger, account=account)
         return checkpoint
 
     def _directories_above(self, path: str) -> list[str]:

@@ -16,9 +16,11 @@ from fsdpckpt.ir.checkpoint import (
     Evidence,
     EvidenceKind,
     Layout,
+    Ledger,
     ModelState,
     NamedSection,
     Note,
+    Origin,
     Problem,
     Section,
 )
@@ -75,24 +77,31 @@ def join(
         part.tree.problems += [problem for problem in problems if problem is not None]
     extra, rank_extra, named = _extras(parts)
     _require_more_than_extras(source, parts, extra)
-    checkpoint = Checkpoint(
+    origin = Origin(
         source=source,
         layout=_layout(parts),
         container=main.tree.container,
         flavor=next((part.tree.flavor for part in parts if part.tree.flavor), PLAIN),
         world_size=world_size,
+        nesting=_nesting(parts),
+        flattened_keys=any(part.sections.flattened for part in parts),
+        mesh_devices=frozenset(device for part in parts for device in part.tree.devices),
+        keys_in_order=all(part.tree.keys_in_order for part in parts),
+    )
+    ledger = Ledger(
+        evidence=_evidence(parts),
+        problems=tuple(problem for part in parts for problem in _problems(part)),
+        notes=(*notes, *(note for part in parts for note in _notes(part))),
+    )
+    checkpoint = Checkpoint(
+        origin=origin,
         files=files.files(),
         model=model,
         optim=with_optim.sections.optim if with_optim is not None else None,
         extra=extra,
         rank_extra=rank_extra,
         checksums=Checksums.joined(part.tree.checksums for part in parts),
-        evidence=_evidence(parts),
-        problems=tuple(problem for part in parts for problem in _problems(part)),
-        notes=(*notes, *(note for part in parts for note in _notes(part))),
-        nesting=_nesting(parts),
-        flattened_keys=any(part.sections.flattened for part in parts),
-        mesh_devices=frozenset(device for part in parts for device in part.tree.devices),
+        ledger=ledger,
         orders=next((part.tree.orders for part in parts if part.tree.orders), ()),
         named=named,
     )

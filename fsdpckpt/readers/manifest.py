@@ -105,13 +105,14 @@ def _content(entry: Entry, sources: Sources) -> bytes:
 
 def with_units(checkpoint: Checkpoint, found: FoundUnits) -> None:
     """Give ``checkpoint`` the units that were found."""
-    checkpoint.units, checkpoint.units_from = found.units, found.path
+    checkpoint.units = found.units
+    checkpoint.origin = replace(checkpoint.origin, units_from=found.path)
     if checkpoint.layout is Layout.FLATTENED or (checkpoint.optim is not None and checkpoint.optim.key_type == "id"):
-        checkpoint.notes = (*checkpoint.notes, *found.notes)  # without flat parameters no choice is needed
+        checkpoint.ledger = checkpoint.ledger.with_notes(*found.notes)  # without flat parameters no choice is needed
     if found.units is not None:
         what = "what lies in flat parameters" if found.units.flat else "the order of the parameters"
         evidence = Evidence(EvidenceKind.UNITS, f"{found.path} says {what}")
-        checkpoint.evidence = (*checkpoint.evidence, evidence)
+        checkpoint.ledger = checkpoint.ledger.with_evidence(evidence)
 
 
 SEAL = ',\n "crc32": "'
@@ -184,14 +185,14 @@ def with_manifest(checkpoint: Checkpoint, read: ReadManifest, sources: Sources) 
     """Apply the manifest of its directory to ``checkpoint``."""
     manifest, document = read.manifest, read.document
     if manifest is None:
-        checkpoint.problems = (*checkpoint.problems, *read.problems)
+        checkpoint.ledger = checkpoint.ledger.with_problems(*read.problems)
         notes = (Note("manifest", problem.message) for problem in read.problems)  # a conversion reports these
-        checkpoint.notes = (*checkpoint.notes, *notes)
+        checkpoint.ledger = checkpoint.ledger.with_notes(*notes)
         return checkpoint
-    checkpoint.manifest = _with_stored_bytes(manifest, checkpoint)
+    checkpoint.origin = replace(checkpoint.origin, manifest=_with_stored_bytes(manifest, checkpoint))
     present = present_files(manifest, sources)
     contradictions = _contradictions(manifest, present, checkpoint, sources)
-    checkpoint.problems = (*checkpoint.problems, *check_listing(manifest, present), *contradictions)
+    checkpoint.ledger = checkpoint.ledger.with_problems(*check_listing(manifest, present), *contradictions)
     if contradictions:
         return checkpoint
     if read.units is not None:  # they were written with these very files
@@ -202,9 +203,9 @@ def with_manifest(checkpoint: Checkpoint, read: ReadManifest, sources: Sources) 
     _restore_undetermined(checkpoint, document.get("undetermined"))
     flavor = document.get("flavor")
     if isinstance(flavor, str) and flavor_named(flavor) is not None:
-        checkpoint.flavor = flavor
+        checkpoint.origin = replace(checkpoint.origin, flavor=flavor)
     evidence = Evidence(EvidenceKind.MANIFEST, f"{MANIFEST}: written by fsdpckpt {document.get('version')}")
-    checkpoint.evidence = (*checkpoint.evidence, evidence)
+    checkpoint.ledger = checkpoint.ledger.with_evidence(evidence)
     return checkpoint
 
 
@@ -213,7 +214,8 @@ def with_manifests_of_parts(checkpoint: Checkpoint, directory: str, sources: Sou
     hold its parts: what was written on its own keeps the checksums that were recorded for it.
     """
     top = directory.rstrip("/")
-    listed = set() if checkpoint.manifest is None else {f"{top}/{name}" for name in checkpoint.manifest.files}
+    manifest = checkpoint.origin.manifest
+    listed = set() if manifest is None else {f"{top}/{name}" for name in manifest.files}
     files = [file.path for file in checkpoint.files if file.path.startswith(f"{top}/") and file.path not in listed]
     for folder in sorted({posixpath.dirname(path) for path in files} - {top}):
         read = read_manifest(folder, [entry.name for entry in sources.list_directory(folder)], sources)
@@ -246,16 +248,16 @@ def _add_manifest(
     ``present``: as for ``check_listing``.
     """
     manifest = read.manifest
-    checkpoint.problems = (*checkpoint.problems, *read.problems)
+    checkpoint.ledger = checkpoint.ledger.with_problems(*read.problems)
     if manifest is None or not manifest.files:
         return
     problems = (*check_listing(manifest, present), *_contradictions(manifest, present, checkpoint, sources))
-    checkpoint.problems = (*checkpoint.problems, *problems)
+    checkpoint.ledger = checkpoint.ledger.with_problems(*problems)
     folder = manifest.directory.removeprefix(top).strip("/")
     files = {posixpath.join(folder, name): listed for name, listed in manifest.files.items()}
-    whole = checkpoint.manifest
+    whole = checkpoint.origin.manifest
     whole = Manifest(manifest.path, top, files, {}) if whole is None else replace(whole, files={**whole.files, **files})
-    checkpoint.manifest = _with_stored_bytes(whole, checkpoint)
+    checkpoint.origin = replace(checkpoint.origin, manifest=_with_stored_bytes(whole, checkpoint))
 
 
 def _with_stored_bytes(manifest: Manifest, checkpoint: Checkpoint) -> Manifest:

@@ -85,7 +85,7 @@ def _with_tied(
         if copy.shape != master.shape
     ]
     if misfits:
-        return replace(checkpoint, problems=(*checkpoint.problems, *misfits))
+        return checkpoint.with_problems(*misfits)
     different = first_different(pairs, checkpoint.files, sources)
     if different is not None:
         path = (*path[:-1], _FLAT_MASTERS) if checkpoint is not saved else path
@@ -116,7 +116,7 @@ def _in_another_order(
         f"says which; {flags.only('model')} takes the copies that the model computed with"
     )
     problem = Problem("parameter-order", message, key=different, section=Section.OPTIM)
-    return replace(checkpoint, problems=(*checkpoint.problems, problem))
+    return checkpoint.with_problems(problem)
 
 
 def _tied_by_value(
@@ -142,10 +142,8 @@ def _tied_by_value(
         f"{plural(len(ids), 'optimizer id')} became names by the values of {dotted(path)}, each of which rounds to one "
         "parameter's copy: the order of the model does not say it"
     )
-    checkpoint = replace(
-        checkpoint,
-        optim=optim.renamed(dict(zip(ids, names, strict=True))),
-        notes=(*checkpoint.notes, Note(MASTER_NOTE, message, dotted(path))),
+    checkpoint = replace(checkpoint, optim=optim.renamed(dict(zip(ids, names, strict=True)))).noted(
+        Note(MASTER_NOTE, message, dotted(path))
     )
     tied = [(name, copies[name], master) for name, master in zip(names, masters, strict=True)]
     return _with_params(checkpoint, path, tied)
@@ -175,11 +173,7 @@ def _with_params(
         if isinstance(leaf, Tensor) and master is not None:
             copies |= {leaf.dtype.name} - {master.dtype.name}
             changed[name] = master if leaf.sharded is None else master.with_sharded(leaf.sharded)
-    checkpoint = replace(
-        checkpoint,
-        model=ModelState(changed, metadata),
-        notes=(*checkpoint.notes, *notes_on_copies(copies)),
-    )
+    checkpoint = replace(checkpoint, model=ModelState(changed, metadata)).noted(*notes_on_copies(copies))
     return checkpoint.with_extras(lambda extra: _without(extra, path))
 
 
@@ -193,12 +187,12 @@ def _untied(checkpoint: Checkpoint, path: tuple[Key, ...]) -> Checkpoint:
         f"{dotted(path)} holds the optimizer's {_MASTER_DTYPE} weights, and nothing says whose they are: they stay an "
         "extra, and the model has the copies that it computed with"
     )
-    return replace(checkpoint, notes=(*checkpoint.notes, Note(MASTER_NOTE, message, dotted(path))))
+    return checkpoint.noted(Note(MASTER_NOTE, message, dotted(path)))
 
 
 def _wrapper(checkpoint: Checkpoint) -> tuple[tuple[Key, ...], dict[Key, Value]]:
     """The place among the extras of what is beside the optimizer in a dict of its own; and that, empty without any."""
-    place = checkpoint.nesting.get(Section.OPTIM, ())[:-1]
+    place = checkpoint.origin.nesting.get(Section.OPTIM, ())[:-1]
     try:
         wrapper = value_at(checkpoint.extra, place) if place else None
     except (KeyError, IndexError, TypeError):

@@ -22,6 +22,7 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.files import Inline, Stored
+from fsdpckpt.ir.ledger import UNORDERED
 from fsdpckpt.ir.tensors import Boxes, Chunks, Shard, Sharded, Tensor, Whole
 from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.ir.values import Key, Value
@@ -42,7 +43,7 @@ Items: TypeAlias = frozenset[tuple[int, int]]
 
 def require_matches(globs: Sequence[str], *checkpoints: Checkpoint) -> None:
     """Raises UsageError for a glob that no file of the ``checkpoints`` matched."""
-    ignored = [path for checkpoint in checkpoints for path in checkpoint.ignored]
+    ignored = [path for checkpoint in checkpoints for path in checkpoint.origin.ignored]
     for glob in globs:
         if not any(matches(glob, path) for path in ignored):
             names = [file.path for checkpoint in checkpoints for file in checkpoint.files]
@@ -181,7 +182,7 @@ class Tree:
     ``world_size``: how many ranks wrote it, from the metadata. ``container``: one of ``ir.checkpoint.Container``, or
     the name of a format that can only be read. ``evidence``: why the files were recognised. ``devices``: the device
     types of the DTensors' meshes. ``flavor``: the producer if the content shows it, or "". ``orders``: as
-    ``Checkpoint.orders``.
+    ``Checkpoint.orders``. ``keys_in_order``: as ``Origin.keys_in_order``.
     """
 
     root: Value
@@ -198,6 +199,12 @@ class Tree:
     devices: set[str] = field(default_factory=set)
     flavor: str = ""
     orders: tuple[RankOrder, ...] = ()
+    keys_in_order: bool = True
+
+    def lose_order(self) -> None:
+        """Record that its keys are not in the order of the state dict that they were saved from."""
+        self.keys_in_order = False
+        self.evidence.append(UNORDERED)
 
 
 class ChunkedTensor(NamedTuple):

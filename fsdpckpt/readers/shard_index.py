@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
-from fsdpckpt.ir.checkpoint import STRAY, Evidence, EvidenceKind, Note
+from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Note
 from fsdpckpt.readers.counters import SHARDS, kind_of_number
 from fsdpckpt.readers.protocol import file_name
 from fsdpckpt.storage.sources import Sources
@@ -163,7 +163,7 @@ def open_index(path: str, sources: Sources) -> ShardIndex:
     notes: tuple[Note, ...] = ()
     if others:
         message = f"{plural(len(others), 'shard', 'belong')} to another save: {some_of(others, 5)}"
-        notes = (Note(STRAY, message, keys=tuple(others)),)
+        notes = (Note("stray", message, keys=tuple(others), damage=True),)
     return ShardIndex(path, weight_map, metadata, notes)
 
 

@@ -97,7 +97,7 @@ def notes_on_copies(names: Iterable[str], files: Mapping[str, Tensor], checkpoin
     from_places: dict[str, list[str]] = {}
     for name in names:
         path = _copied_path(files[name], checkpoint)
-        beside = checkpoint.directory and path.startswith(f"{checkpoint.directory.rstrip('/')}/")
+        beside = checkpoint.origin.directory and path.startswith(f"{checkpoint.origin.directory.rstrip('/')}/")
         what = "copied as they are" if beside else f"copied from {path.rpartition('/')[0] or '.'}"
         from_places.setdefault(what, []).append(name)
     return [_note("carried", what, listed) for what, listed in from_places.items()]
@@ -106,7 +106,8 @@ def notes_on_copies(names: Iterable[str], files: Mapping[str, Tensor], checkpoin
 def with_copied(checkpoint: Checkpoint, files: Mapping[str, Tensor]) -> Checkpoint:
     """``checkpoint`` whose account says that ``files`` are copied."""
     paths = [relative_path(_copied_path(tensor, checkpoint), checkpoint.source) for tensor in files.values()]
-    return replace(checkpoint, account=checkpoint.account.with_copied(paths))
+    ledger = replace(checkpoint.ledger, account=checkpoint.ledger.account.with_copied(paths))
+    return replace(checkpoint, ledger=ledger)
 
 
 def _copied_path(tensor: Tensor, checkpoint: Checkpoint) -> str:
@@ -131,13 +132,13 @@ def side_files(
     that both sections were saved. The notes list what is not copied.
     """
     copied = SideFiles()
-    if not checkpoint.directory:
+    if not checkpoint.origin.directory:
         return copied
     source = flavor_named(checkpoint.flavor)
     entries = {
         entry.name: entry
-        for entry in sources.list_directory(checkpoint.directory)
-        if relative_path(entry.path, checkpoint.source) not in checkpoint.ignored
+        for entry in sources.list_directory(checkpoint.origin.directory)
+        if relative_path(entry.path, checkpoint.source) not in checkpoint.origin.ignored
     }
     read = {file.path for file in checkpoint.files}
     beside = {
@@ -169,7 +170,7 @@ def side_files(
     hidden = [name for name in sorted(entries) if name.startswith(".") and not _is_state(entries[name], source, set())]
     left_out = [*(name for name in beside if name not in used), *hidden]
     if left_out:
-        copied.notes.append(_note("not-carried", f"not copied from {checkpoint.directory}", left_out))
+        copied.notes.append(_note("not-carried", f"not copied from {checkpoint.origin.directory}", left_out))
     return copied
 
 
@@ -234,7 +235,7 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
     ]
     files = [name for name in names if any(re.search(pattern, name) for pattern in flavor.training_files)]
     beside = [*files, *(key for key in flavor.training_keys if checkpoint.extra.get(key))]
-    place = checkpoint.directory or checkpoint.source
+    place = checkpoint.origin.directory or checkpoint.source
     if not absent and MANIFEST not in names and _has_optimizer(flavor, names, checkpoint.world_size):
         return [
             Problem("missing-file", message, fatal=False, file=place, section=Section.OPTIM)
@@ -273,22 +274,22 @@ def _file_of(section: Section, flavor: Flavor, checkpoint: Checkpoint) -> str:
 
 def with_flavor(checkpoint: Checkpoint, names: Sequence[str], directory: str) -> Checkpoint:
     """``checkpoint``, found in ``directory`` ("": it is one file), with the name of its producer."""
-    checkpoint.directory = directory
+    checkpoint.origin = replace(checkpoint.origin, directory=directory)
     if checkpoint.flavor == PLAIN and MANIFEST not in names:  # which records it
-        checkpoint.flavor = flavor_of(checkpoint, names, directory)
+        checkpoint.origin = replace(checkpoint.origin, flavor=flavor_of(checkpoint, names, directory))
     flavor = flavor_named(checkpoint.flavor)
     if flavor is None or not directory:
-        checkpoint.notes = (*checkpoint.notes, *_part_of_larger_checkpoint(checkpoint.source))
+        checkpoint.ledger = checkpoint.ledger.with_notes(*_part_of_larger_checkpoint(checkpoint.source))
     if flavor is not None:
         evidence = Evidence(EvidenceKind.FLAVOR, f"flavor {flavor.name}: names of {flavor.title}")
-        checkpoint.evidence = (*checkpoint.evidence, evidence)
+        checkpoint.ledger = checkpoint.ledger.with_evidence(evidence)
     return checkpoint
 
 
 def flavor_of(checkpoint: Checkpoint, names: Sequence[str], directory: str) -> str:
     """The producer according to the file names, or to the keys beside model and optimizer; else ``plain``."""
-    model, flattened = checkpoint.nesting.get(Section.MODEL), checkpoint.flattened_keys
-    sections = [*checkpoint.nesting.values(), *(named.path for named in checkpoint.named)]
+    model, flattened = checkpoint.origin.nesting.get(Section.MODEL), checkpoint.origin.flattened_keys
+    sections = [*checkpoint.origin.nesting.values(), *(named.path for named in checkpoint.named)]
     keys = {*checkpoint.extra, *(path[0] for path in sections if path)}
     flavor = recognise(names, directory=directory, keys=keys, model=model, flattened=flattened)
     return flavor.name if flavor is not None else PLAIN

@@ -14,7 +14,7 @@ from functools import partial
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, damaged
 from fsdpckpt.formats.torch import TorchArchive, notes_on_dropped
 from fsdpckpt.formats.torch.bulk import read_tensors
-from fsdpckpt.ir.checkpoint import UNORDERED, Checksums, Container, Evidence, EvidenceKind, Layout
+from fsdpckpt.ir.checkpoint import Checksums, Container, Evidence, EvidenceKind, Layout
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, file_name, stem_of
@@ -165,5 +165,5 @@ def _tree(root: dict[Key, Value], archives: Sequence[TorchArchive]) -> Tree:
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
     roots = [archive.root for archive in archives if isinstance(archive.root, dict)]
     if sum(any(isinstance(leaf, Tensor) for leaf in root.values()) for root in roots) > 1:  # weights, no optimizer
-        tree.evidence.append(UNORDERED)  # Hugging Face gives a large tensor a shard of its own, before all others
+        tree.lose_order()  # Hugging Face gives a large tensor a shard of its own, before all others
     return tree

@@ -69,7 +69,7 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, read: Read, units: Units | N
         )
     if choice == "skip":
         note = Note("missing-state", f"{_parameters(len(missing))} no optimizer state", keys=tuple(map(str, missing)))
-        return replace(checkpoint, notes=(*checkpoint.notes, note))
+        return checkpoint.noted(note)
     maker = _StateMaker(
         checkpoint,
         read,
@@ -94,8 +94,7 @@ def fill(checkpoint: Checkpoint, choice: Choice, *, read: Read, units: Units | N
         checkpoint,
         optim=optim.with_state(dict(_in_group_order(optim, new))),
         files=(*checkpoint.files, Zeros(maker.zeros_used)),
-        notes=(*checkpoint.notes, note),
-    )
+    ).noted(note)
 
 
 def _parameters(count: int) -> str:

@@ -115,8 +115,8 @@ def parameter_orders(
     names = _names_in(checkpoint)
     orders: list[ParameterOrder | None] = []
     if units is not None:
-        of_checkpoint = units is checkpoint.units and checkpoint.units_from
-        label = f"the units of {checkpoint.units_from}" if of_checkpoint else "the units"
+        of_checkpoint = units is checkpoint.units and checkpoint.origin.units_from
+        label = f"the units of {checkpoint.origin.units_from}" if of_checkpoint else "the units"
         orders.append(from_units(units, label).named_like(names))
     if checkpoint.optim is not None:
         orders.append(from_param_names(checkpoint.optim, names))
@@ -191,7 +191,7 @@ def _of_reference(
         return
     stated: list[ParameterOrder | None] = []
     if reference.units is not None:
-        stated.append(from_units(reference.units, f"the units of {reference.units_from}"))
+        stated.append(from_units(reference.units, f"the units of {reference.origin.units_from}"))
     if reference.optim is not None:
         source = f"the param groups of {reference.source}"
         stated.append(from_param_names(reference.optim, _names_in(checkpoint)))

@@ -338,7 +338,7 @@ def warn_of_uneven_cuts(checkpoint: Checkpoint) -> Checkpoint:
         "FSDP2 refuses such a mesh: fully_shard cuts other dimensions than the first evenly only, and "
         f"{plural(len(uneven), 'parameter', 'do')} not divide: {some_of(uneven, 2)}"
     )
-    return replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", message, warning=True)))
+    return checkpoint.noted(Note("unconfigured", message, warning=True))
 
 
 def _with_shardings(

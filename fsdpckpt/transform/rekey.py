@@ -8,7 +8,7 @@ its parameter allows (``naming``). The proof of ids: the order in which the sour
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from fsdpckpt import flags
@@ -80,7 +80,7 @@ def apply_key_type(
     )
     if key_type == "name" and orders and orders[0].caution is not None:
         caution = Note("unproved-order", orders[0].caution, warning=True)
-        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, caution))
+        checkpoint = checkpoint.noted(caution)
     if key_type == "id":
         first = orders[0] if orders else None
         return to_ids(checkpoint, first, orders[1:], rule=rule)
@@ -159,7 +159,7 @@ def to_ids(
     message = f"{plural(len(counted.ids), 'optimizer key')} became {plural(len(counted.ids), 'id')}, {counted.how}"
     found = _with_keys(checkpoint, table, keys, message)
     doubt = (Note("unproved-order", counted.doubt, warning=True),) if counted.doubt else ()
-    return replace(found, notes=(*found.notes, *doubt))
+    return found.noted(*doubt)
 
 
 def recounted(checkpoint: Checkpoint) -> Checkpoint:
@@ -412,4 +412,4 @@ def _with_keys(checkpoint: Checkpoint, table: Table, keys: Mapping[MemberNumber,
     if both:
         raise contradicted(f"the optimizer of {checkpoint.source} has states under both kinds of key", both)
     found = table.written(checkpoint, keys)
-    return replace(found, notes=(*found.notes, Note("rekeyed", message)))
+    return found.noted(Note("rekeyed", message))

@@ -69,7 +69,7 @@ def find_section(checkpoint: Checkpoint, only: SectionName, option: Flag = flags
     section = only.section
     others = [named for named in checkpoint.named if named.section is section]
     main = checkpoint.model if section is Section.MODEL else checkpoint.optim
-    path = ".".join(map(str, checkpoint.nesting.get(section, ())))
+    path = ".".join(map(str, checkpoint.origin.nesting.get(section, ())))
     if main is not None and only.name in (path, str(section), _WORDS[section]):
         return None
     for named in others:
@@ -112,13 +112,8 @@ def _chosen(checkpoint: Checkpoint, named: NamedSection) -> Checkpoint:
     kept = chosen.model if named.section is Section.OPTIM else None
     out += [other.label for other in checkpoint.named if other is not named and other.content is not kept]
     notes = [Note("dropped", f"{flags.only(named.label)}: the section {name} was left out") for name in out]
-    return replace(
-        chosen,
-        extra=checkpoint.extra,
-        rank_extra=checkpoint.rank_extra,
-        problems=checkpoint.problems,
-        notes=(*checkpoint.notes, *notes),
-    )
+    ledger = checkpoint.ledger.with_notes(*notes)
+    return replace(chosen, extra=checkpoint.extra, rank_extra=checkpoint.rank_extra, ledger=ledger)
 
 
 def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
@@ -148,8 +143,7 @@ def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
         extra={},
         rank_extra=(),
         named=(),
-        notes=(*checkpoint.notes, *notes),
-    )
+    ).noted(*notes)
 
 
 def with_own_tensors(checkpoint: Checkpoint) -> Checkpoint:
@@ -353,11 +347,11 @@ def _with_names(checkpoint: Checkpoint, names: Mapping[str, str], note: Note) ->
     dropped = {row for row, name in enumerate(table.names()) if name not in names}
     # A number among names is an entry that the user added: it stays a number.
     changed = (table.without(dropped) if dropped else table).renamed(names).written(checkpoint)
-    notes = [*checkpoint.notes, note]
+    notes = [note]
     model, before = changed.model, checkpoint.model
     if model is not None and before is not None and list(model.params) != list(before.params):
         if model.metadata is not None:
             message = "the module versions in the model's _metadata were left out: their keys no longer fit"
             notes.append(Note("dropped", message))
         model = ModelState(model.params)
-    return replace(changed, model=model, notes=tuple(notes))
+    return replace(changed, model=model).noted(*notes)

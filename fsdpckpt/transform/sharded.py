@@ -96,7 +96,7 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
             next_step=f"write a DCP directory ({flags.container('dcp')}), which loads either way, or add "
             f"{flags.only('model')}",
         )
-    notes = list(checkpoint.notes)
+    notes: list[Note] = []
     if strict and whole and checkpoint.container == Container.DCP:  # which does not say why they are in one piece
         message = (
             f"{plural(len(whole), 'parameter', 'are')} in one piece, which every rank gets, as if FSDP ignored "
@@ -108,7 +108,7 @@ def decide_sharded(checkpoint: Checkpoint, hints: ShardingHints, *, strict: bool
         are_parameters, them = ("key is a parameter", "it") if inferred == 1 else ("keys are parameters", "them")
         notes.append(Note("inferred", f"{inferred} model {are_parameters}: the optimizer lists {them}"))
     _require_buffers(checkpoint, hints)
-    decided = replace(checkpoint, model=model, optim=optim, notes=tuple(notes))
+    decided = replace(checkpoint, model=model, optim=optim).noted(*notes)
     return decided.with_extras(partial(with_tensors, change=_sharded_only_if_source_says))
 
 
@@ -124,7 +124,7 @@ def note_undetermined(checkpoint: Checkpoint, placements: str | None = None) -> 
     message = f"{plural(len(keys), 'model key')} may be {may_be}, and {are} cut "
     message += f"as {placements} says; write null for buffers: " if placements is not None else "like parameters: "
     message += some_of(keys, _KEYS_IN_NOTE)
-    return replace(checkpoint, notes=(*checkpoint.notes, Note("undetermined", message, keys=tuple(keys))))
+    return checkpoint.noted(Note("undetermined", message, keys=tuple(keys)))
 
 
 def mark_sharded(checkpoint: Checkpoint, hints: ShardingHints) -> Checkpoint:

@@ -94,7 +94,7 @@ def note_one_group(checkpoint: Checkpoint) -> Checkpoint:
         "the optimizer has one param group: the Trainer's own has two, and does not load one. If DeepSpeed made this "
         f"optimizer, add {flags.no_weight_decay('standard')} (none for vectors and biases, the Trainer's rule)"
     )
-    return replace(checkpoint, notes=(*checkpoint.notes, Note("unconfigured", message, warning=True)))
+    return checkpoint.noted(Note("unconfigured", message, warning=True))
 
 
 def _require_names(source: str, optim: Optimizer) -> None:
@@ -127,7 +127,7 @@ def _with_groups(
     names = list(map(str, changed.grouped_keys()))
     message = f"param groups by weight decay: {len(without)} of {len(names)} parameters have none"
     note = Note("groups-rebuilt", message, keys=tuple(name for name in names if name in without))
-    return replace(checkpoint, optim=changed, notes=(*checkpoint.notes, note))
+    return replace(checkpoint, optim=changed).noted(note)
 
 
 def _split_group(group: Group, names: Sequence[str], without: set[str]) -> list[dict[Key, Value]]:

@@ -73,7 +73,7 @@ def checksummed_ranges(checkpoint: Checkpoint, sources: Sources) -> ChecksummedR
     table = table[:, np.lexsort(table[::-1])]
     first = np.ones(table.shape[1], np.bool_)
     first[1:] = (table[:, 1:] != table[:, :-1]).any(axis=0)
-    manifest = checkpoint.manifest
+    manifest = checkpoint.origin.manifest
     whole_files = _manifest_files(manifest, sources) if manifest is not None else ()
     return ranges_of([file.path for file in checkpoint.files], Checksums(*table[:, first]), whole_files)
 

@@ -325,8 +325,8 @@ def without_repeats(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
         f"{plural(len(dropped), 'chunk')} in {names} skipped: larger chunks hold the same bytes. Saving into a "
         "directory that already holds a checkpoint leaves such files"
     )
-    notes = (*checkpoint.notes, Note("repeated", message))
-    return replace(checkpoint, model=ModelState(params, model.metadata), problems=problems, notes=notes)
+    ledger = replace(checkpoint.ledger, problems=problems).with_notes(Note("repeated", message))
+    return replace(checkpoint, model=ModelState(params, model.metadata), ledger=ledger)
 
 
 def _distinct_rows(tensor: Tensor, reader: BlockReader) -> list[int] | None:

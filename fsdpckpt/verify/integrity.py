@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypeGuard
 
@@ -14,7 +14,7 @@ import numpy as np
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceError, SourceIncompleteError
 from fsdpckpt.ir import invariants
 from fsdpckpt.ir.buffers import known_buffers, with_named_buffers
-from fsdpckpt.ir.checkpoint import STRAY, Checkpoint, NamedTensor, Problem, ProblemKind, Section, problem_of
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Problem, ProblemKind, Section, problem_of
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.optimizer import ParamKey
@@ -128,7 +128,7 @@ def verify_checkpoint(
     in_files = TensorsInFiles(checkpoint, tensors)
     truncated, incomplete = _truncated(checkpoint, tensors, in_files, sources)
     incomplete |= {number for number, named in enumerate(tensors) if flaws(named.tensor)}
-    all_read = replace(checkpoint, problems=(*checkpoint.problems, *invariants.problems(checkpoint)))
+    all_read = checkpoint.with_problems(*invariants.problems(checkpoint))
     problems = [*with_named_buffers(all_read, buffers).problems, *truncated]
     ranges = checksummed_ranges(checkpoint, sources)
     problems += check_ranges(ranges, sources=sources, in_files=in_files, threads=threads, progress=progress)
@@ -285,14 +285,14 @@ def _not_finite(reader: BlockReader, named: NamedTensor, progress: Progress) -> 
 
 def _stray_problems(checkpoint: Checkpoint) -> list[Problem]:
     """Files of a different save in the directory: conversions ignore them, but the directory is not in order."""
-    return [Problem("stray", note.message, fatal=False) for note in checkpoint.notes if note.kind == STRAY]
+    return [Problem("stray", note.message, fatal=False) for note in checkpoint.notes if note.damage]
 
 
 def _changed_tensors(
     checkpoint: Checkpoint, tensors: Sequence[NamedTensor], digests: Sequence[TensorDigest]
 ) -> list[Problem]:
     """Tensors whose digests are not those that ``fsdpckpt.json`` recorded."""
-    recorded = checkpoint.manifest.digests if checkpoint.manifest is not None else {}
+    recorded = checkpoint.origin.manifest.digests if checkpoint.origin.manifest is not None else {}
     problems = []
     for named, computed in zip(tensors if digests else (), digests, strict=True):
         expected = recorded.get(f"{named.section} {named.key}")

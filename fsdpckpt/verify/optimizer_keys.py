@@ -91,7 +91,7 @@ def _lists_in_order(checkpoint: Checkpoint) -> bool:
     """
     if id_rule_of(checkpoint) is IdRule.MODEL:
         return False
-    if checkpoint.layout is Layout.FLATTENED or checkpoint.units is not None or checkpoint.flattened_keys:
+    if checkpoint.layout is Layout.FLATTENED or checkpoint.units is not None or checkpoint.origin.flattened_keys:
         return False
     groups = _listed_keys(checkpoint.optim) if checkpoint.optim is not None else None
     places = _positions_by_name(_model_order(checkpoint))

@@ -81,7 +81,7 @@ def _own_form(checkpoint: Checkpoint, flavor: Flavor) -> Form | None:
 
 def _form_of_one_file(checkpoint: Checkpoint, flavor: Flavor) -> Form | None:
     """The form of a framework whose full file is as anyone saves it, Fabric's: nothing in it shows whose it is."""
-    if checkpoint.directory or (checkpoint.layout, checkpoint.container) != (Layout.FULL, Container.TORCH):
+    if checkpoint.origin.directory or (checkpoint.layout, checkpoint.container) != (Layout.FULL, Container.TORCH):
         return None
     forms = [form for form in flavor.forms if form.layout is Layout.FULL and not (form.directory or form.defaults)]
     return forms[0] if forms else None
@@ -93,11 +93,11 @@ def _has_keys_of(form: Form, checkpoint: Checkpoint) -> bool:
     """
     if form.keeps_source_keys or checkpoint.container != Container.DCP:
         return True
-    if checkpoint.optim is not None and form.flattened != checkpoint.flattened_keys:
+    if checkpoint.optim is not None and form.flattened != checkpoint.origin.flattened_keys:
         return False
     places = {Section.MODEL: form.model, Section.OPTIM: form.optim}
     return all(
-        place is None or section not in checkpoint.nesting or checkpoint.nesting[section] == place.keys
+        place is None or section not in checkpoint.origin.nesting or checkpoint.origin.nesting[section] == place.keys
         for section, place in places.items()
     )
 
@@ -193,7 +193,7 @@ def has_keys(value: Value, keys: frozenset[str]) -> bool:
 
 def _changes(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collection[str], ranks: int) -> Iterator[str]:
     """What the framework goes on without, or counts differently."""
-    devices = " and ".join(sorted(checkpoint.mesh_devices - {form.mesh.device}))
+    devices = " and ".join(sorted(checkpoint.origin.mesh_devices - {form.mesh.device}))
     if _has_rank_files(form) and devices:
         yield f"its DTensors name a mesh of {devices} devices: a job on {form.mesh.device} does not load them"
     for kind in flavor.rank_files:
@@ -237,7 +237,7 @@ def data_position_changes(checkpoint: Checkpoint, flavor: Flavor, ranks: int) ->
 
 def names_beside(checkpoint: Checkpoint, sources: Sources) -> frozenset[str]:
     """The names in the directory of ``checkpoint``; none if it is one file."""
-    entries = sources.list_directory(checkpoint.directory) if checkpoint.directory else []
+    entries = sources.list_directory(checkpoint.origin.directory) if checkpoint.origin.directory else []
     return frozenset(entry.name for entry in entries)
 
 

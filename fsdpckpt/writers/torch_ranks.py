@@ -232,7 +232,7 @@ def _require_rows(checkpoint: Checkpoint, spec: WriteSpec) -> None:
 
 
 def _mesh_device(checkpoint: Checkpoint) -> str | None:
-    devices = sorted(checkpoint.mesh_devices)
+    devices = sorted(checkpoint.origin.mesh_devices)
     if len(devices) > 1:
         raise NeedsInformationError(
             f"the DTensors of {checkpoint.source} are on meshes of several device types",

@@ -13,7 +13,7 @@ import torch
 from fsdpckpt.api import inspect
 from fsdpckpt.cli.listing import folded_rows, listing
 from fsdpckpt.describe import Description, describe
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Evidence, EvidenceKind, Layout, ModelState
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Evidence, EvidenceKind, Layout, Ledger, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.optimizer import Optimizer
@@ -55,7 +55,14 @@ def described(params: dict[str, Tensor], *, ids: bool = False, without: frozense
     )
     model = ModelState(dict(params))
     return describe(
-        Checkpoint("405b", Layout.SHARDED, Container.DCP, "plain", 8, files, model, optim, {}, evidence=evidence)
+        Checkpoint(
+            Origin("405b", Layout.SHARDED, Container.DCP, "plain", 8),
+            files=files,
+            model=model,
+            optim=optim,
+            extra={},
+            ledger=Ledger(evidence=evidence),
+        )
     )
 
 

@@ -13,6 +13,7 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers.table import FLAVORS
 from tests.flat.flat_synthetic import checkpoint
+from tests.ir.checkpoints import with_origin
 
 FULL, SHARDED, FLATTENED = Layout.FULL, Layout.SHARDED, Layout.FLATTENED
 TORCH, DCP, SAFETENSORS = Container.TORCH, Container.DCP, Container.SAFETENSORS
@@ -23,7 +24,7 @@ def source(flavor: str, layout: Layout, container: Container, *, optim: bool = T
     """A checkpoint of 4 ranks."""
     model, state = ModelState({}), Optimizer.of({}, []) if optim else None
     held = checkpoint(4, model=model, optim=state, layout=layout, container=container)
-    return replace(held, flavor=flavor, flattened_keys=flavor in FLATTENED_KEYS)
+    return with_origin(held, flavor=flavor, flattened_keys=flavor in FLATTENED_KEYS)
 
 
 def spec(held: Checkpoint, target: str = "out", **options: object) -> TargetSpec:
@@ -84,7 +85,7 @@ def test_the_form_of_the_sources_framework_is_the_default(
 @pytest.mark.parametrize("flavor", ["lightning", "lightning-model-parallel", "fabric"])
 def test_one_file_by_lightnings_own_suffix_is_lightnings(flavor: str) -> None:
     found = spec(source(flavor, SHARDED, DCP), "last.ckpt")
-    assert described(found) == (flavor, FULL, TORCH, None) and not found.directory
+    assert described(found) == (flavor, FULL, TORCH, None) and not found.origin.directory
     assert described(spec(source(flavor, SHARDED, DCP), "full.pt"))[0] == "plain"
 
 
@@ -133,9 +134,9 @@ def test_plain_is_what_the_source_or_the_user_says_and_needs_no_note() -> None:
 
 
 def test_keys_that_are_not_the_frameworks_stay_as_they_are() -> None:
-    nested = replace(source("torchtitan", SHARDED, DCP), flattened_keys=False)
+    nested = with_origin(source("torchtitan", SHARDED, DCP), flattened_keys=False)
     assert described(spec(nested, **SIX))[0] == "plain", "its loader takes flattened keys only"
-    own = replace(
+    own = with_origin(
         source("fabric", SHARDED, DCP), nesting={Section.MODEL: ("net",), Section.OPTIM: ("training", "adam")}
     )
     form = spec(own, **SIX).form

@@ -17,6 +17,7 @@ from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.transform.parameter_order import parameter_orders
 from fsdpckpt.transform.rekey import apply_key_type
 from tests.flat.flat_synthetic import checkpoint, named, sharded_model, whole
+from tests.ir.checkpoints import with_ledger, with_origin
 
 PARAMS = (named("w", 5, 3), named("b", 5), named("v", 2, 5))
 NAMES = tuple(param.name for param in PARAMS)
@@ -42,7 +43,7 @@ def rekeyed(held: Checkpoint, key_type: object, units: Units | None = UNITS) -> 
 
 def test_what_was_made_to_say_the_order_comes_first_and_the_model_last() -> None:
     held = full(model=True, param_names=list(NAMES))
-    reference = replace(full(model=True), source="other")
+    reference = with_origin(full(model=True), source="other")
     assert sources_of(held, units=UNITS, parameters=NAMES, reference=reference) == [
         "the units", "param_names in the groups", "--parameters", "the reference other",
         "the checkpoint's own model section",
@@ -50,18 +51,18 @@ def test_what_was_made_to_say_the_order_comes_first_and_the_model_last() -> None
 
 
 def test_a_reference_that_keeps_no_order_comes_behind_what_does() -> None:
-    reference = replace(full(model=True), source="other", container=Container.SAFETENSORS)
+    reference = with_origin(full(model=True), source="other", container=Container.SAFETENSORS)
     assert sources_of(full(model=True), reference=reference) == [
         "the checkpoint's own model section", "the reference other"
     ]  # fmt: skip
 
 
 def test_units_beside_the_checkpoint_are_called_by_their_file_and_count_where_none_are_given() -> None:
-    beside = replace(full(), units=UNITS, units_from="SRC/units.json")
+    beside = with_origin(replace(full(), units=UNITS), units_from="SRC/units.json")
     assert sources_of(beside) == ["the units of SRC/units.json"]
     assert sources_of(beside, units=UNITS) == ["the units of SRC/units.json"]
     assert sources_of(beside, units=replace(UNITS, shared=())) == ["the units"]
-    assert sources_of(replace(beside, units_from="")) == ["the units"]
+    assert sources_of(with_origin(beside, units_from="")) == ["the units"]
     assert sources_of(full()) == []
 
 
@@ -250,7 +251,7 @@ def test_ids_without_groups_are_places_in_a_list_and_nothing_is_beyond_it() -> N
 
 def test_groups_that_were_rebuilt_give_ids_only_in_the_order_of_the_model() -> None:
     rebuilt = (Note("groups-rebuilt", "param groups by weight decay"),)
-    held = replace(full(NAMES, model=True), notes=rebuilt)
+    held = with_ledger(full(NAMES, model=True), notes=rebuilt)
     found = rekeyed(held, "id", units=None)
     assert found.optim is not None and list(found.optim.state) == [0, 1, 2]
     assert held.optim is not None

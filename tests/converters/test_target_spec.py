@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from fsdpckpt.converters.target_spec import make_target_spec
@@ -11,6 +9,7 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions
 from tests.flat.flat_synthetic import checkpoint
+from tests.ir.checkpoints import with_origin
 
 FULL, SHARDED = Layout.FULL, Layout.SHARDED
 TORCH, DCP, SAFETENSORS = Container.TORCH, Container.DCP, Container.SAFETENSORS
@@ -66,7 +65,7 @@ def test_contradictions_are_refused_with_what_to_type_instead(
 def test_rank_files_keep_their_ranks_and_other_sources_need_a_number(options: dict[str, object]) -> None:
     by_rank = checkpoint(4, layout=SHARDED)
     assert make_target_spec("out", ConvertOptions(**options), by_rank).world_size == 4
-    for source in (replace(by_rank, container=DCP), checkpoint(1, layout=FULL)):
+    for source in (with_origin(by_rank, container=DCP), checkpoint(1, layout=FULL)):
         with pytest.raises(UsageError, match="need a number of ranks") as caught:
             make_target_spec("out", ConvertOptions(**options), source)
         assert caught.value.next_step == "add --world-size N"

@@ -19,7 +19,7 @@ from fsdpckpt.errors import (
     UsageError,
 )
 from fsdpckpt.flat.units import Settings, build_units
-from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Checksums, Layout, Problem, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Layout, Problem, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
@@ -30,6 +30,7 @@ from fsdpckpt.ir.values import Value
 from fsdpckpt.options import ConvertOptions, MissingState
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_synthetic import checkpoint, named, replicas, sharded_model, whole
+from tests.ir.checkpoints import with_ledger
 
 PARAMS = (named("a.w", 5, 3), named("a.b", 5), named("b.w", 2, 5), named("b.b", 2))
 NAMES = tuple(param.name for param in PARAMS)
@@ -69,21 +70,21 @@ def units_file(tmp_path: Path) -> str:
 
 def test_problems_count_in_the_sections_that_are_asked_for_also_where_nothing_of_them_is_left() -> None:
     problem = Problem("gap", "optim 0.exp_avg lacks elements", section=Section.OPTIM)
-    held = replace(full(), problems=(problem,))
+    held = with_ledger(full(), problems=(problem,))
     with pytest.raises(SourceCorruptError):
         transformed(held)
     assert transformed(held, only=Section.MODEL).checkpoint.optim is None
-    anywhere = replace(held, problems=(replace(problem, section=None),))
+    anywhere = with_ledger(held, problems=(replace(problem, section=None),))
     with pytest.raises(SourceCorruptError):
         transformed(anywhere, only=Section.MODEL)
-    extra = replace(held, problems=(replace(problem, section=Section.EXTRA),))
+    extra = with_ledger(held, problems=(replace(problem, section=Section.EXTRA),))
     for there in (extra, replace(extra, extra={"epoch": 3}), replace(extra, rank_extra=({"epoch": 3},))):
         with pytest.raises(SourceCorruptError):
             transformed(there)
         transformed(there, only=Section.MODEL)
     with pytest.raises(SourceCorruptError):
         transformed(replace(held, optim=None))
-    transformed(replace(held, problems=(replace(problem, fatal=False),)))
+    transformed(with_ledger(held, problems=(replace(problem, fatal=False),)))
 
 
 def test_copies_of_a_state_that_differ_are_refused() -> None:
@@ -246,7 +247,7 @@ def test_how_units_were_found_is_noted(units_file: str) -> None:
 
 
 def test_an_unordered_model_needs_the_order_from_elsewhere(units_file: str) -> None:
-    held = replace(full(NAMES), evidence=(UNORDERED,))
+    held = full(NAMES).without_order()
     assert keys(flattened(held, units=units_file)) == list(NAMES)
     with pytest.raises(NeedsInformationError):
         flattened(held, unit=("a", "b"), use_orig_params=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.optimizer import Optimizer
@@ -166,7 +166,11 @@ class Played:
     def checkpoint(self, *, model: ModelState | None = None, optim: Optimizer | None = None) -> Checkpoint:
         files = tuple(Stored(f"rank{rank}", len(data)) for rank, data in enumerate(self.data))
         return Checkpoint(
-            "ranks", Layout.FLATTENED, Container.TORCH, "plain", self.world_size, files, model, optim, extra={}
+            Origin("ranks", Layout.FLATTENED, Container.TORCH, "plain", self.world_size),
+            files=files,
+            model=model,
+            optim=optim,
+            extra={},
         )
 
 

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from fsdpckpt.flat.names import NamedParam, ParameterNames
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Slices, Tensor
@@ -167,15 +167,17 @@ def checkpoint(
     units: Units | None = None,
 ) -> Checkpoint:
     return Checkpoint(
-        source="run/step-7",
-        layout=layout,
-        container=container,
-        flavor="plain",
-        world_size=world_size,
+        Origin(
+            "run/step-7",
+            layout,
+            container,
+            "plain",
+            world_size,
+            units_from="run/step-7/units.json" if units is not None else "",
+        ),
         files=(),
         model=model,
         optim=optim,
         extra={},
         units=units,
-        units_from="run/step-7/units.json" if units is not None else "",
     )

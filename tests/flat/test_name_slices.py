@@ -25,6 +25,7 @@ from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_checkpoints import Played, unit, units_of
 from tests.flat.flat_synthetic import checkpoint, local_model, named, optimizer, sharded_model, slices, whole
 from tests.flat.test_proofs import SHAPES, adagrad, proved, with_checksums, written
+from tests.ir.checkpoints import with_ledger, with_origin
 from tests.ir.optimizers import without_entry
 
 PARAMS = (named("a.weight", 5, 3), named("a.bias", 5), named("b.weight", 2, 5))
@@ -100,7 +101,7 @@ def test_unit_paths_make_slices_of_the_vectors_of_one_rank(model: ModelState | N
     source = one_rank(model=model)
     assert said(source, request)
     assert not said(source, UnitsRequest())
-    assert not said(replace(source, world_size=2), request)
+    assert not said(with_origin(source, world_size=2), request)
     assert not said(replace(source, optim=optim(whole(5), whole(5, 3))), request)
     assert not said(replace(source, optim=optim(by=())), request)
 
@@ -119,7 +120,7 @@ def test_a_model_of_vectors_only_has_states_that_are_vectors() -> None:
 def test_names_are_no_ids_of_flat_parameters() -> None:
     source = checkpoint(1, optim=optim(whole(5), by=["w"]), layout=Layout.FULL)
     assert not said(source, UnitsRequest(globs=("none",)))
-    assert not said(replace(source, units=UNITS, layout=Layout.FLATTENED))
+    assert not said(with_origin(replace(source, units=UNITS), layout=Layout.FLATTENED))
 
 
 def test_units_of_names_alone_change_nothing() -> None:
@@ -224,7 +225,7 @@ def test_units_of_another_model_are_an_error_or_problems_for_a_caller_that_lists
     other = units_of(unit("", {"w": (5,)}), unit("b", {"w": (5,)}), use_orig_params=False)
     source = adam(tmp_path, units_of(unit("", SHAPES), use_orig_params=False))
     path = units_file(tmp_path, other) if given else None
-    source = source if given else replace(source, units=other, units_from="units.json")
+    source = source if given else with_origin(replace(source, units=other), units_from="units.json")
     if not listing or given:
         with pytest.raises(SourceCorruptError, match="are not those of"):
             shown(source, path, listing=listing)
@@ -273,7 +274,7 @@ def test_a_problem_of_a_slice_is_not_repeated_beside_that_of_its_parameter(tmp_p
     source.optim = without_entry(source.optim, 1)
     damage = Problem("crc", "rank 1 is damaged")
     (stateless,) = problems(source)
-    found = shown(replace(source, units=units, problems=(stateless, damage)))
+    found = shown(with_ledger(replace(source, units=units), problems=(stateless, damage)))
     assert keys(found) == list(SHAPES)
     assert found.problems == (damage,)
     assert [problem.message for problem in problems(found)] == [

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.names import first_misplaced_module, order_contradictions
 from fsdpckpt.flat.units import Settings, build_units
-from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Container
+from fsdpckpt.ir.checkpoint import Checkpoint, Container
 from fsdpckpt.ir.units import Units
 from tests.flat.flat_synthetic import checkpoint, local_model, named, optimizer, sharded_model
+from tests.ir.checkpoints import with_origin
 
 LABEL = "the model section"
 SAME = tuple(named(f"{layer}.{name}", 7, 7) for layer in ("a", "b.0", "b.1") for name in ("up", "down"))
@@ -43,7 +42,7 @@ def test_equal_units_in_another_order_than_the_weights_beside_them_are_refused(o
 def test_weights_whose_keys_were_sorted_or_lost_their_order_contradict_nothing() -> None:
     units = of("230145", orig=True)
     source = checkpoint(4, model=sharded_model(SAME), optim=optimizer(units, 4))
-    for unordered in (replace(source, container=Container.SAFETENSORS), replace(source, evidence=(UNORDERED,))):
+    for unordered in (with_origin(source, container=Container.SAFETENSORS), source.without_order()):
         assert isinstance(match(unordered, units), FlatMatch)
 
 

@@ -18,11 +18,12 @@ from fsdpckpt.flat.names import (
     units_names,
 )
 from fsdpckpt.flat.units import Settings, build_units
-from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, ModelState
+from fsdpckpt.ir.checkpoint import Container, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from tests.flat.flat_synthetic import checkpoint, local_model, name_list, named, slices, whole
+from tests.ir.checkpoints import with_origin
 from tests.ir.optimizers import with_setting
 
 F32, I64 = DTYPES["float32"], DTYPES["int64"]
@@ -88,7 +89,7 @@ def test_a_model_section_without_order_is_not_ordered() -> None:
     for more in ({"container": Container.SAFETENSORS}, {}):
         found = held(params, **more)
         assert found is not None and found.ordered is not bool(more)
-    source = replace(checkpoint(1, model=ModelState(dict(params))), evidence=(UNORDERED,))
+    source = checkpoint(1, model=ModelState(dict(params))).without_order()
     found = model_names(source, "it")
     assert found is not None and not found.ordered
 
@@ -185,7 +186,7 @@ def test_the_order_of_parameters_is_that_of_slices_by_name_or_of_one_groups_para
     named_too = with_setting(named_too, 0, param_names=["_orig_mod.c", "u._flat_param", "d"])
     source = checkpoint(2, model=model, optim=named_too)
     assert parameter_order(source) == ["b", "a"]
-    assert parameter_order(replace(source, container=Container.DCP)) == ["c", "d"]
+    assert parameter_order(with_origin(source, container=Container.DCP)) == ["c", "d"]
     assert parameter_order(replace(source, model=None)) == ["c", "d"]
     assert named_too.param_groups is not None
     two = named_too.with_groups([*named_too.param_groups, {"params": [], "param_names": []}])

@@ -9,7 +9,7 @@ import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, stored_blocks
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Origin
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, split_state
 from fsdpckpt.ir.tensors import (
@@ -94,7 +94,13 @@ def test_codes_that_do_not_lie_row_by_row_are_refused() -> None:
 def test_states_among_the_extras_are_seen() -> None:
     found = stored_blocks(state(), "a.pt", "w.exp_avg")
     extra: Any = split_state("ema", found.blocks, {})
-    checkpoint = Checkpoint("a.pt", Layout.FULL, Container.TORCH, "plain", 1, (), None, None, {"averages": [extra]})
+    checkpoint = Checkpoint(
+        Origin("a.pt", Layout.FULL, Container.TORCH, "plain", 1),
+        files=(),
+        model=None,
+        optim=None,
+        extra={"averages": [extra]},
+    )
     with pytest.raises(UsageError, match=r"cannot cast averages\.0\.ema"):
         refuse_casts(checkpoint)
     with pytest.raises(SourceUnsupportedError, match=r"averages\.0\.ema is torchao's OptimState8bit in blocks of 8"):
@@ -106,7 +112,9 @@ def test_only_states_that_ranks_share_are_cut() -> None:
     for sharded in (False, True):
         codes = Tensor(DTYPES["uint8"], (6, 4), Chunks.whole(file=0, offset=0, shape=(6, 4)), sharded)
         extra: Any = split_state("ema", blocks, {CODES: codes})
-        checkpoint = Checkpoint("a.pt", Layout.FULL, Container.TORCH, "plain", 1, (), None, None, extra)
+        checkpoint = Checkpoint(
+            Origin("a.pt", Layout.FULL, Container.TORCH, "plain", 1), files=(), model=None, optim=None, extra=extra
+        )
         require_whole_blocks(checkpoint, 3, placed=False)
         if sharded:
             with pytest.raises(NeedsInformationError, match="over 6 ranks cuts blocks apart") as error:
@@ -134,6 +142,8 @@ def test_placements_that_cut_no_block_are_accepted(ranks: int, placement: Placem
     chunks = Chunks.whole(file=0, offset=0, shape=(6, 4))
     codes = Tensor(DTYPES["uint8"], (6, 4), chunks, sharded=True, sharding=sharding)
     extra: Any = split_state("ema", blocks, {CODES: codes})
-    checkpoint = Checkpoint("a.pt", Layout.FULL, Container.TORCH, "plain", 1, (), None, None, extra)
+    checkpoint = Checkpoint(
+        Origin("a.pt", Layout.FULL, Container.TORCH, "plain", 1), files=(), model=None, optim=None, extra=extra
+    )
     with nullcontext() if fits else pytest.raises(NeedsInformationError, match="cuts blocks apart"):
         require_whole_blocks(checkpoint, ranks, placed=True)

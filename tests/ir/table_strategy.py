@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Chunks, Tensor
@@ -41,9 +41,11 @@ def any_checkpoint(draw: st.DrawFn) -> Checkpoint:
         params = {name: _tensor(draw) if draw(st.booleans()) else draw(st.text()) for name in names}
         model = ModelState(params, draw(st.sampled_from([None, {"": {"version": 1}}])))
     return Checkpoint(
-        source="SRC", layout=Layout.FULL, container=Container.TORCH, flavor="plain", world_size=1, files=(),
-        model=model, optim=_optimizer(draw) if draw(st.booleans()) else None, extra={},
-    )  # fmt: skip
+        Origin("SRC", Layout.FULL, Container.TORCH, "plain", 1),
+        files=(),
+        model=model,
+        optim=_optimizer(draw) if draw(st.booleans()) else None,
+    )
 
 
 def _optimizer(draw: st.DrawFn) -> Optimizer:

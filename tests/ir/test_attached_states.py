@@ -13,12 +13,13 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from fsdpckpt.ir.attached_states import misshapen_states
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, Origin, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.state_shapes import may_mirror
 from fsdpckpt.ir.tensors import Chunks, OneSlice, Slices, Tensor, Whole
 from fsdpckpt.ir.values import Key, Value
+from tests.ir.checkpoints import with_origin
 
 SHAPES = {"up.weight": (12, 5), "up.bias": (12,), "conv.weight": (4, 3, 2, 2), "row.weight": (1, 7), "scale": ()}
 OPTIMIZERS = [
@@ -41,7 +42,13 @@ def checkpoint(
         for key, entry in state.items()
     }
     groups = groups or [{"params": list(states)}]
-    return Checkpoint("it.pt", Layout.FULL, Container.TORCH, "plain", 1, (), model, Optimizer.of(states, groups), {})
+    return Checkpoint(
+        Origin("it.pt", Layout.FULL, Container.TORCH, "plain", 1),
+        files=(),
+        model=model,
+        optim=Optimizer.of(states, groups),
+        extra={},
+    )
 
 
 def found(
@@ -170,7 +177,7 @@ def test_vectors_that_may_be_slices_of_flat_parameters_are_not_compared() -> Non
     assert not found(params, flat)
     mixed = checkpoint(params, {0: {"exp_avg": (12, 5)}, 1: {"exp_avg": (36,)}})
     assert list(misshapen_states(mixed))
-    assert not list(misshapen_states(replace(mixed, layout=Layout.FLATTENED)))
+    assert not list(misshapen_states(with_origin(mixed, layout=Layout.FLATTENED)))
     # What one rank saves of a flat parameter for b and c, beside a parameter that FSDP1 ignores.
     assert not found({**params, "c": (24,)}, {0: {"exp_avg": (12, 5)}, 1: {"exp_avg": (36,)}})
 

@@ -15,6 +15,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Sharded, Tensor
 from tests.flat.flat_synthetic import checkpoint, replicas, slices
+from tests.ir.checkpoints import with_origin
 
 RANKS = 3
 
@@ -95,7 +96,7 @@ def test_whatever_its_shape_a_copy_that_differs_is_no_buffer_unless_that_is_know
     """Experts by rank, norm gains and scalars that are parameters, ``ignored_params``: all look like buffers."""
     nbytes = 4 * int(np.prod(shape))
     held = source(replicas(RANKS), records(7, 7, 8, nbytes=nbytes))
-    held = replace(held, optim=None, layout=layout, model=ModelState({"m.w": copies(*shape)}))
+    held = with_origin(replace(held, optim=None, model=ModelState({"m.w": copies(*shape)})), layout=layout)
     (found,) = differing_copies(held)
     assert (found.kind, found.key, found.rank) == ("copies", "m.w", 2)
     (found,) = differing_copies(held, ("m.*",))
@@ -138,7 +139,9 @@ def test_replicas_of_shards_are_compared_with_those_of_their_own_rows(
     )
     held = checkpoint(4, model=ModelState({"w": Tensor(replicas(4).dtype, (5, 5), rows, sharded=True)}))
     sums = [(file, 64, 40 if file % 2 else 60, crc) for file, crc in enumerate(crcs)]
-    found = list(differing_copies(replace(held, layout=Layout.SHARDED, optim=None, checksums=Checksums.of(sums))))
+    found = list(
+        differing_copies(with_origin(replace(held, optim=None, checksums=Checksums.of(sums)), layout=Layout.SHARDED))
+    )
     assert [problem.fatal for problem in found] == [True] * (ranks is not None)
     assert all(f"of rank {ranks[0]} and of rank {ranks[1]}" in problem.message for problem in found if ranks)
 

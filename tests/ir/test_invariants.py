@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.ir import coverage, invariants
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Problem, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin, Problem, Section
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
@@ -50,7 +50,13 @@ def checkpoint(
 ) -> Checkpoint:
     files = tuple(Stored(f"rank_{rank}.pt", 1 << 20) for rank in range(world_size))
     state = ModelState(dict(model)) if model is not None else None
-    return Checkpoint("SRC", Layout.SHARDED, Container.TORCH, "plain", world_size, files, state, optim, {})
+    return Checkpoint(
+        Origin("SRC", Layout.SHARDED, Container.TORCH, "plain", world_size),
+        files=files,
+        model=state,
+        optim=optim,
+        extra={},
+    )
 
 
 @st.composite

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.names import clean, leading_wrapper, normalise, revisits_a_module
 from fsdpckpt.ir.optimizer import Optimizer
@@ -26,10 +26,11 @@ def _checkpoint(model: list[str] | None, optim: list[str] | None, metadata: obje
         entries = {name: {"exp_avg": _tensor(3)} for name in optim}
         state = Optimizer.of(entries, [{"lr": 0.1, "params": optim, "param_names": [f"_orig_mod.{n}" for n in optim]}])
     return Checkpoint(
-        source="SRC", layout=Layout.FULL, container=Container.TORCH, flavor="plain", world_size=1, files=(),
-        model=None if model is None else ModelState({name: _tensor(3) for name in model}, metadata), optim=state,
-        extra={},
-    )  # fmt: skip
+        Origin("SRC", Layout.FULL, Container.TORCH, "plain", 1),
+        files=(),
+        model=None if model is None else ModelState({name: _tensor(3) for name in model}, metadata),
+        optim=state,
+    )
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,11 @@ def test_every_file_and_every_entry_of_the_collection_is_accounted_for(
             assert len(error.details) > 1
             continue
         count += 1
-        assert unaccounted(path, checkpoint.account) == [], path
-        assert all(entry.read_as for entry in checkpoint.account.entries), path
-        read = {file.path for file in checkpoint.account.files if file.fate is Fate.READ}
+        assert unaccounted(path, checkpoint.ledger.account) == [], path
+        assert all(entry.read_as for entry in checkpoint.ledger.account.entries), path
+        read = {file.path for file in checkpoint.ledger.account.files if file.fate is Fate.READ}
         assert {os.path.relpath(file.path, path) for file in checkpoint.files if not file.generated} <= read
-        assert {entry.part for entry in checkpoint.account.entries} == {part.label for part in parts}
+        assert {entry.part for entry in checkpoint.ledger.account.entries} == {part.label for part in parts}
         saved = (leaf for part in parts for _, leaf in walk(part.tree.root) if isinstance(leaf, Tensor))
         assert places(saved) <= places(named.tensor for named in checkpoint.tensors()) | settings(checkpoint), path
     assert count > 40
@@ -152,7 +152,7 @@ def test_parts_are_found_at_any_depth(depth: int, model: str, optimizer: str, tm
     found = opened(source)
     assert found.model is not None and found.optim is not None and found.problems == ()
     assert [extra["loader"]["loader"] for extra in found.rank_extra] == [0, 1, 2]  # type: ignore[index, call-overload]
-    assert unaccounted(source, found.account) == []
+    assert unaccounted(source, found.ledger.account) == []
     fsdpckpt.convert(source, tmp_path / "full.pt")
     assert torch.equal(torch.load(tmp_path / "full.pt")["model"]["w"], MODEL["w"])
 
@@ -246,7 +246,7 @@ def test_a_link_to_a_sibling_is_that_sibling(tmp_path: Path) -> None:
     (tmp_path / "files" / "last.ckpt").symlink_to("epoch=3.ckpt")
     found = opened(tmp_path / "files")
     assert [Path(file.path).name for file in found.files] == ["epoch=3.ckpt"]
-    assert found.account.of("last.ckpt").detail == Rule.LINK  # type: ignore[union-attr]
+    assert found.ledger.account.of("last.ckpt").detail == Rule.LINK  # type: ignore[union-attr]
 
 
 def test_what_only_a_link_leads_to_is_read_through_it(tmp_path: Path) -> None:
@@ -271,4 +271,4 @@ def test_two_links_to_one_directory_elsewhere_are_one(tmp_path: Path) -> None:
     for name in ("best", "last"):
         (tmp_path / "run" / name).symlink_to(tmp_path / "disk" / "a")
     found = opened(tmp_path / "run")
-    assert found.model is not None and found.account.of("last/x").detail == Rule.LINK  # type: ignore[union-attr]
+    assert found.model is not None and found.ledger.account.of("last/x").detail == Rule.LINK  # type: ignore[union-attr]

@@ -34,7 +34,7 @@ from fsdpckpt.errors import (
     SourceUnsafeError,
     SourceUnsupportedError,
 )
-from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout
+from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.tensors import OneSlice, Tensor
 from fsdpckpt.ir.values import UNREAD, Global, Object
 from fsdpckpt.text import plural
@@ -386,7 +386,7 @@ def test_values_of_every_kind_keep_types_nesting_and_order(tmp_path: Path) -> No
     extra = held(found.extra, found.files)
     assert np.isnan(extra.pop("nan"))
     assert extra == held({"lr_scheduler": RICH["lr_scheduler"], "mixed": RICH["mixed"]}, ())
-    assert found.notes == () and found.problems == () and UNORDERED not in found.evidence
+    assert found.notes == () and found.problems == () and found.origin.keys_in_order
     assert list(found.optim.param_groups[0]) == list(RICH["optimizer"]["param_groups"][0])  # type: ignore[union-attr,index]
 
 
@@ -422,7 +422,7 @@ def test_a_save_without_flattening_keeps_its_flat_keys(tmp_path: Path) -> None:
     same_values(
         found, model={"w": flat["model.w"]}, optim={"state": state, "param_groups": [{"lr": 0.5, "params": ["w"]}]}
     )
-    assert UNORDERED in found.evidence
+    assert not found.origin.keys_in_order
 
 
 def test_without_locating_no_tensor_is_opened(tmp_path: Path) -> None:

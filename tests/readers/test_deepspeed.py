@@ -137,7 +137,7 @@ def test_a_run_reads_the_step_that_latest_names(tmp_path: Path) -> None:
     source = copy("zero2-fp32", tmp_path)
     shutil.copytree(source / "global_step3", source / "global_step2")
     checkpoint = opened(source)
-    assert checkpoint.directory == str(source)
+    assert checkpoint.origin.directory == str(source)
     assert {Path(file.path).parent.name for file in checkpoint.files} == {"global_step3"}
     assert any("global_step2" in note.message for note in checkpoint.notes)
     assert opened(source / "global_step2").flavor == "deepspeed"

@@ -77,8 +77,8 @@ def test_one_stage_is_read_with_its_optimizer(layer: str, tmp_path: Path) -> Non
     groups = [{"lr": 0.1, "params": list(TRAINED)}]
     same_values(found, model={**TRAINED, **BUFFERS}, optim={"state": states, "param_groups": groups})
     assert list(found.model.params)[:2] == ["tied_modules.embed.e.weight", "tied_modules.embed.scale"]  # type: ignore[union-attr]
-    assert found.problems == () and all(entry.read_as for entry in found.account.entries)
-    assert all(file.fate == "read" for file in found.account.files)
+    assert found.problems == () and all(entry.read_as for entry in found.ledger.account.entries)
+    assert all(file.fate == "read" for file in found.ledger.account.files)
     fsdpckpt.convert(step.parent, tmp_path / "full.pt", verify="full")
     written = torch.load(tmp_path / "full.pt")["model"]
     assert all(torch.equal(written[name], value) for name, value in {**TRAINED, **BUFFERS}.items())

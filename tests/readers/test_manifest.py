@@ -112,7 +112,7 @@ def test_entries_that_this_program_does_not_write_are_not_used(tmp_path: Path) -
     (tmp_path / "fsdpckpt.json").write_text(json.dumps(manifest))
     found = opened(tmp_path)
     assert [problem.file for problem in found.problems] == [f"{tmp_path}/lost.pt"]
-    assert found.manifest is not None and found.manifest.digests == {"model a": "12"}
+    assert found.origin.manifest is not None and found.origin.manifest.digests == {"model a": "12"}
 
 
 def test_what_the_source_left_open_is_not_settled_by_how_it_was_cut(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_shard_that_the_index_does_not_list_is_named(tmp_path: Path) -> None:
     found = opened(source)
     same_values(found, model=MODEL)
     assert [note.keys for note in found.notes if note.kind == "stray"] == [("pytorch_model-00001-of-00007.bin",)]
-    fate = found.account.of("pytorch_model-00001-of-00007.bin")
+    fate = found.ledger.account.of("pytorch_model-00001-of-00007.bin")
     assert fate is not None and fate.fate == "left-out"
 
 

@@ -41,7 +41,7 @@ def test_a_units_file_in_the_directory_is_found_by_its_content(name: str, step: 
     (step / "config.json").write_text(json.dumps({"units": 7}))
     path = write(step / name, UNITS)
     found = opened(step)
-    assert (found.units, found.units_from) == (UNITS, path)
+    assert (found.units, found.origin.units_from) == (UNITS, path)
     assert any(path in str(line) for line in found.evidence)
     assert not any("units.json" in note.message for note in found.notes)
 
@@ -61,7 +61,7 @@ def test_without_a_units_file_there_are_no_units(step: Path) -> None:
     (step / "folder.json").mkdir()
     (step / "gone.json").symlink_to("nowhere")
     found = opened(step)
-    assert (found.units, found.units_from) == (None, "")
+    assert (found.units, found.origin.units_from) == (None, "")
     assert not any(note.kind.startswith("units") for note in found.notes)
 
 
@@ -104,7 +104,7 @@ def test_two_files_that_differ_are_named_and_not_chosen_between(step: Path) -> N
     assert found.units is None
     (note,) = [note for note in found.notes if note.kind == "units-ambiguous"]
     assert one in note.message and other in note.message and "--units" in note.message
-    assert one in found.units_from and other in found.units_from
+    assert one in found.origin.units_from and other in found.origin.units_from
     write(step / "b.json", UNITS)
     assert opened(step).units == UNITS
 
@@ -124,7 +124,7 @@ def test_what_the_manifest_says_was_written_with_these_files(step: Path) -> None
     write(step / "units.json", OTHER)
     (step / "fsdpckpt.json").write_text(json.dumps({"version": "1", "units": encode(UNITS)}))
     found = opened(step)
-    assert (found.units, found.units_from) == (UNITS, str(step / "fsdpckpt.json"))
+    assert (found.units, found.origin.units_from) == (UNITS, str(step / "fsdpckpt.json"))
 
 
 def test_units_beside_a_single_file(tmp_path: Path) -> None:

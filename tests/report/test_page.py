@@ -19,7 +19,7 @@ import fsdpckpt
 from fsdpckpt.cli.listing import listing
 from fsdpckpt.describe import describe
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Evidence, EvidenceKind, Layout, ModelState
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Evidence, EvidenceKind, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Inline, Stored
 from fsdpckpt.ir.invariants import problems
@@ -29,6 +29,7 @@ from fsdpckpt.layouts import mesh_chunks, row_sharding
 from fsdpckpt.report import MARK, check_report, write_report
 from fsdpckpt.report.figures import COLUMNS, holdings, module_tree
 from fsdpckpt.report.page import page
+from tests.ir.checkpoints import with_ledger, with_origin
 from tests.verify.raw import Raw
 
 torch = pytest.importorskip("torch")
@@ -61,10 +62,13 @@ def sharded(shape: tuple[int, ...], ranks: int, skip: frozenset[int] = frozenset
 def checkpoint(params: dict[str, Tensor], *, ranks: int = 4, optim: Optimizer | None = None) -> Checkpoint:
     files = (Stored("somewhere/__0_0.distcp", 1),)
     described = Checkpoint(
-        "somewhere", Layout.SHARDED, Container.DCP, "plain", ranks, files, ModelState(dict(params)), optim, {}
+        Origin("somewhere", Layout.SHARDED, Container.DCP, "plain", ranks),
+        files=files,
+        model=ModelState(dict(params)),
+        optim=optim,
+        extra={},
     )
-    described.problems = tuple(problems(described))
-    return described
+    return with_ledger(described, problems=tuple(problems(described)))
 
 
 class Elements(HTMLParser):
@@ -89,8 +93,8 @@ def hostile_page() -> str:
     groups = [{"lr": 0.5, HOSTILE[0]: HOSTILE[1], "params": list(HOSTILE)}]
     optim = Optimizer.of({key: {HOSTILE[0]: sharded((5, 7), 2), "step": 3} for key in HOSTILE}, groups)
     described = checkpoint(params, ranks=2, optim=optim)
-    described.source = HOSTILE[2]
-    described.evidence = tuple(Evidence(EvidenceKind.CONTAINER, line) for line in HOSTILE)
+    described = with_origin(described, source=HOSTILE[2])
+    described = with_ledger(described, evidence=tuple(Evidence(EvidenceKind.CONTAINER, line) for line in HOSTILE))
     return page(describe(described))
 
 

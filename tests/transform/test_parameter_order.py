@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
-from fsdpckpt.ir.checkpoint import UNORDERED, Checkpoint, Checksums, Container, Layout, ModelState
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.optimizer import Optimizer
@@ -23,6 +23,7 @@ from fsdpckpt.transform.parameter_order import (
     parameter_orders,
 )
 from fsdpckpt.transform.rekey import apply_key_type, to_names
+from tests.ir.checkpoints import with_origin
 
 F32, I64 = DTYPES["float32"], DTYPES["int64"]
 
@@ -33,9 +34,13 @@ def tensor(*shape: int, at: int = 0, dtype: Any = F32, sharded: bool | None = No
 
 def order(params: dict[str, Any], *, sums: list[tuple[int, int, int, int]] | None = None, **given: Any) -> Any:
     source = Checkpoint(
-        "it.pt", Layout.FULL, Container.TORCH, "plain", 1, (Stored("it.pt", 999),), ModelState(params), None, {},
+        Origin("it.pt", Layout.FULL, Container.TORCH, "plain", 1),
+        files=(Stored("it.pt", 999),),
+        model=ModelState(params),
+        optim=None,
+        extra={},
         checksums=Checksums.of(sums or []),
-    )  # fmt: skip
+    )
     return from_model(source, "it", **given)
 
 
@@ -67,7 +72,9 @@ def test_globs_of_buffers_leave_keys_out_unless_there_are_none() -> None:
 
 
 def test_without_a_model_section_there_is_no_order() -> None:
-    source = Checkpoint("it.pt", Layout.FULL, Container.TORCH, "plain", 1, (), None, None, {})
+    source = Checkpoint(
+        Origin("it.pt", Layout.FULL, Container.TORCH, "plain", 1), files=(), model=None, optim=None, extra={}
+    )
     assert from_model(source, "it") is None
 
 
@@ -157,9 +164,14 @@ def test_what_states_the_order_itself_comes_first_and_what_keeps_none_last() -> 
     params = {"module.a": tensor(3, 2), "module.b": tensor(4, at=64)}
     optim = Optimizer.of({0: {"m": tensor(3, 2)}}, [{"params": [0, 1], "param_names": ["module.a", "module.b"]}])
     source = Checkpoint(
-        "it.pt", Layout.FULL, Container.TORCH, "plain", 1, (Stored("it.pt", 999),), ModelState(params), optim, {}
-    )  # fmt: skip
-    bare = replace(source, source="ref.pt", model=ModelState({"a": tensor(3, 2), "b": tensor(4, at=64)}), optim=None)
+        Origin("it.pt", Layout.FULL, Container.TORCH, "plain", 1),
+        files=(Stored("it.pt", 999),),
+        model=ModelState(params),
+        optim=optim,
+    )
+    bare = with_origin(
+        replace(source, model=ModelState({"a": tensor(3, 2), "b": tensor(4, at=64)}), optim=None), source="ref.pt"
+    )
     units = Units((Unit("", (UnitParam("module.a", (3, 2), F32),)),), use_orig_params=True, parameters=("module.a",))
     given: dict[str, Any] = {"units": None, "reference": None, "parameters": None}
 
@@ -177,11 +189,11 @@ def test_what_states_the_order_itself_comes_first_and_what_keeps_none_last() -> 
         "the reference ref.pt",
         own,
     ]
-    beside = replace(source, units=units, units_from="units.json")
+    beside = with_origin(replace(source, units=units), units_from="units.json")
     assert labels(beside) == ["the units of units.json", recorded, own]
     assert labels(beside, units=replace(units)) == ["the units", recorded, own]
-    assert labels(replace(source, evidence=(UNORDERED,)), reference=bare)[-1] == own
-    assert labels(replace(bare, evidence=(UNORDERED,)), reference=replace(bare, source="x")) == ["the reference x", own]
+    assert labels(source.without_order(), reference=bare)[-1] == own
+    assert labels(bare.without_order(), reference=with_origin(bare, source="x")) == ["the reference x", own]
     assert labels(replace(source, model=None, optim=None)) == []
     # Names keep a prefix that the checkpoint itself has, in its model or, without one, in its optimizer.
     by_list = parameter_orders(source, **{**given, "parameters": ["module.a", "module.b"]})[1]
@@ -223,8 +235,11 @@ def optimizer(groups: list[list[Any]], *shapes: tuple[int, ...]) -> Optimizer:
 def file_of(optim: Optimizer, model: list[str] | None = None, source: str = "it.pt") -> Checkpoint:
     section = None if model is None else ModelState({name: tensor(3, at=64 * at) for at, name in enumerate(model)})
     return Checkpoint(
-        source, Layout.FULL, Container.TORCH, "plain", 1, (Stored(source, 9999),), section, optim, {}
-    )  # fmt: skip
+        Origin(source, Layout.FULL, Container.TORCH, "plain", 1),
+        files=(Stored(source, 9999),),
+        model=section,
+        optim=optim,
+    )
 
 
 def rekeyed(source: Checkpoint, key_type: Any, reference: Checkpoint) -> list[list[Any]]:
@@ -253,8 +268,7 @@ def test_sorted_groups_still_say_which_names_are_in_each_where_shapes_decide_the
     reference = replace(
         file_of(groups, source="ref.pt"),
         model=ModelState({name: tensor(*shapes[name], at=64 * at) for at, name in enumerate(shapes)}),
-        evidence=(UNORDERED,),
-    )
+    ).without_order()
     assert rekeyed(source, "name", reference) == [["b.w", "a.w"], ["d.w", "c.w"]]
 
 
@@ -297,7 +311,7 @@ def numbered(source: Checkpoint, reference: Checkpoint) -> list[str]:
 
 
 def test_ids_without_gaps_are_those_of_torch_optim_where_the_known_groups_leave_no_other_way() -> None:
-    source = replace(file_of(optimizer([[0, 1], [2, 3]])), flavor="lightning")
+    source = with_origin(file_of(optimizer([[0, 1], [2, 3]])), flavor="lightning")
     shapes = dict.fromkeys(("a.w", "b.w", "c.w", "d.w"), (3,))
     model = ParameterOrder(tuple(shapes), shapes)
     groups = (("c.w", "a.w"), ("b.w", "d.w"))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Origin
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
@@ -36,9 +36,8 @@ def _checkpoint(groups: list[list[int | str]] | None, shapes: dict[int | str, tu
     state = {key: _adam(shape) for key, shape in shapes.items() if shape is not None}
     listed = None if groups is None else [{"lr": 0.1 * n, "params": keys} for n, keys in enumerate(groups)]
     return Checkpoint(
-        source="SRC", layout=Layout.FULL, container=Container.TORCH, flavor="plain", world_size=1, files=(),
-        model=None, optim=Optimizer.of(state, listed), extra={},
-    )  # fmt: skip
+        Origin("SRC", Layout.FULL, Container.TORCH, "plain", 1), files=(), model=None, optim=Optimizer.of(state, listed)
+    )
 
 
 def _order(names: str = "eabcnh", **more: object) -> ParameterOrder:
@@ -253,7 +252,7 @@ def test_names_without_groups_get_ids_by_an_explicit_order_only() -> None:
 
 def test_rebuilt_groups_get_ids_only_where_a_lost_group_would_not_matter() -> None:
     named = _checkpoint([["a", "e"]], {"e": (17, 9), "a": (28, 9)})
-    named.notes = (Note("groups-rebuilt", "1 param groups rebuilt"),)
+    named = named.noted(Note("groups-rebuilt", "1 param groups rebuilt"))
     with pytest.raises(NeedsInformationError, match="a different order"):
         to_ids(named, _order())
     named.optim = with_setting(named.optim, 0, params=["e", "a"])

@@ -9,13 +9,14 @@ import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
 from fsdpckpt.ir import SectionName
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, Origin, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import undetermined
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.transform.selection import choose_section, rename, select_keys, select_section, with_own_tensors
 from fsdpckpt.transform.sharded import ShardingHints, decide_sharded, mark_sharded, note_undetermined
+from tests.ir.checkpoints import with_origin
 
 
 def _tensor(*shape: int, sharded: bool | None = None, offset: int = 0) -> Tensor:
@@ -36,9 +37,12 @@ def _checkpoint(*, ids: bool = False, sharded: bool | None = None) -> Checkpoint
         ],
     )
     return Checkpoint(
-        source="SRC", layout=Layout.FULL, container=Container.TORCH, flavor="plain", world_size=1, files=(),
-        model=ModelState(dict(params), OrderedDict()), optim=optim, extra={"epoch": 3},
-    )  # fmt: skip
+        Origin("SRC", Layout.FULL, Container.TORCH, "plain", 1),
+        files=(),
+        model=ModelState(dict(params), OrderedDict()),
+        optim=optim,
+        extra={"epoch": 3},
+    )
 
 
 def test_only_one_section_stays_and_the_others_are_named_as_dropped() -> None:
@@ -87,7 +91,7 @@ def test_of_several_sections_none_is_taken_but_the_one_that_is_named(only: Secti
 
 
 def test_the_main_section_has_a_name_too_and_the_only_other_one_needs_none() -> None:
-    one = replace(_checkpoint(), nesting={Section.MODEL: ("net",)})
+    one = with_origin(_checkpoint(), nesting={Section.MODEL: ("net",)})
     for name in ("net", "model"):
         assert choose_section(one, SectionName(f"model:{name}")) is one
     assert choose_section(_several(Section.MODEL, "ema"), Section.MODEL).model is not None

@@ -14,6 +14,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.transform.weight_decay import STANDARD, list_parameters, note_one_group
 from tests.flat.flat_synthetic import checkpoint, whole
+from tests.ir.checkpoints import with_origin
 
 SHAPES = {
     "decoder.layers.qkv.weight": (2, 5, 3),  # all layers in one tensor
@@ -38,7 +39,7 @@ def megatron(
         name: {"step": whole(), "exp_avg": whole(*shape)} for name, shape in shapes.items()
     }
     optim = Optimizer.of(state, [dict(group) for group in groups], dict(extra))
-    return replace(checkpoint(1, optim=optim, layout=Layout.FULL), flavor="megatron")
+    return with_origin(checkpoint(1, optim=optim, layout=Layout.FULL), flavor="megatron")
 
 
 def listed(source: Checkpoint) -> list[Value]:
@@ -162,7 +163,7 @@ def test_groups_that_list_their_parameters_need_no_rule() -> None:
     two = replace(source, optim=Optimizer.of(source.optim.state, [{"params": ["a"]}, {"params": ["b"]}]))
     with pytest.raises(UsageError, match="has neither"):
         list_parameters(two, [STANDARD])
-    assert list_parameters(replace(megatron(), flavor="plain"), []).notes == ()  # another producer's own
+    assert list_parameters(with_origin(megatron(), flavor="plain"), []).notes == ()  # another producer's own
 
 
 def test_one_group_gets_a_note_for_the_trainer() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES, DType, numpy_dtype
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.optimizer import Optimizer
@@ -81,17 +81,13 @@ class Raw:
             path.write_bytes(data)
             files.append(Stored(str(path), len(data)))
         return Checkpoint(
-            str(self.directory),
-            Layout.SHARDED,
-            Container.TORCH,
-            "plain",
-            len(self.data),
-            tuple(files),
-            ModelState(dict(model)) if model is not None else None,
-            optim,
-            dict(extra or {}),
-            tuple(rank_extra),
-            Checksums.of(self.records),
+            Origin(str(self.directory), Layout.SHARDED, Container.TORCH, "plain", len(self.data)),
+            files=tuple(files),
+            model=ModelState(dict(model)) if model is not None else None,
+            optim=optim,
+            extra=dict(extra or {}),
+            rank_extra=tuple(rank_extra),
+            checksums=Checksums.of(self.records),
         )
 
     def flip(self, tensor: Tensor, row: int = 0, byte: int = 0) -> None:

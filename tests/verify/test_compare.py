@@ -19,6 +19,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.compare import compare, only_section
 from fsdpckpt.verify.difference import Difference
 from fsdpckpt.verify.elements import Tolerance
+from tests.ir.checkpoints import with_origin
 from tests.ir.optimizers import with_setting, without_entry
 from tests.verify.raw import Raw, numbers, random_array, rows
 
@@ -312,7 +313,7 @@ def test_weights_for_hugging_face_have_no_optimizer_no_extras_and_tied_weights_o
     left = raw.checkpoint({"embed": raw.put(embed), "head": raw.put(embed)}, optim, {"epoch": 3})
     right = exported.checkpoint({"embed": exported.put(embed)})
     assert not difference(left, right).same
-    right.flavor = "huggingface"
+    right = with_origin(right, flavor="huggingface")
     assert difference(left, right).same
     with Sources() as sources:
         assert not compare(left, right, sources=sources, strict=True).same
@@ -323,7 +324,7 @@ def test_weights_for_hugging_face_have_no_optimizer_no_extras_and_tied_weights_o
     assert [(entry.sigil, entry.key) for entry in result.entries if entry.counts and entry.sigil != "="] == [
         ("-", "lost")
     ]
-    right.flavor = "trainer"  # which keeps an optimizer
+    right = with_origin(right, flavor="trainer")  # which keeps an optimizer
     assert difference(left, right).count("-") == 2 + 3
 
 

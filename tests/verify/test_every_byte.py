@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.compare import compare
 from fsdpckpt.verify.integrity import verify_checkpoint
 from fsdpckpt.verify.measures import digest
+from tests.ir.checkpoints import with_origin
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "torch-2.4"
 SEED = 20
@@ -169,15 +171,13 @@ def test_bytes_that_keep_their_checksum_are_found_by_the_digest_that_was_recorde
     with Sources() as sources:
         checkpoint = open_checkpoint(str(whole), sources=sources)
         assert checkpoint.model is not None
-        assert checkpoint.manifest is not None
+        assert checkpoint.origin.manifest is not None
         changed = checkpoint.model.params["a.weight"]
         assert isinstance(changed, Tensor)
-        recorded = checkpoint.manifest.digests
+        recorded = checkpoint.origin.manifest.digests
         assert recorded["model a.weight"] == digest(BlockReader(checkpoint.files, sources), changed)
         # Another digest stands for other bytes with the same CRC-32, which are hard to come by.
         recorded = dict(recorded) | {"model a.weight": recorded["model a.bias"]}
-        checkpoint.manifest = type(checkpoint.manifest)(
-            checkpoint.manifest.path, checkpoint.manifest.directory, checkpoint.manifest.files, recorded
-        )
+        checkpoint = with_origin(checkpoint, manifest=replace(checkpoint.origin.manifest, digests=recorded))
         (problem,) = verify_checkpoint(checkpoint, sources=sources, digests=True).problems
         assert (problem.kind, problem.key) == ("digest", "a.weight")

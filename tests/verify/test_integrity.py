@@ -27,6 +27,7 @@ from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.checksums import TensorsInFiles
 from fsdpckpt.verify.integrity import Verification, verify_checkpoint
 from fsdpckpt.verify.measures import Finite, buffer_keys
+from tests.ir.checkpoints import with_ledger
 from tests.verify.raw import Raw, numbers, random_array, rows
 
 
@@ -268,7 +269,7 @@ def test_nan_and_inf_are_problems_only_when_asked_for(tmp_path: Path) -> None:
 def test_problems_of_the_reader_are_kept_and_not_doubled(tmp_path: Path) -> None:
     raw = Raw(tmp_path, 2)
     checkpoint = raw.checkpoint({"w": raw.put(random_array(5, (4, 2)), [((0, 0), (2, 2))])})
-    checkpoint.problems = verified(checkpoint).problems
+    checkpoint = with_ledger(checkpoint, problems=verified(checkpoint).problems)
     assert kinds(checkpoint) == [("incomplete", "w")]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Tensor
@@ -96,12 +96,9 @@ def checkpoint(
     **more: Any,
 ) -> Checkpoint:
     metadata = more.pop("metadata", None)
+    of_origin = {name: more.pop(name) for name in ("mesh_devices", "nesting") if name in more}
     return Checkpoint(
-        source="made by hand",
-        layout=Layout.FULL,
-        container=Container.TORCH,
-        flavor="plain",
-        world_size=more.pop("world_size", 1),
+        Origin("made by hand", Layout.FULL, Container.TORCH, "plain", more.pop("world_size", 1), **of_origin),
         files=(),
         model=None if model is None else ModelState(model, metadata),
         optim=optim,

@@ -104,12 +104,12 @@ def source_units(
     if beside is not None and beside.flat and (target_flattened or request.file is None):
         source_request = UnitsRequest() if target_flattened else request
         return _given_units(
-            checkpoint, beside, checkpoint.units_from or "beside the checkpoint", source_request, sources
+            checkpoint, beside, checkpoint.origin.units_from or "beside the checkpoint", source_request, sources
         )
-    if beside is None and checkpoint.units_from and request.file is None:
+    if beside is None and checkpoint.origin.units_from and request.file is None:
         raise NeedsInformationError(
             f"several different units files are beside {checkpoint.source}",
-            details=checkpoint.units_from.split(", "),
+            details=checkpoint.origin.units_from.split(", "),
             why="each describes a different model or wrapping, and only one can be this checkpoint's",
             next_step=f"name the one that belongs to it: {flags.units('FILE')}",
         )
@@ -223,7 +223,7 @@ def _recorded_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sour
         return None if units.flat else unwrapped_names(units, request.file)
     if checkpoint.units is None or checkpoint.units.flat:
         return None
-    return unwrapped_names(checkpoint.units, checkpoint.units_from or "the units file beside the checkpoint")
+    return unwrapped_names(checkpoint.units, checkpoint.origin.units_from or "the units file beside the checkpoint")
 
 
 def _unit_prefixes(

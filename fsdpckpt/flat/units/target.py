@@ -105,7 +105,7 @@ def _wrapping(
     from_file = target_file(request, parameter_names(checkpoint), sources)
     if from_file is not None and from_file.flat:
         return from_file, f"target units: from {request.file}"
-    source_units, label = checkpoint.units, f"the units of {checkpoint.units_from}"
+    source_units, label = checkpoint.units, f"the units of {checkpoint.origin.units_from}"
     if source is not None:
         require_model_order(source, checkpoint.source)
         source_units, label = source.units, "the source's units"
@@ -529,5 +529,5 @@ def require_known_order(
     matters = bool(units_with_several) or (checkpoint.optim is not None and len(units.parameters) > 1)
     if matters and not (names.ordered and names.in_model_order):
         details = [f"{unit} has {plural(len(unit.params), 'parameter')}" for unit in units_with_several]
-        command = units_command(request.reference or checkpoint.directory, None, sources)
+        command = units_command(request.reference or checkpoint.origin.directory, None, sources)
         raise order_unknown(checkpoint.source, f"{names.label} does not keep it", details, command=command)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnrecognisedError, SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import STRAY, Evidence, EvidenceKind, Note
+from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Note
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import Sources
@@ -80,7 +80,7 @@ def open_directory(path: str, sources: Sources) -> DcpDirectory:
     strays = [name for name in others if name not in nbytes]  # data files the metadata does not name
     if strays:
         message = f"{plural(len(strays), 'data file', 'belong')} to another save: {', '.join(strays[:5])}"
-        directory.notes.append(Note(STRAY, message))
+        directory.notes.append(Note("stray", message, damage=True))
     return directory
 
 

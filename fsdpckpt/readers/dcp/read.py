@@ -19,7 +19,7 @@ import numpy as np
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.dcp import DcpMetadata, DcpTensor, PathElement
-from fsdpckpt.ir.checkpoint import UNORDERED, Container, Layout, Note, Problem, ProblemKind, Section
+from fsdpckpt.ir.checkpoint import Container, Layout, Note, Problem, ProblemKind, Section
 from fsdpckpt.ir.tensors import Boxes, Chunks, OneSlice, Tensor, contiguous_strides
 from fsdpckpt.ir.values import UNREAD, Key, Value
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
@@ -49,7 +49,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
         {}, Layout.FULL, Container.DCP, directory.world_size, evidence=directory.evidence, notes=directory.notes
     )
     if directory.metadata.paths is None:  # only the planner data keep the order
-        tree.evidence.append(UNORDERED)
+        tree.lose_order()
     directory.numbers = {name: files.add(directory.file(name), directory.nbytes[name]) for name in directory.nbytes}
     metadata, blocks = read_blockwise(directory, sources, tree)
     ordinary = replace(directory, metadata=metadata)

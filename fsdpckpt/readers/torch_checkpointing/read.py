@@ -20,7 +20,7 @@ from fsdpckpt.formats.torch.distributed import BoxInFile, Cut, Distributed, Dist
 from fsdpckpt.formats.torch.mesh import Mesh, nesting_of
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir import Section
-from fsdpckpt.ir.checkpoint import UNORDERED, Checksums, Container, Evidence, EvidenceKind, Layout, Problem
+from fsdpckpt.ir.checkpoint import Checksums, Container, Evidence, EvidenceKind, Layout, Problem
 from fsdpckpt.ir.tensors import Replicate, Sharded, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, equal, value_at
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, dotted
@@ -147,7 +147,7 @@ def _read_safetensors(item: Item, paths: Mapping[int, str], files: FileTable, so
     first = paths[min(paths)]
     message = f"{plural(len(paths), 'safetensors file')}, one per rank ({first} ...), cut as {METADATA} says"
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
-    tree.evidence.append(UNORDERED)  # safetensors sorts the tensors of a file
+    tree.lose_order()  # safetensors sorts the tensors of a file
     return tree
 
 

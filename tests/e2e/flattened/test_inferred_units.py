@@ -17,6 +17,7 @@ from fsdpckpt.ir.units_json import loads
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from tests.e2e.flattened.cases import Variant
+from tests.ir.checkpoints import with_origin
 from tests.oracle.session import Oracle
 
 WORLD = 2
@@ -33,7 +34,9 @@ def _inferred_as_recorded(oracle: Oracle, variant: Variant, form: str, path: Pat
         globs=globs if form in ("raw", "mix") else (), reference=None if form == "mix" else str(reference)
     )
     with Sources() as sources:
-        source = replace(open_checkpoint(str(directory / form), sources=sources), units=None, units_from="")
+        source = with_origin(
+            replace(open_checkpoint(str(directory / form), sources=sources), units=None), units_from=""
+        )
         found = source_units(source, request, sources)
         truth = match(source, recorded)
     assert isinstance(truth, FlatMatch)

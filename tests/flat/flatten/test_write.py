@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from fsdpckpt.flat.flatten import lay_out
 from fsdpckpt.flat.flatten.keys import wrapped_metadata
 from fsdpckpt.flat.flatten.states import unit_states
-from fsdpckpt.ir.checkpoint import Checkpoint, Container
+from fsdpckpt.ir.checkpoint import Container
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import Optimizer
@@ -24,6 +24,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from tests.flat.flat_source import ORDER, SHAPES, Model, flat, loaded, param, units, written
+from tests.ir.checkpoints import with_origin
 from tests.ir.optimizers import with_entry
 from tests.materialise import materialise
 from tests.oracle.compare import differences
@@ -378,9 +379,7 @@ def innermost_unit(name: str) -> str:
 def test_keys_that_lie_in_another_order_get_the_one_of_the_model(tmp_path):
     model = Model(seed=17)
     ckpt = model.checkpoint()
-    ckpt = Checkpoint(
-        **{f: getattr(ckpt, f) for f in ckpt.__dataclass_fields__ if f != "container"}, container=Container.SAFETENSORS
-    )
+    ckpt = with_origin(ckpt, container=Container.SAFETENSORS)
     written(tmp_path, model, units(orig=True, strategy=Strategy.NO_SHARD), 2, ckpt=ckpt)
     assert list(loaded(tmp_path, "model", 0, 2)) == ["top", "a.weight", "a.bias", "b.weight", "b.bias"]
 

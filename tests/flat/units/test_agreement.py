@@ -17,6 +17,7 @@ from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
 from tests.flat.flat_synthetic import checkpoint, named, sharded_model, whole
+from tests.ir.checkpoints import with_origin
 
 PARAMS = (named("a.weight", 5, 3), named("a.bias", 5), named("b.weight", 2, 5), named("b.bias", 2))
 NAMES = tuple(param.name for param in PARAMS)
@@ -134,7 +135,7 @@ def test_another_order_than_the_models_is_named_unless_it_is_in_no_order() -> No
 def test_the_names_that_unflattened_slices_got_from_the_sources_units_say_nothing_of_order() -> None:
     """They stand in the order of those units, which were proved; the target's may be wrapped otherwise."""
     other = build_units([PARAMS[index] for index in (1, 0, 2, 3)], ("", "a", "b"), Settings(use_orig_params=True))
-    assert said(replace(full(sharded_model(PARAMS)), layout=Layout.FLATTENED), other) == []
+    assert said(with_origin(full(sharded_model(PARAMS)), layout=Layout.FLATTENED), other) == []
 
 
 # The optimizer.

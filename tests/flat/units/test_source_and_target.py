@@ -33,6 +33,7 @@ from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_synthetic import checkpoint, local_model, named, optimizer, sharded_model, whole
+from tests.ir.checkpoints import with_ledger
 
 BF16 = DTYPES["bfloat16"]
 PARAMS = (
@@ -190,7 +191,7 @@ def test_a_directory_or_nothing_where_the_units_file_should_be_is_said(tmp_path:
 
 
 def test_units_beside_the_source_that_cannot_be_read_are_mentioned_when_they_are_missed(sources: Sources) -> None:
-    source = replace(raw(), notes=(Note("units-unreadable", "run/units.json: cut: these units are not used"),))
+    source = with_ledger(raw(), notes=(Note("units-unreadable", "run/units.json: cut: these units are not used"),))
     with pytest.raises(NeedsInformationError) as caught:
         source_units(source, UnitsRequest(), sources)
     assert "run/units.json: cut" in str(caught.value.why)
