@@ -85,7 +85,7 @@ def test_the_form_of_the_sources_framework_is_the_default(
 @pytest.mark.parametrize("flavor", ["lightning", "lightning-model-parallel", "fabric"])
 def test_one_file_by_lightnings_own_suffix_is_lightnings(flavor: str) -> None:
     found = spec(source(flavor, SHARDED, DCP), "last.ckpt")
-    assert described(found) == (flavor, FULL, TORCH, None) and not found.origin.directory
+    assert described(found) == (flavor, FULL, TORCH, None) and not found.directory
     assert described(spec(source(flavor, SHARDED, DCP), "full.pt"))[0] == "plain"
 
 

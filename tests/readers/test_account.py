@@ -104,7 +104,7 @@ def test_what_is_left_out_says_by_which_rule(tmp_path: Path) -> None:
     (source / "odd.xyz").write_text("x" * 50)
     (source / "logs").mkdir()
     (source / "again").symlink_to("optimizer_0")
-    account = opened(source).account
+    account = opened(source).ledger.account
     assert unaccounted(source, account) == []
     rules = {path: rule for rule, paths in account.paths(Fate.LEFT_OUT).items() for path in paths}
     assert rules == {
@@ -240,7 +240,7 @@ def test_a_link_to_a_sibling_is_that_sibling(tmp_path: Path) -> None:
     trainer(tmp_path / "checkpoint-900")
     (tmp_path / "latest").symlink_to("checkpoint-900")
     (tmp_path / "loop").symlink_to(tmp_path)
-    assert opened(tmp_path).directory == f"{tmp_path}/checkpoint-900"
+    assert opened(tmp_path).origin.directory == f"{tmp_path}/checkpoint-900"
     assert opened(tmp_path / "latest").flavor == "trainer"
     save(MODEL, tmp_path / "files" / "epoch=3.ckpt")
     (tmp_path / "files" / "last.ckpt").symlink_to("epoch=3.ckpt")

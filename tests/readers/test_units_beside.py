@@ -68,10 +68,10 @@ def test_without_a_units_file_there_are_no_units(step: Path) -> None:
 def test_units_lie_beside_the_steps_of_a_run_and_the_nearest_count(step: Path) -> None:
     above = write(step.parent / "units.json", OTHER)
     for source in (step, step.parent, str(step) + "/"):
-        assert (opened(source).units, opened(source).units_from) == (OTHER, above)
+        assert (opened(source).units, opened(source).origin.units_from) == (OTHER, above)
     near = write(step / "units.json", UNITS)
     for source in (step, step.parent):
-        assert (opened(source).units, opened(source).units_from) == (UNITS, near)
+        assert (opened(source).units, opened(source).origin.units_from) == (UNITS, near)
 
 
 def test_units_lie_beside_the_steps_of_a_run_whose_roles_are_below_them(step: Path) -> None:
@@ -80,7 +80,7 @@ def test_units_lie_beside_the_steps_of_a_run_whose_roles_are_below_them(step: Pa
         path.rename(step / "actor" / path.name)
     above = write(step.parent / "units.json", OTHER)
     for source in (step, step.parent, step.parent.parent):
-        assert (opened(source).units, opened(source).units_from) == (OTHER, above)
+        assert (opened(source).units, opened(source).origin.units_from) == (OTHER, above)
     assert opened(step / "actor").units is None
 
 
@@ -88,7 +88,7 @@ def test_units_beside_a_step_that_is_named_without_its_directory(step: Path, mon
     write(step.parent / "units.json", OTHER)
     monkeypatch.chdir(step.parent)
     for source in (step.name, f"./{step.name}", f"{step.name}/"):
-        assert (opened(source).units, opened(source).units_from) == (OTHER, "./units.json")
+        assert (opened(source).units, opened(source).origin.units_from) == (OTHER, "./units.json")
 
 
 def test_units_above_a_directory_that_is_no_step_are_another_models(step: Path) -> None:
@@ -130,7 +130,7 @@ def test_what_the_manifest_says_was_written_with_these_files(step: Path) -> None
 def test_units_beside_a_single_file(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.randn(5, 3)}}, tmp_path / "model.pt")
     path = write(tmp_path / "units.json", UNITS)
-    assert opened(tmp_path / "model.pt").units_from == path
+    assert opened(tmp_path / "model.pt").origin.units_from == path
 
 
 @pytest.mark.parametrize(("key", "kinds"), [(0, ["units-ambiguous"]), ("w", [])])
