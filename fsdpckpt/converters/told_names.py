@@ -47,5 +47,5 @@ def with_told_masters(checkpoint: Checkpoint, options: ConvertOptions, sources: 
     with suppress(FsdpckptError):  # raised again if the conversion needs the names
         named = named_as_told(checkpoint, units_request(options), sources)
         notes = tuple(note for note in named.notes if note.kind != MASTER_NOTE)
-        return with_masters(replace(named, notes=notes), sources)
+        return with_masters(replace(named, ledger=replace(named.ledger, notes=notes)), sources)
     return checkpoint

@@ -503,7 +503,7 @@ class TestRuns:
     def test_a_last_iteration_that_is_none_is_not_followed(self, text: str, golden: Path, tmp_path: Path) -> None:
         shutil.copytree(golden / "uneven", tmp_path / "iter_0000003")
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
-        assert opened(tmp_path).directory == str(tmp_path / "iter_0000003")  # there is only one
+        assert opened(tmp_path).origin.directory == str(tmp_path / "iter_0000003")  # there is only one
 
 
 class TestDamage:

@@ -101,7 +101,7 @@ def test_an_export_is_one_only_beside_a_state(tmp_path: Path) -> None:
     torch.save({"step": 2}, tmp_path / "random_states_0.pkl")
     assert opened(tmp_path).model is not None
     torch.save(MODEL, tmp_path / "pytorch_model_fsdp.bin")
-    account = opened(tmp_path).account
+    account = opened(tmp_path).ledger.account
     assert "second copy" in account.of("model.safetensors").detail  # type: ignore[union-attr]
 
 

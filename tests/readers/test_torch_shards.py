@@ -37,7 +37,7 @@ def test_shards_with_their_index_are_one_model(tmp_path: Path) -> None:
         found = opened(given)
         assert found.model is not None and held(found.model.params, found.files) == held(MODEL, ())
         assert found.problems == () and found.layout == "full"
-    account = opened(source).account
+    account = opened(source).ledger.account
     assert [account.of(name).detail for name in (*names, INDEX)] == [*["model"] * 5, "metadata"]  # type: ignore[union-attr]
     fsdpckpt.convert(source, tmp_path / "full.pt", verify="full")
     assert torch.equal(torch.load(tmp_path / "full.pt")["model"]["layers.8.weight"], MODEL["layers.8.weight"])
