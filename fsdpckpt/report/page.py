@@ -192,7 +192,7 @@ def _extras(checkpoint: Checkpoint) -> Table:
         rows.append(("all" if rank is None else str(rank), name, text))
     rows.sort(key=lambda row: row[0] != "all")  # those of single ranks are many and alike
     left = len(rows) - MAX_EXTRAS
-    more = f"and {plural(left, 'extra')} more: inspect --json lists them all" if left > 0 else ""
+    more = f"and {plural(left, 'extra')} more: inspect {flags.json} lists them all" if left > 0 else ""
     return Table(["rank", "extra", "value"], rows[:MAX_EXTRAS], more=more)
 
 
@@ -200,7 +200,7 @@ def _commands(described: Description) -> list[tuple[str, str]]:
     """What one may do next: the purpose and the command."""
     checkpoint = described.checkpoint
     source = shlex.quote(checkpoint.source)
-    framework = "" if checkpoint.flavor == PLAIN else f" --for {checkpoint.flavor}"
+    framework = "" if checkpoint.flavor == PLAIN else f" {flags.for_(checkpoint.flavor)}"
     commands = [("check every byte", f"fsdpckpt verify {source}{framework}")]
     if described.stats is None:
         commands.append(

@@ -244,7 +244,7 @@ def test_what_is_given_of_the_units_may_have_the_sources_names_or_the_targets(fu
 
 def test_a_glob_that_matches_no_module_under_either_name_is_refused(full: Named, tmp_path: Path) -> None:
     flat = flattened(full, tmp_path / "flat", orig=True, world_size=2, layers="layers.*")
-    with pytest.raises(UsageError, match=r"layer\.\* matches no module"):
+    with pytest.raises(UsageError, match=r"unit='layer\.\*' matches no module"):
         fsdpckpt.convert(
             flat,
             tmp_path / "found",

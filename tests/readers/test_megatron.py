@@ -278,7 +278,7 @@ class TestGroups:
         assert "decoder.final_layernorm.weight" in decayed["params"]
 
     def test_globs_that_match_nothing_are_refused(self, golden: Path, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"\*\.wrong matches none"):
+        with pytest.raises(UsageError, match=r"no_weight_decay='\*\.wrong' matches none"):
             fsdpckpt.convert(str(golden / "uneven"), str(tmp_path / "a.pt"), no_weight_decay=("*bias", "*.wrong"))
 
     def test_a_checkpoint_that_lists_them_needs_no_glob(self, full: Callable[[str], Any], tmp_path: Path) -> None:

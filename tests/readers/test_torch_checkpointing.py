@@ -210,7 +210,7 @@ def test_sorted_keys_are_no_order_of_parameters(tmp_path: Path) -> None:
         for state in states:
             optimizer["state"][2][state] = optimizer["state"][0][state]
         torch.save(optimizer, path)
-    with pytest.raises(NeedsInformationError, match="--parameters"):
+    with pytest.raises(NeedsInformationError, match="parameters=FILE"):
         api.convert(copy, tmp_path / "names.pt", key_type="name")
 
 

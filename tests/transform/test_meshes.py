@@ -95,7 +95,7 @@ def test_where_the_others_do_not_divide_the_meshes_that_do_are_named(
     assert list(error.value.details) == [" ".join(f"--mesh {mesh}" for mesh in one.split()) for one in targets]
     assert error.value.expected == f"a multiple of {multiple}"
     others = ", or another of those above" if len(targets) > 1 else ""
-    assert error.value.next_step == f"add {error.value.details[0]}{others}"
+    assert error.value.next_step == f"add {error.value.details[0]!s}{others}"
     assert "which FSDP shards over" in str(error.value.why)
 
 

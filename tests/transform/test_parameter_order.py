@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES
@@ -156,7 +157,7 @@ def test_units_say_shapes_groups_and_what_may_lack_a_state() -> None:
 
 def test_a_list_is_cleaned_and_says_names_only() -> None:
     found = from_list(["module._orig_mod.a", "module.b", "module.b"], ["a"])
-    assert found == ParameterOrder(("a", "b"), source="--parameters", authoritative=True)
+    assert found == ParameterOrder(("a", "b"), source=f"{flags.parameters}", authoritative=True)
     assert from_list(["module.b"], ["module.a"]).names == ("module.b",)
 
 
@@ -185,7 +186,7 @@ def test_what_states_the_order_itself_comes_first_and_what_keeps_none_last() -> 
     assert labels(source, **everything) == [
         "the units",
         recorded,
-        f"--parameters{own_order}",
+        f"{flags.parameters}{own_order}",
         "the reference ref.pt",
         own,
     ]

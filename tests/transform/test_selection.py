@@ -72,7 +72,7 @@ def _several(section: Section, *names: str) -> Checkpoint:
 @pytest.mark.parametrize("only", [Section.MODEL, Section.OPTIM])
 def test_of_several_sections_none_is_taken_but_the_one_that_is_named(only: Section) -> None:
     several = _several(only, "critic", "generator_ema")
-    with pytest.raises(NeedsInformationError, match=r"has 2 .*, and only .* takes one") as error:
+    with pytest.raises(NeedsInformationError, match=r"has 2 .*, and only=.* takes one") as error:
         choose_section(several, only)
     assert list(error.value.details) == [f"--only {only}:critic", f"--only {only}:generator_ema"]
     for name in ("generator_ema", "all.generator_ema"):

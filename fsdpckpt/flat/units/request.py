@@ -22,6 +22,7 @@ from fsdpckpt.errors import (
     of_option,
     to_copy,
 )
+from fsdpckpt.flags import Message
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.names import ParameterNames, model_names, name_contradictions, optimizer_names, order_contradictions
 from fsdpckpt.flat.units.build import Settings, expand_globs, innermost_unit, listed_keys
@@ -79,6 +80,9 @@ class ResolvedUnits:
     how: tuple[str, ...]
     unsettled: tuple[str, ...] = ()
     order_known: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "how", tuple(map(Message, self.how)))
 
 
 def require_model_order(resolved: ResolvedUnits, source: str) -> None:

@@ -204,7 +204,7 @@ def test_a_reference_and_unit_globs_give_the_units(orig: bool, tmp_path: Path, s
     found = source_units(raw(orig=orig), request, sources)
     assert found.units.units == units_of(orig=orig).units
     assert found.units.use_orig_params is orig
-    assert "--unit l.*" in found.how[0]
+    assert "--unit 'l.*'" in found.how[0]
 
 
 def test_a_reference_of_another_model_is_refused(tmp_path: Path, sources: Sources) -> None:
