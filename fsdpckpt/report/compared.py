@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from datetime import datetime
 from statistics import median
 from typing import Any
 
+from fsdpckpt import flags
 from fsdpckpt.report.curves import FEWEST_LAYERS, MAX_CURVES, Line, curve, layer_of
 from fsdpckpt.report.figures import MAX_ROWS, Table, more_text
 from fsdpckpt.report.render import render
@@ -51,8 +51,8 @@ def _content(result: Difference) -> dict[str, Any]:
         "only_b": _only(result.entries, "+"),
         "others": _others(result.entries),
         "commands": [
-            ("every key, also what is the same", f"fsdpckpt diff {shlex.quote(a)} {shlex.quote(b)} --all"),
-            ("check every byte of each", f"fsdpckpt verify {shlex.quote(b)}"),
+            ("every key, also what is the same", flags.command("diff", a, b, flags.all_)),
+            ("check every byte of each", flags.command("verify", b)),
         ],
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -199,21 +198,21 @@ def _extras(checkpoint: Checkpoint) -> Table:
 def _commands(described: Description) -> list[tuple[str, str]]:
     """What one may do next: the purpose and the command."""
     checkpoint = described.checkpoint
-    source = shlex.quote(checkpoint.source)
-    framework = "" if checkpoint.flavor == PLAIN else f" {flags.for_(checkpoint.flavor)}"
-    commands = [("check every byte", f"fsdpckpt verify {source}{framework}")]
+    source = checkpoint.source
+    framework = [] if checkpoint.flavor == PLAIN else [flags.for_(checkpoint.flavor)]
+    commands = [("check every byte", flags.command("verify", source, *framework))]
     if described.stats is None:
-        commands.append(
-            ("add curves by layer and search for NaN", f"fsdpckpt inspect {source} --stats --report report.html")
-        )
+        command = flags.command("inspect", source, flags.stats, flags.report("report.html"))
+        commands.append(("add curves by layer and search for NaN", command))
     if checkpoint.layout is not Layout.FULL:
-        commands.append(("resume on another number of ranks", f"fsdpckpt convert {source} DST --world-size N"))
-        commands.append(("make one file of it", f"fsdpckpt convert {source} full.pt"))
-    else:
         commands.append(
-            ("cut it for N ranks", f"fsdpckpt convert {source} DST --to sharded --world-size N"),
+            ("resume on another number of ranks", flags.command("convert", source, "DST", flags.world_size("N")))
         )
-    commands.append(("compare it with another step", f"fsdpckpt diff {source} OTHER --report diff.html"))
+        commands.append(("make one file of it", flags.command("convert", source, "full.pt")))
+    else:
+        command = flags.command("convert", source, "DST", flags.to("sharded"), flags.world_size("N"))
+        commands.append(("cut it for N ranks", command))
+    commands.append(("compare it with another step", flags.command("diff", source, "OTHER", flags.report("diff.html"))))
     return commands
 
 

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
-from fsdpckpt.flags import Flag
+from fsdpckpt.flags import Flag, Message
 from fsdpckpt.storage.local import replace_file
 from fsdpckpt.storage.places import Tree
 from fsdpckpt.storage.protocols import is_url
@@ -47,7 +47,7 @@ class Document:
         Raises what ``check`` does.
         """
         self.check(path, source)
-        data = content.encode("utf-8", "backslashreplace")
+        data = Message(content).encode("utf-8", "backslashreplace")
         try:
             replace_file(path, data)
         except OSError as error:
