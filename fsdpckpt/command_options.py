@@ -80,7 +80,7 @@ class InspectOptions(OptionRecord):
         completion=tuple(section.value for section in Section),
     )
     names_only: bool = option("Print only the keys, one per line, for pipes.", default=False)
-    all_keys: bool = option("One row for each key, also of repeated layers.", default=False, flag=flags.all_)
+    all_keys: bool = option("One row per key; do not fold layers.", default=False, flag=flags.all_)
     ranks: bool = option(
         "Show the place of each chunk of a tensor: rank, file, byte offset, and box (offsets and sizes).", default=False
     )
@@ -116,9 +116,11 @@ class DiffOptions(OptionRecord):
         metavar="FILE.html",
     )
     all_keys: bool = option(
-        "Print every key, also what is the same and of repeated layers.", default=False, flag=flags.all_
+        "One row per key, also of what is the same; do not fold layers.", default=False, flag=flags.all_
     )
-    strict: bool = option("Count extras that only one of them can hold (random states of ranks).", default=False)
+    strict: bool = option(
+        "Treat extras that only one side can hold (random states of ranks) as differences.", default=False
+    )
     ignore_file: tuple[str, ...] = _as_in_convert(
         "ignore_file", "Leave out files and directories of A and B with this name or path; may be repeated."
     )

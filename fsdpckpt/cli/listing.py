@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from fsdpckpt.cli.folded_stats import joined_stats
 from fsdpckpt.cli.output import GAP, Cell, Name, cut, table_lines
 from fsdpckpt.describe import Description
 from fsdpckpt.ir.checkpoint import NamedTensor, Section
@@ -55,7 +56,12 @@ def listing(
     """The lines of the table, and which of them are headings. ``columns``: of the terminal, None in a pipe."""
     measured = description.stats is not None
     more = (*(STATS if measured else ()), *(PIECES if ranks else ()))
-    rows = folded_rows(description) if not unfold and not more else _rows(description, short=columns is not None)
+    if ranks or (unfold and measured):
+        rows = _rows(description, short=columns is not None)
+    elif measured:
+        rows = _folded_with_stats(description)
+    else:
+        rows = _rows(description, short=False) if unfold else folded_rows(description)
     if ranks:
         rows = list(_chunk_rows(description, rows))
     lines = _lines([(*FIELDS, *more), *(row.cells(FIELDS) for row in rows)], (*FIELDS, *more), None)
@@ -63,7 +69,7 @@ def listing(
         return lines, frozenset({0})
     if measured and not ranks:
         return _fewer_stats(rows, columns)
-    return _by_section(rows, more, columns)
+    return _under_keys(rows, columns) if more == PIECES else _by_section(rows, more, columns)
 
 
 def _fewer_stats(rows: Sequence[Row], columns: int) -> tuple[list[str], frozenset[int]]:
@@ -79,6 +85,20 @@ def _fewer_stats(rows: Sequence[Row], columns: int) -> tuple[list[str], frozense
     if left_out := [name for at, name in enumerate(STATS) if at not in shown]:
         lines.append(cut(f"columns left out: {', '.join(left_out)} (--json has them)", columns))
     return lines, headings
+
+
+def _under_keys(rows: Sequence[Row], columns: int) -> tuple[list[str], frozenset[int]]:
+    """Chunks below the keys of their tensors: beside them, both would be cut."""
+    right = [at for at, heading in enumerate(PIECES) if heading in NUMBERS]
+    heading, *chunks = table_lines([PIECES, *(row.more for row in rows)], right=right, columns=columns - GAP)
+    lines = [" " * GAP + heading]
+    for row, chunk in zip(rows, chunks, strict=True):
+        if not row.again:
+            facts = f"  {row.dtype} {row.shape} {row.placement}"
+            key = Name(f"{row.section} {key_text(row.key)}").within(columns)  # whole, if only that fits
+            lines.append(cut(key + facts, columns))
+        lines.append(" " * GAP + chunk)
+    return lines, frozenset({0})
 
 
 def _lines(cells: Sequence[Sequence[Cell]], headings: Sequence[str], columns: int | None) -> list[str]:
@@ -125,6 +145,18 @@ def _rows(description: Description, *, short: bool) -> list[Row]:
         replace(row, more=_stats_cells(stats, 3 if short else 5))
         for row, stats in zip(shown, description.stats, strict=True)
     ]
+
+
+def _folded_with_stats(description: Description) -> list[Row]:
+    """One row for all keys that differ only in numbers, with the statistics of all their elements."""
+    tensors, stats = description.tensors, description.stats or ()
+    each = [_row(named) for named in tensors]
+    rows = []
+    for folded in fold((row.key, (row.section, row.dtype, row.shape, row.placement)) for row in each):
+        joined = joined_stats([(stats[at], tensors[at].tensor.numel) for at in folded.members])
+        row = _join(folded.key, [each[at] for at in folded.members])
+        rows.append(replace(row, more=_stats_cells(joined, 3)))
+    return rows
 
 
 def _stats_cells(stats: Stats | None, digits: int) -> tuple[Cell, ...]:

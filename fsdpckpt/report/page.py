@@ -405,8 +405,13 @@ def _optimizer_health(optim: Optimizer, described: Description) -> dict[str, Any
     ]
     disagree = any(len(of_group) > 1 for of_group in steps_of_group.values())
     if steps:
-        verdict = "disagree" if disagree else "agree" if len(steps) == 1 else "agree within each param group"
-        text = f"the steps {verdict}: {_steps_text(steps)}"
+        if len(steps) == 1 and not disagree:
+            ((step, count),) = steps.items()
+            which = "all" if count == parameters else f"{count_text(count)} of"
+            text = f"{which} {plural(parameters, 'parameter', 'are')} at step {step_text(step)}"
+        else:
+            verdict = "disagree" if disagree else "agree within each param group"
+            text = f"the steps {verdict}: {_steps_text(steps)}"
     else:
         text = (
             f"the values of step were not read ({flags.stats!s} reads them)" if steps_not_read else "no step is stored"
@@ -414,7 +419,7 @@ def _optimizer_health(optim: Optimizer, described: Description) -> dict[str, Any
     more = f" and {count_text(len(without_state) - 50)} more" if len(without_state) > 50 else ""
     headings = ["state", "parameters", "of all", "dtypes"]
     return {
-        "steps": f"{plural(parameters, 'parameter')}; {text}",
+        "steps": f"{text[:1].upper()}{text[1:]}." if steps else f"{plural(parameters, 'parameter')}; {text}",
         "problems": [f"optimizer: {text}"] if disagree else [],
         "states": Table(headings, rows, frozenset({1}), more=more_text(len(rows), "state")),
         "without": ", ".join(map(clipped, without_state[:50])) + more,

@@ -218,10 +218,10 @@ def _mismatch(
     path, offset, nbytes = ranges.paths[sums.file[row]], int(sums.offset[row]), int(sums.nbytes[row])
     expected = f"{int(sums.crc[row]):08x}"
     if ranges.in_manifest[row]:
-        message = f"{path} was changed{where}: it has CRC-32 {computed:08x}; {MANIFEST} recorded {expected}"
+        message = f"{path} was changed{where}: its CRC-32 is {computed:08x}, {MANIFEST} recorded {expected}"
     else:
-        message = f"{bytes_text(nbytes)} at offset {offset:,} of {path} have CRC-32 {computed:08x}, "
-        message += f"and were written with {expected}"
+        message = f"checksum mismatch in {bytes_text(nbytes)} at offset {offset:,} of {path}: "
+        message += f"CRC-32 is {computed:08x}, expected {expected}"
     tensors = in_files.overlapping(path, offset, offset + nbytes) if in_files is not None else []
     return problem_of("checksum", tensors, message, file=path)
 

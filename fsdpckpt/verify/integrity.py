@@ -78,11 +78,12 @@ class Verification:
     @property
     def summary(self) -> str:
         """``checkpoint-500 is whole: 88 tensors, 61.3 KiB, 393 checksums``."""
-        verdict = "is whole" if self.whole else f"has {plural(len(self.problems), 'problem')}"
         checked = [plural(self.tensors, "tensor"), size_text(self.nbytes)]
         compared = (("checksum", self.records), ("replica", self.replicas))
         checked += [plural(count, word) for word, count in compared if count]
-        return f"{self.source} {verdict}: {', '.join(checked)}"
+        if self.whole:
+            return f"{self.source} is whole: {', '.join(checked)}"
+        return f"{self.source}: {plural(len(self.problems), 'problem')} (checked {', '.join(checked)})"
 
     def __repr__(self) -> str:
         return f"<{self.summary}>"

@@ -7,10 +7,12 @@ import io
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from fsdpckpt.api import inspect
+from fsdpckpt.cli.folded_stats import joined_stats
 from fsdpckpt.cli.listing import folded_rows, listing
 from fsdpckpt.describe import Description, describe
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Evidence, EvidenceKind, Layout, Ledger, ModelState, Origin
@@ -121,8 +123,17 @@ def test_no_row_is_wider_than_the_screen_and_no_two_are_the_same(columns: int) -
 def test_ranks_fit_110_columns() -> None:
     lines, _ = listing(described(llama(2)), ranks=True, unfold=False, columns=110)
     assert max(map(len, lines)) <= 110
-    assert len(lines) == 2 + 4 * 21  # each key: a model of 2 layers has 21 parameters
-    assert lines[0].split() == ["model:", "bfloat16,", "[Shard(0)]", "shape", "rank", "box", "file", "offset"]
+    assert len(lines) == 1 + 2 * 4 * 21  # each key and its chunk: a model of 2 layers has 21 parameters
+    assert lines[0].split() == ["rank", "box", "file", "offset"]
+    assert lines[1].startswith("model model.embed_tokens.weight  bfloat16 [")
+
+
+def test_chunks_at_80_columns_stand_below_their_whole_keys() -> None:
+    description = described(llama(2))
+    lines, _ = listing(description, ranks=True, unfold=False, columns=80)
+    assert max(map(len, lines)) <= 80
+    keys = [line.split()[1] for line in lines[1:] if not line.startswith(" ")]
+    assert keys == [named.key for named in description.tensors]
 
 
 @pytest.mark.parametrize(("columns", "fewer"), [(44, True), (80, True), (140, False)])
@@ -130,13 +141,28 @@ def test_statistics_leave_room_for_the_names(columns: int, fewer: bool) -> None:
     stats = Stats(*[-1.2345e-06] * 5, nan=0, inf=0)
     description = described(llama(2))
     measured = dataclasses.replace(description, stats=(stats,) * len(description.tensors))
-    lines, headings = listing(measured, ranks=False, unfold=False, columns=columns)
+    lines, headings = listing(measured, ranks=False, unfold=True, columns=columns)
     assert max(map(len, lines)) <= columns
     keys = [line.split()[0] for at, line in enumerate(lines) if at not in headings]
     if columns >= 80:
         assert len(set(keys)) == len(keys) and "model.layers.0.input_layernorm.weight" in keys
         assert lines[0].endswith("NaN  Inf") and (" norm " in lines[0]) is not fewer
     assert lines[-1].startswith("columns left out: ") is fewer
+
+
+def test_statistics_of_folded_keys_are_those_of_all_elements() -> None:
+    arrays = [np.float64([1, 2, 7]) * (n + 1) for n in range(3)]
+    each = [
+        (Stats(a.min(), a.max(), a.mean(), a.std(), float(np.linalg.norm(a)), nan=n, inf=0), a.size + n)
+        for n, a in enumerate(arrays)
+    ]
+    joined, whole = joined_stats(each), np.concatenate(arrays)
+    assert joined is not None
+    assert joined.numbers == pytest.approx((1, 21, whole.mean(), whole.std(), np.linalg.norm(whole)))
+    assert joined.nan == 3
+    assert joined_stats([*each, (None, 4)]) is None
+    nothing = Stats(None, None, None, None, None, nan=4, inf=0)
+    assert joined_stats([(nothing, 4), (nothing, 4)]) == dataclasses.replace(nothing, nan=8)
 
 
 def test_a_pipe_gets_every_key() -> None:

@@ -20,7 +20,7 @@ def test_a_report_is_written_and_what_is_printed_stays_the_same(run: Run, saved:
     assert run("inspect", saved, "--stats", "--quiet", "--report", page).err == ""
     content = page.read_text()
     assert "2.weight" in content
-    assert "the steps agree: 2 for 6 parameters" in content
+    assert "All 6 parameters are at step 2." in content
 
 
 def test_statistics_that_json_has_no_number_for_are_text(run: Run, tmp_path: Path) -> None:

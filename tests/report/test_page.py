@@ -239,7 +239,7 @@ def test_steps_of_different_param_groups_may_differ(tmp_path: Path) -> None:
         optimizer.step()
     torch.save({"model": {"a": first, "b": later}, "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
     text = Elements(page(fsdpckpt.inspect(tmp_path / "a.pt", stats=True))).text
-    assert "the steps agree within each param group: 2 for 1 parameter, 1 for 1 parameter" in text
+    assert "The steps agree within each param group: 2 for 1 parameter, 1 for 1 parameter" in text
     assert "No problems found" in text and fsdpckpt.verify(tmp_path / "a.pt").whole
 
 

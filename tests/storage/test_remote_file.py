@@ -114,7 +114,7 @@ def test_what_passes_is_tried_again_until_it_is_too_often(error: OSError) -> Non
 
     assert with_retries(work, url="s3://b/k", action="reading") == "done"
     failures[:] = [error] * retry.ATTEMPTS
-    with pytest.raises(SourceError, match=f"reading failed {retry.ATTEMPTS} times") as caught:
+    with pytest.raises(SourceError, match=f"reading failed, gave up after {retry.ATTEMPTS} attempts") as caught:
         with_retries(work, url="s3://b/k", action="reading")
     assert caught.value.exit_code == 3
     assert failures == []

@@ -149,7 +149,7 @@ def test_a_server_that_keeps_failing_is_an_error_that_says_what_was_tried(
     with pytest.raises(SourceError) as caught:
         fsdpckpt.convert(f"{base}/full.pt", tmp_path / "out.pt")
     assert caught.value.exit_code == 3
-    assert f"{retry.ATTEMPTS} times" in caught.value.what
+    assert f"{retry.ATTEMPTS} attempts" in caught.value.what
     assert caught.value.file == f"{base}/full.pt"
     assert not (tmp_path / "out.pt").exists()
 
