@@ -18,6 +18,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor, Section
 from fsdpckpt.ir.optimizer import BARE_VALUE, PARAM_NAMES, PARAMS, Optimizer
 from fsdpckpt.ir.tensors import Stats, Tensor
 from fsdpckpt.ir.values import as_float, value_text, walk
+from fsdpckpt.options import FLAVORS
 from fsdpckpt.producers import PLAIN
 from fsdpckpt.report.curves import layer_curves
 from fsdpckpt.report.figures import (
@@ -191,28 +192,28 @@ def _extras(checkpoint: Checkpoint) -> Table:
         rows.append(("all" if rank is None else str(rank), name, text))
     rows.sort(key=lambda row: row[0] != "all")  # those of single ranks are many and alike
     left = len(rows) - MAX_EXTRAS
-    more = f"and {plural(left, 'extra')} more: inspect {flags.json} lists them all" if left > 0 else ""
+    more = f"and {plural(left, 'extra')} more: inspect {flags.json!s} lists them all" if left > 0 else ""
     return Table(["rank", "extra", "value"], rows[:MAX_EXTRAS], more=more)
 
 
 def _commands(described: Description) -> list[tuple[str, str]]:
     """What one may do next: the purpose and the command."""
     checkpoint = described.checkpoint
-    source = checkpoint.source
-    framework = [] if checkpoint.flavor == PLAIN else [flags.for_(checkpoint.flavor)]
-    commands = [("check every byte", flags.command("verify", source, *framework))]
+    source, command = checkpoint.source, flags.command
+    resumes = checkpoint.flavor != PLAIN and checkpoint.flavor in FLAVORS
+    framework = (flags.for_(checkpoint.flavor),) if resumes else ()
+    commands = [("check every byte", command("verify", source, *framework))]
     if described.stats is None:
-        command = flags.command("inspect", source, flags.stats, flags.report("report.html"))
-        commands.append(("add curves by layer and search for NaN", command))
+        measuring = command("inspect", source, flags.stats, flags.report("report.html"))
+        commands.append(("add curves by layer and search for NaN", measuring))
     if checkpoint.layout is not Layout.FULL:
-        commands.append(
-            ("resume on another number of ranks", flags.command("convert", source, "DST", flags.world_size("N")))
-        )
-        commands.append(("make one file of it", flags.command("convert", source, "full.pt")))
+        ranks = command("convert", source, "DST", flags.world_size("N"))
+        commands.append(("resume on another number of ranks", ranks))
+        commands.append(("make one file of it", command("convert", source, "full.pt")))
     else:
-        command = flags.command("convert", source, "DST", flags.to("sharded"), flags.world_size("N"))
-        commands.append(("cut it for N ranks", command))
-    commands.append(("compare it with another step", flags.command("diff", source, "OTHER", flags.report("diff.html"))))
+        cut = command("convert", source, "DST", flags.to("sharded"), flags.world_size("N"))
+        commands.append(("cut it for N ranks", cut))
+    commands.append(("compare it with another step", command("diff", source, "OTHER", flags.report("diff.html"))))
     return commands
 
 
