@@ -138,7 +138,7 @@ def _source_error(error: BaseException, url: str, action: str, attempts: int) ->
             found=_one_line(error),
             next_step="set AWS_DEFAULT_REGION to the bucket's region, and AWS_ENDPOINT_URL if it has one of its own",
         )
-    tries = f" {attempts} times" if attempts > 1 else ""
+    tries = f", gave up after {attempts} attempts" if attempts > 1 else ""
     return SourceError(
         f"{url} cannot be read: {action} failed{tries}",
         file=url,
