@@ -65,10 +65,14 @@ def formats_command(output: Output) -> int:
 
 def all_formats() -> Iterator[Format]:
     """Every container and every flavor."""
-    from fsdpckpt.producers.table import FLAVORS  # which imports numpy: not for --help
+    from fsdpckpt.producers.table import all_flavors  # which imports numpy: not for --help
+    from fsdpckpt.readers.registry import foreign_readers
 
     yield from CONTAINERS
+    for foreign in foreign_readers():
+        name, _, package = foreign.described.partition(" of ")
+        yield Format("reader", name, f"a format that {package} reads", (), package)
     yield Format("flavor", PLAIN, "no framework: what PyTorch's own calls save", ("full", "sharded", "flattened"), "")
-    for flavor in sorted(FLAVORS, key=lambda flavor: (not flavor.forms, flavor.name)):
+    for flavor in sorted(all_flavors(), key=lambda flavor: (not flavor.forms, flavor.name)):
         layouts = tuple(dict.fromkeys(str(form.layout) for form in flavor.forms))
         yield Format("flavor", flavor.name, flavor.title, layouts, flavor.tested)

@@ -149,6 +149,7 @@ def _recognised_text(evidence: Iterable[Evidence]) -> Iterator[str]:
         by_kind.setdefault(item.kind, []).append(item.message)
     yield from (by_kind.get(EvidenceKind.FLAVOR) or by_kind.get(EvidenceKind.CONTAINER, []))[:1]
     yield from by_kind.get(EvidenceKind.LAYOUT, [])
+    yield from by_kind.get(EvidenceKind.READER, [])
 
 
 def _groups(groups: list[dict[Key, Value]] | None, columns: int | None, of: str = "") -> Iterator[str]:

@@ -13,7 +13,7 @@ from fsdpckpt.ir import Container, Layout, Section
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import PLAIN, Flavor, Form, PathKey
-from fsdpckpt.producers.table import FLAVORS, HUGGINGFACE, WRITABLE, flavor_named
+from fsdpckpt.producers.table import HUGGINGFACE, WRITABLE, flavor_named, foreign_flavors
 
 _PLAIN = "the target is plain"
 
@@ -25,7 +25,8 @@ def writable_flavor(name: str, option: Flag = flags.flavor) -> Flavor:
     """Look up a flavor by name, the value of ``option``. Raises UsageError for one that cannot be written."""
     flavor = flavor_named(name)
     if flavor is None or not flavor.forms:
-        names = [each for each in WRITABLE if option == flags.flavor or each != PLAIN]
+        writable = (*WRITABLE, *(foreign.name for foreign in foreign_flavors() if foreign.forms))
+        names = [each for each in writable if option == flags.flavor or each != PLAIN]
         near = get_close_matches(_ALIASES.get(name.lower(), name.lower()), names, n=1) if flavor is None else []
         what = "is a flavor that fsdpckpt reads, but does not write" if flavor is not None else "is an unknown flavor"
         raise UsageError(
@@ -112,7 +113,7 @@ def _holds_named(form: Form, source: Checkpoint) -> bool:
 
 def _with_source_keys(form: Form, source: Checkpoint) -> Form:
     """``form`` with the source's own keys, if the framework lets the user choose them and the user has chosen some."""
-    if not form.keeps_source_keys or source.flavor not in _CHOSEN_BY_USERS:
+    if not form.keeps_source_keys or not _is_chosen_by_users(source.flavor):
         return form
     model, optim = (_chosen_keys(source, section) for section in (Section.MODEL, Section.OPTIM))
     if model is not None:
@@ -122,10 +123,12 @@ def _with_source_keys(form: Form, source: Checkpoint) -> Form:
     return form
 
 
-_CHOSEN_BY_USERS = frozenset(
-    {PLAIN, *(flavor.name for flavor in FLAVORS if any(f.keeps_source_keys for f in flavor.forms))}
-)
-"""The frameworks whose users name the sections: all files that no framework names are of their own making."""
+def _is_chosen_by_users(flavor: str) -> bool:
+    """Whether the users of the framework name the sections: all files that no framework names are of their own
+    making.
+    """
+    found = flavor_named(flavor)
+    return flavor == PLAIN or (found is not None and any(form.keeps_source_keys for form in found.forms))
 
 
 def _chosen_keys(source: Checkpoint, section: Section) -> tuple[PathKey, ...] | None:

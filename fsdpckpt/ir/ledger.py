@@ -85,6 +85,7 @@ class EvidenceKind(StrEnum):
     FLAVOR = "flavor"
     MANIFEST = "manifest"
     UNITS = "units"
+    READER = "reader"  # of another package
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from fsdpckpt.producers.flavors import (
     PathKey,
     RankFileName,
     SectionPath,
+    Signature,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "PathKey",
     "RankFileName",
     "SectionPath",
+    "Signature",
 ]

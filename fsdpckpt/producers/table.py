@@ -10,8 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
+from fsdpckpt.errors import UsageError
+from fsdpckpt.extensions import FLAVORS as ENTRY_POINTS
+from fsdpckpt.extensions import extensions
 from fsdpckpt.ir import Container, IdRule, Layout, Section
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.producers.flavors import PLAIN, PLAIN_PATHS, Flavor, Form, MeshForm, RankFileName, SectionPath, Signature
@@ -402,6 +405,32 @@ WRITABLE = (PLAIN, *sorted(flavor.name for flavor in FLAVORS if flavor.forms))
 EXPORT_DIRECTORIES = frozenset(name for flavor in FLAVORS for name in flavor.export_directories)
 
 
+@cache
+def foreign_flavors() -> tuple[Flavor, ...]:
+    """The flavors that installed packages announce, with the package in place of the versions that were tried.
+
+    Raises UsageError for one that is no flavor, or has the name of one of ours.
+    """
+    found = []
+    ours = {PLAIN, *(flavor.name for flavor in FLAVORS)}
+    for extension in extensions(ENTRY_POINTS):
+        package, flavor = f"{extension.package} {extension.version}", extension.value
+        if not isinstance(flavor, Flavor) or flavor.name in ours:
+            raise UsageError(
+                f"{extension.name} of {package} is not a flavor of its own",
+                expected="a fsdpckpt.producers.Flavor with a name that no other has",
+                found=f"the flavor {flavor.name}" if isinstance(flavor, Flavor) else type(flavor).__name__,
+                next_step=f"update the package, or uninstall it: pip uninstall {extension.package}",
+            )
+        found.append(replace(flavor, tested=package))
+    return tuple(found)
+
+
+def all_flavors() -> tuple[Flavor, ...]:
+    """Every framework: those of other packages first, as they may save in the form of another one."""
+    return (*foreign_flavors(), *FLAVORS)
+
+
 def id_rule_of(checkpoint: Checkpoint) -> IdRule:
     """How the framework that saved ``checkpoint`` counts the ids of an optimizer: nobody else knows it."""
     found = flavor_named(checkpoint.flavor)
@@ -413,7 +442,7 @@ def id_rule_of(checkpoint: Checkpoint) -> IdRule:
 
 def flavor_named(name: str) -> Flavor | None:
     """The framework of this name; None for ``plain`` and unknown names."""
-    return next((flavor for flavor in FLAVORS if flavor.name == name), None)
+    return next((flavor for flavor in all_flavors() if flavor.name == name), None)
 
 
 def recognise(
@@ -444,7 +473,7 @@ def _recognise(
             and sign.flattened in (None, flattened)
         )
 
-    return next((flavor for flavor in FLAVORS if any(map(matches, flavor.signs))), None)
+    return next((flavor for flavor in all_flavors() if any(map(matches, flavor.signs))), None)
 
 
 def belongs(flavor: Flavor | None, path: str) -> bool:
@@ -461,7 +490,7 @@ def belongs(flavor: Flavor | None, path: str) -> bool:
 
 def copied_by_rank(name: str) -> bool:
     """Whether each rank of some framework has a side file of this name: ranks that are new get copies."""
-    return any(file.rank_of(name) is not None for flavor in FLAVORS for file in flavor.rank_files)
+    return any(file.rank_of(name) is not None for flavor in all_flavors() for file in flavor.rank_files)
 
 
 def export_files(names: Iterable[str]) -> set[str]:

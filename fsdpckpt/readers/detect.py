@@ -47,7 +47,7 @@ from fsdpckpt.readers.manifest import (
 from fsdpckpt.readers.model_config import HUGGING_FACE_WEIGHTS, config_problems
 from fsdpckpt.readers.parts import ReadPart, read_part
 from fsdpckpt.readers.protocol import FileTable, Items, Part, ReadOptions, stem_of
-from fsdpckpt.readers.registry import READERS
+from fsdpckpt.readers.registry import READERS, recognise_foreign_file
 from fsdpckpt.readers.search import UNFINISHED, Found, Search, is_numbered
 from fsdpckpt.readers.side_files import missing_sections, section_of_name, with_flavor
 from fsdpckpt.storage import Entry, is_url
@@ -102,7 +102,8 @@ class _Opening:
         self.search = Search(source, sources, options, self.book, self._has_state)
 
     def file(self, entry: Entry) -> Checkpoint:
-        part = next((part for reader in READERS if (part := reader.recognise_file(entry, self.sources))), None)
+        recognise = (recognise_foreign_file, *(reader.recognise_file for reader in READERS))
+        part = next((part for each in recognise if (part := each(entry, self.sources))), None)
         if part is None:
             head = self.sources.open(self.source).read(0, min(16, entry.nbytes))
             raise SourceUnrecognisedError(

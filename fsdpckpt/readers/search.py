@@ -19,7 +19,7 @@ from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, recognise
 from fsdpckpt.readers.account import METADATA, AccountBook
 from fsdpckpt.readers.candidates import several_checkpoints
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, Part, ReadOptions
-from fsdpckpt.readers.registry import READERS
+from fsdpckpt.readers.registry import READERS, claim_foreign
 from fsdpckpt.readers.side_files import auxiliary, resuming_producer
 from fsdpckpt.readers.torch_ranks import may_be_torch
 from fsdpckpt.storage import UPLOADING, Entry
@@ -182,8 +182,8 @@ class Search:
         parts = _side_parts(names, files, self._sources)
         self._book.claimed(files.pop(part.name) for part in parts)
         unwanted: list[str] = []
-        for reader in READERS:
-            claim = reader.recognise_directory(path, files, self._options, self._sources)
+        for claim_directory in (claim_foreign, *(reader.recognise_directory for reader in READERS)):
+            claim = claim_directory(path, files, self._options, self._sources)
             parts += claim.parts
             unwanted += claim.left_out
             claimed = [files[name] for name in files if name in claim.names]

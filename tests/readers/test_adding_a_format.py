@@ -1,7 +1,8 @@
-"""The page on adding a format: its reader, its table line, its test and its commands, exactly as they are printed."""
+"""The page on adding a format: its package is installed, its test and its commands run, exactly as printed."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -16,42 +17,31 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adding-a-format.md").read_text()
 BLOCKS = re.findall(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL)
-SHARED_TESTS = ["__init__.py", "materialise.py", "readers/__init__.py", "readers/reader_contract.py"]
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package in which somebody followed the page."""
+    """A project in which somebody followed the page."""
     project = tmp_path_factory.mktemp("project")
-    shutil.copytree(ROOT / "fsdpckpt", project / "fsdpckpt", ignore=shutil.ignore_patterns("__pycache__"))
-    (project / "tests" / "readers").mkdir(parents=True)
-    for name in SHARED_TESTS:
-        shutil.copy(ROOT / "tests" / name, project / "tests" / name)
-    for language, title, text in BLOCKS:
+    for _, title, text in BLOCKS:
         if title:
-            (project / title).parent.mkdir(exist_ok=True)
             (project / title).write_text(text)
-        if language == "diff":
-            _apply(text, project)
     return project
 
 
-def _apply(diff: str, project: Path) -> None:
-    """Put the lines with + behind the line of the file that precedes them in the diff."""
-    name = re.findall(r"^\+\+\+ b/(.*)$", diff, re.MULTILINE)[0]
-    lines = (project / name).read_text().splitlines()
-    at = 0
-    for line in diff.splitlines()[2:]:
-        if line.startswith(" "):
-            at = lines.index(line[1:], at) + 1
-        elif line.startswith("+"):
-            lines.insert(at, line[1:])
-            at += 1
-    (project / name).write_text("\n".join(lines) + "\n")
+@pytest.fixture(scope="module")
+def installed(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pip has installed it, with nothing from the network."""
+    site = tmp_path_factory.mktemp("site")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    copy = shutil.copytree(project, tmp_path_factory.mktemp("build") / "project")
+    done = _run([sys.executable, "-m", "pip", "install", *options, "--target", str(site), str(copy)], site, project)
+    assert done.returncode == 0, done.stderr
+    return site
 
 
-def _run(command: list[str], project: Path, directory: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(project)}
+def _run(command: list[str], site: Path, directory: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
     return subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
@@ -65,40 +55,64 @@ def _commands() -> Iterator[tuple[str, str]]:
                 yield command, output
 
 
-def test_the_commands_print_what_the_page_says(project: Path, tmp_path: Path) -> None:
+def test_the_commands_print_what_the_page_says(project: Path, installed: Path, tmp_path: Path) -> None:
     programs = {"python": [sys.executable], "fsdpckpt": [sys.executable, "-m", "fsdpckpt"]}
     shutil.copy(project / "save.py", tmp_path)
     commands = list(_commands())
     assert {command.split()[1] for command, _ in commands} >= {"inspect", "convert"}
     for command, output in commands:
         program, *arguments = shlex.split(command)
-        done = _run([*programs[program], *arguments], project, tmp_path)
+        done = _run([*programs[program], *arguments], installed, tmp_path)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(output.removesuffix("...\n")), command
         assert not output or output.endswith("...\n") or done.stdout == output, command
 
 
-def test_the_reader_keeps_the_contract(project: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--noconftest",
-        "tests/readers/test_rawbin.py",
-    ]
-    done = _run(command, project, project)
+def test_formats_lists_the_package(installed: Path, tmp_path: Path) -> None:
+    done = _run([sys.executable, "-m", "fsdpckpt", "formats", "--json"], installed, tmp_path)
+    rows = {(row["kind"], row["name"]): row for row in json.loads(done.stdout)["formats"]}
+    assert rows["reader", "rawbin"]["tested"] == "fsdpckpt-rawbin 1.0"
+    assert rows["flavor", "rawbin-trainer"]["tested"] == "fsdpckpt-rawbin 1.0"
+
+
+def test_the_reader_keeps_the_contract(project: Path, installed: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "test_rawbin.py"]
+    done = _run(command, installed, project)
     assert done.returncode == 0, done.stdout
 
 
-def test_the_code_passes_the_linter(project: Path) -> None:
+def test_the_code_passes_the_linter(project: Path, installed: Path) -> None:
     """As everything else in the package has it."""
+    modules = ["rawbin.py", "rawbin_flavor.py"]
     for command in (["ruff", "check"], ["ruff", "format", "--check"]):
-        done = _run(
-            [sys.executable, "-m", *command, "--config", str(ROOT / "pyproject.toml"), "fsdpckpt/readers/rawbin"],
-            project,
-            project,
-        )
+        options = ["--config", str(ROOT / "pyproject.toml")]
+        done = _run([sys.executable, "-m", *command, *options, *modules], installed, project)
         assert done.returncode == 0, done.stdout
+
+
+def _other_package(site: Path, name: str, content: str) -> None:
+    """One more package with a reader."""
+    (site / f"{name}.py").write_text(content)
+    metadata = site / f"{name}-2.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.0\n")
+    (metadata / "entry_points.txt").write_text(f"[fsdpckpt.readers]\n{name} = {name}:Reader\n")
+
+
+def test_two_packages_that_claim_one_directory_are_an_error(project: Path, installed: Path, tmp_path: Path) -> None:
+    site = Path(shutil.copytree(installed, tmp_path / "site"))
+    _other_package(site, "rival", "from rawbin import RawbinReader as Reader\n\n\nclass Reader(Reader):\n    pass\n")
+    _run([sys.executable, str(project / "save.py")], site, tmp_path)
+    done = _run([sys.executable, "-m", "fsdpckpt", "inspect", "saved"], site, tmp_path)
+    assert done.returncode == 2
+    assert "rawbin of fsdpckpt-rawbin 1.0" in done.stderr and "rival of rival 2.0" in done.stderr
+
+
+def test_a_package_that_cannot_be_imported_is_named(project: Path, installed: Path, tmp_path: Path) -> None:
+    site = Path(shutil.copytree(installed, tmp_path / "site"))
+    _other_package(site, "broken", "import nothing_of_this_name\n")
+    _run([sys.executable, str(project / "save.py")], site, tmp_path)
+    done = _run([sys.executable, "-m", "fsdpckpt", "inspect", "saved"], site, tmp_path)
+    assert done.returncode == 2
+    assert "broken of broken 2.0 cannot be imported" in done.stderr and "pip uninstall broken" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -19,11 +19,11 @@ import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, UsageError
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
 from fsdpckpt.readers.deepspeed.step import PartitionError, partitions_of_groups, partitions_of_params
+from fsdpckpt.testing import WEIGHTS, ReaderContract
 from fsdpckpt.text import plural
 from tests.golden.deepspeed.make import Net
 from tests.readers.contents import held, opened
 from tests.readers.junk import refusals, save
-from tests.readers.reader_contract import WEIGHTS, ReaderContract
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "deepspeed"
 ALL = sorted(path.name for path in GOLDEN.iterdir() if (path / "latest").exists())

@@ -18,11 +18,11 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Object
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.testing.reader_contract import WEIGHTS, MemorySources, ReaderContract
 from tests.cli.conftest import Run, run  # noqa: F401
 from tests.golden.deepspeed.make import Net
 from tests.readers.contents import opened
 from tests.readers.junk import refusals, save
-from tests.readers.reader_contract import WEIGHTS, MemorySources, ReaderContract
 from tests.readers.test_deepspeed import GOLDEN, truth
 
 NAMES = ["zero1-bf16", "zero3-bf16"]

@@ -40,9 +40,9 @@ from fsdpckpt.ir.values import UNREAD
 from fsdpckpt.loading import StorageReader
 from fsdpckpt.readers.dcp import open_directory
 from fsdpckpt.readers.dcp.megatron import MegatronReader
+from fsdpckpt.testing import WEIGHTS, ReaderContract
 from tests.golden.megatron.net import Net
 from tests.readers.contents import opened
-from tests.readers.reader_contract import WEIGHTS, ReaderContract
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "megatron"
 WHOLE = ("uneven", "reshardable", "flattened-range", "flattened-range-0.12")
