@@ -72,7 +72,7 @@ def test_rank_files_keep_their_ranks_and_other_sources_need_a_number(options: di
 
 
 def test_a_world_size_for_a_full_source_says_what_to_add() -> None:
-    with pytest.raises(UsageError, match="full, as the source is") as caught:
+    with pytest.raises(UsageError, match="the source is full") as caught:
         make_target_spec("out", ConvertOptions(world_size=4), checkpoint(1, layout=FULL))
     assert str(caught.value.next_step).startswith("add --to sharded")
 
