@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
-from fsdpckpt.ir.checkpoint import Layout
+from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.ir.checkpoint import Layout, ModelState
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers import EXTRA_STEM
 from fsdpckpt.readers.flat_slices import why_sliced
 from fsdpckpt.readers.protocol import Part, Tree
 from fsdpckpt.readers.sections import Sections, split
 
+_MOST_MODULES = 1000  # in one another: ``state_dict()`` takes a call for each, of which Python allows so many
 # A part of this name is a dict of extras itself; the extras of any other part are under that part's name.
 EXTRA_STEMS = frozenset({EXTRA_STEM, "extra", "meta"})
 
@@ -60,6 +63,30 @@ def read_part(part: Part, tree: Tree) -> ReadPart:
     """
     if part.extras:
         return ReadPart(part, tree, Sections(None, None, dict(cast("dict[Key, Value]", tree.root))))
+    root = tree.root if isinstance(tree.root, dict) else {}
+    for each in (root, *root.values()):  # before anything looks at the names
+        _require_nestable(part.label, each if isinstance(each, dict) else ())
     called_model = "model" in part.stem.lower() and "optim" not in part.stem.lower()
     called_extra = part.stem == EXTRA_STEM
-    return ReadPart(part, tree, split(tree.root, called_model=called_model, called_extra=called_extra))
+    sections = split(tree.root, called_model=called_model, called_extra=called_extra)
+    for section in (sections.model, sections.optim, *(named.content for named in sections.named)):
+        if section is not None:
+            _require_nestable(part.label, section.params if isinstance(section, ModelState) else section.all_keys())
+    return ReadPart(part, tree, sections)
+
+
+def _require_nestable(label: str, names: Iterable[object]) -> None:
+    """Raises SourceUnsupportedError for a name of more modules than can nest. What is known of the modules that a name
+    is in takes memory for each of them, and so the square of the length of a name.
+    """
+    for name in names:
+        if isinstance(name, str) and name.count(".") > _MOST_MODULES:
+            count = name.count(".") + 1
+            raise SourceUnsupportedError(
+                f"{label} has a name of {count:,} components: {name[:40]}...",
+                file=label,
+                expected=f"at most {_MOST_MODULES:,}, which is as deep as Python lets modules nest",
+                found=f"{count:,}",
+                why="it is no model's, or the file was made to take memory",
+                next_step="save it under a shorter name",
+            )

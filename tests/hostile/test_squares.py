@@ -118,10 +118,25 @@ def test_a_group_for_each_parameter_of_its_own_shape_is_named(tmp_path: Path) ->
     assert list(torch.load(tmp_path / "out.pt")["optimizer"]["state"]) == list(model)
 
 
-@pytest.mark.parametrize("name", ["a." * 3000 + "w", "." * 1200 + "w"])
-def test_a_name_deeper_than_calls_may_nest_is_written_as_flat_shards(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["a." * 990 + "w", "." * 990 + "w"])
+def test_a_name_as_deep_as_modules_nest_is_written_as_flat_shards(name: str, tmp_path: Path) -> None:
     torch.save({"model": {"v": torch.zeros(2), name: torch.ones(3)}}, tmp_path / "source.pt")
     options = {"to": "flattened", "world_size": 2, "unit": ("none",), "buffers": ("none",), "use_orig_params": True}
     fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "flat", **options)
     fsdpckpt.convert(tmp_path / "flat", tmp_path / "full.pt", to="full")
     assert set(torch.load(tmp_path / "full.pt")["model"]) == {"v", name}
+
+
+@pytest.mark.parametrize("at", ["model", "root", "optimizer"])
+def test_a_name_of_more_modules_than_can_nest_is_refused_and_takes_no_memory(at: str, tmp_path: Path) -> None:
+    name, weight = "a." * 100_000 + "w", torch.ones(2)
+    optimizer = {"state": {name: {"exp_avg": weight}}, "param_groups": [{"params": [name], "lr": 0.1}]}
+    root = {"model": {"model": {name: weight}}, "root": {name: weight}, "optimizer": {"optimizer": optimizer}}[at]
+    torch.save(root, tmp_path / "deep.pt")
+    code = "import fsdpckpt, resource, sys\n"
+    code += "try: fsdpckpt.inspect('deep.pt')\nexcept fsdpckpt.FsdpckptError as error: print(error.exit_code)\n"
+    code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    exit_code, peak = map(int, done.stdout.split())
+    assert exit_code == 3
+    assert peak < 600, f"{peak} MiB"
