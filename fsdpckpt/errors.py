@@ -350,5 +350,5 @@ class InternalError(FsdpckptError):
 
 class InterruptedRunError(FsdpckptError):
     exit_code = 130
-    title = "interrupted"
+    title = ""
     usual_next_step = _AGAIN

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 # What ``--json`` prints for a signal. Nothing can be imported to make it when ``_end`` runs.
 _INTERRUPTED = (
-    b'{"schema": "fsdpckpt/error/1", "error": {"type": "InterruptedRunError", "exit_code": 130, "what": "by a signal", '
-    b'"details": [], "why": "Ctrl-C, or a signal from the system; no partial output was left", '
+    b'{"schema": "fsdpckpt/error/1", "error": {"type": "InterruptedRunError", "exit_code": 130, '
+    b'"what": "interrupted (Ctrl-C or a signal)", "details": [], "why": "no partial output was left", '
     b'"next_step": "run it again", '
     b'"file": null, "key": null, "rank": null, "expected": null, "found": null, "retryable": true}}\n'
 )

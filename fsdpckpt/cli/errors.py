@@ -91,18 +91,15 @@ def guarded(output: Output, body: Callable[[], int]) -> int:
 
 
 def _interruption_error(error: BaseException) -> InterruptedRunError:
-    leftover, why = leftover_of(error), "Ctrl-C, or a signal from the system"
+    what, leftover = "interrupted (Ctrl-C or a signal)", leftover_of(error)
     if leftover is None:
-        return InterruptedRunError(
-            "by a signal", why=f"{why}; no partial output was left", next_step="run it again", retryable=True
-        )
+        return InterruptedRunError(what, why="no partial output was left", next_step="run it again", retryable=True)
     import shlex
 
     words = [word for word in sys.argv[1:] if word != "--no-resume"]
     return InterruptedRunError(
-        "by a signal",
+        what,
         details=[leftover.what],
-        why=why,
         next_step=to_copy("run the same command again: it continues", shlex.join(["fsdpckpt", *words])),
         retryable=True,
     )

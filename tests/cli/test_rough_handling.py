@@ -25,7 +25,7 @@ def test_an_interrupt_with_json_is_a_document(run: Run, saved: Path, monkeypatch
 
     monkeypatch.setattr("fsdpckpt.api.inspect", interrupted)
     done = run("inspect", saved, "--json")
-    assert (done.code, done.err) == (130, "error: interrupted: by a signal\n")
+    assert (done.code, done.err) == (130, "error: interrupted (Ctrl-C or a signal)\n")
     assert json.loads(done.out)["error"]["exit_code"] == 130
 
 
