@@ -25,7 +25,7 @@ from fsdpckpt.text import size_text
 
 LARGEST_WINDOW = 8 * 1024 * 1024  # bytes: the cost of a larger request is negligible on every disk measured
 SMALLEST_WINDOW = 64 * 1024  # bytes: below this the work per request dominates
-MAX_THREADS = 8  # by default; fewer already keep a disk busy
+MIN_THREADS, MAX_THREADS = 4, 8  # by default: while some wait for their writes, others read, even on a busy machine
 BUFFERS_PER_THREAD = 2  # the window being assembled, and scratch for what must be cast or gathered
 
 
@@ -43,7 +43,7 @@ class Budget:
 
 def make_budget(*, max_memory: int, threads: int | None) -> Budget:
     """The largest windows that fit in ``max_memory`` bytes. Raises UsageError if not even the smallest fit."""
-    requested = threads if threads is not None else min(MAX_THREADS, max(2, os.cpu_count() or 1))
+    requested = threads if threads is not None else min(MAX_THREADS, max(MIN_THREADS, os.cpu_count() or 1))
     if requested < 1:
         raise UsageError(f"{flags.threads} must be at least 1", expected="1 or more", found=str(requested))
     affordable = max_memory // (BUFFERS_PER_THREAD * SMALLEST_WINDOW)

@@ -19,6 +19,7 @@ from fsdpckpt.errors import TargetExistsError
 from fsdpckpt.execute.checks import Part, combine, patch_effect
 from fsdpckpt.execute.staged import StagedFile
 from fsdpckpt.execute.window import Assembler
+from fsdpckpt.execute.window_sums import WindowSums
 from fsdpckpt.plan import FilePlan
 from fsdpckpt.storage.local import WritableFile, target_errors
 
@@ -89,7 +90,7 @@ class Output:
             kept = crc32(view) == crc
             if kept:
                 self._staged.require_literals(begin, view)
-                self.checks.window(begin, view)
+                self.checks.window(begin, view, WindowSums(begin, view, ()))
                 self._staged.require_checksums(crc, view)
                 if prove is not None:
                     prove(self._staged, view)
@@ -176,8 +177,9 @@ def write_window(output: Output, assembler: Assembler, begin: int, end: int) -> 
     part = (begin, 0, 0)
     if begin < end:
         view = assembler.assemble(output.plan, begin, end)
-        output.checks.window(begin, view)
-        part = (begin, len(view), crc32(view))
+        sums = assembler.sums(view)
+        output.checks.window(begin, view, sums)
+        part = (begin, len(view), sums.of(begin, end))
         target.write(begin, view)
     output.window_done(part)
     return part
@@ -192,7 +194,7 @@ class TargetChecks:
         self._deferred: list[tuple[int, bytes]] = []  # offset, and the checksum to write there
         self._lock = threading.Lock()
 
-    def window(self, begin: int, view: memoryview) -> None:
+    def window(self, begin: int, view: memoryview, sums: WindowSums) -> None:
         """Take the window [begin, begin + len(view)); writes into ``view`` the checksums stored inside it."""
         end = begin + len(view)
         table = self._file.checksums
@@ -204,9 +206,9 @@ class TargetChecks:
             if low < begin or high > end:
                 start, stop = max(low, begin), min(high, end)
                 if start < stop:
-                    parts.append((index, start, stop - start, crc32(view[start - begin : stop - begin])))
+                    parts.append((index, start, stop - start, sums.of(start, stop)))
             elif low < high:
-                value = crc32(view[low - begin : high - begin]).to_bytes(4, "little")
+                value = sums.of(low, high).to_bytes(4, "little")
                 for offset in stored_at:
                     if begin <= offset <= end - 4:
                         view[offset - begin : offset - begin + 4] = value

@@ -15,14 +15,14 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 import torch
-from isal.isal_zlib import crc32
+from isal.isal_zlib import crc32, crc32_combine
 
 from fsdpckpt.comm.exchanger import Exchanger, SendRecv
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import InternalError, WorkerError
 from fsdpckpt.execute.checks import Part, SourceCheck, combine
 from fsdpckpt.execute.job import Job
-from fsdpckpt.execute.window import Assembler, CopyPool, SourceReader
+from fsdpckpt.execute.window import CHECKSUM_BLOCK, Assembler, CopyPool, SourceReader
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.transfer import TransferPlan
@@ -90,7 +90,8 @@ class TransferRun:
         begin = int(self._begins[peer][number]) + offset
         stream, view = self._transfers.streams[peer], buffer.numpy().data
         assembler.assemble(stream, begin, begin + len(buffer), into=view)
-        self.sent[peer] = crc32(view, self.sent.get(peer, 0))  # each stream is sent in order
+        crc = assembler.sums(view).of(begin, begin + len(buffer))
+        self.sent[peer] = crc32_combine(self.sent.get(peer, 0), crc, len(buffer))  # each stream is sent in order
 
     def _receive_into(self, number: int, peer: int, offset: int, count: int) -> torch.Tensor:
         return torch.from_numpy(self.buffers.part(peer, number, offset, count))
@@ -186,8 +187,19 @@ class StreamReader(SourceReader):
         if sender < 0:
             super().read_into(file, offset, view)
         else:
-            self._buffers.read_into(sender, offset, view)
-            self._received[sender].append((offset, len(view), crc32(view)))
+            self.read_summed(file, offset, view)
+
+    def read_summed(self, file: int, offset: int, view: memoryview) -> int:
+        sender = file - len(self._files)
+        if sender < 0:
+            return super().read_summed(file, offset, view)
+        crc = 0
+        for at in range(0, len(view), CHECKSUM_BLOCK):
+            block = view[at : at + CHECKSUM_BLOCK]
+            self._buffers.read_into(sender, offset + at, block)
+            crc = crc32(block, crc)
+        self._received[sender].append((offset, len(view), crc))
+        return crc
 
     def require_what_was_sent(self, sent: Mapping[int, int]) -> None:
         """Raises WorkerError if what was read differs from ``sent``: for each sender, the checksum of its stream."""

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from isal.isal_zlib import crc32
 
-from fsdpckpt.execute.checks import SourceCheck
+from fsdpckpt.execute.checks import Part, SourceCheck
+from fsdpckpt.execute.window_sums import WindowSums
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.ir.tensors import Int64Array
@@ -30,6 +31,7 @@ from fsdpckpt.storage.sources import Sources
 MIN_IN_PLACE = 128 * 1024
 MAX_GAP = 32 * 1024  # between two small ranges on a disk: cheaper to read than to skip
 WIDE_ROW = 16 * 1024  # rows of this width or more are read one by one from a disk, narrower ones in one span
+MIN_SUMMED = 128 * 1024  # bytes of a piece whose checksum is kept: a shorter one is summed again in less time
 CHECKSUM_BLOCK = 512 * 1024  # small enough for the second-level cache of one core, beside other data
 
 _FEW_COPIES = 16  # in a window
@@ -53,6 +55,16 @@ class SourceReader:
         """Fill ``view`` with the bytes from ``offset``."""
         self._sources.open_file(self._files[file]).read_into(offset, view)
 
+    def read_summed(self, file: int, offset: int, view: memoryview) -> int:
+        """``read_into``, block by block, each summed while it is in the processor's cache; returns the CRC-32."""
+        step = max(len(view), 1) if self.remote else CHECKSUM_BLOCK
+        crc = 0
+        for at in range(0, len(view), step):
+            block = view[at : at + step]
+            self.read_into(file, offset + at, block)
+            crc = crc32(block, crc)
+        return crc
+
 
 class Assembler:
     """Assembles windows in one thread's buffers: ``window`` bytes for the result and as many for scratch."""
@@ -64,9 +76,12 @@ class Assembler:
         self._few_copies = 1 if reader.remote else _FEW_COPIES
         self._window = aligned_buffer(window + BLOCK)
         self._scratch = aligned_buffer(window)
+        self._begin = 0
+        self._summed: list[Part] = []
 
     def assemble(self, file: FilePlan, begin: int, end: int, *, into: memoryview | None = None) -> memoryview:
         """The bytes [begin, end) of ``file``, valid until the next call. ``into``: fill this buffer instead."""
+        self._begin, self._summed = begin, []
         shift = begin % BLOCK  # the same alignment in memory as in the file, as direct writes need it
         view = self._window[shift : shift + end - begin] if into is None else into
         self._copy_literals(file, begin, view)
@@ -85,6 +100,10 @@ class Assembler:
                 self._copy_strided(file, batch, begin, view)
         return view
 
+    def sums(self, view: memoryview) -> WindowSums:
+        """The checksums of ``view``, which ``assemble`` has returned."""
+        return WindowSums(self._begin, view, self._summed)
+
     def _copy_literals(self, file: FilePlan, begin: int, view: memoryview) -> None:
         literals = file.literals
         end = begin + len(view)
@@ -96,15 +115,12 @@ class Assembler:
             if first < last:
                 view[first - begin : last - begin] = blob[start + first - at : start + last - at]
 
-    def _read_summed(self, file: int, offset: int, view: memoryview) -> None:
-        """Fill ``view`` and checksum it, block by block while each is in the processor's cache."""
-        step = max(len(view), 1) if self._reader.remote else CHECKSUM_BLOCK
-        crc = 0
-        for at in range(0, len(view), step):
-            block = view[at : at + step]
-            self._reader.read_into(file, offset + at, block)
-            crc = crc32(block, crc)
-        self._check.add_sum(file, offset, len(view), crc)
+    def _read_summed(self, file: int, offset: int, view: memoryview, position: int, length: int) -> None:
+        """Fill ``length`` bytes from ``position`` of ``view``, and keep their checksum."""
+        crc = self._reader.read_summed(file, offset, view[position : position + length])
+        self._check.add_sum(file, offset, length, crc)
+        if length >= MIN_SUMMED:
+            self._summed.append((self._begin + position, length, crc))
 
     def _copy_each(self, copies: Copies, rows: slice, begin: int, view: memoryview) -> None:
         """Copy contiguous copies one by one: small files have only a few, and the set-up in ``_copy_contiguous`` would
@@ -114,7 +130,7 @@ class Assembler:
         for file, source, target, width in zip(*(column[rows].tolist() for column in columns), strict=True):
             first, last = max(target, begin), min(target + width, begin + len(view))
             if first < last:
-                self._read_summed(file, source + first - target, view[first - begin : last - begin])
+                self._read_summed(file, source + first - target, view, first - begin, last - first)
 
     def _copy_contiguous(
         self, copies: Copies, rows: slice, contiguous: npt.NDArray[np.bool_], begin: int, view: memoryview
@@ -133,7 +149,7 @@ class Assembler:
         widest_gap = self._reader.widest_gap[table[0]]
         large = table[3] >= np.maximum(MIN_IN_PLACE, widest_gap)
         for number, offset, position, length in table[:, large].T.tolist():
-            self._read_summed(number, offset, view[position : position + length])
+            self._read_summed(number, offset, view, position, length)
         table, widest_gap = table[:, ~large], widest_gap[~large]
         file, begins, ends = table[0], table[1], table[1] + table[3]
         gap = begins[1:] - ends[:-1]
@@ -152,7 +168,7 @@ class Assembler:
         """
         number, first, position, length = group[:, 0].tolist()
         if group.shape[1] == 1:
-            self._read_summed(number, first, view[position : position + length])
+            self._read_summed(number, first, view, position, length)
             return
         span = self._scratch[: int(group[1, -1] + group[3, -1]) - first]
         self._reader.read_into(number, first, span)
