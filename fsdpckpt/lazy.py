@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from heapq import nlargest
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from fsdpckpt.execute.read_check import ReadCheck
+    from fsdpckpt.verify.blocks import ChunkReader
 
     TorchTensor: TypeAlias = torch.Tensor  # in a class with a method of this name
 
@@ -123,25 +124,45 @@ class LazyTensor:
         return torch.from_numpy(self._read()).view(dtype).reshape(self.shape)
 
     def to(self, *args: Any, **kwargs: Any) -> TorchTensor:
-        """``torch()``, then ``torch.Tensor.to`` with these arguments: ``to("cuda")``, ``to(torch.bfloat16)``."""
-        return self.torch().to(*args, **kwargs)
+        """``torch()``, then ``torch.Tensor.to`` with these arguments: ``to("cuda")``, ``to(torch.bfloat16)``.
+
+        On a GPU, the bytes go there through blocks of pinned memory: host memory never holds all of them.
+        """
+        require_torch("LazyTensor.to() needs")
+        import torch
+
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is None or device.type != "cuda" or not self.nbytes:
+            return self.torch().to(*args, **kwargs)
+        dtype = torch_dtype(self._named.tensor.dtype, key=self._named.key, source=self._checkpoint.source)
+        moved = torch.empty(self._part().shape, dtype=dtype, device=device)
+        self._fill(lambda reader: copy_blocks(reader, Box.whole(tuple(moved.shape)), moved))
+        return moved.reshape(self.shape).to(*args, **kwargs)
 
     def _read(self) -> npt.NDArray[np.uint8]:
         """The row-major bytes of the elements."""
         import numpy as np
 
+        part = self._part()
+        elements = np.empty(part.nbytes, np.uint8)
+        self._fill(lambda reader: reader.read_into(Box.whole(part.shape), elements))
+        return elements
+
+    def _part(self) -> Tensor:
+        """The selected elements; a dimension of which one index is selected has length 1."""
+        return _part_of(self._named.tensor, [range(at, at + 1) if isinstance(at, int) else at for at in self._index])
+
+    def _fill(self, read: Callable[[ChunkReader], None]) -> None:
+        """Call ``read`` with a reader of the selected elements, unless there are none, and compare checksums."""
         from fsdpckpt.verify.blocks import BlockReader, ChunkReader, require_whole
 
         require_whole(self._named.tensor)
         self._require_one_copy()
-        part = _part_of(self._named.tensor, [range(at, at + 1) if isinstance(at, int) else at for at in self._index])
-        elements = np.empty(part.nbytes, np.uint8)
+        part = self._part()
         if part.nbytes:
             reads = self._check.reading()
-            reader = ChunkReader(BlockReader(self._checkpoint.files, reads), part)
-            reader.read_into(Box.whole(part.shape), elements)
+            read(ChunkReader(BlockReader(self._checkpoint.files, reads), part))
             reads.finish()
-        return elements
 
     def _require_one_copy(self) -> None:
         """Raises NeedsInformationError if ranks hold different copies, and nothing says that it is a buffer."""
@@ -153,6 +174,28 @@ class LazyTensor:
                     why="one rank's copy may be a part, or one of several",
                     next_step=f"open the file of one rank, or convert with {flags.buffers} if it is a buffer",
                 )
+
+
+def copy_blocks(chunks: ChunkReader, box: Box, target: torch.Tensor) -> None:
+    """Read ``box`` into ``target``, wherever that is, one block after the other; each is copied once.
+
+    Blocks for a GPU are pinned: the next one is read while the GPU takes them. What was copied is there on return.
+    """
+    import torch
+
+    from fsdpckpt.verify.blocks import BLOCK_BYTES, slabs
+
+    on_gpu = target.device.type == "cuda"
+    for part in slabs(box.sizes, target.dtype.itemsize, BLOCK_BYTES):
+        # torch gives pinned memory out again only when the copies from it are done.
+        block = torch.empty(part.numel * target.dtype.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
+        offsets = tuple(begin + offset for begin, offset in zip(box.offsets, part.offsets, strict=True))
+        chunks.read_into(Box(offsets, part.sizes), block.numpy())
+        ranges = zip(part.offsets, part.sizes, strict=True)
+        place = target[tuple(slice(begin, begin + count) for begin, count in ranges)]
+        place.copy_(block.view(target.dtype).reshape(part.sizes), non_blocking=on_gpu)
+    if on_gpu:
+        torch.cuda.current_stream(target.device).synchronize()
 
 
 def torch_dtype(dtype: DType, *, key: str, source: str) -> torch.dtype:

@@ -29,6 +29,7 @@ from fsdpckpt.ir.quantized import TORCHAO, Blockwise
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Box, Tensor
 from fsdpckpt.ir.values import Value
+from fsdpckpt.lazy import copy_blocks
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import PLAIN_PATHS, SectionPath
 from fsdpckpt.readers.dcp.items import is_located, locate_rows
@@ -36,13 +37,11 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import (
-    BLOCK_BYTES,
     BlockReader,
     ChunkReader,
     for_each,
     in_file_order,
     rows_to_read,
-    slabs,
 )
 from fsdpckpt.verify.elements import without_repeats
 from fsdpckpt.writers.state_dicts import Leaf, Path, extras_of_rank, flatten, settings_by_parameter
@@ -232,14 +231,7 @@ def _read(chunks: ChunkReader, wanted: BoxToRead) -> None:
     if target.device.type == "cpu" and target.is_contiguous() and not (target.is_conj() or target.is_neg()):
         chunks.read_into(box, target.reshape(-1).view(torch.uint8).numpy())
         return
-    itemsize = target.dtype.itemsize
-    for part in slabs(box.sizes, itemsize, BLOCK_BYTES):
-        block = np.empty(part.numel * itemsize, np.uint8)
-        offsets = tuple(map(sum, zip(box.offsets, part.offsets, strict=True)))
-        chunks.read_into(Box(offsets, part.sizes), block)
-        ranges = zip(part.offsets, part.sizes, strict=True)
-        values = torch.from_numpy(block).view(target.dtype).reshape(part.sizes)
-        target[tuple(slice(begin, begin + count) for begin, count in ranges)].copy_(values)
+    copy_blocks(chunks, box, target)
 
 
 def as_saved(value: Value, checkpoint: Checkpoint, check: ReadCheck) -> io.BytesIO:

@@ -17,9 +17,7 @@ def test_the_sum_of_every_part_is_that_of_its_bytes(seed: int) -> None:
     begin, data = chosen.randrange(1 << 40), chosen.randbytes(chosen.randrange(1, 3000))
     edges = sorted(chosen.sample(range(len(data) + 1), min(len(data), 12)))
     pieces = [
-        (begin + low, high - low, zlib.crc32(data[low:high]))
-        for low, high in pairwise(edges)
-        if chosen.random() < 0.6
+        (begin + low, high - low, zlib.crc32(data[low:high])) for low, high in pairwise(edges) if chosen.random() < 0.6
     ]
     chosen.shuffle(pieces)
     sums = WindowSums(begin, memoryview(data), pieces)
