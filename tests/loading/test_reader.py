@@ -186,7 +186,7 @@ def test_a_partial_load_leaves_what_the_source_does_not_have(full: Path) -> None
 def test_a_target_that_is_not_contiguous_is_filled_in_its_own_strides(
     at_once: int, full: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdpckpt.loading.source.BLOCK_BYTES", at_once)
+    monkeypatch.setattr("fsdpckpt.verify.blocks.BLOCK_BYTES", at_once)
     target = torch.full((7, 19), 77.0).t()
     filled(full, {"model": {"up.weight": target}})
     assert torch.equal(target, content()["model"]["up.weight"])
@@ -557,7 +557,7 @@ def test_items_that_a_rank_does_not_need_are_not_even_opened(tmp_path: Path, rea
 
 
 def test_a_shard_in_other_strides_is_filled_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdpckpt.loading.source.BLOCK_BYTES", 100)
+    monkeypatch.setattr("fsdpckpt.verify.blocks.BLOCK_BYTES", 100)
     weight = random(22, 7)
     torch.save({"model": {"w": weight}}, tmp_path / "full.pt")
     with rank_of_four(2):
