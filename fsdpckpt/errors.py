@@ -321,7 +321,7 @@ class TargetError(FsdpckptError):
 
 
 class TargetExistsError(TargetError):
-    title = "target exists"
+    title = ""
 
 
 class TargetUnwritableError(TargetError):

@@ -335,3 +335,17 @@ def _first_difference(first: str, other: str) -> str:
     """The first key, path or number of ``other`` that ``first`` does not have at this place."""
     words = zip(_KEY_IN_TEXT.findall(first), _KEY_IN_TEXT.findall(other), strict=True)
     return str(next(word for expected, word in words if word != expected))
+
+
+def reused_ranks(ranks: int, world_size: int) -> tuple[str, str]:
+    """``("ranks 4 and 5 reuse", "ranks 0 and 1")``: which ranks of ``world_size`` get what others of ``ranks`` have."""
+    new = list(range(ranks, world_size))
+    old = list(dict.fromkeys(rank % ranks for rank in new))
+    return f"{_ranks_text(new)} {'reuses' if len(new) == 1 else 'reuse'}", _ranks_text(old)
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    between = "and" if len(ranks) == 2 else "to"
+    return f"ranks {ranks[0]} {between} {ranks[-1]}"

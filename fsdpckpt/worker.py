@@ -146,7 +146,7 @@ def _defer_sigterm(limit: float) -> Iterator[list[Group]]:
             return
         if callable(before):
             before(number, frame)
-        raise InterruptedRunError("by SIGTERM", run_again=True, retryable=True)
+        raise InterruptedRunError("interrupted by SIGTERM", run_again=True, retryable=True)
 
     if threading.current_thread() is not threading.main_thread():
         yield groups

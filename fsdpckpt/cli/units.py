@@ -112,7 +112,7 @@ def _free_target(path: str | None, *, overwrite: bool) -> str | None:
     require_replaceable(path)
     if os.path.lexists(path) and not overwrite:
         raise TargetExistsError(
-            f"{path} exists",
+            f"{path} already exists",
             file=path,
             why="fsdpckpt won't replace existing files without --overwrite",
             next_step=f"add --overwrite, or give a file other than {shlex.quote(path)}",

@@ -158,7 +158,7 @@ def launch(
             except SignalException as stopped:
                 name = signal.Signals(stopped.sigval).name
                 raise InterruptedRunError(
-                    f"by {name}", why="all workers were ended", next_step="run it again", retryable=True
+                    f"interrupted by {name}", why="all workers were ended", next_step="run it again", retryable=True
                 ) from stopped
 
 

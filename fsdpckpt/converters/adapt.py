@@ -73,7 +73,7 @@ def adapt_to_form(
     if only is None:
         checkpoint = _place_named(checkpoint, flavor, form)
     if checkpoint.optim is not None and form.optim is None:
-        note = Note("not-carried", f"the optimizer is left out: flavor {flavor.name} has no place for it")
+        note = Note("not-carried", f"optimizer state not written: flavor {flavor.name} has no place for it")
         checkpoint = replace(checkpoint, optim=None).noted(note)
     if form.extra is None:
         extra: dict[Key, Value] = {}

@@ -79,7 +79,7 @@ def explain_why_overwrite_is_refused(target: str) -> Iterator[None]:
                 find_replaceable(target)
             except FsdpckptError as refused:
                 error.details, error.next_step = refused.details, refused.next_step
-                error.why = f"fsdpckpt won't replace it, with {flags.overwrite} either: {refused.what}"
+                error.why = f"fsdpckpt would not replace it even with {flags.overwrite}: {refused.what}"
         raise
 
 
@@ -134,7 +134,7 @@ def _open(where: str, target: str, sources: Sources, contents: Contents) -> Chec
             f"{target} is not one checkpoint", target, error.details or files, why=_ONLY_ONE
         ) from error
     except FsdpckptError as error:
-        raise _refused_error(f"{target} does not read as a checkpoint", target, files, why=error.what) from error
+        raise _refused_error(f"{target} is not a checkpoint", target, files, why=error.what) from error
     if checkpoint.origin.directory and checkpoint.origin.directory.rstrip("/") != where:
         what = f"{target} is not a checkpoint, it contains one"
         raise _refused_error(what, target, [checkpoint.origin.directory], why=_ONLY_ONE)

@@ -294,7 +294,7 @@ class DeferredChecksums:
 def target_differs(path: str) -> TargetExistsError:
     """The error for an existing file that should not exist, or should have other content."""
     return TargetExistsError(
-        f"{path} exists, and is not what this command writes",
+        f"{path} already exists, and is not what this command writes",
         file=path,
         why=f"{flags.resume} continues an interrupted run of the same command, and this was written by a different "
         "command",

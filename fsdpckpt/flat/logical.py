@@ -46,7 +46,7 @@ def logical(
     except NeedsInformationError as error:
         if request != NOTHING_GIVEN:
             raise
-        note = Note("unnamed", f"the slices keep their ids: {error.what}")
+        note = Note("unnamed", f"optimizer state stays keyed by id: {error.what}")
         return checkpoint.noted(note)
     except SourceCorruptError as error:
         if request != NOTHING_GIVEN or not listing:
@@ -56,7 +56,7 @@ def logical(
         named = name_slices(checkpoint, resolved, sources, replicas=not listing)
     except SourceUnsupportedError as error:  # blocks of which no parameter has whole ones
         message = "; ".join((error.what, *error.details[:1]))
-        return checkpoint.noted(Note("unnamed", f"the slices keep their ids: {message}"))
+        return checkpoint.noted(Note("unnamed", f"optimizer state stays keyed by id: {message}"))
     except SourceCorruptError as error:
         if not listing:
             raise

@@ -147,7 +147,7 @@ class _Matching:
             )
             if wrong:
                 yield f"the order of units differs: {wrong[0]} in the units, {wrong[1]} in the model section"
-        self.proved.append(f"{len(flat)} flat parameters have the names and lengths of the units")
+        self.proved.append(f"units check out: {len(flat)} of {len(flat)} flat parameters match in name and length")
 
     def _flat_chunks(self, unit: Unit, leaf: Tensor) -> Iterator[str]:
         layout = self.layouts[unit.key]

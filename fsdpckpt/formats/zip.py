@@ -318,7 +318,9 @@ def _explain_no_zip(source: ByteSource, begin: int, stop: int) -> NoReturn:
             next_step="unpack it first: tar -xf PATH; or, if torch wrote it, " + _RESAVE,
         )
     if not head or head.startswith(b"PK\3\4"):
-        _corrupt(source, "the zip file has no end" if head else "the file is empty", "an end record", "none")
+        _corrupt(
+            source, "truncated: the zip end record is missing" if head else "the file is empty", "an end record", "none"
+        )
     raise SourceUnrecognisedError(
         f"{source.path} is not a file that torch.save writes",
         file=source.path,

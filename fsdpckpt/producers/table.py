@@ -104,8 +104,8 @@ TRAINER = replace(
         ("scheduler.pt", "starts with a new optimizer, and says nothing"),
         (
             "trainer_state.json",
-            "stops with FileNotFoundError (that of a run with the same arguments will do, with global_step changed to "
-            "the optimizer's step)",
+            "stops with FileNotFoundError (copy the file from a run with the same arguments, and set global_step in it "
+            "to the optimizer's step)",
         ),
     ),
     counts_processes=False,

@@ -18,7 +18,7 @@ from fsdpckpt.producers.table import export_files, flavor_named, recognise
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import Sources, relative_path
-from fsdpckpt.text import names_text
+from fsdpckpt.text import names_text, reused_ranks
 
 # Files that Hugging Face's libraries keep beside weights: every program that loads a model by its directory needs them.
 _OF_THE_MODEL = re.compile(
@@ -98,7 +98,7 @@ def notes_on_copies(names: Iterable[str], files: Mapping[str, Tensor], checkpoin
     for name in names:
         path = _copied_path(files[name], checkpoint)
         beside = checkpoint.origin.directory and path.startswith(f"{checkpoint.origin.directory.rstrip('/')}/")
-        what = "copied as they are" if beside else f"copied from {path.rpartition('/')[0] or '.'}"
+        what = "copied unchanged" if beside else f"copied from {path.rpartition('/')[0] or '.'}"
         from_places.setdefault(what, []).append(name)
     return [_note("carried", what, listed) for what, listed in from_places.items()]
 
@@ -213,8 +213,8 @@ def _by_rank(
         for rank in range(world_size):
             chosen[kind.of(rank, world_size)] = by_rank[ranks[rank % len(ranks)]]
         if world_size > len(ranks):
-            message = f"{kind.name}: rank r of {world_size} has that of rank r modulo {len(ranks)}"
-            copied.notes.append(Note("inferred", message))
+            new, old = reused_ranks(len(ranks), world_size)
+            copied.notes.append(Note("inferred", f"{kind.name}: {new} that of {old}"))
     return chosen
 
 

@@ -326,7 +326,7 @@ class Staging:
 
     def _exists_error(self) -> TargetExistsError:
         return TargetExistsError(
-            f"{self._target} exists",
+            f"{self._target} already exists",
             file=self._target,
             why="another program created it meanwhile, or it had been moved aside by an interrupted run",
             next_step=f"give another DST, or add {flags.overwrite} to replace it",

@@ -259,7 +259,7 @@ def _refuse_existing(target: str, real: str, *, overwrite: bool) -> None:
     if not overwrite and not is_empty_directory(real):
         leads = f": it is a link to {real}" if os.path.islink(target) else ""
         raise TargetExistsError(
-            f"{target} exists{leads}",
+            f"{target} already exists{leads}",
             file=target,
             why=f"fsdpckpt won't replace existing files without {flags.overwrite}",
             next_step=f"give another DST, or add {flags.overwrite} to replace it once the new one is complete",

@@ -375,7 +375,7 @@ def _refuse_source(url: str, source: str, target: str) -> None:
 def _refuse_existing(remote: RemoteTarget, *, overwrite: bool) -> None:
     if not overwrite:
         raise TargetExistsError(
-            f"{remote.url} exists",
+            f"{remote.url} already exists",
             file=remote.url,
             why=f"fsdpckpt won't replace existing files without {flags.overwrite}",
             next_step=f"give another DST, or add {flags.overwrite} to replace it",

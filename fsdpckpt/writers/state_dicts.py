@@ -20,7 +20,7 @@ from fsdpckpt.ir.sections import in_extras, optimizer_dict, placed
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.producers import PLAIN_PATHS, PathKey, SectionPath
-from fsdpckpt.text import plural, some_of
+from fsdpckpt.text import plural, reused_ranks, some_of
 
 
 def extras_of_rank(checkpoint: Checkpoint, rank: int) -> dict[Key, Value]:
@@ -77,8 +77,8 @@ def extra_notes(checkpoint: Checkpoint, world_size: int) -> list[Note]:
         dropped = f"rank {world_size}" if ranks == world_size + 1 else f"ranks {world_size} to {ranks - 1}"
         what = f"the extras of {dropped} are left out: the target has {plural(world_size, 'rank')}"
         return [Note("dropped", what)]
-    new = f"rank {ranks} gets" if world_size == ranks + 1 else f"ranks {ranks} to {world_size - 1} get"
-    return [Note("inferred", f"{new} the extras of source rank r modulo {ranks}: the source has no others")]
+    new, old = reused_ranks(ranks, world_size)
+    return [Note("inferred", f"{new} the extras (random states) of {old}: the source has no others")]
 
 
 Path: TypeAlias = tuple[str | int, ...]

@@ -78,7 +78,7 @@ def test_root_only_beside_other_units_is_refused(run: Run, raw: Path, saved: Pat
 def test_verify_says_what_it_could_not_prove(run: Run, raw: Path) -> None:
     done = run("verify", raw)
     assert done.code == 0
-    assert "note: the slices keep their ids" in done.err
+    assert "note: optimizer state stays keyed by id" in done.err
     (raw / "units.json").write_text('{"format": "fsdpckpt-units"')
     done = run("verify", raw, "--json")
     assert any("these units are not used" in note for note in json.loads(done.out)["notes"])

@@ -138,7 +138,7 @@ def test_slices_that_cut_blocks_are_refused_with_the_numbers_of_ranks_that_work(
     with pytest.raises(SourceUnsupportedError, match="begin inside blocks of bitsandbytes' 8-bit states"):
         fsdpckpt.convert(cut, tmp_path / "two", to="flattened", world_size=2)
     notes = [note.message for note in fsdpckpt.inspect(cut).checkpoint.notes]
-    assert any("keep their ids: slices begin inside blocks of bitsandbytes' 8-bit states" in note for note in notes)
+    assert any("keyed by id: slices begin inside blocks of bitsandbytes' 8-bit states" in note for note in notes)
 
 
 def test_scales_are_not_cast(tmp_path: Path) -> None:

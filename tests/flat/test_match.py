@@ -75,7 +75,7 @@ def test_wrapped_keys_are_those_of_the_units() -> None:
     params = local_model(units(), RANKS).params
     wrapped = {key.replace("_flat_param", "_fsdp_wrapped_module._flat_param"): leaf for key, leaf in params.items()}
     found = proved(checkpoint(RANKS, model=ModelState(wrapped)), units())
-    assert found.proved == ("2 flat parameters have the names and lengths of the units",)
+    assert found.proved == ("units check out: 2 of 2 flat parameters match in name and length",)
 
 
 def test_a_flat_parameter_that_one_side_lacks_is_named() -> None:

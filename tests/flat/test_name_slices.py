@@ -203,7 +203,8 @@ def test_slices_whose_units_nothing_says_keep_their_ids_with_a_note(tmp_path: Pa
     (note,) = found.notes
     assert note.kind == "unnamed"
     assert note.message == (
-        f"the slices keep their ids: {source.source} holds flat parameters, and nothing says which parameters they hold"
+        f"optimizer state stays keyed by id: {source.source} holds flat parameters, and nothing says which parameters "
+        "they hold"
     )
 
 
@@ -293,4 +294,6 @@ def test_slices_that_cannot_be_named_keep_their_ids_with_a_note(
     units = units_of(unit("", SHAPES), use_orig_params=False)
     found = shown(replace(adam(tmp_path, units), units=units), listing=listing)
     assert keys(found) == [0]
-    assert found.notes[-1] == Note("unnamed", "the slices keep their ids: slices begin inside blocks; w: rank 1")
+    assert found.notes[-1] == Note(
+        "unnamed", "optimizer state stays keyed by id: slices begin inside blocks; w: rank 1"
+    )

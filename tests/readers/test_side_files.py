@@ -59,7 +59,7 @@ def test_the_same_producers_files_arrive_byte_for_byte(trainer: Path, tmp_path: 
     for name in carried:
         assert (tmp_path / "out" / name).read_bytes() == (trainer / name).read_bytes()
     (copied,) = [note for note in report.notes if note.kind == "carried"]
-    assert set(copied.keys) == carried and copied.message.startswith("copied as they are: ")
+    assert set(copied.keys) == carried and copied.message.startswith("copied unchanged: ")
     left = [note.message for note in report.notes if note.kind == "not-carried"]
     assert len(left) == 1 and "pytorch_model.bin" in left[0] and "rng_state_2.pth" in left[0]
 
@@ -87,8 +87,8 @@ def test_rank_r_gets_the_random_states_of_rank_r_modulo_the_sources(
     trainer: Path, tmp_path: Path, world: int, given: list[int]
 ) -> None:
     report = to(trainer, tmp_path / "out", flavor="trainer", to=Layout.SHARDED, world_size=world)
-    said = [note.message for note in report.notes if "modulo" in note.message]
-    assert said == ["rng_state_{rank}.pth: rank r of 5 has that of rank r modulo 3"] * (world > 3)
+    said = [note.message for note in report.notes if "reuse" in note.message]
+    assert said == ["rng_state_{rank}.pth: ranks 3 and 4 reuse that of ranks 0 and 1"] * (world > 3)
     own = sorted(name for name in names(tmp_path / "out") if name.startswith("rng_state"))
     assert own == (["rng_state.pth"] if world == 1 else [f"rng_state_{rank}.pth" for rank in range(world)])
     for name, source in zip(own, given, strict=True):
@@ -194,7 +194,7 @@ def test_what_replaces_a_file_of_the_source_is_what_was_copied(trainer: Path, tm
     copies = {note.message.partition(":")[0]: note.keys for note in report.notes if note.kind == "carried"}
     assert copies == {
         f"copied from {reference}": ("config.json",),
-        "copied as they are": ("tokenizer.json", "vocab.txt"),
+        "copied unchanged": ("tokenizer.json", "vocab.txt"),
     }
     document = json.loads((tmp_path / "out" / "fsdpckpt.json").read_text())
     assert "config.json" not in document["copied"], "that of the source is not"
