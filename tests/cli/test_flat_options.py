@@ -64,7 +64,7 @@ def test_a_file_that_is_not_a_list_of_parameters_is_refused(
     names = tmp_path / "names.txt"
     names.write_bytes(text)
     done = run("convert", saved, tmp_path / "out.pt", "--key-type", "name", "--parameters", names)
-    assert done.code == 3
+    assert done.code == (2 if message == "names no parameter" else 3)
     assert f"--parameters {names}" in done.err and message in done.err
 
 
