@@ -88,7 +88,14 @@ def make(base: Path) -> None:
 
 
 def play(
-    base: Path, lost: Lost, out: Path, *, limit: float, after: int | None = None, journal: bool = False
+    base: Path,
+    lost: Lost,
+    out: Path,
+    *,
+    limit: float,
+    after: int | None = None,
+    journal: bool = False,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """``codes``, ``seconds`` from the loss to its end and ``failures`` (as each one knows it) of every worker.
 
@@ -109,7 +116,7 @@ def play(
         port = free.getsockname()[1]
     command = ["-m", "fsdpckpt", "convert", str(base / "ranks"), str(target / "out"), "--to", "sharded"]
     command += ["--container", "torch", "--world-size", "3", "--max-memory", "1MiB", "--threads", "2", "--quiet"]
-    command += ["--fault-limit", str(limit), "--verify", "full", "--launcher", "torchrun", "--device", "cpu"]
+    command += ["--fault-limit", str(limit), "--verify", "full", "--launcher", "torchrun", "--device", device]
     started = []
     for rank in range(lost.workers):
         environment = {
@@ -121,6 +128,8 @@ def play(
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "GROUP_RANK": str(rank)},
             **{"LOCAL_RANK": "0", "WORLD_SIZE": str(lost.workers), "LOCAL_WORLD_SIZE": "1"},
         }
+        if device == "cuda":  # several machines of one GPU each, as far as NCCL can tell
+            environment |= {"NCCL_HOSTID": f"node{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
         if journal:
             environment["SYNC_SECONDS"] = "0"
         disk = {str(base / "ranks"): str(base / f"disks-{lost.workers}" / str(rank))}
@@ -206,10 +215,11 @@ def main(arguments: list[str]) -> int:
     return int(broken > 0)
 
 
-def play_all(chosen: Iterable[Lost], out: Path, *, limit: float, at_once: int) -> dict[str, Any]:
+def play_all(chosen: Iterable[Lost], out: Path, *, limit: float, at_once: int, device: str = "cpu") -> dict[str, Any]:
     with ThreadPoolExecutor(at_once) as pool:
         futures = {
-            lost.name: pool.submit(play, out / "base", lost, out / lost.directory, limit=limit) for lost in chosen
+            lost.name: pool.submit(play, out / "base", lost, out / lost.directory, limit=limit, device=device)
+            for lost in chosen
         }
         return {name: future.result() for name, future in futures.items()}
 
