@@ -33,6 +33,7 @@ from fsdpckpt.producers import PLAIN
 from fsdpckpt.readers.candidates import require_one_each
 from fsdpckpt.readers.flat_slices import convert_slices
 from fsdpckpt.readers.masters import with_masters
+from fsdpckpt.readers.named_parts import with_names
 from fsdpckpt.readers.parts import EXTRA_STEMS, ReadPart, read_part
 from fsdpckpt.readers.protocol import FileTable, KeyPath, dotted
 from fsdpckpt.readers.torch_ranks import named_rank
@@ -60,6 +61,7 @@ def join(
             else part
             for part in parts
         ]
+    parts = with_names(parts)
     require_one_each(source, parts, sources)
     with_model = next((part for part in parts if part.sections.model is not None), None)
     with_optim = next((part for part in parts if part.sections.optim is not None), None)
@@ -134,7 +136,7 @@ def _nesting(parts: Sequence[ReadPart]) -> dict[Section, KeyPath]:
         section: path
         for part in parts
         for section, path in ((Section.MODEL, part.sections.model_path), (Section.OPTIM, part.sections.optim_path))
-        if path is not None
+        if path is not None and any(each is section for each in part.main_sections)
     }
 
 

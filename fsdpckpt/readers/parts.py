@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import Layout, ModelState
+from fsdpckpt.ir.checkpoint import Layout, ModelState, Section
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers import EXTRA_STEM
 from fsdpckpt.readers.flat_slices import why_sliced
@@ -43,6 +43,11 @@ class ReadPart:
         """Which of the main model and optimizer it holds."""
         sections = (("model", self.sections.model), ("optimizer", self.sections.optim))
         return {name for name, section in sections if section is not None}
+
+    @property
+    def main_sections(self) -> list[Section]:
+        sections = ((Section.MODEL, self.sections.model), (Section.OPTIM, self.sections.optim))
+        return [section for section, content in sections if content is not None]
 
     @property
     def auxiliary(self) -> bool:
