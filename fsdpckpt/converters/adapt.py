@@ -123,6 +123,8 @@ def _with_resumption(checkpoint: Checkpoint, flavor: Flavor, ranks: int) -> Chec
 
 def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:
     """The named sections at the places that ``form`` has for them; those that it has no place for are left out."""
+    if form.several:
+        return _numbered(checkpoint, flavor, form)
     main = int(checkpoint.optim is not None)
     optimizers = [named for named in checkpoint.named if named.section is Section.OPTIM]
     numbers = {named.path: main + number for number, named in enumerate(sorted(optimizers, key=_by_number))}
@@ -146,11 +148,46 @@ def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoi
     return replace(checkpoint, named=tuple(placed)).noted(*notes)
 
 
+def _numbered(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:
+    """All models, and all optimizers, of several under the numbers that ``form`` gives them: in their order, or in that
+    of numbers that they have already.
+    """
+    notes = list(checkpoint.notes)
+    placed: list[NamedSection] = []
+    for section in (Section.MODEL, Section.OPTIM):
+        main = checkpoint.model if section is Section.MODEL else checkpoint.optim
+        others = [named for named in checkpoint.named if named.section is section]
+        if not others:
+            continue
+        if main is not None:
+            place = checkpoint.nesting.get(section, ())
+            others.insert(0, NamedSection(section, str(section), place or (str(section),), main))
+            checkpoint = replace(
+                checkpoint,
+                model=None if section is Section.MODEL else checkpoint.model,
+                optim=None if section is Section.OPTIM else checkpoint.optim,
+            )
+        else:
+            others.sort(key=_by_number)
+        for number, named in enumerate(others):
+            file = form.numbered(section, number)
+            if file is None:
+                continue
+            first = form.numbered(section, 0)
+            stem = re.sub(r"(_rank\{rank\})?(/|\.bin)$", "", file.file)
+            key = f"{stem}_0" if first is not None and number == 0 and not stem.endswith("_0") else stem
+            if named.path != (key,):
+                message = f"{named.dotted} becomes {key}, as flavor {flavor.name} calls it"
+                notes.append(Note("renamed", message, named.dotted))
+            placed.append(replace(named, path=(key,), name=key))
+    return replace(checkpoint, named=tuple(placed), notes=tuple(notes))
+
+
 def _require_places(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> None:
     """Raises NeedsInformationError for several models or optimizers, none the main one, that ``form`` cannot hold."""
     for section, what, main, holds in (
-        (Section.MODEL, "model", checkpoint.model, form.keeps_source_keys),
-        (Section.OPTIM, "optimizer", checkpoint.optim, form.keeps_source_keys or bool(form.optimizers)),
+        (Section.MODEL, "model", checkpoint.model, form.keeps_source_keys or form.several),
+        (Section.OPTIM, "optimizer", checkpoint.optim, form.keeps_source_keys or form.several or bool(form.optimizers)),
     ):
         several = [named for named in checkpoint.named if named.section is section]
         if main is None and several and not holds and (section is Section.MODEL or form.optim is not None):

@@ -89,7 +89,7 @@ def _matches_request(form: Form, options: ConvertOptions, source: Checkpoint) ->
 
     A DCP directory that only has the framework's file names may have keys that its loader does not expect.
     """
-    if source.model is None or options.only is Section.OPTIM:
+    if not source.has(Section.MODEL) or options.only is Section.OPTIM:
         return False
     if options.only is None and not _holds_named(form, source):
         return False
@@ -105,7 +105,7 @@ def _holds_named(form: Form, source: Checkpoint) -> bool:
     """Whether the framework's loader takes the source's named sections: all models beside the main one that it keeps
     with the extras, and several optimizers only where it has names for them.
     """
-    if not source.named or form.keeps_source_keys:
+    if not source.named or form.keeps_source_keys or form.several:
         return True
     optimizers = source.optim is None and any(named.section is Section.OPTIM for named in source.named)
     return bool(form.optimizers) if optimizers else form.extra is not None

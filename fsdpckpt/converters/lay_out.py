@@ -11,6 +11,7 @@ from fsdpckpt.converters.transform import TransformedCheckpoint
 from fsdpckpt.flat import flatten as torch_flat
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
@@ -180,7 +181,7 @@ def _documents(checkpoint: Checkpoint, form: Form) -> Iterator[_Document]:
     for section, section_path in section_paths.items():
         if section_path is not None:
             documents.setdefault(_document_of(section_path, form), {})[section] = section_path
-    for each in checkpoint.named:
+    for each in checkpoint.named if not form.several else ():
         section_path = form.model if each.section is Section.MODEL else form.optim
         if section_path is not None:
             key = _document_of(section_path, form)
@@ -198,6 +199,23 @@ def _documents(checkpoint: Checkpoint, form: Form) -> Iterator[_Document]:
         )
         path = next(iter(shared.values())).file
         yield _Document(path, container, layout, sections, shared, flattened_keys=form.flattened)
+    if form.several:
+        yield from _numbered_documents(checkpoint, form)
+
+
+def _numbered_documents(checkpoint: Checkpoint, form: Form) -> Iterator[_Document]:
+    """A document for each of several models and optimizers, which ``adapt`` has numbered."""
+    for section in (Section.MODEL, Section.OPTIM):
+        of_kind = [named for named in checkpoint.named if named.section is section]
+        for number, named in enumerate(of_kind):
+            place = form.numbered(section, number)
+            if place is None:
+                continue
+            _, container, layout = _document_of(place, form)
+            view = alone(checkpoint, named)
+            model, optim = (view.model, None) if section is Section.MODEL else (None, view.optim)
+            single = replace(view, model=model, optim=optim)
+            yield _Document(place.file, container, layout, single, {section: place}, flattened_keys=form.flattened)
 
 
 def _document_of(section_path: SectionPath, form: Form) -> tuple[str, Container, Layout]:

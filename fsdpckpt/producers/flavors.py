@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fsdpckpt.ir import Container, IdRule, KeyType, Layout, Section
@@ -76,7 +76,8 @@ class Form:
     ``any_key_type``: its loader takes the key type that the job gave it, so that of the source stays.
     ``keeps_source_keys``: users choose the keys of the sections, so those of the source stay.
     ``optimizers``: the keys of each of several optimizers, with ``{number}`` for its number or its position in a list;
-    () if the framework saves one.
+    () if the framework saves one. ``several``: whether each of several models and optimizers has files of its own, with
+    a number.
     """
 
     layout: Layout
@@ -101,6 +102,17 @@ class Form:
     by_item: bool = False
     any_key_type: bool = False
     optimizers: tuple[str, ...] = ()
+    several: bool = False
+
+    def numbered(self, section: Section, number: int) -> SectionPath | None:
+        """The place of model or optimizer ``number`` of several, as accelerate calls it."""
+        place = self.model if section is Section.MODEL else self.optim
+        if place is None:
+            return None
+        stem, dot, suffix = place.file.partition(".")
+        if "_0" in stem:
+            return replace(place, file=stem.replace("_0", f"_{number}") + dot + suffix)
+        return replace(place, file=f"{stem}_{number}{dot}{suffix}" if number else place.file)
 
     def optimizer_keys(self, number: int) -> tuple[PathKey, ...]:
         """The keys of optimizer ``number`` of several."""

@@ -33,13 +33,21 @@ _OPTIM_STATE = rf"^{_OPTIM}(_\d+(_rank\d+\.bin)?|\.bin)$"
 _TRAINER_FILE = r"^(trainer_state\.json|rng_state(_\d+)?\.pth)$"
 _SCHEDULER_FILE = r"^(scheduler(_\d+)?|scaler)\.(bin|pt)$"
 
-_FULL = Form(Layout.FULL, Container.TORCH, SectionPath(f"{_MODEL}.bin"), SectionPath(f"{_OPTIM}.bin"), key_type="name")
+_FULL = Form(
+    Layout.FULL,
+    Container.TORCH,
+    SectionPath(f"{_MODEL}.bin"),
+    SectionPath(f"{_OPTIM}.bin"),
+    key_type="name",
+    several=True,
+)
 _SHARDED = Form(
     Layout.SHARDED,
     Container.DCP,
     SectionPath(f"{_MODEL}_0/", ("model",)),
     SectionPath(f"{_OPTIM}_0/", ("optimizer",)),
     key_type="name",
+    several=True,
 )
 _RANKS = Form(  # use_dcp=False
     Layout.SHARDED,

@@ -111,7 +111,7 @@ def _missing_sections(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Ite
     models = int(checkpoint.model is not None) + sum(each.section is Section.MODEL for each in checkpoint.named)
     if not models:
         yield _NO_MODEL
-    elif models > 1 and checkpoint.model is None and not form.keeps_source_keys:
+    elif models > 1 and checkpoint.model is None and not (form.keeps_source_keys or form.several):
         yield f"{flavor.name} has one model, and this checkpoint {models}"
     if form.optim is None:
         return
@@ -120,7 +120,7 @@ def _missing_sections(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Ite
     found = [(label, optim) for label, optim in optimizers if isinstance(optim, Optimizer)]
     if not found:
         yield _NO_OPTIMIZER
-    elif len(found) > 1 and not (form.optimizers or form.keeps_source_keys):
+    elif len(found) > 1 and not (form.optimizers or form.keeps_source_keys or form.several):
         yield f"{flavor.name} has one optimizer, and this checkpoint {len(found)}"
     for label, optim in found:
         yield from (f"{label}{what}" for what in _missing_of_optimizer(optim, flavor, form))

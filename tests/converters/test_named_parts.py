@@ -1,0 +1,162 @@
+"""Several models and optimizers, each in a file or directory of its own, are one checkpoint with named sections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import fsdpckpt
+from fsdpckpt.errors import NeedsInformationError
+
+State = dict[str, Any]
+
+
+def trained(seed: int, prefix: str = "") -> tuple[State, State]:
+    """A model, and its AdamW by name."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model(torch.randn(4, 5)).square().sum().backward()
+    optimizer.step()
+    names = [prefix + name for name, _ in model.named_parameters()]
+    saved = optimizer.state_dict()
+    states = {names[number]: state for number, state in saved["state"].items()}
+    groups = [{**group, "params": names} for group in saved["param_groups"]]
+    weights = {prefix + name: leaf for name, leaf in model.state_dict().items()}
+    return weights, {"state": states, "param_groups": groups}
+
+
+def save(content: State, path: Path) -> None:
+    if path.suffix:
+        torch.save(content, path)
+    else:
+        dcp.save(content, checkpoint_id=path, no_dist=True)
+
+
+def saved_by_accelerate(path: Path, *, full: bool) -> list[tuple[State, State]]:
+    """The files of ``save_state`` for two models and two optimizers (``utils/fsdp_utils.py``)."""
+    path.mkdir()
+    pairs = [trained(seed) for seed in range(2)]
+    for number, (weights, states) in enumerate(pairs):
+        suffix = f"_{number}" if number or not full else ""
+        save(weights if full else {"model": weights}, path / f"pytorch_model_fsdp{suffix}{'.bin' if full else ''}")
+        save(states if full else {"optimizer": states}, path / f"optimizer{suffix}{'.bin' if full else ''}")
+        torch.save({"last_epoch": number}, path / f"scheduler{f'_{number}' if number else ''}.bin")
+    for rank in range(2):
+        torch.save({"step": 1, "rank": rank}, path / f"random_states_{rank}.pkl")
+    return pairs
+
+
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return isinstance(found, torch.Tensor) and torch.equal(found, expected)
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return bool(found == expected)
+
+
+def loaded_by_accelerate(path: Path, number: int, like: tuple[State, State]) -> tuple[State, State]:
+    """As ``load_fsdp_model`` and ``load_fsdp_optimizer`` do it."""
+    weights, states = ({"model": like[0]}, {"optimizer": like[1]})
+    dcp.load(weights, checkpoint_id=path / f"pytorch_model_fsdp_{number}", no_dist=True)
+    dcp.load(states, checkpoint_id=path / f"optimizer_{number}", no_dist=True)
+    return weights["model"], states["optimizer"]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_models_that_accelerate_numbers_are_listed_selected_compared_and_converted(full: bool, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    pairs = saved_by_accelerate(source, full=full)
+    checkpoint = fsdpckpt.inspect(source).checkpoint
+    labels = [named.label for named in checkpoint.named]
+    assert sorted(labels) == [
+        "model:pytorch_model_fsdp_0", "model:pytorch_model_fsdp_1", "optim:optimizer_0", "optim:optimizer_1"
+    ]  # fmt: skip
+    assert checkpoint.flavor == "accelerate" and fsdpckpt.verify(source).whole
+    for number in range(2):
+        fsdpckpt.convert(source, tmp_path / f"{number}.pt", only=f"model:pytorch_model_fsdp_{number}")
+        assert same(torch.load(tmp_path / f"{number}.pt"), pairs[number][0])
+    fsdpckpt.convert(source, tmp_path / "all.pt", flavor="plain")
+    found = torch.load(tmp_path / "all.pt")
+    assert all(same(found[f"pytorch_model_fsdp_{number}"], pairs[number][0]) for number in range(2))
+    assert all(same(found[f"optimizer_{number}"], pairs[number][1]) for number in range(2))
+    assert fsdpckpt.diff(source, tmp_path / "all.pt").same
+    other = tmp_path / "other"
+    saved_by_accelerate(other, full=not full)
+    assert fsdpckpt.diff(source, other).same
+    content = torch.load(tmp_path / "all.pt")
+    content["optimizer_1"]["state"]["0.bias"]["exp_avg"] += 1
+    torch.save(content, tmp_path / "changed.pt")
+    changed = [entry.key for entry in fsdpckpt.diff(source, tmp_path / "changed.pt").entries if entry.sigil == "*"]
+    assert changed == ["optimizer_1.0.bias.exp_avg"] or changed == ["optimizer_1.state.0.bias.exp_avg"]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_accelerate_resumes_from_what_they_become(full: bool, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    pairs = saved_by_accelerate(source, full=full)
+    resumption = fsdpckpt.verify(source, flavor="accelerate").resumption
+    assert resumption is not None and resumption.resumes
+    report = fsdpckpt.convert(source, target, to="sharded", world_size=3, flavor="accelerate")
+    assert report.flavor == "accelerate" and not any(note.kind == "not-carried" for note in report.notes)
+    for number in range(2):
+        found = loaded_by_accelerate(target, number, trained(9))
+        assert same(found[0], pairs[number][0]) and same(found[1], pairs[number][1])
+    assert (target / "scheduler_1.bin").read_bytes() == (source / "scheduler_1.bin").read_bytes()
+    assert fsdpckpt.diff(source, target).same and fsdpckpt.verify(target, flavor="accelerate", world_size=3).whole
+    again = tmp_path / "again"
+    fsdpckpt.convert(target, again, to="full", flavor="accelerate")
+    assert same(torch.load(again / "pytorch_model_fsdp_1.bin"), pairs[1][0])
+    assert same(torch.load(again / "optimizer.bin"), pairs[0][1])
+
+
+def test_models_that_a_user_named_get_accelerates_numbers(tmp_path: Path) -> None:
+    actor, critic = trained(1), trained(2)
+    content = {"actor": actor[0], "critic": critic[0], "actor_opt": actor[1], "critic_opt": critic[1]}
+    torch.save(content, tmp_path / "source.pt")
+    report = fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out", flavor="accelerate", world_size=2)
+    assert any("critic becomes pytorch_model_fsdp_1" in note.message for note in report.notes)
+    found = loaded_by_accelerate(tmp_path / "out", 1, trained(9))
+    assert same(found[0], critic[0]) and same(found[1], critic[1])
+    torch.save({"model": actor[0], "optimizer": actor[1], "ema_model": critic[0]}, tmp_path / "ema.pt")
+    fsdpckpt.convert(tmp_path / "ema.pt", tmp_path / "two", flavor="accelerate", world_size=2)
+    weights = {"model": trained(9)[0]}
+    dcp.load(weights, checkpoint_id=tmp_path / "two" / "pytorch_model_fsdp_1", no_dist=True)
+    assert same(weights["model"], critic[0])
+
+
+def two_modules(path: Path) -> dict[str, tuple[State, State]]:
+    pairs = {name: trained(seed, f"{name}.") for seed, name in enumerate(("vit", "llm"))}
+    for name, (weights, states) in pairs.items():
+        save(weights, path / "model" / name)
+        save(states, path / "optim" / name)
+    return pairs
+
+
+def test_modules_in_directories_are_named_models(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    pairs = two_modules(source)
+    fsdpckpt.convert(source, tmp_path / "all.pt")
+    found = torch.load(tmp_path / "all.pt")
+    assert found.keys() == {"vit", "llm", "vit_optim", "llm_optim"}
+    for name, (weights, states) in pairs.items():
+        assert same(found[name], weights) and same(found[f"{name}_optim"], states)
+    assert fsdpckpt.diff(source, tmp_path / "all.pt").same and fsdpckpt.verify(source).whole
+    fsdpckpt.convert(source, tmp_path / "dcp", to="sharded", world_size=2)
+    assert fsdpckpt.diff(source, tmp_path / "dcp").same
+    fsdpckpt.convert(source, tmp_path / "llm.pt", only="optim:llm_optim", key_type="id")
+    assert torch.load(tmp_path / "llm.pt")["state"].keys() == {0, 1, 2, 3}
+
+
+def test_directories_with_the_same_names_are_still_candidates(tmp_path: Path) -> None:
+    """One model in two forms, or two steps of it: nothing says that they belong together."""
+    for name in ("first", "second"):
+        save(trained(1)[0], tmp_path / "model" / name)
+    with pytest.raises(NeedsInformationError, match="2 candidates for the model"):
+        fsdpckpt.inspect(tmp_path)
