@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageErro
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.sections import optimizers
+from fsdpckpt.ir.sections import model_of, optimizers
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value, value_at
 from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
@@ -124,7 +124,7 @@ def _with_resumption(checkpoint: Checkpoint, flavor: Flavor, ranks: int) -> Chec
 def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:
     """The named sections at the places that ``form`` has for them; those that it has no place for are left out."""
     if form.several:
-        return _numbered(checkpoint, flavor, form)
+        return checkpoint
     main = int(checkpoint.optim is not None)
     optimizers = [named for named in checkpoint.named if named.section is Section.OPTIM]
     numbers = {named.path: main + number for number, named in enumerate(sorted(optimizers, key=_by_number))}
@@ -148,39 +148,43 @@ def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoi
     return replace(checkpoint, named=tuple(placed)).noted(*notes)
 
 
-def _numbered(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:
+def with_numbers(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:
     """All models, and all optimizers, of several under the numbers that ``form`` gives them: in their order, or in that
-    of numbers that they have already.
+    of numbers that they have already; optimizers in the order of their models. Call it last: places say what belongs
+    together.
     """
+    if not form.several:
+        return checkpoint
+    models = [checkpoint.model, *(named.content for named in sorted(checkpoint.named, key=_by_number))]
     notes = list(checkpoint.notes)
     placed: list[NamedSection] = []
     for section in (Section.MODEL, Section.OPTIM):
-        main = checkpoint.model if section is Section.MODEL else checkpoint.optim
-        others = [named for named in checkpoint.named if named.section is section]
+        others = sorted((named for named in checkpoint.named if named.section is section), key=_by_number)
         if not others:
             continue
+        if section is Section.OPTIM:
+            of_model = {named.path: model_of(checkpoint, named) for named in others}
+            others.sort(key=lambda named: _index(models, of_model[named.path]))  # sorted at once
+        main = checkpoint.model if section is Section.MODEL else checkpoint.optim
         if main is not None:
-            place = checkpoint.nesting.get(section, ())
-            others.insert(0, NamedSection(section, str(section), place or (str(section),), main))
-            checkpoint = replace(
-                checkpoint,
-                model=None if section is Section.MODEL else checkpoint.model,
-                optim=None if section is Section.OPTIM else checkpoint.optim,
-            )
-        else:
-            others.sort(key=_by_number)
+            path = checkpoint.nesting.get(section) or (str(section),)
+            others.insert(0, NamedSection(section, str(section), path, main))
         for number, named in enumerate(others):
-            file = form.numbered(section, number)
-            if file is None:
-                continue
-            first = form.numbered(section, 0)
-            stem = re.sub(r"(_rank\{rank\})?(/|\.bin)$", "", file.file)
-            key = f"{stem}_0" if first is not None and number == 0 and not stem.endswith("_0") else stem
+            key = form.number_key(section, number)
             if named.path != (key,):
                 message = f"{named.dotted} becomes {key}, as flavor {flavor.name} calls it"
                 notes.append(Note("renamed", message, named.dotted))
             placed.append(replace(named, path=(key,), name=key))
+        if section is Section.MODEL:  # what has a number is no main section any more
+            checkpoint = replace(checkpoint, model=None)
+        else:
+            checkpoint = replace(checkpoint, optim=None)
     return replace(checkpoint, named=tuple(placed), notes=tuple(notes))
+
+
+def _index(models: Sequence[object], model: object) -> int:
+    """The place of ``model``; behind all others if it is none of them."""
+    return next((number for number, each in enumerate(models) if each is model), len(models))
 
 
 def _require_places(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fsdpckpt import flags
-from fsdpckpt.converters.adapt import adapt_to_form, schedule_of_two_groups
+from fsdpckpt.converters.adapt import adapt_to_form, schedule_of_two_groups, with_numbers
 from fsdpckpt.converters.huggingface import finish_export, with_stated_dtype
 from fsdpckpt.converters.lay_out import lay_out
 from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_files
@@ -183,6 +183,9 @@ def _read_and_transform(
         key_type = key_type if opened.has(Section.OPTIM) else None
         spec = replace(spec, form=form, options=replace(options, key_type=key_type))
     transformed = transform_sections(opened, spec, sources, place=place)
+    if spec.flavor is not None and spec.form is not None:
+        numbered = with_numbers(transformed.checkpoint, spec.flavor, spec.form)
+        transformed = replace(transformed, checkpoint=numbered)
     if spec.form is not None and spec.form.weights:
         weights, side_files = finish_export(transformed.checkpoint, side_files, options, sources)
         transformed = replace(transformed, checkpoint=weights)

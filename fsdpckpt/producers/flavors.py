@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from fsdpckpt.ir import Container, IdRule, KeyType, Layout, Section
@@ -102,7 +102,7 @@ class Form:
     by_item: bool = False
     any_key_type: bool = False
     optimizers: tuple[str, ...] = ()
-    several: bool = False
+    several: bool = field(default=False, compare=False)  # frameworks that save one have the same form
 
     def numbered(self, section: Section, number: int) -> SectionPath | None:
         """The place of model or optimizer ``number`` of several, as accelerate calls it."""
@@ -113,6 +113,12 @@ class Form:
         if "_0" in stem:
             return replace(place, file=stem.replace("_0", f"_{number}") + dot + suffix)
         return replace(place, file=f"{stem}_{number}{dot}{suffix}" if number else place.file)
+
+    def number_key(self, section: Section, number: int) -> str:
+        """What model or optimizer ``number`` of several is called, with a number also where the first has none."""
+        place = self.numbered(section, number)
+        stem = re.sub(r"(_rank\{rank\})?(/|\.bin)?$", "", place.file if place is not None else "")
+        return stem if stem.endswith(f"_{number}") else f"{stem}_{number}"
 
     def optimizer_keys(self, number: int) -> tuple[PathKey, ...]:
         """The keys of optimizer ``number`` of several."""

@@ -97,6 +97,7 @@ ACCELERATE = Flavor(
 TRAINER = replace(
     ACCELERATE,
     name="trainer",
+    forms=tuple(replace(form, several=False) for form in ACCELERATE.forms),
     title="a checkpoint of the Trainer of transformers",
     signs=(
         Signature((_STATE, _TRAINER_FILE)),

@@ -116,6 +116,26 @@ def test_accelerate_resumes_from_what_they_become(full: bool, tmp_path: Path) ->
     assert same(torch.load(again / "optimizer.bin"), pairs[0][1])
 
 
+def test_ids_are_named_by_the_model_that_each_optimizer_has(tmp_path: Path) -> None:
+    """Before the sections get numbers, which do not say what belongs together."""
+    content: State = {}
+    pairs = {name: trained(seed, f"{name}.") for seed, name in enumerate(("generator", "critic"))}
+    for name, (weights, _) in pairs.items():
+        content[name] = weights
+    for name in ("critic", "generator"):  # in another order than the models
+        states = pairs[name][1]
+        by_id = {number: states["state"][key] for number, key in enumerate(states["state"])}
+        content[f"{name}_optimizer"] = {
+            "state": by_id,
+            "param_groups": [{**states["param_groups"][0], "params": [*by_id]}],
+        }
+    torch.save(content, tmp_path / "source.pt")
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out", flavor="accelerate", world_size=2, buffers="none")
+    for number, (name, pair) in enumerate(pairs.items()):
+        found = loaded_by_accelerate(tmp_path / "out", number, trained(9, f"{name}."))
+        assert same(found[0], pair[0]) and same(found[1], pair[1])
+
+
 def test_models_that_a_user_named_get_accelerates_numbers(tmp_path: Path) -> None:
     actor, critic = trained(1), trained(2)
     content = {"actor": actor[0], "critic": critic[0], "actor_opt": actor[1], "critic_opt": critic[1]}

@@ -317,7 +317,7 @@ def test_an_average_is_cut_as_the_model_that_it_averages(tmp_path: Path) -> None
     assert all(cut["model", name] == cut["model:ema", name] == "[Shard(0)]" for name in state)
 
 
-@pytest.mark.parametrize("flavor", ["accelerate", "trainer", "verl", "deepspeed-universal", "huggingface"])
+@pytest.mark.parametrize("flavor", ["trainer", "verl", "deepspeed-universal", "huggingface"])
 def test_a_framework_with_room_for_one_is_not_given_several_and_says_how_to_take_one(
     flavor: str, tmp_path: Path
 ) -> None:
@@ -345,5 +345,5 @@ def test_a_framework_with_room_for_one_is_not_given_several_and_says_how_to_take
 def test_an_average_that_a_framework_has_no_place_for_is_left_out_with_a_warning(tmp_path: Path) -> None:
     model, average = (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3)) for _ in range(2))
     torch.save({"model": model.state_dict(), "ema": average.state_dict()}, tmp_path / "ema.pt")
-    with pytest.warns(fsdpckpt.FsdpckptWarning, match="ema is left out: flavor accelerate has no place for it"):
-        fsdpckpt.convert(tmp_path / "ema.pt", tmp_path / "out", flavor="accelerate")
+    with pytest.warns(fsdpckpt.FsdpckptWarning, match="ema is left out: flavor trainer has no place for it"):
+        fsdpckpt.convert(tmp_path / "ema.pt", tmp_path / "out", flavor="trainer")
