@@ -155,19 +155,19 @@ def with_numbers(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoi
     """
     if not form.several:
         return checkpoint
-    models = [checkpoint.model, *(named.content for named in sorted(checkpoint.named, key=_by_number))]
-    notes = list(checkpoint.notes)
+    saved, notes = checkpoint, list[Note]()
+    models = [saved.model, *(named.content for named in sorted(saved.named, key=_by_number))]
     placed: list[NamedSection] = []
     for section in (Section.MODEL, Section.OPTIM):
-        others = sorted((named for named in checkpoint.named if named.section is section), key=_by_number)
+        others = sorted((named for named in saved.named if named.section is section), key=_by_number)
         if not others:
             continue
         if section is Section.OPTIM:
-            of_model = {named.path: model_of(checkpoint, named) for named in others}
-            others.sort(key=lambda named: _index(models, of_model[named.path]))  # sorted at once
-        main = checkpoint.model if section is Section.MODEL else checkpoint.optim
+            ordered = [(_index(models, model_of(saved, named)), at, named) for at, named in enumerate(others)]
+            others = [named for _, _, named in sorted(ordered, key=lambda each: each[:2])]
+        main = saved.model if section is Section.MODEL else saved.optim
         if main is not None:
-            path = checkpoint.nesting.get(section) or (str(section),)
+            path = saved.origin.nesting.get(section) or (str(section),)
             others.insert(0, NamedSection(section, str(section), path, main))
         for number, named in enumerate(others):
             key = form.number_key(section, number)
@@ -175,11 +175,9 @@ def with_numbers(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoi
                 message = f"{named.dotted} becomes {key}, as flavor {flavor.name} calls it"
                 notes.append(Note("renamed", message, named.dotted))
             placed.append(replace(named, path=(key,), name=key))
-        if section is Section.MODEL:  # what has a number is no main section any more
-            checkpoint = replace(checkpoint, model=None)
-        else:
-            checkpoint = replace(checkpoint, optim=None)
-    return replace(checkpoint, named=tuple(placed), notes=tuple(notes))
+        is_model = section is Section.MODEL  # what has a number is no main section any more
+        checkpoint = replace(checkpoint, model=None) if is_model else replace(checkpoint, optim=None)
+    return replace(checkpoint, named=tuple(placed)).noted(*notes)
 
 
 def _index(models: Sequence[object], model: object) -> int:
