@@ -18,11 +18,8 @@ from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.text import plural
 
 _NUMBERED = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_(\d+))?")  # accelerate's; of the first without its number
-_DIRECTORIES = {
-    Section.MODEL: frozenset({"model", "models", "model_state"}),
-    Section.OPTIM: frozenset({"optim", "optimizer", "optimizers", "optim_state"}),
-}
-"""What trainers call a directory with a model, or an optimizer, in each of its directories."""
+_DIRECTORIES = frozenset({"model", "models", "model_state", "optim", "optimizer", "optimizers", "optim_state"})
+"""What trainers call a directory that has one for each module of the model."""
 
 
 def with_names(parts: Sequence[ReadPart]) -> list[ReadPart]:
@@ -34,7 +31,7 @@ def with_names(parts: Sequence[ReadPart]) -> list[ReadPart]:
     taken: set[str] = set()
     for section in (Section.MODEL, Section.OPTIM):
         candidates = [part for part in named if _content(part, section) is not None]
-        keys = _keys(candidates, section) if len(candidates) > 1 else None
+        keys = _keys(candidates, named, section) if len(candidates) > 1 else None
         if keys is None:
             continue
         keys = [f"{key}_{section}" if key in taken else key for key in keys]
@@ -56,20 +53,39 @@ def _content(part: ReadPart, section: Section) -> object:
     return part.sections.model if section is Section.MODEL else part.sections.optim
 
 
-def _keys(candidates: Sequence[ReadPart], section: Section) -> list[str] | None:
+def _keys(candidates: Sequence[ReadPart], parts: Sequence[ReadPart], section: Section) -> list[str] | None:
     """The key of each; None if they are not certainly several sections."""
     numbered = [_NUMBERED.fullmatch(part.stem) for part in candidates]
     found = [f"{match[1]}_{match[2] or 0}" for match in numbered if match is not None]
     if len(set(found)) == len(candidates):
         return found
-    places = [part.label.rstrip("/") if not part.origin.glob else part.origin.directory for part in candidates]
-    above = {posixpath.dirname(place) for place in places}
-    names = [posixpath.basename(place) for place in places]
-    if len(above) != 1 or len(set(names)) != len(names) or counted_parts(names) is not None:
+    modules = list(map(_module, candidates))
+    names = [posixpath.basename(module) for module in modules if module is not None]
+    above = {posixpath.dirname(module) for module in modules if module is not None}
+    if len(set(names)) != len(candidates) or len(above) != 1 or counted_parts(names) is not None:
         return None
-    if posixpath.basename(above.pop()) not in _DIRECTORIES[section] or any("." in name for name in names):
+    if any("." in name or re.search(r"\d$", name) for name in names):
         return None
-    return None if _share_names(candidates, section) else names
+    # Two modules may have the names of one class; with an optimizer each they are no two forms of one model.
+    other = Section.OPTIM if section is Section.MODEL else Section.MODEL
+    with_other = {_module(part) for part in parts if section_of_part(part, other)}
+    return names if not _share_names(candidates, section) or with_other >= set(modules) else None
+
+
+def section_of_part(part: ReadPart, section: Section) -> bool:
+    """Whether ``part`` holds ``section``, the main one or one that has a name by now."""
+    return _content(part, section) is not None or any(named.section is section for named in part.sections.named)
+
+
+def _module(part: ReadPart) -> str | None:
+    """The directory of the module whose part it is: ``model/vit`` for ``model/vit`` and ``model/vit/ckpt``; None if no
+    directory above has one for each module.
+    """
+    words = (part.origin.directory if part.origin.glob else part.label.rstrip("/")).split("/")
+    for at in range(len(words) - 1, max(0, len(words) - 3), -1):
+        if words[at - 1] in _DIRECTORIES:
+            return "/".join(words[: at + 1])
+    return None
 
 
 def _share_names(candidates: Sequence[ReadPart], section: Section) -> bool:

@@ -180,3 +180,22 @@ def test_directories_with_the_same_names_are_still_candidates(tmp_path: Path) ->
         save(trained(1)[0], tmp_path / "model" / name)
     with pytest.raises(NeedsInformationError, match="2 candidates for the model"):
         fsdpckpt.inspect(tmp_path)
+
+
+def test_modules_with_a_directory_for_each_section_may_be_of_one_class(tmp_path: Path) -> None:
+    """``model/vit/ckpt`` and ``model/vit/optimizer``: the names of both modules are those of a Linear."""
+    source = tmp_path / "run" / "global_step_3"
+    pairs = {name: trained(seed) for seed, name in enumerate(("vit", "llm"))}
+    for name, (weights, states) in pairs.items():
+        save({"model": weights}, source / "model" / name / "ckpt")
+        save({"optimizer": states}, source / "model" / name / "optimizer")
+    (source / "extra_state").mkdir()
+    for rank in range(2):
+        torch.save({"global_step": 3, "rank": rank}, source / "extra_state" / f"rank_{rank}.pt")
+    fsdpckpt.convert(tmp_path / "run", tmp_path / "all.pt")
+    found = torch.load(tmp_path / "all.pt")
+    for name, (weights, states) in pairs.items():
+        assert same(found[name], weights) and same(found[f"{name}_optim"], states)
+    assert fsdpckpt.verify(source).whole
+    fsdpckpt.convert(source, tmp_path / "vit.pt", only="model:vit")
+    assert same(torch.load(tmp_path / "vit.pt"), pairs["vit"][0])
