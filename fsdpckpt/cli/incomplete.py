@@ -57,7 +57,7 @@ def _lines(left: Incomplete, columns: int | None) -> Iterator[Line]:
     summaries = left.summaries
     for section, totals in summaries.items():
         parts = [plural(totals.tensors, "tensor"), f"{count_text(totals.elements)} elements", size_text(totals.nbytes)]
-        yield from wrapped(f"can be read: {section}: {', '.join(parts)}, {dtypes_text(totals.dtypes)}", columns)
+        yield from wrapped(f"can be read: {section} ({', '.join(parts)}, {dtypes_text(totals.dtypes)})", columns)
     if not summaries:
         yield "can be read: nothing"
 

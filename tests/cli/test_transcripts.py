@@ -135,7 +135,7 @@ model_world_size_4_rank_*.pt            ++++
 optim_world_size_4_rank_*.pt            ++-+
                                         + there  - missing  ! damaged
 missing: optim_world_size_4_rank_2.pt
-can be read: model: 7 tensors, 56 elements, 224 B, float32
+can be read: model (7 tensors, 56 elements, 224 B, float32)
 error: source incomplete: run/checkpoint-1100: 1 rank file is missing
   - optim_world_size_4_rank_2.pt
 why:  the save or the copy did not finish, or these ranks wrote to the disks of
