@@ -310,6 +310,7 @@ def _ambiguous(ids: Ids, order: ParameterOrder, why: str, candidates: Sequence[s
     return NeedsInformationError(
         f"{order.source} cannot name the {len(ids.numbers)} optimizer ids of {ids.source} for certain",
         details=candidates,
+        most_shown=3,
         why=why,
         next_step=f"add {', or '.join(ways)}",
     )

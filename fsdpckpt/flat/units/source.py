@@ -204,6 +204,7 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
         raise NeedsInformationError(
             f"{checkpoint.source} holds flat parameters, and {what}",
             details=describe_lengths(checkpoint),
+            most_shown=5,
             why="PyTorch does not save names and shapes with them, and "
             + ("; ".join(unused) or "there is no units file beside the checkpoint"),
             next_step=f"add {flags.units('FILE')} (save_units or `fsdpckpt units` makes one), or "
@@ -246,6 +247,7 @@ def _unit_prefixes(
         raise NeedsInformationError(
             f"{checkpoint.source} does not say which modules were FSDP units",
             details=describe_lengths(checkpoint),
+            most_shown=5,
             why="a raw optimizer.state_dict() has neither unit names nor param_names, and wrapping is never guessed",
             next_step=options if command is None else to_copy(f"make a units file, then add {flags.units}", command),
             alternative=None if command is None else options,
