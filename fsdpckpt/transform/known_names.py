@@ -21,5 +21,7 @@ def known_names(checkpoint: Checkpoint) -> Mapping[ParamKey, str]:
         return {}
     if named.optim is None or any(note.kind == "unproved-order" for note in named.notes):
         return {}
-    names = zip(optim.grouped_keys(), named.optim.grouped_keys(), strict=True)
-    return {number: str(name) for number, name in names}
+    numbers, names = optim.grouped_keys(), named.optim.grouped_keys()
+    if len(numbers) != len(names):
+        return {}
+    return {number: str(name) for number, name in zip(numbers, names, strict=True)}
