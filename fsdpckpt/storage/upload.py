@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -355,7 +356,8 @@ def _refuse_odd_names(url: str) -> None:
     scheme, _, rest = url.rstrip("/").partition("://")
     names = rest.split("/")
     if odd := [name for name in names[1:] if name in ("", ".", "..")]:
-        plain = "/".join(name for number, name in enumerate(names) if number == 0 or name not in ("", ".", ".."))
+        path = "/".join(names[1:]).lstrip("/")
+        plain = f"{names[0]}{posixpath.normpath(f'/{path}')}".rstrip("/")
         raise UsageError(
             f"{url} has {odd[0]} for a name in it" if odd[0] else f"{url} has an empty name in it",
             file=url,
