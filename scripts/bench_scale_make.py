@@ -1,6 +1,6 @@
 """Makes the DCP directory that FSDP2 and AdamW leave of Llama 3 405B on any number of ranks, with holes for its data.
 
-    bench_scale_make.py DIRECTORY RANKS [--layers N] [--columns N] [--items]
+    bench_scale_make.py DIRECTORY RANKS [--model 70B] [--layers N] [--columns N] [--items]
 
 Names and shapes are the model's own; ``--columns`` cuts every matrix to that width. ``.metadata`` has the opcodes that
 the pickler of torch makes of a coordinator's plan (``planner_helpers.py``, ``filesystem.py``): nothing in it is shared
@@ -28,8 +28,13 @@ SMALL = 2 << 20  # bytes of an item that is written whole
 Size = tuple[int, ...]
 
 
-def parameters(layers: int, columns: int | None) -> dict[str, Size]:
-    width, ffn, kv, vocabulary = 16384, 53248, 1024, 128256
+MODELS = {"405B": (126, 16384, 53248), "70B": (80, 8192, 28672)}
+"""Layers, width, and width of the feed-forward network."""
+
+
+def parameters(layers: int, columns: int | None, model: str = "405B") -> dict[str, Size]:
+    _, width, ffn = MODELS[model]
+    kv, vocabulary = 1024, 128256
     block = {
         **{
             f"self_attn.{name}_proj.weight": (rows, width)
@@ -285,8 +290,16 @@ def saved(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def make(directory: str, ranks: int, *, layers: int = 126, columns: int | None = None, items: bool = False) -> None:
-    shapes = parameters(layers, columns)
+def make(
+    directory: str,
+    ranks: int,
+    *,
+    layers: int | None = None,
+    columns: int | None = None,
+    items: bool = False,
+    model: str = "405B",
+) -> None:
+    shapes = parameters(MODELS[model][0] if layers is None else layers, columns, model)
     group = {**GROUP, "params": list(shapes)}
     values = {("optim", "param_groups", 0, name): saved(value) for name, value in group.items()}
     os.makedirs(directory)
@@ -299,8 +312,16 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory")
     parser.add_argument("ranks", type=int)
-    parser.add_argument("--layers", type=int, default=126)
+    parser.add_argument("--model", choices=tuple(MODELS), default="405B")
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--columns", type=int)
     parser.add_argument("--items", action="store_true")
     given = parser.parse_args()
-    make(given.directory, given.ranks, layers=given.layers, columns=given.columns, items=given.items)
+    make(
+        given.directory,
+        given.ranks,
+        layers=given.layers,
+        columns=given.columns,
+        items=given.items,
+        model=given.model,
+    )
