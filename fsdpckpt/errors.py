@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, ClassVar
 
-from fsdpckpt.flags import Flag, Message, in_python
+from fsdpckpt.flags import Flag, Message, Wording, in_python
 
 NEW_LINE = "\n  "  # before a command to copy
 _AGAIN = "run the command again"
@@ -197,6 +197,11 @@ def of_option(flag: Flag) -> Iterator[None]:
 def to_copy(why: str, command: str) -> str:
     """A next step: the purpose of ``command``, then the command on a separate line, ready to copy."""
     return f"{why}:{NEW_LINE}{command}"
+
+
+def to_look(why: str, command: str) -> str:
+    """A next step for a terminal: ``to_copy``; Python shows only what to look for, since no caller types ``ls``."""
+    return f"{Wording(to_copy(why, command), why)}"
 
 
 def attach_leftover(error: BaseException, leftover: Leftover) -> None:

@@ -185,10 +185,36 @@ def _parameter(option: Option) -> signatures.Parameter:
         help=option.help_text,
         metavar=option.metavar,
         show_default=default is not None,
-        autocompletion=_completer(completed) if completed else None,
+        autocompletion=_completer(completed) if completed else _complete_key if option.name in _KEYS else None,
     )
     annotation: Any = Annotated[cli_type if default is not None else Optional[cli_type], declared]  # noqa: UP045
     return signatures.Parameter(option.name, signatures.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+_KEYS = frozenset({"keys", "include", "exclude"})  # options whose values are keys of SRC, or globs
+
+
+def _complete_key(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The keys of SRC that begin with ``incomplete``, up to the next dot: ``model.layers.`` for ``model.la``."""
+    # With the value still to come, the parser stops before it gives the arguments their names.
+    source = ctx.params.get("source") or next(iter(ctx.args), None)
+    if not isinstance(source, str) or "://" in source:  # a shell does not wait for a store
+        return []
+    from contextlib import redirect_stderr
+    from io import StringIO
+
+    from fsdpckpt import api
+    from fsdpckpt.errors import FsdpckptError
+
+    try:
+        with redirect_stderr(StringIO()):
+            keys = [named.key for named in api.inspect(source).tensors]
+    except (FsdpckptError, OSError):
+        return []
+    begun = len(incomplete)
+    matching = (key for key in keys if key.startswith(incomplete))
+    ends = ((key, key.find(".", begun)) for key in matching)
+    return list(dict.fromkeys(key if end < 0 else key[: end + 1] for key, end in ends))
 
 
 def _completer(words: tuple[str, ...]) -> Callable[[str], list[str]]:

@@ -59,8 +59,10 @@ def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tu
     if flavor is None:
         return None
     if not flavor.forms:
-        resumes = f". What resumes with it: {flags.flavor(flavor.contained_in[0])}" if flavor.contained_in else ""
-        return Note("plain", f"{_PLAIN}: fsdpckpt reads the flavor {flavor.name}, but does not write it{resumes}")
+        related = [*flavor.contained_in, *(name for name in WRITABLE if name.startswith(f"{flavor.name}-"))]
+        others = f"{flags.flavor('NAME')} writes the form of another framework"
+        resumes = f"What resumes with it: {flags.flavor(related[0])}" if related else others
+        return Note("plain", f"{_PLAIN}: fsdpckpt reads the flavor {flavor.name}, but does not write it. {resumes}")
     layout = options.to or (Layout.FULL if suffix else _layout(flavor, source))
     fitting = [
         form

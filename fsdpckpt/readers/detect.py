@@ -24,7 +24,7 @@ from fsdpckpt.errors import (
     SourceUnsafeError,
     SourceUnsupportedError,
     UsageError,
-    to_copy,
+    to_look,
 )
 from fsdpckpt.ir.account import Rule
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
@@ -112,7 +112,7 @@ class _Opening:
                 expected="a torch.save file (zip), a safetensors file or its index, or a directory",
                 found=f"{bytes_text(entry.nbytes)} beginning with {str(head)[1:]}" if head else "an empty file",
                 why=None if head else "the save or the copy did not finish",
-                next_step=to_copy("see what is there, and name a checkpoint", f"ls -l {_parent_quoted(self.source)}"),
+                next_step=to_look("see what is there, and name a checkpoint", f"ls -l {_parent_quoted(self.source)}"),
             )
         try:
             read = self._read(part)
@@ -289,7 +289,7 @@ class _Opening:
             expected=".metadata (DCP), *.safetensors, torch.save files, or one file per rank, here or in the "
             "directories below",
             found=some_of(names, 8) or "an empty directory",
-            next_step=to_copy(
+            next_step=to_look(
                 "see what is there, and name the directory of one checkpoint", f"ls -l {shlex.quote(self.source)}"
             ),
         )
@@ -330,13 +330,13 @@ def missing(source: str) -> SourceMissingError:
         else:
             why = "the path is misspelt, or the disk is not mounted here"
             above = above or ("/" if source.startswith("/") else ".")
-            next_step = to_copy("see what is there", f"ls {shlex.quote(above)}")
+            next_step = to_look("see what is there", f"ls {shlex.quote(above)}")
             names = os.listdir(above) if os.access(above, os.R_OK) else []
             name = source.removeprefix(above).strip("/").partition("/")[0]
             wanted = os.path.normpath(os.path.join(above, name))
             if os.path.islink(wanted):
                 why = f"{wanted} is a link to {os.readlink(wanted)}, which does not exist"
-                next_step = to_copy("see where it leads", f"ls -l {shlex.quote(wanted)}")
+                next_step = to_look("see where it leads", f"ls -l {shlex.quote(wanted)}")
             elif meant := get_close_matches(name, names, n=1):
                 why += f"; {os.path.normpath(os.path.join(above, meant[0]))} is there"
     return SourceMissingError(f"{source} does not exist", file=source, why=why, next_step=next_step)

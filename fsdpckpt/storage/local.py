@@ -24,6 +24,7 @@ from fsdpckpt.errors import (
     SourceUnrecognisedError,
     TargetUnwritableError,
     to_copy,
+    to_look,
 )
 from fsdpckpt.ir.files import ZEROS_TEXT
 from fsdpckpt.storage.descriptors import PooledDescriptor
@@ -105,7 +106,7 @@ def _open_error(path: str, error: OSError) -> SourceError:
         f"{path} cannot be opened: {error.strerror}",
         file=path,
         why="it belongs to another user, or the disk is failing",
-        next_step=to_copy("see whose it is", f"ls -l {shlex.quote(path)}"),
+        next_step=to_look("see whose it is", f"ls -l {shlex.quote(path)}"),
     )
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+import fsdpckpt
+from fsdpckpt.cli.app import app
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from tests.cli.conftest import Run
@@ -94,3 +97,28 @@ def test_an_empty_parameters_file_is_the_command_lines_fault(run: Run, by_rank: 
     (tmp_path / "empty.txt").touch()
     done = run("convert", by_rank, tmp_path / "out.pt", "--to", "full", "--parameters", tmp_path / "empty.txt")
     assert done.code == 2 and "the file is empty" in done.err
+
+
+def test_keys_are_completed_up_to_the_next_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [f"layers.{number}.{part}.weight" for number in (0, 1) for part in ("up", "down")]
+    torch.save({key: torch.ones(2) for key in [*keys, "head"]}, tmp_path / "a.pt")
+    monkeypatch.chdir(tmp_path)
+    for given, offered in (("", "layers. head"), ("layers.1.", "layers.1.up. layers.1.down."), ("he", "head")):
+        words = f"fsdpckpt inspect a.pt --keys {given}"
+        variables = {"_FSDPCKPT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "4"}
+        done = CliRunner().invoke(app, env=variables, prog_name="fsdpckpt")
+        assert done.output.split() == offered.split(), done.output
+
+
+def test_nothing_is_completed_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "fsdpckpt inspect nothing.pt --keys a"
+    variables = {"_FSDPCKPT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "4"}
+    assert CliRunner().invoke(app, env=variables, prog_name="fsdpckpt").output.strip() == ""
+
+
+def test_python_is_not_told_to_type_ls(run: Run, tmp_path: Path) -> None:
+    assert "\n  ls " in run("inspect", tmp_path / "nothing").err
+    with pytest.raises(fsdpckpt.SourceMissingError) as missing:
+        fsdpckpt.inspect(tmp_path / "nothing")
+    assert "see what is there" in str(missing.value) and "ls " not in str(missing.value)

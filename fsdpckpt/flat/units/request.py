@@ -21,6 +21,7 @@ from fsdpckpt.errors import (
     UsageError,
     of_option,
     to_copy,
+    to_look,
 )
 from fsdpckpt.flags import Message
 from fsdpckpt.flat.match import FlatMatch
@@ -133,7 +134,7 @@ def _no_file(path: str, *, directory: bool) -> SourceMissingError:
         expected="the file that save_units or `fsdpckpt units` wrote, or the fsdpckpt.json of a flattened target",
         next_step=f"{flags.units(inside)}"
         if inside is not None
-        else to_copy("see what is there", f"ls {shlex.quote(folder if os.path.isdir(folder) else '.')}"),
+        else to_look("see what is there", f"ls {shlex.quote(folder if os.path.isdir(folder) else '.')}"),
     )
 
 
