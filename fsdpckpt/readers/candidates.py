@@ -20,15 +20,16 @@ from fsdpckpt.errors import (
     SourceError,
     SourceIncompleteError,
     SourceUnsupportedError,
+    to_copy,
 )
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Object
-from fsdpckpt.readers.counters import counted_in_name, counted_parts
+from fsdpckpt.readers.counters import RANKS, counted_in_name, counted_parts
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.protocol import Part
-from fsdpckpt.storage import Entry
+from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import Sources, relative_path
 from fsdpckpt.text import natural, plural, some_of
 
@@ -39,6 +40,7 @@ _MAX_POINTER_BYTES = 1024
 _ARGUMENTS = "args"
 _PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _NUMBERS = re.compile(r"\d+")
+_IN_DIRECTORY_OF_RANK = re.compile(r"(?:(.*)/)?(rank[-_]?\d+)/([^/]+\.(?:pt|pth|bin|ckpt))")
 _POINTER = re.compile(r"^latest", re.IGNORECASE)  # of DeepSpeed, Megatron, verl
 
 
@@ -49,6 +51,8 @@ def refuse_counted_parts(source: str, labels: Sequence[str]) -> None:
     if counted is None:
         return
     kind, parts = counted
+    if kind == RANKS:
+        refuse_directories_of_ranks(source, [relative[part] for part in parts])
     raise SourceUnsupportedError(
         f"{source} holds one model in parts: the files of {len(parts)} {kind}",
         details=[relative[part] for part in parts],
@@ -57,6 +61,33 @@ def refuse_counted_parts(source: str, labels: Sequence[str]) -> None:
         why="each holds plain tensors, and how these go together is in the code of the model, not in the files",
         next_step="merge them with the script of the trainer that wrote them; or save DTensors, or a DCP checkpoint, "
         "which record it",
+    )
+
+
+def refuse_directories_of_ranks(source: str, labels: Sequence[str]) -> None:
+    """Raises SourceUnsupportedError if some of ``labels`` are files of one name in a directory for each rank: in one
+    directory they are read as what they hold, DTensors or slices.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for label in labels:
+        match = _IN_DIRECTORY_OF_RANK.fullmatch(label)
+        if match is not None:
+            found.setdefault((match[1], match[3]), []).append(label)
+    (above, name), paths = max(found.items(), key=lambda each: len(each[1]), default=(("", ""), []))
+    if len(paths) < 2 or is_url(source):
+        return
+    files = f"{shlex.quote(above or '.')}/*rank*/*{posixpath.splitext(name)[1]}"
+    target = 'ranks/$(basename "${f%.*}")_$(basename "$(dirname "$f")").${f##*.}'
+    raise SourceUnsupportedError(
+        f"{source} holds the files of {len(paths)} ranks, each in a directory of its own",
+        details=paths,
+        most_shown=MAX_CANDIDATES,
+        file=source,
+        why="files of ranks are read from one directory, where the name of each ends with its rank",
+        next_step=to_copy(
+            "link them there, and convert that directory",
+            f'mkdir ranks; for f in {files}; do ln "$f" "{target}"; done',
+        ),
     )
 
 

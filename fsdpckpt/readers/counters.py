@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from fsdpckpt.text import natural
 
 SHARDS = "shards"
+RANKS = "ranks"
 
 # The words before a number that say which part of one model a file holds. The first that fits names the kind.
 _COUNTERS: tuple[tuple[str, re.Pattern[str]], ...] = (
@@ -16,7 +17,7 @@ _COUNTERS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("tensor-parallel ranks", re.compile(r"(?:^|[^a-z])(?:tp|tensor|mp)[-_=.]?(?:rank)?[-_=.]?$", re.IGNORECASE)),
     ("tensor-parallel ranks or pipeline stages", re.compile(r"(?:^|[^a-z])mp_rank_\d+_(?:\d+_)?$", re.IGNORECASE)),
     (SHARDS, re.compile(r"(?:^|[^a-z])(?:shard|part|partition)[-_=.]?$|-of-$", re.IGNORECASE)),
-    ("ranks", re.compile(r"(?:^|[^a-z])(?:rank|dp|cp|node|worker)[-_=.]?(?:rank)?[-_=.]?$", re.IGNORECASE)),
+    (RANKS, re.compile(r"(?:^|[^a-z])(?:rank|dp|cp|node|worker)[-_=.]?(?:rank)?[-_=.]?$", re.IGNORECASE)),
 )
 _NUMBERS = re.compile(r"\d+")
 _OF_A_TOTAL = re.compile(r"^-of-\d+")

@@ -33,7 +33,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.process import without_collection
 from fsdpckpt.readers.account import METADATA, AccountBook
-from fsdpckpt.readers.candidates import several_checkpoints
+from fsdpckpt.readers.candidates import refuse_directories_of_ranks, several_checkpoints
 from fsdpckpt.readers.join import join, without_exports
 from fsdpckpt.readers.manifest import (
     FoundUnits,
@@ -211,6 +211,8 @@ class _Opening:
                 read.append(self._read(part))
             except SourceError as error:
                 unasked = self._is_of_other_section(part)
+                if isinstance(error, SourceIncompleteError) and error.rank is not None:
+                    refuse_directories_of_ranks(found.path, [each.label for each in found.parts])
                 if not unasked and not part.optional and len(found.below) > _MAX_DIRECTORIES:
                     raise several_checkpoints(found.path, found.below, self.sources) from None
                 if not unasked and not (part.optional and isinstance(error, _LEFT_OUT)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,27 @@ def test_a_file_is_left_out_by_the_hint_only_if_the_other_has_the_same_parameter
 def test_names_are_in_natural_order() -> None:
     names = ["a10b2", "a10b10", "a9", "b", "a", "10", "9", "a09"]
     assert sorted(names, key=natural) == ["9", "10", "a", "a09", "a9", "a10b2", "a10b10", "b"]
+
+
+def test_the_files_of_ranks_in_directories_of_their_own_are_read_after_the_command_that_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 6)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model(torch.randn(2, 5)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "whole.pt")
+    fsdpckpt.convert("whole.pt", "shards", to="sharded", container="torch", world_size=2, buffers="none")
+    for rank in range(2):
+        folder = tmp_path / "one directory" / f"rank_{rank}"
+        folder.mkdir(parents=True)
+        for name in ("model", "optim"):
+            (tmp_path / "shards" / f"{name}_world_size_2_rank_{rank}.pt").rename(folder / f"{name}.pt")
+    with pytest.raises(SourceUnsupportedError, match="files of 2 ranks, each in a directory of its own") as error:
+        fsdpckpt.convert("one directory", "back.pt")
+    command = str(error.value.next_step).splitlines()[-1].strip()
+    subprocess.run(command, shell=True, check=True)  # as a user pastes it
+    fsdpckpt.convert("ranks", "back.pt", to="full")
+    assert fsdpckpt.diff("whole.pt", "back.pt").same
