@@ -129,3 +129,10 @@ def test_containers_of_sections_may_differ_within_one_form() -> None:
     assert accelerate is not None
     local = next(form for form in accelerate.forms if form.layout is Layout.FLATTENED)
     assert local.container is Container.TORCH and local.optim is not None and local.optim.container is Container.DCP
+
+
+def test_every_framework_that_is_written_says_how_its_user_loads_it() -> None:
+    for flavor in FLAVORS:
+        assert bool(flavor.loads) is bool(flavor.forms), flavor.name
+        shown = flavor.loads.format(target="on-6")
+        assert not flavor.loads or ("on-6" in shown and "{" not in shown.replace('{"', "").replace("{ ", "")), shown
