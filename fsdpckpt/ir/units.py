@@ -169,6 +169,15 @@ class Units:
         flat = {unit.key for unit in self.units}
         return tuple(key for key in state_dict_order(self.parameters, self) if key in flat or key in unmanaged)
 
+    def listed_by_unit(self) -> tuple[str, ...]:
+        """The original names in the order in which FSDP1 lists those of flat parameters, unmanaged ones at their places
+        among them; () if it lists them as the model does.
+        """
+        if self.use_orig_params:
+            return ()
+        names_of = {unit.key: tuple(param.name for param in unit.params) for unit in self.units}
+        return tuple(name for key in self.optimizer_keys() for name in names_of.get(key, (key,)))
+
     def id_order(self) -> tuple[str, ...]:
         """The parameters in the order of an optimizer's ids: ``groups`` one after the other, else
         ``optimizer_keys``.

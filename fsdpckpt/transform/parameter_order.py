@@ -292,7 +292,7 @@ def from_units(units: Units, source: str) -> ParameterOrder:
         uncertain=frozenset(name for name in names if not params[name].requires_grad),
         groups=units.named_groups(),
         shared=frozenset(later for later, _ in units.shared),
-        by_unit=() if units.use_orig_params else tuple(params),
+        by_unit=units.listed_by_unit(),
     )
 
 

@@ -148,7 +148,7 @@ def test_units_say_shapes_groups_and_what_may_lack_a_state() -> None:
         uncertain=frozenset({"c"}),
         groups=(("c",), ("b", "a")),
         shared=frozenset({"z"}),
-        by_unit=("a", "b", "c"),
+        by_unit=("c", "a", "b"),
     )
     named = replace(units, use_orig_params=True, groups=(("c", "a"), ("b",)))
     assert from_units(named, "x").groups == (("c", "a"), ("b",))

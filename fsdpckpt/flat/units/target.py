@@ -291,7 +291,7 @@ def _groups(
     if not moved:
         return by_order, []
     position = {name: place for place, name in enumerate(units.parameters)}
-    by_unit = tuple(source.params()) if source is not None and not source.use_orig_params else ()
+    by_unit = source.listed_by_unit() if source is not None else ()
     listed_by_job = listed_order(names, position, by_unit=by_unit)
     rebuilt = any(note.kind == "groups-rebuilt" for note in checkpoint.notes)
     # Lists that come back to a flat parameter say nothing of the order of flat parameters.
