@@ -104,7 +104,7 @@ def test_nothing_is_chosen_without_help(two_groups: tuple[Path, list[list[str]]]
         full(directory / "raw", tmp_path / "out.pt")
     assert error.value.details[0] == "id 1 may be 0.bias or 1.weight"
     for way in ("--parameters FILE", "a blank line between groups", "--reference PATH", "--units FILE"):
-        assert way in str(error.value)
+        assert way in error.value.text
     assert "buffers" not in str(error.value)
 
 

@@ -19,7 +19,7 @@ def refused(tmp_path, error, model, of, *named, ckpt=None, key_type="id", world_
     """The error's text: every one of ``named`` is in it."""
     with pytest.raises(error) as caught:
         written(tmp_path, model, of, world_size, ckpt=ckpt, key_type=key_type)
-    text = str(caught.value)
+    text = caught.value.text
     assert all(word in text for word in named), text
     return caught.value
 
