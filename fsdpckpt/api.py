@@ -38,6 +38,7 @@ from fsdpckpt.ir.invariants import problems
 from fsdpckpt.option_fields import OptionRecord, Scope, options_of, refuse_unused
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 from fsdpckpt.progress import NO_PROGRESS, Progress
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
 
 if TYPE_CHECKING:
@@ -161,8 +162,8 @@ def inspect(
         **how,
     )
     with Sources() as sources:
-        located = options.ranks or options.stats
-        (opened,) = _open_all([source], sources, options.units, options.ignore_file, locate=located)
+        locate = Locate.ALL if options.ranks or options.stats else Locate.NOTHING
+        (opened,) = _open_all([source], sources, options.units, options.ignore_file, locate=locate)
         checkpoint = _name_slices(opened, sources, options)
         if checkpoint is not opened:
             checkpoint = checkpoint.with_problems(*problems(checkpoint))
@@ -456,7 +457,7 @@ def _open_all(
     units: str | None,
     ignore_file: tuple[str, ...],
     *,
-    locate: bool = True,
+    locate: Locate = Locate.ALL,
 ) -> list[Checkpoint]:
     """The checkpoints at ``paths``. Raises UsageError for a glob of ``ignore_file`` that matches none of
     their files.

@@ -37,6 +37,7 @@ from fsdpckpt.plan.transfer import Visible
 from fsdpckpt.process import without_collection
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.local import LocalFile
 from fsdpckpt.storage.places import is_within
 from fsdpckpt.storage.sources import Sources
@@ -232,7 +233,7 @@ def _match(
     """
     expected, units, dtypes = transformed.checkpoint, transformed.units, dtype_rule(options)
     compares = options.verify is VerifyLevel.FULL
-    written = _reopen(path, opener, units, locate=compares)
+    written = _reopen(path, opener, units, locate=Locate.ALL if compares else Locate.NOTHING)
     if units is not None:
         written = _unflatten(written, units, path)
     # A configuration that was copied describes all of the model, of which options may have selected a part.
@@ -302,7 +303,7 @@ def _not_as_planned(path: str, wrong: Sequence[str]) -> InternalError:
     )
 
 
-def _reopen(path: str, sources: Sources, units: Units | None, *, locate: bool) -> Checkpoint:
+def _reopen(path: str, sources: Sources, units: Units | None, *, locate: Locate) -> Checkpoint:
     try:
         return open_checkpoint(path, sources=sources, locate=locate, units=units)
     except FsdpckptError as error:  # our own output: an error in it is not the fault of the user's source

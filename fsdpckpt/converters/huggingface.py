@@ -14,6 +14,7 @@ from fsdpckpt.ir.model_config import CONFIG, WORD_EMBEDDINGS, disagreements
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import AUTO_DTYPE, CASTABLE_DTYPES, ConvertOptions
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.readers.side_files import files_of_model
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.elements import first_difference
@@ -54,15 +55,15 @@ def finish_export(
     return _without_tied_copies(checkpoint, folders, sources, reference), files
 
 
-def with_stated_dtype(
+def stated_dtype(
     checkpoint: Checkpoint, options: ConvertOptions, sources: Sources
-) -> tuple[Checkpoint, ConvertOptions]:
-    """Replace ``--dtype auto`` by the dtype that ``config.json`` states, with a note.
+) -> tuple[str | None, tuple[Note, ...]]:
+    """The dtype of ``--dtype``; for ``auto`` the one that ``config.json`` states, with a note.
 
     Raises NeedsInformationError if there is none that does.
     """
     if options.dtype != AUTO_DTYPE:
-        return checkpoint, options
+        return options.dtype, ()
     folders = _folders(checkpoint, options)
     dtype = _stated_dtype(_configuration(folders, sources))
     if dtype is None:
@@ -72,7 +73,7 @@ def with_stated_dtype(
             next_step=f"{flags.dtype} bfloat16, or {flags.reference('DIR')} of the model that was trained",
         )
     note = Note("config-dtype", f"{flags.dtype('auto')} is {dtype}, as {CONFIG} states")
-    return checkpoint.noted(note), replace(options, dtype=dtype)
+    return dtype, (note,)
 
 
 def _folders(checkpoint: Checkpoint, options: ConvertOptions) -> list[str]:
@@ -111,7 +112,7 @@ def _with_note_on_dtype(
 
 def _check_against(reference: str, checkpoint: Checkpoint, sources: Sources) -> None:
     try:
-        opened = open_checkpoint(reference, sources=sources, locate=False)
+        opened = open_checkpoint(reference, sources=sources, locate=Locate.NOTHING)
     except SourceUnrecognisedError:  # a configuration and a tokenizer, and no weights
         return
     if opened.model is not None:

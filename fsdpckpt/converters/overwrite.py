@@ -20,7 +20,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, belongs, flavor_named
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.manifest import read_manifest
-from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.readers.protocol import MANIFEST, Locate
 from fsdpckpt.readers.side_files import describes_model
 from fsdpckpt.storage import FileIdentity, is_url
 from fsdpckpt.storage.local import target_errors
@@ -128,7 +128,7 @@ def _open(where: str, target: str, sources: Sources, contents: Contents) -> Chec
     """Open the checkpoint at ``where``, reading only its metadata."""
     files = _listed(name or posixpath.basename(where) for name in contents)
     try:
-        checkpoint = open_checkpoint(where, sources=sources, locate=False)
+        checkpoint = open_checkpoint(where, sources=sources, locate=Locate.NOTHING)
     except NeedsInformationError as error:
         raise _refused_error(
             f"{target} is not one checkpoint", target, error.details or files, why=_ONLY_ONE

@@ -6,19 +6,18 @@ Only rank 0 does this, and ``--dry-run`` does nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fsdpckpt import flags
 from fsdpckpt.converters.adapt import adapt_to_form, schedule_of_two_groups, with_numbers
-from fsdpckpt.converters.huggingface import finish_export, with_stated_dtype
+from fsdpckpt.converters.decide import decide, of_one_section
+from fsdpckpt.converters.huggingface import finish_export
 from fsdpckpt.converters.lay_out import lay_out
 from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_files
 from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest
 from fsdpckpt.converters.sections import transform_sections
-from fsdpckpt.converters.target_mesh import meshes_of, on_mesh, requested_mesh, with_mesh
-from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec, refuse_section_options, require_file_name
+from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.converters.told_names import with_told_masters
 from fsdpckpt.converters.transform import TransformedCheckpoint, units_request
 from fsdpckpt.errors import FsdpckptError, SourceIncompleteError, TargetUnwritableError
@@ -35,7 +34,7 @@ from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.readers.dcp.items import first_item, is_located
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.protocol import MANIFEST, Items, require_matches
+from fsdpckpt.readers.protocol import MANIFEST, Items, Locate, require_matches
 from fsdpckpt.readers.side_files import with_copied
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
@@ -125,72 +124,98 @@ def _select(source: str, target: str, options: ConvertOptions, sources: Sources)
     from the metadata, anything that is refused), open all items.
     """
     if options.only is not None or options.include or options.exclude:
-        with suppress(FsdpckptError):  # the other items may show otherwise, or complete the list of errors
-            items: bool | Items = False
-            for _ in range(2):
-                transformed, spec, side_files = _read_and_transform(source, target, options, sources, locate=items)
-                tensors = [*transformed.checkpoint.leaves(), *side_files.values()]
-                if all(map(is_located, tensors)):
-                    return transformed, spec, side_files
-                items = frozenset(map(first_item, tensors))
-    return _read_and_transform(source, target, options, sources, locate=True)
+        by_metadata = _try_to_select(source, target, options, sources, Locate.NOTHING)
+        if by_metadata is not None and not _items_to_open(by_metadata):
+            return by_metadata
+        if by_metadata is not None:
+            by_items = _try_to_select(source, target, options, sources, Locate.only(_items_to_open(by_metadata)))
+            if by_items is not None and not _items_to_open(by_items):
+                return by_items
+    return _read_and_transform(source, target, options, sources, Locate.ALL)
+
+
+def _try_to_select(
+    source: str, target: str, options: ConvertOptions, sources: Sources, locate: Locate
+) -> _Selected | None:
+    """None for anything that is refused: the other items may show otherwise, or complete the list of errors."""
+    try:
+        return _read_and_transform(source, target, options, sources, locate)
+    except FsdpckptError:
+        return None
+
+
+def _items_to_open(selected: _Selected) -> Items:
+    """The first items of the tensors that are not located yet; all have to be opened if there is one."""
+    transformed, _, side_files = selected
+    tensors = [*transformed.checkpoint.leaves(), *side_files.values()]
+    return frozenset() if all(map(is_located, tensors)) else frozenset(map(first_item, tensors))
 
 
 def _read_and_transform(
-    source: str, target: str, options: ConvertOptions, sources: Sources, *, locate: bool | Items
+    source: str, target: str, options: ConvertOptions, sources: Sources, locate: Locate
 ) -> _Selected:
-    """Open ``source``, with the items located that ``ReadOptions.locate`` selects; with flat parameters all of them."""
-    units = load_units(options.units, sources) if options.units is not None else None
+    """The steps from SRC to what is laid out. With flat parameters everything is located, whatever ``locate`` says."""
+    opened, place = _read(source, options, sources, locate)
+    if not locate.all and is_flattened(opened, sources, units_request(options)):
+        opened, place = _read(source, options, sources, Locate.ALL)
+    require_matches(options.ignore_file, opened)
+    decided = decide(target, options, opened, sources)
+    checkpoint = opened.noted(*decided.notes)
+    # A param group that is split in two needs a schedule for both.
+    splits_param_group = has_one_group(checkpoint) and bool(options.no_weight_decay)
+    if splits_param_group:
+        checkpoint = schedule_of_two_groups(checkpoint)
+    adapted, spec, beside = _adapted(checkpoint, decided, sources, splits_param_group=splits_param_group)
+    transformed = transform_sections(adapted, spec, sources, place=place)
+    written, side_files = _finished(transformed.checkpoint, spec, beside, sources)
+    return replace(transformed, checkpoint=with_copied(written, side_files)), spec, side_files
+
+
+def _read(source: str, options: ConvertOptions, sources: Sources, locate: Locate) -> tuple[Checkpoint, str]:
+    """What is selected of SRC, and the keys of the section that it is, if it is one of several."""
     opened = open_checkpoint(
         source,
         sources=sources,
         locate=locate,
         only=section_of(options.only),
-        units=units,
+        units=load_units(options.units, sources) if options.units is not None else None,
         ignore_file=options.ignore_file,
     )
-    opened = without_repeats(opened, sources)
-    place, opened = place_of(opened, options.only), choose_section(opened, options.only)
-    opened = with_told_masters(opened, replace(options, only=section_of(options.only)), sources)
-    options = replace(options, only=section_of(options.only))
-    if locate is not True and is_flattened(opened, sources, units_request(options)):
-        return _read_and_transform(source, target, options, sources, locate=True)
-    require_matches(options.ignore_file, opened)
-    opened, options = with_stated_dtype(opened, options, sources)
-    meshes = meshes_of(opened)
-    mesh = requested_mesh(options, opened, meshes, sources)
-    options = with_mesh(options, opened.layout, mesh)
-    spec = on_mesh(make_target_spec(target, options, opened), opened, meshes, mesh)
-    require_file_name(target, spec)
-    opened = opened.noted(*spec.notes)
-    refuse_section_options(spec, opened)
-    splits_param_group = has_one_group(opened) and bool(options.no_weight_decay)
-    if splits_param_group:
-        opened = schedule_of_two_groups(opened)
-    side_files: Mapping[str, Tensor] = {}
-    if spec.flavor is not None and spec.form is not None:
-        opened, form, side_files = adapt_to_form(
-            opened,
-            spec.flavor,
-            spec.form,
-            world_size=spec.world_size,
-            sources=sources,
-            only=section_of(options.only),
-            splits_param_group=splits_param_group,
-            directory=spec.directory,
-        )
-        key_type = options.key_type if form.any_key_type else form.key_type
-        key_type = key_type if opened.has(Section.OPTIM) else None
-        spec = replace(spec, form=form, options=replace(options, key_type=key_type))
-    transformed = transform_sections(opened, spec, sources, place=place)
-    if spec.flavor is not None and spec.form is not None:
-        numbered = with_numbers(transformed.checkpoint, spec.flavor, spec.form)
-        transformed = replace(transformed, checkpoint=numbered)
-    if spec.form is not None and spec.form.weights:
-        weights, side_files = finish_export(transformed.checkpoint, side_files, options, sources)
-        transformed = replace(transformed, checkpoint=weights)
-    copied = with_copied(transformed.checkpoint, side_files)
-    return replace(transformed, checkpoint=copied), spec, side_files
+    distinct = without_repeats(opened, sources)
+    chosen = choose_section(distinct, options.only)
+    return with_told_masters(chosen, of_one_section(options), sources), place_of(distinct, options.only)
+
+
+def _adapted(
+    checkpoint: Checkpoint, decided: TargetSpec, sources: Sources, *, splits_param_group: bool
+) -> tuple[Checkpoint, TargetSpec, Mapping[str, Tensor]]:
+    """``checkpoint`` in the form of the target's framework, the form with the places that it needs, and side files."""
+    if decided.flavor is None or decided.form is None:
+        return checkpoint, decided, {}
+    adapted, form, side_files = adapt_to_form(
+        checkpoint,
+        decided.flavor,
+        decided.form,
+        world_size=decided.world_size,
+        sources=sources,
+        only=section_of(decided.options.only),
+        splits_param_group=splits_param_group,
+        directory=decided.directory,
+    )
+    return adapted, replace(decided, form=form), side_files
+
+
+def _finished(
+    checkpoint: Checkpoint, spec: TargetSpec, beside: Mapping[str, Tensor], sources: Sources
+) -> tuple[Checkpoint, Mapping[str, Tensor]]:
+    """What the framework does with names after all else: numbers for several sections, an export's own keys and files.
+
+    ``beside``: the side files.
+    """
+    if spec.flavor is None or spec.form is None:
+        return checkpoint, beside
+    numbered = with_numbers(checkpoint, spec.flavor, spec.form)
+    return finish_export(numbered, beside, spec.options, sources) if spec.form.weights else (numbered, beside)
 
 
 def make_report(

@@ -28,6 +28,7 @@ from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers import MeshForm
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.meshes import find_resized, mesh_options, resized, shard_dimension, source_meshes, whole_of
@@ -317,7 +318,7 @@ def _keeps_dimensions(mesh: MeshShape, target: MeshShape) -> bool:
 
 def _like_checkpoint(path: str, options: ConvertOptions, meshes: Sequence[MeshShape], sources: Sources) -> TargetMesh:
     with of_option(flags.like):
-        other = open_checkpoint(path, sources=sources, locate=False)
+        other = open_checkpoint(path, sources=sources, locate=Locate.NOTHING)
     whole = meshes_of(other)
     if not whole or not _cover_all_ranks(whole, other):
         raise UsageError(

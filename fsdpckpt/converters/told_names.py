@@ -16,6 +16,7 @@ from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.masters import MASTER_NOTE, has_untied_masters, with_masters
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.rekey import apply_key_type
 
@@ -25,7 +26,7 @@ def named_as_told(checkpoint: Checkpoint, request: UnitsRequest, sources: Source
     reference = None
     if request.reference is not None:
         with of_option(flags.reference):
-            reference = open_checkpoint(request.reference, sources=sources, locate=False)
+            reference = open_checkpoint(request.reference, sources=sources, locate=Locate.NOTHING)
     name = partial(
         apply_key_type,
         key_type="name",

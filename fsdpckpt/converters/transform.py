@@ -45,6 +45,7 @@ from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import ConvertOptions, MissingState
 from fsdpckpt.producers.table import id_rule_of
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.missing_state import Choice, fill, require_complete
@@ -548,7 +549,7 @@ class _Steps:
         if path is None:
             return None
         with of_option(flags.reference):
-            return open_checkpoint(path, sources=self.sources, locate=False)
+            return open_checkpoint(path, sources=self.sources, locate=Locate.NOTHING)
 
 
 def _under_all_names(checkpoint: Checkpoint, units: Units) -> Checkpoint:

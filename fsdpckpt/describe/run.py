@@ -11,6 +11,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.notebook import table
 from fsdpckpt.readers.candidates import newest, pointers
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources, relative_path
 from fsdpckpt.text import natural
 
@@ -87,7 +88,7 @@ def describe_run(source: str, several: SeveralCheckpointsError, sources: Sources
 def _checkpoints_at(path: str, source: str, sources: Sources, depth: int) -> list[RunCheckpoint]:
     name = relative_path(path, source)
     try:
-        checkpoint = open_checkpoint(path, sources=sources, locate=False)
+        checkpoint = open_checkpoint(path, sources=sources, locate=Locate.NOTHING)
     except SeveralCheckpointsError as several:
         if depth:
             below = [_checkpoints_at(each, source, sources, depth - 1) for each in several.checkpoints]

@@ -285,7 +285,7 @@ class Chunks:
     """The chunks of one tensor, one row each: n rows.
 
     ``rank`` (n,): the rank that held or wrote the chunk. ``file`` (n,): index into ``Checkpoint.files``. ``offset``
-    (n,): byte offset in that file of the chunk's first element, -1 until the reader has located it (``locate=False``).
+    (n,): byte offset in that file of the chunk's first element, -1 until the reader has located it.
     ``boxes``: their boxes and strides, which tensors that are cut alike share. ``item`` (n, 2), for chunks stored by
     DCP: the first byte and the length of the archive in that file that holds the chunk.
     """

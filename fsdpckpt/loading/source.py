@@ -34,7 +34,7 @@ from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import PLAIN_PATHS, SectionPath
 from fsdpckpt.readers.dcp.items import is_located, locate_rows
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.protocol import require_matches
+from fsdpckpt.readers.protocol import Locate, require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import (
     BlockReader,
@@ -51,19 +51,21 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate: bool) -> Checkpoint:
+def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate: Locate) -> Checkpoint:
     """The checkpoint at ``path`` as whole tensors, keyed and named according to ``options``.
 
-    ``locate=False``: the items of a DCP directory are not opened, unless they contain flat parameters. Raises what
+    ``Locate.NOTHING``: the items of a DCP directory are not opened, unless they contain flat parameters. Raises what
     ``fsdpckpt convert`` raises for the source: SourceError, NeedsInformationError.
     """
     units = load_units(options.units, sources) if options.units is not None else None
     ignored = options.ignore_file
     checkpoint = open_checkpoint(path, sources=sources, units=units, locate=locate, ignore_file=ignored, as_dcp=True)
     require_matches(ignored, checkpoint)
-    flattened = not locate and is_flattened(checkpoint, sources, units_request(options))
+    flattened = locate.nothing and is_flattened(checkpoint, sources, units_request(options))
     if flattened and not all(map(is_located, checkpoint.leaves())):
-        checkpoint = open_checkpoint(path, sources=sources, units=units, locate=True, ignore_file=ignored, as_dcp=True)
+        checkpoint = open_checkpoint(
+            path, sources=sources, units=units, locate=Locate.ALL, ignore_file=ignored, as_dcp=True
+        )
     try:
         # as for a conversion to whole tensors, up to the layout
         spec = TargetSpec(Layout.FULL, Container.DCP, None, options, directory=True)

@@ -43,6 +43,7 @@ from fsdpckpt.loading.source import (
     read_boxes,
 )
 from fsdpckpt.options import ConvertOptions
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 from fsdpckpt.verify.blocks import DEFAULT_THREADS
@@ -101,7 +102,7 @@ class StorageReader(TorchStorageReader):
         given |= {"strip_prefix": strip_prefix, "add_prefix": add_prefix, "rename": rename}
         self._options = ConvertOptions.of(**given, threads=threads)
         self._threads = self._options.threads if self._options.threads is not None else DEFAULT_THREADS
-        self._open(os.fsdecode(path), locate=False)
+        self._open(os.fsdecode(path), locate=Locate.NOTHING)
 
     @property
     def checkpoint_id(self) -> str:
@@ -116,14 +117,14 @@ class StorageReader(TorchStorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Step 0: open another source with the same options, if ``dcp.load`` is given a ``checkpoint_id``."""
         if checkpoint_id is not None:
-            self._open(os.fsdecode(checkpoint_id), locate=False)
+            self._open(os.fsdecode(checkpoint_id), locate=Locate.NOTHING)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Step 1: every key that can be loaded, with dtype and shape; read again if the source was saved again."""
         try:
             self._sources.require_unchanged()
         except SourceError:
-            self._open(self._path, locate=False)
+            self._open(self._path, locate=Locate.NOTHING)
         entries = self._entries_of_rank()
         return Metadata(
             state_dict_metadata=matching_names(entries.values, self._storage_metadata),
@@ -186,7 +187,7 @@ class StorageReader(TorchStorageReader):
         with Sources() as sources:
             return sources.stat(os.fsdecode(checkpoint_id)) is not None
 
-    def _open(self, path: str, *, locate: bool) -> None:
+    def _open(self, path: str, *, locate: Locate) -> None:
         self._sources = Sources()
         self._path = path
         self._checkpoint = open_to_load(path, self._options, self._sources, locate=locate)
@@ -203,7 +204,7 @@ class StorageReader(TorchStorageReader):
 
     def _reopened(self) -> Entries:
         """The same entries, with the bytes of every item located."""
-        self._open(self._path, locate=True)
+        self._open(self._path, locate=Locate.ALL)
         return self._entries_of_rank()
 
     def _read(self, boxes: list[BoxToRead], entries: Entries) -> bool:

@@ -46,7 +46,7 @@ from fsdpckpt.readers.manifest import (
 )
 from fsdpckpt.readers.model_config import HUGGING_FACE_WEIGHTS, config_problems
 from fsdpckpt.readers.parts import ReadPart, read_part
-from fsdpckpt.readers.protocol import FileTable, Items, Part, ReadOptions, stem_of
+from fsdpckpt.readers.protocol import FileTable, Locate, Part, ReadOptions, stem_of
 from fsdpckpt.readers.registry import READERS, recognise_foreign_file
 from fsdpckpt.readers.search import UNFINISHED, Found, Search, is_numbered
 from fsdpckpt.readers.side_files import missing_sections, section_of_name, with_flavor
@@ -63,7 +63,7 @@ def open_checkpoint(
     source: str,
     *,
     sources: Sources,
-    locate: bool | Items = True,
+    locate: Locate = Locate.ALL,
     only: Section | None = None,
     units: Units | None = None,
     ignore_file: tuple[str, ...] = (),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -56,14 +56,40 @@ def require_matches(globs: Sequence[str], *checkpoints: Checkpoint) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """How to read a checkpoint. ``locate``: whether to open data files whose metadata alone describes the tensors. With
-    False their chunks have offset -1; with items, only these tensors are located. ``only``: the requested section;
-    parts whose names show that they hold a different one may be incomplete. ``as_dcp``: if a directory has a DCP
-    checkpoint and a file with the same section, the file is left out, as by ``dcp.load``.
+class Locate:
+    """Which tensors of a DCP directory are located: their items are opened, and show where in its file each chunk is.
+
+    ``Locate.NOTHING``: the metadata alone is read; ``Locate.ALL``; ``Locate.only(items)``.
     """
 
-    locate: bool | Items = True
+    all: bool
+    items: Items = frozenset()
+
+    NOTHING: ClassVar[Locate]
+    ALL: ClassVar[Locate]
+
+    @classmethod
+    def only(cls, items: Items) -> Locate:
+        return cls(all=False, items=items)
+
+    @property
+    def nothing(self) -> bool:
+        return not self.all and not self.items
+
+
+Locate.NOTHING = Locate(all=False)
+Locate.ALL = Locate(all=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How to read a checkpoint. ``locate``: which data files to open whose metadata alone describes the tensors; chunks
+    of others have offset -1. ``only``: the requested section; parts whose names show that they hold a different one may
+    be incomplete. ``as_dcp``: if a directory has a DCP checkpoint and a file with the same section, the file is left
+    out, as by ``dcp.load``.
+    """
+
+    locate: Locate = Locate.ALL
     only: Section | None = None
     as_dcp: bool = False
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdpckpt
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
 from tests.converters.test_empty_shards import save_each, without_replicas
 from tests.converters.test_target_mesh import assert_held, save, to_ranks
@@ -80,7 +81,7 @@ def test_it_can_move_inside_and_back(saved: Path, tmp_path: Path) -> None:
 def test_a_dcp_directory_has_it_in_the_files_of_its_ranks(saved: Path, tmp_path: Path) -> None:
     fsdpckpt.convert(saved / "tp", tmp_path / "dcp", to="sharded", container="dcp")
     assert fsdpckpt.diff(saved / "tp", tmp_path / "dcp").same
-    by_rank = open_checkpoint(str(tmp_path / "dcp"), sources=Sources(), locate=False)
+    by_rank = open_checkpoint(str(tmp_path / "dcp"), sources=Sources(), locate=Locate.NOTHING)
     assert by_rank.model is not None
     chunks = by_rank.model.params["row.weight"].chunks  # type: ignore[union-attr]
     for rank, start in zip(chunks.rank.tolist(), chunks.start.tolist(), strict=True):
@@ -96,7 +97,7 @@ def test_it_is_written_in_the_form_of_every_version(saved: Path, tmp_path: Path,
     assert fsdpckpt.diff(saved / "replicas", tmp_path / "new").same
     shardings = []
     for path in (saved / "replicas", tmp_path / "new"):
-        opened = open_checkpoint(str(path), sources=Sources(), locate=False)
+        opened = open_checkpoint(str(path), sources=Sources(), locate=Locate.NOTHING)
         shardings.append([tensor.sharding for tensor in opened.leaves()])
     assert shardings[0] == shardings[1]
     assert {str(one.mesh) for one in shardings[0] if one is not None and len(one.dims) == 3} == {

@@ -17,6 +17,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.parameter_order import parameter_orders
 from fsdpckpt.transform.rekey import apply_key_type
@@ -81,7 +82,7 @@ def _open(path: Path, content: object | None = None) -> Checkpoint:
     if content is not None:
         torch.save(content, path)
     with Sources() as sources:
-        return open_checkpoint(str(path), sources=sources, locate=True)
+        return open_checkpoint(str(path), sources=sources, locate=Locate.ALL)
 
 
 def _rekeyed(checkpoint: Checkpoint, key_type: str, **more: Any) -> Checkpoint:

@@ -13,6 +13,7 @@ import fsdpckpt
 from fsdpckpt.converters import prepare
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.formats.dcp.items import ItemReader
+from fsdpckpt.readers.protocol import Locate
 from tests.readers.played_ranks import save_as_ranks, shard, shard_rows_twice
 
 WEIGHTS = {f"w{rows}": torch.randn(rows, 3) for rows in (4, 5, 9)}
@@ -69,7 +70,7 @@ def test_only_the_items_of_what_is_taken_are_opened(
     found = converted(source, tmp_path / "a", to="sharded", world_size=3, **options)
     assert sum(opened) == cut * RANKS + whole
     opened.clear()
-    monkeypatch.setattr(prepare, "_select", lambda *given: prepare._read_and_transform(*given, locate=True))
+    monkeypatch.setattr(prepare, "_select", lambda *given: prepare._read_and_transform(*given, Locate.ALL))
     assert converted(source, tmp_path / "b", to="sharded", world_size=3, **options) == found
     assert sum(opened) == 2 * TENSORS * RANKS + TENSORS
 

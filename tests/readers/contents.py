@@ -17,7 +17,7 @@ from tests.materialise import gather
 __all__ = ["Held", "held", "opened", "raw", "same_values"]
 
 
-def opened(path: Path | str, *, locate: bool = True) -> Checkpoint:
+def opened(path: Path | str, *, locate: Locate = Locate.ALL) -> Checkpoint:
     with Sources() as sources:
         return open_checkpoint(str(path), sources=sources, locate=locate)
 

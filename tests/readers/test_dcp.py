@@ -37,6 +37,7 @@ from fsdpckpt.errors import (
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.tensors import OneSlice, Tensor
 from fsdpckpt.ir.values import UNREAD, Global, Object
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.text import plural
 from tests.readers.contents import held, opened, raw, same_values
 from tests.readers.played_ranks import as_rank, save_as_ranks, shard, shard_rows_twice
@@ -430,7 +431,7 @@ def test_without_locating_no_tensor_is_opened(tmp_path: Path) -> None:
     located = opened(tmp_path)
     for file in tmp_path.glob("*.distcp"):
         file.write_bytes(bytes(file.stat().st_size))
-    found = opened(tmp_path, locate=False)
+    found = opened(tmp_path, locate=Locate.NOTHING)
     for name, tensor in located.model.params.items():  # type: ignore[union-attr]
         other = found.model.params[name]  # type: ignore[union-attr]
         assert isinstance(tensor, Tensor) and isinstance(other, Tensor)
@@ -442,11 +443,11 @@ def test_without_locating_no_tensor_is_opened(tmp_path: Path) -> None:
 
 def test_very_many_pickled_values_are_unread_without_locating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dcp.save(RICH, checkpoint_id=tmp_path, no_dist=True)
-    found = opened(tmp_path, locate=False)
+    found = opened(tmp_path, locate=Locate.NOTHING)
     assert found.optim is not None and found.optim.param_groups is not None
     assert found.optim.param_groups[0]["betas"] == (0.9, 0.95) and found.notes == ()
     monkeypatch.setattr("fsdpckpt.readers.dcp.read._MAX_VALUES", 3)
-    found = opened(tmp_path, locate=False)
+    found = opened(tmp_path, locate=Locate.NOTHING)
     assert found.optim is not None and found.optim.param_groups is not None
     assert found.optim.param_groups[0]["betas"] is UNREAD and found.extra["nan"] is UNREAD
     assert "unread" in [note.kind for note in found.notes]
@@ -471,7 +472,7 @@ def test_all_missing_data_files_are_named_even_without_locating(tmp_path: Path) 
     save_as_ranks(tmp_path, partial(with_buffers, 4), 4)
     for rank in (1, 3):
         (tmp_path / f"__{rank}_0.distcp").unlink()
-    for locate in (True, False):
+    for locate in (Locate.ALL, Locate.NOTHING):
         with pytest.raises(SourceIncompleteError) as error:
             opened(tmp_path, locate=locate)
         assert error.value.details == ("__1_0.distcp", "__3_0.distcp")
@@ -483,7 +484,7 @@ def test_all_truncated_data_files_are_named(tmp_path: Path) -> None:
         path = tmp_path / f"__{rank}_0.distcp"
         os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(SourceCorruptError, match="truncated") as error:
-        opened(tmp_path, locate=False)
+        opened(tmp_path, locate=Locate.NOTHING)
     assert [detail.partition(":")[0] for detail in error.value.details] == ["__0_0.distcp", "__2_0.distcp"]
 
 
@@ -494,10 +495,10 @@ def test_a_data_file_of_nothing_but_a_value_is_missed_too(tmp_path: Path) -> Non
     (path,) = (tmp_path / info.relative_path for index, info in metadata.storage_data.items() if index.fqn == "seen")
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(SourceCorruptError, match="truncated") as truncated:
-        opened(tmp_path, locate=False)
+        opened(tmp_path, locate=Locate.NOTHING)
     path.unlink()
     with pytest.raises(SourceIncompleteError) as missing:
-        opened(tmp_path, locate=False)
+        opened(tmp_path, locate=Locate.NOTHING)
     assert truncated.value.details[0].startswith(path.name) and missing.value.details == (path.name,)
 
 
@@ -618,7 +619,7 @@ class Shout(StreamTransformExtension):
 def test_transformed_items_are_refused_naming_the_extension(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path, _extensions=[Shout()]), no_dist=True)
     with pytest.raises(SourceUnsupportedError, match=r"stream\.shout/1"):
-        opened(tmp_path, locate=False)
+        opened(tmp_path, locate=Locate.NOTHING)
 
 
 class Evil:

@@ -8,6 +8,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
 
 
@@ -28,9 +29,9 @@ def _save(path: str, rates: list[float]) -> list[list[str]]:
     return [[f"{number}.weight", f"{number}.bias"] for number in range(len(rates))]
 
 
-@pytest.mark.parametrize("locate", [True, False])
+@pytest.mark.parametrize("locate", [Locate.ALL, Locate.NOTHING])
 @pytest.mark.filterwarnings("ignore")
-def test_parameters_with_equal_tensor_rates_share_a_group_and_others_do_not(tmp_path, locate: bool) -> None:
+def test_parameters_with_equal_tensor_rates_share_a_group_and_others_do_not(tmp_path, locate: Locate) -> None:
     first, second, third = _save(str(tmp_path), [0.1, 0.25, 0.1])
     with Sources() as sources:
         checkpoint = open_checkpoint(str(tmp_path), sources=sources, locate=locate)

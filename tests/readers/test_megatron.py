@@ -40,6 +40,7 @@ from fsdpckpt.ir.values import UNREAD
 from fsdpckpt.loading import StorageReader
 from fsdpckpt.readers.dcp import open_directory
 from fsdpckpt.readers.dcp.megatron import MegatronReader
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.testing import WEIGHTS, ReaderContract
 from tests.golden.megatron.net import Net
 from tests.readers.contents import opened
@@ -245,7 +246,7 @@ def test_masters_are_the_weights_and_that_is_said(golden: Path) -> None:
 
 def test_inspect_sees_shapes_without_opening_data(golden: Path) -> None:
     for name in WHOLE:
-        lazy, located = opened(golden / name, locate=False), opened(golden / name)
+        lazy, located = opened(golden / name, locate=Locate.NOTHING), opened(golden / name)
         assert [(one.key, one.tensor.shape) for one in lazy.tensors()] == [
             (one.key, one.tensor.shape) for one in located.tensors()
         ]
@@ -346,7 +347,7 @@ class TestMegatronFsdp:
         monkeypatch.setattr("fsdpckpt.readers.dcp.read._MAX_VALUES", 10)
         read = mock.Mock(wraps=open_directory)
         monkeypatch.setattr("fsdpckpt.readers.dcp.read.open_directory", read)
-        checkpoint = opened(golden / "fsdp-dtensor", locate=False)
+        checkpoint = opened(golden / "fsdp-dtensor", locate=Locate.NOTHING)
         optim = checkpoint.optim
         assert optim is not None
         assert read.call_count == 1
@@ -427,7 +428,7 @@ def test_common_values_in_an_object(golden: Path, tmp_path: Path, monkeypatch: p
         monkeypatch.setattr("fsdpckpt.readers.dcp.read._MAX_VALUES", few)
         read = mock.Mock(wraps=open_directory)
         monkeypatch.setattr("fsdpckpt.readers.dcp.read.open_directory", read)
-        checkpoint = opened(tmp_path, locate=False)
+        checkpoint = opened(tmp_path, locate=Locate.NOTHING)
         assert read.call_count == 1
         assert not is_located(checkpoint)
         assert (checkpoint.extra["rng_state/shard_0_1"] is UNREAD) == (few == 0)

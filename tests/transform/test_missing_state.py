@@ -20,6 +20,7 @@ from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.units import Unit, UnitParam, Units
 from fsdpckpt.plan import make_plan
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.local import ZeroFile
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.missing_state import require_complete
@@ -68,7 +69,7 @@ def _units(**trained: bool) -> Units:
 
 def _filled(path: str, choice: Any, units: Units | None = None) -> Checkpoint:
     with Sources() as sources:
-        opened = open_checkpoint(path, sources=sources, locate=True)
+        opened = open_checkpoint(path, sources=sources, locate=Locate.ALL)
         return fill_missing(opened, choice, units=units, sources=sources)
 
 
@@ -90,7 +91,7 @@ def test_a_complete_optimizer_and_one_without_any_states_stay_as_they_are(choice
     for number, content in enumerate((_content(), _content(a=0, b=0, c=0, d=0))):
         path = _save(tmp_path / f"{number}.pt", content)
         with Sources() as sources:
-            opened = open_checkpoint(path, sources=sources, locate=True)
+            opened = open_checkpoint(path, sources=sources, locate=Locate.ALL)
             assert fill_missing(opened, choice, units=None, sources=sources) is opened
 
 
@@ -175,7 +176,7 @@ def test_zeros_in_a_dcp_directory_read_back_as_zeros(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     path = _write(found, tmp_path / "out", dcp=True, window=64)
     with Sources() as sources:
-        written = open_checkpoint(path, sources=sources, locate=True)
+        written = open_checkpoint(path, sources=sources, locate=Locate.ALL)
         assert problems(written) == []
         for param, states in found.optim.state.items():
             for name in ("step", "exp_avg", "exp_avg_sq"):
@@ -203,7 +204,7 @@ def test_the_states_of_one_flat_parameter_decide_before_those_of_the_group(tmp_p
 def test_a_frozen_parameter_needs_no_state_where_units_say_so(tmp_path: Path) -> None:
     path = _save(tmp_path / "s.pt", _content(b=0))
     with Sources() as sources:
-        opened = open_checkpoint(path, sources=sources, locate=True)
+        opened = open_checkpoint(path, sources=sources, locate=Locate.ALL)
         assert fill_missing(opened, "error", units=_units(b=False), sources=sources) is opened
 
 
@@ -254,7 +255,7 @@ def test_states_take_the_dtype_of_their_parameter_where_all_others_do(tmp_path: 
 def test_a_flat_parameter_with_states_in_part_is_refused_by_name(tmp_path: Path) -> None:
     path = _save(tmp_path / "s.pt", _content(b=0, d=0))
     with Sources() as sources:
-        opened = open_checkpoint(path, sources=sources, locate=True)
+        opened = open_checkpoint(path, sources=sources, locate=Locate.ALL)
     with pytest.raises(NeedsInformationError, match=r"^All unflattened parameters comprising a single flat") as error:
         require_complete(opened, _units())
     assert isinstance(error.value, ValueError)  # PyTorch's type for it, too

@@ -29,6 +29,7 @@ from fsdpckpt.flat.units.build import ROOT_ONLY, module_paths
 from fsdpckpt.ir.model_config import CONFIG, disagreements
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.model_config import config_fields
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -162,7 +163,7 @@ def base_model(directory: str, sources: Sources) -> BaseModel:
             next_step="give the directory that the training started from",
         )
     architecture = _architecture(fields, path)
-    checkpoint = open_checkpoint(directory, sources=sources, locate=False)
+    checkpoint = open_checkpoint(directory, sources=sources, locate=Locate.NOTHING)
     stored = model_names(checkpoint, directory)
     if stored is None:
         raise SourceMissingError(

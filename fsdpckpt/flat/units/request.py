@@ -35,7 +35,7 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, Units, unit_text
 from fsdpckpt.ir.units_json import MAX_BYTES, UNITS_FILE, encode, loads, render
-from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.readers.protocol import MANIFEST, Locate
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import replace_file
 from fsdpckpt.storage.sources import Sources
@@ -143,7 +143,7 @@ def reference_names(path: str, sources: Sources) -> ParameterNames:
     from fsdpckpt.readers.detect import open_checkpoint
 
     with of_option(flags.reference):
-        checkpoint = open_checkpoint(path, sources=sources, locate=False)
+        checkpoint = open_checkpoint(path, sources=sources, locate=Locate.NOTHING)
     names = model_names(checkpoint, path) or optimizer_names(checkpoint, f"the optimizer of {path}")
     if names is None:
         raise SourceUnrecognisedError(

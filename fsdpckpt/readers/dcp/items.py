@@ -420,7 +420,7 @@ def locate_rows(
     """Each tensor reduced to those rows of its chunks, located. Items are opened in the order of their file.
 
     None if an item differs from the metadata: ``_correct_uneven`` needs all items, so the checkpoint must be opened
-    with ``locate=True``. Raises what ``ItemReader.tensors`` raises.
+    with ``Locate.ALL``. Raises what ``ItemReader.tensors`` raises.
     """
     located = [replace(tensor, chunks=tensor.chunks.take(rows)) for tensor, rows in wanted]
     unplaced = [number for number, tensor in enumerate(located) if not is_located(tensor)]

@@ -33,7 +33,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Tensor
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.optimizer_forms import groups_of_equal_settings, notes_on_copies
-from fsdpckpt.readers.protocol import Claim, FileTable, Items, Part, ReadOptions, Tree, claim_latest
+from fsdpckpt.readers.protocol import Claim, FileTable, Locate, Part, ReadOptions, Tree, claim_latest
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 
@@ -123,9 +123,7 @@ def _directory_of(iteration: str) -> str | None:
     return f"iter_{int(iteration):07d}" if number else "release" if iteration == "release" else None
 
 
-def _read_torch_dist(
-    path: str, common: Entry | None, files: FileTable, sources: Sources, *, locate: bool | Items
-) -> Tree:
+def _read_torch_dist(path: str, common: Entry | None, files: FileTable, sources: Sources, *, locate: Locate) -> Tree:
     """Read the model, the optimizer and the extras of the directory ``path``. ``common``: its ``common.pt``.
 
     If the optimizer has fp32 weights, the model section has these. Buffers that hold the states of many

@@ -26,7 +26,7 @@ from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.dcp.blockwise import read_blockwise
 from fsdpckpt.readers.dcp.directory import DcpDirectory, open_directory
 from fsdpckpt.readers.dcp.items import declared_chunks, first_of_items, locate_chunks, read_values
-from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, Items, Tree, build_tensors
+from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, Items, Locate, Tree, build_tensors
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 
@@ -35,10 +35,10 @@ _MAX_VALUES = 1 << 14  # pickled values that are always read, at some microsecon
 _GROUPS = re.compile(r"^common_state/|\.optimizer/|(?:^|\.)param_to_group_meta\.")
 
 
-def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | Items) -> Tree:
+def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: Locate) -> Tree:
     """Read the checkpoint in the directory ``path``.
 
-    With ``locate=False`` only the tensor items of param groups are opened: all other chunks have offset -1, and if
+    With ``Locate.NOTHING`` only the tensor items of param groups are opened: all other chunks have offset -1, and if
     there are more than ``_MAX_VALUES`` pickled values, those outside ``_GROUPS`` are ``UNREAD``. With the items of some
     tensors these are opened too, and all values are read. Raises SourceIncompleteError (no metadata, files or items
     missing: lists all), SourceCorruptError (contradictions), SourceUnsafeError (unknown globals),
@@ -53,13 +53,13 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: bool | It
     directory.numbers = {name: files.add(directory.file(name), directory.nbytes[name]) for name in directory.nbytes}
     metadata, blocks = read_blockwise(directory, sources, tree)
     ordinary = replace(directory, metadata=metadata)
-    if locate is True:
+    if locate.all:
         chunked = locate_chunks(ordinary, sources, tree)
     else:
-        chosen = locate_chunks(_only_items(ordinary, locate or frozenset()), sources, tree)
+        chosen = locate_chunks(_only_items(ordinary, locate.items), sources, tree)
         located = {tensor.key: tensor for tensor in chosen}
         chunked = [located.get(tensor.key, tensor) for tensor in declared_chunks(ordinary)]
-    values = read_values(directory, sources, tree) if locate else _few_values(directory, sources, tree)
+    values = read_values(directory, sources, tree) if not locate.nothing else _few_values(directory, sources, tree)
     shapes = directory.metadata.unflattened
     if shapes:
         chunked = [_in_shape(each, shapes[each.key], file=path) if each.key in shapes else each for each in chunked]

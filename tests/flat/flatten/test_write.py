@@ -21,6 +21,7 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.units import RankOrder, Strategy, Unit, Units
 from fsdpckpt.ir.units_json import loads
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from tests.flat.flat_source import ORDER, SHAPES, Model, flat, loaded, param, units, written
@@ -45,7 +46,7 @@ def test_every_file_is_the_one_fsdp1_saved_on_that_rank(oracle, tmp_path, world_
     wrong = []
     for saved in sorted(path for path in directory.iterdir() if path.name not in OTHER_KEYS):
         with Sources() as sources:
-            truth = open_checkpoint(str(saved / "truth.pt"), sources=sources, locate=True)
+            truth = open_checkpoint(str(saved / "truth.pt"), sources=sources, locate=Locate.ALL)
         of = loads((saved / "units.json").read_bytes(), source="units.json")
         target = lay_out(truth, WriteSpec(units=of, world_size=world_size, key_type="id"))
         materialise(target, truth.files, str(tmp_path / saved.name))
