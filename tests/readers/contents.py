@@ -11,6 +11,7 @@ import torch
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
 from tests.materialise import gather
 
