@@ -6,12 +6,13 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from fsdpckpt.formats.pickle.memo import Memo, TextsInRun
 from fsdpckpt.formats.pickle.opcodes import COUNTED, opcode_end
 from fsdpckpt.formats.pickle.operands import (
     MEMOIZE,
@@ -24,7 +25,6 @@ from fsdpckpt.formats.pickle.operands import (
 )
 from fsdpckpt.formats.pickle.patterns import ANY, GET, MEMOIZES, NUMBERED, PLAIN, PUTS, SHORT_TEXT, TEXT
 from fsdpckpt.formats.pickle.records import Example, Form, Holder, Reads, Record, Row, Run, Scan
-from fsdpckpt.ir.tensors import Int64Array
 
 _SHORT_TEXT_OPCODE, _STOP = 0x8C, ord(".")
 _MAX_FORMS = 256  # patterns that are made; a save has fewer than ten
@@ -44,78 +44,6 @@ class Skipped(Protocol):
     def past(self, data: bytes, at: int, limit: int) -> int:
         """Skip from ``at`` at least to ``limit``; return where an opcode begins."""
         ...
-
-
-class _Memo:
-    """The memo of a pickle that numbers its values by itself: which number each value has in what is left of it.
-
-    ``count``, ``kept``: values so far, in the pickle and in what is left.
-    """
-
-    def __init__(self) -> None:
-        self.count = self.kept = 0
-        self._first: list[int] = []  # of values kept one after the other: the number of the first, ...
-        self._new: list[int] = []  # ... that number in what is left, ...
-        self._end: list[int] = []  # ... and the number after the last
-
-    def keep(self, values: int) -> None:
-        if self._end and self._end[-1] == self.count:
-            self._end[-1] += values
-        else:
-            self._first.append(self.count)
-            self._new.append(self.kept)
-            self._end.append(self.count + values)
-        self.count += values
-        self.kept += values
-
-    def find(self, number: int) -> int | None:
-        """The number in what is left of the value ``number``; None if it is not there."""
-        at = bisect_right(self._first, number) - 1
-        return None if at < 0 or number >= self._end[at] else self._new[at] + number - self._first[at]
-
-
-class _TextsInRun:
-    """The texts that the records of one run memoise. ``base``: the number of the first value that they memoise.
-
-    ``memoised``: for each part of a record, how many values it memoises (one number, or one for each record);
-    ``numbers``: the numbers of the texts, by part.
-    """
-
-    def __init__(
-        self,
-        base: int,
-        rows: int,
-        memoised: list[int | npt.NDArray[np.uint8]],
-        numbers: dict[int, npt.NDArray[np.signedinteger]],
-    ) -> None:
-        self.base, self.numbers = base, numbers
-        self._rows, self._memoised = rows, memoised
-
-    @cached_property
-    def starts(self) -> Int64Array:
-        """The memo number of the first value of each record."""
-        total = np.zeros(self._rows, np.int64)
-        for each in self._memoised:
-            total += each
-        return self.base + np.cumsum(total) - total
-
-    def find(self, number: int) -> int | None:
-        """The number of the text that is memoised as ``number``."""
-        row = int(np.searchsorted(self.starts, number, "right")) - 1
-        at = int(self.starts[row])
-        for part, each in enumerate(self._memoised):
-            here = each if isinstance(each, int) else int(each[row])
-            if part in self.numbers and here and at == number:
-                return int(self.numbers[part][row])
-            at += here
-        return None
-
-    @property
-    def end(self) -> int:
-        """The memo number after the last value."""
-        return self.base + sum(
-            each * self._rows if isinstance(each, int) else int(each.sum()) for each in self._memoised
-        )
 
 
 class _Known(NamedTuple):
@@ -150,10 +78,10 @@ class Scanner:
         self._records, self._numbered, self._skipped = records, numbered, skipped
         self._step = _step(tuple(records), numbered, b"" if skipped is None else skipped.key + skipped.begin)
         self._out = bytearray()
-        self._memo = _Memo()
+        self._memo = Memo()
         self._numbers: list[bytes] = []  # the opcodes that give a value a memo number
         self._gets: dict[bytes, bytes] = {}  # what a reference becomes
-        self._texts_in_runs: list[_TextsInRun] = []
+        self._texts_in_runs: list[TextsInRun] = []
         self._bases: list[int] = []  # of these
         self._text_numbers: dict[bytes, int] = {}  # by the opcodes of a text, or of a reference that the loader reads
         self._forms: dict[tuple[str, _Groups], Form] = {}
@@ -379,7 +307,7 @@ class Scanner:
                 made[part.name], count = self._texts(column)
                 texts[at] = column, made[part.name]
             memoised.append(count)
-        in_run = _TextsInRun(self._memo.count, len(rows), memoised, {at: numbers for at, (_, numbers) in texts.items()})
+        in_run = TextsInRun(self._memo.count, len(rows), memoised, {at: numbers for at, (_, numbers) in texts.items()})
         named: list[bytes] = []
         new: list[int] = []
         self._memo.count = in_run.end
@@ -414,7 +342,7 @@ class Scanner:
         self,
         column: Sequence[bytes],
         numbers: npt.NDArray[np.signedinteger],
-        in_run: _TextsInRun,
+        in_run: TextsInRun,
         named: list[bytes],
         new: list[int],
     ) -> None:
