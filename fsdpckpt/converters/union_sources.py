@@ -32,6 +32,7 @@ STEP = 4 << 20  # bytes of one answer, which both ranks hold in memory
 HEAD = 1 << 10  # bytes of each announced file that come at once: what kind of file it is, and its folder's name
 HEADERS = 64 << 20  # bytes of headers that rank 0 holds in advance
 AT_ONCE = 128  # announced files of one rank whose headers are asked for at a time
+MAX_MESH = 1 << 10  # bytes of a tensor that is sent with the headers: the ranks of a mesh are one, and are read
 MAX_SMALL_RECORD = 64 << 10  # bytes of a record beside tensors that is sent with the headers, whatever it holds
 
 
@@ -152,8 +153,8 @@ def _headers(group: Group, source: ByteSource, ranges: Sequence[tuple[int, int]]
             if head.startswith(b"PK\3\4"):
                 records = read_directory(recorded)
                 for record in records.values():
-                    beside = not record.name.startswith("data/") and record.nbytes <= MAX_SMALL_RECORD
-                    if beside or record.name == "data.pkl":
+                    most = MAX_MESH if record.name.startswith("data/") else MAX_SMALL_RECORD
+                    if record.nbytes <= most or record.name == "data.pkl":
                         recorded.read(record.offset, record.nbytes)
             elif looks_like_safetensors(head, source.nbytes):
                 read_header(recorded)
