@@ -65,8 +65,8 @@ class Incomplete:
 
 
 def describe_incomplete(source: str, error: FsdpckptError, sources: Sources) -> Incomplete | None:
-    """Look at the directory ``source``, of which ``error`` says what is wrong; None if it is no such error, or if there
-    is no directory.
+    """Look at the directory ``source``, of which ``error`` says what is wrong; None if it is no such error, if there is
+    no directory, or if there is nothing to say beside the error.
     """
     entry = sources.stat(source)
     if not isinstance(error, (SourceIncompleteError, SourceCorruptError)) or entry is None or not entry.directory:
@@ -89,6 +89,8 @@ def describe_incomplete(source: str, error: FsdpckptError, sources: Sources) -> 
             missing |= {row.pattern.replace("*", str(rank)) for rank in row.ranks(FileState.MISSING)}
     found = {section: _readable(source, section, sources) for section in _SECTIONS}
     readable = {section: checkpoint for section, checkpoint in found.items() if checkpoint is not None}
+    if not readable and not missing and not any(row.ranks(FileState.DAMAGED) for row in grid.rows):
+        return None
     return Incomplete(source, error, grid, tuple(sorted(missing)), tuple(sorted(damaged)), readable)
 
 
