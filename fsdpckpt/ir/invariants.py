@@ -213,7 +213,8 @@ def state_completeness(optim: Optimizer) -> Iterator[Problem]:
     for key, states in optim.state.items():
         if key not in seen and BARE_VALUE not in states:
             what = f"optim {key}: has state, but is in no param group"
-            yield _state_problem(key, what, fatal=type(key) is int)
+            # Beside names a number is an entry that a user added; among ids it is a parameter that nothing trains.
+            yield _state_problem(key, what, fatal=type(key) is int and optim.key_type == "id")
 
 
 def _uneven_states(

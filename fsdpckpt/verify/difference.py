@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from fsdpckpt.flags import Message
 from fsdpckpt.ir.checkpoint import Section
 from fsdpckpt.notebook import table
 from fsdpckpt.text import count_text
@@ -76,6 +77,9 @@ class Difference:
     entries: tuple[Entry, ...]
     notes: tuple[str, ...] = ()
     sources: tuple[str, str] = ("A", "B")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "notes", tuple(map(Message, self.notes)))
 
     @property
     def same(self) -> bool:

@@ -12,6 +12,7 @@ from typing import TypeGuard
 import numpy as np
 
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceError, SourceIncompleteError
+from fsdpckpt.flags import Message
 from fsdpckpt.ir import invariants
 from fsdpckpt.ir.buffers import known_buffers, with_named_buffers
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Problem, ProblemKind, Section, problem_of
@@ -70,6 +71,9 @@ class Verification:
     replicas: int
     notes: tuple[str, ...] = ()
     resumption: Resumption | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "notes", tuple(map(Message, self.notes)))
 
     @property
     def whole(self) -> bool:

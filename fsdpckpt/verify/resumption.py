@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from fsdpckpt.flags import Message
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Section
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.values import Value
@@ -42,6 +43,10 @@ class Resumption:
     changes: tuple[str, ...]
     command: str | None = None
     still_missing: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("missing", "changes", "still_missing"):
+            object.__setattr__(self, name, tuple(map(Message, getattr(self, name))))
 
     @property
     def resumes(self) -> bool:

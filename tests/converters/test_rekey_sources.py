@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
+from fsdpckpt.flags import Message
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
@@ -34,7 +35,7 @@ def full(keys: Sequence[ParamKey] = (0, 1, 2), *, model: bool = False, **group: 
 
 def sources_of(held: Checkpoint, **given: object) -> list[str]:
     known: dict[str, object] = {"units": None, "reference": None, "parameters": None}
-    return [order.source for order in parameter_orders(held, **{**known, **given})]  # type: ignore[arg-type]
+    return [str(Message(order.source)) for order in parameter_orders(held, **{**known, **given})]  # type: ignore[arg-type]
 
 
 def rekeyed(held: Checkpoint, key_type: object, units: Units | None = UNITS) -> Checkpoint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import pickletools
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,23 @@ def test_whatever_is_shared_nearly_all_items_are_scanned(shared: str) -> None:
     fast, by_loader = both(data)
     assert fast == by_loader and isinstance(fast[0], dict)  # type: ignore[index]
     assert in_runs(scanned(data))[1] >= 48
+
+
+def test_a_reference_to_what_comes_later_is_refused() -> None:
+    """The name of an item becomes a reference to each value around it: some are names, before it and after it."""
+    opcodes = indexes([new("layer.weight") for _ in range(12)], [new("__0_0.distcp") for _ in range(12)])[11:]
+    text = b"\x8c\x0clayer.weight\x94"
+    at = opcodes.index(text, opcodes.index(b"storage_data"))
+    for _ in range(5):
+        at = opcodes.index(text, at + 1)
+    memoised = sum(opcode.name == "MEMOIZE" and (place or 0) < at for opcode, _, place in pickletools.genops(opcodes))
+    accepted = 0
+    for number in range(memoised - 25, memoised + 25):
+        edited = opcodes[:at] + b"j" + number.to_bytes(4, "little") + opcodes[at + len(text) :]
+        fast, by_loader = both(b"\x80\x04\x95" + len(edited).to_bytes(8, "little") + edited)
+        assert fast == by_loader, number - memoised
+        accepted += isinstance(fast[0], dict)  # type: ignore[index]
+    assert accepted > 1, "no reference to a name before it was tried"
 
 
 def scan(opcodes: bytes, *, numbered: bool = False) -> Scan:

@@ -115,7 +115,7 @@ def test_classes_and_globs_that_match_nothing_are_errors_that_show_what_there_is
     assert "tests.oracle.flat_models:Perceptron" in error.value.details
     with pytest.raises(UsageError, match="not an nn"):
         units_from_model(Nested, ["torch:tensor"], use_orig_params=True)
-    with pytest.raises(UsageError, match=r"--ignore outer\.\*\.nothing matches no module") as error:
+    with pytest.raises(UsageError, match=r"--ignore 'outer\.\*\.nothing' matches no module") as error:
         units_from_model(Nested, [], use_orig_params=True, ignored=["outer.*.nothing"])
     assert "outer.inner.up" in error.value.details
     world(2)
