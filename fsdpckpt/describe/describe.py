@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpckpt import flags
 from fsdpckpt.ir import SectionName
-from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTensor, Section, SourceFile
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTensor, Note, Section, SourceFile
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.stored_once import stored
 from fsdpckpt.ir.tensors import Boxes, Stats, Tensor
@@ -108,7 +108,7 @@ class Description:
             "named": [_named_json(named) for named in checkpoint.named],
             "extra": extra_json(checkpoint),
             "problems": [json_value(asdict(problem)) for problem in checkpoint.problems],
-            "notes": [json_value(asdict(note)) for note in checkpoint.notes],
+            "notes": [_note_json(note) for note in checkpoint.notes],
             "evidence": list(map(str, checkpoint.evidence)),
             "files": [{"path": file.path, "nbytes": file.nbytes} for file in stored_files(checkpoint)],
             "account": {
@@ -116,6 +116,11 @@ class Description:
                 "entries": [json_value(asdict(entry)) for entry in account.entries],
             },
         }
+
+
+def _note_json(note: Note) -> object:
+    """What users may rely on: ``damage`` is for ``verify``, which lists it among the problems."""
+    return json_value({name: value for name, value in asdict(note).items() if name != "damage"})
 
 
 def _named_json(named: NamedSection) -> Json:
