@@ -270,7 +270,7 @@ def test_another_target_is_refused_with_resume_too(
     changed.write_bytes(data)
     done = convert(source, target, *options, "--resume")
     assert done.code == 5
-    assert f"{target} exists, and is not what this command writes" in done.err
+    assert f"{target} already exists, and is not what this command writes" in done.err
     assert changed.read_bytes() == data
 
 

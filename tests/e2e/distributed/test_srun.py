@@ -60,7 +60,7 @@ def test_a_task_that_is_lost_ends_the_others_without_help_and_one_says_which(bas
         *(str(base / "disk" / "ranks"), str(tmp_path / "out.pt")),
         *("--max-memory", "1MiB", "--fault-limit", str(LIMIT), "--json"),
         PYTHONPATH=f"{TROUBLE}{os.pathsep}{ROOT}",
-        TROUBLE=f"1,fsdpckpt.execute:write_window,kill,{when}",
+        TROUBLE=f"1,fsdpckpt.execute.run:write_window,kill,{when}",
     )
     seconds = time.time() - float(when.read_text())
     assert [each.returncode for each in ended] == [6, -9, 6], [each.stderr[-3000:] for each in ended]

@@ -133,7 +133,7 @@ def test_verify_says_which_of_them_resume(converted: dict[str, Job], saved: Libr
         found = resumption(target, "trainer")
         assert any(expected in reason for reason in found.missing), found
     other = resumption(source, "accelerate")
-    assert not other.resumes and other.command is not None and "--flavor accelerate --world-size 2" in other.command
+    assert not other.resumes and other.command is not None and "--world-size 2 --flavor accelerate" in other.command
     assert other.still_missing == ()
     ranks = resumption(saved.saved / "accelerate-ranks2", "accelerate")
     assert "load only on the 3 ranks" in ranks.missing[0] and ranks.command is not None
