@@ -47,7 +47,7 @@ def extensions(group: str) -> tuple[Extension, ...]:
             )
         try:
             value = point.load()
-        except Exception as error:  # whatever the other package does
+        except (Exception, SystemExit) as error:  # whatever the other package does
             raise UsageError(
                 f"{point.name} of {package} {version} cannot be imported from {point.value}",
                 found=f"{type(error).__name__}: {error}",

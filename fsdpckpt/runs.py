@@ -16,7 +16,9 @@ from fsdpckpt.converters import Report
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, SourceError, SourceMissingError, UsageError, WorkerError
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 from fsdpckpt.progress import Progress
+from fsdpckpt.storage import is_url
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.target_checks import require_outside
 from fsdpckpt.text import natural, some_of
 from fsdpckpt.worker import convert
 
@@ -60,6 +62,8 @@ def convert_each(
     converted with, WorkerError, InterruptedRunError. Other errors are in the attempts.
     """
     glob = _require_glob(each)
+    if not is_url(run) and not is_url(out):
+        require_outside(out, run)
     if options.resume is None and not options.overwrite:
         options = replace(options, resume=True)  # what is there and complete is compared, and accepted
     converted: set[str] = set()
@@ -116,6 +120,9 @@ def _attempt(
         if isinstance(error, UsageError) and first:  # it is the command that is wrong, for all of them
             raise
         return Attempt(name, target, error=error)
+    except OSError as error:  # a link to itself, a directory that may not be read
+        what = f"{source}: {error.strerror or error}"
+        return Attempt(name, target, error=SourceError(what, file=source, next_step="see what it is, or leave it out"))
 
 
 def _require_glob(each: EachOptions) -> str:
@@ -133,7 +140,18 @@ def _require_glob(each: EachOptions) -> str:
             next_step=f"give a glob of their names, for example {flags.each('step-*')} or "
             f"{flags.each('global_step_*/actor')}",
         )
+    if each.newer_than is not None and not _has_form(each.newer_than, each.each):
+        raise UsageError(
+            f"{flags.newer_than(each.newer_than)} is not such a name as {flags.each(each.each)} selects",
+            next_step="give the name of one of these checkpoints; it need not be there any more",
+        )
     return each.each
+
+
+def _has_form(name: str, glob: str) -> bool:
+    """Whether ``name`` matches ``glob``, component by component."""
+    names, globs = name.strip("/").split("/"), glob.strip("/").split("/")
+    return len(names) == len(globs) and all(map(fnmatchcase, names, globs))
 
 
 def _no_match_error(run: str, glob: str, newer_than: str | None) -> SourceMissingError:

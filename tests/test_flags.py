@@ -187,3 +187,10 @@ def test_an_option_as_text_is_found() -> None:
 
 def test_an_error_of_any_class_is_made_of_messages() -> None:
     assert in_python(FsdpckptError(f"{flags.only('model')}").what) == "only='model'"
+
+
+def test_what_is_printed_has_no_coded_options() -> None:
+    from fsdpckpt.cli.output import visible
+
+    message = Message(f"add {flags.units('FILE')}")
+    assert f"{visible(message)}" == f"{visible(format(message))}" == "add --units FILE"

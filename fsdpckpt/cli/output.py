@@ -29,9 +29,9 @@ NARROWEST = 8  # characters of a column of names, however narrow the terminal
 
 def visible(text: str) -> str:
     """``text`` on one line, with line breaks and control sequences of the terminal escaped."""
+    text = str(Message(text))  # options are values in a message, also when it is formatted
     if text.isprintable():
         return text
-    text = Message(text)  # options that are still values
     return "".join(char if char.isprintable() else _escaped(char) for char in text)
 
 

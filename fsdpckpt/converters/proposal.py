@@ -35,10 +35,10 @@ def with_proposal(
         try:
             prepared = prepare(source, target, replace(options, dry_run=True), sources)
         except UsageError as error:
-            refused = error
+            refused = refused or error  # what the first says is about the ranks that were asked for
             continue
         except FsdpckptError as error:
-            refused = error
+            refused = refused or error
             break
         notes = (*prepared.transformed.checkpoint.notes, *prepared.output.notes)
         lacking = [reason for reason in found.missing if reason in MISSING_SECTIONS]

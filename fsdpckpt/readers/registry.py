@@ -49,8 +49,15 @@ def foreign_readers() -> tuple[ForeignReader, ...]:
     """The readers that installed packages announce. Raises what ``extensions`` raises."""
     found = []
     for extension in extensions(ENTRY_POINTS):
-        value = extension.value() if isinstance(extension.value, type) else extension.value
         described = f"{extension.name} of {extension.package} {extension.version}"
+        value = extension.value() if isinstance(extension.value, type) else extension.value
+        if not all(callable(getattr(value, name, None)) for name in ("recognise_file", "recognise_directory")):
+            raise UsageError(
+                f"{described} is not a reader",
+                expected="a class, or an object, with recognise_file and recognise_directory",
+                found=type(value).__name__,
+                next_step=f"update the package, or uninstall it: pip uninstall {extension.package}",
+            )
         found.append(ForeignReader(cast(Reader, value), described))
     return tuple(found)
 

@@ -86,7 +86,16 @@ def test_a_wrong_command_is_said_once(run_of_three: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("options", [("--newer-than", "step-1"), ("--watch", "5"), ("--each", "../*"), ("--each", "/")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--newer-than", "step-1"),
+        ("--watch", "5"),
+        ("--each", "../*"),
+        ("--each", "/"),
+        ("--each", "step-*", "--newer-than", "nope"),
+    ],
+)
 def test_what_selects_nothing_is_a_wrong_command(options: tuple[str, ...], run_of_three: Path, run: Run) -> None:
     assert run("convert", str(run_of_three), "out", *options).code == 2
 
@@ -108,3 +117,18 @@ def test_watching_tries_an_incomplete_one_again(
     names = [(attempt.name, attempt.exit_code) for attempt in islice(attempts, 4)]
     assert names == [("step-900", 0), ("step-1000", 3), ("step-1100", 0), ("step-1000", 0)]
     assert waited == [30.0]
+
+
+def test_the_run_itself_is_never_written_to(run_of_three: Path, run: Run) -> None:
+    done = run("convert", str(run_of_three), str(run_of_three / "sub"), "--each", "step-*", "--to", "full")
+    assert done.code == 2
+    assert "lies inside the source" in done.err
+    assert not (run_of_three / "sub").exists()
+
+
+def test_a_link_to_itself_does_not_stop_the_others(run_of_three: Path, tmp_path: Path) -> None:
+    (run_of_three / "step-1").symlink_to("step-1")
+    attempts = fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*", to="full")
+    assert [(attempt.name, attempt.exit_code) for attempt in attempts] == [
+        *(("step-1", 3), ("step-900", 0), ("step-1000", 3), ("step-1100", 0))
+    ]

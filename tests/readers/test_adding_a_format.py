@@ -116,3 +116,12 @@ def test_a_package_that_cannot_be_imported_is_named(project: Path, installed: Pa
     assert done.returncode == 2
     assert "broken of broken 2.0 cannot be imported" in done.stderr and "pip uninstall broken" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_is_no_reader_is_named(project: Path, installed: Path, tmp_path: Path) -> None:
+    site = Path(shutil.copytree(installed, tmp_path / "site"))
+    _other_package(site, "bad", "from json import loads as Reader\n")
+    _run([sys.executable, str(project / "save.py")], site, tmp_path)
+    done = _run([sys.executable, "-m", "fsdpckpt", "inspect", "saved"], site, tmp_path)
+    assert done.returncode == 2
+    assert "bad of bad 2.0 is not a reader" in done.stderr

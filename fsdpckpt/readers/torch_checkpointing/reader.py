@@ -20,6 +20,7 @@ from fsdpckpt.readers.torch_checkpointing.metadata import (
     Item,
     ItemFile,
     Metadata,
+    default_file,
     find_metadata,
 )
 from fsdpckpt.storage import Entry
@@ -115,7 +116,7 @@ def _missing(item: Item, found: set[str]) -> list[str]:
 def _other_items(files: Mapping[str, Entry], metadata: Metadata) -> list[Item]:
     """The items that are not in ``metadata`` because they cannot be resharded, by the default names of their files.
 
-    Some are those of one rank only. A gap between ranks shows that a file is missing.
+    Some are those of one rank only. What several ranks have, all have.
     """
     claimed = {file.path for item in metadata.items.values() for file in item.files.values()}
     by_item: dict[str, dict[int, ItemFile]] = {}
@@ -124,11 +125,11 @@ def _other_items(files: Mapping[str, Entry], metadata: Metadata) -> list[Item]:
         if match is not None and name not in claimed and int(match["rank"]) < metadata.world_size:
             by_item.setdefault(match["item"], {})[int(match["rank"])] = ItemFile(name, TORCH)
     items = [Item(name, of_ranks, {}) for name, of_ranks in sorted(by_item.items())]
-    return [_without_gaps(item) for item in items]
+    return [_of_all_ranks(item, metadata.world_size) for item in items]
 
 
-def _without_gaps(item: Item) -> Item:
-    """``item`` with the names of the files that lack between those of the ranks that saved it."""
-    several = range(max(item.files) + 1) if len(item.files) > 1 else item.files
-    named = {rank: item.files.get(rank, ItemFile(f"{item.name}_{rank}.pt", TORCH)) for rank in several}
+def _of_all_ranks(item: Item, world_size: int) -> Item:
+    """``item`` with the names of the files that it lacks, unless one rank alone saved it."""
+    ranks = range(world_size) if len(item.files) > 1 else item.files
+    named = {rank: item.files.get(rank, ItemFile(default_file(item.name, rank), TORCH)) for rank in ranks}
     return replace(item, files=named)
