@@ -236,3 +236,18 @@ def test_json_and_bytes_are_extras(shards: Path, tmp_path: Path) -> None:
     of_ranks = [torch.load(tmp_path / "on-2" / f"extra_state_world_size_2_rank_{rank}.pt") for rank in (0, 1)]
     assert [extra["settings"]["rank"] for extra in of_ranks] == [0, 1]
     assert {extra["blob"] for extra in of_ranks} == {b"\x00same"}
+
+
+def test_the_last_rank_of_an_item_outside_the_metadata_may_be_missing_too(saved: Path) -> None:
+    def of_three(metadata: dict[str, Any]) -> None:
+        metadata["metadata"].pop("optimizer")
+        metadata["world_size"] = 3
+        layouts = metadata["metadata"]["model"]["rank_to_layout_info"]
+        layouts[2] = layouts[1] and {**layouts[1], "file_path": "model_2.safetensors"}
+
+    change(saved, of_three)
+    for path in list(saved.glob("model_1.*")):
+        shutil.copy(path, saved / path.name.replace("_1", "_2"))
+    with pytest.raises(SourceIncompleteError) as caught:
+        api.inspect(saved)
+    assert set(caught.value.details) == {f"{saved}/optimizer_2.pt", f"{saved}/step_2.pt"}
