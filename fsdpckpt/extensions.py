@@ -25,13 +25,27 @@ class Extension:
     version: str
     value: object
 
+    @property
+    def origin(self) -> str:
+        """The package and its version."""
+        return f"{self.package} {self.version}"
+
+    def refused(self, what: str, expected: str, found: str) -> UsageError:
+        """The error for a value that is ``what``."""
+        return UsageError(
+            f"{self.name} of {self.origin} {what}",
+            expected=expected,
+            found=found,
+            next_step=f"update the package, or uninstall it: pip uninstall {self.package}",
+        )
+
 
 @cache
 def extensions(group: str) -> tuple[Extension, ...]:
     """The extensions of ``group``, by name. Raises UsageError for one that cannot be imported, and for two of one
     name.
     """
-    if not any(map(_announces_formats, sys.path)):
+    if not _is_any_announced():
         return ()
     from importlib.metadata import entry_points  # takes time, and hardly anybody needs it
 
@@ -55,6 +69,12 @@ def extensions(group: str) -> tuple[Extension, ...]:
             ) from error
         found[point.name] = Extension(point.name, package, version, value)
     return tuple(found.values())
+
+
+@cache
+def _is_any_announced() -> bool:
+    """Whether any installed package has a reader or a flavor: searched once for both."""
+    return any(map(_announces_formats, sys.path))
 
 
 def _announces_formats(directory: str) -> bool:

@@ -70,8 +70,8 @@ def all_formats() -> Iterator[Format]:
 
     yield from CONTAINERS
     for foreign in foreign_readers():
-        name, _, package = foreign.described.partition(" of ")
-        yield Format("reader", name, f"a format that {package} reads", (), package)
+        extension = foreign.extension
+        yield Format("reader", extension.name, f"a format that {extension.origin} reads", (), extension.origin)
     yield Format("flavor", PLAIN, "no framework: what PyTorch's own calls save", ("full", "sharded", "flattened"), "")
     for flavor in sorted(all_flavors(), key=lambda flavor: (not flavor.forms, flavor.name)):
         layouts = tuple(dict.fromkeys(str(form.layout) for form in flavor.forms))

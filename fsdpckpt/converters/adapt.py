@@ -19,7 +19,7 @@ from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.sections import model_of, optimizers
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Object, Value, value_at
+from fsdpckpt.ir.values import Key, Object, Value, find_value
 from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
 from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings, side_files
@@ -425,7 +425,7 @@ def _recorded_steps(checkpoint: Checkpoint, sources: Sources) -> int | None:
     steps = next((each for each in found if each is not None), None)
     if steps is not None:
         return steps
-    values = (_value_at(checkpoint.extra, path) for path in _STEPS_OF_OTHERS)
+    values = (find_value(checkpoint.extra, path) for path in _STEPS_OF_OTHERS)
     return next((value for each in values if (value := _as_count(each, checkpoint, sources)) is not None), None)
 
 
@@ -433,14 +433,6 @@ def _steps_of(optim: Optimizer, checkpoint: Checkpoint, sources: Sources) -> int
     """The step count of the first parameter that has one; None if none has, or if it is NaN or infinite."""
     step = next((entry["step"] for entry in optim.state.values() if "step" in entry), None)
     return _as_count(step, checkpoint, sources)
-
-
-def _value_at(extra: Mapping[Key, Value], path: tuple[Key, ...]) -> Value:
-    try:
-        value: Value = value_at(dict(extra), path)
-        return value
-    except (KeyError, IndexError, TypeError):
-        return None
 
 
 def _as_count(step: Value, checkpoint: Checkpoint, sources: Sources) -> int | None:

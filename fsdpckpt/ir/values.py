@@ -185,6 +185,15 @@ def value_at(value: Value, path: tuple[Key, ...]) -> Any:
     return inner
 
 
+def find_value(value: Value, path: tuple[Key, ...]) -> Value:
+    """The value at ``path``, None if there is none."""
+    try:
+        found: Value = value_at(value, path)
+    except (KeyError, IndexError, TypeError):
+        return None
+    return found
+
+
 _ABSENT: Any = object()
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, lru_cache
 
-from fsdpckpt.errors import UsageError
 from fsdpckpt.extensions import FLAVORS as ENTRY_POINTS
 from fsdpckpt.extensions import extensions
 from fsdpckpt.ir import Container, IdRule, Layout, Section
@@ -423,15 +422,12 @@ def foreign_flavors() -> tuple[Flavor, ...]:
     found = []
     ours = {PLAIN, *(flavor.name for flavor in FLAVORS)}
     for extension in extensions(ENTRY_POINTS):
-        package, flavor = f"{extension.package} {extension.version}", extension.value
+        flavor = extension.value
         if not isinstance(flavor, Flavor) or flavor.name in ours:
-            raise UsageError(
-                f"{extension.name} of {package} is not a flavor of its own",
-                expected="a fsdpckpt.producers.Flavor with a name that no other has",
-                found=f"the flavor {flavor.name}" if isinstance(flavor, Flavor) else type(flavor).__name__,
-                next_step=f"update the package, or uninstall it: pip uninstall {extension.package}",
-            )
-        found.append(replace(flavor, tested=package))
+            expected = "a fsdpckpt.producers.Flavor with a name that no other has"
+            given = f"the flavor {flavor.name}" if isinstance(flavor, Flavor) else type(flavor).__name__
+            raise extension.refused("is not a flavor of its own", expected, given)
+        found.append(replace(flavor, tested=extension.origin))
     return tuple(found)
 
 

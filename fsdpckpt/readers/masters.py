@@ -22,7 +22,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, NoteKind, Probl
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Chunks, Flattened, Tensor
-from fsdpckpt.ir.values import Key, Value, replaced, value_at, without
+from fsdpckpt.ir.values import Key, Value, find_value, replaced, without
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import dotted
 from fsdpckpt.readers.same_weights import KnownCopies, first_different, names_by_value
@@ -193,10 +193,7 @@ def _untied(checkpoint: Checkpoint, path: tuple[Key, ...]) -> Checkpoint:
 def _wrapper(checkpoint: Checkpoint) -> tuple[tuple[Key, ...], dict[Key, Value]]:
     """The place among the extras of what is beside the optimizer in a dict of its own; and that, empty without any."""
     place = checkpoint.origin.nesting.get(Section.OPTIM, ())[:-1]
-    try:
-        wrapper = value_at(checkpoint.extra, place) if place else None
-    except (KeyError, IndexError, TypeError):
-        wrapper = None
+    wrapper = find_value(checkpoint.extra, place) if place else None
     return place, wrapper if isinstance(wrapper, dict) else {}
 
 

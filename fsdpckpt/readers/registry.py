@@ -12,7 +12,7 @@ from typing import cast
 
 from fsdpckpt.errors import UsageError
 from fsdpckpt.extensions import READERS as ENTRY_POINTS
-from fsdpckpt.extensions import extensions
+from fsdpckpt.extensions import Extension, extensions
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind
 from fsdpckpt.readers.dcp import DcpReader
 from fsdpckpt.readers.dcp.megatron import MegatronReader
@@ -38,10 +38,15 @@ READERS: tuple[Reader, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ForeignReader:
-    """The reader of another package. ``described``: its name, the package and its version."""
+    """The reader of another package, which announced it as ``extension``."""
 
     reader: Reader
-    described: str
+    extension: Extension
+
+    @property
+    def described(self) -> str:
+        """Its name, the package and its version."""
+        return f"{self.extension.name} of {self.extension.origin}"
 
 
 @cache
@@ -49,16 +54,11 @@ def foreign_readers() -> tuple[ForeignReader, ...]:
     """The readers that installed packages announce. Raises what ``extensions`` raises."""
     found = []
     for extension in extensions(ENTRY_POINTS):
-        described = f"{extension.name} of {extension.package} {extension.version}"
         value = extension.value() if isinstance(extension.value, type) else extension.value
         if not all(callable(getattr(value, name, None)) for name in ("recognise_file", "recognise_directory")):
-            raise UsageError(
-                f"{described} is not a reader",
-                expected="a class, or an object, with recognise_file and recognise_directory",
-                found=type(value).__name__,
-                next_step=f"update the package, or uninstall it: pip uninstall {extension.package}",
-            )
-        found.append(ForeignReader(cast(Reader, value), described))
+            expected = "a class, or an object, with recognise_file and recognise_directory"
+            raise extension.refused("is not a reader", expected, type(value).__name__)
+        found.append(ForeignReader(cast(Reader, value), extension))
     return tuple(found)
 
 

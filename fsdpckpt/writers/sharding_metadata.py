@@ -30,11 +30,11 @@ from fsdpckpt.ir.tensors import (
 )
 from fsdpckpt.ir.values import Key, Value, walk
 from fsdpckpt.producers import SectionPath
+from fsdpckpt.producers.torch_checkpointing import METADATA, OF_DTENSOR, VERSION
 from fsdpckpt.writers.dtensor_pickle import ranks_along
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_rank, model_dict, nested
 
-_NAME = "metadata.pkl"
 _ITEM = re.compile(r"[^/\\\x00-\x1f{}]{1,200}")
 
 
@@ -100,7 +100,7 @@ def sharding_metadata(
                 described.append(
                     {
                         "sharding_metadata": {
-                            "type": "DTensorShardingMetadata",
+                            "type": OF_DTENSOR,
                             "data": {
                                 "global_shape": list(leaf.shape),
                                 "dtype": f"torch.{casts.get(leaf, leaf.dtype).name}",
@@ -117,8 +117,8 @@ def sharding_metadata(
             "nested_path_to_metadata": tensors,
             "rank_to_layout_info": dict.fromkeys(everyone),
         }
-    file = TargetFile(_NAME)
-    file.add_literal(dumps({"metadata": items, "world_size": world_size, "version": "2.0"}))
+    file = TargetFile(METADATA)
+    file.add_literal(dumps({"metadata": items, "world_size": world_size, "version": VERSION}))
     return file
 
 

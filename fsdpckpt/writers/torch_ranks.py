@@ -30,6 +30,7 @@ from fsdpckpt.ir.tensors import Int64Array, Replicate, Shard, Sharding, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts import mesh_box, row_sharding
 from fsdpckpt.options import TensorForm
+from fsdpckpt.producers.torch_checkpointing import default_file
 from fsdpckpt.text import size_text
 from fsdpckpt.writers.dtensor_pickle import DTensorPickle, target_version
 from fsdpckpt.writers.protocol import WriteSpec
@@ -196,7 +197,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     extras: list[Value] = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
     if spec.by_item:
         for item, values in items_by_rank(checkpoint, spec.section_paths, world_size).items():
-            files += files_of(f"{item}_{{rank}}.pt", values, tied, same=not checkpoint.rank_extra)
+            files += files_of(default_file(item, "{rank}"), values, tied, same=not checkpoint.rank_extra)
         files.append(sharding_metadata(checkpoint, spec, cut, casts, device or mesh.device))
     else:
         if checkpoint.model is not None:

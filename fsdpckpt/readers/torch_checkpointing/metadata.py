@@ -11,6 +11,7 @@ import json
 import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NoReturn, cast
 
 from fsdpckpt import flags
@@ -21,12 +22,12 @@ from fsdpckpt.formats.torch.mesh import MAX_RANKS, as_int_tuple
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.tensors import Placement, Replicate, Shard, StridedShard
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.producers.torch_checkpointing import OF_DTENSOR, VERSION, default_file
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import truncate
 
-METADATA = "metadata.pkl"
-VERSIONS = ("1.0", "2.0")
+VERSIONS = ("1.0", VERSION)
 TORCH, SAFETENSORS, JSON, RAW = (
     "TorchSerialization",
     "SafetensorsSerialization",
@@ -91,11 +92,6 @@ class Item:
 class Metadata:
     world_size: int
     items: Mapping[str, Item]
-
-
-def default_file(item: str, rank: int) -> str:
-    """The name of the file of an item without a layout (``default_torch_layout_info``)."""
-    return f"{item}_{rank}.pt"
 
 
 def find_metadata(file: Entry | None, sources: Sources) -> Metadata | None:
@@ -228,7 +224,7 @@ class _Parser:
         shape = self._sizes(data.get("global_shape"), f"{key}: the shape")
         if dtype is None:
             self._damaged(f"{key}: the dtype", "a dtype of torch", data.get("dtype"))
-        if kind == "DTensorShardingMetadata":
+        if kind == OF_DTENSOR:
             mesh = self._mesh(self._dict(data.get("mesh_spec"), key), key)
             placements = self._placed(data.get("placements"), len(shape), key)
             if len(placements) != len(mesh.shape):
@@ -240,7 +236,7 @@ class _Parser:
             f"{key} is cut as {truncate(kind)}, which fsdpckpt does not know",
             file=self._path,
             key=key,
-            expected="DTensorShardingMetadata or default_tensor_v1",
+            expected=f"{OF_DTENSOR} or default_tensor_v1",
             found=truncate(kind),
             why="the job has a resharder of its own",
             next_step=f"save this item as DTensors, or leave its files out with {flags.ignore_file('GLOB')}",
@@ -253,9 +249,7 @@ class _Parser:
         shape = self._sizes(spec.get("mesh_shape"), f"{key}: the mesh")
         ranks = self._sizes(spec.get("mesh_data"), f"{key}: the ranks of the mesh")
         names, device = spec.get("mesh_dim_names"), spec.get("device_type")
-        count = 1
-        for size in shape:
-            count *= size
+        count = prod(shape)
         if count != len(ranks) or len(set(ranks)) != len(ranks):
             self._damaged(f"{key}: the ranks of the mesh", f"{count} different ones", ranks)
         named = isinstance(names, (tuple, list)) and len(names) == len(shape) and all(type(n) is str for n in names)

@@ -21,13 +21,13 @@ from fsdpckpt.formats.torch.mesh import Mesh, nesting_of
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir import Section
 from fsdpckpt.ir.checkpoint import Checksums, Container, Evidence, EvidenceKind, Layout, Problem
-from fsdpckpt.ir.tensors import Replicate, Sharded, Tensor, contiguous_stride
-from fsdpckpt.ir.values import Key, Value, equal, value_at
-from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, dotted
+from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharded, Tensor, contiguous_stride
+from fsdpckpt.ir.values import Key, Value, equal, find_value
+from fsdpckpt.producers.torch_checkpointing import METADATA
+from fsdpckpt.readers.protocol import FileTable, Tree, dotted
 from fsdpckpt.readers.side_files import section_of_name
 from fsdpckpt.readers.torch_checkpointing.metadata import (
     JSON,
-    METADATA,
     SAFETENSORS,
     TORCH,
     AsBoxes,
@@ -225,13 +225,8 @@ def _of_boxes(cut: AsBoxes, rank: int, local: StoredTensor, key: str, file: str)
 
 def _mesh(cut: OnMesh, rank: int) -> Mesh:
     spec = cut.mesh
-    coordinate: tuple[int, ...] | None = None
-    if rank in spec.ranks:
-        position, reversed_coordinate = spec.ranks.index(rank), []
-        for size in reversed(spec.shape):
-            position, index = divmod(position, size)
-            reversed_coordinate.append(index)
-        coordinate = tuple(reversed(reversed_coordinate))
+    inside = rank in spec.ranks
+    coordinate = MeshShape(spec.shape).coordinate(spec.ranks.index(rank)) if inside else None
     nesting = nesting_of(spec.shape, spec.ranks, spec.names or (), ())
     return Mesh(spec.shape, spec.ranks, coordinate, rank, spec.ranks, spec.device, spec.names, nesting)
 
@@ -260,17 +255,13 @@ def _put(root: dict[Key, Value], path: tuple[Key, ...], leaf: Value) -> None:
 def _read_values(form: str, paths: Mapping[int, str], files: FileTable, sources: Sources) -> Tree:
     """An item of JSON documents or of raw bytes, one for each rank."""
     values: list[Value] = []
-    for rank in range(max(paths) + 1):
-        path = paths.get(rank)
-        if path is None:
-            values.append(None)
-            continue
+    for _, path in sorted(paths.items()):  # the metadata names a file of every rank
         source = sources.open(path)
         check_size(source.nbytes, path)
         files.add(path, source.nbytes)
         data = source.read(0, source.nbytes)
         values.append(_json(data, path) if form == JSON else data)
-    tree = Tree(values[min(paths)], Layout.FULL, Container.TORCH, len(paths))
+    tree = Tree(values[0], Layout.FULL, Container.TORCH, len(paths))
     if not all(equal(value, values[0]) for value in values[1:]):
         tree.rank_values[()] = tuple(values)
     return tree
@@ -290,7 +281,7 @@ def _contradictions(directory: str, item: Item, root: Value) -> list[Problem]:
     problems: list[Problem] = []
     for path, of_ranks in item.tensors.items():
         described = next(iter(of_ranks.values()))
-        leaf = _leaf_at(root, path)
+        leaf = find_value(root, path)
         key = dotted((item.name, *path))
         what = _difference(described, leaf)
         if what:
@@ -298,13 +289,6 @@ def _contradictions(directory: str, item: Item, root: Value) -> list[Problem]:
             file = f"{directory}/{METADATA}"
             problems.append(Problem("rank-mismatch", message, file=file, key=dotted(path), section=section))
     return problems
-
-
-def _leaf_at(root: Value, path: KeyPath) -> Value:
-    try:
-        return cast(Value, value_at(root, path))
-    except (KeyError, IndexError, TypeError):
-        return None
 
 
 def _difference(described: OnMesh | AsBoxes, leaf: Value) -> str:

@@ -12,15 +12,14 @@ from dataclasses import replace
 
 from fsdpckpt.errors import SourceIncompleteError, SourceUnrecognisedError
 from fsdpckpt.ir import Section
+from fsdpckpt.producers.torch_checkpointing import METADATA, default_file
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
 from fsdpckpt.readers.side_files import section_of_name
 from fsdpckpt.readers.torch_checkpointing.metadata import (
-    METADATA,
     TORCH,
     Item,
     ItemFile,
     Metadata,
-    default_file,
     find_metadata,
 )
 from fsdpckpt.storage import Entry

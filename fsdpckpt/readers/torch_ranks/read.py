@@ -21,7 +21,7 @@ from fsdpckpt.ir.checkpoint import Checksums, Container, Evidence, EvidenceKind,
 from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, RankOrder, Units
-from fsdpckpt.ir.values import Key, Value, replaced, value_at, walk
+from fsdpckpt.ir.values import Key, Value, find_value, replaced, walk
 from fsdpckpt.readers.flat_slices import crcs_of_chunks, flat_parameter_keys
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree
@@ -269,10 +269,7 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
 
 
 def _optimizer_at(root: object, path: KeyPath) -> _Optimizer | None:
-    try:
-        value = value_at(cast(Value, root), path)
-    except (KeyError, IndexError, TypeError):
-        return None
+    value = find_value(cast(Value, root), path)
     return value if isinstance(value, dict) and isinstance(value.get("state"), dict) else None
 
 
