@@ -15,14 +15,17 @@ Hook = tuple[int, str]
 """(n, code): what the process does before its n-th write."""
 
 CODE = """
-import os, sys
+import os, sys, threading
 from fsdpckpt.execute import journal
 from fsdpckpt.storage.local import WritableFile
 journal.SYNC_SECONDS = 0.002
-written, write = [], WritableFile.write
+exec(os.environ.get("BEFORE", ""))
+written, write, counting = [], WritableFile.write, threading.Lock()
 def hooked(self, *arguments):
-    written.append(self.path)
-    if len(written) == int(os.environ.get("HOOK_AT", "0")):
+    with counting:  # two threads that count at once would both miss the n-th write
+        written.append(self.path)
+        reached = len(written) == int(os.environ["HOOK_AT"])
+    if reached:
         exec(os.environ["HOOK"])
     write(self, *arguments)
 if "HOOK" in os.environ:
@@ -48,7 +51,7 @@ def convert(
     limit: float = 60,
     **environment: str,
 ) -> Done:
-    """``fsdpckpt convert`` as a process, whose journal is synced all the time."""
+    """``fsdpckpt convert`` as a process, whose journal is synced all the time. ``BEFORE``: code that runs first."""
     if hook is not None:
         environment |= {"HOOK_AT": str(hook[0]), "HOOK": hook[1]}
     words = ["-c", CODE, "convert", str(source), str(target), *SMALL, *options]
@@ -58,8 +61,9 @@ def convert(
 
 
 def removing(path: Path) -> str:
-    """Code that removes a directory, which others may be writing to."""
-    return f"import shutil; shutil.rmtree({str(path)!r}, ignore_errors=True)"
+    """Code that removes a directory at once: others may be creating files in it."""
+    gone = f"{path}.gone"
+    return f"import shutil; os.rename({str(path)!r}, {gone!r}); shutil.rmtree({gone!r})"
 
 
 def hidden(target: Path, suffix: str = "staging") -> Path:

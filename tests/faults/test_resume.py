@@ -231,8 +231,7 @@ def test_other_options_are_not_resumed_and_named(source: Path, tmp_path: Path, m
 def test_another_program_version_is_not_resumed(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     older = "from fsdpckpt.converters import resume; resume.__version__ = '0.0.9'"
-    later = f"os.environ.update(HOOK_AT='20', HOOK={AFTER_SYNC!r})"
-    assert convert(source, target, *FULL, hook=(1, f"{older}; {later}")).code == -signal.SIGKILL
+    assert convert(source, target, *FULL, hook=(20, AFTER_SYNC), BEFORE=older).code == -signal.SIGKILL
     done = convert(source, target, *FULL)
     assert done.code == 5
     assert "begun by fsdpckpt 0.0.9" in done.err
