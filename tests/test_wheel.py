@@ -29,16 +29,22 @@ def pip(*words: str) -> str:
     return done.stderr.strip()[-500:] or "failed" if done.returncode else ""
 
 
+def build(directory: Path, umask: int = 0o022, **environment: str) -> Path:
+    """The wheel that ``scripts/wheel`` makes in ``directory``."""
+    command = [sys.executable, str(ROOT / "scripts" / "wheel"), str(directory)]
+    done = subprocess.run(
+        command, env=ENVIRONMENT | environment, umask=umask, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.splitlines()[0])
+
+
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The ``bin`` of an environment with nothing but the wheel and what it requires."""
     pytest.importorskip("setuptools", "77", reason="setuptools 77 is not installed: the wheel was not tested")
     place = tmp_path_factory.mktemp("wheel")
-    sources = place / "sources"  # a copy: setuptools leaves its build directory in the tree
-    shutil.copytree(ROOT / "fsdpckpt", sources / "fsdpckpt", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", SETTINGS["readme"]):
-        shutil.copy(ROOT / name, sources / name)
-    assert pip("wheel", "--no-deps", "--no-build-isolation", "-w", str(place), str(sources)) == ""
+    build(place)
     venv.create(place / "env", with_pip=False, symlinks=True)
     python = place / "env" / "bin" / "python"
     if wrong := pip("--python", str(python), "install", "--no-compile", *map(str, place.glob("*.whl"))):
@@ -95,3 +101,10 @@ def test_the_wheel_says_what_a_package_index_shows(environment: Path) -> None:
     required = [one for one in found["requires_dist"] if "extra ==" not in one]  # type: ignore[attr-defined]
     assert required and not any(one.startswith("torch") for one in required)
     assert list((environment.parent).glob("lib/*/site-packages/fsdpckpt/py.typed"))
+
+
+def test_the_same_commit_always_gives_the_same_wheel(environment: Path, tmp_path: Path) -> None:
+    first = next(environment.parent.parent.glob("*.whl"))
+    again = build(tmp_path / "again", umask=0o077, TZ="Asia/Tokyo")
+    assert again.name == first.name
+    assert again.read_bytes() == first.read_bytes()
