@@ -147,6 +147,28 @@ class FsdpckptError(Exception):
         """For Python: ``text`` with options as keywords. The command line shows the fields (``cli.errors``)."""
         return in_python(self.text)
 
+    def describe(self) -> dict[str, object]:
+        """The error for a program, as ``--json`` prints it: with options as the command line shows them."""
+        document: dict[str, object] = {
+            "type": type(self).__name__,
+            "exit_code": self.exit_code,
+            "what": self.what,
+            "details": list(self.findings),
+            "why": self.why,
+            "next_step": (self.next_steps or self.usual_next_step).replace(NEW_LINE, " ").strip(),
+            "file": self.file,
+            "key": self.key,
+            "rank": self.rank,
+            "expected": self.expected,
+            "found": self.found,
+            "retryable": self.retryable,
+        }
+        if self.exit_code == InternalError.exit_code:
+            import platform
+
+            document["python"] = platform.python_version()
+        return document
+
     def to_json(self) -> dict[str, Any]:
         """Every field except the class, for ``from_json`` in another process, where options are still values."""
         document = {field.name: _coded_field(getattr(self, field.name)) for field in fields(self)}

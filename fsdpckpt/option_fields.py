@@ -379,13 +379,16 @@ def _with_field(declared: Option, name: str, annotation: object) -> Option:
     return dataclasses.replace(declared, name=name, kind=kind, choices=choices, metavar=metavar, flag=flag)
 
 
+_COMMON_VALUES = ("auto", "none")  # what several options call their default, or their least value
+
+
 def _option_taking(record: type[OptionRecord], name: str, value: object) -> str | None:
     """The option of ``record`` that takes ``value``, which the option ``name`` does not: ``--container dcp``.
 
-    ``none`` was meant for ``name``, whatever other options call their least value so.
+    A value that many options have in common was meant for ``name``.
     """
     for other in options_of(record):
-        if other.name != name and value != "none" and value in (*other.choices, *other.completion):
+        if other.name != name and value not in _COMMON_VALUES and value in (*other.choices, *other.completion):
             return f"{other.flag(value)}"
     return None
 

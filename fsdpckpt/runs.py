@@ -6,8 +6,10 @@ and a checkpoint that cannot be converted does not stop the others.
 
 from __future__ import annotations
 
+import os
+import posixpath
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -44,10 +46,8 @@ class Attempt:
         return self.report is not None and self.report.was_complete
 
     def to_json(self) -> dict[str, object]:
-        """``report``: as of one conversion; ``error``: what is wrong and what to do, None without one."""
-        error = None
-        if self.error is not None:
-            error = {"what": self.error.what, "next": self.error.next_step, "exit_code": self.exit_code}
+        """``report``: as of one conversion; ``error``: as ``--json`` shows it, None without one."""
+        error = self.error.describe() if self.error is not None else None
         report = self.report.to_json() if self.report is not None else None
         return {"name": self.name, "target": self.target, "report": report, "error": error}
 
@@ -84,28 +84,44 @@ def convert_each(
 
 def find_checkpoints(run: str, glob: str, newer_than: str | None) -> list[str]:
     """The names below ``run`` that match ``glob``, component by component, in natural order; only those after
-    ``newer_than``. Hidden names match no glob.
+    ``newer_than``. Hidden names match no glob, and a link to what is found anyway is no second checkpoint.
     """
-    found = [""]
+    found = {"": ""}  # where each leads, if there is a link on the way
     with Sources() as sources:
         for part in glob.strip("/").split("/"):
-            found = [name for above in found for name in _matching(run, above, part, sources)]
-    names = sorted(found, key=natural)
+            found = {name: link for above in found.items() for name, link in _matching(run, above, part, sources)}
+    names = sorted(_without_second_names(run, found), key=natural)
     if newer_than is None:
         return names
     last = natural(newer_than.strip("/"))
     return [name for name in names if natural(name) > last]
 
 
-def _matching(run: str, above: str, glob: str, sources: Sources) -> Iterator[str]:
-    """What matches ``glob`` in the directory ``above`` of ``run``; nothing if that is a file."""
-    directory = "/".join([run.rstrip("/"), above]).rstrip("/")
+def _without_second_names(run: str, found: Mapping[str, str]) -> list[str]:
+    """The names of ``found`` without links to others of them. ``found``: where each leads, "" if it is no link.
+
+    Of several links to one place elsewhere, the one that is called as that place is stays.
+    """
+    own = {os.path.realpath(f"{run}/{name}") for name, link in found.items() if not link}
+    first: dict[str, str] = {}
+    for name, link in sorted(
+        found.items(), key=lambda each: posixpath.basename(each[0]) != posixpath.basename(each[1])
+    ):
+        first.setdefault(link, name)
+    return [name for name, link in found.items() if not link or (link not in own and first[link] == name)]
+
+
+def _matching(run: str, above: tuple[str, str], glob: str, sources: Sources) -> Iterator[tuple[str, str]]:
+    """What matches ``glob`` in the directory ``above`` of ``run``, with where it leads; nothing if that is a file."""
+    name, link = above
+    directory = "/".join([run.rstrip("/"), name]).rstrip("/")
     entry = sources.stat(directory)
     if entry is None or not entry.directory:
         return
     for child in sources.list_directory(directory):
         if not child.name.startswith(".") and fnmatchcase(child.name, glob):
-            yield f"{above}/{child.name}" if above else child.name
+            leads_to = child.link or (f"{link}/{child.name}" if link else "")
+            yield (f"{name}/{child.name}" if name else child.name), leads_to
 
 
 def _attempt(

@@ -15,7 +15,6 @@ from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING
 
 from fsdpckpt.errors import (
-    NEW_LINE,
     FsdpckptError,
     InternalError,
     InterruptedRunError,
@@ -227,23 +226,5 @@ def _mentions(text: str, word: str) -> bool:
 
 
 def error_json(error: FsdpckptError) -> dict[str, object]:
-    """The error for a program: ``{"error": {...}}``."""
-    document: dict[str, object] = {
-        "type": type(error).__name__,
-        "exit_code": error.exit_code,
-        "what": error.what,
-        "details": list(error.findings),
-        "why": error.why,
-        "next_step": (error.next_steps or error.usual_next_step).replace(NEW_LINE, " ").strip(),
-        "file": error.file,
-        "key": error.key,
-        "rank": error.rank,
-        "expected": error.expected,
-        "found": error.found,
-        "retryable": error.retryable,
-    }
-    if error.exit_code == InternalError.exit_code:
-        import platform
-
-        document["python"] = platform.python_version()
-    return {"error": document}
+    """``{"error": {...}}``: a part of the document of the command that failed."""
+    return {"error": error.describe()}

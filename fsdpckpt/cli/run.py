@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.output import Cell, Colour, Line, Name, Styled, cut, table_lines, wrapped
+from fsdpckpt.cli.output import Cell, Colour, Line, Name, Styled, cut, labelled, table_lines, wrapped
 from fsdpckpt.errors import SeveralCheckpointsError, SourceError
 from fsdpckpt.producers import PLAIN
 from fsdpckpt.text import count_text, plural, size_text
@@ -78,20 +78,22 @@ def _common(rows: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _newest_lines(run: Run, columns: int | None) -> Iterator[Line]:
-    """The newest checkpoint, what points to it, and the newest that can be used if it cannot."""
+    """The newest checkpoint, what points to it or to another one, and the one to look at next."""
     by_name = {each.name: each for each in run.checkpoints}
     for pointer, name in run.pointers.items():
         yield cut(f"{pointer} -> {name}", columns)
-    newest = by_name[run.newest]
-    if newest.complete:
-        yield f"newest: {newest.name}"
-    else:
-        yield f"newest: {newest.name}, which is not complete"
-        complete = [each for each in run.checkpoints if each.complete]
-        if complete:
-            newest = max(complete, key=lambda each: -1 if each.step is None else each.step)
-            yield f"newest complete: {newest.name}"
-    yield f"next: fsdpckpt inspect {shlex.quote(newest.path)}"
+    for lost in run.lost:
+        yield from labelled("problem:", lost, Colour.BAD, columns)
+    newest, proposed = by_name[run.newest], by_name[run.proposed]
+    yield f"newest: {newest.name}" + ("" if newest.complete else ", which is not complete")
+    complete = [each.step for each in run.checkpoints if each.complete and each.step is not None]
+    if proposed.step != newest.step and proposed.step == max(complete, default=None):
+        yield f"newest complete: {proposed.name}"
+    elif proposed.step != newest.step:
+        pointing = next(pointer for pointer, name in run.pointers.items() if proposed.name.startswith(name))
+        text = f"{pointing} names {proposed.name}: the trainer may have stopped before it had saved {newest.name}"
+        yield from labelled("problem:", text, Colour.BAD, columns)
+    yield f"next: fsdpckpt inspect {shlex.quote(proposed.path)}"
 
 
 def _document(run: Run) -> dict[str, object]:
@@ -99,5 +101,7 @@ def _document(run: Run) -> dict[str, object]:
         "source": run.source,
         "newest": run.newest,
         "pointers": run.pointers,
+        "lost": list(run.lost),
+        "proposed": run.proposed,
         "checkpoints": [{**asdict(each), "complete": each.complete} for each in run.checkpoints],
     }

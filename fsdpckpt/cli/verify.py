@@ -50,9 +50,11 @@ def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
     try:
         with output.progress() as progress:
             result = verify(source, **keywords_of(verify, options), progress=progress)
-    except (SourceError, OSError) as error:
+    except Exception as error:  # whatever it is: an earlier result must not stand for this run
         refused = as_fsdpckpt_error(error)
         _write_junit(source, options, refused, begun)
+        if not isinstance(refused, SourceError):  # not of the source: nothing is known of that
+            raise
         return show_error(output, error, _refused_document(source, refused), "verify")
     _write_junit(source, options, result, begun)
     output.document(lambda: _document(result), "verify")

@@ -9,7 +9,7 @@ from fsdpckpt.describe.describe import stored_files
 from fsdpckpt.errors import FsdpckptError, SeveralCheckpointsError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.notebook import table
-from fsdpckpt.readers.candidates import newest, pointers
+from fsdpckpt.readers.candidates import newest, pointer_text, pointers, proposed
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources, relative_path
@@ -44,15 +44,20 @@ class RunCheckpoint:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run:
-    """The checkpoints of a run, in the natural order of their names. ``newest``: the name of the newest.
+    """The checkpoints of a run, in the natural order of their names.
 
-    ``pointers``: files such as ``latest`` and links, each with the name of what it leads to.
+    ``newest``: the name of the one with the highest step. ``proposed``: of the one to read: what a ``latest`` file
+    names, since the save of a newer one may not have finished; else the newest that is complete.
+    ``pointers``: files such as ``latest`` and links, each with the name of what it leads to. ``lost``: those that lead
+    nowhere, each in a sentence.
     """
 
     source: str
     checkpoints: tuple[RunCheckpoint, ...]
     newest: str
     pointers: dict[str, str]
+    lost: tuple[str, ...]
+    proposed: str
 
     def __repr__(self) -> str:
         return f"<{self.source}: {len(self.checkpoints)} checkpoints, newest {self.newest}>"
@@ -80,9 +85,16 @@ def describe_run(source: str, several: SeveralCheckpointsError, sources: Sources
     for path in several.checkpoints:
         found += _checkpoints_at(path, source, sources, _DEEPEST)
     rows = sorted(found, key=lambda each: natural(each.name))
-    paths = [each.path for each in rows]
-    last = relative_path(newest(source, paths, sources), source)
-    return Run(source, tuple(rows), last, pointers(source, paths, sources))
+    paths = [each.path for each in rows]  # also of those below the ones that are listed
+    found_pointers = pointers(source, paths, sources)
+    return Run(
+        source,
+        tuple(rows),
+        relative_path(newest(source, paths), source),
+        {each.name: each.target for each in found_pointers if each.target is not None},
+        tuple(pointer_text(each) for each in found_pointers if each.target is None),
+        relative_path(proposed(source, [each.path for each in rows if each.complete] or paths, sources), source),
+    )
 
 
 def _checkpoints_at(path: str, source: str, sources: Sources, depth: int) -> list[RunCheckpoint]:

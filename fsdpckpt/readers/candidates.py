@@ -11,6 +11,7 @@ import posixpath
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fsdpckpt import flags
 from fsdpckpt.errors import (
@@ -42,6 +43,7 @@ _PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size",
 _NUMBERS = re.compile(r"\d+")
 _IN_DIRECTORY_OF_RANK = re.compile(r"(?:(.*)/)?(rank[-_]?\d+)/([^/]+\.(?:pt|pth|bin|ckpt))")
 _POINTER = re.compile(r"^latest", re.IGNORECASE)  # of DeepSpeed, Megatron, verl
+_STEP = re.compile(r"[\w.=+-]*\d[\w.=+-]*")
 
 
 def refuse_counted_parts(source: str, labels: Sequence[str]) -> None:
@@ -158,7 +160,7 @@ def require_one_each(source: str, parts: Sequence[ReadPart], sources: Sources) -
         apart = _apart(source, candidates, parts) if _same_names(what, candidates) else ()
         if apart:
             if len({_NUMBERS.sub("#", path) for path in apart}) == 1:  # steps, and not one model in several forms
-                next_step = f"name the one to read, for example {shlex.quote(newest(source, apart, sources))}"
+                next_step = f"name the one to read, for example {shlex.quote(proposed(source, apart, sources))}"
                 why = _EACH_FILE
             raise SeveralCheckpointsError(
                 what_is_wrong,
@@ -287,60 +289,93 @@ def several_checkpoints(
     except SourceError as error:
         return error
     ordered = sorted(candidates, key=natural)
+    lost = [pointer_text(pointer) for pointer in pointers(path, ordered, sources) if pointer.target is None]
     return SeveralCheckpointsError(
         f"{path} holds {plural(len(ordered), 'checkpoint')}",
         details=ordered,
         most_shown=MAX_CANDIDATES,
-        why=why or _EACH,
-        next_step=f"name the one to read, for example {shlex.quote(newest(path, ordered, sources))}",
+        why="; ".join((why or _EACH, *lost)),
+        next_step=f"name the one to read, for example {shlex.quote(proposed(path, ordered, sources))}",
         file=path,
         checkpoints=sorted((*candidates, *empty), key=natural),
     )
 
 
-def newest(path: str, candidates: Sequence[str], sources: Sources) -> str:
-    """The newest of ``candidates`` below ``path``: what the ``latest`` file there names, else the highest number.
+def newest(path: str, candidates: Sequence[str]) -> str:
+    """The newest of ``candidates`` below ``path``: the highest number. Of several directories of one step, the first.
 
-    Of several directories of one step, the first.
+    It may be one whose save did not finish: ``proposed`` follows what the trainer says.
     """
-    for named in _pointed_to(path, sources):
-        matching = [each for each in candidates if _names_step(relative_path(each, path), named)]
-        if matching:
-            return matching[0]
     numbered = {each: list(map(int, _NUMBERS.findall(relative_path(each, path)))) for each in candidates}
     highest = max(numbered.values(), default=[])
     return next((each for each, numbers in numbered.items() if numbers == highest), candidates[0])
 
 
-def pointers(path: str, candidates: Sequence[str], sources: Sources) -> dict[str, str]:
-    """What ``latest`` files and links in ``path`` lead to, by their names: the path of a candidate from there."""
-    entries = sources.list_directory(path)
-    found: dict[str, str] = {}
-    for entry in entries:
+def proposed(path: str, candidates: Sequence[str], sources: Sources) -> str:
+    """Which of ``candidates`` to read if one is asked for: what a ``latest`` file there names, else the newest."""
+    for entry in sources.list_directory(path):
         named = _content_of_pointer(entry, sources)
-        for each in candidates:
-            relative = relative_path(each, path)
-            # Of several in one directory of a step, that directory is what the file names.
-            if named is not None and _names_step(relative, named):
-                found[entry.name] = relative if relative.split("/")[-1] == named else relative.split("/")[0]
-                break
-            if entry.link and each != entry.path and os.path.realpath(each) == entry.link:
-                found[entry.name] = relative
-                break
-    return found
+        matching = [each for each in candidates if named and _names_step(relative_path(each, path), named)]
+        if matching:
+            return matching[0]
+    return newest(path, candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """A ``latest`` file, or a link. ``named``: what it says. ``target``: the path of the candidate, from the directory
+    that holds both; None if it leads nowhere.
+    """
+
+    name: str
+    named: str
+    target: str | None
+
+
+def pointers(path: str, candidates: Sequence[str], sources: Sources) -> list[Pointer]:
+    """The ``latest`` files and the links to checkpoints in ``path``."""
+    found = [_pointer(entry, path, candidates, sources) for entry in sources.list_directory(path)]
+    return [pointer for pointer in found if pointer is not None]
+
+
+def _pointer(entry: Entry, path: str, candidates: Sequence[str], sources: Sources) -> Pointer | None:
+    """``entry`` as a pointer to one of ``candidates``, or to what is not there; None if it is something else."""
+    named = _content_of_pointer(entry, sources)
+    for each in candidates:
+        relative = relative_path(each, path)
+        # Of several in one directory of a step, that directory is what the file names.
+        if named and _names_step(relative, named):
+            return Pointer(entry.name, named, relative if relative.split("/")[-1] == named else relative.split("/")[0])
+        if entry.link and each != entry.path and os.path.realpath(each) == entry.link:
+            return Pointer(entry.name, posixpath.basename(entry.link), relative)
+    if entry.link and not os.path.exists(entry.path):
+        named = posixpath.basename(entry.link)
+        forms = {_NUMBERS.sub("#", relative_path(each, path).split("/")[0]) for each in candidates}
+        is_pointer = _POINTER.match(entry.name) is not None or _NUMBERS.sub("#", named) in forms
+        return Pointer(entry.name, named, None) if is_pointer else None
+    # Other files may be called latest, too: what names a step is one word with a number.
+    if named is not None and (not named or (_STEP.fullmatch(named) and not _is_there(path, named, sources))):
+        return Pointer(entry.name, named, None)
+    return None
+
+
+def pointer_text(pointer: Pointer) -> str:
+    """``latest names step-9, which is not there``."""
+    if not pointer.named:
+        return f"{pointer.name} is empty and names no checkpoint"
+    return f"{pointer.name} names {pointer.target or f'{pointer.named}, which is not there'}"
+
+
+def _is_there(path: str, named: str, sources: Sources) -> bool:
+    """Whether ``path`` has something that ``named`` names, although it may be no checkpoint."""
+    return any(_names_step(entry.name, named) for entry in sources.list_directory(path))
 
 
 def _content_of_pointer(entry: Entry, sources: Sources) -> str | None:
-    """The last component of what a small file such as ``latest`` names; None for any other."""
-    if not _POINTER.match(entry.name) or entry.directory or not 0 < entry.nbytes <= _MAX_POINTER_BYTES:
+    """The last component of what a small file such as ``latest`` names, "" for an empty one; None for any other."""
+    if not _POINTER.match(entry.name) or entry.directory or entry.link or entry.nbytes > _MAX_POINTER_BYTES:
         return None
     return posixpath.basename(sources.open(entry.path).read(0, entry.nbytes).decode("utf-8", "replace").strip())
-
-
-def _pointed_to(path: str, sources: Sources) -> list[str]:
-    """What small files such as ``latest`` in ``path`` name."""
-    contents = [_content_of_pointer(entry, sources) for entry in sources.list_directory(path)]
-    return [named for named in contents if named is not None]
 
 
 def _names_step(path: str, named: str) -> bool:

@@ -1,7 +1,6 @@
 """Draws a checkpoint, or what two have in common, as one HTML page."""
 
 from fsdpckpt.report.write import (
-    DIFF_MARK,
     MARK,
     check_diff_report,
     check_report,
@@ -11,7 +10,6 @@ from fsdpckpt.report.write import (
 )
 
 __all__ = [
-    "DIFF_MARK",
     "MARK",
     "check_diff_report",
     "check_report",

@@ -7,15 +7,10 @@ from fsdpckpt.describe import Description, Incomplete
 from fsdpckpt.storage.documents import Document
 from fsdpckpt.verify.difference import Difference
 
-MARK = "<!doctype html>\n<!-- fsdpckpt inspect --report -->\n"
-"""The beginning of every page on a checkpoint: a file that begins otherwise is never replaced by one."""
+MARK = "<!doctype html>\n<!-- fsdpckpt "
+"""The beginning of every page, whichever command writes it: a file that begins otherwise is never replaced by one."""
 
-DIFF_MARK = "<!doctype html>\n<!-- fsdpckpt diff --report -->\n"
-
-_SUFFIXES = (".html", ".htm")
-_FORM = "an HTML page"
-_PAGE = Document(flags.report, "report", MARK, _SUFFIXES, _FORM)
-_DIFF_PAGE = Document(flags.report, "report", DIFF_MARK, _SUFFIXES, _FORM)
+_PAGE = Document(flags.report, "report", MARK, (".html", ".htm"), "an HTML page")
 
 
 def check_report(path: str, source: str) -> None:
@@ -45,7 +40,7 @@ def write_incomplete_report(left: Incomplete, path: str) -> int:
 def check_diff_report(path: str, sources: tuple[str, str]) -> None:
     """Check that a page on ``sources`` may be written to ``path``. Raises what ``Document.check`` does."""
     for source in sources:
-        _DIFF_PAGE.check(path, source)
+        _PAGE.check(path, source)
 
 
 def write_diff_report(result: Difference, path: str, sources: tuple[str, str]) -> int:
@@ -56,4 +51,4 @@ def write_diff_report(result: Difference, path: str, sources: tuple[str, str]) -
     check_diff_report(path, sources)
     from fsdpckpt.report.compared import compared_page
 
-    return _DIFF_PAGE.write(path, sources[0], compared_page(result))
+    return _PAGE.write(path, sources[0], compared_page(result))

@@ -100,6 +100,32 @@ def test_what_selects_nothing_is_a_wrong_command(options: tuple[str, ...], run_o
     assert run("convert", str(run_of_three), "out", *options).code == 2
 
 
+def test_a_link_to_a_sibling_is_no_checkpoint_of_its_own(tmp_path: Path) -> None:
+    for name in ("run/step-1", "run/step-2/actor", "elsewhere/step-3"):
+        (tmp_path / name).mkdir(parents=True)
+        torch.save({"weight": torch.randn(5, 3)}, tmp_path / name / "model.pt")
+    run = tmp_path / "run"
+    (run / "best").symlink_to("step-1")
+    (run / "step-3").symlink_to(tmp_path / "elsewhere" / "step-3")
+    (run / "again").symlink_to("step-3")
+    (run / "last").symlink_to("step-2")
+    assert runs.find_checkpoints(str(run), "*", None) == ["step-1", "step-2", "step-3"]
+    assert runs.find_checkpoints(str(run), "*/actor", None) == ["step-2/actor"]
+    assert runs.find_checkpoints(str(run), "best", None) == ["best"], "the user names it"
+    attempts = fsdpckpt.convert_each(run, tmp_path / "out", "*", to="full")
+    assert [(attempt.name, attempt.exit_code) for attempt in attempts] == [("step-1", 0), ("step-2", 0), ("step-3", 0)]
+
+
+def test_an_error_is_in_json_what_a_single_conversion_prints(run_of_three: Path, tmp_path: Path, run: Run) -> None:
+    each = run("convert", str(run_of_three), str(tmp_path / "out"), "--each", "step-1000", "--to", "full", "--json")
+    alone = run("convert", str(run_of_three / "step-1000"), str(tmp_path / "out.pt"), "--to", "full", "--json")
+    (attempt,) = checked(each.out)["checkpoints"]  # type: ignore[misc, attr-defined]
+    expected: Any = checked(alone.out)["error"]
+    found = attempt["error"]
+    assert found.keys() == expected.keys() and found["retryable"] is False
+    assert {name for name in found if found[name] != expected[name]} <= {"next_step"}
+
+
 def test_watching_tries_an_incomplete_one_again(
     run_of_three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

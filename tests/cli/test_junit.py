@@ -53,6 +53,20 @@ def test_a_source_that_cannot_be_read_is_an_error_of_one_test(run: Run, tmp_path
     assert cases(tmp_path / "a.xml") == {"readable": "error"}
 
 
+@pytest.mark.parametrize("options", [(), ("--finite", "--include", "nothing")])
+def test_every_end_without_a_result_is_an_error_and_replaces_an_earlier_success(
+    run: Run, saved: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    assert run("verify", saved, "--junit", tmp_path / "a.xml").code == 0
+    several = tmp_path / "run"
+    for step in (1, 2):
+        (several / f"step-{step}").mkdir(parents=True)
+        torch.save({"w": torch.ones(2)}, several / f"step-{step}" / "model.pt")
+    done = run("verify", saved if options else several, *options, "--junit", tmp_path / "a.xml")
+    assert done.code == (2 if options else 4)
+    assert cases(tmp_path / "a.xml") == {"readable": "error"}
+
+
 def test_a_framework_that_does_not_resume_is_a_failure(run: Run, saved: Path, tmp_path: Path) -> None:
     assert run("verify", saved, "--for", "trainer", "--world-size", "6", "--junit", tmp_path / "a.xml").code == 1
     assert cases(tmp_path / "a.xml")["trainer resumes on 6 ranks"] == "failure"

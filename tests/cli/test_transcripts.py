@@ -96,7 +96,8 @@ checkpoint-1100: 1 rank file is missing: optim_world_size_4_rank_2.pt
 checkpoint-1200: empty: its save did not finish, or it was not copied
 last -> checkpoint-1000
 latest -> checkpoint-1000
-newest: checkpoint-1000
+newest: checkpoint-1200, which is not complete
+newest complete: checkpoint-1000
 next: fsdpckpt inspect run/checkpoint-1000
 exit 0
 """
@@ -112,7 +113,7 @@ def test_a_run_in_json_is_the_same_table_and_other_commands_ask_for_one(run: Run
         (1100, "checkpoint-1100", None, False),
         (1200, "checkpoint-1200", None, False),
     ]
-    assert document["newest"] == "checkpoint-1000"
+    assert (document["newest"], document["proposed"]) == ("checkpoint-1200", "checkpoint-1000")
     assert document["pointers"] == {"latest": "checkpoint-1000", "last": "checkpoint-1000"}
     for command in (
         ("inspect", "run", "--stats"),

@@ -46,8 +46,44 @@ def test_several_models_of_a_step_are_rows_and_a_number_in_a_file_names_the_newe
     assert [(row.step, row.name.split("/")[1]) for row in run.checkpoints] == [
         (step, part) for step in (7, 14, 21) for part in ("actor", "critic")
     ]
-    assert run.newest.startswith("global_step_14/"), "21 may not be complete: the trainer does not name it"
+    assert run.newest.startswith("global_step_21/")
+    assert run.proposed.startswith("global_step_14/"), "21 may not be complete: the trainer does not name it"
     assert run.pointers == {"latest_checkpointed_iteration.txt": "global_step_14"}
+
+
+@pytest.mark.parametrize("text", ["checkpoint-1200", "1200", "/elsewhere/checkpoint-1200\n", ""])
+def test_a_latest_file_that_leads_nowhere_is_said_and_the_newest_is_proposed(tmp_path: Path, text: str) -> None:
+    for step in (900, 1000):
+        saved(tmp_path / f"checkpoint-{step}" / "model.pt")
+    (tmp_path / "latest").write_text(text)
+    run = described(tmp_path)
+    (lost,) = run.lost
+    assert "names no checkpoint" in lost if not text else "1200, which is not there" in lost
+    assert (run.pointers, run.newest, run.proposed) == ({}, "checkpoint-1000", "checkpoint-1000")
+    with pytest.raises(SeveralCheckpointsError) as error:
+        fsdpckpt.verify(tmp_path)
+    assert lost in str(error.value)
+
+
+def test_a_link_that_leads_nowhere_is_said_if_it_is_one_to_a_checkpoint(tmp_path: Path) -> None:
+    for step in (900, 1000):
+        saved(tmp_path / f"checkpoint-{step}" / "model.pt")
+    (tmp_path / "best").symlink_to("checkpoint-300")
+    (tmp_path / "latest").symlink_to("gone")
+    (tmp_path / "wandb").symlink_to("/nowhere/wandb")
+    (tmp_path / "latest_metrics.json").write_text('{"loss": 2.5}')
+    assert described(tmp_path).lost == (
+        *("best names checkpoint-300, which is not there", "latest names gone, which is not there"),
+    )
+
+
+def test_a_latest_file_names_what_is_there_although_it_cannot_be_read(tmp_path: Path) -> None:
+    for step in (900, 1000):
+        saved(tmp_path / f"checkpoint-{step}" / "model.pt")
+    (tmp_path / "checkpoint-1100").mkdir()
+    (tmp_path / "latest").write_text("checkpoint-1100")
+    run = described(tmp_path)
+    assert run.lost == () and run.newest == "checkpoint-1100" and run.proposed == "checkpoint-1000"
 
 
 def test_a_damaged_step_is_a_row_and_stops_no_other(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_page_of_very_many_keys_stays_small() -> None:
     assert len(compared_page(Difference(tuple(entries)))) < 1_000_000
 
 
-def test_diff_writes_a_page_of_two_steps_and_replaces_only_its_own(
+def test_diff_writes_a_page_of_two_steps_and_replaces_only_a_page(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -81,7 +81,11 @@ def test_diff_writes_a_page_of_two_steps_and_replaces_only_its_own(
     text = Elements(Path("diff.html").read_text()).text
     for expected in ("250 (7 parameters)", "exp_avg in layers", "layers.{0..2}.norm  x3", "scheduler.last_epoch"):
         assert expected in text
-    assert run("inspect", "a.pt", "--report", "diff.html").code == 5, "it is not a page on a checkpoint"
+    assert run("inspect", "a.pt", "--report", "diff.html").code == 0, "each page may replace the other"
+    assert run("diff", "a.pt", "b.pt", "--report", "diff.html").code == 1
+    Path("diff.html").write_text("<!doctype html>\n<p>mine")
+    assert run("inspect", "a.pt", "--report", "diff.html").code == 5
+    assert run("diff", "a.pt", "b.pt", "--report", "diff.html").code == 5
     assert run("diff", "a.pt", "b.pt", "--report", "a.pt").code == 5
 
 
