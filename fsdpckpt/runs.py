@@ -11,11 +11,11 @@ import posixpath
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 from fsdpckpt import flags
 from fsdpckpt.converters import Report
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, SourceError, SourceMissingError, UsageError, WorkerError
+from fsdpckpt.globs import matches
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage import is_url
@@ -119,7 +119,7 @@ def _matching(run: str, above: tuple[str, str], glob: str, sources: Sources) -> 
     if entry is None or not entry.directory:
         return
     for child in sources.list_directory(directory):
-        if not child.name.startswith(".") and fnmatchcase(child.name, glob):
+        if not child.name.startswith(".") and matches(child.name, glob):
             leads_to = child.link or (f"{link}/{child.name}" if link else "")
             yield (f"{name}/{child.name}" if name else child.name), leads_to
 
@@ -167,7 +167,7 @@ def _require_glob(each: EachOptions) -> str:
 def _has_form(name: str, glob: str) -> bool:
     """Whether ``name`` matches ``glob``, component by component."""
     names, globs = name.strip("/").split("/"), glob.strip("/").split("/")
-    return len(names) == len(globs) and all(map(fnmatchcase, names, globs))
+    return len(names) == len(globs) and all(map(matches, names, globs))
 
 
 def _no_match_error(run: str, glob: str, newer_than: str | None) -> SourceMissingError:

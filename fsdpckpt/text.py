@@ -65,6 +65,17 @@ def key_text(key: object) -> str:
     return str(key) or "''"
 
 
+def printable(text: str) -> str:
+    """``text`` on one line, with line breaks and control sequences of the terminal escaped."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else _escaped(char) for char in text)
+
+
+def _escaped(char: str) -> str:
+    return char if "\ud800" <= char <= "\udfff" else repr(char)[1:-1]  # lone surrogates are bytes of a file name
+
+
 def step_text(step: float) -> str:
     """A step of an optimizer with all its digits: ``1,234,567``; ``2.5``."""
     return count_text(int(step)) if step.is_integer() else str(step)

@@ -21,7 +21,7 @@ from typing import TextIO, TypeAlias
 from fsdpckpt.flags import Message
 from fsdpckpt.process import process_role
 from fsdpckpt.progress import NoProgress, Progress
-from fsdpckpt.text import JsonText, remaining_text, shorten, shrink, size_text
+from fsdpckpt.text import JsonText, printable, remaining_text, shorten, shrink, size_text
 
 GAP = 2  # spaces between columns
 NARROWEST = 8  # characters of a column of names, however narrow the terminal
@@ -29,14 +29,7 @@ NARROWEST = 8  # characters of a column of names, however narrow the terminal
 
 def visible(text: str) -> str:
     """``text`` on one line, with line breaks and control sequences of the terminal escaped."""
-    text = str(Message(text))  # options are values in a message, also when it is formatted
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else _escaped(char) for char in text)
-
-
-def _escaped(char: str) -> str:
-    return char if "\ud800" <= char <= "\udfff" else repr(char)[1:-1]  # lone surrogates are bytes of a file name
+    return printable(str(Message(text)))  # options are values in a message, also when it is formatted
 
 
 @dataclass(frozen=True, slots=True)

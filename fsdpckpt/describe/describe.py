@@ -7,12 +7,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from fsdpckpt import flags
+from fsdpckpt.globs import matches_any
 from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTensor, Note, Section, SourceFile
 from fsdpckpt.ir.optimizer import Optimizer
@@ -146,7 +146,7 @@ def describe(
     by_section: dict[str, list[NamedTensor]] = {}
     for named in checkpoint.tensors():
         by_section.setdefault(named.label, []).append(named)
-    chosen = [named for named in of_section if not keys or any(fnmatchcase(named.key, glob) for glob in keys)]
+    chosen = [named for named in of_section if not keys or matches_any(named.key, keys)]
     sections = {name: _summary(tensors) for name, tensors in by_section.items()}
     key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
     return Description(checkpoint, sections, tuple(chosen), key_type=key_type)

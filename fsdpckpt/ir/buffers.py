@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
+from fsdpckpt.globs import matches_any
 from fsdpckpt.ir.attached_states import param_keys
 from fsdpckpt.ir.checkpoint import Checkpoint, Problem, Section
 from fsdpckpt.ir.names import clean
@@ -48,7 +48,7 @@ def known_buffers(checkpoint: Checkpoint, globs: Sequence[str] = ()) -> frozense
             _is_statistic(key, model.params)
             or _is_counter(leaf)
             or (bool(listed) and clean(key) not in listed)
-            or any(fnmatchcase(name, glob) for glob in globs for name in (key, clean(key)))
+            or any(matches_any(name, globs) for name in (key, clean(key)))
         )
     )
 

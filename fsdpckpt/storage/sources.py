@@ -6,9 +6,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatchcase
 from typing import Self, TypeAlias, TypeVar, cast
 
+from fsdpckpt import globs
 from fsdpckpt.ir.files import Inline, SourceFile, Zeros
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.local import LocalFile, MemoryFile, ZeroFile, list_directory, stat
@@ -220,4 +220,4 @@ def relative_path(path: str, source: str) -> str:
 def matches(glob: str, path: str) -> bool:
     """Whether the name of ``path``, or all of it, matches ``glob``."""
     wanted = glob.removeprefix("./").rstrip("/")
-    return fnmatchcase(path, wanted) or fnmatchcase(path.rpartition("/")[2], wanted)
+    return globs.matches(path, wanted) or globs.matches(path.rpartition("/")[2], wanted)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from itertools import accumulate, chain, repeat
 
 import numpy as np
 
 from fsdpckpt import flags
+from fsdpckpt.globs import matches_any
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, Container
 from fsdpckpt.ir.names import clean, keeps_order, without_module
@@ -385,7 +385,7 @@ def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str]) -> bool
     """Whether FSDP accepts ``tensor`` as a parameter (floating or complex), and no glob of ``buffers`` matches it."""
     if isinstance(tensor.cut, Slices) or is_flat_key(name):
         return False
-    if any(fnmatchcase(name, glob) for glob in buffers if tuple(buffers) != NO_BUFFERS):
+    if tuple(buffers) != NO_BUFFERS and matches_any(name, buffers):
         return False
     return tensor.dtype.kind in ("float", "complex") or tensor.sharded is True
 

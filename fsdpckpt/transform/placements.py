@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from fsdpckpt import flags
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
+from fsdpckpt.globs import matches
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Note, Section
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import parameter_shapes
@@ -156,7 +156,7 @@ def _by_rules(named: Checkpoint, rules: Rules) -> dict[Tensor, Sharding | None]:
     shardings: dict[Tensor, Sharding | None] = {}
     for name, leaf in _parameters(named):
         if name not in decisive:
-            decisive[name] = next((rule for rule in rules.entries if fnmatchcase(name, rule.glob)), None)
+            decisive[name] = next((rule for rule in rules.entries if matches(name, rule.glob)), None)
         rule = decisive[name]
         if rule is not None:
             _require_dimensions(rule.sharding, leaf, f"{rules.file}: {rule.glob}")
@@ -164,7 +164,7 @@ def _by_rules(named: Checkpoint, rules: Rules) -> dict[Tensor, Sharding | None]:
     used = {rule.glob for rule in decisive.values() if rule is not None}
     whole = _whole_tensors(named)
     for rule in rules.entries:
-        confirms_whole = rule.sharding is None and any(fnmatchcase(name, rule.glob) for name in whole)
+        confirms_whole = rule.sharding is None and any(matches(name, rule.glob) for name in whole)
         if rule.glob not in used and not confirms_whole:
             raise _unused_rule_error(rules, rule.glob, list(decisive), whole)
     unmatched = [name for name, rule in decisive.items() if rule is None]
@@ -268,7 +268,7 @@ def _require_matched(names: list[str], what: str, instead: str) -> None:
 
 
 def _unused_rule_error(rules: Rules, glob: str, names: Sequence[str], whole: Mapping[str, Tensor]) -> UsageError:
-    name = next((name for name in whole if fnmatchcase(name, glob)), None)
+    name = next((name for name in whole if matches(name, glob)), None)
     if name is not None:
         no_dimension = "it has no dimension to cut"
         return UsageError(
@@ -277,7 +277,7 @@ def _unused_rule_error(rules: Rules, glob: str, names: Sequence[str], whole: Map
             key=name,
             next_step="write null for it, or remove the entry",
         )
-    if any(fnmatchcase(name, glob) for name in names):
+    if any(matches(name, glob) for name in names):
         why = "entries before it match all of its parameters, and the first match decides"
         return UsageError(
             f"{rules.file}: {glob} has no effect", why=why, key=glob, next_step="move it up, or remove it"

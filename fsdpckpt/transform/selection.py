@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import partial
 
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError, to_copy
 from fsdpckpt.flags import Flag, Wording
+from fsdpckpt.globs import matches, printed
 from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, NamedTensor, Note, Section
 from fsdpckpt.ir.names import WRAPPERS
@@ -72,9 +72,10 @@ def find_section(checkpoint: Checkpoint, only: SectionName, option: Flag = flags
     path = ".".join(map(str, checkpoint.origin.nesting.get(section, ())))
     if main is not None and only.name in (path, str(section), _WORDS[section]):
         return None
-    for named in others:
-        if only.name in (named.name, named.dotted):
-            return named
+    exact = [named for named in others if only.name in (named.name, named.dotted)]
+    shown = [named for named in others if only.name in (printed(named.name), printed(named.dotted))]
+    if exact or shown:
+        return (exact or shown)[0]
     names = [named.label for named in others]
     names += [str(section)] if main is not None else []
     near = get_close_matches(only.name, [named.name for named in others], n=1)
@@ -207,10 +208,10 @@ def select_keys(
 def is_selected(names: Sequence[str], *, include: Sequence[str], exclude: Sequence[str]) -> bool:
     """Whether the globs keep a parameter that has these ``names``."""
 
-    def matches(globs: Sequence[str]) -> bool:
-        return any(fnmatchcase(name, glob) for glob in globs for name in names)
+    def is_one_of(globs: Sequence[str]) -> bool:
+        return any(matches(name, glob) for glob in globs for name in names)
 
-    return (not include or matches(include)) and not matches(exclude)
+    return (not include or is_one_of(include)) and not is_one_of(exclude)
 
 
 def rename(
@@ -241,7 +242,7 @@ def rename(
 def require_globs(option: Flag, globs: Iterable[str], names_of_each: Sequence[Sequence[str]], source: str) -> None:
     """Raises UsageError for a glob of ``option`` that matches no name of any key of ``source``."""
     for glob in globs:
-        if not any(fnmatchcase(name, glob) for names in names_of_each for name in names):
+        if not any(matches(name, glob) for names in names_of_each for name in names):
             raise unmatched_error(f"{option(glob)} matches", glob, source, [names[0] for names in names_of_each])
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import partial
 
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError, to_copy
+from fsdpckpt.globs import matches
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, Note
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
@@ -60,7 +60,7 @@ class ShardingHints:
     all_keys: tuple[str, ...] = ()
 
     def is_buffer(self, name: str, glob: str) -> bool:
-        return fnmatchcase(name, glob) or fnmatchcase(self.written.get(name, name), glob)
+        return matches(name, glob) or matches(self.written.get(name, name), glob)
 
     def referenced(self, name: str) -> bool | None:
         """``Tensor.sharded`` of ``name`` in the reference; None if that does not have it, or does not know either."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
+from fsdpckpt.globs import matches
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Group, Optimizer
 from fsdpckpt.ir.tensors import Tensor
@@ -171,7 +171,7 @@ def _kind(group: dict[Key, Value]) -> tuple[bool, bool]:
 def _matches(checkpoint: Checkpoint, name: str, pattern: str) -> bool:
     """Whether ``pattern`` says that the parameter has no weight decay; ``standard``: a bias or a vector has none."""
     if pattern != STANDARD:
-        return fnmatchcase(name, pattern)
+        return matches(name, pattern)
     if name.endswith(".bias"):
         return True
     weight = checkpoint.model.params.get(name) if checkpoint.model is not None else None

@@ -6,12 +6,12 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt import flags
+from fsdpckpt.globs import matches_any
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
@@ -235,7 +235,7 @@ class Finite:
 
 
 def _matches_any(named: NamedTensor, globs: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(named.key, glob) or fnmatchcase(named.param, glob) for glob in globs)
+    return matches_any(named.key, globs) or matches_any(named.param, globs)
 
 
 def buffer_keys(checkpoint: Checkpoint) -> frozenset[str]:

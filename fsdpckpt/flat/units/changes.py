@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from glob import escape
 from typing import TypeAlias
 
 from fsdpckpt.flat.units.build import innermost_unit, regrouped
+from fsdpckpt.globs import matches
 from fsdpckpt.ir.units import Groups, RankOrder, Unit, UnitParam, Units
 
 _INSIDE = "\0"  # stands for the name of any parameter in a module
@@ -55,9 +55,9 @@ class NameChanges:
         """
         followed: dict[str, None] = {}
         for glob in globs:
-            old = [name for name in self.old_names if fnmatchcase(name, glob)]
+            old = [name for name in self.old_names if matches(name, glob)]
             followed.update(dict.fromkeys(escape(self.new_name(name)) for name in old if self.keeps(name)))
-            if not old or any(fnmatchcase(name, glob) for name in present):
+            if not old or any(matches(name, glob) for name in present):
                 followed[glob] = None
         return tuple(followed)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from itertools import groupby
 
 from fsdpckpt import flags
@@ -35,6 +34,7 @@ from fsdpckpt.flat.units.request import (
     target_file,
     target_reference,
 )
+from fsdpckpt.globs import matches, matches_any
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
@@ -408,7 +408,7 @@ def separate_buffers(names: ParameterNames, buffers: Sequence[str], *, all_match
     if not buffers:
         return names
     globs = [glob for glob in buffers if tuple(buffers) != NO_BUFFERS]
-    useless = [glob for glob in globs if not any(fnmatchcase(param.name, glob) for param in names.params)]
+    useless = [glob for glob in globs if not any(matches(param.name, glob) for param in names.params)]
     if useless and all_match:
         raise UsageError(
             f"{flags.buffers(useless[0])} matches no name of {names.label}",
@@ -417,7 +417,7 @@ def separate_buffers(names: ParameterNames, buffers: Sequence[str], *, all_match
     return replace(
         names,
         params=tuple(
-            replace(param, sharded=not any(fnmatchcase(param.name, glob) for glob in globs))
+            replace(param, sharded=not matches_any(param.name, globs))
             if param.sharded is None and param.possible
             else param
             for param in names.params
