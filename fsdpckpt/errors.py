@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, ClassVar
 
+from fsdpckpt import flags
 from fsdpckpt.flags import Flag, Message, Wording, in_python
 
 NEW_LINE = "\n  "  # before a command to copy
@@ -173,7 +174,7 @@ class FsdpckptError(Exception):
         """Every field except the class, for ``from_json`` in another process, where options are still values."""
         document = {field.name: _coded_field(getattr(self, field.name)) for field in fields(self)}
         if self.leftover is not None:
-            document["leftover"] = {"what": f"{self.leftover.what}", "resume": f"{self.leftover.resume}"}
+            document["leftover"] = [_coded_field(self.leftover.what), _coded_field(self.leftover.resume)]
         return document
 
     def __repr__(self) -> str:
@@ -187,8 +188,9 @@ class FsdpckptError(Exception):
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> FsdpckptError:
         """The inverse of ``to_json``, for an error of this class."""
-        leftover = document.get("leftover")
-        return cls(**{**document, "leftover": None if leftover is None else Leftover(**leftover)})
+        values = {name: _decoded_field(value) for name, value in document.items()}
+        leftover = values.get("leftover")
+        return cls(**{**values, "leftover": None if leftover is None else Leftover(*leftover)})
 
 
 def _with_messages(value: object) -> object:
@@ -202,8 +204,12 @@ def _with_messages(value: object) -> object:
 
 def _coded_field(value: object) -> object:
     if isinstance(value, str):
-        return f"{value}"  # not ``str``, which is what the command line shows
+        return Message(value).to_json()
     return [_coded_field(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _decoded_field(value: object) -> Any:
+    return list(map(flags.from_json, value)) if isinstance(value, list) else flags.from_json(value)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Options in messages: ``--units FILE`` on the command line, ``units=FILE`` in Python.
 
 A message is an f-string: ``f"add {flags.units('FILE')}, or drop {flags.to}"``. An f-string keeps only text, so an
-option in it is written as both of its texts, between characters that Unicode reserves for such use inside a program.
+option in it is written as both of its texts, between marks that no other text has: a character that Unicode reserves
+for use inside a program, and digits that each process draws, since a name in a checkpoint may have any character.
 ``Message`` takes that apart again. It is text as the command line shows it; ``in_python`` is for callers of the API.
 Errors, problems and notes make Messages of their fields, so whoever writes one need not. A command to copy is the same
 for both: ``command`` makes it, or it stands in backticks.
@@ -9,13 +10,16 @@ for both: ``command`` makes it, or it stands in backticks.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-_BEGIN, _BETWEEN, _END = "\ufdd0", "\ufdd1", "\ufdd2"  # noncharacters: no text of a user or a checkpoint has them
-_WORDING = re.compile(f"{_BEGIN}([^{_BEGIN}-{_END}]*){_BETWEEN}([^{_BEGIN}-{_END}]*){_END}")
+_LOT = os.urandom(8).hex()
+_BEGIN, _BETWEEN, _END = (f"{mark}{_LOT}" for mark in "\ufdd0\ufdd1\ufdd2")
+_INSIDE = f"((?:(?!{_BEGIN}).)*?)"
+_WORDING = re.compile(f"{_BEGIN}{_INSIDE}{_BETWEEN}{_INSIDE}{_END}", re.DOTALL)
 
 # What stands for a value in help and in messages; Python shows all other values as literals.
 PLACEHOLDERS = frozenset(
@@ -93,6 +97,12 @@ class Message(str):
 
     def __new__(cls, text: str) -> Message:
         parts = text.parts if isinstance(text, Message) else tuple(_parts(text)) if _BEGIN in text else (text,)
+        return cls.of_parts(parts)
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[str | Wording]) -> Message:
+        """The message of these ``parts``."""
+        parts = tuple(parts)
         message = super().__new__(cls, "".join(map(str, parts)))
         message.parts = parts
         return message
@@ -100,8 +110,25 @@ class Message(str):
     def __format__(self, specification: str) -> str:
         return format("".join(map(format, self.parts)), specification)
 
-    def __reduce__(self) -> tuple[type[Message], tuple[str]]:
-        return Message, (format(self),)
+    def __reduce__(self) -> tuple[object, ...]:
+        return Message.of_parts, (self.parts,)
+
+    def to_json(self) -> object:
+        """For another process, which has other marks: the text, or its parts if it has options."""
+        if len(self.parts) == 1 and isinstance(self.parts[0], str):
+            return self.parts[0]
+        pairs = ([part.command_line, part.python] if isinstance(part, Wording) else part for part in self.parts)
+        return {_PARTS: list(pairs)}
+
+
+def from_json(document: object) -> object:
+    """The inverse of ``Message.to_json``; anything else stays as it is."""
+    if not isinstance(document, dict) or document.keys() != {_PARTS}:
+        return document
+    return Message.of_parts(part if isinstance(part, str) else Wording(*part) for part in document[_PARTS])
+
+
+_PARTS = "parts"
 
 
 def _parts(text: str) -> Iterator[str | Wording]:

@@ -24,6 +24,9 @@ from fsdpckpt.flags import CommandFlag, Flag, Message, in_python
 from fsdpckpt.ir.checkpoint import Note, Problem
 from fsdpckpt.option_fields import Option, options_of
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
+from tests.cli.conftest import Run, run
+
+__all__ = ["run"]
 
 PACKAGE = Path(fsdpckpt.__file__).parent
 FLAGS = {str(value): value for value in vars(flags).values() if isinstance(value, Flag) and str(value)}
@@ -96,6 +99,25 @@ def test_every_text_of_an_error_is_a_message_also_in_another_process() -> None:
         assert "error: source incomplete: without --units\n" in text and "keyword" not in text
         assert "next: give --parameters FILE; then run the command again: it continues without --no-resume" in text
         assert json.dumps(error_json(shown)).isascii()
+
+
+def test_a_name_with_the_marks_of_options_is_shown_as_it_is(tmp_path: Path) -> None:
+    odd = "a\ufdd0--units\ufdd1units\ufdd2b"
+    error = UsageError(f"{odd} is odd: add {flags.units(odd)}", details=[odd], found=odd)
+    for shown in (error, UsageError.from_json(json.loads(json.dumps(error.to_json())))):
+        assert shown.what == f"{odd} is odd: add --units '{odd}'"
+        assert f"{odd} is odd: add units='a\\ufdd0--units\\ufdd1units\\ufdd2b'" in str(shown)
+        assert shown.describe()["details"] == [odd]
+    torch.save({odd: torch.ones(2), "\ufdd0": torch.ones(3)}, tmp_path / "odd.pt")
+    assert [named.key for named in fsdpckpt.inspect(tmp_path / "odd.pt").tensors] == [odd, "\ufdd0"]
+
+
+def test_a_name_with_the_marks_of_options_is_listed_as_it_is(run: Run, tmp_path: Path) -> None:
+    odd = "a\ufdd0--units\ufdd1units\ufdd2b"
+    torch.save({odd: torch.ones(2)}, tmp_path / "odd.pt")
+    assert run("inspect", tmp_path / "odd.pt", "--names-only").out == "a\\ufdd0--units\\ufdd1units\\ufdd2b\n"
+    assert json.loads(run("inspect", tmp_path / "odd.pt", "--json").out)["tensors"][0]["key"] == odd
+    assert odd in run("inspect", tmp_path / "odd.pt", "--json").out
 
 
 def test_notes_and_problems_are_messages() -> None:
