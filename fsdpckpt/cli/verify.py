@@ -92,6 +92,9 @@ def _show_resumption(output: Output, source: str, resumption: Resumption) -> Non
         output.message(f"{resumption.flavor} resumes from {source} on {ranks}")
         return
     output.message(f"{resumption.flavor} does not resume from {source} on {ranks}")
+    if resumption.beyond_conversion:
+        output.message("no conversion adds what is missing: it has to be saved by the job, or not to be loaded")
+        return
     for reason in resumption.still_missing:
         output.message(f"no conversion adds this: {reason}" if resumption.command else f"cannot be converted: {reason}")
     if resumption.command is not None:

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fsdpckpt import flags
-from fsdpckpt.converters.prepare import prepare
+from fsdpckpt.converters.prepare import Prepared, prepare
 from fsdpckpt.errors import FsdpckptError, UsageError
 from fsdpckpt.option_fields import arguments_of
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import Flavor
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.resumption import MISSING_SECTIONS, Resumption, missing_extra_warnings
+from fsdpckpt.verify.resumption import Resumption, lacking
+
+_FILES = frozenset({".bin", ".ckpt", ".pt", ".pth", ".safetensors"})  # the target is mostly a directory
 
 
 def with_proposal(
@@ -26,7 +28,8 @@ def with_proposal(
     """
     if found.resumes:
         return found
-    target = f"{os.path.basename(source.rstrip('/')) or 'checkpoint'}-for-{flavor.name}"
+    name, suffix = os.path.splitext(os.path.basename(source.rstrip("/")) or "checkpoint")
+    target = f"{name if suffix in _FILES else name + suffix}-for-{flavor.name}"  # step=1.5 has no suffix
     refused: FsdpckptError | None = None
     # Some forms are the same for any number of ranks, and take no --world-size.
     for world_size in (found.world_size, None):
@@ -40,10 +43,19 @@ def with_proposal(
         except FsdpckptError as error:
             refused = refused or error
             break
-        notes = (*prepared.transformed.checkpoint.notes, *prepared.output.notes)
-        lacking = [reason for reason in found.missing if reason in MISSING_SECTIONS]
-        lacking += missing_extra_warnings(prepared.transformed.checkpoint, flavor)
-        lacking += [note.message for note in notes if note.kind == "unconfigured"]
-        return replace(found, command=command, still_missing=tuple(dict.fromkeys(lacking)))
+        left = _lacking(prepared, flavor)
+        if set(found.missing) <= set(left):  # the same again: only another save of the job helps
+            return replace(found, still_missing=found.missing)
+        return replace(found, command=command, still_missing=tuple(left))
     reasons = () if refused is None else (refused.what, *([refused.next_step] if refused.next_step else []))
     return replace(found, still_missing=reasons)
+
+
+def _lacking(prepared: Prepared, flavor: Flavor) -> list[str]:
+    """What the planned checkpoint will lack, by the rules that a finished one is checked with."""
+    form = prepared.spec.form
+    if form is None:
+        return []
+    paths = [*(file.path for file in prepared.output.files), *(link.path for link in prepared.output.links)]
+    names = {path.partition("/")[0] for path in paths}
+    return list(dict.fromkeys(lacking(prepared.transformed.checkpoint, flavor, form, names)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from fsdpckpt.ir.spans import chunk_ends
 from fsdpckpt.notebook import table
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.manifest import read_manifest
+from fsdpckpt.readers.torch_checkpointing import files_of_ranks
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 
@@ -77,13 +79,17 @@ def describe_incomplete(source: str, error: FsdpckptError, sources: Sources) -> 
         if len(files) == _MAX_FILES:
             break
     missing, damaged = _listed_in_manifest(source, files, sources)
+    recorded: dict[str, tuple[str, int]] = {}
     for name in _named_in_error(error, source):
         if name not in files:
             missing.add(name)
         elif isinstance(error, SourceCorruptError):
             damaged.add(name)
     damaged |= {name for name, file in files.items() if name not in damaged and _is_cut_short(file, sources)}
-    grid = rank_grid(files, missing, damaged)
+    with suppress(SourceError):  # of a file that lists others, and is damaged itself
+        recorded = files_of_ranks(source, files, sources)
+        missing |= recorded.keys() - files.keys()
+    grid = rank_grid(files, missing, damaged, recorded)
     for row in grid.rows:
         if row.pattern.count("*") == 1:  # else a rank has several, and their number is not known
             missing |= {row.pattern.replace("*", str(rank)) for rank in row.ranks(FileState.MISSING)}

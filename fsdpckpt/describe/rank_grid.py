@@ -6,9 +6,10 @@ Only names and sizes are known of what cannot be read, so this is a description 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 # The number after one of these is a rank: in the names of torch.save files, DCP data files and random states.
 _RANK = re.compile(r"(?P<before>.*?(?:rank[-_]?|(?:^|/)__|rng_state_|random_states_|(?:^|/)extra_state_))(?P<rank>\d+)")
@@ -44,21 +45,25 @@ class RankGrid:
         return max((len(row.states) for row in self.rows), default=0)
 
 
-def rank_grid(names: Collection[str], missing: Collection[str], damaged: Collection[str]) -> RankGrid:
+def rank_grid(
+    names: Collection[str],
+    missing: Collection[str],
+    damaged: Collection[str],
+    recorded: Mapping[str, tuple[str, int]] = MappingProxyType({}),
+) -> RankGrid:
     """The grid of the files ``names`` of a directory, and of those that are known to be ``missing``.
 
-    A name that several ranks have, or that says how many there are, is expected of each rank.
+    A name that several ranks have, or that says how many there are, is expected of each rank. ``recorded``: the pattern
+    and the rank of each file that the checkpoint itself lists, whatever its name looks like.
     """
     rows: dict[str, dict[int, FileState]] = {}
     worlds: dict[str, int] = {}
     for name, state in _states(names, missing, damaged):
-        match = _RANK.match(name)
-        if match is None or int(match["rank"]) >= _MAX_RANKS:
+        found = recorded.get(name) or _pattern_and_rank(name)
+        if found is None:
             continue
-        rest = _DCP.sub("_*.distcp", name[match.end() :])  # a rank has several of these
-        pattern = f"{match['before']}*{rest}"
+        pattern, rank = found
         of_pattern = rows.setdefault(pattern, {})
-        rank = int(match["rank"])
         if of_pattern.get(rank, FileState.PRESENT) is FileState.PRESENT:
             of_pattern[rank] = state
         world = _WORLD.search(name)
@@ -73,6 +78,15 @@ def rank_grid(names: Collection[str], missing: Collection[str], damaged: Collect
         states = [of_pattern.get(rank, absent) for rank in range(max(length, max(of_pattern) + 1))]
         grid.append(FilesOfRanks(pattern, tuple(states)))
     return RankGrid(tuple(grid))
+
+
+def _pattern_and_rank(name: str) -> tuple[str, int] | None:
+    """``name`` with ``*`` in place of the rank, and the rank; None if it has none."""
+    match = _RANK.match(name)
+    if match is None or int(match["rank"]) >= _MAX_RANKS:
+        return None
+    rest = _DCP.sub("_*.distcp", name[match.end() :])  # a rank has several of these
+    return f"{match['before']}*{rest}", int(match["rank"])
 
 
 def _states(names: Iterable[str], missing: Iterable[str], damaged: Collection[str]) -> Iterable[tuple[str, FileState]]:

@@ -22,9 +22,6 @@ from fsdpckpt.text import listed, plural
 
 _SCHEDULER_FILE = re.compile(r"scheduler(_\d+)?\.(bin|pt)")
 _NO_MODEL, _NO_OPTIMIZER = "the model is missing", "the optimizer is missing"
-MISSING_SECTIONS = frozenset({_NO_MODEL, _NO_OPTIMIZER})
-"""What no conversion adds."""
-
 _CONFIGURATION = "config.json"  # ``from_pretrained`` reads the model's class and sizes from it
 
 
@@ -34,7 +31,8 @@ class Resumption:
 
     ``missing``: what stops it, or makes it start fresh without a word. ``changes``: what it goes on without.
     ``command``: the conversion that makes a checkpoint that it resumes from, None if it resumes from this one.
-    ``still_missing``: what that conversion cannot make, or why it is refused.
+    ``still_missing``: what that conversion cannot make. Without ``command``: why it is refused or, as in ``missing``,
+    what no conversion makes.
     """
 
     flavor: str
@@ -52,6 +50,11 @@ class Resumption:
     def resumes(self) -> bool:
         return not self.missing
 
+    @property
+    def beyond_conversion(self) -> bool:
+        """Whether no conversion makes anything of what is missing."""
+        return bool(self.missing) and self.command is None and self.still_missing == self.missing
+
 
 def check_resumption(checkpoint: Checkpoint, flavor: Flavor, world_size: int | None, sources: Sources) -> Resumption:
     """Compare ``checkpoint`` with what the loader of ``flavor`` needs. ``world_size``: None for that of the source."""
@@ -60,13 +63,20 @@ def check_resumption(checkpoint: Checkpoint, flavor: Flavor, world_size: int | N
     form = _own_form(checkpoint, flavor)
     if form is None:
         return Resumption(flavor.name, ranks, (_other_form(checkpoint, flavor),), ())
-    missing = [
+    missing = [*lacking(checkpoint, flavor, form, names), *_wrong_ranks(checkpoint, form, ranks)]
+    return Resumption(flavor.name, ranks, tuple(missing), tuple(_changes(checkpoint, flavor, form, names, ranks)))
+
+
+def lacking(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collection[str]) -> list[str]:
+    """What ``checkpoint``, in ``form`` and with the files ``names``, does not have and the loader of ``flavor`` needs.
+
+    The checkpoint may be one that a conversion would write.
+    """
+    return [
         *_missing_sections(checkpoint, flavor, form),
-        *_wrong_ranks(checkpoint, form, ranks),
         *_missing_files(checkpoint, flavor, form, names),
         *_missing_extras(checkpoint, flavor, form),
     ]
-    return Resumption(flavor.name, ranks, tuple(missing), tuple(_changes(checkpoint, flavor, form, names, ranks)))
 
 
 def _own_form(checkpoint: Checkpoint, flavor: Flavor) -> Form | None:

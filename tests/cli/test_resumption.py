@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
+from fsdpckpt.producers.table import all_flavors
 from tests.cli.conftest import Run, training_state
 from tests.cli.test_schemas import checked
 
@@ -61,7 +62,47 @@ def test_what_torchtitan_opens_and_the_target_lacks_is_said(run: Run, saved: Pat
     assert done.code == 0 and "warning: it has no train_state: without it torchtitan stops, unless" in done.err
     done = run("verify", target, "--for", "torchtitan")
     assert done.code == 1 and "resume: it has no lr_scheduler" in done.out
-    assert "no conversion adds this: it has no train_state" in done.err
+    assert "no conversion adds what is missing" in done.err and "next:" not in done.err
+    done = run("verify", saved, "--for", "torchtitan", "--world-size", "2")
+    assert "no conversion adds this: it has no train_state" in done.err and "next: fsdpckpt convert" in done.err
+
+
+def test_what_a_conversion_leaves_as_it_is_is_not_proposed(run: Run, saved: Path, tmp_path: Path) -> None:
+    target = tmp_path / "accelerate"
+    assert run("convert", saved, target, "--flavor", "accelerate", "--world-size", "2", "--only", "model").code == 0
+    done = run("verify", target, "--for", "accelerate", "--json")
+    found = checked(done.out)["resumption"]
+    assert done.code == 1 and isinstance(found, dict)
+    assert found["missing"] == found["still_missing"] == ["the optimizer is missing"] and found["command"] is None
+    done = run("verify", target, "--for", "accelerate", "--world-size", "3", "--json")  # a DCP directory loads on any
+    again = checked(done.out)["resumption"]
+    assert isinstance(again, dict) and again["command"] is None
+
+
+@pytest.mark.parametrize(
+    ("flavor", "only"),
+    [
+        *((flavor.name, "model") for flavor in all_flavors() if flavor.forms),
+        *((name, None) for name in ("trainer", "verl", "fabric", "torchtitan")),
+    ],
+)
+def test_what_is_said_to_be_missing_still_is_what_the_next_verify_finds(
+    run: Run, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flavor: str, only: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source: Path | str = saved
+    if only is not None:
+        source = "weights.pt"
+        assert run("convert", saved, source, "--only", only).code == 0
+    found: Any = checked(run("verify", source, "--for", flavor, "--world-size", "2", "--json").out)["resumption"]
+    if found["command"] is None:
+        assert found["resumes"] or found["still_missing"]
+        return
+    command = shlex.split(found["command"])
+    assert run(*command[1:]).code == 0
+    left: Any = checked(run("verify", command[3], "--for", flavor, "--world-size", "2", "--json").out)["resumption"]
+    assert set(left["missing"]) == set(found["still_missing"])
+    assert left["command"] is None, "the same again"
 
 
 def rank_copies(path: Path) -> Path:

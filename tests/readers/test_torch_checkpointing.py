@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fsdpckpt import api
+from fsdpckpt.describe import Incomplete
+from fsdpckpt.describe.rank_grid import FileState
 from fsdpckpt.errors import (
     NeedsInformationError,
     SourceCorruptError,
@@ -89,7 +92,32 @@ def test_a_missing_file_is_named(saved: Path) -> None:
     (saved / name).unlink()
     with pytest.raises(SourceIncompleteError, match=r"1 file that metadata\.pkl names is missing") as caught:
         api.inspect(saved)
-    assert caught.value.details == (f"{saved}/{name}",)
+    assert (caught.value.details, caught.value.files) == ((name,), (f"{saved}/{name}",))
+    assert in_grid(api.inspect_incomplete(saved, caught.value)) == {
+        pattern: "+-" if pattern.startswith("model") else "++"
+        for pattern in {re.sub(r"_\d\.", "_*.", path.name) for path in saved.iterdir() if "_" in path.name}
+    }
+
+
+def in_grid(left: Incomplete | None) -> dict[str, str]:
+    signs = {FileState.PRESENT: "+", FileState.MISSING: "-", FileState.DAMAGED: "!", FileState.NONE: " "}
+    assert left is not None
+    return {row.pattern: "".join(signs[state] for state in row.states) for row in left.grid.rows}
+
+
+def test_the_model_can_be_read_without_a_file_of_the_optimizer(tmp_path: Path) -> None:
+    api.convert(GOLDEN / "torch", tmp_path / "on-4", world_size=4)
+    (tmp_path / "on-4" / "optimizer_2.pt").unlink()
+    (tmp_path / "on-4" / "optimizer_3.pt").write_bytes(b"PK\x03\x04")
+    (tmp_path / "on-4" / "fsdpckpt.json").unlink()
+    with pytest.raises(SourceIncompleteError) as caught:
+        api.inspect(tmp_path / "on-4")
+    left = api.inspect_incomplete(tmp_path / "on-4", caught.value)
+    assert in_grid(left) == {"model_*.pt": "++++", "optimizer_*.pt": "++-!", "step_*.pt": "++++"}
+    assert left is not None and list(left.readable) == ["model"]
+    api.convert(tmp_path / "on-4", tmp_path / "model.pt", only="model")
+    whole = torch.load(GOLDEN / "torch" / "model_0.pt", weights_only=False)
+    assert torch.load(tmp_path / "model.pt").keys() == whole.keys()
 
 
 def test_the_file_of_another_save_is_refused(shards: Path) -> None:
@@ -250,4 +278,4 @@ def test_the_last_rank_of_an_item_outside_the_metadata_may_be_missing_too(saved:
         shutil.copy(path, saved / path.name.replace("_1", "_2"))
     with pytest.raises(SourceIncompleteError) as caught:
         api.inspect(saved)
-    assert set(caught.value.details) == {f"{saved}/optimizer_2.pt", f"{saved}/step_2.pt"}
+    assert set(caught.value.details) == {"optimizer_2.pt", "step_2.pt"}

@@ -69,7 +69,8 @@ class TorchCheckpointingReader:
             raise SourceIncompleteError(
                 f"{path}: {plural(len(lacking), 'file')} that {METADATA} names {'is' if len(lacking) == 1 else 'are'} "
                 "missing",
-                details=[f"{directory}/{name}" for name in lacking],
+                details=lacking,
+                files=[f"{directory}/{name}" for name in lacking],
                 file=f"{directory}/{lacking[0]}",
                 why="each rank writes its own part, and every part is needed; other nodes may hold the rest on their "
                 "disks",
@@ -90,6 +91,26 @@ class TorchCheckpointingReader:
             [name for name in left_out if name in files],
             {name.partition("/")[0] for name in names if "/" in name},
         )
+
+
+def files_of_ranks(directory: str, files: Mapping[str, Entry], sources: Sources) -> dict[str, tuple[str, int]]:
+    """The name of every file that belongs to the checkpoint in ``directory``, with the item in place of the rank, and
+    the rank. ``files``: those that are there. Empty if it is no such directory; raises what the reader of the metadata
+    does.
+    """
+    metadata = find_metadata(files.get(METADATA), sources)
+    if metadata is None:
+        return {}
+    items = [*metadata.items.values(), *_other_items(files, metadata)]
+    return {file.path: (_pattern(item, file.path, rank), rank) for item in items for rank, file in item.files.items()}
+
+
+def _pattern(item: Item, path: str, rank: int) -> str:
+    """``path`` with ``*`` in place of the rank: the last number that is the rank's, if there is one."""
+    numbers = [match for match in re.finditer(r"\d+", path) if int(match[0]) == rank]
+    if not numbers:
+        return f"{item.name} of rank *"
+    return f"{path[: numbers[-1].start()]}*{path[numbers[-1].end() :]}"
 
 
 def _is_wanted(name: str, only: Section | None) -> bool:
