@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.units import Unit, UnitParam
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import Unit
 from fsdpckpt.layouts.flattened import layout_of
 
 UNITS, RANKS, WIDTH = 1000, 4096, 4096
@@ -14,7 +15,7 @@ UNITS, RANKS, WIDTH = 1000, 4096, 4096
 def unit(number: int) -> Unit:
     """A decoder layer of a model with 7 billion parameters, slightly larger in each unit."""
     shapes = [(WIDTH, WIDTH)] * 4 + [(11008, WIDTH)] * 3 + [(WIDTH,)] * 2 + [(number + 1,)]
-    params = [UnitParam(f"layers.{number}.{at}", shape, DTYPES["float32"]) for at, shape in enumerate(shapes)]
+    params = [Parameter(f"layers.{number}.{at}", shape, DTYPES["float32"]) for at, shape in enumerate(shapes)]
     return Unit(f"layers.{number}", tuple(params))
 
 

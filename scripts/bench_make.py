@@ -197,12 +197,13 @@ def make_flat(directory: str, params: dict[str, Shape], data_path: str) -> None:
 def write_units(params: dict[str, Shape], path: str) -> None:
     """What ``fsdpckpt.save_units`` would write for a model of these parameters."""
     from fsdpckpt.ir.dtypes import DTYPES
-    from fsdpckpt.ir.units import Unit, UnitParam, Units
+    from fsdpckpt.ir.parameters import Parameter
+    from fsdpckpt.ir.units import Unit, Units
     from fsdpckpt.ir.units_json import encode
 
     units = []
     for prefix, names in units_of(params).items():
-        units.append(Unit(prefix, tuple(UnitParam(name, params[name], DTYPES["float32"]) for name in names)))
+        units.append(Unit(prefix, tuple(Parameter(name, params[name], DTYPES["float32"]) for name in names)))
     with open(path, "w") as file:
         json.dump(encode(Units(tuple(units), use_orig_params=False, parameters=tuple(params))), file)
 

@@ -17,7 +17,7 @@ from fsdpckpt.converters.transform import TransformedCheckpoint
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.ir.account import Fate
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Note
-from fsdpckpt.ir.parameters import undetermined
+from fsdpckpt.ir.rows import undetermined
 from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.notebook import table

@@ -36,7 +36,6 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, KeyType, Layout, Note,
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import SourceNames, clean, leading_wrapper, normalise, under_first_names
-from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.quantized import unwrapped
 from fsdpckpt.ir.table import Table
 from fsdpckpt.ir.tensors import Tensor
@@ -217,7 +216,7 @@ def _unwrap_quantized_states(checkpoint: Checkpoint) -> Checkpoint:
     if optim is None:
         return checkpoint
     state = {key: unwrapped(entry) for key, entry in optim.state.items()}
-    return replace(checkpoint, optim=Optimizer.of(state, optim.param_groups, optim.extra))
+    return replace(checkpoint, optim=optim.with_state(state))
 
 
 def _require_sound(checkpoint: Checkpoint, only: Section | None) -> None:
@@ -288,8 +287,8 @@ def _require_common_ids(checkpoint: Checkpoint, units: Units | None, layout: Lay
     A full checkpoint has rank 0's ids, as ``FSDP.rekey_optim_state_dict`` gives them there.
     """
     optim = checkpoint.optim
-    orders = checkpoint.orders or (units.orders if units is not None else ())
-    differing = [order for order in orders if layout is Layout.SHARDED or 0 in order.ranks]
+    known = (optim.orders if optim is not None else ()) or (units.orders if units is not None else ())
+    differing = [order for order in known if layout is Layout.SHARDED or 0 in order.ranks]
     if optim is not None and optim.key_type == "id" and differing:
         raise NeedsInformationError(
             f"the optimizers of the ranks of {checkpoint.source} list their parameters in different orders, so an id "

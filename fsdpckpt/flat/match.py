@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -18,10 +19,11 @@ from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, lengths_text, sl
 from fsdpckpt.ir.checkpoint import Checkpoint, Container
 from fsdpckpt.ir.names import clean, keeps_order
 from fsdpckpt.ir.optimizer import Group, Optimizer, ParamKey
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.tensors import Int64Array, OneSlice, Slices, Tensor
-from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam, Units
+from fsdpckpt.ir.units import FLAT_PARAM, Unit, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import FlatLayout, is_flat_key, place_units
 from fsdpckpt.text import plural
@@ -185,7 +187,7 @@ class _Matching:
         if compared:
             self.proved.append(f"{compared} names and shapes of the units are those of the model section")
 
-    def _match_names(self, name: str, param: UnitParam, leaf: Tensor, *, sliced: bool) -> Iterator[str]:
+    def _match_names(self, name: str, param: Parameter, leaf: Tensor, *, sliced: bool) -> Iterator[str]:
         if sliced and param.name in self.sharded:
             wrong = self._check_slices(param, leaf)
             if wrong:
@@ -199,7 +201,7 @@ class _Matching:
         if not self.flat_optimizer:
             yield from self._whole_optimizer(optim)
             return
-        if optim.key_type == "id" and self.units.orders and self.units.orders != self.checkpoint.orders:
+        if optim.key_type == "id" and not self._read_in_these_orders(optim):
             yield (
                 "the units have a different parameter order per rank than was used to read the ids: put this units "
                 "file beside the rank files, as units.json"
@@ -237,6 +239,21 @@ class _Matching:
         if compared:
             self.proved.append(f"{compared} optimizer states have the units' number of elements on every rank")
 
+    def _read_in_these_orders(self, optim: Optimizer) -> bool:
+        """Whether the ids of all ranks were read in the orders that the units record for single ranks, if they do."""
+        position = {key: number for number, key in enumerate(chain(*(self.units.groups or ())))}
+        recorded = {
+            rank: [[position.get(key) for key in group] for group in order.groups]
+            for order in self.units.orders
+            for rank in order.ranks
+        }
+        read = {
+            rank: [[optim.keys[member] for member in group] for group in order.groups]
+            for order in optim.orders
+            for rank in order.ranks
+        }
+        return not recorded or recorded == read
+
     def _whole_optimizer(self, optim: Optimizer) -> Iterator[str]:
         """An optimizer by name beside flattened model files (accelerate's LOCAL_STATE_DICT)."""
         shown = ShownShapes(optim)
@@ -265,7 +282,7 @@ class _Matching:
             return f"{list(self.params[name].shape)} in the units, found {tensor_text(leaf, self.world_size)}"
         return None
 
-    def _check_slices(self, param: UnitParam, leaf: Tensor) -> str | None:
+    def _check_slices(self, param: Parameter, leaf: Tensor) -> str | None:
         layout = self.layouts[self.sharded[param.name].key]
         if layout.shard_count == 1 and leaf.shape == param.shape and not isinstance(leaf.cut, Slices):
             return None
@@ -279,7 +296,7 @@ class _Matching:
             return f"{lengths_text(expected)} elements by rank in the units, found {tensor_text(leaf, self.world_size)}"
         return None
 
-    def _whole_vector(self, param: UnitParam, leaf: Tensor) -> bool:
+    def _whole_vector(self, param: Parameter, leaf: Tensor) -> bool:
         """Whether ``leaf``, read as slices, is a 1-D tensor that every rank that has it holds whole."""
         return (
             isinstance(leaf.cut, Slices)

@@ -10,43 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Container
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import FSDP_WRAPPER, WRAPPERS, clean, keeps_order, revisits_a_module, sorted_by_a_tool
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.tensors import Slices, Tensor, contiguous_stride
-from fsdpckpt.ir.units import FLAT_PARAM, UnitParam, Units, first_misplaced
+from fsdpckpt.ir.units import FLAT_PARAM, Units, first_misplaced
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import is_flat_key
-
-
-@dataclass(frozen=True, slots=True)
-class NamedParam:
-    """One name of a model. ``sharded`` as ``Tensor.sharded``: False for buffers and what FSDP does not shard, None if
-    not known. ``stride``: in elements, None for row-major.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: DType
-    stride: tuple[int, ...] | None = None
-    sharded: bool | None = None
-    requires_grad: bool = True
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def possible(self) -> bool:
-        """Whether it may be in a flat parameter: FSDP1 refuses 0-dim ones, and trains floating ones."""
-        return self.sharded is not False and bool(self.shape) and self.dtype.kind in ("float", "complex")
-
-    def unit_param(self) -> UnitParam:
-        return UnitParam(self.name, self.shape, self.dtype, self.stride, self.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +33,7 @@ class ParameterNames:
     ``use_orig_params=False`` FSDP1 lists the parameters flat parameter by flat parameter, the root's first.
     """
 
-    params: tuple[NamedParam, ...]
+    params: tuple[Parameter, ...]
     ordered: bool
     label: str
     shared: tuple[tuple[str, str], ...] = ()
@@ -88,7 +62,7 @@ def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
     """The whole tensors of a model section; None if it has none, or holds flat parameters (only buffers are
     left then).
     """
-    named: list[NamedParam] = []
+    named: list[Parameter] = []
     shared: list[tuple[str, str]] = []
     first: dict[tuple[object, ...], str] = {}
     params = checkpoint.model.params if checkpoint.model is not None else {}
@@ -100,7 +74,7 @@ def model_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None:
         if same != name:
             shared.append((name, same))
         else:
-            named.append(NamedParam(name, leaf.shape, leaf.dtype, stride_of(leaf), leaf.sharded))
+            named.append(Parameter(name, leaf.shape, leaf.dtype, stride_of(leaf), sharded=leaf.sharded))
     if not named:
         return None
     possible = [param.name for param in named if param.possible]
@@ -141,12 +115,12 @@ def optimizer_names(checkpoint: Checkpoint, label: str) -> ParameterNames | None
     optim = checkpoint.optim
     if optim is None or optim.key_type != "name":
         return None
-    named: dict[str, NamedParam] = {}
+    named: dict[str, Parameter] = {}
     for key, states in optim.state.items():
         whole = _whole_state(states)
         if whole is not None:
             name = clean(str(key))
-            named[name] = NamedParam(name, whole.shape, whole.dtype, stride_of(whole), sharded=True)
+            named[name] = Parameter(name, whole.shape, whole.dtype, stride_of(whole), sharded=True)
     order = [clean(str(key)) for key in optim.grouped_keys()]
     ordered = len(optim.groups or ()) == 1 and set(named) <= set(order) and not sorted_by_a_tool(order)
     names = [name for name in order if name in named] if ordered else list(named)
@@ -163,12 +137,9 @@ def _whole_state(states: Mapping[str, Tensor | Value]) -> Tensor | None:
 
 def units_names(units: Units, label: str) -> ParameterNames:
     """The parameters of units, in the order of ``model.parameters()``."""
-    params, sharded = units.params(), units.unit_of()
+    params = units.params()
     return ParameterNames(
-        tuple(
-            NamedParam(param.name, param.shape, param.dtype, param.stride, param.name in sharded, param.requires_grad)
-            for param in (params[name] for name in units.parameters)
-        ),
+        tuple(params[name] for name in units.parameters),
         ordered=True,
         label=label,
         shared=units.shared,
@@ -265,7 +236,7 @@ def name_contradictions(
             continue
         elif (written := dtype if dtype is not None and named.dtype.floating else named.dtype) != param.dtype:
             yield f"{name}: {param.dtype.name} in the units, {written.name} in {names.label}"
-        elif param.order != named.unit_param().order and named.stride is not None:
+        elif param.order != named.order and named.stride is not None:
             yield f"{name}: strides {param.stride} in the units, {named.stride} in {names.label}"
     if not whole_model:
         return

@@ -22,10 +22,11 @@ from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.invariants import fatal
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Group, Optimizer, ParamKey
+from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Group, MemberNumber, Optimizer, ParamKey, renumbered
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.tensors import Chunks, Flattened, Int64Array, OneSlice, Slices, Tensor, Whole, contiguous_stride
-from fsdpckpt.ir.units import Unit, UnitParam, Units
+from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes, is_flat_key
 from fsdpckpt.storage.sources import Sources
@@ -151,7 +152,14 @@ def _optimizer(optim: Optimizer, match: FlatMatch, world_size: int, notes: list[
     notes.append(
         Note("unflattened", f"optimizer: states of {plural(len(state), 'parameter')}, from {len(optim.state)} keys")
     )
-    return Optimizer.of(state, groups, optim.extra)
+    named = Optimizer.of(state, groups, optim.extra)
+    number_of = {name: number for number, name in enumerate(named.keys)}
+    became: dict[MemberNumber, list[MemberNumber]] = {}
+    for member, key in enumerate(optim.keys):
+        name = match.keys.get(key, str(key))
+        names = [param.name for param in by_key[name].params] if name in by_key else [name]
+        became[member] = [number_of[name] for name in names if name in number_of]
+    return replace(named, orders=renumbered(optim.orders, became))
 
 
 def _as_whole(leaf: Tensor | Value) -> Tensor | Value:
@@ -183,7 +191,7 @@ def _unit_states(
 
 
 def _param_states(
-    param: UnitParam, unit: Unit | None, states: Mapping[str, Tensor | Value], match: FlatMatch, world_size: int
+    param: Parameter, unit: Unit | None, states: Mapping[str, Tensor | Value], match: FlatMatch, world_size: int
 ) -> dict[str, Tensor | Value]:
     """The states of a parameter that has an entry itself. ``unit``: the one that holds it, if any."""
     scales = _scales(unit, [param], states, match) if unit is not None else {}
@@ -200,7 +208,7 @@ def _param_states(
 
 
 def _scales(
-    unit: Unit, params: Sequence[UnitParam], states: Mapping[str, Tensor | Value], match: FlatMatch
+    unit: Unit, params: Sequence[Parameter], states: Mapping[str, Tensor | Value], match: FlatMatch
 ) -> dict[str, dict[str, Tensor]]:
     """The scales of bitsandbytes' states in the vector of ``params``: by state, then by parameter."""
     return {
@@ -211,7 +219,7 @@ def _scales(
 
 
 def _read_scales(
-    unit: Unit, params: Sequence[UnitParam], scales: Tensor, codes: Tensor, match: FlatMatch
+    unit: Unit, params: Sequence[Parameter], scales: Tensor, codes: Tensor, match: FlatMatch
 ) -> dict[str, Tensor]:
     """The scales of each of ``params``: one for each block of a slice. Raises SourceUnsupportedError."""
     layout, orig = match.layouts[unit.key], match.units.use_orig_params
@@ -232,7 +240,7 @@ def _read_scales(
             runs[name].append((rank, file, first, begin // block, -(-count // block)))
     return {
         param.name: _param_tensor(
-            UnitParam(param.name, (-(-param.numel // block),), scales.dtype), scales.dtype, runs[param.name], 0
+            Parameter(param.name, (-(-param.numel // block),), scales.dtype), scales.dtype, runs[param.name], 0
         )
         for param in params
     }
@@ -243,7 +251,7 @@ def _fits(leaf: Tensor, shard: int, world_size: int) -> bool:
     return lengths is not None and bool((lengths == shard).all())
 
 
-def _of_param(param: UnitParam, leaf: Tensor | Value, counts: Int64Array | None, world_size: int) -> Tensor | Value:
+def _of_param(param: Parameter, leaf: Tensor | Value, counts: Int64Array | None, world_size: int) -> Tensor | Value:
     """A state of ``param``. ``counts``: the number of its elements in each shard, None if no unit has it."""
     if not isinstance(leaf, Tensor):
         return leaf
@@ -316,7 +324,7 @@ def _split_params(unit: Unit, dtype: DType, runs: Sequence[_Run], layout: FlatLa
     return by_name
 
 
-def _param_tensor(param: UnitParam, dtype: DType, runs: Sequence[_Run], start: int) -> Tensor:
+def _param_tensor(param: Parameter, dtype: DType, runs: Sequence[_Run], start: int) -> Tensor:
     """One parameter's tensor, which begins at ``start``: the part of each run inside the parameter, as boxes."""
     order = param.order
     dims = range(len(param.shape)) if order is None else order

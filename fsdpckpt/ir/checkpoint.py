@@ -15,7 +15,7 @@ from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
 from fsdpckpt.ir.origin import Manifest, ManifestFile, Origin
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.terms import Container, KeyType, Layout, Section
-from fsdpckpt.ir.units import RankOrder, Units
+from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value, leaf_tensors, with_tensors
 
 # Code that uses a checkpoint uses them too.
@@ -180,9 +180,7 @@ class Checkpoint:
     ``files``: what ``Chunks.file`` indexes. ``extra``: what is neither model nor optimizer, under the source's own keys
     (nesting kept). ``rank_extra``: the extras of each rank if ranks saved different ones (RNG states), index = rank;
     empty otherwise. ``named``: further models and optimizers, or all of several if none is the main one;
-    ``ir.sections`` has what is done with them. ``units``: those beside the checkpoint. ``orders``: of the ranks whose
-    optimizers number parameters in another order, according to the units or ``param_names``; in the IR an id is the
-    same parameter on all ranks.
+    ``ir.sections`` has what is done with them. ``units``: those beside the checkpoint.
     """
 
     origin: Origin
@@ -193,7 +191,6 @@ class Checkpoint:
     rank_extra: tuple[dict[Key, Value], ...] = ()
     named: tuple[NamedSection, ...] = ()
     units: Units | None = None
-    orders: tuple[RankOrder, ...] = ()
     checksums: Checksums = field(default_factory=lambda: Checksums.of([]))
     ledger: Ledger = field(default_factory=Ledger)
 

@@ -60,9 +60,23 @@ class Group:
         """Its ``param_names`` as text."""
         return list(map(str, self.words()))
 
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Group:
+        """The group with ``change`` applied to every tensor in its settings."""
+        return replace(self, settings=like(self.settings, with_tensors(dict(self.settings), change)))
+
     def with_setting(self, name: Key, value: Value) -> Group:
         """The group with another value of one setting."""
         return replace(self, settings=like(self.settings, {**self.settings, name: value}))
+
+
+@dataclass(frozen=True, slots=True)
+class RankMembers:
+    """What the groups of the optimizers on ``ranks`` list, in the order in which each of these ranks counts its ids, if
+    it is not what ``Optimizer.groups`` list: another order, or fewer members.
+    """
+
+    ranks: tuple[int, ...]
+    groups: tuple[tuple[MemberNumber, ...], ...]
 
 
 class Entry(NamedTuple):
@@ -77,13 +91,15 @@ class Entry(NamedTuple):
 class Optimizer:
     """``keys``: of the members, by number. ``groups``: None if the source has no groups.
 
-    ``extra``: top-level entries that a user added beside ``state`` and ``param_groups``.
+    ``extra``: top-level entries that a user added beside ``state`` and ``param_groups``. ``orders``: of the ranks whose
+    own optimizers number the members otherwise; the keys here are the same on all ranks.
     """
 
     keys: tuple[ParamKey, ...]
     groups: tuple[Group, ...] | None
     entries: tuple[Entry, ...]
     extra: dict[Key, Value] = field(default_factory=dict)
+    orders: tuple[RankMembers, ...] = ()
 
     @classmethod
     def of(
@@ -191,7 +207,34 @@ class Optimizer:
             if (entry.key not in users if entry.member is None else entry.member in new)
         ]
         groups = None if self.groups is None else tuple(_less(group, new) for group in self.groups)
-        return replace(self, keys=tuple(self.keys[number] for number in kept), groups=groups, entries=tuple(entries))
+        return replace(
+            self,
+            keys=tuple(self.keys[number] for number in kept),
+            groups=groups,
+            entries=tuple(entries),
+            orders=renumbered(self.orders, {old: (number,) for old, number in new.items()}),
+        )
+
+    def with_orders(self, by_rank: Mapping[int, Sequence[Sequence[ParamKey]]]) -> Optimizer:
+        """The optimizer as one whose members the ranks of ``by_rank`` list in these groups, by the keys here."""
+        number_of = {key: number for number, key in enumerate(self.keys)}
+        ranks_of: dict[tuple[tuple[MemberNumber, ...], ...], list[int]] = {}
+        for rank, groups in by_rank.items():
+            listed = tuple(tuple(number_of[key] for key in keys if key in number_of) for keys in groups)
+            ranks_of.setdefault(listed, []).append(rank)
+        orders = (RankMembers(tuple(ranks), listed) for listed, ranks in ranks_of.items())
+        return replace(self, orders=tuple(orders))
+
+
+def renumbered(
+    orders: Iterable[RankMembers], new: Mapping[MemberNumber, Sequence[MemberNumber]]
+) -> tuple[RankMembers, ...]:
+    """``orders`` with what became of each member in its place; a member that ``new`` lacks is gone."""
+    changed: list[RankMembers] = []
+    for order in orders:
+        groups = (tuple(number for member in group for number in new.get(member, ())) for group in order.groups)
+        changed.append(replace(order, groups=tuple(groups)))
+    return tuple(changed)
 
 
 def group_params(group: Mapping[Key, Value]) -> list[ParamKey] | None:

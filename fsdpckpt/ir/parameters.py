@@ -1,149 +1,51 @@
-"""The table of one model's parameters and buffers: each is a row, and its name stands in one cell.
+"""A row of the table of parameters: what is known of one parameter or buffer of a model.
 
-Members of an optimizer are tied to rows by number, never by name (``ir.table``). A row that gets a new name has it
-wherever the name is written: in the model, in the keys and the groups of the optimizer, in ``param_names``.
+A name stands in one row. Whoever lists parameters, a section of a checkpoint, a units file, an optimizer, lists rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, StrEnum, auto
-from typing import Final, TypeAlias
+from dataclasses import dataclass
+from math import prod
 
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Value
-
-Row: TypeAlias = int
-"""The number of a row. The rows of the model come first, in its order."""
-
-
-class Kind(StrEnum):
-    """What a row is."""
-
-    PARAMETER = "parameter"
-    BUFFER = "buffer"
-    UNDETERMINED = "undetermined"
-
-
-class _Absent(Enum):
-    ABSENT = auto()
-
-
-ABSENT: Final = _Absent.ABSENT
-"""The value of a row that the checkpoint has no entry of: only an optimizer names it."""
-
-
-@dataclass(slots=True, eq=False)  # Final, not frozen: there are many
-class Parameter:
-    """One row. ``value``: its entry in the model section. ``kind``: what is known of it.
-
-    ``unit``: the prefix of the FSDP1 unit that holds it; None if it is in none, or that is not known.
-    """
-
-    name: Final[str]
-    value: Final[Tensor | Value | _Absent]
-    kind: Final[Kind]
-    unit: Final[str | None] = None
-
-    @property
-    def shape(self) -> tuple[int, ...] | None:
-        """The global shape, None for a value that is no tensor."""
-        return self.value.shape if isinstance(self.value, Tensor) else None
-
-    @property
-    def dtype(self) -> DType | None:
-        return self.value.dtype if isinstance(self.value, Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
-    """The table. ``in_model``: how many rows the model section has, None if there is no such section.
+class Parameter:
+    """One parameter, or a tensor that may be one. ``name``: without prefixes of wrappers. ``shape``: the global one.
 
-    ``metadata``: what ``nn.Module.state_dict`` attaches to the model.
+    ``stride``: in elements, as ``torch.Tensor.stride``, of a parameter that is not row-major (channels_last): FSDP1
+    flattens it in memory order (``FlatParamHandle._init_flat_param_and_metadata``). None for row-major. ``sharded`` as
+    ``Tensor.sharded``: False for buffers and for what FSDP does not shard, None if not known.
     """
 
-    rows: tuple[Parameter, ...]
-    in_model: int | None
-    metadata: Value = None
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    stride: tuple[int, ...] | None = None
+    requires_grad: bool = True
+    sharded: bool | None = None
 
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, trained: Iterable[str] = (), others: Iterable[str] = ()) -> Parameters:
-        """The rows of the model, then those of the names that only the optimizer has.
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
 
-        ``trained``: the names of its parameters. ``others``: those of entries that a user added to its states.
+    @property
+    def possible(self) -> bool:
+        """Whether it may be in a flat parameter: FSDP1 refuses 0-dim ones, and trains floating ones."""
+        return self.sharded is not False and bool(self.shape) and self.dtype.kind in ("float", "complex")
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """The dimensions from slowest to fastest in memory, None for row-major.
+
+        Dimensions of one element come first: their strides have no meaning, and PyTorch does not keep them.
         """
-        model, units = checkpoint.model, checkpoint.units.unit_of() if checkpoint.units is not None else {}
-        in_model = model.params if model is not None else {}
-        parameters, parameter = dict.fromkeys(trained), Kind.PARAMETER
-        rows = []
-        for name in dict.fromkeys((*in_model, *parameters, *others)):
-            value = in_model.get(name, ABSENT)
-            kind = parameter if name in parameters else _kind(value)
-            rows.append(Parameter(name, value, kind, units[name].prefix if name in units else None))
-        return cls(tuple(rows), len(in_model) if model is not None else None, model.metadata if model else None)
-
-    def by_name(self) -> dict[str, Row]:
-        return {parameter.name: row for row, parameter in enumerate(self.rows)}
-
-    def renamed(self, names: Mapping[str, str]) -> Parameters:
-        """The same rows under new names (old to new); those that ``names`` lacks keep theirs."""
-        rows = []
-        for row in self.rows:
-            new = names.get(row.name, row.name)
-            rows.append(row if new == row.name else Parameter(new, row.value, row.kind, row.unit))
-        return replace(self, rows=tuple(rows))
-
-    def of_kind(self, kind: Kind) -> list[str]:
-        """The names of the rows of ``kind``, in the model's order."""
-        return [row.name for row in self.rows if row.kind is kind]
-
-    def sharing(self) -> list[tuple[Row, ...]]:
-        """The rows that have the same bytes of the source, group by group: those of shared parameters."""
-        rows: dict[tuple[object, ...], list[Row]] = {}
-        for number, row in enumerate(self.rows):
-            if isinstance(row.value, Tensor) and (location := row.value.location()) is not None:
-                rows.setdefault(location, []).append(number)
-        return [tuple(shared) for shared in rows.values() if len(shared) > 1]
-
-    def emptied(self, rows: Collection[Row]) -> Parameters:
-        """The table without the entries of ``rows``. The others keep their numbers."""
-        changed = (replace(row, value=ABSENT) if number in rows else row for number, row in enumerate(self.rows))
-        return replace(self, rows=tuple(changed))
-
-    def model(self) -> ModelState | None:
-        """The model section; None if the checkpoint has none."""
-        if self.in_model is None:
+        if self.stride is None:
             return None
-        params: dict[str, Tensor | Value] = {}
-        for row in self.rows[: self.in_model]:
-            if row.value is not ABSENT:
-                params[row.name] = row.value
-        return ModelState(params, self.metadata)
-
-
-def _kind(value: Tensor | Value | _Absent) -> Kind:
-    """The kind of a row that no optimizer lists."""
-    if value is ABSENT:
-        return Kind.UNDETERMINED
-    if not isinstance(value, Tensor):
-        return Kind.BUFFER  # ``_extra_state``
-    if value.undetermined:
-        return Kind.UNDETERMINED
-    if value.sharded:
-        return Kind.PARAMETER
-    # FSDP leaves parameters whole, too: those that it ignores.
-    return Kind.UNDETERMINED if value.dtype.kind in ("float", "complex") else Kind.BUFFER
-
-
-def undetermined(checkpoint: Checkpoint) -> list[str]:
-    """The model keys that were cut like parameters although nothing says that they are none of the buffers."""
-    params: Mapping[str, Tensor | Value] = checkpoint.model.params if checkpoint.model is not None else {}
-    return [name for name, leaf in params.items() if isinstance(leaf, Tensor) and leaf.undetermined]
-
-
-def sorted_by_name(groups: Sequence[Sequence[str]]) -> bool:
-    """Whether every list of names is in alphabetical order, as ``FSDP.rekey_optim_state_dict`` sorts them."""
-    return all(list(names) == sorted(names) for names in groups)
+        strides, wide = self.stride, [dim for dim, size in enumerate(self.shape) if size > 1]
+        ordered = sorted(wide, key=lambda dim: (-strides[dim], dim))
+        if ordered == wide:
+            return None
+        return (*(dim for dim, size in enumerate(self.shape) if size <= 1), *ordered)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import PARAM_NAMES, Group, MemberNumber, Optimizer, ParamKey, form_of, sequence
-from fsdpckpt.ir.parameters import Parameters, Row
+from fsdpckpt.ir.rows import Parameters, RowNumber
 
 _DISTRIBUTED = "module."
 
@@ -22,7 +22,7 @@ class Word:
     """One entry of a group's ``param_names``. ``row``: the parameter that it names, which ``named`` was the name of."""
 
     text: str
-    row: Row
+    row: RowNumber
     named: str
 
     def written(self, parameters: Parameters) -> str:
@@ -44,9 +44,9 @@ class Table:
 
     parameters: Parameters
     optimizer: Optimizer | None = None
-    rows: tuple[Row | None, ...] = ()
+    rows: tuple[RowNumber | None, ...] = ()
     words: tuple[tuple[Word, ...] | None, ...] = ()
-    users: Mapping[ParamKey, Row] = field(default_factory=dict)
+    users: Mapping[ParamKey, RowNumber] = field(default_factory=dict)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Table:
@@ -125,7 +125,7 @@ class Table:
             groups.append(replace(group, members=listed))
         return replace(self, optimizer=replace(self.optimizer, groups=tuple(groups)), words=tuple(words_of))
 
-    def without(self, dropped: Collection[Row]) -> Table:
+    def without(self, dropped: Collection[RowNumber]) -> Table:
         """The table without the rows ``dropped``, and the optimizer without their members. Rows keep their numbers."""
         parameters = self.parameters.emptied(dropped)
         if self.optimizer is None:
@@ -143,7 +143,7 @@ class Table:
         )
 
     def _words_without(
-        self, group: Group, words: tuple[Word, ...], gone: set[MemberNumber], dropped: Collection[Row]
+        self, group: Group, words: tuple[Word, ...], gone: set[MemberNumber], dropped: Collection[RowNumber]
     ) -> tuple[Word, ...]:
         if group.members is not None and self._beside(group, words):
             pairs = zip(group.members, words, strict=True)

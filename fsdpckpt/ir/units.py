@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import prod
 from typing import TypeAlias, TypeVar
 
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.terms import Strategy
 
 __all__ = ["Strategy"]  # from ``ir``: code that uses units uses it too
@@ -25,39 +25,6 @@ _Item = TypeVar("_Item")
 
 Groups: TypeAlias = tuple[tuple[str, ...], ...]
 """What each param group of an optimizer holds, in the order of ids: parameter names, or keys of units."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnitParam:
-    """One original parameter. ``shape``: elements in each dimension.
-
-    ``stride``: in elements, as ``torch.Tensor.stride``, of a parameter that is not row-major (channels_last): FSDP1
-    flattens it in memory order (``FlatParamHandle._init_flat_param_and_metadata``). None for row-major.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: DType
-    stride: tuple[int, ...] | None = None
-    requires_grad: bool = True
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def order(self) -> tuple[int, ...] | None:
-        """The dimensions from slowest to fastest in memory, None for row-major.
-
-        Dimensions of one element come first: their strides have no meaning, and PyTorch does not keep them.
-        """
-        if self.stride is None:
-            return None
-        strides, wide = self.stride, [dim for dim, size in enumerate(self.shape) if size > 1]
-        ordered = sorted(wide, key=lambda dim: (-strides[dim], dim))
-        if ordered == wide:
-            return None
-        return (*(dim for dim, size in enumerate(self.shape) if size <= 1), *ordered)
 
 
 def unit_text(prefix: str) -> str:
@@ -74,9 +41,12 @@ class Unit:
     """
 
     prefix: str
-    params: tuple[UnitParam, ...]
+    params: tuple[Parameter, ...]
     strategy: Strategy = Strategy.FULL_SHARD
     param_dtype: DType | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", _sharded(self.params, sharded=True))
 
     @property
     def key(self) -> str:
@@ -124,14 +94,17 @@ class Units:
     units: tuple[Unit, ...]
     use_orig_params: bool
     parameters: tuple[str, ...]
-    unmanaged: tuple[UnitParam, ...] = ()
+    unmanaged: tuple[Parameter, ...] = ()
     shared: tuple[tuple[str, str], ...] = ()
     groups: Groups | None = None
     world_size: int | None = None
     shard_size: int | None = None
     orders: tuple[RankOrder, ...] = ()
 
-    def params(self) -> dict[str, UnitParam]:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unmanaged", _sharded(self.unmanaged, sharded=False))
+
+    def params(self) -> dict[str, Parameter]:
         """Every original parameter by name, in the order of units, unmanaged ones last."""
         by_name = {param.name: param for unit in self.units for param in unit.params}
         by_name.update({param.name: param for param in self.unmanaged})
@@ -196,6 +169,13 @@ class Units:
     def groups_of(self, rank: int) -> Groups | None:
         """The groups of the optimizer on ``rank``; None as for ``groups``."""
         return next((order.groups for order in self.orders if rank in order.ranks), self.groups)
+
+
+def _sharded(params: tuple[Parameter, ...], *, sharded: bool) -> tuple[Parameter, ...]:
+    """``params`` as what units say of them: those in a unit are sharded."""
+    if all(param.sharded is sharded for param in params):
+        return params
+    return tuple(replace(param, sharded=sharded) for param in params)
 
 
 @dataclass(slots=True)
@@ -343,7 +323,7 @@ def _unit_flaws(unit: Unit, *, use_orig_params: bool) -> Iterator[str]:
     yield from (f"{unit}: {name} is outside of it" for name in outside)
 
 
-def _stride_flaws(param: UnitParam) -> Iterator[str]:
+def _stride_flaws(param: Parameter) -> Iterator[str]:
     """A stride must be dense: FSDP1 flattens ``numel`` elements in memory order."""
     if param.stride is None:
         return

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.units import RankOrder, Strategy, Unit, UnitParam, Units, flaws
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import RankOrder, Strategy, Unit, Units, flaws
 from fsdpckpt.ir.values import Json
 from fsdpckpt.text import truncate
 from fsdpckpt.version import __version__
@@ -65,7 +66,7 @@ def _encode_unit(unit: Unit) -> dict[str, Json]:
     }
 
 
-def _encode_param(param: UnitParam) -> dict[str, Json]:
+def _encode_param(param: Parameter) -> dict[str, Json]:
     fields: dict[str, Json] = {"name": param.name, "shape": list(param.shape), "dtype": param.dtype.name}
     if param.stride is not None:
         fields["stride"] = list(param.stride)
@@ -289,7 +290,7 @@ _DTYPE = _value("the name of a dtype, as float32", _is_name_of(DTYPES), DTYPES._
 _STRATEGY = _value(" or ".join(Strategy), _is_name_of(frozenset(Strategy)), Strategy)
 
 _PARAM = _record(
-    UnitParam,
+    Parameter,
     {"name": _STRING, "shape": _SIZES, "dtype": _DTYPE, "stride": _or_null(_STRIDES), "requires_grad": _FLAG},
     defaults={"requires_grad": True},
 )

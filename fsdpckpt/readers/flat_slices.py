@@ -134,7 +134,7 @@ def read_as_slices(optim: Optimizer) -> Optimizer:
     state = {key: entry if BARE_VALUE in entry else _entry_as_slices(entry) for key, entry in optim.state.items()}
     listed = optim.grouped_keys()
     order = dict.fromkeys(key for key in (*listed, *state) if key in state)
-    return Optimizer.of({key: state[key] for key in order}, optim.param_groups, optim.extra)
+    return optim.with_state({key: state[key] for key in order})
 
 
 def _entry_as_slices(entry: Mapping[str, Tensor | Value]) -> dict[str, Tensor | Value]:

@@ -104,7 +104,6 @@ def join(
         rank_extra=rank_extra,
         checksums=Checksums.joined(part.tree.checksums for part in parts),
         ledger=ledger,
-        orders=next((part.tree.orders for part in parts if part.tree.orders), ()),
         named=named,
     )
     return with_masters(checkpoint, sources)

@@ -344,7 +344,7 @@ def _with_ids(optim: Optimizer) -> Optimizer:
         isinstance(key, int) or (key.isdecimal() and len(key) < _MAX_DIGITS) for key in optim.state
     ):
         return optim
-    return Optimizer.of({int(key): states for key, states in optim.state.items()}, optim.param_groups, optim.extra)
+    return optim.renamed({key: int(key) for key in optim.all_keys()})
 
 
 _DECIDING = (".metadata", ".index.json")  # small, and without them the others mean nothing

@@ -77,6 +77,7 @@ def read_part(part: Part, tree: Tree) -> ReadPart:
     for section in (sections.model, sections.optim, *(named.content for named in sections.named)):
         if section is not None:
             _require_nestable(part.label, section.params if isinstance(section, ModelState) else section.all_keys())
+    sections.take_orders(tree.orders)
     return ReadPart(part, tree, sections)
 
 

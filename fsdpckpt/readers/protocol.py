@@ -23,8 +23,9 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Evidence, Layout, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.files import Inline, Stored
 from fsdpckpt.ir.ledger import UNORDERED
+from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.tensors import Boxes, Chunks, Shard, Sharded, Tensor, Whole
-from fsdpckpt.ir.units import RankOrder, Units
+from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources, matches
@@ -207,8 +208,9 @@ class Tree:
     ``differs``: reads a vector that several ranks have whole, and tells whether its bytes differ between them.
     ``world_size``: how many ranks wrote it, from the metadata. ``container``: one of ``ir.checkpoint.Container``, or
     the name of a format that can only be read. ``evidence``: why the files were recognised. ``devices``: the device
-    types of the DTensors' meshes. ``flavor``: the producer if the content shows it, or "". ``orders``: as
-    ``Checkpoint.orders``. ``keys_in_order``: as ``Origin.keys_in_order``.
+    types of the DTensors' meshes. ``flavor``: the producer if the content shows it, or "". ``orders``: by the
+    path of an optimizer, the keys that the groups list on each rank that lists others, or in another order.
+    ``keys_in_order``: as ``Origin.keys_in_order``.
     """
 
     root: Value
@@ -224,7 +226,7 @@ class Tree:
     notes: list[Note] = field(default_factory=list)
     devices: set[str] = field(default_factory=set)
     flavor: str = ""
-    orders: tuple[RankOrder, ...] = ()
+    orders: dict[KeyPath, dict[int, list[list[ParamKey]]]] = field(default_factory=dict)
     keys_in_order: bool = True
 
     def lose_order(self) -> None:

@@ -7,12 +7,12 @@ nor optimizer stays in ``extra`` under its keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 
 from fsdpckpt.ir.checkpoint import ModelState, NamedSection, Note, Section
-from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.sections import section_names
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, like, value_at, without
@@ -73,6 +73,16 @@ class Sections:
         """Whether the value at ``path`` of the root is part of a model or an optimizer, or contains one of them."""
         paths = (self.optim_path, self.model_path, *(named.path for named in self.named))
         return any(section is not None and is_below(section, path) for section in paths) or self.owns(path)
+
+    def take_orders(self, orders: Mapping[KeyPath, Mapping[int, Sequence[Sequence[ParamKey]]]]) -> None:
+        """Give each optimizer what ``Tree.orders`` has of the one at its place."""
+        for path, by_rank in orders.items():
+            place = self.place_of(path)
+            if place is Section.OPTIM and self.optim is not None:
+                self.optim = self.optim.with_orders(by_rank)
+            elif isinstance(place, NamedSection) and isinstance(place.content, Optimizer):
+                changed = replace(place, content=place.content.with_orders(by_rank))
+                self.named = [changed if named is place else named for named in self.named]
 
     def has(self, section: Section) -> bool:
         """Whether it has a model, or an optimizer."""

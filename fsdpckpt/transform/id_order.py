@@ -16,7 +16,6 @@ from typing import TypeAlias
 
 from fsdpckpt import flags
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.parameters import sorted_by_name
 
 Names: TypeAlias = Sequence[str]
 
@@ -168,3 +167,8 @@ def _may_be_by_unit(names: Names) -> bool:
         if begins >= at:
             return True
     return False
+
+
+def sorted_by_name(groups: Sequence[Sequence[str]]) -> bool:
+    """Whether every list of names is in alphabetical order, as ``FSDP.rekey_optim_state_dict`` sorts them."""
+    return all(list(names) == sorted(names) for names in groups)

@@ -18,9 +18,10 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.files import Zeros
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.state_shapes import Shape, shaped_states
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.units import UnitParam, Units
+from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.text import plural, some_of
 
@@ -132,7 +133,7 @@ class _StateMaker:
     checkpoint: Checkpoint
     read: Read
     unit_of: Mapping[ParamKey, str]
-    unit_params: Mapping[str, UnitParam]
+    unit_params: Mapping[str, Parameter]
     shaped: frozenset[str]
     problems: list[str] = field(default_factory=list)
     zeros_used: int = 0

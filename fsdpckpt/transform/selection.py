@@ -15,7 +15,6 @@ from fsdpckpt.globs import matches, printed
 from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, NamedTensor, Note, Section
 from fsdpckpt.ir.names import WRAPPERS
-from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.table import Table, names_of
 from fsdpckpt.ir.values import with_tensors
@@ -158,7 +157,7 @@ def with_own_tensors(checkpoint: Checkpoint) -> Checkpoint:
         model = ModelState(with_tensors(model.params, replace), model.metadata)
     if optim is not None:
         state = {key: with_tensors(states, replace) for key, states in optim.state.items()}
-        optim = Optimizer.of(state, optim.param_groups, optim.extra)
+        optim = optim.with_state(state)
     return replace(checkpoint, model=model, optim=optim)
 
 

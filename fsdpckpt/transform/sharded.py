@@ -19,7 +19,6 @@ from fsdpckpt.globs import matches
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, Note
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
-from fsdpckpt.ir.parameters import undetermined
 from fsdpckpt.ir.quantized import (
     BITSANDBYTES,
     CODES,
@@ -32,6 +31,7 @@ from fsdpckpt.ir.quantized import (
     scales_in,
     unwrapped,
 )
+from fsdpckpt.ir.rows import undetermined
 from fsdpckpt.ir.tensors import Shard, Sharding, Tensor
 from fsdpckpt.ir.values import Value, with_tensors
 from fsdpckpt.layouts import mesh_box, row_sharding
@@ -227,10 +227,11 @@ def _decide_optim(optim: Optimizer | None, model: ModelState | None) -> tuple[Op
         return None, []
     ambiguous: list[str] = []
     state = {key: _decide_entry(key, entry, model, ambiguous) for key, entry in optim.state.items()}
-    groups = None
-    if optim.param_groups is not None:
-        groups = [with_tensors(group, _sharded_only_if_source_says) for group in optim.param_groups]
-    return Optimizer.of(state, groups, with_tensors(optim.extra, _sharded_only_if_source_says)), ambiguous
+    decided = optim.with_state(state)
+    if optim.groups is not None:
+        groups = tuple(group.map_tensors(_sharded_only_if_source_says) for group in optim.groups)
+        decided = replace(decided, groups=groups)
+    return replace(decided, extra=with_tensors(optim.extra, _sharded_only_if_source_says)), ambiguous
 
 
 def _decide_entry(

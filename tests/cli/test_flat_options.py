@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.units import Unit, UnitParam, Units
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.units_json import encode
 from tests.cli.conftest import Run
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 OTHER = Units(
-    (Unit("", (UnitParam("other.weight", (7, 5), DTYPES["float32"]),)),),
+    (Unit("", (Parameter("other.weight", (7, 5), DTYPES["float32"]),)),),
     use_orig_params=False,
     parameters=("other.weight",),
 )

@@ -15,7 +15,8 @@ import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.units import Unit, UnitParam, Units
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
@@ -278,7 +279,7 @@ def test_a_dcp_directory_without_planner_data_is_no_order(tmp_path: Path) -> Non
 
 
 def _units(model: nn.Module, *, use_orig_params: bool = True) -> Units:
-    params = tuple(UnitParam(name, tuple(p.shape), DTYPES["float32"]) for name, p in model.named_parameters())
+    params = tuple(Parameter(name, tuple(p.shape), DTYPES["float32"]) for name, p in model.named_parameters())
     inner = tuple(param for param in params if param.name.startswith("layers.0"))
     outer = tuple(param for param in params if param not in inner)
     names = tuple(param.name for param in params)

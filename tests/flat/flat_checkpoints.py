@@ -11,15 +11,16 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Or
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Slices, Tensor
-from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
+from fsdpckpt.ir.units import Strategy, Unit, Units
 
 FLOAT = DTYPES["float32"]
 
 
 def unit(prefix: str, shapes: Mapping[str, tuple[int, ...]], **more: object) -> Unit:
     lead = f"{prefix}." if prefix else ""
-    return Unit(prefix, tuple(UnitParam(lead + name, shape, FLOAT) for name, shape in shapes.items()), **more)
+    return Unit(prefix, tuple(Parameter(lead + name, shape, FLOAT) for name, shape in shapes.items()), **more)
 
 
 def units_of(*units: Unit, use_orig_params: bool, **more: object) -> Units:
@@ -40,7 +41,7 @@ class Played:
         self.generator = np.random.default_rng(self.seed)
         self.data = [bytearray(self.generator.bytes(64)) for _ in range(self.world_size)]
 
-    def values(self, param: UnitParam) -> np.ndarray:
+    def values(self, param: Parameter) -> np.ndarray:
         return self.generator.standard_normal(param.shape).astype(np.float32)
 
     def put(self, rank: int, array: np.ndarray) -> int:

@@ -20,9 +20,10 @@ from fsdpckpt.flat.units.request import listed_names
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
+from fsdpckpt.ir.units import Strategy, Unit, Units
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.missing_state import require_complete
 from fsdpckpt.writers import DtypeRule, WriteSpec
@@ -34,8 +35,8 @@ SHAPES = {"a.weight": (5, 3), "a.bias": (5,), "b.weight": (7, 2), "b.bias": (1,)
 ORDER = ("top", "a.weight", "a.bias", "b.weight", "b.bias")  # of model.parameters()
 
 
-def param(name: str, shape: Sequence[int] | None = None, dtype: str = "float32", **more: Any) -> UnitParam:
-    return UnitParam(name, tuple(SHAPES[name] if shape is None else shape), DTYPES[dtype], **more)
+def param(name: str, shape: Sequence[int] | None = None, dtype: str = "float32", **more: Any) -> Parameter:
+    return Parameter(name, tuple(SHAPES[name] if shape is None else shape), DTYPES[dtype], **more)
 
 
 def units(*, orig: bool, strategy: Strategy = Strategy.FULL_SHARD, dtype: str = "float32", **more: Any) -> Units:

@@ -8,10 +8,11 @@ from math import prod
 
 import numpy as np
 
-from fsdpckpt.flat.names import NamedParam, ParameterNames
+from fsdpckpt.flat.names import ParameterNames
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Slices, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
@@ -20,11 +21,11 @@ from fsdpckpt.layouts.flattened import layout_of
 FLOAT = DTYPES["float32"]
 
 
-def named(name: str, *shape: int, dtype: str = "float32", sharded: bool | None = True) -> NamedParam:
-    return NamedParam(name, shape, DTYPES[dtype], sharded=sharded)
+def named(name: str, *shape: int, dtype: str = "float32", sharded: bool | None = True) -> Parameter:
+    return Parameter(name, shape, DTYPES[dtype], sharded=sharded)
 
 
-def name_list(*params: NamedParam, ordered: bool = True, from_reference: bool = False) -> ParameterNames:
+def name_list(*params: Parameter, ordered: bool = True, from_reference: bool = False) -> ParameterNames:
     return ParameterNames(params, ordered, "a list", from_reference=from_reference)
 
 
@@ -147,7 +148,7 @@ def local_model(units: Units, world_size: int, *, by_name: bool = False) -> Mode
     return ModelState(params)
 
 
-def sharded_model(params: Sequence[NamedParam]) -> ModelState:
+def sharded_model(params: Sequence[Parameter]) -> ModelState:
     """A model section of whole tensors, each at a place of its own."""
     found: dict[str, Tensor | Value] = {}
     offset = 0

@@ -15,8 +15,9 @@ from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.tensors import Chunks, OneSlice, Slices, Tensor
-from fsdpckpt.ir.units import Strategy, UnitParam, Units
+from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.values import Key, Value
 from tests.flat.flat_checkpoints import FLOAT, Played, unit, units_of
 from tests.ir.optimizers import with_setting
@@ -167,7 +168,7 @@ def test_a_unit_that_fsdp_does_not_shard_is_whole_beside_the_flat_parameters_of_
 
 
 def test_a_channels_last_parameter_lies_in_memory_order() -> None:
-    conv = UnitParam("conv.weight", (5, 3, 4, 2), FLOAT, stride=(24, 1, 6, 3))
+    conv = Parameter("conv.weight", (5, 3, 4, 2), FLOAT, stride=(24, 1, 6, 3))
     plain = unit("", {"bias": (7,)})
     units = units_of(replace(plain, params=(*plain.params, conv)), use_orig_params=True)
     played, checkpoint, truth = raw(units, 4)
@@ -234,7 +235,7 @@ def test_a_number_for_each_rank_beside_the_slices_stays_one_number(use_orig_para
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_states_of_parameters_outside_every_unit_are_whole_on_every_rank(use_orig_params: bool) -> None:
-    outside = (UnitParam("bias", (4,), FLOAT), UnitParam("table", (2, 3), FLOAT))
+    outside = (Parameter("bias", (4,), FLOAT), Parameter("table", (2, 3), FLOAT))
     block = unit("l", BLOCK)
     units = units_of(
         block,

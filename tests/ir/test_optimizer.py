@@ -41,3 +41,19 @@ def test_a_parameter_without_a_new_key_leaves_state_groups_and_param_names(seque
     assert renamed.state == {"c": {"step": 2}}
     assert renamed.param_groups == [{"params": sequence(["c"]), "param_names": sequence(["m.b"])}, {"lr": 1.0}]
     assert renamed.extra == {"note": 3}
+
+
+def test_the_orders_of_single_ranks_follow_their_members() -> None:
+    states: dict[ParamKey, dict[str, Value]] = {number: {"step": 1} for number in range(4)}
+    optim = Optimizer.of(states, [{"params": [2, 0]}, {"params": [1, 3]}])
+    ordered = optim.with_orders({1: [[0, 2], [3]], 5: [[0, 2], [3]], 2: [[2], [1, 3]]})
+    assert [order.ranks for order in ordered.orders] == [(1, 5), (2,)]
+
+    def listed(optim: Optimizer) -> list[list[list[ParamKey]]]:
+        return [[[optim.keys[member] for member in group] for group in order.groups] for order in optim.orders]
+
+    assert listed(ordered) == [[[0, 2], [3]], [[2], [1, 3]]]
+    named = ordered.renamed({0: "a", 1: "b", 3: "d"})
+    assert listed(named) == [[["a"], ["d"]], [[], ["b", "d"]]]
+    again = named.with_state({key: {"step": 2} for key in reversed(named.keys)})
+    assert listed(again) == listed(named)

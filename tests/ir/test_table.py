@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
-from fsdpckpt.ir.parameters import Kind, undetermined
+from fsdpckpt.ir.rows import Kind, undetermined
 from fsdpckpt.ir.table import Table, names_of
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value

@@ -13,19 +13,20 @@ from hypothesis import given, settings
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.units import RankOrder, Strategy, Unit, UnitParam, Units, flaws
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import RankOrder, Strategy, Unit, Units, flaws
 from fsdpckpt.ir.units_json import MAX_BYTES, decode, encode, loads, render
 from tests.ir.units_strategy import any_units
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
 EXAMPLE = Units(
     units=(
-        Unit("", (UnitParam("e.weight", (17, 9), F32), UnitParam("h.bias", (3,), F32)), Strategy.FULL_SHARD, BF16),
-        Unit("l.0", (UnitParam("l.0.c.weight", (2, 4, 5, 3), F32, (60, 1, 12, 4), False),), Strategy.NO_SHARD),
+        Unit("", (Parameter("e.weight", (17, 9), F32), Parameter("h.bias", (3,), F32)), Strategy.FULL_SHARD, BF16),
+        Unit("l.0", (Parameter("l.0.c.weight", (2, 4, 5, 3), F32, (60, 1, 12, 4), False),), Strategy.NO_SHARD),
     ),
     use_orig_params=True,
     parameters=("e.weight", "l.0.c.weight", "free", "h.bias"),
-    unmanaged=(UnitParam("free", (7,), BF16),),
+    unmanaged=(Parameter("free", (7,), BF16),),
     shared=(("h.weight", "e.weight"),),
     groups=(("h.bias", "free"), ("e.weight",)),
     world_size=5,
@@ -168,7 +169,7 @@ def test_fields_that_contradict_each_other_are_told(change: Callable[[Any], obje
 
 def test_the_strides_of_a_large_channels_last_parameter_are_read() -> None:
     shape, stride = (8192, 16384, 3, 3, 3), (442368, 1, 147456, 49152, 16384)
-    param = UnitParam("conv.weight", shape, DTYPES["float32"], stride=stride)
+    param = Parameter("conv.weight", shape, DTYPES["float32"], stride=stride)
     units = Units((Unit("", (param,)),), True, ("conv.weight",))
     assert decode(encode(units), source="x") == units
 
@@ -250,7 +251,7 @@ def test_not_a_number_is_no_number() -> None:
 
 def test_a_unit_in_another_order_than_its_parameters_is_found() -> None:
     """Two parameters of one shape: no length in any checkpoint would show that they are swapped."""
-    first, second = UnitParam("a.weight", (7, 5), F32), UnitParam("b.weight", (7, 5), F32)
+    first, second = Parameter("a.weight", (7, 5), F32), Parameter("b.weight", (7, 5), F32)
     units = Units((Unit("", (first, second)),), use_orig_params=False, parameters=("a.weight", "b.weight"))
     assert flaws(units) == []
     swapped = Units((Unit("", (second, first)),), use_orig_params=False, parameters=("a.weight", "b.weight"))

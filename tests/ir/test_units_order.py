@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.units import Unit, UnitParam, Units
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.transform.id_order import listed_order, lists_own_order
 
 
@@ -31,8 +32,8 @@ class Net(nn.Module):
         self.last = nn.Linear(3, 2)
 
 
-def param(name: str, *shape: int) -> UnitParam:
-    return UnitParam(name, shape, DTYPES["float32"])
+def param(name: str, *shape: int) -> Parameter:
+    return Parameter(name, shape, DTYPES["float32"])
 
 
 UNITS = Units(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import Strategy, Unit, Units
 
 __all__ = ["any_units"]
 
@@ -65,7 +66,7 @@ def _unit(draw: st.DrawFn, prefix: str, *, use_orig_params: bool, grouped: bool)
     return Unit(prefix, tuple(params), draw(st.sampled_from(strategies)), draw(st.none() | st.sampled_from(FLOATS)))
 
 
-def _param(draw: st.DrawFn, name: str, dtype: object, *, requires_grad: bool = True, smallest: int = 0) -> UnitParam:
+def _param(draw: st.DrawFn, name: str, dtype: object, *, requires_grad: bool = True, smallest: int = 0) -> Parameter:
     """``smallest``: of its dimensions; FSDP1 refuses a unit without elements."""
     shape = tuple(draw(st.lists(st.integers(smallest, 9), min_size=1, max_size=4)))
     stride = None
@@ -75,4 +76,4 @@ def _param(draw: st.DrawFn, name: str, dtype: object, *, requires_grad: bool = T
             steps[dim] = step
             step *= max(shape[dim], 1)
         stride = tuple(steps)
-    return UnitParam(name, shape, dtype, stride, requires_grad)  # type: ignore[arg-type]
+    return Parameter(name, shape, dtype, stride, requires_grad)  # type: ignore[arg-type]

@@ -20,8 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdpckpt.flat.live import dtype_of, flattens_in_memory_order
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.tensors import Box
-from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
+from fsdpckpt.ir.units import Strategy, Unit, Units
 from fsdpckpt.layouts.flattened import FILLER, FlatLayout, alignment, flat_boxes, is_flat_key, layout_of, place_units
 
 F32 = DTYPES["float32"]
@@ -76,7 +77,7 @@ def check_against_fsdp(
         strategy = options.get("sharding_strategy", ShardingStrategy.FULL_SHARD)
         unit = Unit(
             "",
-            tuple(UnitParam(str(number), tuple(param.shape), dtype_of(dtype)) for number, param in enumerate(params)),
+            tuple(Parameter(str(number), tuple(param.shape), dtype_of(dtype)) for number, param in enumerate(params)),
             Strategy[strategy.name],
             None if low is None else dtype_of(low),
         )
@@ -268,7 +269,7 @@ def test_a_thousand_units_on_four_thousand_ranks_are_laid_out_in_moments() -> No
 
 @pytest.mark.parametrize(("world_size", "shard_size", "shards"), [(4, None, 4), (6, 2, 2), (1, None, 1), (3, 1, 1)])
 def test_units_are_placed_in_sharding_groups_and_shards_without_elements_have_no_box(world_size, shard_size, shards):
-    small, large = (Unit(prefix, (UnitParam(f"{prefix}.w", (numel,), F32),)) for prefix, numel in (("a", 2), ("b", 11)))
+    small, large = (Unit(prefix, (Parameter(f"{prefix}.w", (numel,), F32),)) for prefix, numel in (("a", 2), ("b", 11)))
     units = Units((small, large), use_orig_params=False, parameters=("a.w", "b.w"), shard_size=shard_size)
     placed = place_units(units, world_size)
     assert [one.unit for one in placed] == [small, large]

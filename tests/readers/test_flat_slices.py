@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Section
-from fsdpckpt.ir.optimizer import BARE_VALUE
+from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, RankMembers
 from fsdpckpt.ir.tensors import Slices, Tensor
 from tests.readers.contents import Held, held, opened, raw
 from tests.readers.played_ranks import as_rank
@@ -226,6 +226,23 @@ def test_ids_of_ranks_whose_param_names_come_in_other_orders_are_read_by_name(tm
     for number in range(2):
         slices = [saved[rank]["state"][1 - number if rank else number]["exp_avg"] for rank in range(2)]
         assert held(leaf(found, number, "exp_avg"), found.files) == raw(torch.cat(slices))
+
+
+def test_each_of_two_optimizers_has_the_orders_of_its_own_ranks(tmp_path: Path) -> None:
+    def state_of(rank: int) -> Any:
+        """The second optimizer lists its parameters in reverse on rank 1, and the first one as on rank 0."""
+        saved = {}
+        for seed, name in enumerate(("first", "second")):
+            ids = [1, 0] if rank and name == "second" else [0, 1]
+            states = {number: {"exp_avg": randn(4, rank=rank, seed=10 * seed + key)} for number, key in enumerate(ids)}
+            saved[name] = optimizer(states)
+            saved[name]["param_groups"][0]["param_names"] = [f"{name}.{key}" for key in ids]
+        return saved
+
+    found = opened(save(tmp_path / "c", 2, state_of))
+    contents = {named.name: named.content for named in found.named}
+    orders = {name: content.orders for name, content in contents.items() if isinstance(content, Optimizer)}
+    assert orders == {"first": (), "second": (RankMembers((1,), ((1, 0),)),)}
 
 
 def test_ranks_whose_param_names_say_nothing_of_their_ids_are_one_fatal_problem(tmp_path: Path) -> None:

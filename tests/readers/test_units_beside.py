@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.units import Unit, UnitParam, Units
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.units_json import encode
 from tests.readers.contents import opened
 
-PARAM = UnitParam("w", (5, 3), DTYPES["float32"])
+PARAM = Parameter("w", (5, 3), DTYPES["float32"])
 UNITS = Units((Unit("", (PARAM,)),), False, ("w",))
 OTHER = replace(UNITS, use_orig_params=True)
 

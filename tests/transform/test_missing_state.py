@@ -17,7 +17,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Zeros
 from fsdpckpt.ir.invariants import problems
-from fsdpckpt.ir.units import Unit, UnitParam, Units
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.plan import make_plan
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
@@ -61,7 +62,7 @@ def _save(path: Path, content: dict[str, Any]) -> str:
 def _units(**trained: bool) -> Units:
     shapes = {"a": (5, 3), "b": (7,), "c": (3, 11), "d": (2, 2)}
     params = [
-        UnitParam(name, shape, DTYPES["float32"], requires_grad=trained.get(name, True))
+        Parameter(name, shape, DTYPES["float32"], requires_grad=trained.get(name, True))
         for name, shape in shapes.items()
     ]
     return Units((Unit("", tuple(params[:3])), Unit("deep", tuple(params[3:]))), False, NAMES)

@@ -13,8 +13,9 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, Mod
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.tensors import Chunks, Slices, Tensor, Whole
-from fsdpckpt.ir.units import Unit, UnitParam, Units
+from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.transform.parameter_order import (
     ParameterOrder,
     from_list,
@@ -135,7 +136,7 @@ def test_param_names_count_if_there_is_one_for_each_key(params: list[Any], recor
 
 
 def test_units_say_shapes_groups_and_what_may_lack_a_state() -> None:
-    params = (UnitParam("a", (3, 2), F32), UnitParam("b", (4,), F32), UnitParam("c", (5,), F32, requires_grad=False))
+    params = (Parameter("a", (3, 2), F32), Parameter("b", (4,), F32), Parameter("c", (5,), F32, requires_grad=False))
     units = Units(
         (Unit("", params[:2]),), use_orig_params=False, parameters=("b", "a", "c"), unmanaged=params[2:],
         shared=(("z", "a"),), groups=(("c",), ("_flat_param",)),
@@ -173,7 +174,7 @@ def test_what_states_the_order_itself_comes_first_and_what_keeps_none_last() -> 
     bare = with_origin(
         replace(source, model=ModelState({"a": tensor(3, 2), "b": tensor(4, at=64)}), optim=None), source="ref.pt"
     )
-    units = Units((Unit("", (UnitParam("module.a", (3, 2), F32),)),), use_orig_params=True, parameters=("module.a",))
+    units = Units((Unit("", (Parameter("module.a", (3, 2), F32),)),), use_orig_params=True, parameters=("module.a",))
     given: dict[str, Any] = {"units": None, "reference": None, "parameters": None}
 
     def labels(checkpoint: Checkpoint, **options: Any) -> list[str]:

@@ -12,7 +12,7 @@ from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, Origin, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.parameters import undetermined
+from fsdpckpt.ir.rows import undetermined
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.transform.selection import choose_section, rename, select_keys, select_section, with_own_tensors
 from fsdpckpt.transform.sharded import ShardingHints, decide_sharded, mark_sharded, note_undetermined

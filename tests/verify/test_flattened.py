@@ -86,10 +86,11 @@ def test_diff_compares_slices_as_they_are(tmp_path: Path) -> None:
 def test_problems_of_slices_that_have_names_are_told_once(tmp_path: Path) -> None:
     """A parameter without state is a problem of its id, and with units of its name, never of both."""
     from fsdpckpt.ir.dtypes import DTYPES
-    from fsdpckpt.ir.units import Unit, UnitParam, Units
+    from fsdpckpt.ir.parameters import Parameter
+    from fsdpckpt.ir.units import Unit, Units
     from fsdpckpt.ir.units_json import encode, render
 
-    params = [UnitParam(name, (8,), DTYPES["float32"]) for name in ("a", "m.b")]
+    params = [Parameter(name, (8,), DTYPES["float32"]) for name in ("a", "m.b")]
     units = Units((Unit("", (params[0],)), Unit("m", (params[1],))), False, ("a", "m.b"))
     for rank in range(2):
         state = {0: {"exp_avg": torch.randn(4, generator=torch.Generator().manual_seed(rank))}}

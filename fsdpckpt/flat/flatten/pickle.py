@@ -15,9 +15,9 @@ import numpy as np
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.pickle.opcodes import StorageView
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.targets import TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import UnitParam
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import FlatPart, PlacedUnit, flat_boxes
 from fsdpckpt.writers.rank_pickle import ShardedTensorPickle, ShardList
@@ -30,7 +30,7 @@ class FlatShard:
     ``params`` and ``tensors``: what ``FlatPart.param`` indexes.
     """
 
-    params: Sequence[UnitParam]
+    params: Sequence[Parameter]
     tensors: Sequence[Tensor]
     parts: Sequence[FlatPart]
     dtype: DType
@@ -58,14 +58,14 @@ class UnitState:
     bitsandbytes' 8-bit states.
     """
 
-    params: Sequence[UnitParam]
+    params: Sequence[Parameter]
     tensors: Sequence[Tensor]
     dtype: DType
     block: int = 1
 
     @classmethod
     def of_scales(cls, tensors: Sequence[Tensor], dtype: DType, block: int) -> UnitState:
-        return cls([UnitParam("", tensor.shape, tensor.dtype) for tensor in tensors], tensors, dtype, block)
+        return cls([Parameter("", tensor.shape, tensor.dtype) for tensor in tensors], tensors, dtype, block)
 
     def shard(self, parts: Sequence[FlatPart]) -> FlatShard:
         """The state of the slice that consists of ``parts``."""
@@ -85,7 +85,7 @@ class WholeParam:
 
 
 def in_memory_order(
-    param: UnitParam | None, leaf: Tensor | Value, casts: Mapping[Tensor, DType]
+    param: Parameter | None, leaf: Tensor | Value, casts: Mapping[Tensor, DType]
 ) -> WholeParam | Tensor | Value:
     """``leaf`` in the memory order of ``param``, if it has its shape and that order is not row-major."""
     if isinstance(leaf, Tensor) and param is not None and param.stride is not None and leaf.shape == param.shape:
@@ -169,7 +169,7 @@ class FlatPickle(ShardedTensorPickle):
         )
 
 
-def _write_item(file: TargetFile, tensor: Tensor, param: UnitParam, begin: int, count: int, dtype: DType) -> None:
+def _write_item(file: TargetFile, tensor: Tensor, param: Parameter, begin: int, count: int, dtype: DType) -> None:
     """Write items for a range of a flattened parameter, one box after the other."""
     if count == param.numel:
         file.add_write_item(tensor, dtype=dtype, order=param.order)

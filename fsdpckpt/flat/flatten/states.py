@@ -22,9 +22,10 @@ from fsdpckpt.flat.flatten.pickle import UnitState, in_memory_order
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey, stored_entry
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.quantized import maps_in, scales_in
 from fsdpckpt.ir.tensors import Flattened, Slices, Tensor
-from fsdpckpt.ir.units import Unit, UnitParam, Units
+from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import FlatPart, PlacedUnit
 from fsdpckpt.storage.sources import Sources
@@ -68,16 +69,16 @@ def unit_states(
     return states
 
 
-def deciding_params(unit: Unit) -> Sequence[UnitParam]:
+def deciding_params(unit: Unit) -> Sequence[Parameter]:
     """The parameters that decide the states of ``unit``: those with elements, if there are any."""
     return [param for param in unit.params if param.numel] or unit.params
 
 
-def shape_mismatch(param: UnitParam, state: str, leaf: Tensor) -> str:
+def shape_mismatch(param: Parameter, state: str, leaf: Tensor) -> str:
     return f"{param.name}: state {state} is {list(leaf.shape)}, the parameter {list(param.shape)}"
 
 
-def _is_per_unit(state: str, tensors: Sequence[Tensor], params: Sequence[UnitParam]) -> bool:
+def _is_per_unit(state: str, tensors: Sequence[Tensor], params: Sequence[Parameter]) -> bool:
     """Whether these ``tensors`` of ``params`` are one number each, of which a unit has one for all its parameters."""
     if any(tensor.shape not in ((), (1,)) for tensor in tensors):
         return False

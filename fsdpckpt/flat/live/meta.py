@@ -27,7 +27,8 @@ from fsdpckpt.flat.live.modules import fsdp_modules, unit_param
 from fsdpckpt.flat.live.save import units_of
 from fsdpckpt.flat.units import module_pattern
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.units import Strategy, UnitParam, Units, flaws
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import Strategy, Units, flaws
 
 
 def units_from_model(
@@ -62,7 +63,7 @@ def units_from_model(
     wrapped = _units_as_wrapped(model, classes, ignored_params, param_dtype, use_orig_params=use_orig_params)
     positions = {name: position for position, name in enumerate(params)}
 
-    def as_built(param: UnitParam) -> UnitParam:
+    def as_built(param: Parameter) -> Parameter:
         return unit_param(param.name, params[param.name])
 
     units = replace(

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import _flat_param
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.names import clean, joined
-from fsdpckpt.ir.units import FLAT_PARAM, Unit, UnitParam
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import FLAT_PARAM, Unit
 from fsdpckpt.layouts.flattened import alignment, layout_of
 from fsdpckpt.text import plural
 
@@ -114,19 +115,19 @@ def names_of(modules: list[FsdpModule], model: nn.Module) -> LiveNames:
     return LiveNames(original, flat, keys)
 
 
-def params_outside_units(model: nn.Module, names: LiveNames) -> Iterator[UnitParam]:
+def params_outside_units(model: nn.Module, names: LiveNames) -> Iterator[Parameter]:
     """The parameters of no unit."""
     for name, param in model.named_parameters():
         if param not in names.original and param not in names.flat:
             yield unit_param(clean(name), param)
 
 
-def unit_param(name: str, param: nn.Parameter) -> UnitParam:
+def unit_param(name: str, param: nn.Parameter) -> Parameter:
     """An original parameter that is still in the model, as units record it."""
     shape = tuple(param.shape)
     row_major = param.is_contiguous() or not flattens_in_memory_order()
     stride = None if row_major else stride_of(shape, tuple(param.stride()))
-    return UnitParam(name, shape, dtype_of(param.dtype), stride, param.requires_grad)
+    return Parameter(name, shape, dtype_of(param.dtype), stride, param.requires_grad)
 
 
 def parameter_order(

@@ -38,7 +38,8 @@ from fsdpckpt.flat.live.modules import (
 )
 from fsdpckpt.flat.live.unwrapped import rank_of_unwrapped, units_without_fsdp1
 from fsdpckpt.flat.units.request import units_path, write_units
-from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, UnitParam, Units, flaws, unit_text
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, Units, flaws, unit_text
 from fsdpckpt.ir.units_json import decode, encode
 
 _STRATEGIES = {
@@ -180,7 +181,7 @@ def _unit(module: FsdpModule) -> Unit:
             next_step="save such a model as SHARDED_STATE_DICT, which fsdpckpt reads without a units file",
         )
     params = tuple(
-        UnitParam(
+        Parameter(
             name=name,
             shape=tuple(flat._shapes[number]),
             dtype=dtype_of(module.orig_dtype),
@@ -362,9 +363,9 @@ def with_orders(by_rank: Mapping[int | None, Units]) -> Units:
     )
 
 
-def _unmanaged(every: Sequence[Units]) -> tuple[UnitParam, ...]:
+def _unmanaged(every: Sequence[Units]) -> tuple[Parameter, ...]:
     """The parameters outside every unit, some of which only some ranks may have."""
-    named: dict[str, UnitParam] = {}
+    named: dict[str, Parameter] = {}
     for units in every:
         for param in units.unmanaged:
             if named.setdefault(param.name, param) != param:
@@ -377,6 +378,6 @@ def _unmanaged(every: Sequence[Units]) -> tuple[UnitParam, ...]:
     return tuple(named.values())
 
 
-def _form_text(param: UnitParam) -> str:
+def _form_text(param: Parameter) -> str:
     strides = "" if param.stride is None else f" of strides {list(param.stride)}"
     return f"{list(param.shape)} {param.dtype.name}{strides}{'' if param.requires_grad else ', frozen,'}"

@@ -24,9 +24,10 @@ from fsdpckpt.errors import (
     SourceUnsupportedError,
     UsageError,
 )
-from fsdpckpt.flat.names import NamedParam, ParameterNames, UnitPrefixes, model_names
+from fsdpckpt.flat.names import ParameterNames, UnitPrefixes, model_names
 from fsdpckpt.flat.units.build import ROOT_ONLY, module_paths
 from fsdpckpt.ir.model_config import CONFIG, disagreements
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.model_config import config_fields
 from fsdpckpt.readers.protocol import Locate
@@ -199,7 +200,7 @@ def base_model(directory: str, sources: Sources) -> BaseModel:
     )
 
 
-def _trained(param: NamedParam) -> NamedParam:
+def _trained(param: Parameter) -> Parameter:
     """``param``, which is known to be a parameter."""
     return replace(param, sharded=bool(param.shape))
 

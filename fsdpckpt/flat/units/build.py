@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from fsdpckpt import flags
 from fsdpckpt.errors import UsageError
 from fsdpckpt.flags import Flag, Wording
-from fsdpckpt.flat.names import NamedParam
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.units import Strategy, Unit, Units
 from fsdpckpt.text import fold
 
@@ -80,7 +80,7 @@ def differing_settings(several: Sequence[Units]) -> tuple[str, ...]:
 
 
 def build_units(
-    params: Sequence[NamedParam],
+    params: Sequence[Parameter],
     prefixes: Collection[str],
     settings: Settings,
     *,
@@ -91,8 +91,8 @@ def build_units(
 
     A parameter under none of ``prefixes`` ("" is the root), or among the names ``unmanaged``, belongs to no unit.
     """
-    inside: dict[str, list[NamedParam]] = {}
-    outside: list[NamedParam] = []
+    inside: dict[str, list[Parameter]] = {}
+    outside: list[Parameter] = []
     for param in params:
         prefix = None if param.name in unmanaged else innermost_unit(param.name, prefixes)
         if prefix is None:
@@ -106,7 +106,7 @@ def build_units(
         units=tuple(
             Unit(
                 prefix,
-                tuple(param.unit_param() for param in inside[prefix]),
+                tuple(inside[prefix]),
                 settings.strategy or Strategy.FULL_SHARD,
                 settings.param_dtype,
             )
@@ -114,13 +114,13 @@ def build_units(
         ),
         use_orig_params=bool(settings.use_orig_params),
         parameters=tuple(param.name for param in params),
-        unmanaged=tuple(param.unit_param() for param in outside),
+        unmanaged=tuple(outside),
         shared=tuple(shared),
         shard_size=settings.shard_size,
     )
 
 
-def _begins(params: Sequence[NamedParam], prefixes: Collection[str]) -> dict[str, int]:
+def _begins(params: Sequence[Parameter], prefixes: Collection[str]) -> dict[str, int]:
     """The index of the first parameter under each prefix; the root comes before all."""
     begins = {"": -1}
     for index, param in enumerate(params):

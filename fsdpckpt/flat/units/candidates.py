@@ -19,13 +19,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fsdpckpt.flat.names import NamedParam, ParameterNames, UnitPrefixes, raw_names
+from fsdpckpt.flat.names import ParameterNames, UnitPrefixes, raw_names
 from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, possible_numels, slice_lengths
 from fsdpckpt.flat.units.build import Settings, build_units, innermost_unit
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Units
 from fsdpckpt.layouts.flattened import is_flat_key, place_units
@@ -116,14 +117,14 @@ class _Candidates:
                         assumption = f"{treated}{later} treated as another name of {first}"
                         yield self._candidate(params, roots, shared=[(later, first)], assumed=assumption, tier=tier)
 
-    def _maybe_buffers(self) -> list[NamedParam]:
+    def _maybe_buffers(self) -> list[Parameter]:
         """Names that may be buffers."""
         return [param for param in self.possible if param.sharded is None and param.name not in self.listed]
 
     def _kinds(self) -> list[str]:
         return list(dict.fromkeys(map(_last_component, self._maybe_buffers())))
 
-    def _numel_fits(self, omitted: Iterable[NamedParam], *, every_parameter_has_state: bool) -> bool:
+    def _numel_fits(self, omitted: Iterable[Parameter], *, every_parameter_has_state: bool) -> bool:
         """Whether the slices can hold all names except ``omitted``, apart from padding.
 
         ``every_parameter_has_state``: the slices must not hold more than that either.
@@ -136,7 +137,7 @@ class _Candidates:
             left + slack >= shown and (left - slack <= shown or not every_parameter_has_state) for shown in self.numels
         )
 
-    def _roots(self, params: Sequence[NamedParam]) -> Iterator[Collection[str]]:
+    def _roots(self, params: Sequence[Parameter]) -> Iterator[Collection[str]]:
         """The prefixes, with and without the root if nothing shows whether the root module is wrapped."""
         yield self.prefixes.prefixes
         inner = [prefix for prefix in self.prefixes.prefixes if prefix]
@@ -145,7 +146,7 @@ class _Candidates:
             if beside and not any(param.sharded for param in beside):
                 yield inner
 
-    def _without_buffers(self) -> Iterator[tuple[list[NamedParam], str]]:
+    def _without_buffers(self) -> Iterator[tuple[list[Parameter], str]]:
         """The parameters without some possible buffers; names with the same last component are all buffers or none."""
         kinds = self._kinds()
         for many in range(1, min(_CLASSES, len(kinds)) + 1):
@@ -156,7 +157,7 @@ class _Candidates:
                     params = [param for param in self.possible if param.name not in names]
                     yield params, f"treated as buffers: {_some_names(buffers)}"
 
-    def _possibly_shared(self, omitted: Sequence[NamedParam]) -> Iterator[tuple[str, str]]:
+    def _possibly_shared(self, omitted: Sequence[Parameter]) -> Iterator[tuple[str, str]]:
         """Pairs (later, first) that may be one shared parameter.
 
         Both have the same shape, and the optimizer does not list the later one, which is not among ``omitted``.
@@ -176,7 +177,7 @@ class _Candidates:
 
     def _candidate(
         self,
-        params: Sequence[NamedParam],
+        params: Sequence[Parameter],
         prefixes: Collection[str],
         *,
         shared: Sequence[tuple[str, str]] = (),
@@ -197,7 +198,7 @@ class _Candidates:
         return Candidate(units, self.label, named.ordered, (assumed,) if assumed else (), tier, exchanged=exchanged)
 
     def _exchanged(
-        self, params: Sequence[NamedParam], prefixes: Collection[str], shared: Sequence[tuple[str, str]]
+        self, params: Sequence[Parameter], prefixes: Collection[str], shared: Sequence[tuple[str, str]]
     ) -> Iterator[Candidate]:
         """``params`` with a name that they leave out in place of one with as many elements in the same unit.
 
@@ -220,7 +221,7 @@ class _Candidates:
                     assumed=f"{left.name} treated as a parameter, {name} as a buffer",
                 )
 
-    def _typed(self, param: NamedParam) -> NamedParam:
+    def _typed(self, param: Parameter) -> Parameter:
         """``param`` with the dtype in the checkpoint itself, since a reference may have been cast."""
         unit = innermost_unit(param.name, self.prefixes.prefixes)
         dtype = self.dtypes.get(unit or "", self.state_dtype)
@@ -241,15 +242,15 @@ def _whole_beside_flat(checkpoint: Checkpoint) -> dict[str, int]:
     return numels
 
 
-def _last_component(param: NamedParam) -> str:
+def _last_component(param: Parameter) -> str:
     return param.name.rpartition(".")[2]
 
 
-def _interchangeable(first: NamedParam, second: NamedParam) -> bool:
+def _interchangeable(first: Parameter, second: Parameter) -> bool:
     return first.shape == second.shape and first.dtype == second.dtype
 
 
-def _some_names(params: Sequence[NamedParam]) -> str:
+def _some_names(params: Sequence[Parameter]) -> str:
     return some_of([param.name for param in params])
 
 

@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 from fsdpckpt.flat.units.build import innermost_unit, regrouped
 from fsdpckpt.globs import matches
-from fsdpckpt.ir.units import Groups, RankOrder, Unit, UnitParam, Units
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import Groups, RankOrder, Unit, Units
 
 _INSIDE = "\0"  # stands for the name of any parameter in a module
 _NewNames: TypeAlias = Mapping[str, str]  # by the old ones; what has none is left out
@@ -88,7 +89,7 @@ def _with_names(units: Units, names: _NewNames, paths: _NewNames) -> Units:
     by_path: dict[str, Unit] = {}
     for unit in sorted(units.units, key=lambda unit: len(unit.prefix)):
         by_path.setdefault(paths[unit.prefix], unit)
-    members: dict[str, list[UnitParam]] = {path: [] for path in by_path}
+    members: dict[str, list[Parameter]] = {path: [] for path in by_path}
     joined: set[str] = set()  # paths of units that have parameters of several old ones
     for unit in units.units:
         for param in unit.params:

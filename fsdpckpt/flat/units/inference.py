@@ -25,7 +25,8 @@ from fsdpckpt.flat.units.request import ResolvedUnits, order_unknown
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.units import Strategy, Unit, UnitParam, Units
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import Strategy, Unit, Units
 from fsdpckpt.layouts.flattened import is_flat_key
 
 
@@ -305,7 +306,7 @@ def _flat(unit: Unit, match: FlatMatch) -> tuple[_Row, ...]:
     )
 
 
-def _slice(param: UnitParam, match: FlatMatch) -> _Row:
+def _slice(param: Parameter, match: FlatMatch) -> _Row:
     counts = np.resize(match.counts[param.name], match.shard_size).astype(np.int64)
     return (param.name, param.shape, param.order, counts.tobytes(), match.shard_size)
 

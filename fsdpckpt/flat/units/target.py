@@ -11,7 +11,7 @@ from itertools import groupby
 
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
-from fsdpckpt.flat.names import NamedParam, ParameterNames, model_names, optimizer_names, units_names, unwrapped_names
+from fsdpckpt.flat.names import ParameterNames, model_names, optimizer_names, units_names, unwrapped_names
 from fsdpckpt.flat.units.architectures import units_command
 from fsdpckpt.flat.units.build import (
     Settings,
@@ -39,7 +39,8 @@ from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.names import under_first_names
-from fsdpckpt.ir.units import Groups, Strategy, Unit, UnitParam, Units, flaws
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import Groups, Strategy, Unit, Units, flaws
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.id_order import listed_order
@@ -182,8 +183,9 @@ def _require_orders(
     ``given``: ``from_file`` are those of ``--units``.
     """
     same = from_file.world_size == world_size and from_file.use_orig_params == units.use_orig_params
-    lost = not from_file.orders and not given and checkpoint.orders  # only param_names said that they differ
-    if checkpoint.optim is not None and (lost or (from_file.orders and not same)):
+    optim = checkpoint.optim
+    lost = not from_file.orders and not given and optim is not None and optim.orders  # only param_names said it
+    if optim is not None and (lost or (from_file.orders and not same)):
         raise NeedsInformationError(
             f"the optimizers of the ranks list their parameters in different orders, and nothing says in which orders "
             f"those of the {world_size} ranks that load {checkpoint.source} do",
@@ -198,7 +200,7 @@ def _require_orders(
 def _cast(units: Units, dtype: DType) -> Units:
     """The same with the floating dtype that the model is cast to, which decides the alignment."""
 
-    def cast(params: tuple[UnitParam, ...]) -> tuple[UnitParam, ...]:
+    def cast(params: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
         return tuple(replace(param, dtype=dtype) if param.dtype.floating else param for param in params)
 
     changed = tuple(replace(unit, params=cast(unit.params)) for unit in units.units)
@@ -492,7 +494,7 @@ def _require_settled(names: ParameterNames, checkpoint: Checkpoint) -> Parameter
     trained = {name for group in listed_names(optim) for name in group} if optim is not None and by_name else set()
     if optim is not None and by_name:
         trained |= {str(key) for key in optim.state}
-    params: list[NamedParam] = []
+    params: list[Parameter] = []
     undecided: list[str] = []
     for param in names.params:
         if param.name in trained:

@@ -74,7 +74,7 @@ def _add(whole: Tree, name: str, tree: Tree) -> None:
     whole.rank_values.update({(name, *path): values for path, values in tree.rank_values.items()})
     whole.absences.update({(name, *path): ranks for path, ranks in tree.absences.items()})
     whole.devices |= tree.devices
-    whole.orders = whole.orders or tree.orders
+    whole.orders.update({(name, *path): by_rank for path, by_rank in tree.orders.items()})
     whole.problems += tree.problems
     whole.notes += tree.notes
     whole.evidence += tree.evidence

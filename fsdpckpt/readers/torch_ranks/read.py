@@ -20,7 +20,7 @@ from fsdpckpt.formats.torch.bulk import read_tensors
 from fsdpckpt.ir.checkpoint import Checksums, Container, Evidence, EvidenceKind, Layout, Note, Problem, Section
 from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import Groups, RankOrder, Units
+from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.ir.values import Key, Value, find_value, replaced, walk
 from fsdpckpt.readers.flat_slices import crcs_of_chunks, flat_parameter_keys
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
@@ -248,7 +248,6 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
             continue
         names = _names_in_units(optimizers, ranks, units) if units is not None and units.orders else None
         if names is not None and units is not None:
-            tree.orders = units.orders
             tree.problems += _missing_parameters(names, ranks, units)
         names = names or _saved_names(optimizers)
         if names is None or all(groups == names[0] for groups in names[1:]) or len(set(map(len, names))) > 1:
@@ -256,10 +255,12 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
         union = _union(names)
         tree.notes.append(_note(names, ranks, union))
         by_id = _by_id(optimizers[0])
-        if by_id and not tree.orders:
-            pairs = zip(ranks, names, strict=True)
-            tree.orders = tuple(RankOrder((rank,), groups) for rank, groups in pairs if groups != union)
         keys: Mapping[str, ParamKey] = {name: number if by_id else name for number, name in enumerate(chain(*union))}
+        if by_id:
+            pairs = zip(ranks, names, strict=True)
+            tree.orders[path] = {
+                rank: [[keys[name] for name in group] for group in groups] for rank, groups in pairs if groups != union
+            }
         texts = {name: text for pair in zip(optimizers, names, strict=True) for name, text in _param_names(*pair)}
         for index, (optimizer, groups) in enumerate(zip(optimizers, names, strict=True)):
             tree.problems += _unlisted(optimizer, ranks[index])

@@ -21,7 +21,8 @@ import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.flat.live.save import save_units, with_orders
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.units import Unit, UnitParam, Units
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.units import Unit, Units
 from tests.flat.live.conftest import World
 from tests.oracle.compare import differences
 from tests.readers.contents import opened
@@ -174,9 +175,27 @@ def test_units_of_an_optimizer_with_other_groups_say_no_order(world: World, tmp_
     train(world, tmp_path / "other", lambda rank, named: named[::-1] if rank else named, orig=True)
     train(world, tmp_path / "groups", in_groups, orig=True)
     (tmp_path / "groups" / "units.json").replace(tmp_path / "other" / "units.json")
-    (order,) = opened(tmp_path / "other").orders
-    assert order.ranks == (1,) and [len(group) for group in order.groups] == [6]
-    assert order.groups[0][0].startswith("blocks.2.")
+    found = opened(tmp_path / "other").optim
+    assert found is not None
+    (order,) = found.orders
+    assert order.ranks == (1,) and order.groups == (tuple(range(6))[::-1],)
+
+
+def test_a_name_that_is_left_out_or_new_leaves_the_orders_of_ranks_in_force(world: World, tmp_path: Path) -> None:
+    train(world, tmp_path / "other", reversed_on_odd_ranks, orig=True)
+    options = {"only": "optim", "exclude": ["blocks.1.*"], "rename": ["blocks.2=last"], "key_type": "id"}
+    changed = tmp_path / "changed"
+    fsdpckpt.convert(tmp_path / "other", changed, to="flattened", world_size=2, **options)
+    names = [f"blocks.{n}.{word}" for n in range(3) for word in ("weight", "bias")]
+    kept = [name for name in names if "blocks.1." not in name]
+    for rank in range(2):
+        old = load(tmp_path / "other" / f"optim_world_size_2_rank_{rank}.pt")
+        new = load(changed / f"optim_world_size_2_rank_{rank}.pt")
+        before, after = (listed[::-1] if rank else listed for listed in (names, kept))
+        held = {name: new["state"][number] for number, name in enumerate(after) if number in new["state"]}
+        expected = {name: old["state"][number] for number, name in enumerate(before) if number in old["state"]}
+        expected = {name: states for name, states in expected.items() if name in kept}
+        assert differences(held, expected) == []
 
 
 def test_the_order_in_which_ranks_call_makes_no_difference(world: World, tmp_path: Path) -> None:
@@ -212,8 +231,8 @@ def test_parameters_that_one_rank_has_alone_stay_its_own(world: World, tmp_path:
 )
 def test_what_differs_of_a_parameter_outside_of_the_units_is_said(change: dict[str, Any], text: str) -> None:
     inside, outside = (
-        UnitParam("blocks.0.weight", (6, 2), DTYPES["float32"]),
-        UnitParam("head", (3, 2), DTYPES["float32"]),
+        Parameter("blocks.0.weight", (6, 2), DTYPES["float32"]),
+        Parameter("head", (3, 2), DTYPES["float32"]),
     )
     units = Units((Unit("blocks.0", (inside,)),), True, ("blocks.0.weight", "head"), (outside,), world_size=2)
     usual = replace(units, groups=(("blocks.0.weight",),))

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdpckpt.flat.names import NamedParam
 from fsdpckpt.flat.units import Settings, build_units, regrouped
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.units import RankOrder, Units, flaws
 from fsdpckpt.transform.selection import new_name
 
@@ -30,7 +30,7 @@ def rule(**how: object) -> NameChanges:
 
 
 def made(names: list[str], prefixes: set[str], groups: list[list[str]] | None, *, orig: bool) -> Units:
-    params = [NamedParam(name, (len(name), 2), FLOAT) for name in names]
+    params = [Parameter(name, (len(name), 2), FLOAT) for name in names]
     sizes = {param.name: param for param in params}
     units = build_units([sizes[name] for name in names], prefixes, Settings(use_orig_params=orig))
     return units if groups is None else replace(units, groups=regrouped(units, groups))

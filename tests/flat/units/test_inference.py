@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.flat.names import NamedParam, ParameterNames, UnitPrefixes, prefixes_of
+from fsdpckpt.flat.names import ParameterNames, UnitPrefixes, prefixes_of
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.candidates import candidates
 from fsdpckpt.flat.units.inference import Refusal, infer
 from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.units import Strategy, Units
 from tests.flat.flat_synthetic import checkpoint, local_model, name_list, named, optimizer, sharded_model
 
@@ -39,7 +40,7 @@ FROM_GLOBS = UnitPrefixes(LAYERS, complete=False, label="--unit l.*")
 
 
 def units_of(
-    params: Sequence[NamedParam] = MODEL, prefixes: Sequence[str] = LAYERS, *, orig: bool, **rest: object
+    params: Sequence[Parameter] = MODEL, prefixes: Sequence[str] = LAYERS, *, orig: bool, **rest: object
 ) -> Units:
     return build_units(params, prefixes, Settings(orig, **rest))  # type: ignore[arg-type]
 

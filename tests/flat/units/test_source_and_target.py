@@ -21,7 +21,6 @@ from fsdpckpt.errors import (
     TargetUnwritableError,
     UsageError,
 )
-from fsdpckpt.flat.names import NamedParam
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, write_units
 from fsdpckpt.flat.units.source import find_units, source_units
@@ -29,6 +28,7 @@ from fsdpckpt.flat.units.target import target_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Note
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.storage.sources import Sources
@@ -47,7 +47,7 @@ PARAMS = (
 LAYERS = ("", "l.0", "l.1")
 
 
-def units_of(*, orig: bool = False, params: Sequence[NamedParam] = PARAMS, prefixes: Sequence[str] = LAYERS) -> Units:
+def units_of(*, orig: bool = False, params: Sequence[Parameter] = PARAMS, prefixes: Sequence[str] = LAYERS) -> Units:
     return build_units(params, prefixes, Settings(orig))
 
 
@@ -63,7 +63,7 @@ def saved(path: Path, units: Units) -> str:
     return str(file)
 
 
-def saved_model(path: Path, params: Sequence[NamedParam] = PARAMS, *, suffix: str = ".pt") -> str:
+def saved_model(path: Path, params: Sequence[Parameter] = PARAMS, *, suffix: str = ".pt") -> str:
     file = path / f"reference{suffix}"
     tensors = {param.name: torch.rand(param.shape) for param in params}
     if suffix == ".pt":
@@ -77,7 +77,7 @@ def raw(world_size: int = 4, *, orig: bool = False, beside: Units | None = None)
     return checkpoint(world_size, optim=optimizer(units_of(orig=orig), world_size), units=beside)
 
 
-def by_name(params: Sequence[NamedParam] = PARAMS, *, groups: Sequence[Sequence[str]] | None = None) -> Optimizer:
+def by_name(params: Sequence[Parameter] = PARAMS, *, groups: Sequence[Sequence[str]] | None = None) -> Optimizer:
     listed = groups if groups is not None else [[param.name for param in params]]
     shapes = {param.name: param.shape for param in params}
     names = [name for group in listed for name in group]
@@ -85,7 +85,7 @@ def by_name(params: Sequence[NamedParam] = PARAMS, *, groups: Sequence[Sequence[
     return Optimizer.of(dict(state), [{"lr": 0.1, "params": list(group)} for group in listed])
 
 
-def full(params: Sequence[NamedParam] = PARAMS, optim: Optimizer | None = None, **rest: object) -> Checkpoint:
+def full(params: Sequence[Parameter] = PARAMS, optim: Optimizer | None = None, **rest: object) -> Checkpoint:
     held = optim if optim is not None else by_name(params)
     return checkpoint(1, model=sharded_model(params), optim=held, layout=Layout.FULL, **rest)  # type: ignore[arg-type]
 
